@@ -1,0 +1,66 @@
+# Each target makes .venv and installs what it needs; nothing has to be done before. `make help` lists them.
+# Options of pip (another index, no cache, ...) come from pip's own environment variables.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 python,$(shell \
+	$(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
+
+CODE := $(wildcard src tools tests benchmarks examples)
+TYPED := $(wildcard src tools tests benchmarks examples)
+FAST := $(wildcard tests/core tests/kvmgr tests/comm tests/control_plane tests/contracts tests/test_*.py)
+# Everything but what needs another machine, another engine or a lot of time; traces are skipped where there are none.
+TESTS := not gpu and not slow and not peer
+
+.PHONY: help demo serve test check fast format docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo ## the demo model behind the HTTP server: a conversation and ten parallel requests, then the end
+	$(BIN)/python tools/demo.py
+
+serve: $(VENV)/.demo ## serve a model over HTTP; make serve MODEL=folder-or-name, default: the demo model
+	$(BIN)/sagellm serve $(MODEL)
+
+test: $(VENV)/.test ## all tests that run on any machine
+	$(BIN)/python -m pytest -m "$(TESTS)" $(ARGS)
+
+fast: $(VENV)/.test ## lint and the tests without tensors, in seconds
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/python -m pytest -q -x $(FAST) $(ARGS)
+
+check: $(VENV)/.test ## lint, format, types, import rules, sizes, documents
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy $(TYPED)
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/check_sizes.py
+	$(BIN)/python tools/check_docs.py
+
+format: $(VENV)/.test ## put the code into ruff's format
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+docs: $(VENV)/.test ## write the program's own output into the documents that show it
+	$(BIN)/python tools/check_docs.py --write
+
+clean: ## remove .venv and caches
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "sageLLM needs Python 3.11 or newer; set PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# An editable install of one extra; a stamp says when it was last done.
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@touch $@ $(VENV)/.demo

@@ -1,0 +1,35 @@
+"""Time as a dependency: nothing in sageLLM reads the wall clock except through a `Clock`."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Seconds on a monotonic scale; only differences mean anything."""
+
+    def now(self) -> float: ...
+
+
+class MonotonicClock:
+    """The machine's monotonic clock."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+class ManualClock:
+    """A clock that moves when told to: the fake for tests, and the clock of every simulation."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Move forward; a negative step is an error, since time in the books never runs back."""
+        if seconds < 0:
+            raise ValueError(f"a clock cannot go back: advance({seconds})")
+        self._now_s += seconds

@@ -1,0 +1,174 @@
+"""The configuration: every key with its default, range and meaning, and the presets.
+
+Values come in layers (`core/config_layers.py`); models are frozen and refuse unknown keys. The name of a
+plug-in (`kv.eviction`, `scheduler.passes`, ...) is looked up when the engine is built, not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from sagellm.core.ports import SagePorts
+
+GPU_MEMORY_SHARE = 0.9
+CPU_MEMORY_SHARE = 0.25
+
+
+class Section(BaseModel):
+    """A group of keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelConfig(Section):
+    """Which model, and how it is held."""
+
+    name: str | None = Field(
+        default=None, description="folder or hub name of the model; none: the demo model"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
+        default="auto", description="number format of weights and KV; auto: what the model's config.json says"
+    )
+    device: str = Field(
+        default="auto",
+        pattern=r"^[a-z]+(:\d+)?$",
+        description="auto, cpu, cuda or cuda:N; auto: a GPU where there is one",
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=2,
+        description="longest prompt plus output in tokens; none: what the model was made for",
+    )
+    revision: str | None = Field(default=None, description="branch, tag or commit on the hub")
+    served_name: str | None = Field(
+        default=None, description="the name that clients use; none: the model's own"
+    )
+
+
+class KVConfig(Section):
+    """The KV cache: size, index, pool, eviction."""
+
+    block_size: int = Field(default=16, ge=1, le=1024, description="tokens per block")
+    num_blocks: int | None = Field(
+        default=None, ge=1, description="blocks in the pool; none: by memory_fraction"
+    )
+    memory_fraction: float | None = Field(
+        default=None,
+        gt=0.0,
+        lt=1.0,
+        description=f"share of the device's free memory for KV; none: {GPU_MEMORY_SHARE} on a GPU, "
+        f"{CPU_MEMORY_SHARE} on a CPU",
+    )
+    index: str = Field(default="radix", min_length=1, description="prefix index")
+    pool: str = Field(default="free_list", min_length=1, description="block pool")
+    eviction: str = Field(default="lru", min_length=1, description="eviction policy")
+    prefix_caching: bool = Field(
+        default=True, description="reuse the KV of earlier requests with the same prefix"
+    )
+
+    def memory_share(self, device: str) -> float:
+        """`memory_fraction`, or what is usual on that device ('cpu', 'cuda:0', ...)."""
+        if self.memory_fraction is not None:
+            return self.memory_fraction
+        return CPU_MEMORY_SHARE if device.startswith("cpu") else GPU_MEMORY_SHARE
+
+
+class SchedulerConfig(Section):
+    """How a step is planned."""
+
+    max_num_seqs: int = Field(
+        default=64, ge=1, le=65536, description="rows of the batch: requests that run together"
+    )
+    max_batched_tokens: int = Field(
+        default=2048, ge=1, description="tokens computed in one step, prefill and decode"
+    )
+    passes: tuple[str, ...] = Field(
+        default=("prefix_cache_aware", "priority_based", "chunked_prefill", "memory_aware_preemption"),
+        description="scheduling passes in order",
+    )
+
+    @model_validator(mode="after")
+    def _budget_covers_rows(self) -> SchedulerConfig:
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_batched_tokens ({self.max_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): each running request computes one token per step"
+            )
+        return self
+
+
+class EngineConfig(Section):
+    """The loop and its machine."""
+
+    threads: int | None = Field(default=None, ge=1, le=4096, description="CPU threads; none: one per core")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of requests that bring none")
+
+
+class ServerConfig(Section):
+    """The HTTP server."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0: all")
+    port: int = Field(default=int(SagePorts.HTTP), ge=0, le=65535, description="TCP port; 0: a free one")
+    api_key: str | None = Field(
+        default=None, min_length=1, repr=False, description="key that clients must send"
+    )
+    max_waiting: int = Field(default=1024, ge=1, description="requests that may wait; more are answered 429")
+
+
+class LogConfig(Section):
+    """What is written to stderr."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least level that is shown"
+    )
+
+
+class Config(Section):
+    """All of it. `Config()` serves the demo model on this machine."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    kv: KVConfig = Field(default_factory=KVConfig)
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    server: ServerConfig = Field(default_factory=ServerConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+
+    def flat(self) -> dict[str, Any]:
+        """Every key, dotted, with its value, in order of declaration."""
+        return {
+            f"{section}.{key}": value
+            for section in type(self).model_fields
+            for key, value in dict(getattr(self, section)).items()
+        }
+
+
+SECRET_KEYS = frozenset({"server.api_key"})
+"""Keys whose value is never shown."""
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "laptop": {
+        "scheduler.max_num_seqs": 8,
+        "scheduler.max_batched_tokens": 512,
+        "kv.memory_fraction": 0.15,
+        "server.max_waiting": 64,
+    },
+    "throughput": {
+        "scheduler.max_num_seqs": 256,
+        "scheduler.max_batched_tokens": 8192,
+        "server.max_waiting": 8192,
+    },
+    "low_latency": {
+        "scheduler.max_num_seqs": 16,
+        "scheduler.max_batched_tokens": 512,
+        "server.max_waiting": 64,
+    },
+}
+"""Starting points by name: what to trade for what.
+
+`laptop`: little memory, few users. `throughput`: wide batches and large chunks, at the cost of each user's
+time per token. `low_latency`: narrow batches and small chunks, the reverse.
+"""

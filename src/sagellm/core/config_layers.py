@@ -1,0 +1,182 @@
+"""From layers to a `Config`: defaults < preset < file < environment < command line.
+
+A layer maps keys to values, nested (`{"kv": {"block_size": 32}}`) or dotted (`{"kv.block_size": 32}`). A key
+that does not exist is an error that names the nearest one and the layer in which it stands.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from sagellm.core.config import PRESETS, Config, Section
+from sagellm.core.errors import ConfigError, nearest
+
+ENV_PREFIX = "SAGELLM_"
+RESERVED_ENV = frozenset({"SAGELLM_TRACES", "SAGELLM_CONFIG", "SAGELLM_PRESET"})
+"""Variables with our prefix that are no configuration keys."""
+
+DEFAULT_ORIGIN = "default"
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Values from one place. `name` is how errors and `config show --origin` call it; `origins`: by key."""
+
+    name: str
+    values: Mapping[str, Any]
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def origin(self, key: str) -> str:
+        return self.origins.get(key, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The configuration, and for every dotted key the layer that it came from."""
+
+    config: Config
+    origins: Mapping[str, str]
+
+
+def _fields() -> dict[str, tuple[FieldInfo, Any]]:
+    found: dict[str, tuple[FieldInfo, Any]] = {}
+    for section, info in Config.model_fields.items():
+        model = info.annotation
+        assert isinstance(model, type)
+        assert issubclass(model, Section)
+        hints = get_type_hints(model)
+        found.update({f"{section}.{key}": (one, hints[key]) for key, one in model.model_fields.items()})
+    return found
+
+
+_FIELDS = _fields()
+KEYS: tuple[str, ...] = tuple(_FIELDS)
+"""Every dotted key, in order of declaration."""
+
+
+def describe(key: str) -> str:
+    """What a key means, in one line."""
+    return _FIELDS[key][0].description or ""
+
+
+def env_name(key: str) -> str:
+    """`kv.block_size` -> `SAGELLM_KV_BLOCK_SIZE`."""
+    return ENV_PREFIX + key.replace(".", "_").upper()
+
+
+def preset_layer(name: str) -> Layer:
+    if name not in PRESETS:
+        raise ConfigError(f"unknown preset {name!r}.{nearest(name, PRESETS)}")
+    return Layer(f"preset {name}", PRESETS[name])
+
+
+def env_layer(environ: Mapping[str, str]) -> Layer:
+    """The `SAGELLM_*` variables of `environ`; one that names no key is an error."""
+    by_name = {env_name(key): key for key in KEYS}
+    values: dict[str, Any] = {}
+    for name, text in environ.items():
+        if not name.startswith(ENV_PREFIX) or name in RESERVED_ENV:
+            continue
+        if name not in by_name:
+            guess = nearest(name, [*by_name, *RESERVED_ENV])
+            raise ConfigError(f"unknown environment variable {name}.{guess}")
+        values[by_name[name]] = parse_text(by_name[name], text)
+    return Layer("environment", values, {key: f"environment {env_name(key)}" for key in values})
+
+
+def command_line_layer(values: Mapping[str, Any]) -> Layer:
+    """Options of the command line by dotted key; a text is read as the environment's are."""
+    flat = flatten(values, COMMAND_LINE)
+    return Layer(COMMAND_LINE, {key: _read(key, value) for key, value in flat.items()})
+
+
+def _read(key: str, value: Any) -> Any:
+    return parse_text(key, value) if isinstance(value, str) else value
+
+
+def parse_text(key: str, text: str) -> Any:
+    """The value that a text stands for: `none` where the key may be none, commas where it is a list.
+
+    Numbers and booleans stay text: pydantic reads and checks them.
+    """
+    kind = _FIELDS[key][1]
+    union = get_origin(kind) in (Union, types.UnionType)
+    if union and type(None) in get_args(kind) and text.strip().lower() in ("", "none", "null"):
+        return None
+    if get_origin(kind) is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    return text
+
+
+def flatten(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Dotted keys of a nested or dotted mapping; raises `ConfigError` for keys that do not exist."""
+    flat: dict[str, Any] = {}
+    for key, value in _walk(values, where):
+        if key not in _FIELDS:
+            raise ConfigError(f"unknown key {key!r} in {where}.{nearest(key, KEYS)}")
+        flat[key] = value
+    return flat
+
+
+def _walk(values: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if name not in Config.model_fields:
+            yield from _below(str(name), value)
+        elif isinstance(value, Mapping):
+            yield from ((f"{name}.{key}", inner) for key, inner in value.items())
+        elif value is not None:  # an empty section of a YAML file reads as none
+            keys = ", ".join(key for key in KEYS if key.startswith(f"{name}."))
+            raise ConfigError(f"{name!r} in {where} is a section, not a value; its keys are {keys}")
+
+
+def _below(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Keys under a name that is no section: whole, so that the error can name the nearest key."""
+    if isinstance(value, Mapping) and value:
+        yield from ((f"{name}.{key}", inner) for key, inner in value.items())
+    else:
+        yield name, value
+
+
+def resolve(layers: Sequence[Layer]) -> Resolved:
+    """Merge layers, the later over the earlier, over the defaults.
+
+    Raises `ConfigError` naming key, value and layer.
+    """
+    merged: dict[str, Any] = {}
+    origins = dict.fromkeys(KEYS, DEFAULT_ORIGIN)
+    for layer in layers:
+        for key, value in flatten(layer.values, layer.name).items():
+            merged[key] = value
+            origins[key] = layer.origin(key)
+    try:
+        config = Config.model_validate(_nest(merged))
+    except ValidationError as error:
+        raise ConfigError(_explain(error, origins)) from None
+    return Resolved(config, origins)
+
+
+def _nest(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    nested: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        section, _, name = key.partition(".")
+        nested.setdefault(section, {})[name] = value
+    return nested
+
+
+def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
+    lines = []
+    for problem in error.errors(include_url=False):
+        key = ".".join(str(part) for part in problem["loc"][:2])
+        message = problem["msg"].removeprefix("Value error, ")
+        if key in origins:
+            lines.append(f"{key} = {problem['input']!r} ({origins[key]}): {message} [{describe(key)}]")
+        else:
+            lines.append(f"{key}: {message}")
+    return "; ".join(lines)

@@ -1,0 +1,115 @@
+"""Every error that sageLLM raises on purpose, as one tree.
+
+SageError
+├── ConfigError            a key, value or file of the configuration
+├── UnknownNameError       a plug-in name or option that nobody registered
+├── MissingExtraError      an optional dependency that is not installed
+├── ModelError             a model folder that cannot be served
+│   ├── UnsupportedModelError
+│   ├── MissingWeightsError
+│   └── WeightShapeError
+├── RequestError           one request; carries what an HTTP layer needs
+│   ├── UnsupportedParameterError
+│   ├── ContextLengthError
+│   └── UnknownModelError
+├── CapacityError          memory: the pool, the device
+├── BookkeepingError       the KV books: a bug in the caller, never a full pool
+└── PlanError              a plan that the verifier refuses
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SageError(Exception):
+    """Base of all errors raised on purpose; the message says what would have worked."""
+
+
+class ConfigError(SageError):
+    """The configuration holds an unknown key or a value out of range."""
+
+
+class UnknownNameError(SageError):
+    """No plug-in or option of that name."""
+
+
+class MissingExtraError(SageError):
+    """A feature needs a package that is not installed; the message names the command that installs it."""
+
+    def __init__(self, feature: str, extra: str) -> None:
+        super().__init__(f"{feature} needs packages that are not installed: pip install 'sagellm[{extra}]'")
+
+
+class ModelError(SageError):
+    """A model cannot be loaded."""
+
+
+class UnsupportedModelError(ModelError):
+    """The architecture, or a feature of it, is not one that the native engine runs."""
+
+
+class MissingWeightsError(ModelError):
+    """A weight file or a tensor is missing."""
+
+
+class WeightShapeError(ModelError):
+    """A tensor does not have the shape that config.json implies."""
+
+
+class RequestError(SageError):
+    """A request cannot be served as sent.
+
+    Attributes: `param` the offending parameter; `status` the HTTP status; `code` a machine-readable reason.
+    """
+
+    status = 400
+    code: str | None = "invalid_value"
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class UnsupportedParameterError(RequestError):
+    """A known parameter of the API that this server does not implement (yet)."""
+
+    code = "unsupported_parameter"
+
+
+class ContextLengthError(RequestError):
+    """The prompt does not fit into the model's context or the KV pool."""
+
+    status = 413
+    code = "context_length_exceeded"
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that is not served here."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class CapacityError(SageError):
+    """Memory that was asked for does not exist."""
+
+
+class BookkeepingError(SageError):
+    """The KV books were used wrongly: double free, foreign allocation, negative count, unpinned pin."""
+
+
+class PlanError(SageError):
+    """The verifier refuses a plan; the message names the operation."""
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` for the closest of `choices`, else a list of them."""
+    known = sorted(choices)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if close:
+        return f" Did you mean {close[0]!r}?"
+    return f" Known: {', '.join(known)}." if known else ""

@@ -1,0 +1,108 @@
+"""What happened, as typed values, and a synchronous bus that hands them to whoever listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+
+@dataclass(frozen=True, slots=True)
+class RequestQueued:
+    request_id: str
+    num_prompt_tokens: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestScheduled:
+    """A request got a row in the batch; `num_cached_tokens` came from the prefix index."""
+
+    request_id: str
+    num_cached_tokens: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPreempted:
+    request_id: str
+    num_computed_tokens: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    request_id: str
+    reason: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    queued_s: float
+    scheduled_s: float | None
+    first_token_s: float | None
+    finished_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Blocks entered the prefix index."""
+
+    block_ids: tuple[int, ...]
+    num_tokens_before: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Blocks left the prefix index; `cause` is 'capacity', 'cleared' or a policy's own word."""
+
+    block_ids: tuple[int, ...]
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """One engine step: sizes of what ran and the time that it took."""
+
+    step: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_running: int
+    num_waiting: int
+    duration_s: float
+
+
+Event = (
+    RequestQueued
+    | RequestScheduled
+    | RequestPreempted
+    | RequestFinished
+    | BlocksStored
+    | BlocksRemoved
+    | StepDone
+)
+
+E = TypeVar("E", bound=Event)
+
+
+class EventBus:
+    """Listeners by event type, called in order of subscription on the thread that emits.
+
+    A listener must not raise; what it raises reaches the emitter, so that no failure is silent.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: dict[type, list[Callable[..., None]]] = {}
+
+    def subscribe(self, kind: type[E], listener: Callable[[E], None]) -> Callable[[], None]:
+        """Call `listener` with each event of exactly this type; returns a function that unsubscribes."""
+        listeners = self._listeners.setdefault(kind, [])
+        listeners.append(listener)
+        return lambda: listeners.remove(listener)
+
+    def wants(self, kind: type) -> bool:
+        """Whether anybody listens: lets an emitter skip building an event on a hot path."""
+        return bool(self._listeners.get(kind))
+
+    def emit(self, event: Event) -> None:
+        for listener in tuple(self._listeners.get(type(event), ())):
+            listener(event)

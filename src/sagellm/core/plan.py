@@ -1,0 +1,259 @@
+"""The plan of one engine step, as data: a mutable `Draft` that passes edit, the frozen `ExecutionPlan` that a
+backend executes, and the `StepResult` that it answers with.
+
+    builder -> Draft -> passes edit it -> kv.bind fills in block ids -> verify -> freeze -> ExecutionPlan
+    backend.execute(ExecutionPlan) -> StepResult -> engine.commit
+
+The running batch is kept by the backend in fixed rows; a plan carries what changed (joined, left, grown) and
+small copies of what runs, never live arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from sagellm.core.protocols.prefix_cache import PrefixHit
+from sagellm.core.types import Request, RequestStatus, SamplingParams, TokenLogprob, Tokens
+
+NO_ROW = -1
+
+
+class Phase(str, Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(slots=True)
+class RequestState:
+    """Progress of one request through the engine. Only `engine.commit` and the KV manager move it forward.
+
+    `tokens` is the prompt followed by the output; the first `num_computed` of them have their KV in blocks.
+    """
+
+    request: Request
+    tokens: Tokens
+    status: RequestStatus = RequestStatus.WAITING
+    row: int = NO_ROW
+    num_computed: int = 0
+    num_cached: int = 0
+    num_preemptions: int = 0
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> RequestState:
+        return cls(request, Tokens(request.tokens))
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - len(self.request.tokens)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def phase(self) -> Phase:
+        """Decode once the prompt and all output but the last token are computed."""
+        return Phase.DECODE if self.num_uncomputed == 1 and self.num_output_tokens else Phase.PREFILL
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens `[start, start + num_tokens)` of one request, to be computed in this step.
+
+    `hit` is set for a request that enters the batch with this chunk: what it reuses ends at `start`.
+    `kv.bind` sets `block_ids`, the blocks added to the request's table by this chunk, which stand in the
+    table from index `first_block` on.
+    """
+
+    state: RequestState
+    start: int
+    num_tokens: int
+    hit: PrefixHit | None = None
+    first_block: int = 0
+    block_ids: tuple[int, ...] = ()
+
+    @property
+    def admits(self) -> bool:
+        """Whether the request enters the batch with this chunk."""
+        return self.hit is not None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the request's last token, so that a new one can be drawn."""
+        return self.end == len(self.state.tokens)
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_tokens == 1 and not self.admits and self.samples and self.state.num_output_tokens > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What one pass decided for one request, and why: the raw material of `sagellm explain`."""
+
+    pass_name: str
+    request_id: str
+    action: str
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Draft:
+    """What a step could do, edited in place by passes.
+
+    `running` and `waiting` are ordered by who comes first; passes may reorder both. `chunks` holds, by
+    request id and in batch order, what will be computed. A request is in `chunks` at most once, and never
+    also in `preempted` or `rejected`.
+    """
+
+    step: int
+    now_s: float
+    token_budget: int
+    running: list[RequestState]
+    waiting: list[RequestState]
+    chunks: dict[str, Chunk] = field(default_factory=dict)
+    hits: dict[str, PrefixHit] = field(default_factory=dict)
+    preempted: list[RequestState] = field(default_factory=list)
+    rejected: dict[str, str] = field(default_factory=dict)
+    copies: list[BlockCopy] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks.values())
+
+    def say(self, pass_name: str, state: RequestState, action: str, reason: str = "") -> None:
+        self.decisions.append(Decision(pass_name, state.request_id, action, reason))
+
+    def preempt(self, state: RequestState) -> None:
+        """Take a running request out of the batch: its chunk goes, its blocks are given back before bind."""
+        self.chunks.pop(state.request_id, None)
+        self.preempted.append(state)
+
+    def admitted(self) -> Iterator[Chunk]:
+        return (chunk for chunk in self.chunks.values() if chunk.admits)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy one block between tiers ('hbm', 'dram', 'nvme') before the step computes."""
+
+    source_tier: str
+    source_block: int
+    target_tier: str
+    target_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Send blocks of one request to another instance once the step has computed them."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    target_instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A request enters the batch: all that a backend needs to know of it.
+
+    `tokens`: int32 bytes of prompt and output so far; the first `num_computed` have KV in `block_ids`, the
+    row's whole table including what this step adds.
+    """
+
+    row: int
+    request_id: str
+    tokens: bytes
+    num_prompt_tokens: int
+    num_computed: int
+    block_ids: tuple[int, ...]
+    params: SamplingParams
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The block table of `row` holds `block_ids` from index `first` on. Applying it twice changes nothing."""
+
+    row: int
+    first: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Compute tokens `[start, start + num_tokens)` of `row`; draw a token after the last one if `samples`."""
+
+    row: int
+    request_id: str
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionPlan:
+    """One step for a backend. Order of effects: left, joined, grown, copies, compute, transfers.
+
+    `decode_rows[i]` computes the token at `decode_positions[i]`, the row's last: the last one drawn for it
+    or, where none was drawn yet, the last of its `Join`. Tokens are drawn for `sample_rows`, in that order.
+    """
+
+    step: int
+    joined: tuple[Join, ...] = ()
+    left: tuple[int, ...] = ()
+    grown: tuple[Growth, ...] = ()
+    decode_rows: tuple[int, ...] = ()
+    decode_positions: tuple[int, ...] = ()
+    prefills: tuple[Prefill, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    preempted: tuple[str, ...] = ()
+    rejected: tuple[tuple[str, str], ...] = ()
+    decisions: tuple[Decision, ...] = ()
+
+    @property
+    def sample_rows(self) -> tuple[int, ...]:
+        return self.decode_rows + tuple(op.row for op in self.prefills if op.samples)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(op.num_tokens for op in self.prefills)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode_rows) + self.num_prefill_tokens
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to compute, copy or send; rows that left may still be told with a later plan."""
+        return not (self.decode_rows or self.prefills or self.copies or self.transfers)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A backend's answer: `token_ids[i]` was drawn for `plan.sample_rows[i]`.
+
+    `logprobs` has an entry, by row, where the request asked for them.
+    """
+
+    step: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)

@@ -1,0 +1,81 @@
+"""Contracts around an engine: the backend below it and the client above it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from sagellm.core.plan import ExecutionPlan, StepResult
+from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, Request, RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """An engine's load now. Blocks by state sum to the pool: in use, cached and unused, free."""
+
+    num_running: int
+    num_waiting: int
+    blocks_active: int
+    blocks_cached: int
+    blocks_free: int
+    num_preemptions: int = 0
+    num_steps: int = 0
+
+
+class InferenceBackend(Protocol):
+    """Executes plans. Keeps the batch in rows between steps; owns the KV bytes and their layout.
+
+    `execute` either answers, or raises and leaves KV of unplanned rows as it was; the same rows may then be
+    joined again. Out of device memory is raised as `CapacityError`.
+    """
+
+    def capability(self) -> CapabilityDescriptor: ...
+
+    def get_kv_schema(self) -> KVCacheSchema: ...
+
+    def execute(self, plan: ExecutionPlan) -> StepResult: ...
+
+    def close(self) -> None: ...
+
+
+class EngineCore(Protocol):
+    """A host engine: add requests, step, get tokens. Synchronous and single-threaded."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises `RequestError` for one that can never be served."""
+        ...
+
+    def step(self) -> Sequence[RequestOutput]:
+        """Run one step; returns what it added to each request (nothing when there is no work)."""
+        ...
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request; its blocks are free or cached when this returns. False if it is unknown or
+        ended."""
+        ...
+
+    def has_work(self) -> bool: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def capability(self) -> CapabilityDescriptor: ...
+
+    def close(self) -> None: ...
+
+
+class EngineClient(Protocol):
+    """An engine instance as the control plane sees it: maybe in another process or machine."""
+
+    @property
+    def instance_id(self) -> str: ...
+
+    def submit(self, request: Request) -> None: ...
+
+    def poll(self) -> Sequence[RequestOutput]:
+        """Outputs since the last call; never blocks."""
+        ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def capability(self) -> CapabilityDescriptor: ...

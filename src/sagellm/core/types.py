@@ -1,0 +1,310 @@
+"""The nouns that every module shares: tokens, namespaces, sampling parameters, requests, capabilities."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, NamedTuple
+
+from sagellm.core.errors import RequestError
+
+TOKEN_BYTES = 4
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+_INT32 = "i"
+
+
+class Tokens:
+    """Token ids as one contiguous int32 buffer, with their bytes.
+
+    Converted once, at the door; from there on prefixes are compared as memory. Grows by `append`; `tobytes`
+    is cached until the next change.
+    """
+
+    __slots__ = ("_bytes", "_ids")
+
+    def __init__(self, ids: Iterable[int] = ()) -> None:
+        self._ids: array[int] = ids._ids[:] if isinstance(ids, Tokens) else array(_INT32, ids)
+        self._bytes: bytes | None = None
+
+    @classmethod
+    def frombytes(cls, data: bytes) -> Tokens:
+        """The tokens whose native-endian int32 bytes are `data`."""
+        tokens = cls()
+        tokens._ids.frombytes(data)
+        return tokens
+
+    def append(self, token_id: int) -> None:
+        self._ids.append(token_id)
+        self._bytes = None
+
+    def extend(self, ids: Iterable[int]) -> None:
+        self._ids.extend(ids)
+        self._bytes = None
+
+    def tobytes(self) -> bytes:
+        """Native-endian int32 bytes, 4 per token."""
+        if self._bytes is None:
+            self._bytes = self._ids.tobytes()
+        return self._bytes
+
+    def view(self) -> memoryview:
+        """A zero-copy int32 view; release it before the next `append`."""
+        return memoryview(self._ids)
+
+    def slice(self, start: int, stop: int | None = None) -> array[int]:
+        return self._ids[start:stop]
+
+    def tolist(self) -> list[int]:
+        return self._ids.tolist()
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> int:
+        return self._ids[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tokens) and self._ids == other._ids
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        head = ", ".join(map(str, self._ids[:8]))
+        return f"Tokens([{head}{', ...' if len(self) > 8 else ''}], len={len(self)})"
+
+
+class Namespace(NamedTuple):
+    """KV of different namespaces is never shared: tenant or cache salt, model, adapter, KV dtype."""
+
+    tenant: str = ""
+    model: str = ""
+    adapter: str = ""
+    kv_dtype: str = ""
+
+
+class FinishReason(str, Enum):
+    """Why a request ended; the first two are OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """Latency goals of one request in seconds; None means no goal."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen and when to end, in the field's usual terms.
+
+    `temperature == 0` is greedy. Order of operations: logit_bias, min_tokens mask, penalties (repetition over
+    prompt and output; presence and frequency over output), temperature, top_k, top_p, min_p, draw.
+    `top_k <= 0` and `top_p == 1` switch those off. The draw depends on (seed, position) alone, so a request
+    gives the same tokens in any batch and after a preemption. Raises `RequestError` naming the parameter.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _in_range("n", self.n, 1, 128)
+        _in_range("min_tokens", self.min_tokens, 0, math.inf)
+        if self.logprobs is not None:
+            _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.max_tokens is not None:
+            _in_range("max_tokens", self.max_tokens, 1, math.inf)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(
+                    f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+                    "min_tokens",
+                )
+        self._check_stop()
+        for token_id, bias in self.logit_bias.items():
+            _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
+
+    def _check_stop(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", "stop")
+        if any(not text for text in self.stop):
+            raise RequestError("a stop string must not be empty", "stop")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        return replace(self, seed=seed)
+
+
+def _in_range(
+    name: str, value: float, low: float, high: float, *, open_low: bool = False, param: str | None = None
+) -> None:
+    """Raise `RequestError` unless `low <= value <= high` (`<` at the low end if `open_low`); NaN is out."""
+    above = value > low if open_low else value >= low
+    if above and value <= high and not math.isinf(value):
+        return
+    ends = f"{'(' if open_low else '['}{low}, {high}]"
+    raise RequestError(f"{name} must be in {ends}, got {value}", param or name)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to compute: a prompt and how to go on from it. Immutable; its progress is a
+    `RequestState`.
+
+    `priority`: higher is served first. `group`: requests of one group share their prompt (`n > 1`), so that
+    the scheduler lets the first compute it and the others reuse it. `eos_token_ids` end the request unless
+    `params.ignore_eos`.
+    """
+
+    request_id: str
+    tokens: Tokens
+    params: SamplingParams = field(default_factory=SamplingParams)
+    eos_token_ids: frozenset[int] = frozenset()
+    arrival_s: float = 0.0
+    priority: int = 0
+    namespace: Namespace = Namespace()
+    slo: SLO = SLO()
+    group: str | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens):
+            raise RequestError("the prompt is empty: send at least one token", "prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of one token, before temperature and filters, and its best alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step added to one request: the engine's answer, tokens only.
+
+    `error` explains a `FinishReason.ERROR`.
+    """
+
+    request_id: str
+    new_token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSchema:
+    """Shape of one token's KV and of a block: what two engines must agree on before blocks can move.
+
+    `layout` is the backend's own word for the order of axes; equal words mean bytes can be copied as they
+    are.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    block_size: int
+    layout: str
+    model_fingerprint: str = ""
+
+    @property
+    def bytes_per_token(self) -> int:
+        itemsize = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}[
+            self.dtype
+        ]
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.bytes_per_token * self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityDescriptor:
+    """What a backend can do: read by the builder, the router and the simulator."""
+
+    device: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    kv_schema: KVCacheSchema | None = None
+    memory_bytes: int = 0
+    features: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class KVChunk:
+    """A run of blocks of one request, as a transfer or a tier sees it."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    first_token: int
+    num_tokens: int
+    token_hash: bytes = b""
+    checksum: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TransportPlan:
+    """Chunks to move from one instance to another, in order, in messages of at most `chunk_bytes`."""
+
+    source: str
+    target: str
+    chunks: tuple[KVChunk, ...]
+    schema: KVCacheSchema
+    chunk_bytes: int = 1 << 20
+    options: Mapping[str, Any] = field(default_factory=dict)

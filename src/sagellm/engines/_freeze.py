@@ -1,0 +1,59 @@
+"""From a bound draft to the frozen plan that a backend executes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from sagellm.core.plan import Chunk, Draft, ExecutionPlan, Growth, Join, Prefill
+
+
+class BlockTables(Protocol):
+    """Whoever knows the block table of a running request."""
+
+    def block_table(self, request_id: str) -> Sequence[int]: ...
+
+
+def freeze(draft: Draft, left: tuple[int, ...], tables: BlockTables) -> ExecutionPlan:
+    """The plan of a draft whose blocks are bound and whose requests have rows. Copies; shares nothing
+    live."""
+    chunks = list(draft.chunks.values())
+    decodes = [chunk for chunk in chunks if chunk.is_decode]
+    return ExecutionPlan(
+        step=draft.step,
+        joined=tuple(_join(chunk, tables) for chunk in chunks if chunk.admits),
+        left=left,
+        grown=tuple(
+            Growth(chunk.state.row, chunk.first_block, chunk.block_ids)
+            for chunk in chunks
+            if chunk.block_ids and not chunk.admits
+        ),
+        decode_rows=tuple(chunk.state.row for chunk in decodes),
+        decode_positions=tuple(chunk.start for chunk in decodes),
+        prefills=tuple(_prefill(chunk) for chunk in chunks if not chunk.is_decode),
+        copies=tuple(draft.copies),
+        transfers=tuple(draft.transfers),
+        preempted=tuple(state.request_id for state in draft.preempted),
+        rejected=tuple(draft.rejected.items()),
+        decisions=tuple(draft.decisions),
+    )
+
+
+def _join(chunk: Chunk, tables: BlockTables) -> Join:
+    state = chunk.state
+    request = state.request
+    return Join(
+        state.row,
+        state.request_id,
+        state.tokens.tobytes(),
+        state.num_prompt_tokens,
+        chunk.start,
+        tuple(tables.block_table(state.request_id)),
+        request.params,
+        request.eos_token_ids,
+    )
+
+
+def _prefill(chunk: Chunk) -> Prefill:
+    state = chunk.state
+    return Prefill(state.row, state.request_id, chunk.start, chunk.num_tokens, chunk.samples)

@@ -1,0 +1,362 @@
+"""`Engine`: our loop around any backend. A step is three calls: plan, execute, commit.
+
+plan     builder -> passes -> preempt -> kv.bind -> verify -> freeze
+execute  the backend computes; the only call with tensors
+commit   requests move forward: tokens are appended, what is computed enters the index, what ended is released
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.errors import CapacityError, ContextLengthError, PlanError, RequestError, SageError
+from sagellm.core.events import (
+    EventBus,
+    RequestFinished,
+    RequestPreempted,
+    RequestQueued,
+    RequestScheduled,
+    StepDone,
+)
+from sagellm.core.plan import NO_ROW, Draft, ExecutionPlan, RequestState, StepResult
+from sagellm.core.protocols.engine import EngineStats, InferenceBackend
+from sagellm.core.types import (
+    CapabilityDescriptor,
+    FinishReason,
+    Request,
+    RequestOutput,
+    RequestStatus,
+    TokenLogprob,
+)
+from sagellm.engines._freeze import freeze
+from sagellm.kvmgr.manager import KVCacheManager
+from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, verify_bound
+
+log = logging.getLogger("sagellm.engine")
+
+
+class Engine:
+    """Implements `EngineCore`: continuous batching over one backend. Synchronous; one thread owns it.
+
+    A backend that runs out of memory is met with a smaller token budget; a backend that fails otherwise costs
+    the requests of that step, each of which ends with `FinishReason.ERROR`, and the loop goes on.
+    """
+
+    def __init__(
+        self,
+        backend: InferenceBackend,
+        kv: KVCacheManager,
+        scheduler: BaseSchedulerIR,
+        *,
+        max_batched_tokens: int = 2048,
+        clock: Clock | None = None,
+        events: EventBus | None = None,
+    ) -> None:
+        if max_batched_tokens < 1:
+            raise ValueError(f"max_batched_tokens must be at least 1, got {max_batched_tokens}")
+        self.backend = backend
+        self.kv = kv
+        self.scheduler = scheduler
+        self.clock = clock or MonotonicClock()
+        self.events = events or EventBus()
+        self.max_batched_tokens = max_batched_tokens
+        self._capability = backend.capability()
+        self.max_num_seqs = self._capability.max_num_seqs
+        self.max_model_len = min(self._capability.max_model_len, kv.pool.total_blocks * kv.block_size)
+        self.last_plan: ExecutionPlan | None = None
+        self._states: dict[str, RequestState] = {}
+        self._waiting: list[RequestState] = []
+        self._running: list[RequestState] = []
+        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
+        self._left: list[int] = []
+        self._outputs: list[RequestOutput] = []
+        self._token_budget = max_batched_tokens
+        self._num_steps = 0
+        self._num_preemptions = 0
+
+    # -- requests in and out
+
+    def add(self, request: Request) -> None:
+        if request.request_id in self._states:
+            raise RequestError(f"request id {request.request_id!r} is in use: send another", "request_id")
+        if request.params.n != 1:
+            raise RequestError("the engine computes one sequence a request: expand n > 1 above it", "n")
+        if len(request.tokens) >= self.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {len(request.tokens)} tokens, at most {self.max_model_len - 1} fit into the "
+                f"context of {self.max_model_len} with room for an answer",
+                "prompt",
+            )
+        self._check_vocabulary(request)
+        state = RequestState.of(request)
+        self._states[request.request_id] = state
+        self._waiting.append(state)
+        self.events.emit(RequestQueued(request.request_id, len(request.tokens), self.clock.now()))
+
+    def abort(self, request_id: str) -> bool:
+        state = self._states.get(request_id)
+        if state is None:
+            return False
+        self._end(state, FinishReason.ABORT)
+        return True
+
+    def has_work(self) -> bool:
+        return bool(self._states or self._outputs)
+
+    def stats(self) -> EngineStats:
+        states = self.kv.block_states()
+        return EngineStats(
+            len(self._running), len(self._waiting), *states, self._num_preemptions, self._num_steps
+        )
+
+    def capability(self) -> CapabilityDescriptor:
+        return self._capability
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def close(self) -> None:
+        for request_id in list(self._states):
+            self.abort(request_id)
+        self.backend.close()
+
+    # -- the loop
+
+    def step(self) -> Sequence[RequestOutput]:
+        if not self._states:
+            return self._take_outputs()
+        began_s = self.clock.now()
+        draft = self._draft()
+        plan = self._plan(draft)
+        if not plan.is_empty:
+            result = self._execute(draft, plan)
+            if result is not None:
+                self._commit(draft, plan, result)
+        self._num_steps += 1
+        self._emit_step(plan, began_s)
+        return self._take_outputs()
+
+    def _draft(self) -> Draft:
+        build = self.scheduler.builder.build
+        return build(self._num_steps, self.clock.now(), self._token_budget, self._running, self._waiting)
+
+    def _plan(self, draft: Draft) -> ExecutionPlan:
+        self.scheduler.run(draft, self)
+        if len(draft.running) != len(self._running):
+            raise PlanError(
+                f"a pass lost running requests: {len(draft.running)} of {len(self._running)} are left"
+            )
+        self._running[:] = draft.running
+        for state in draft.preempted:
+            self._preempt(state)
+        for request_id, reason in draft.rejected.items():
+            self._end(self._states[request_id], FinishReason.ERROR, reason)
+        self.kv.bind(draft)
+        try:
+            verify_bound(draft)
+            self._enter(draft)
+        except SageError:
+            self.kv.rollback(draft)
+            raise
+        plan = self.last_plan = freeze(draft, tuple(self._left), self.kv)
+        return plan
+
+    def _enter(self, draft: Draft) -> None:
+        """Admitted requests get rows; their state becomes that of a running one."""
+        for chunk in draft.admitted():
+            state = chunk.state
+            state.row = self._free_rows.pop()
+            state.status = RequestStatus.RUNNING
+            state.num_computed = chunk.start
+            if state.scheduled_s is None:
+                state.scheduled_s, state.num_cached = draft.now_s, chunk.start
+                self.events.emit(RequestScheduled(state.request_id, chunk.start, draft.now_s))
+            self._running.append(state)
+        entered = {chunk.state.request_id for chunk in draft.admitted()}
+        if entered:
+            self._waiting = [state for state in self._waiting if state.request_id not in entered]
+
+    def _execute(self, draft: Draft, plan: ExecutionPlan) -> StepResult | None:
+        """The backend's answer, or None after a failure that was dealt with."""
+        try:
+            result = self.backend.execute(plan)
+        except CapacityError as error:
+            self._undo(draft)
+            self._shrink_budget(draft, error)
+            return None
+        except Exception as error:
+            log.exception("step %d failed; its %d requests end with an error", plan.step, len(draft.chunks))
+            self._undo(draft)
+            for request_id in draft.chunks:
+                self._end(self._states[request_id], FinishReason.ERROR, f"the backend failed: {error}")
+            return None
+        self._left.clear()
+        self._token_budget = min(self.max_batched_tokens, 2 * self._token_budget)
+        return result
+
+    def _undo(self, draft: Draft) -> None:
+        """After a failed execute: the books are as before the bind, admitted requests wait again."""
+        self.kv.rollback(draft)
+        for chunk in reversed(list(draft.admitted())):
+            self._leave_row(chunk.state)
+            self._running.remove(chunk.state)
+            self._wait_again(chunk.state)
+
+    def _shrink_budget(self, draft: Draft, error: CapacityError) -> None:
+        """Try the next step with half the tokens; where one token is too much, the requests end with an
+        error."""
+        if draft.num_tokens > 1:
+            self._token_budget = max(1, draft.num_tokens // 2)
+            log.warning(
+                "device memory is short, next step computes at most %d tokens: %s", self._token_budget, error
+            )
+            return
+        for request_id in draft.chunks:
+            self._end(self._states[request_id], FinishReason.ERROR, str(error))
+
+    def _commit(self, draft: Draft, plan: ExecutionPlan, result: StepResult) -> None:
+        drawn = dict(zip(plan.sample_rows, result.token_ids, strict=True))
+        now_s = self.clock.now()
+        for chunk in draft.chunks.values():
+            state = chunk.state
+            if state.status is RequestStatus.FINISHED:
+                continue
+            state.num_computed = chunk.end
+            self.kv.commit(state)
+            if state.row in drawn:
+                self._append(state, drawn[state.row], result.logprobs.get(state.row), now_s)
+
+    def _append(self, state: RequestState, token_id: int, logprob: TokenLogprob | None, now_s: float) -> None:
+        state.tokens.append(token_id)
+        if state.first_token_s is None:
+            state.first_token_s = now_s
+        reason = self._stop_reason(state, token_id)
+        logprobs = () if logprob is None else (logprob,)
+        if reason is None:
+            self._outputs.append(_output(state, (token_id,), logprobs))
+        else:
+            self._end(state, reason, token=(token_id,), logprobs=logprobs)
+
+    def _stop_reason(self, state: RequestState, token_id: int) -> FinishReason | None:
+        params = state.request.params
+        generated = state.num_output_tokens
+        if generated >= params.min_tokens:
+            if token_id in params.stop_token_ids:
+                return FinishReason.STOP
+            if token_id in state.request.eos_token_ids and not params.ignore_eos:
+                return FinishReason.STOP
+        full = len(state.tokens) >= self.max_model_len
+        if full or (params.max_tokens is not None and generated >= params.max_tokens):
+            return FinishReason.LENGTH
+        return None
+
+    # -- leaving the batch
+
+    def _preempt(self, state: RequestState) -> None:
+        self.events.emit(RequestPreempted(state.request_id, state.num_computed, self.clock.now()))
+        self.kv.release(state)
+        self._leave_row(state)
+        self._running.remove(state)
+        state.num_preemptions += 1
+        self._num_preemptions += 1
+        self._wait_again(state)
+
+    def _wait_again(self, state: RequestState) -> None:
+        state.status = RequestStatus.WAITING
+        state.num_computed = 0
+        self._waiting.insert(0, state)
+
+    def _leave_row(self, state: RequestState) -> None:
+        self._left.append(state.row)
+        self._free_rows.append(state.row)
+        state.row = NO_ROW
+
+    def _end(
+        self,
+        state: RequestState,
+        reason: FinishReason,
+        error: str | None = None,
+        token: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> None:
+        if state.status is RequestStatus.RUNNING:
+            self.kv.release(state)
+            self._leave_row(state)
+            self._running.remove(state)
+        else:
+            self._waiting.remove(state)
+        state.status = RequestStatus.FINISHED
+        del self._states[state.request_id]
+        if reason is not FinishReason.ABORT:
+            self._outputs.append(_output(state, token, logprobs, reason, error))
+        self._emit_finished(state, reason)
+
+    def _take_outputs(self) -> list[RequestOutput]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _check_vocabulary(self, request: Request) -> None:
+        size = self._capability.vocab_size
+        view = request.tokens.view()
+        if min(view) < 0 or max(view) >= size:
+            bad = next(token for token in view if not 0 <= token < size)
+            raise RequestError(f"token id {bad} is not in the vocabulary of {size} tokens", "prompt")
+        for name, ids in (
+            ("logit_bias", request.params.logit_bias),
+            ("stop_token_ids", request.params.stop_token_ids),
+        ):
+            for token in ids:
+                if not 0 <= token < size:
+                    raise RequestError(
+                        f"{name}: token id {token} is not in the vocabulary of {size} tokens", name
+                    )
+
+    def _emit_finished(self, state: RequestState, reason: FinishReason) -> None:
+        self.events.emit(
+            RequestFinished(
+                state.request_id,
+                reason.value,
+                state.num_prompt_tokens,
+                state.num_cached,
+                state.num_output_tokens,
+                state.request.arrival_s,
+                state.scheduled_s,
+                state.first_token_s,
+                self.clock.now(),
+            )
+        )
+
+    def _emit_step(self, plan: ExecutionPlan, began_s: float) -> None:
+        if self.events.wants(StepDone):
+            self.events.emit(
+                StepDone(
+                    plan.step,
+                    plan.num_prefill_tokens,
+                    len(plan.decode_rows),
+                    len(self._running),
+                    len(self._waiting),
+                    self.clock.now() - began_s,
+                )
+            )
+
+
+def _output(
+    state: RequestState,
+    token: tuple[int, ...],
+    logprobs: tuple[TokenLogprob, ...],
+    reason: FinishReason | None = None,
+    error: str | None = None,
+) -> RequestOutput:
+    return RequestOutput(
+        state.request_id,
+        token,
+        state.num_prompt_tokens,
+        state.num_cached,
+        state.num_output_tokens,
+        logprobs,
+        reason,
+        error,
+    )

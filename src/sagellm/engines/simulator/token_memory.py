@@ -1,0 +1,105 @@
+"""`TokenMemoryBackend`: a fast exact fake of a backend, for tests of everything above it.
+
+Its KV is the tokens themselves: computing a token writes (token, position) into the block that the table
+names, and drawing reads the whole sequence back through the table. A block that was handed out twice, evicted
+while in use, or matched for the wrong prefix changes the answer, or is caught as a hole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.plan import ExecutionPlan, Join, StepResult
+from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, TokenLogprob, Tokens
+
+
+@dataclass(slots=True)
+class _Row:
+    tokens: Tokens
+    blocks: list[int]
+    wants_logprobs: bool
+
+
+class TokenMemoryBackend:
+    """Draws `answer(tokens)`, a hash of all tokens so far: the same in any batch, chunking and block
+    placement."""
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_num_seqs: int = 8,
+        max_model_len: int = 128,
+        vocab_size: int = 97,
+    ) -> None:
+        schema = KVCacheSchema(1, 1, 1, "int8", block_size, "tokens")
+        self._capability = CapabilityDescriptor(
+            "none", "int8", vocab_size, max_model_len, num_blocks, block_size, max_num_seqs, schema
+        )
+        self._memory: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
+        self._rows: dict[int, _Row] = {}
+
+    def capability(self) -> CapabilityDescriptor:
+        return self._capability
+
+    def get_kv_schema(self) -> KVCacheSchema:
+        assert self._capability.kv_schema is not None
+        return self._capability.kv_schema
+
+    def answer(self, tokens: Tokens) -> int:
+        """The token that follows `tokens`."""
+        digest = blake2b(tokens.tobytes(), digest_size=4).digest()
+        return int.from_bytes(digest, "little") % self._capability.vocab_size
+
+    def execute(self, plan: ExecutionPlan) -> StepResult:
+        for row in plan.left:
+            self._rows.pop(row, None)
+        for join in plan.joined:
+            self._rows[join.row] = _enter(join)
+        for growth in plan.grown:
+            self._rows[growth.row].blocks[growth.first :] = growth.block_ids
+        for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
+            self._compute(row, position, position + 1)
+        for op in plan.prefills:
+            self._compute(op.row, op.start, op.start + op.num_tokens)
+        drawn = tuple(self._draw(row) for row in plan.sample_rows)
+        logprobs = {
+            row: TokenLogprob(token, 0.0)
+            for row, token in zip(plan.sample_rows, drawn, strict=True)
+            if self._rows[row].wants_logprobs
+        }
+        return StepResult(plan.step, drawn, logprobs)
+
+    def close(self) -> None:
+        self._rows.clear()
+
+    def _slot(self, row: _Row, position: int) -> int:
+        size = self._capability.block_size
+        return row.blocks[position // size] * size + position % size
+
+    def _compute(self, row_id: int, start: int, end: int) -> None:
+        row = self._rows[row_id]
+        if end > len(row.tokens):
+            raise BookkeepingError(f"row {row_id}: computes up to {end}, it has {len(row.tokens)} tokens")
+        for position in range(start, end):
+            self._memory[self._slot(row, position)] = (row.tokens[position], position)
+
+    def _draw(self, row_id: int) -> int:
+        row = self._rows[row_id]
+        seen = Tokens()
+        for position in range(len(row.tokens)):
+            entry = self._memory[self._slot(row, position)]
+            if entry is None or entry[1] != position:
+                raise BookkeepingError(
+                    f"row {row_id}: the KV of position {position} is not in its block: {entry}"
+                )
+            seen.append(entry[0])
+        token = self.answer(seen)
+        row.tokens.append(token)
+        return token
+
+
+def _enter(join: Join) -> _Row:
+    return _Row(Tokens.frombytes(join.tokens), list(join.block_ids), join.params.logprobs is not None)

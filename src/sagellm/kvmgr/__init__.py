@@ -1,0 +1,1 @@
+"""Management and scheduling of the KV cache inside one engine instance."""

@@ -1,0 +1,72 @@
+"""One token budget for decode and prefill: decodes first, then prompts in chunks, then who waits.
+
+Mixing prompt chunks into decode steps is Sarathi-Serve's (Agrawal et al., 2024).
+"""
+
+from __future__ import annotations
+
+from sagellm.core.plan import Chunk, Draft, RequestState
+from sagellm.core.protocols.scheduler_ir import SchedulingView
+
+
+class ChunkedPrefillPass:
+    """Cuts chunks to the step's token budget and admits waiting requests, in order, while budget and rows
+    last.
+
+    `chunk_size` bounds one request's chunk (None: the budget alone does). A request of a group (`n > 1`)
+    waits until the first of its group has computed the prompt that they share.
+    """
+
+    name = "chunked_prefill"
+
+    def __init__(self, chunk_size: int | None = None) -> None:
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+        self.chunk_size = chunk_size
+
+    def __call__(self, draft: Draft, view: SchedulingView) -> None:
+        budget = draft.token_budget
+        running = [draft.chunks[s.request_id] for s in draft.running if s.request_id in draft.chunks]
+        draft.chunks.clear()
+        for chunk in sorted(running, key=lambda chunk: chunk.num_tokens > 1):
+            budget -= self._keep(draft, chunk, budget)
+        rows = view.num_free_rows + len(draft.preempted)
+        computing = {s.request.group for s in draft.running if s.num_computed < s.num_prompt_tokens}
+        for state in draft.waiting:
+            if budget < 1 or rows < 1:
+                break
+            group = state.request.group
+            if group is not None and group in computing:
+                draft.say(
+                    self.name, state, "wait", "another request of its group is computing the shared prompt"
+                )
+                continue
+            chunk = self._admit(draft, view, state, budget)
+            if len(state.tokens) - chunk.start > view.kv.block_size:
+                computing.add(group)
+            budget -= chunk.num_tokens
+            rows -= 1
+
+    def _keep(self, draft: Draft, chunk: Chunk, budget: int) -> int:
+        take = self._cut(chunk.num_tokens, budget)
+        if take < 1:
+            draft.say(self.name, chunk.state, "skip", "the token budget of the step is spent")
+            return 0
+        chunk.num_tokens = take
+        draft.chunks[chunk.state.request_id] = chunk
+        return take
+
+    def _admit(self, draft: Draft, view: SchedulingView, state: RequestState, budget: int) -> Chunk:
+        hit = draft.hits.get(state.request_id)
+        if hit is None:
+            hit = draft.hits[state.request_id] = view.kv.match(state)
+        take = self._cut(len(state.tokens) - hit.num_tokens, budget)
+        chunk = draft.chunks[state.request_id] = Chunk(state, hit.num_tokens, take, hit)
+        draft.say(self.name, state, "admit", f"{take} tokens from {hit.num_tokens} on")
+        return chunk
+
+    def _cut(self, num_tokens: int, budget: int) -> int:
+        return min(num_tokens, budget, self.chunk_size or num_tokens)
+
+
+PLUGIN = ChunkedPrefillPass

@@ -1,0 +1,163 @@
+"""`BaseSchedulerIR`: passes in the order given, each timed, the verifier before the first and after the
+last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sagellm.core.plan import Draft, RequestState
+from sagellm.core.protocols.prefix_cache import PrefixHit
+from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
+from sagellm.core.types import Request, RequestStatus, Tokens
+from sagellm.kvmgr.scheduler_ir.builder import IRBuilder
+from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass
+from sagellm.kvmgr.scheduler_ir.passes.memory_aware_preemption import MemoryAwarePreemptionPass
+from sagellm.kvmgr.scheduler_ir.verify import verify
+
+
+class BaseSchedulerIR:
+    """Runs passes over drafts. `pass_time_s` adds up the time of each pass by name.
+
+    Chunking under the token budget and the memory check close every schedule: where they are not in `passes`,
+    they run after them.
+    """
+
+    def __init__(self, passes: Sequence[SchedulerPass] = ()) -> None:
+        self.passes: list[SchedulerPass] = list(passes)
+        self._closing: tuple[SchedulerPass, ...] = (ChunkedPrefillPass(), MemoryAwarePreemptionPass())
+        self.builder = IRBuilder()
+        self.pass_time_s: dict[str, float] = {}
+
+    def add_optimization_pass(self, scheduler_pass: SchedulerPass) -> None:
+        """Append a pass; order is order of execution."""
+        self.passes.append(scheduler_pass)
+
+    @property
+    def order(self) -> list[SchedulerPass]:
+        """All passes in order of execution."""
+        names = {scheduler_pass.name for scheduler_pass in self.passes}
+        return [*self.passes, *(closing for closing in self._closing if closing.name not in names)]
+
+    def run(self, draft: Draft, view: SchedulingView) -> Draft:
+        """Apply all passes to the draft in place and verify it; raises `PlanError`."""
+        verify(draft, view, scheduled=False)
+        for scheduler_pass in self.order:
+            began_s = time.perf_counter()
+            scheduler_pass(draft, view)
+            spent_s = time.perf_counter() - began_s
+            self.pass_time_s[scheduler_pass.name] = self.pass_time_s.get(scheduler_pass.name, 0.0) + spent_s
+        verify(draft, view)
+        return draft
+
+    def schedule(
+        self,
+        pending_requests: Sequence[ScheduleRequest],
+        running_requests: Sequence[ScheduleRequest],
+        available_memory: int,
+        *,
+        max_batched_tokens: int = 8192,
+        max_num_seqs: int = 256,
+    ) -> ScheduleResult:
+        """The simple door of the design documents: who may run now, given `available_memory` free blocks.
+
+        Stateless: running requests are taken to hold the blocks of their prompt already.
+        """
+        by_id = {request.request_id: request for request in [*pending_requests, *running_requests]}
+        view = _SimpleView(by_id, available_memory, max_num_seqs, max_batched_tokens, len(running_requests))
+        running = [_running(request) for request in running_requests]
+        waiting = [RequestState.of(_as_request(request)) for request in pending_requests]
+        draft = self.builder.build(0, 0.0, max_batched_tokens, running, waiting)
+        self.run(draft, view)
+        return ScheduleResult(
+            [by_id[chunk.state.request_id] for chunk in draft.admitted()],
+            [by_id[state.request_id] for state in draft.preempted],
+            draft,
+        )
+
+
+@dataclass(slots=True)
+class ScheduleRequest:
+    """A request as the design documents hand it to the scheduler.
+
+    `prefix_cache_hit`: leading tokens that are cached already, in whole blocks. Times in seconds.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    max_tokens: int
+    priority: int = 0
+    arrived_time: float = 0.0
+    prefix_cache_hit: int = 0
+    block_size: int = 16
+
+    @property
+    def kv_blocks_needed(self) -> int:
+        """Blocks for the prompt beyond what is cached, and for all that may be generated."""
+        total = -(-(len(self.token_ids) + self.max_tokens) // self.block_size)
+        return total - self.prefix_cache_hit // self.block_size
+
+
+@dataclass(slots=True)
+class ScheduleResult:
+    """Who starts now, who has to give way, and the draft with every decision and its reason."""
+
+    scheduled_requests: list[ScheduleRequest]
+    preempted_requests: list[ScheduleRequest]
+    draft: Draft
+
+
+@dataclass(slots=True)
+class _SimpleView:
+    """A view without an engine: prices follow from the requests themselves."""
+
+    requests: dict[str, ScheduleRequest]
+    free_blocks: int
+    max_num_seqs: int
+    max_batched_tokens: int
+    num_running: int
+    block_size: int = 16
+
+    @property
+    def kv(self) -> _SimpleView:
+        return self
+
+    @property
+    def num_free_rows(self) -> int:
+        return max(0, self.max_num_seqs - self.num_running)
+
+    def match(self, state: RequestState) -> PrefixHit:
+        request = self.requests[state.request_id]
+        whole = min(request.prefix_cache_hit, len(state.tokens) - 1) // request.block_size
+        return PrefixHit(whole * request.block_size, whole, state.tokens, state.request.namespace)
+
+    def available_blocks(self) -> int:
+        return self.free_blocks
+
+    def price_to_grow(self, state: RequestState, num_tokens: int) -> int:
+        size = self.requests[state.request_id].block_size
+        return -(-(state.num_computed + num_tokens) // size) - -(-state.num_computed // size)
+
+    def price_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
+        size = hit.num_tokens // hit.num_blocks if hit.num_blocks else self.block_size
+        return -(-(hit.num_tokens + num_tokens) // size) - hit.num_blocks
+
+    def gain_of_preempting(self, state: RequestState) -> int:
+        return -(-state.num_computed // self.requests[state.request_id].block_size)
+
+
+def _as_request(request: ScheduleRequest) -> Request:
+    return Request(
+        request.request_id,
+        Tokens(request.token_ids),
+        arrival_s=request.arrived_time,
+        priority=request.priority,
+    )
+
+
+def _running(request: ScheduleRequest) -> RequestState:
+    state = RequestState.of(_as_request(request))
+    state.status = RequestStatus.RUNNING
+    state.num_computed = len(state.tokens) - 1
+    return state

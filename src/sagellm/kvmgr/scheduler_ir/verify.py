@@ -1,0 +1,85 @@
+"""The verifier: what must hold of a draft, before the passes, after them, and once blocks are bound."""
+
+from __future__ import annotations
+
+from sagellm.core.errors import PlanError
+from sagellm.core.plan import Chunk, Draft, RequestState
+from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.types import RequestStatus
+
+
+def verify(draft: Draft, view: SchedulingView, *, scheduled: bool = True) -> None:
+    """Raise `PlanError` naming the first operation that is wrong. Budgets must hold once the passes have
+    run."""
+    _check_one_fate_each(draft)
+    for request_id, chunk in draft.chunks.items():
+        _check_chunk(request_id, chunk)
+    if scheduled:
+        _check_budgets(draft, view)
+
+
+def _check_one_fate_each(draft: Draft) -> None:
+    fates: dict[str, str] = {}
+    scheduled = [(request_id, "scheduled") for request_id in draft.chunks]
+    preempted = [(state.request_id, "preempted") for state in draft.preempted]
+    rejected = [(request_id, "rejected") for request_id in draft.rejected]
+    for request_id, fate in scheduled + preempted + rejected:
+        if request_id in fates:
+            raise PlanError(f"{request_id} is both {fates[request_id]} and {fate}")
+        fates[request_id] = fate
+    for state in draft.preempted:
+        if state.status is not RequestStatus.RUNNING:
+            raise PlanError(f"preempt {state.request_id}: it is {state.status.value}, not running")
+
+
+def _check_chunk(request_id: str, chunk: Chunk) -> None:
+    state = chunk.state
+    if state.request_id != request_id:
+        raise PlanError(f"chunk of {state.request_id} stands under the name of {request_id}")
+    if chunk.num_tokens < 1:
+        raise PlanError(f"{request_id}: a chunk of {chunk.num_tokens} tokens")
+    if chunk.end > len(state.tokens):
+        raise PlanError(
+            f"{request_id}: chunk ends at {chunk.end}, the request has {len(state.tokens)} tokens"
+        )
+    expected = RequestStatus.WAITING if chunk.admits else RequestStatus.RUNNING
+    if state.status is not expected:
+        raise PlanError(
+            f"{request_id}: chunk of a request that is {state.status.value}, expected {expected.value}"
+        )
+    start = chunk.hit.num_tokens if chunk.hit is not None else state.num_computed
+    if chunk.start != start:
+        raise PlanError(f"{request_id}: chunk starts at {chunk.start}, computed or cached are {start} tokens")
+
+
+def _check_budgets(draft: Draft, view: SchedulingView) -> None:
+    if draft.num_tokens > draft.token_budget:
+        raise PlanError(f"{draft.num_tokens} tokens in the step, the budget is {draft.token_budget}")
+    admitted = sum(1 for _ in draft.admitted())
+    rows = view.num_free_rows + len(draft.preempted)
+    if admitted > rows:
+        raise PlanError(f"{admitted} requests admitted, {rows} rows are free")
+    price = sum(_price(chunk, view) for chunk in draft.chunks.values())
+    funds = view.kv.available_blocks() + sum(_gain(state, view) for state in draft.preempted)
+    if price > funds:
+        raise PlanError(f"the step needs {price} blocks, {funds} are available")
+
+
+def _price(chunk: Chunk, view: SchedulingView) -> int:
+    if chunk.hit is not None:
+        return view.kv.price_to_admit(chunk.hit, chunk.num_tokens)
+    return view.kv.price_to_grow(chunk.state, chunk.num_tokens)
+
+
+def _gain(state: RequestState, view: SchedulingView) -> int:
+    return view.kv.gain_of_preempting(state)
+
+
+def verify_bound(draft: Draft) -> None:
+    """Raise `PlanError` if a block is given to two requests of the step."""
+    owner: dict[int, str] = {}
+    for request_id, chunk in draft.chunks.items():
+        for block in chunk.block_ids:
+            if block in owner:
+                raise PlanError(f"block {block} is given to {owner[block]} and to {request_id}")
+            owner[block] = request_id

@@ -1,0 +1,73 @@
+"""Small engines and requests for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sagellm.core.clock import ManualClock
+from sagellm.core.config import KVConfig
+from sagellm.core.protocols.scheduler_ir import SchedulerPass
+from sagellm.core.types import FinishReason, Namespace, Request, SamplingParams, Tokens
+from sagellm.engines.build import build_kv
+from sagellm.engines.engine import Engine
+from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
+from sagellm.kvmgr.scheduler_ir.passes import PrefixCacheAwarePass, PriorityBasedPass
+
+
+def fake_engine(
+    backend: TokenMemoryBackend | None = None,
+    *,
+    prefix_caching: bool = True,
+    max_batched_tokens: int = 32,
+    passes: Sequence[SchedulerPass] | None = None,
+) -> Engine:
+    """An engine over `TokenMemoryBackend`, with the default modules."""
+    backend = backend or TokenMemoryBackend()
+    capability = backend.capability()
+    kv = build_kv(
+        KVConfig(block_size=capability.block_size, prefix_caching=prefix_caching), capability.num_blocks
+    )
+    scheduler = BaseSchedulerIR(
+        passes if passes is not None else [PrefixCacheAwarePass(), PriorityBasedPass()]
+    )
+    return Engine(backend, kv, scheduler, max_batched_tokens=max_batched_tokens, clock=ManualClock())
+
+
+def request(request_id: str, tokens: Iterable[int], max_tokens: int = 4, **options: Any) -> Request:
+    names = {"priority", "namespace", "arrival_s", "group", "eos_token_ids"}
+    own = {name: options.pop(name) for name in names & options.keys()}
+    return Request(request_id, Tokens(tokens), SamplingParams(max_tokens=max_tokens, **options), **own)
+
+
+def run_all(engine: Engine, *, check: bool = True, max_steps: int = 10_000) -> dict[str, list[int]]:
+    """Step until nothing is left; the tokens of each request. Books are checked after each step."""
+    tokens: dict[str, list[int]] = {}
+    for _ in range(max_steps):
+        if not engine.has_work():
+            return tokens
+        for output in engine.step():
+            assert output.finish_reason is not FinishReason.ERROR, output.error
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        if check:
+            check_books(engine)
+    raise AssertionError(f"{max_steps} steps were not enough")
+
+
+def check_books(engine: Engine) -> None:
+    engine.kv.check()
+    states = engine.kv.block_states()
+    assert sum(states) == engine.kv.pool.total_blocks
+
+
+def expected_tokens(backend: TokenMemoryBackend, prompt: Iterable[int], max_tokens: int) -> list[int]:
+    """What `TokenMemoryBackend` must answer, computed without an engine: the slow twin."""
+    tokens = Tokens(prompt)
+    start = len(tokens)
+    for _ in range(max_tokens):
+        tokens.append(backend.answer(tokens))
+    return tokens.tolist()[start:]
+
+
+TENANT_A, TENANT_B = Namespace(tenant="a"), Namespace(tenant="b")

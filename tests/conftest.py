@@ -1,0 +1,47 @@
+"""What every test may use: the traces, a settled hypothesis profile, and a count of what was skipped."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "sagellm",
+    deadline=None,  # shared machines: a slow example is no failure
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+_CALM = settings.get_profile("sagellm")
+_CALM = settings.get_profile("sagellm")
+settings.register_profile("explore", parent=_CALM, derandomize=False, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "sagellm"))
+
+
+@pytest.fixture(scope="session")
+def sagellm_traces() -> Path:
+    """The folder of traces that `SAGELLM_TRACES` names; the test is skipped, and counted, where there is none."""
+    named = os.environ.get("SAGELLM_TRACES")
+    if not named:
+        pytest.skip("SAGELLM_TRACES is not set")
+    folder = Path(named)
+    assert folder.is_dir(), f"SAGELLM_TRACES names {folder}, which is no folder"
+    return folder
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line that `.ci/run` repeats: how many tests did not run, and why."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    deselected = len(terminalreporter.stats.get("deselected", []))
+    reasons = Counter(_reason(report) for report in skipped)
+    why = "".join(f"; {count} x {reason}" for reason, count in reasons.most_common())
+    terminalreporter.write_line(f"tests skipped: {len(skipped)}{why}; deselected by marker: {deselected}")
+
+
+def _reason(report: pytest.TestReport) -> str:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return reason.removeprefix("Skipped: ")

@@ -1,0 +1,149 @@
+"""Precedence, origins, and errors that say where a wrong key stands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sagellm.core.config import Config
+from sagellm.core.config_layers import (
+    KEYS,
+    Layer,
+    command_line_layer,
+    env_layer,
+    env_name,
+    flatten,
+    preset_layer,
+    resolve,
+)
+from sagellm.core.errors import ConfigError
+
+
+def test_no_layer_gives_the_defaults() -> None:
+    resolved = resolve([])
+    assert resolved.config == Config()
+    assert set(resolved.origins.values()) == {"default"}
+    assert tuple(resolved.origins) == KEYS
+
+
+def test_precedence_is_cli_over_env_over_file_over_preset_over_default() -> None:
+    layers = [
+        preset_layer("laptop"),
+        Layer("file sage.yaml", {"scheduler": {"max_batched_tokens": 600, "max_num_seqs": 10}}),
+        env_layer({"SAGELLM_SCHEDULER_MAX_NUM_SEQS": "11", "SAGELLM_ENGINE_SEED": "5"}),
+        command_line_layer({"engine.seed": "6"}),
+    ]
+    resolved = resolve(layers)
+    assert resolved.config.kv.memory_fraction == 0.15
+    assert resolved.config.scheduler.max_batched_tokens == 600
+    assert resolved.config.scheduler.max_num_seqs == 11
+    assert resolved.config.engine.seed == 6
+    assert resolved.config.kv.block_size == 16
+    assert {key: resolved.origins[key] for key in ("kv.memory_fraction", "kv.block_size", "engine.seed")} == {
+        "kv.memory_fraction": "preset laptop",
+        "kv.block_size": "default",
+        "engine.seed": "command line",
+    }
+    assert resolved.origins["scheduler.max_batched_tokens"] == "file sage.yaml"
+    assert resolved.origins["scheduler.max_num_seqs"] == "environment SAGELLM_SCHEDULER_MAX_NUM_SEQS"
+
+
+@given(st.lists(st.integers(1, 1024), min_size=1, max_size=5))
+def test_the_last_layer_wins(sizes: list[int]) -> None:
+    resolved = resolve([Layer(f"layer {i}", {"kv.block_size": size}) for i, size in enumerate(sizes)])
+    assert resolved.config.kv.block_size == sizes[-1]
+    assert resolved.origins["kv.block_size"] == f"layer {len(sizes) - 1}"
+
+
+def test_nested_and_dotted_keys_mean_the_same() -> None:
+    assert (
+        flatten({"kv": {"block_size": 8}}, "x") == flatten({"kv.block_size": 8}, "x") == {"kv.block_size": 8}
+    )
+
+
+def test_an_empty_section_of_a_file_is_nothing() -> None:
+    assert resolve([Layer("file", {"kv": None, "log": {}})]).config == Config()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"kv": {"blok_size": 1}},
+            r"unknown key 'kv.blok_size' in file sage.yaml. Did you mean 'kv.block_size'\?",
+        ),
+        (
+            {"kvs": {"block_size": 1}},
+            r"unknown key 'kvs.block_size' in file sage.yaml. Did you mean 'kv.block_size'\?",
+        ),
+        ({"block_size": 1}, r"unknown key 'block_size' in file sage.yaml. Did you mean 'kv.block_size'\?"),
+        ({"kv": 3}, r"'kv' in file sage.yaml is a section, not a value; its keys are kv.block_size"),
+        (
+            {"kv": {"block_size": {"a": 1}}},
+            r"kv.block_size = \{'a': 1\} \(file sage.yaml\).*valid integer.*tokens per block",
+        ),
+        ({"kv": {"block_size": 0}}, r"kv.block_size = 0 \(file sage.yaml\).*greater than or equal to 1"),
+        ({"scheduler": {"max_num_seqs": 9999}}, r"scheduler: max_batched_tokens \(2048\) must be at least"),
+        ({3: {"x": 1}}, r"unknown key '3.x' in file sage.yaml"),
+    ],
+)
+def test_errors_name_key_value_and_layer(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve([Layer("file sage.yaml", values)])
+
+
+def test_all_wrong_values_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"kv.block_size = 0 .*; server.port = 70000"):
+        resolve([Layer("file", {"kv.block_size": 0, "server.port": 70000})])
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_has_a_variable_of_its_own(key: str) -> None:
+    name = env_name(key)
+    assert name.startswith("SAGELLM_")
+    assert sum(env_name(other) == name for other in KEYS) == 1
+
+
+def test_the_environment_reads_text() -> None:
+    config = resolve(
+        [
+            env_layer(
+                {
+                    "SAGELLM_KV_PREFIX_CACHING": "false",
+                    "SAGELLM_KV_NUM_BLOCKS": "None",
+                    "SAGELLM_SCHEDULER_PASSES": "chunked_prefill, memory_aware_preemption",
+                    "SAGELLM_KV_MEMORY_FRACTION": "0.5",
+                    "PATH": "ignored",
+                }
+            )
+        ]
+    ).config
+    assert config.kv.prefix_caching is False
+    assert config.kv.num_blocks is None
+    assert config.kv.memory_fraction == 0.5
+    assert config.scheduler.passes == ("chunked_prefill", "memory_aware_preemption")
+
+
+def test_an_unknown_variable_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"SAGELLM_KV_BLOCKSIZE.*Did you mean 'SAGELLM_KV_BLOCK_SIZE'"):
+        env_layer({"SAGELLM_KV_BLOCKSIZE": "1"})
+
+
+def test_reserved_variables_are_no_keys() -> None:
+    reserved = {"SAGELLM_TRACES": "x", "SAGELLM_CONFIG": "y", "SAGELLM_PRESET": "z"}
+    assert env_layer(reserved).values == {}
+
+
+def test_a_text_that_is_no_number_is_an_error_with_its_variable() -> None:
+    with pytest.raises(ConfigError, match="environment SAGELLM_KV_BLOCK_SIZE"):
+        resolve([env_layer({"SAGELLM_KV_BLOCK_SIZE": "sixteen"})])
+
+
+def test_command_line_values_may_be_texts_or_values() -> None:
+    config = resolve([command_line_layer({"server": {"port": "0"}, "kv.num_blocks": 7})]).config
+    assert (config.server.port, config.kv.num_blocks) == (0, 7)
+    with pytest.raises(ConfigError, match="in command line"):
+        command_line_layer({"kv.num_block": 7})

@@ -1,0 +1,303 @@
+"""The engine loop over an exact fake: the same tokens whatever the batch, cache, chunking, memory and
+preemption."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.builders import TENANT_A, TENANT_B, check_books, expected_tokens, fake_engine, request, run_all
+
+from sagellm.core.errors import CapacityError, ContextLengthError, RequestError
+from sagellm.core.plan import Draft, ExecutionPlan, StepResult
+from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
+from sagellm.core.types import FinishReason, RequestStatus
+from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.kvmgr.scheduler_ir.passes import ChunkedPrefillPass, PrefixCacheAwarePass, PriorityBasedPass
+
+
+class PreemptAtRandom:
+    """A pass of a user: preempts running requests by a seeded coin, `times` times in all."""
+
+    name = "preempt_at_random"
+
+    def __init__(self, seed: int, share: float, times: int = 20) -> None:
+        self.random, self.share, self.times = random.Random(seed), share, times
+
+    def __call__(self, draft: Draft, view: SchedulingView) -> None:
+        for state in list(draft.running):
+            if self.times and self.random.random() < self.share:
+                self.times -= 1
+                draft.preempt(state)
+
+
+prompts = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(1, 12), st.integers(0, 2)),
+    min_size=1,
+    max_size=12,
+)
+
+
+def _prompt(family: int, length: int) -> list[int]:
+    """Prompts of one family share their beginning."""
+    return [(family * 7 + i * (1 + (i > 9) * length)) % 97 for i in range(length)]
+
+
+@settings(max_examples=100)
+@given(
+    specs=prompts,
+    num_blocks=st.integers(12, 64),
+    budget=st.integers(4, 40),
+    chunk=st.one_of(st.none(), st.integers(1, 9)),
+    rows=st.integers(1, 4),
+    prefix_caching=st.booleans(),
+    preempt=st.sampled_from([0.0, 0.1, 0.4]),
+    seed=st.integers(0, 1000),
+    stagger=st.integers(0, 3),
+)
+def test_same_tokens_whatever_happens(
+    specs: list[tuple[int, int, int, int]],
+    num_blocks: int,
+    budget: int,
+    chunk: int | None,
+    rows: int,
+    prefix_caching: bool,
+    preempt: float,
+    seed: int,
+    stagger: int,
+) -> None:
+    backend = TokenMemoryBackend(num_blocks=num_blocks, max_num_seqs=rows, max_model_len=48)
+    passes: list[SchedulerPass] = [
+        PrefixCacheAwarePass(),
+        PriorityBasedPass(),
+        PreemptAtRandom(seed, preempt),
+    ]
+    passes.append(ChunkedPrefillPass(chunk))
+    engine = fake_engine(
+        backend, prefix_caching=prefix_caching, max_batched_tokens=max(budget, rows), passes=passes
+    )
+    got: dict[str, list[int]] = {}
+    for index, (family, length, max_tokens, priority) in enumerate(specs):
+        engine.add(
+            request(str(index), _prompt(family, length), max_tokens, priority=priority, arrival_s=index)
+        )
+        for _ in range(stagger):
+            for output in engine.step():
+                got.setdefault(output.request_id, []).extend(output.new_token_ids)
+            check_books(engine)
+    for request_id, tokens in run_all(engine).items():
+        got.setdefault(request_id, []).extend(tokens)
+    for index, (family, length, max_tokens, _) in enumerate(specs):
+        assert got[str(index)] == expected_tokens(backend, _prompt(family, length), max_tokens)
+    assert engine.kv.block_states().active == 0
+
+
+def test_generated_tokens_are_reused() -> None:
+    engine = fake_engine(TokenMemoryBackend(block_size=4))
+    engine.add(request("first", range(10), 8))
+    answer = run_all(engine)["first"]
+    engine.add(request("second", [*range(10), *answer, 1, 2], 1))
+    outputs = engine.step()
+    assert outputs[0].num_cached_tokens == 16  # 17 tokens were computed: four whole blocks
+
+
+def test_a_whole_prompt_in_cache_leaves_one_token_to_compute() -> None:
+    engine = fake_engine()
+    for name in ("first", "second"):
+        engine.add(request(name, range(8), 1))
+        cached = engine.step()[0].num_cached_tokens
+    assert cached == 4
+
+
+def test_tenants_do_not_share() -> None:
+    engine = fake_engine()
+    engine.add(request("a", range(12), 1, namespace=TENANT_A))
+    run_all(engine)
+    engine.add(request("b", range(12), 1, namespace=TENANT_B))
+    assert engine.step()[0].num_cached_tokens == 0
+
+
+def test_a_group_computes_its_prompt_once() -> None:
+    engine = fake_engine(TokenMemoryBackend(block_size=4, num_blocks=64))
+    for index in range(4):
+        engine.add(request(f"r#{index}", range(21), 2, group="r"))
+    computed = 0
+    while engine.has_work():
+        engine.step()
+        plan = engine.last_plan
+        assert plan is not None
+        computed += plan.num_prefill_tokens
+    assert computed == 21 + 3 * 1
+
+
+def test_nothing_leaks_after_a_thousand_aborts() -> None:
+    engine = fake_engine(TokenMemoryBackend(num_blocks=40, max_num_seqs=6))
+    chance = random.Random(0)
+    alive: list[str] = []
+    for index in range(1000):
+        name = str(index)
+        engine.add(request(name, [chance.randrange(97) for _ in range(chance.randrange(1, 40))], 30))
+        alive.append(name)
+        if chance.random() < 0.7:
+            engine.step()
+        while len(alive) > chance.randrange(1, 9):
+            engine.abort(alive.pop(chance.randrange(len(alive))))
+            check_books(engine)
+    for name in alive:
+        engine.abort(name)
+    assert not engine.has_work() or engine.step() is not None
+    check_books(engine)
+    assert engine.kv.block_states().active == 0
+    assert engine.kv.clear_cache() >= 0
+    assert engine.kv.block_states().free == 40
+
+
+def test_abort_frees_at_once_and_unknown_ids_are_told() -> None:
+    engine = fake_engine()
+    engine.add(request("r", range(20), 20))
+    engine.step()
+    assert engine.kv.block_states().active > 0
+    assert engine.abort("r")
+    assert engine.kv.block_states().active == 0
+    assert not engine.abort("r")
+    assert not engine.abort("never seen")
+
+
+def test_preemption_happens_and_the_oldest_goes_on() -> None:
+    backend = TokenMemoryBackend(num_blocks=8, block_size=4, max_num_seqs=4, max_model_len=32)
+    engine = fake_engine(backend)
+    for index in range(3):
+        engine.add(request(str(index), [index] * 6, 20, arrival_s=index))
+    got = run_all(engine)
+    assert engine.stats().num_preemptions > 0
+    for index in range(3):
+        assert got[str(index)] == expected_tokens(backend, [index] * 6, 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        ({"tokens": range(128)}, ContextLengthError, "at most 127"),
+        ({"tokens": [5, 97]}, RequestError, "token id 97"),
+        ({"tokens": [-1]}, RequestError, "token id -1"),
+        ({"tokens": [1], "logit_bias": {400: 1.0}}, RequestError, "logit_bias"),
+        ({"tokens": [1], "stop_token_ids": (400,)}, RequestError, "stop_token_ids"),
+        ({"tokens": [1], "n": 2}, RequestError, "n > 1"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_at_the_door(
+    change: dict[str, object], kind: type[Exception], text: str
+) -> None:
+    engine = fake_engine(TokenMemoryBackend(max_model_len=128))
+    with pytest.raises(kind, match=text):
+        engine.add(request("r", **change))  # type: ignore[arg-type]
+    assert not engine.has_work()
+
+
+def test_an_id_in_use_is_refused() -> None:
+    engine = fake_engine()
+    engine.add(request("r", [1]))
+    with pytest.raises(RequestError, match="in use"):
+        engine.add(request("r", [2]))
+
+
+def test_the_context_is_the_pool_where_the_pool_is_smaller() -> None:
+    engine = fake_engine(TokenMemoryBackend(num_blocks=5, block_size=4, max_model_len=128))
+    engine.add(request("r", range(10), 100))
+    assert len(run_all(engine)["r"]) == 10
+
+
+def test_stop_ids_eos_and_min_tokens() -> None:
+    backend = TokenMemoryBackend()
+    answer = expected_tokens(backend, [1, 2, 3], 6)
+    engine = fake_engine(backend)
+    engine.add(request("stop", [1, 2, 3], 6, stop_token_ids=(answer[2],)))
+    engine.add(request("eos", [1, 2, 3], 6, eos_token_ids=frozenset({answer[1]})))
+    engine.add(request("ignored", [1, 2, 3], 6, eos_token_ids=frozenset({answer[1]}), ignore_eos=True))
+    got = run_all(engine)
+    assert got["stop"] == answer[:3]
+    assert got["eos"] == answer[:2]
+    assert got["ignored"] == answer
+
+
+class FailingBackend(TokenMemoryBackend):
+    """Fails in chosen steps after having applied half of the plan."""
+
+    def __init__(self, failures: dict[int, Exception]) -> None:
+        super().__init__(num_blocks=32, max_num_seqs=4)
+        self.failures, self.calls = failures, 0
+
+    def execute(self, plan: ExecutionPlan) -> StepResult:
+        self.calls += 1
+        failure = self.failures.get(self.calls)
+        if failure is None:
+            return super().execute(plan)
+        super().execute(ExecutionPlan(plan.step, plan.joined, plan.left, plan.grown))
+        raise failure
+
+
+def test_out_of_device_memory_halves_the_step_and_loses_nothing() -> None:
+    backend = FailingBackend(
+        {1: CapacityError("no memory"), 3: CapacityError("no memory"), 6: CapacityError("x")}
+    )
+    engine = fake_engine(backend)
+    engine.add(request("a", range(25), 6))
+    engine.add(request("b", range(3, 20), 6))
+    got = run_all(engine)
+    assert got["a"] == expected_tokens(backend, range(25), 6)
+    assert got["b"] == expected_tokens(backend, range(3, 20), 6)
+
+
+def test_a_request_that_never_fits_the_device_ends_with_an_error() -> None:
+    backend = FailingBackend(dict.fromkeys(range(1, 100), CapacityError("no memory")))
+    engine = fake_engine(backend)
+    engine.add(request("a", range(25), 6))
+    outputs = [output for _ in range(20) for output in engine.step()]
+    assert [output.finish_reason for output in outputs] == [FinishReason.ERROR]
+    check_books(engine)
+    assert not engine.has_work()
+
+
+def test_a_failing_step_costs_its_requests_and_the_loop_goes_on() -> None:
+    backend = FailingBackend({2: RuntimeError("broken")})
+    engine = fake_engine(backend)
+    engine.add(request("a", range(5), 6))
+    engine.step()
+    failed = engine.step()
+    assert [(output.request_id, output.finish_reason) for output in failed] == [("a", FinishReason.ERROR)]
+    assert "broken" in (failed[0].error or "")
+    check_books(engine)
+    engine.add(request("b", range(5), 6))
+    assert run_all(engine)["b"] == expected_tokens(backend, range(5), 6)
+
+
+def test_priority_goes_first() -> None:
+    engine = fake_engine(TokenMemoryBackend(max_num_seqs=1))
+    engine.add(request("low", [1], 1, arrival_s=0))
+    engine.add(request("high", [2], 1, priority=5, arrival_s=1))
+    assert [output.request_id for output in (*engine.step(), *engine.step())] == ["high", "low"]
+
+
+def test_a_pass_that_loses_requests_is_caught() -> None:
+    def lose(draft: Draft, view: SchedulingView) -> None:
+        draft.running.clear()
+        draft.chunks.clear()
+
+    lose.name = "lose"  # type: ignore[attr-defined]
+    engine = fake_engine(passes=[])
+    engine.add(request("r", [1, 2], 4))
+    engine.step()
+    engine.scheduler.add_optimization_pass(lose)  # type: ignore[arg-type]
+    with pytest.raises(Exception, match="lost running requests"):
+        engine.step()
+
+
+def test_close_gives_everything_back() -> None:
+    engine = fake_engine()
+    engine.add(request("r", range(9), 4))
+    engine.step()
+    engine.close()
+    assert engine.kv.block_states().active == 0
+    assert all(state.status is RequestStatus.FINISHED for state in engine._states.values())
