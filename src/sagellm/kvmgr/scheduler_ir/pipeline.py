@@ -62,7 +62,7 @@ class BaseSchedulerIR:
     ) -> ScheduleResult:
         """The simple door of the design documents: who may run now, given `available_memory` free blocks.
 
-        Stateless: running requests are taken to hold the blocks of their prompt already.
+        Stateless: running requests are taken to hold blocks for all their tokens but the last.
         """
         by_id = {request.request_id: request for request in [*pending_requests, *running_requests]}
         view = _SimpleView(by_id, available_memory, max_num_seqs, max_batched_tokens, len(running_requests))

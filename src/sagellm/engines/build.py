@@ -1,0 +1,163 @@
+"""The one place where modules are joined: config in, engine out. It wires; it holds no logic."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.config import Config, KVConfig
+from sagellm.core.config_layers import (
+    Layer,
+    Resolved,
+    command_line_layer,
+    env_layer,
+    preset_layer,
+    resolve,
+)
+from sagellm.core.errors import ConfigError, MissingExtraError
+from sagellm.core.events import EventBus
+from sagellm.core.protocols.engine import InferenceBackend
+from sagellm.core.registry import registry
+from sagellm.engines.engine import Engine
+from sagellm.engines.llm import LLM
+from sagellm.kvmgr.manager import KVCacheManager
+from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
+
+DEMO_MODEL = Path(__file__).parent / "native" / "demo_model"
+DEMO_NAME = "sagellm-demo"
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all while weights load."""
+
+
+def load_config(
+    path: str | Path | None = None,
+    *,
+    preset: str | None = None,
+    cli: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Resolved:
+    """The configuration from all its layers; `path` and `preset` default to SAGELLM_CONFIG and
+    SAGELLM_PRESET."""
+    env = os.environ if environ is None else environ
+    preset = preset or env.get("SAGELLM_PRESET")
+    path = path or env.get("SAGELLM_CONFIG")
+    layers: list[Layer] = [preset_layer(preset)] if preset else []
+    if path:
+        layers.append(read_config_file(Path(path)))
+    return resolve([*layers, env_layer(env), command_line_layer(cli or {})])
+
+
+def read_config_file(path: Path) -> Layer:
+    """A YAML file as a layer; raises `ConfigError` naming the file."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
+    if values is not None and not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold keys and values, not a {type(values).__name__}")
+    return Layer(str(path), values or {})
+
+
+def build_kv(
+    config: KVConfig, num_blocks: int, *, clock: Clock | None = None, events: EventBus | None = None
+) -> KVCacheManager:
+    """Pool, eviction policy and prefix index, joined by a manager."""
+    pool = registry("pool").create(
+        config.pool, total_blocks=num_blocks, block_size=config.block_size, clock=clock or MonotonicClock()
+    )
+    policy = registry("policy").create(config.eviction)
+    index = registry("index").create(config.index, block_size=config.block_size, policy=policy, events=events)
+    return KVCacheManager(index, pool, prefix_caching=config.prefix_caching)
+
+
+def model_source(config: Config) -> Path:
+    """The folder of the configured model, fetched from the hub if it is a name; raises `ModelError`."""
+    try:
+        from sagellm.engines.native.hub import model_folder
+    except ImportError as error:
+        raise MissingExtraError("running a model", "native") from error
+    return model_folder(config.model.name or DEMO_MODEL, config.model.revision)
+
+
+def build_backend(config: Config, *, progress: Progress | None = None) -> InferenceBackend:
+    """The native backend for the configured model; raises `ModelError` before it allocates anything."""
+    try:
+        from sagellm.engines.native.backend import NativeBackend
+    except ImportError as error:
+        raise MissingExtraError("running a model", "native") from error
+    return NativeBackend(
+        model_source(config),
+        device=config.model.device,
+        dtype=config.model.dtype,
+        max_model_len=config.model.max_model_len,
+        block_size=config.kv.block_size,
+        num_blocks=config.kv.num_blocks,
+        kv_memory_fraction=config.kv.memory_fraction,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        threads=config.engine.threads,
+        seed=config.engine.seed,
+        progress=progress,
+    )
+
+
+def build_engine(
+    config: Config,
+    backend: InferenceBackend | None = None,
+    *,
+    clock: Clock | None = None,
+    events: EventBus | None = None,
+    progress: Progress | None = None,
+) -> Engine:
+    """An engine around `backend`, or around the native one for the configured model."""
+    backend = backend or build_backend(config, progress=progress)
+    events = events or EventBus()
+    kv = build_kv(config.kv, backend.capability().num_blocks, clock=clock, events=events)
+    passes = [registry("pass").create(name) for name in config.scheduler.passes]
+    return Engine(
+        backend,
+        kv,
+        BaseSchedulerIR(passes),
+        max_batched_tokens=config.scheduler.max_batched_tokens,
+        clock=clock,
+        events=events,
+    )
+
+
+def build_llm(
+    config: Config,
+    *,
+    clock: Clock | None = None,
+    events: EventBus | None = None,
+    progress: Progress | None = None,
+) -> LLM:
+    """The configured model, ready to answer."""
+    engine = build_engine(config, clock=clock, events=events, progress=progress)
+    from sagellm.engines.native.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_folder(model_source(config))
+    return LLM(
+        engine,
+        tokenizer,
+        model_name=config.model.served_name or config.model.name or DEMO_NAME,
+        max_model_len=engine.max_model_len,
+        defaults=tokenizer.default_sampling,
+        clock=clock,
+    )
+
+
+def load(model: str | None = None, settings: Mapping[str, Any] | None = None) -> LLM:
+    """A model in one line: `load()` is the demo model, `load("folder", {"kv.block_size": 32})` another.
+
+    `settings` are configuration keys, dotted or nested; environment variables and SAGELLM_CONFIG count as
+    usual.
+    """
+    given = dict(settings or {})
+    if model is not None:
+        given["model.name"] = model
+    return build_llm(load_config(cli=given).config)

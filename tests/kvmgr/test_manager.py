@@ -1,0 +1,223 @@
+"""The manager's books: what a request holds, what stays behind, and that nothing is lost when something
+fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from sagellm.core.config import KVConfig
+from sagellm.core.errors import BookkeepingError, CapacityError
+from sagellm.core.plan import Chunk, Draft, RequestState
+from sagellm.core.types import Request, RequestStatus, Tokens
+from sagellm.engines.build import build_kv
+from sagellm.kvmgr.kv_pool import GPUKVPool
+from sagellm.kvmgr.manager import KVCacheManager
+from sagellm.kvmgr.prefix_cache import RadixPrefixCache
+
+BLOCK = 4
+
+
+def manager(num_blocks: int = 16) -> KVCacheManager:
+    return build_kv(KVConfig(block_size=BLOCK), num_blocks)
+
+
+def state(name: str, tokens: Sequence[int]) -> RequestState:
+    return RequestState.of(Request(name, Tokens(tokens)))
+
+
+def draft(*chunks: Chunk) -> Draft:
+    return Draft(0, 0.0, 1000, [], [], {chunk.state.request_id: chunk for chunk in chunks})
+
+
+def admit(kv: KVCacheManager, request: RequestState, num_tokens: int | None = None) -> Chunk:
+    hit = kv.match(request)
+    take = len(request.tokens) - hit.num_tokens if num_tokens is None else num_tokens
+    chunk = Chunk(request, hit.num_tokens, take, hit)
+    kv.bind(draft(chunk))
+    request.status, request.num_computed = RequestStatus.RUNNING, chunk.start
+    return chunk
+
+
+def compute(kv: KVCacheManager, request: RequestState, up_to: int) -> None:
+    request.num_computed = up_to
+    kv.commit(request)
+    kv.check()
+
+
+def test_a_prompt_enters_the_index_when_it_is_whole() -> None:
+    kv = manager()
+    first = state("first", range(10))
+    admit(kv, first, 6)
+    compute(kv, first, 6)
+    assert kv.index.num_cached == 0
+    kv.bind(draft(Chunk(first, 6, 4)))
+    compute(kv, first, 10)
+    assert (kv.index.num_cached, kv.index.num_evictable) == (2, 0)
+    assert kv.match(state("other", range(10))).num_tokens == 8
+    assert kv.match(state("same but whole", range(8))).num_tokens == 4
+
+
+def test_two_requests_that_computed_the_same_keep_their_own_until_the_end() -> None:
+    kv = manager()
+    twins = [state("a", range(12)), state("b", range(12))]
+    for twin in twins:
+        admit(kv, twin)
+    for twin in twins:
+        compute(kv, twin, 12)
+    tables = [kv.block_table(twin.request_id) for twin in twins]
+    assert not set(tables[0]) & set(tables[1])
+    assert kv.index.num_cached == 3
+    for twin in twins:
+        kv.release(twin)
+        kv.check()
+    assert kv.block_states() == (0, 3, 13)
+
+
+def test_growth_takes_a_block_only_at_a_border() -> None:
+    kv = manager()
+    request = state("r", range(3))
+    admit(kv, request)
+    compute(kv, request, 3)
+    taken = []
+    for _ in range(6):
+        request.tokens.append(7)
+        price = kv.price_to_grow(request, 1)
+        chunk = Chunk(request, request.num_computed, 1)
+        kv.bind(draft(chunk))
+        assert price == len(chunk.block_ids)
+        taken.append(price)
+        compute(kv, request, request.num_computed + 1)
+    assert taken == [0, 1, 0, 0, 0, 1]
+
+
+def test_prices_and_gains_are_what_happens() -> None:
+    kv = manager(8)
+    first = state("first", range(13))
+    before = kv.available_blocks()
+    price = kv.price_to_admit(kv.match(first), 13)
+    admit(kv, first)
+    assert before - kv.available_blocks() == price == 4
+    compute(kv, first, 13)
+    gain = kv.gain_of_preempting(first)
+    available = kv.available_blocks()
+    kv.release(first)
+    assert kv.available_blocks() - available == gain == 4
+    second = state("second", [*range(12), 5, 5])
+    hit = kv.match(second)
+    price = kv.price_to_admit(hit, 2)
+    available = kv.available_blocks()
+    admit(kv, second)
+    assert available - kv.available_blocks() == price == 4
+
+
+def test_what_is_missing_is_evicted_and_exactly_that() -> None:
+    kv = manager(6)
+    for name in "ab":
+        request = state(name, [ord(name)] * 8)
+        admit(kv, request)
+        compute(kv, request, 8)
+        kv.release(request)
+    assert kv.block_states() == (0, 4, 2)
+    admit(kv, state("c", range(12)))
+    assert kv.block_states() == (3, 3, 0)
+    kv.check()
+
+
+def test_a_bind_that_cannot_be_leaves_the_books_as_they_were() -> None:
+    kv = manager(6)
+    holder = state("holder", range(9))
+    admit(kv, holder)
+    compute(kv, holder, 9)
+    before = kv.block_states()
+    fits, does_not = state("fits", range(11)), state("does not", range(50, 70))
+    chunks = [
+        Chunk(r, h.num_tokens, len(r.tokens) - h.num_tokens, h)
+        for r in (fits, does_not)
+        for h in [kv.match(r)]
+    ]
+    with pytest.raises(CapacityError, match="5 blocks asked for"):
+        kv.bind(draft(*chunks))
+    kv.check()
+    assert kv.block_states() == before
+
+
+class FailingPool(GPUKVPool):
+    """Raises at the n-th operation."""
+
+    countdown = -1
+
+    def _tick(self) -> None:
+        self.countdown -= 1
+        if self.countdown == 0:
+            raise RuntimeError("injected")
+
+    def allocate(self, num_blocks, owner=""):  # type: ignore[no-untyped-def]
+        self._tick()
+        return super().allocate(num_blocks, owner)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_exception_in_the_middle_of_bind_is_undone(at: int) -> None:
+    pool = FailingPool(total_blocks=16, block_size=BLOCK)
+    kv = KVCacheManager(RadixPrefixCache(block_size=BLOCK), pool)
+    running = state("running", range(4))
+    admit(kv, running)
+    compute(kv, running, 4)
+    running.tokens.append(1)
+    before = kv.block_states()
+    new = [state("a", range(20, 29)), state("b", range(6))]
+    chunks = [Chunk(running, 4, 1), *(Chunk(r, h.num_tokens, 4, h) for r in new for h in [kv.match(r)])]
+    pool.countdown = at
+    with pytest.raises(RuntimeError, match="injected"):
+        kv.bind(draft(*chunks))
+    kv.check()
+    assert kv.block_states() == before
+    assert len(kv.block_table("running")) == 1
+
+
+def test_rollback_undoes_a_bind() -> None:
+    kv = manager()
+    seed = state("seed", range(8))
+    admit(kv, seed)
+    compute(kv, seed, 8)
+    kv.release(seed)
+    before = kv.block_states()
+    request = state("r", [*range(8), 1, 2])
+    hit = kv.match(request)
+    bound = draft(Chunk(request, 8, 2, hit))
+    kv.bind(bound)
+    assert kv.block_states() != before
+    kv.rollback(bound)
+    kv.check()
+    assert kv.block_states() == before
+
+
+def test_a_hit_that_shrank_before_bind_is_an_error() -> None:
+    kv = manager(4)
+    seed = state("seed", range(8))
+    admit(kv, seed)
+    compute(kv, seed, 8)
+    kv.release(seed)
+    request = state("r", [*range(8), 1])
+    hit = kv.match(request)
+    kv.pool.free(kv.index.evict(1) or [])
+    with pytest.raises(BookkeepingError, match="shrank"):
+        kv.bind(draft(Chunk(request, 8, 1, hit)))
+    kv.check()
+
+
+def test_without_prefix_caching_nothing_stays() -> None:
+    kv = build_kv(KVConfig(block_size=BLOCK, prefix_caching=False), 8)
+    request = state("r", range(9))
+    admit(kv, request)
+    compute(kv, request, 9)
+    assert kv.match(state("again", range(9))).num_tokens == 0
+    kv.release(request)
+    assert kv.block_states() == (0, 0, 8)
+
+
+def test_block_sizes_must_agree() -> None:
+    with pytest.raises(ValueError, match="block sizes differ"):
+        KVCacheManager(RadixPrefixCache(block_size=4), GPUKVPool(4, 8))
