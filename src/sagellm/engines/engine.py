@@ -30,9 +30,8 @@ from sagellm.core.types import (
     RequestStatus,
     TokenLogprob,
 )
-from sagellm.engines._freeze import freeze
 from sagellm.kvmgr.manager import KVCacheManager
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, verify_bound
+from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, freeze, verify_bound
 
 log = logging.getLogger("sagellm.engine")
 
