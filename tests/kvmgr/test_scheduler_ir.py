@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.builders import fake_engine, request
 
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import Chunk, Draft
@@ -19,6 +18,7 @@ from sagellm.kvmgr.scheduler_ir.passes import (
     PrefixCacheAwarePass,
     PriorityBasedPass,
 )
+from tests.builders import fake_engine, request
 
 
 def ask(
@@ -59,12 +59,21 @@ def test_more_cached_tokens_go_first_until_someone_waits_too_long() -> None:
     index = RadixPrefixCache(block_size=16)
     index.insert(Tokens(range(100, 164)), list(range(4)))
     pending = [ask("cold", 64), ask("warm", 64, first=100)]
-    scheduler = BaseSchedulerIR([PrefixCacheAwarePass(index)])
+    scheduler = BaseSchedulerIR([PrefixCacheAwarePass(index), PriorityBasedPass()])
     names = [r.request_id for r in scheduler.schedule(pending, [], 100).scheduled_requests]
     assert names == ["warm", "cold"]
     scheduler = BaseSchedulerIR([PrefixCacheAwarePass(index, max_wait_s=0.0)])
     names = [r.request_id for r in scheduler.schedule(pending, [], 100).scheduled_requests]
     assert names == ["cold", "warm"]
+
+
+def test_priority_comes_before_cached_tokens() -> None:
+    index = RadixPrefixCache(block_size=16)
+    index.insert(Tokens(range(100, 164)), list(range(4)))
+    pending = [ask("warm", 64, first=100), ask("urgent", 64, priority=1)]
+    for passes in ([PrefixCacheAwarePass(index), PriorityBasedPass()], [PrefixCacheAwarePass(index)]):
+        result = BaseSchedulerIR(passes).schedule(pending, [], 100)
+        assert [r.request_id for r in result.scheduled_requests] == ["urgent", "warm"]
 
 
 def test_decodes_come_before_prefills_under_one_budget() -> None:
