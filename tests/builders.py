@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
-from sagellm.core.protocols.scheduler_ir import SchedulerPass
+from sagellm.core.plan import Draft
+from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 from sagellm.core.types import FinishReason, Namespace, Request, SamplingParams, Tokens
 from sagellm.engines.build import build_kv
 from sagellm.engines.engine import Engine
@@ -71,3 +73,18 @@ def expected_tokens(backend: TokenMemoryBackend, prompt: Iterable[int], max_toke
 
 
 TENANT_A, TENANT_B = Namespace(tenant="a"), Namespace(tenant="b")
+
+
+class PreemptAtRandom:
+    """A pass of a user: preempts running requests by a seeded coin, `times` times in all."""
+
+    name = "preempt_at_random"
+
+    def __init__(self, seed: int, share: float, times: int = 20) -> None:
+        self.random, self.share, self.times = random.Random(seed), share, times
+
+    def __call__(self, draft: Draft, view: SchedulingView) -> None:
+        for state in list(draft.running):
+            if self.times and self.random.random() < self.share:
+                self.times -= 1
+                draft.preempt(state)

@@ -8,7 +8,6 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.builders import TENANT_A, TENANT_B, check_books, expected_tokens, fake_engine, request, run_all
 
 from sagellm.core.errors import CapacityError, ContextLengthError, RequestError
 from sagellm.core.plan import Draft, ExecutionPlan, StepResult
@@ -16,22 +15,16 @@ from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 from sagellm.core.types import FinishReason, RequestStatus
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir.passes import ChunkedPrefillPass, PrefixCacheAwarePass, PriorityBasedPass
-
-
-class PreemptAtRandom:
-    """A pass of a user: preempts running requests by a seeded coin, `times` times in all."""
-
-    name = "preempt_at_random"
-
-    def __init__(self, seed: int, share: float, times: int = 20) -> None:
-        self.random, self.share, self.times = random.Random(seed), share, times
-
-    def __call__(self, draft: Draft, view: SchedulingView) -> None:
-        for state in list(draft.running):
-            if self.times and self.random.random() < self.share:
-                self.times -= 1
-                draft.preempt(state)
-
+from tests.builders import (
+    TENANT_A,
+    TENANT_B,
+    PreemptAtRandom,
+    check_books,
+    expected_tokens,
+    fake_engine,
+    request,
+    run_all,
+)
 
 prompts = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(1, 12), st.integers(0, 2)),

@@ -8,6 +8,7 @@ import pytest
 
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import Chunk, Draft
+from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.types import Tokens
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.prefix_cache import RadixPrefixCache
@@ -71,8 +72,14 @@ def test_priority_comes_before_cached_tokens() -> None:
     index = RadixPrefixCache(block_size=16)
     index.insert(Tokens(range(100, 164)), list(range(4)))
     pending = [ask("warm", 64, first=100), ask("urgent", 64, priority=1)]
-    for passes in ([PrefixCacheAwarePass(index), PriorityBasedPass()], [PrefixCacheAwarePass(index)]):
-        result = BaseSchedulerIR(passes).schedule(pending, [], 100)
+    cache_aware, by_priority = PrefixCacheAwarePass(index), PriorityBasedPass()
+    orders: list[list[SchedulerPass]] = [
+        [cache_aware, by_priority],
+        [by_priority, cache_aware],
+        [cache_aware],
+    ]
+    for order in orders:
+        result = BaseSchedulerIR(order).schedule(pending, [], 100)
         assert [r.request_id for r in result.scheduled_requests] == ["urgent", "warm"]
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sagellm.core.ports import SagePorts
 
-GPU_MEMORY_SHARE = 0.9
+GPU_MEMORY_SHARE = 0.8
 CPU_MEMORY_SHARE = 0.25
 
 

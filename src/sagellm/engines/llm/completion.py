@@ -1,0 +1,101 @@
+"""What a text-level caller gets back: deltas while a request runs, a completion when it has ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sagellm.core.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request. The prompt counts once, however many choices were asked for."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """One generated token with its natural-log probability and alternatives.
+
+    `text` shows bytes that are no whole character as U+FFFD; `data` is exact. `offset` counts the characters
+    generated before this token.
+    """
+
+    token_id: int
+    text: str
+    data: bytes
+    logprob: float
+    offset: int = 0
+    top: tuple[TokenText, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What one step added to choice `index` of a request.
+
+    `usage` covers all choices so far. `is_last` marks the last delta of the request: all choices have ended.
+    `error` explains a `FinishReason.ERROR`.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    usage: Usage
+    logprobs: tuple[TokenText, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    is_last: bool = False
+
+
+@dataclass(slots=True)
+class Choice:
+    """One continuation of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenText] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class Completion:
+    """All choices of one request, as far as they have come; grows by `add`."""
+
+    request_id: str
+    choices: list[Choice]
+    usage: Usage = Usage()
+    error: str | None = None
+
+    @classmethod
+    def empty(cls, request_id: str, num_choices: int) -> Completion:
+        return cls(request_id, [Choice(index) for index in range(num_choices)])
+
+    @property
+    def text(self) -> str:
+        """The text of the first choice."""
+        return self.choices[0].text
+
+    def add(self, delta: TextDelta) -> None:
+        choice = self.choices[delta.index]
+        choice.text += delta.text
+        choice.token_ids.extend(delta.token_ids)
+        choice.logprobs.extend(delta.logprobs)
+        choice.finish_reason = delta.finish_reason or choice.finish_reason
+        self.usage = delta.usage
+        self.error = delta.error or self.error

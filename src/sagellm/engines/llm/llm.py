@@ -1,0 +1,300 @@
+"""`LLM`: text in, text out. Joins an engine and a tokenizer; the door that CLI, HTTP and notebooks use."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.errors import ContextLengthError, RequestError
+from sagellm.core.protocols.engine import EngineCore, EngineStats
+from sagellm.core.protocols.tokenizer import Message, TextTokenizer
+from sagellm.core.types import SLO, FinishReason, Namespace, Request, RequestOutput, SamplingParams, Tokens
+from sagellm.engines.llm.completion import Completion, TextDelta, Usage
+from sagellm.engines.llm.text_stream import Piece, TextStream
+
+Prompt = str | Tokens | Sequence[int] | Sequence[Message]
+
+
+@dataclass(slots=True)
+class _Group:
+    """A request as the caller sees it: `n` engine requests over one prompt."""
+
+    request_id: str
+    num_prompt_tokens: int
+    streams: dict[str, TextStream]
+    num_cached_tokens: int | None = None
+
+    @property
+    def usage(self) -> Usage:
+        generated = sum(stream.num_tokens for stream in self.streams.values())
+        return Usage(self.num_prompt_tokens, generated, self.num_cached_tokens or 0)
+
+    @property
+    def open_ids(self) -> list[str]:
+        return [engine_id for engine_id, stream in self.streams.items() if not stream.finished]
+
+
+class LLM:
+    """An engine with a tokenizer. Synchronous and, but for `encode` and `resolve`, for one thread.
+
+    `defaults` are sampling parameters by name for what a request leaves open (of generation_config.json).
+    """
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        tokenizer: TextTokenizer,
+        *,
+        model_name: str,
+        max_model_len: int,
+        defaults: Mapping[str, Any] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.max_model_len = max_model_len
+        self._engine = engine
+        self._defaults = dict(defaults or {})
+        self._clock = clock or MonotonicClock()
+        self._groups: dict[str, _Group] = {}
+        self._group_of: dict[str, _Group] = {}
+        self._undelivered: list[TextDelta] = []
+        self._ids = itertools.count(1)
+
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """`SamplingParams` with this model's defaults for whatever is not given."""
+        return SamplingParams(**{**self._defaults, **given})
+
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool = True,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> Tokens:
+        """Token ids of a text, of messages, or of token ids (checked against the vocabulary). Thread-safe."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        if isinstance(prompt, Tokens):
+            return prompt
+        if prompt and isinstance(prompt[0], Mapping):
+            messages = cast("Sequence[Message]", prompt)
+            return self.tokenizer.encode_chat(messages, template_options=template_options)
+        return self._checked_ids(cast("Sequence[int]", prompt))
+
+    def resolve(self, tokens: Tokens, params: SamplingParams) -> SamplingParams:
+        """`params` with `max_tokens` filled in; raises `RequestError` for what this model can never serve."""
+        room = self.max_model_len - len(tokens)
+        if room < 1:
+            raise ContextLengthError(
+                f"the prompt has {len(tokens)} tokens, the context of {self.model_name!r} holds "
+                f"{self.max_model_len} with at least one generated token: shorten the prompt",
+                "prompt",
+            )
+        self._check_bias(params)
+        if params.max_tokens is None:
+            return replace(params, max_tokens=room)
+        if params.max_tokens > room:
+            raise RequestError(
+                f"{len(tokens)} prompt tokens and max_tokens {params.max_tokens} exceed the context of "
+                f"{self.max_model_len} tokens: at most {room} can be generated here",
+                "max_tokens",
+                code="context_length_exceeded",
+            )
+        return params
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        slo: SLO | None = None,
+    ) -> str:
+        """Queue a request and return its id; its text comes out of `step`. A `RequestError` queues nothing.
+
+        Requests of different tenants never share KV. With `n > 1` the seeds are `seed + index`.
+        """
+        tokens = self.encode(prompt)
+        params = self.resolve(tokens, params or self.sampling_params())
+        request_id = request_id or f"req-{next(self._ids)}"
+        first = Request(
+            request_id,
+            tokens,
+            params,
+            self.tokenizer.eos_token_ids,
+            arrival_s=self._clock.now(),
+            priority=priority,
+            namespace=Namespace(tenant=tenant),
+            slo=slo or SLO(),
+        )
+        self._add(request_id, list(_expand(first)))
+        return request_id
+
+    def step(self) -> list[TextDelta]:
+        """Run one engine step; returns what it added, also to requests whose conveniences left it behind."""
+        deltas, self._undelivered = self._undelivered, []
+        outputs = self._engine.step() if self._engine.has_work() else ()
+        for output in outputs:
+            group = self._group_of.get(output.request_id)
+            if group is not None:
+                deltas.append(self._delta(group, output))
+        return deltas
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request, all its choices; False if it is unknown or has ended. No delta follows."""
+        group = self._groups.pop(request_id, None)
+        self._undelivered = [delta for delta in self._undelivered if delta.request_id != request_id]
+        if group is None:
+            return False
+        for engine_id in group.streams:
+            if self._group_of.pop(engine_id, None) is not None:
+                self._engine.abort(engine_id)
+        return True
+
+    def has_work(self) -> bool:
+        return bool(self._undelivered) or self._engine.has_work()
+
+    def stats(self) -> EngineStats:
+        """Running, waiting, blocks by state, as of now."""
+        return self._engine.stats()
+
+    def close(self) -> None:
+        """Abort what is open and release the engine."""
+        for request_id in list(self._groups):
+            self.abort(request_id)
+        self._engine.close()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Complete one prompt or several together, in order. A failed one carries `error`."""
+        several = _as_prompts(prompts)
+        params = params or self.sampling_params()
+        prepared = [self.encode(prompt) for prompt in several]
+        for tokens in prepared:
+            self.resolve(tokens, params)
+        found = {}
+        for tokens in prepared:
+            request_id = self.submit(tokens, params)
+            found[request_id] = Completion.empty(request_id, params.n)
+        for delta in self._deltas_of(set(found)):
+            found[delta.request_id].add(delta)
+        return list(found.values())
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
+        """The model's answer to a conversation."""
+        if not messages:
+            raise RequestError("messages is empty: send at least one message", "messages")
+        return self.generate([messages], params)[0]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> Generator[TextDelta, None, None]:
+        """The deltas of one request as they come; `options` as for `submit`. Leaving the loop aborts it."""
+        request_id = self.submit(prompt, params, **options)
+        try:
+            yield from self._deltas_of({request_id})
+        finally:
+            self.abort(request_id)
+
+    def _deltas_of(self, request_ids: set[str]) -> Iterator[TextDelta]:
+        """Step until these requests have ended; deltas of others are kept for `step`."""
+        waiting_for = set(request_ids)
+        try:
+            while waiting_for and self.has_work():
+                deltas = self.step()
+                self._undelivered = [delta for delta in deltas if delta.request_id not in request_ids]
+                for delta in deltas:
+                    if delta.request_id in waiting_for:
+                        waiting_for -= {delta.request_id} if delta.is_last else set()
+                        yield delta
+        finally:
+            for request_id in waiting_for:
+                self.abort(request_id)
+
+    def _add(self, request_id: str, requests: Sequence[Request]) -> None:
+        """All engine requests of one group, or none."""
+        taken = [request.request_id for request in requests if request.request_id in self._group_of]
+        if taken or request_id in self._groups:
+            raise RequestError(f"a request with the id {request_id!r} is running", "request_id")
+        group = _Group(request_id, len(requests[0].tokens), {})
+        self._groups[request_id] = group
+        try:
+            for request in requests:
+                self._engine.add(request)
+                self._group_of[request.request_id] = group
+                group.streams[request.request_id] = self._text_stream(request.params)
+        except BaseException:
+            self.abort(request_id)
+            raise
+
+    def _text_stream(self, params: SamplingParams) -> TextStream:
+        eos = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
+        return TextStream(self.tokenizer, params, eos | frozenset(params.stop_token_ids))
+
+    def _delta(self, group: _Group, output: RequestOutput) -> TextDelta:
+        engine_id = output.request_id
+        piece = group.streams[engine_id].feed(output)
+        if group.num_cached_tokens is None:
+            group.num_cached_tokens = min(output.num_cached_tokens, group.num_prompt_tokens)
+        if piece.finish_reason is not None:
+            self._end(group, engine_id, piece)
+        return TextDelta(
+            request_id=group.request_id,
+            index=list(group.streams).index(engine_id),
+            text=piece.text,
+            token_ids=piece.token_ids,
+            usage=group.usage,
+            logprobs=piece.logprobs,
+            finish_reason=piece.finish_reason,
+            error=output.error if piece.finish_reason is FinishReason.ERROR else None,
+            is_last=group.request_id not in self._groups,
+        )
+
+    def _end(self, group: _Group, engine_id: str, piece: Piece) -> None:
+        """A choice has ended; with the last one the group is forgotten."""
+        del self._group_of[engine_id]
+        if piece.stopped_by_text:
+            self._engine.abort(engine_id)
+        if not group.open_ids:
+            del self._groups[group.request_id]
+
+    def _checked_ids(self, ids: Sequence[int]) -> Tokens:
+        limit = self.tokenizer.vocab_size
+        for token_id in ids:
+            if not 0 <= token_id < limit:
+                raise RequestError(f"prompt: token id {token_id} is not in [0, {limit})", "prompt")
+        return Tokens(ids)
+
+    def _check_bias(self, params: SamplingParams) -> None:
+        limit = self.tokenizer.vocab_size
+        for token_id in params.logit_bias:
+            if not 0 <= token_id < limit:
+                raise RequestError(f"logit_bias: token id {token_id} is not in [0, {limit})", "logit_bias")
+
+
+def _expand(request: Request) -> Iterator[Request]:
+    """The engine requests `id#i` of one request with `n > 1`, or the request itself."""
+    if request.params.n == 1:
+        yield request
+        return
+    for index in range(request.params.n):
+        seed = request.params.seed
+        params = replace(request.params, n=1, seed=None if seed is None else seed + index)
+        engine_id = f"{request.request_id}#{index}"
+        yield replace(request, request_id=engine_id, params=params, group=request.request_id)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or the prompts of a list: a list of ints or of messages is one prompt."""
+    if isinstance(prompts, (str, Tokens)):
+        return [prompts]
+    if isinstance(next(iter(prompts), None), (int, Mapping)):
+        return [cast("Prompt", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))

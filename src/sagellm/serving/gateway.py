@@ -1,0 +1,230 @@
+"""The asyncio side of the engine loop: opens generations, feeds them, ends those that nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.errors import RequestError
+from sagellm.core.types import SamplingParams, Tokens
+from sagellm.engines.llm import LLM, TextDelta
+from sagellm.serving.errors import GenerationError, OverloadedError, UnavailableError
+from sagellm.serving.loop import Abort, EngineLoop, Event, LoopFailed, Refused, Submit
+from sagellm.serving.metrics import RequestTimes, ServerMetrics
+
+log = logging.getLogger("sagellm.serving")
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request in the engine: whose it is, its place among the prompts, its times."""
+
+    generation: Generation
+    position: int
+    num_choices: int
+    times: RequestTimes
+    started: bool = False
+
+
+Item = tuple[int, TextDelta]
+
+
+class Generation:
+    """What a client waits for: the deltas of one or several prompts, each with its prompt's position.
+
+    Iterates over batches: all that came since the last look, so that a client that lags gets fewer and larger
+    pieces. Ends when all requests have ended or the generation is closed; raises the error of the first to
+    fail, after what came before it.
+    """
+
+    def __init__(self, gateway: Gateway, num_requests: int) -> None:
+        self.generation_id = uuid.uuid4().hex
+        self.closed = False
+        self.request_ids: set[str] = set()
+        self._gateway = gateway
+        self._num_unread = num_requests
+        self._items: list[Item] = []
+        self._error: RequestError | None = None
+        self._news = asyncio.Event()
+
+    def put(self, item: Item) -> None:
+        self._items.append(item)
+        self._news.set()
+
+    def fail(self, error: RequestError) -> None:
+        """The first error counts."""
+        self._error = self._error or error
+        self._news.set()
+
+    def close(self) -> None:
+        """Nobody waits any more: what still runs is aborted. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self._gateway.abandon(self.request_ids)
+            self._news.set()
+
+    async def wait(self) -> None:
+        """Until there is something to read; raises if that is an error, which then ends the generation."""
+        await self._news.wait()
+        if not self._items and self._error is not None:
+            self.close()
+            raise self._error
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> list[Item]:
+        if not self._num_unread:
+            raise StopAsyncIteration
+        await self.wait()
+        batch, self._items = self._items, []
+        if not batch:
+            raise StopAsyncIteration
+        if not self.closed and self._error is None:
+            self._news.clear()
+        self._num_unread -= sum(delta.is_last for _, delta in batch)
+        return batch
+
+
+class Gateway:
+    """Owns the engine loop; all methods but `_deliver` are for the asyncio thread that called `start`.
+
+    At most `max_waiting` sequences may be without their first token; what would go beyond is refused.
+    """
+
+    def __init__(self, llm: LLM, *, max_waiting: int, clock: Clock | None = None) -> None:
+        self.llm = llm
+        self._clock = clock or MonotonicClock()
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
+        self._open: dict[str, _Open] = {}
+        self._ids = itertools.count()
+        self._draining = False
+        self._loop = EngineLoop(llm, self._deliver)
+        self._asyncio: asyncio.AbstractEventLoop | None = None
+        self.metrics = ServerMetrics(llm.model_name, lambda: self._loop.stats)
+
+    def start(self) -> None:
+        self._asyncio = asyncio.get_running_loop()
+        self._loop.start()
+
+    @property
+    def failure(self) -> Exception | None:
+        """What ended the engine loop, if anything did."""
+        return self._loop.failure
+
+    @property
+    def ready(self) -> bool:
+        return self._loop.alive and not self._draining
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the engine's thread has ended, so that the `llm` is the caller's again."""
+        return self._loop.stopped
+
+    def open(
+        self, prompts: Sequence[Tokens], params: SamplingParams, *, priority: int = 0, tenant: str = ""
+    ) -> Generation:
+        """Submit all prompts. Raises `UnavailableError` or `OverloadedError` and submits none."""
+        self._check_open(len(prompts) * params.n)
+        generation = Generation(self, len(prompts))
+        now_s = self._clock.now()
+        for position, tokens in enumerate(prompts):
+            request_id = f"http-{next(self._ids)}"
+            self._open[request_id] = _Open(generation, position, params.n, RequestTimes(now_s))
+            self._num_waiting += params.n
+            generation.request_ids.add(request_id)
+            self._loop.send(Submit(request_id, tokens, params, priority, tenant))
+        return generation
+
+    def abandon(self, request_ids: set[str]) -> None:
+        """Abort those of these requests that are still open."""
+        for request_id in list(request_ids):
+            self._loop.send(Abort(request_id))
+            self._forget(request_id, "abort")
+
+    def refuse_new(self) -> None:
+        """From now on new requests are answered 503; those that run go on."""
+        self._draining = True
+
+    def fail_open(self, message: str) -> None:
+        """End every generation with an error that its client gets to see."""
+        for request_id in list(self._open):
+            self._loop.send(Abort(request_id))
+            self._end_with(request_id, UnavailableError(message))
+
+    async def close(self, timeout_s: float) -> None:
+        """Stop the engine loop, within `timeout_s`; open generations end with an error."""
+        self.refuse_new()
+        self.fail_open("the server is shutting down")
+        if not await asyncio.to_thread(self._loop.close, timeout_s):
+            log.warning("the engine's last step did not end within %.1f s", timeout_s)
+        self._asyncio = None
+
+    def _check_open(self, num_sequences: int) -> None:
+        if self.failure is not None:
+            raise UnavailableError(f"the engine has failed and must be restarted: {self.failure}")
+        if not self.ready:
+            raise UnavailableError("the server is starting or shutting down: try again")
+        if self._num_waiting + num_sequences > self._max_waiting:
+            full = f"{self._num_waiting} of at most {self._max_waiting} sequences wait"
+            raise OverloadedError(f"{full}: try again later")
+
+    def _deliver(self, events: list[Event]) -> None:
+        """On the engine's thread: one hand-over per step."""
+        target = self._asyncio
+        if target is None or target.is_closed():
+            return
+        target.call_soon_threadsafe(self._receive, events)
+
+    def _receive(self, events: list[Event]) -> None:
+        now_s = self._clock.now()
+        for event in events:
+            match event:
+                case TextDelta():
+                    self._on_delta(event, now_s)
+                case Refused(request_id, error):
+                    self._end_with(request_id, error)
+                case LoopFailed(failure):
+                    self._fail_all(failure)
+
+    def _on_delta(self, delta: TextDelta, now_s: float) -> None:
+        entry = self._open.get(delta.request_id)
+        if entry is None:
+            return
+        self._mark_started(entry)
+        self.metrics.on_delta(delta, entry.times, now_s)
+        if delta.error is not None:
+            self._loop.send(Abort(delta.request_id))
+            self._end_with(delta.request_id, GenerationError(delta.error))
+            return
+        if delta.is_last:
+            self._forget(delta.request_id, delta.finish_reason.value if delta.finish_reason else "stop")
+        entry.generation.put((entry.position, delta))
+
+    def _fail_all(self, failure: Exception) -> None:
+        for request_id in list(self._open):
+            self._end_with(request_id, UnavailableError(f"the engine has failed: {failure}"))
+
+    def _end_with(self, request_id: str, error: RequestError) -> None:
+        entry = self._open.get(request_id)
+        if entry is not None:
+            self._forget(request_id, "error")
+            entry.generation.fail(error)
+
+    def _mark_started(self, entry: _Open) -> None:
+        if not entry.started:
+            entry.started = True
+            self._num_waiting -= entry.num_choices
+
+    def _forget(self, request_id: str, reason: str) -> None:
+        entry = self._open.pop(request_id, None)
+        if entry is not None:
+            self._mark_started(entry)
+            entry.generation.request_ids.discard(request_id)
+            self.metrics.on_end(reason)

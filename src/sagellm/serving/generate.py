@@ -1,0 +1,103 @@
+"""The two endpoints that generate: from a parsed request to a reply or a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fastapi import Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+
+from sagellm.core.types import SamplingParams, Tokens
+from sagellm.engines.llm import Completion, Usage
+from sagellm.serving.gateway import Gateway, Generation
+from sagellm.serving.parameters import parse
+from sagellm.serving.replies import ChatReply, CompletionReply, Head, Reply
+from sagellm.serving.schema import ChatRequest, CompletionRequest, GenerationFields, options_of
+from sagellm.serving.sse import EventStream, closed_on_disconnect, events
+
+CLIENT_CLOSED_REQUEST = 499
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """Serves chats and completions of one model. `wall_clock` gives seconds since 1970 for `created`."""
+
+    gateway: Gateway
+    check_model: Callable[[str | None], str]
+    wall_clock: Callable[[], float]
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        body = parse(ChatRequest, await request.body())
+        model = self.check_model(body.model)
+        llm = self.gateway.llm
+        params = body.params(llm)
+        options = options_of(body)
+        tokens = await run_in_threadpool(llm.tokenizer.encode_chat, body.messages, template_options=options)
+        generation = self._open([tokens], params, body)
+        head = self._head("chatcmpl", generation, model)
+        reply = ChatReply(head, logprobs=bool(body.logprobs))
+        return await self._answer(request, body, params, generation, reply, num_prompts=1)
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        body = parse(CompletionRequest, await request.body())
+        model = self.check_model(body.model)
+        params = body.params(self.gateway.llm)
+        prompts = body.prompts()
+        tokens = await run_in_threadpool(lambda: [self.gateway.llm.encode(prompt) for prompt in prompts])
+        echoes = [self._echo(prompt) if body.echo else "" for prompt in prompts]
+        generation = self._open(tokens, params, body)
+        head = self._head("cmpl", generation, model)
+        reply = CompletionReply(head, logprobs=body.logprobs, echoes=echoes, num_choices=params.n)
+        return await self._answer(request, body, params, generation, reply, num_prompts=len(prompts))
+
+    def _open(self, prompts: Sequence[Tokens], params: SamplingParams, body: GenerationFields) -> Generation:
+        for tokens in prompts:
+            self.gateway.llm.resolve(tokens, params)
+        return self.gateway.open(prompts, params, priority=body.priority or 0, tenant=body.cache_salt or "")
+
+    def _head(self, prefix: str, generation: Generation, model: str) -> Head:
+        return Head(f"{prefix}-{generation.generation_id}", model, int(self.wall_clock()))
+
+    def _echo(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self.gateway.llm.tokenizer.decode(prompt)
+
+    async def _answer(
+        self,
+        request: Request,
+        body: GenerationFields,
+        params: SamplingParams,
+        generation: Generation,
+        reply: Reply,
+        *,
+        num_prompts: int,
+    ) -> Response:
+        if not body.stream:
+            return await _whole(request, generation, reply, params.n, num_prompts)
+        chunks = events(
+            generation,
+            reply,
+            num_choices=params.n,
+            num_prompts=num_prompts,
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
+        )
+        return EventStream(chunks, generation)
+
+
+async def _whole(
+    request: Request, generation: Generation, reply: Reply, num_choices: int, num_prompts: int
+) -> Response:
+    """All of a generation in one body; a client that leaves meanwhile ends it."""
+    completions = [Completion.empty(str(position), num_choices) for position in range(num_prompts)]
+    async with closed_on_disconnect(request.receive, generation):
+        async for batch in generation:
+            for position, delta in batch:
+                completions[position].add(delta)
+        if generation.closed:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+    usage = sum((completion.usage for completion in completions), Usage())
+    return JSONResponse(reply.whole(completions, usage))

@@ -1,0 +1,228 @@
+"""The requests that the server reads, as OpenAI and vLLM write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from sagellm.core.errors import RequestError, UnsupportedParameterError
+from sagellm.core.types import MAX_LOGPROBS, SamplingParams
+from sagellm.engines.llm import LLM
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for /v1/completions; chats default to the rest of the context."""
+
+_ROLES = ("system", "developer", "user", "assistant")
+_TOOL_ROLES = ("tool", "function")
+_PASSED_ON = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "n",
+    "min_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+)
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+    @field_validator("include_obfuscation")
+    @classmethod
+    def _no_padding(cls, value: bool | None) -> bool | None:
+        if value:
+            where = "stream_options.include_obfuscation"
+            raise UnsupportedParameterError(f"{where}: chunks are not padded here", where)
+        return value
+
+
+class GenerationFields(BaseModel):
+    """What chats and completions share. Null means: not given."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    n: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if value and not all(key.isdecimal() for key in value):
+            raise ValueError('keys must be token ids, as in {"50256": -100}')
+        return value
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> GenerationFields:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError('stream_options needs "stream": true', "stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def sampling(self, llm: LLM, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The parameters, with the model's defaults for what is not given. Raises `RequestError`."""
+        given: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs}
+        given |= {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
+        if self.stop is not None:
+            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.stop_token_ids is not None:
+            given["stop_token_ids"] = tuple(self.stop_token_ids)
+        if self.logit_bias is not None:
+            given["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
+        return llm.sampling_params(**given)
+
+
+class ChatRequest(GenerationFields):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatRequest:
+        check_messages(self.messages)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError('top_logprobs needs "logprobs": true', "top_logprobs")
+        both = self.max_tokens is not None and self.max_completion_tokens is not None
+        if both and self.max_tokens != self.max_completion_tokens:
+            raise RequestError("max_tokens and max_completion_tokens differ: send one", "max_tokens")
+        return self
+
+    def params(self, llm: LLM) -> SamplingParams:
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.sampling(llm, limit, (self.top_logprobs or 0) if self.logprobs else None)
+
+
+class CompletionRequest(GenerationFields):
+    """POST /v1/completions. `prompt`: a text, texts, token ids, or lists of token ids."""
+
+    prompt: Any
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise UnsupportedParameterError("echo with logprobs is not supported: leave one out", "logprobs")
+        self.prompts()
+        return self
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt."""
+        value = self.prompt
+        if isinstance(value, str) or (_is_list_of(value, int) and value):
+            return [value]
+        if isinstance(value, list) and value and all(isinstance(one, str) or _is_ids(one) for one in value):
+            return value
+        forms = "a string, a list of strings, a list of token ids or a list of such lists"
+        raise RequestError(f"prompt must be {forms}, and not empty", "prompt")
+
+    def params(self, llm: LLM) -> SamplingParams:
+        limit = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.sampling(llm, limit, self.logprobs)
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize: `prompt` or `messages`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("send either prompt or messages", "prompt")
+        check_messages(self.messages or [])
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def check_messages(messages: list[dict[str, Any]]) -> None:
+    """Refuse roles and message fields that need tools; content is the template's to check."""
+    for i, message in enumerate(messages):
+        _check_role(message.get("role"), f"messages[{i}].role")
+        for name in ("tool_calls", "function_call", "tool_call_id", "audio"):
+            if message.get(name):
+                where = f"messages[{i}].{name}"
+                raise UnsupportedParameterError(f"{where}: tools and audio are not supported", where)
+
+
+def _check_role(role: object, where: str) -> None:
+    if role in _TOOL_ROLES:
+        raise UnsupportedParameterError(f"{where}: {role!r} is not supported, there are no tools", where)
+    if role not in _ROLES:
+        raise RequestError(f"{where} must be one of {', '.join(_ROLES)}, got {role!r}", where)
+
+
+def _is_list_of(value: object, kind: type) -> bool:
+    """Whether it is a list of `kind`; a bool is no int here."""
+    return isinstance(value, list) and all(type(one) is kind for one in value)
+
+
+def _is_ids(value: object) -> bool:
+    return bool(value) and _is_list_of(value, int)
+
+
+def options_of(request: ChatRequest | TokenizeRequest) -> Mapping[str, Any] | None:
+    """Variables for the chat template; those that the server itself sets are refused."""
+    options = request.chat_template_kwargs
+    taken = {"messages", "tools", "add_generation_prompt"} & set(options or {})
+    if taken:
+        where = "chat_template_kwargs"
+        raise RequestError(f"{where} may not set {', '.join(sorted(taken))}", where)
+    return options

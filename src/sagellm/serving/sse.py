@@ -1,0 +1,101 @@
+"""Server-sent events: one generation as a stream of JSON chunks, and what ends it early."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from sagellm.core.errors import RequestError
+from sagellm.engines.llm import Usage
+from sagellm.serving.errors import body_of
+from sagellm.serving.gateway import Generation
+from sagellm.serving.replies import Reply, usage_json
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(content: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+@asynccontextmanager
+async def closed_on_disconnect(receive: Receive, generation: Generation) -> AsyncIterator[None]:
+    """Within, a client that goes away closes the generation; on leaving, it is closed in any case."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.close()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        generation.close()
+
+
+async def events(
+    generation: Generation,
+    reply: Reply,
+    *,
+    num_choices: int,
+    num_prompts: int,
+    include_usage: bool,
+    continuous_usage: bool,
+) -> AsyncIterator[bytes]:
+    """The events of a generation up to `[DONE]`, joined where a client lags. An error is the last event."""
+    usages = [Usage()] * num_prompts
+
+    def dressed(chunk: dict[str, Any]) -> bytes:
+        if continuous_usage:
+            chunk["usage"] = usage_json(sum(usages, Usage()))
+        elif include_usage:
+            chunk["usage"] = None
+        return event(chunk)
+
+    for chunk in reply.opening(num_choices * num_prompts):
+        yield dressed(chunk)
+    try:
+        async for batch in generation:
+            pieces: list[bytes] = []
+            for position, delta in batch:
+                usages[position] = delta.usage
+                pieces += map(dressed, reply.parts(position * num_choices + delta.index, delta))
+            if pieces:
+                yield b"".join(pieces)
+    except RequestError as error:
+        yield event(body_of(error))
+        return
+    if include_usage:
+        yield event(reply.closing(sum(usages, Usage())))
+    yield DONE
+
+
+class EventStream(Response):
+    """Sends `chunks` while `generation` runs; a client that goes away closes it.
+
+    The response begins with the first delta, so that what fails before it is answered with its own status.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncIterator[bytes], generation: Generation) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks = chunks
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with closed_on_disconnect(receive, self._generation):
+            await self._generation.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for chunk in self._chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,145 @@
+"""An engine that says what a script tells it: the exact fake below `LLM` and the HTTP server."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sagellm.core.errors import RequestError
+from sagellm.core.protocols.engine import EngineStats
+from sagellm.core.types import (
+    CapabilityDescriptor,
+    FinishReason,
+    Request,
+    RequestOutput,
+    TokenLogprob,
+)
+from sagellm.engines.llm import LLM
+from sagellm.engines.native.tokenizer import Tokenizer
+from tests.toy_tokenizers import CHATML, byte_level
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 4096
+Script = Callable[[Request], Sequence[int]]
+
+
+@dataclass
+class _Running:
+    request: Request
+    tokens: list[int]
+    num_sent: int = 0
+
+
+@dataclass
+class ScriptedEngine:
+    """Implements `EngineCore`: each step gives every request its next `tokens_per_step` tokens of the script.
+
+    Ends by EOS, stop ids and max_tokens as the real one does. `fail_next` is raised by the next step.
+    """
+
+    script: Script
+    tokens_per_step: int = 1
+    step_s: float = 0.0
+    num_cached: int = 0
+    fail_next: Exception | None = None
+    error_for: str | None = None
+    added: list[Request] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    running: dict[str, _Running] = field(default_factory=dict)
+    closed: bool = False
+
+    def add(self, request: Request) -> None:
+        if request.params.seed == -1:
+            raise RequestError("the engine refuses this seed", "seed")
+        self.added.append(request)
+        self.running[request.request_id] = _Running(request, list(self.script(request)))
+
+    def step(self) -> list[RequestOutput]:
+        time.sleep(self.step_s)
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        return [self._advance(running) for running in list(self.running.values())]
+
+    def _advance(self, running: _Running) -> RequestOutput:
+        request, reason = running.request, None
+        new: list[int] = []
+        while len(new) < self.tokens_per_step and reason is None:
+            new.append(running.tokens[running.num_sent % len(running.tokens)])
+            running.num_sent += 1
+            reason = _reason(request, new[-1], running.num_sent)
+        error = None
+        if self.error_for == request.request_id:
+            reason, error = FinishReason.ERROR, "scripted error"
+        if reason is not None:
+            del self.running[request.request_id]
+        return RequestOutput(
+            request.request_id,
+            tuple(new),
+            len(request.tokens),
+            self.num_cached,
+            running.num_sent,
+            _logprobs(new, request.params.logprobs),
+            reason,
+            error,
+        )
+
+    def abort(self, request_id: str) -> bool:
+        self.aborted.append(request_id)
+        return self.running.pop(request_id, None) is not None
+
+    def has_work(self) -> bool:
+        return bool(self.running)
+
+    def stats(self) -> EngineStats:
+        lengths = [len(one.request.tokens) + one.num_sent for one in self.running.values()]
+        active = sum(math.ceil(length / BLOCK_SIZE) for length in lengths)
+        return EngineStats(len(lengths), 0, active, 0, NUM_BLOCKS - active)
+
+    def capability(self) -> CapabilityDescriptor:
+        return CapabilityDescriptor("cpu", "float32", 512, 512, NUM_BLOCKS, BLOCK_SIZE, 64)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _reason(request: Request, token_id: int, num_sent: int) -> FinishReason | None:
+    params = request.params
+    is_eos = token_id in request.eos_token_ids and not params.ignore_eos
+    if num_sent >= params.min_tokens and (is_eos or token_id in params.stop_token_ids):
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_sent >= (params.max_tokens or math.inf) else None
+
+
+def _logprobs(token_ids: Sequence[int], count: int | None) -> tuple[TokenLogprob, ...]:
+    if count is None:
+        return ()
+    tops = (tuple((token_id + rank, -0.5 - rank) for rank in range(count)) for token_id in token_ids)
+    return tuple(TokenLogprob(token_id, -0.5, top) for token_id, top in zip(token_ids, tops, strict=True))
+
+
+def toy_tokenizer(chat_template: str | None = CHATML) -> Tokenizer:
+    """Byte-level, ChatML, `</s>` ends a text; `<think>` is no special token."""
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    return Tokenizer(byte_level(), special_tokens=special, chat_template=chat_template)
+
+
+def says(tokenizer: Tokenizer, text: str) -> Script:
+    """A script: this text, then EOS for ever."""
+    tokens = [*tokenizer.encode(text), *tokenizer.eos_token_ids]
+    return lambda request: tokens
+
+
+def scripted_llm(
+    text: str = "Hello, wörld 🙂!",
+    max_model_len: int = 512,
+    chat_template: str | None = CHATML,
+    **options: Any,
+) -> LLM:
+    """An `LLM` that answers `text` to everything; `options` as of `ScriptedEngine`."""
+    tokenizer = toy_tokenizer(chat_template)
+    engine = ScriptedEngine(says(tokenizer, text), **options)
+    return LLM(engine, tokenizer, model_name="toy", max_model_len=max_model_len)

@@ -1,0 +1,266 @@
+"""What is invalid, unknown, unsupported or too much is answered in OpenAI's form, and never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from sagellm.serving.parameters import NEUTRAL, WITHOUT_EFFECT
+from sagellm.serving.schema import ChatRequest, CompletionRequest
+from tests.scripted_engine import ScriptedEngine, scripted_llm
+from tests.serving.live import Live, serving
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+HALF = b'{"prompt": "\\ud83d"}'
+DEEP = b'{"prompt": ' + b"[" * 100_000
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with serving(scripted_llm("an answer", max_model_len=64), model_name="toy/model") as running:
+        yield running
+
+
+def refused(live: Live, path: str, status: int, **fields: Any) -> dict[str, Any]:
+    """The error object of a request that must be refused."""
+    body = {"messages": MESSAGES} if path == CHAT else {"prompt": "hi"}
+    response = live.http.post(path, json=body | fields)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return dict(error)
+
+
+INVALID: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"temperature": "hot"}, "temperature"),
+    (CHAT, {"temperature": -1}, "temperature"),
+    (CHAT, {"temperature": True}, "temperature"),
+    (CHAT, {"top_p": 0}, "top_p"),
+    (CHAT, {"max_tokens": 0}, "max_tokens"),
+    (CHAT, {"max_tokens": 1.5}, "max_tokens"),
+    (CHAT, {"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    (CHAT, {"max_tokens": 1000}, "max_tokens"),
+    (CHAT, {"n": 0}, "n"),
+    (CHAT, {"stop": [1]}, "stop"),
+    (CHAT, {"stop": ["x"] * 17}, "stop"),
+    (CHAT, {"stop": ""}, "stop"),
+    (CHAT, {"logit_bias": {"a": 1}}, "logit_bias"),
+    (CHAT, {"logit_bias": {"9999999": 1}}, "logit_bias"),
+    (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
+    (CHAT, {"stream": True, "stream_options": {"include_use": True}}, "stream_options"),
+    (CHAT, {"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+    (CHAT, {"messages": "hi"}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": ["hi"]}, "messages[0]"),
+    (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    (CHAT, {"seed": -1}, "seed"),
+    (CHAT, {"seed": 2**70}, "seed"),
+    (COMPLETIONS, {"prompt": 3}, "prompt"),
+    (COMPLETIONS, {"prompt": []}, "prompt"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
+    (COMPLETIONS, {"prompt": [10**7]}, "prompt"),
+    (COMPLETIONS, {"prompt": [-1]}, "prompt"),
+    (COMPLETIONS, {"prompt": ""}, "prompt"),
+    (COMPLETIONS, {"logprobs": 99}, "logprobs"),
+    (COMPLETIONS, {"logprobs": True}, "logprobs"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), INVALID)
+def test_invalid_values_name_the_field(live: Live, path: str, fields: dict[str, Any], param: str) -> None:
+    error = refused(live, path, 400, **fields)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert param.split("[")[0] in error["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_what_the_engine_refuses_has_its_status_in_a_stream_too(live: Live, path: str) -> None:
+    assert refused(live, path, 400, seed=-1, stream=True)["param"] == "seed"
+    assert refused(live, path, 400, seed=-2, n=2, stream=True)["param"] == "seed"
+
+
+def test_a_missing_field_is_named(live: Live) -> None:
+    error = live.http.post(CHAT, json={}).json()["error"]
+    assert (error["param"], error["message"]) == ("messages", "messages: Field required")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"messages": NaN,}', b"3", HALF, DEEP])
+def test_a_body_that_is_no_json_object(live: Live, content: bytes) -> None:
+    response = live.http.post(CHAT, content=content)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "invalid_json"
+
+
+UNSUPPORTED: dict[str, Any] = {
+    "tools": [{"type": "function"}],
+    "tool_choice": "required",
+    "functions": [{}],
+    "response_format": {"type": "json_object"},
+    "audio": {"voice": "x"},
+    "modalities": ["text", "audio"],
+    "prediction": {"type": "content"},
+    "web_search_options": {},
+    "best_of": 2,
+    "suffix": "x",
+    "reasoning_effort": "high",
+    "guided_regex": "a+",
+    "use_beam_search": True,
+    "service_tier": "flex",
+    "skip_special_tokens": False,
+    "length_penalty": 2,
+}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_supported_is_refused(live: Live, path: str, name: str) -> None:
+    error = refused(live, path, 400, **{name: UNSUPPORTED[name]})
+    assert (error["code"], error["param"]) == ("unsupported_parameter", name)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        {"role": "tool", "content": "x", "tool_call_id": "1"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]},
+    ],
+)
+def test_message_parts_that_are_not_supported(live: Live, message: dict[str, Any]) -> None:
+    error = refused(live, CHAT, 400, messages=[message])
+    assert error["code"] == "unsupported_parameter"
+    assert error["param"].startswith("messages[0].")
+
+
+def test_padded_chunks_are_not_supported(live: Live) -> None:
+    error = refused(live, CHAT, 400, stream=True, stream_options={"include_obfuscation": True})
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "stream_options.include_obfuscation")
+
+
+def test_echo_with_logprobs_is_not_supported(live: Live) -> None:
+    assert refused(live, COMPLETIONS, 400, echo=True, logprobs=1)["code"] == "unsupported_parameter"
+
+
+def test_neutral_values_and_descriptions_of_the_caller_are_accepted(live: Live) -> None:
+    neutral: dict[str, Any] = {name: None for name, values in NEUTRAL.items() if not values}
+    neutral |= {name: values[0] for name, values in NEUTRAL.items() if values}
+    neutral |= dict.fromkeys(WITHOUT_EFFECT, "x")
+    served = ChatRequest.model_fields.keys()
+    nulls = dict.fromkeys(served - {"messages"})
+    for path, model in ((CHAT, ChatRequest), (COMPLETIONS, CompletionRequest)):
+        body = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
+        known = {name: None for name in nulls if name in model.model_fields}
+        response = live.http.post(path, json=body | neutral | known)
+        assert response.status_code == 200, response.text
+
+
+def test_an_unknown_field_names_the_nearest(live: Live) -> None:
+    error = refused(live, CHAT, 400, temprature=1)
+    assert (error["code"], error["param"]) == ("unknown_parameter", "temprature")
+    assert "'temperature'" in error["message"]
+
+
+def test_unknown_models_routes_and_methods(live: Live) -> None:
+    error = refused(live, CHAT, 404, model="gpt-9")
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert live.http.get("/v1/models/toy/model").status_code == 200
+    for method, path, status in (
+        ("GET", "/v1/models/gpt-9", 404),
+        ("GET", "/v1/nothing", 404),
+        ("GET", CHAT, 405),
+        ("POST", "/health", 405),
+    ):
+        response = live.http.request(method, path)
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_prompt_that_is_too_long(live: Live) -> None:
+    error = refused(live, COMPLETIONS, 413, prompt=[20] * 64)
+    assert error["code"] == "context_length_exceeded"
+    assert "64" in error["message"]
+    assert refused(live, COMPLETIONS, 413, prompt=[20] * 64, stream=True)["code"] == error["code"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt"),
+        ("/tokenize", {"text": "x"}, "text"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [1], "model": "x"}, "model"),
+    ],
+)
+def test_tokenize_and_detokenize_refuse(live: Live, path: str, body: dict[str, Any], param: str) -> None:
+    response = live.http.post(path, json=body)
+    assert response.status_code == (404 if param == "model" else 400)
+    assert response.json()["error"]["param"] == param
+
+
+def test_the_client_library_sees_typed_errors(live: Live) -> None:
+    with live.openai() as client:
+        options: dict[str, Any] = {"model": "toy/model", "messages": MESSAGES}
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.chat.completions.create(**options, temperature=-1)
+        with pytest.raises(openai.NotFoundError, match="gpt-9"):
+            client.chat.completions.create(**(options | {"model": "gpt-9"}))
+
+
+def test_an_api_key_guards_the_api_and_not_the_probes() -> None:
+    with serving(scripted_llm(), api_key="secret") as live:
+        with live.openai("secret") as client:
+            assert client.models.list().data
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
+            response = live.http.get("/v1/models", headers=headers)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        assert live.http.post("/tokenize", json={"prompt": "x"}).status_code == 401
+        assert {live.http.get(path).status_code for path in ("/health", "/ready", "/metrics")} == {200}
+
+
+def test_cors_is_off_unless_asked_for() -> None:
+    headers = {"Origin": "http://page"}
+    with serving(scripted_llm()) as live:
+        assert "access-control-allow-origin" not in live.http.get("/health", headers=headers).headers
+    with serving(scripted_llm(), cors_origins=["http://page"]) as live:
+        allowed = live.http.get("/health", headers=headers).headers["access-control-allow-origin"]
+        assert allowed == "http://page"
+
+
+def test_too_many_waiting_requests_are_told_to_come_back() -> None:
+    with serving(scripted_llm(), max_waiting=3) as live:
+        response = live.http.post(COMPLETIONS, json={"prompt": ["a", "b"], "n": 2})
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) >= 1
+        assert response.json()["error"]["type"] == "rate_limit_error"
+        assert live.http.post(COMPLETIONS, json={"prompt": "a", "n": 3}).status_code == 200
+
+
+def test_an_error_of_one_request_is_its_own() -> None:
+    llm = scripted_llm("abc", error_for="http-0")
+    with serving(llm) as live:
+        response = live.http.post(COMPLETIONS, json={"prompt": "x"})
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "generation_failed")
+        assert live.http.post(COMPLETIONS, json={"prompt": "x"}).status_code == 200
+        assert live.metric("sagellm_requests_total", finish_reason="error") == 1
+
+
+def test_a_chat_without_template() -> None:
+    llm = scripted_llm(chat_template=None)
+    assert isinstance(llm._engine, ScriptedEngine)
+    with serving(llm) as live:
+        error = refused(live, CHAT, 400)
+        assert error["code"] == "no_chat_template"
+        assert "/v1/completions" in error["message"]
