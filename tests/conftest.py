@@ -24,7 +24,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "sagellm"))
 
 @pytest.fixture(scope="session")
 def sagellm_traces() -> Path:
-    """The folder of traces that `SAGELLM_TRACES` names; the test is skipped, and counted, where there is none."""
+    """The folder of traces that `SAGELLM_TRACES` names; without it the test is skipped, and counted."""
     named = os.environ.get("SAGELLM_TRACES")
     if not named:
         pytest.skip("SAGELLM_TRACES is not set")

@@ -55,7 +55,7 @@ def test_the_api_key_is_not_in_the_repr() -> None:
 
 @pytest.mark.parametrize(
     ("device", "given", "share"),
-    [("cpu", None, 0.25), ("cuda:0", None, 0.9), ("cpu", 0.5, 0.5), ("cuda", 0.3, 0.3)],
+    [("cpu", None, 0.25), ("cuda:0", None, 0.8), ("cpu", 0.5, 0.5), ("cuda", 0.3, 0.3)],
 )
 def test_memory_share(device: str, given: float | None, share: float) -> None:
     assert KVConfig(memory_fraction=given).memory_share(device) == share

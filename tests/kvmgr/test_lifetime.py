@@ -37,7 +37,7 @@ def test_knowing_nothing_it_abstains(name: str) -> None:
 @pytest.mark.parametrize("name", PREDICTORS)
 def test_it_learns_what_is_regular(name: str) -> None:
     predictor = make(name)
-    teach(predictor, 400)
+    teach(predictor, 250)
     for prompt, output in ((10, 20), (200, 100)):
         prediction = predictor.predict(PredictionRequest("new", [prompt] * 8, prompt, 4096, prompt))
         assert not prediction.abstained

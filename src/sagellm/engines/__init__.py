@@ -1,1 +1,1 @@
-"""Engines: hosts that run our loop, guests that sit in another engine's, and the one place where modules are joined."""
+"""Hosts that run our loop, guests in another engine's loop, and the one place where modules are joined."""

@@ -3,10 +3,10 @@ last."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
@@ -24,10 +24,11 @@ class BaseSchedulerIR:
     they run after them.
     """
 
-    def __init__(self, passes: Sequence[SchedulerPass] = ()) -> None:
+    def __init__(self, passes: Sequence[SchedulerPass] = (), clock: Clock | None = None) -> None:
         self.passes: list[SchedulerPass] = list(passes)
         self._closing: tuple[SchedulerPass, ...] = (ChunkedPrefillPass(), MemoryAwarePreemptionPass())
         self.builder = IRBuilder()
+        self._clock = clock or MonotonicClock()
         self.pass_time_s: dict[str, float] = {}
 
     def add_optimization_pass(self, scheduler_pass: SchedulerPass) -> None:
@@ -44,9 +45,9 @@ class BaseSchedulerIR:
         """Apply all passes to the draft in place and verify it; raises `PlanError`."""
         verify(draft, view, scheduled=False)
         for scheduler_pass in self.order:
-            began_s = time.perf_counter()
+            began_s = self._clock.now()
             scheduler_pass(draft, view)
-            spent_s = time.perf_counter() - began_s
+            spent_s = self._clock.now() - began_s
             self.pass_time_s[scheduler_pass.name] = self.pass_time_s.get(scheduler_pass.name, 0.0) + spent_s
         verify(draft, view)
         return draft

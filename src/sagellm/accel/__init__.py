@@ -1,0 +1,1 @@
+"""Acceleration: quantization, sparsity, speculation, fusion, chain of thought; none knows another."""

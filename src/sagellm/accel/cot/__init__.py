@@ -1,0 +1,1 @@
+"""Reasoning that costs less: budgets, early stops and reuse of shared steps."""

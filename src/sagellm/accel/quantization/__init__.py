@@ -1,0 +1,1 @@
+"""Fewer bits for weights, KV and activations, with a measured price in quality."""

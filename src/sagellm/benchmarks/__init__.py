@@ -1,0 +1,1 @@
+"""Measuring: traces, workloads, replay, simulation, reports, over what `engines/build.py` builds."""

@@ -1,0 +1,51 @@
+"""The command `sagellm`: one file per command; what is heavy is imported when a command runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from sagellm.cli import chat, config, doctor, run, serve, version
+
+app = typer.Typer(
+    name="sagellm",
+    help="A modular LLM inference engine. Without a MODEL, commands use the demo model that comes with it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run")(run.run)
+app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
+app.command("doctor")(doctor.doctor)
+app.add_typer(config.app, name="config")
+app.command("version")(version.version)
+
+
+def _version_option(*, asked: bool) -> None:
+    if asked:
+        version.version()
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    *,
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=lambda asked: _version_option(asked=asked),
+            is_eager=True,
+            help="Show the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+def main() -> None:
+    """The entry point. Exit status: 0 done, 1 aborted, 2 an error that was explained in one line."""
+    app(prog_name="sagellm")

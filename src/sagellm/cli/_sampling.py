@@ -1,0 +1,51 @@
+"""The options that say how tokens are chosen."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import typer
+
+from sagellm.cli._options import OptionGroup, option
+
+_NUMBERS: Mapping[str, tuple[type, str]] = {
+    "max_tokens": (int, "Longest answer in tokens; default: what the context holds."),
+    "temperature": (float, "0: always the likeliest token; default: the model's own."),
+    "top_k": (int, "Choose among the k likeliest tokens."),
+    "top_p": (float, "Choose among the likeliest tokens that together have this probability."),
+    "min_p": (float, "Leave out tokens less likely than this share of the likeliest."),
+    "seed": (int, "Makes the answer repeatable."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling(OptionGroup):
+    """Sampling parameters by the names of `SamplingParams`; only those that were given."""
+
+    given: Mapping[str, Any]
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        numbers = [
+            option(
+                name,
+                kind,
+                typer.Option(f"--{name.replace('_', '-')}", metavar="N" if kind is int else "X", help=text),
+            )
+            for name, (kind, text) in _NUMBERS.items()
+        ]
+        stop = typer.Option(
+            "--stop", metavar="TEXT", help="End the answer before this text; may be repeated."
+        )
+        return [*numbers, option("stop", list[str], stop)]
+
+    @classmethod
+    def take(cls, given: dict[str, Any]) -> Self:
+        values = {name: given.pop(name) for name in _NUMBERS}
+        stop = given.pop("stop")
+        if stop:
+            values["stop"] = tuple(stop)
+        return cls({name: value for name, value in values.items() if value is not None})

@@ -1,0 +1,113 @@
+"""The options that make up the configuration's top layer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import typer
+
+from sagellm.cli._options import OptionGroup, option
+from sagellm.core.config import PRESETS
+from sagellm.core.config_layers import Resolved, describe
+from sagellm.core.errors import ConfigError
+
+FLAGS: Mapping[str, tuple[str, str]] = {
+    "model.dtype": ("--dtype", "NAME"),
+    "model.device": ("--device", "NAME"),
+    "model.max_model_len": ("--max-model-len", "N"),
+    "kv.block_size": ("--block-size", "N"),
+    "kv.num_blocks": ("--num-blocks", "N"),
+    "scheduler.max_num_seqs": ("--max-num-seqs", "N"),
+    "scheduler.max_batched_tokens": ("--max-batched-tokens", "N"),
+    "engine.threads": ("--threads", "N"),
+    "log.level": ("--log-level", "NAME"),
+}
+"""Keys that have an option of their own in every command; the others are reached by `--set`."""
+
+SERVER_FLAGS: Mapping[str, tuple[str, str]] = {
+    "server.host": ("--host", "ADDRESS"),
+    "server.port": ("--port", "N"),
+    "server.api_key": ("--api-key", "KEY"),
+    "model.served_name": ("--served-name", "NAME"),
+}
+"""Keys that only a server reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings(OptionGroup):
+    """What the command line says about the configuration; texts, checked when loaded."""
+
+    config_file: Path | None = None
+    preset: str | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        presets = ", ".join(PRESETS)
+        return [
+            option("config_file", Path, typer.Option("--config", "-c", metavar="FILE", help=_CONFIG_HELP)),
+            option("preset", str, typer.Option("--preset", metavar="NAME", help=f"One of {presets}.")),
+            option(
+                "assignments", list[str], typer.Option("--set", "-s", metavar="KEY=VALUE", help=_SET_HELP)
+            ),
+            *_flag_options(FLAGS),
+        ]
+
+    @classmethod
+    def take(cls, given: dict[str, Any]) -> Self:
+        config_file, preset = given.pop("config_file"), given.pop("preset")
+        assigned = dict(map(_assignment, given.pop("assignments") or ()))
+        return cls(config_file, preset, {**assigned, **_take_flags(FLAGS, given)})
+
+    def load(self, *, model: str | None = None) -> Resolved:
+        """The configuration with these options over all other layers."""
+        from sagellm.engines.build import load_config
+
+        more = {} if model is None else {"model.name": model}
+        return load_config(self.config_file, preset=self.preset, cli={**self.values, **more})
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings(Settings):
+    """The same, with the server's own options."""
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        return [*_flag_options(SERVER_FLAGS), *Settings.parameters()]
+
+    @classmethod
+    def take(cls, given: dict[str, Any]) -> Self:
+        flags = _take_flags(SERVER_FLAGS, given)
+        rest = Settings.take(given)
+        return cls(rest.config_file, rest.preset, {**rest.values, **flags})
+
+
+_CONFIG_HELP = "YAML file with keys and values (also SAGELLM_CONFIG)."
+_SET_HELP = "Set any key of the configuration; may be repeated."
+
+
+def _flag_options(flags: Mapping[str, tuple[str, str]]) -> list[inspect.Parameter]:
+    return [
+        option(_parameter(key), str, typer.Option(name, metavar=metavar, help=f"{key}: {describe(key)}."))
+        for key, (name, metavar) in flags.items()
+    ]
+
+
+def _take_flags(flags: Mapping[str, tuple[str, str]], given: dict[str, Any]) -> dict[str, str]:
+    taken = {key: given.pop(_parameter(key)) for key in flags}
+    return {key: text for key, text in taken.items() if text is not None}
+
+
+def _parameter(key: str) -> str:
+    return key.replace(".", "_")
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {text!r}: write KEY=VALUE, for example --set kv.block_size=32")
+    return key.strip(), value.strip()

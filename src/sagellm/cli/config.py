@@ -1,0 +1,57 @@
+"""`sagellm config`: what the configuration is, and where each value comes from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from sagellm.cli._options import ModelOption, command
+from sagellm.cli._settings import ServerSettings
+from sagellm.core.config import SECRET_KEYS
+from sagellm.core.config_layers import Resolved, describe
+
+app = typer.Typer(no_args_is_help=True, help="Look at the configuration.", rich_markup_mode=None)
+
+
+@app.callback()
+def _group() -> None:
+    """Look at the configuration."""
+
+
+@app.command("show")
+@command
+def show(
+    model: ModelOption = None,
+    *,
+    origin: Annotated[
+        bool, typer.Option("--origin", help="Also the layer that each value comes from.")
+    ] = False,
+    meaning: Annotated[bool, typer.Option("--meaning", help="Also what each key means.")] = False,
+    settings: ServerSettings,
+) -> None:
+    """Print every key with its value. Later layers win: default, preset, file, environment, command line."""
+    resolved = settings.load(model=model)
+    rows = [_row(resolved, key, origin=origin, meaning=meaning) for key in resolved.origins]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _row(resolved: Resolved, key: str, *, origin: bool, meaning: bool) -> list[str]:
+    row = [key, _shown(key, resolved.config.flat()[key])]
+    if origin:
+        row.append(resolved.origins[key])
+    if meaning:
+        row.append(describe(key))
+    return row
+
+
+def _shown(key: str, value: Any) -> str:
+    if value is None:
+        return "none"
+    if key in SECRET_KEYS:
+        return "********"
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

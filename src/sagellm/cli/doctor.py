@@ -1,0 +1,156 @@
+"""`sagellm doctor`: what is here, what is missing, what would fit."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import socket
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from sagellm import __version__
+from sagellm.cli._machine import Device, as_text, devices, find_compilers
+from sagellm.cli._model_size import ModelSize, size_of
+from sagellm.cli._options import ModelArgument, command
+from sagellm.cli._settings import ServerSettings
+from sagellm.core.errors import ModelError
+
+if TYPE_CHECKING:
+    from sagellm.core.config import Config
+
+REQUIRED = {
+    "numpy": "sagellm",
+    "pydantic": "sagellm",
+    "PyYAML": "sagellm",
+    "torch": "sagellm[native]",
+    "safetensors": "sagellm[native]",
+    "tokenizers": "sagellm[native]",
+    "Jinja2": "sagellm[native]",
+    "fastapi": "sagellm[serve]",
+    "uvicorn": "sagellm[serve]",
+    "prometheus-client": "sagellm[serve]",
+}
+"""Packages without which no server starts, and what to install for each."""
+
+OPTIONAL = {"huggingface_hub": "sagellm[native]", "openai": "sagellm[demo]", "transformers": "sagellm[test]"}
+
+EXIT_CANNOT_SERVE = 1
+
+
+@command
+def doctor(model: ModelArgument = None, *, settings: ServerSettings) -> None:
+    """Say what is installed, and what would fit where.
+
+    The exit status is 0 unless this installation cannot serve: a package or the demo model is missing.
+    """
+    config = settings.load(model=model).config
+    print(f"sagellm {__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
+    missing = [*_report_packages(), *_report_demo_model()]
+    found = devices(torch_here="torch" not in missing)
+    _report_machine(found)
+    _report_port(config)
+    _report_fit(config, _chosen(config, found))
+    print()
+    if missing:
+        packages = sorted({REQUIRED.get(name, "sagellm") for name in missing})
+        print(f"cannot serve: missing {', '.join(missing)}; pip install {' '.join(map(repr, packages))}")
+        raise typer.Exit(EXIT_CANNOT_SERVE)
+    print("ready to serve")
+
+
+def _report_packages() -> list[str]:
+    """Print every package; returns those that are required and missing."""
+    print("\npackages")
+    missing = []
+    for name in (*REQUIRED, *OPTIONAL):
+        found = _version_of(name)
+        if found is None and name in REQUIRED:
+            missing.append(name)
+        needed = f"missing: pip install '{REQUIRED.get(name) or OPTIONAL[name]}'"
+        print(f"  {name:<18} {found or needed}{'' if name in REQUIRED else '  (optional)'}")
+    return missing
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def demo_model_folder() -> Path:
+    """Where the demo model lies; found without importing the engine."""
+    package = importlib.util.find_spec("sagellm")
+    assert package is not None
+    assert package.origin is not None
+    return Path(package.origin).parent / "engines" / "native" / "demo_model"
+
+
+def _report_demo_model() -> list[str]:
+    folder = demo_model_folder()
+    whole = all((folder / name).is_file() for name in ("config.json", "tokenizer.json"))
+    whole = whole and any(folder.glob("*.safetensors"))
+    print(f"  {'demo model':<18} {'complete' if whole else f'missing in {folder}'}")
+    return [] if whole else ["the demo model"]
+
+
+def _report_machine(found: list[Device]) -> None:
+    print("\nmachine")
+    for device in found:
+        memory = f"{as_text(device.free_bytes)} of {as_text(device.total_bytes)} free"
+        print(f"  {device.name:<18} {device.description}, {memory}")
+    compilers = ", ".join(find_compilers()) or "none (only optional kernels need one)"
+    print(f"  {'compilers':<18} {compilers}")
+
+
+def _report_port(config: Config) -> None:
+    where = f"{config.server.host}:{config.server.port}"
+    with socket.socket(socket.AF_INET6 if ":" in config.server.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.server.host, config.server.port))
+            state = "free"
+        except OSError as error:
+            state = f"not available ({error.strerror}): choose another with --port"
+    print(f"  {'address':<18} {where} {state}")
+
+
+def _chosen(config: Config, found: list[Device]) -> Device:
+    """The device that `model.device` means here; the best one for auto or for one that is not here."""
+    named = config.model.device
+    matching = [one for one in found if one.name == named or one.name.startswith(f"{named}:")]
+    return (matching or found[:1])[0]
+
+
+def _report_fit(config: Config, device: Device) -> None:
+    print(f"\nwhat fits on {device.name}")
+    for name in dict.fromkeys((None, config.model.name)):
+        try:
+            size = size_of(Path(name) if name else demo_model_folder(), config.model.dtype)
+        except ModelError as error:
+            print(f"  {name or 'demo model'}: {error}")
+            continue
+        for line in _fit_lines(name or "demo model", size, config, device):
+            print(f"  {line}")
+
+
+def _fit_lines(name: str, size: ModelSize, config: Config, device: Device) -> Iterator[str]:
+    weights = f"{as_text(size.weight_bytes)} as {size.dtype}"
+    yield f"{name}: {size.num_parameters / 1e6:.1f} M parameters, {weights}"
+    share = config.kv.memory_share(device.name)
+    room = int((device.free_bytes - size.weight_bytes) * share)
+    context = config.model.max_model_len or size.max_model_len
+    most = config.scheduler.max_num_seqs * context
+    if config.kv.num_blocks is not None:
+        most = config.kv.num_blocks * config.kv.block_size
+    tokens = min(room // size.kv_bytes_per_token, most)
+    if tokens < config.kv.block_size:
+        yield "  does not fit: no memory is left for KV"
+        return
+    pool = f"{as_text(tokens * size.kv_bytes_per_token)} of {as_text(room)} ({share:.0%} of what is free)"
+    yield f"  {size.kv_bytes_per_token} bytes of KV per token: {tokens} tokens, {pool}"
+    yield f"  room for {tokens // context} requests of {context} tokens at once"

@@ -1,0 +1,81 @@
+"""`sagellm run`: one prompt, the answer streamed to stdout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sagellm.cli._interrupt import interrupts_noted
+from sagellm.cli._loading import load_llm
+from sagellm.cli._options import ModelOption, command
+from sagellm.cli._sampling import Sampling
+from sagellm.cli._settings import Settings
+from sagellm.core.errors import RequestError
+
+if TYPE_CHECKING:
+    from sagellm.core.protocols.tokenizer import Message
+    from sagellm.engines.llm import TextDelta, Usage
+
+EXIT_INTERRUPTED = 130
+
+
+@command
+def run(
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt; - or nothing: read it from stdin.")
+    ] = None,
+    model: ModelOption = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
+    *,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text: no chat template.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Tokens, also cached ones, on stderr.")] = False,
+    sampling: Sampling,
+    settings: Settings,
+) -> None:
+    """Answer one prompt. The answer, and nothing else, goes to stdout as it is generated."""
+    text = _prompt_text(prompt)
+    if raw and system is not None:
+        raise RequestError("--raw has no system message: leave out --system", "system")
+    llm = load_llm(settings.load(model=model).config)
+    try:
+        deltas = llm.stream(text if raw else _messages(text, system), llm.sampling_params(**sampling.given))
+        usage = _print_answer(deltas)
+    finally:
+        llm.close()
+    if stats and usage is not None:
+        cached = f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached)"
+        print(f"{cached}, {usage.completion_tokens} generated", file=sys.stderr)
+
+
+def _print_answer(deltas: Iterator[TextDelta]) -> Usage | None:
+    """Write the text as it comes, a line break after it; Ctrl-C ends the program once the step is over."""
+    usage = None
+    with interrupts_noted() as interrupted:
+        for delta in deltas:
+            if delta.error:
+                raise RequestError(delta.error)
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+            usage = delta.usage
+            if interrupted():
+                break
+        sys.stdout.write("\n")
+        if interrupted():
+            raise typer.Exit(EXIT_INTERRUPTED)
+    return usage
+
+
+def _prompt_text(prompt: str | None) -> str:
+    if prompt is not None and prompt != "-":
+        return prompt
+    if prompt is None and sys.stdin.isatty():
+        raise RequestError('no prompt: sagellm run "…", or pipe a text into it', "prompt")
+    return sys.stdin.read().rstrip("\n")
+
+
+def _messages(text: str, system: str | None) -> list[Message]:
+    messages: list[Message] = [{"role": "user", "content": text}]
+    return [{"role": "system", "content": system}, *messages] if system is not None else messages

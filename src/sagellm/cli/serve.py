@@ -1,0 +1,31 @@
+"""`sagellm serve`: the OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from sagellm.cli._loading import load_llm
+from sagellm.cli._options import ModelArgument, command
+from sagellm.cli._settings import ServerSettings
+from sagellm.core.errors import MissingExtraError
+
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+@command
+def serve(model: ModelArgument = None, *, settings: ServerSettings) -> None:
+    """Serve a model over HTTP as OpenAI's API until Ctrl-C."""
+    config = settings.load(model=model).config
+    if any(find_spec(package) is None for package in NEEDED):
+        raise MissingExtraError("the HTTP server", "serve")
+    from sagellm import serving
+
+    llm = load_llm(config)
+    serving.serve(
+        llm,
+        host=config.server.host,
+        port=config.server.port,
+        log_level=config.log.level,
+        api_key=config.server.api_key,
+        max_waiting=config.server.max_waiting,
+    )

@@ -1,0 +1,1 @@
+"""Communication: topology, collectives, KV transfer, overlap, interconnects; none knows another."""

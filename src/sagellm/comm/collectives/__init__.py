@@ -1,0 +1,1 @@
+"""Collective operations over ranks: all_reduce, all_gather, reduce_scatter, broadcast and their kin."""

@@ -1,0 +1,1 @@
+"""Interconnects of chips other than NVIDIA's, one file each, behind the same contract."""

@@ -1,0 +1,1 @@
+"""KV blocks from one instance to another: chunked, pipelined, checked."""

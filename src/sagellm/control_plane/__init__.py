@@ -1,0 +1,1 @@
+"""Between instances: routing, queues, admission. Knows engines as `EngineClient` only."""

@@ -1,0 +1,65 @@
+"""`sagellm config show`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sagellm.core.config_layers import KEYS
+
+
+def rows(result: Any) -> dict[str, list[str]]:
+    assert result.exit_code == 0, result.stderr
+    return {line.split()[0]: line.split(None, 2)[1:] for line in result.stdout.splitlines()}
+
+
+def test_every_key_in_order(cli: Any) -> None:
+    shown = rows(cli("config", "show"))
+    assert tuple(shown) == KEYS
+    assert shown["kv.block_size"] == ["16"]
+    assert shown["model.name"] == ["none"]
+    assert shown["kv.prefix_caching"] == ["true"]
+
+
+def test_origin_names_the_layer(cli: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    file = tmp_path / "sage.yaml"
+    file.write_text("kv:\n  block_size: 32\n  num_blocks: 100\n")
+    monkeypatch.setenv("SAGELLM_KV_NUM_BLOCKS", "200")
+    options = ["--config", str(file), "--preset", "low_latency", "--port", "0", "--model", "m"]
+    shown = rows(cli("config", "show", "--origin", *options))
+    assert shown["kv.block_size"] == ["32", str(file)]
+    assert shown["kv.num_blocks"] == ["200", "environment SAGELLM_KV_NUM_BLOCKS"]
+    assert shown["scheduler.max_num_seqs"] == ["16", "preset low_latency"]
+    assert shown["server.port"] == ["0", "command line"]
+    assert shown["model.name"] == ["m", "command line"]
+    assert shown["kv.index"] == ["radix", "default"]
+
+
+def test_the_file_and_the_preset_come_from_the_environment_too(
+    cli: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    file = tmp_path / "sage.yaml"
+    file.write_text("kv: {block_size: 8}\n")
+    monkeypatch.setenv("SAGELLM_CONFIG", str(file))
+    monkeypatch.setenv("SAGELLM_PRESET", "throughput")
+    shown = rows(cli("config", "show"))
+    assert (shown["kv.block_size"], shown["scheduler.max_num_seqs"]) == (["8"], ["256"])
+
+
+def test_a_key_of_the_file_that_does_not_exist_names_the_file(cli: Any, tmp_path: Path) -> None:
+    file = tmp_path / "sage.yaml"
+    file.write_text("kv: {blocksize: 8}\n")
+    result = cli("config", "show", "--config", str(file))
+    assert result.exit_code == 2
+    assert f"unknown key 'kv.blocksize' in {file}" in result.stderr.replace("\n", "")
+    assert "kv.block_size" in result.stderr
+
+
+def test_the_api_key_is_never_shown(cli: Any) -> None:
+    result = cli("config", "show", "--api-key", "hush-hush")
+    assert "hush-hush" not in result.stdout
+    assert rows(result)["server.api_key"] == ["********"]
+
+
+def test_meaning(cli: Any) -> None:
+    assert "tokens per block" in cli("config", "show", "--meaning").stdout

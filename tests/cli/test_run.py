@@ -1,0 +1,113 @@
+"""`sagellm run`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sagellm.core.errors import ModelError
+from sagellm.engines import build
+
+
+def test_the_answer_alone_goes_to_stdout(cli: Any, made: Any) -> None:
+    result = cli("run", "one two three")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "three two one \n", "")
+    assert made[0].asked[0][0] == [{"role": "user", "content": "one two three"}]
+    assert made[0].closed
+
+
+def test_without_a_prompt_it_reads_stdin(cli: Any, made: Any) -> None:
+    assert cli("run", stdin="a b\n").stdout == "b a \n"
+    assert cli("run", "-", stdin="c d\n").stdout == "d c \n"
+    assert len(made) == 2
+
+
+def test_options_reach_sampling_and_configuration(cli: Any, made: Any) -> None:
+    options = ["--max-tokens", "5", "--temperature", "0", "--seed", "3", "--stop", "x", "--stop", "y"]
+    settings = [
+        "--model",
+        "some/folder",
+        "--block-size",
+        "32",
+        "--set",
+        "kv.num_blocks=9",
+        "--preset",
+        "laptop",
+    ]
+    assert cli("run", "hello", *options, *settings).exit_code == 0
+    params = made[0].asked[0][1]
+    assert (params.max_tokens, params.temperature, params.seed, params.stop) == (5, 0.0, 3, ("x", "y"))
+    config = made[0].config
+    assert (config.model.name, config.kv.block_size, config.kv.num_blocks) == ("some/folder", 32, 9)
+    assert config.scheduler.max_num_seqs == 8
+
+
+def test_what_is_not_given_stays_with_the_model(cli: Any, made: Any) -> None:
+    cli("run", "x", "--top-k", "4")
+    assert made[0].given == {"top_k": 4}
+
+
+def test_system_and_raw(cli: Any, made: Any) -> None:
+    cli("run", "hi", "--system", "be brief")
+    assert made[0].asked[0][0][0] == {"role": "system", "content": "be brief"}
+    cli("run", "hi", "--raw")
+    assert made[1].asked[0][0] == "hi"
+    refused = cli("run", "hi", "--raw", "--system", "x")
+    assert refused.exit_code == 2
+    assert "--raw has no system message" in refused.stderr
+
+
+def test_stats_go_to_stderr(cli: Any, made: Any) -> None:
+    result = cli("run", "one two", "--stats")
+    assert result.stdout == "two one \n"
+    assert result.stderr == "7 prompt tokens (4 cached), 2 generated\n"
+
+
+def test_an_error_is_one_line_and_exit_2(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: Any, *, progress: Any) -> None:
+        raise ModelError("the folder\nis empty")
+
+    monkeypatch.setattr(build, "build_llm", fail)
+    result = cli("run", "x")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "sagellm: the folder is empty\n"
+    with pytest.raises(ModelError):
+        cli("run", "x", "--debug")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--set", "kv.blok_size=3"],
+            "unknown key 'kv.blok_size' in command line. Did you mean 'kv.block_size'?",
+        ),
+        (["--set", "kv.block_size"], "write KEY=VALUE"),
+        (["--block-size", "zero"], "kv.block_size = 'zero' (command line)"),
+        (["--preset", "big"], "unknown preset 'big'"),
+        (["--config", "no/such/file.yaml"], "cannot read the configuration file no/such/file.yaml"),
+    ],
+)
+def test_wrong_settings_say_what_would_have_worked(
+    cli: Any, made: Any, arguments: list[str], message: str
+) -> None:
+    result = cli("run", "x", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not made
+
+
+def test_a_request_that_fails_on_the_way_is_an_error(cli: Any, made: Any) -> None:
+    made.behaviour = {"error": "the pool is too small"}
+    result = cli("run", "x")
+    assert result.exit_code == 2
+    assert "the pool is too small" in result.stderr
+    assert made[0].closed
+
+
+def test_ctrl_c_ends_with_130(cli: Any, made: Any) -> None:
+    made.behaviour = {"interrupt_after": 1}
+    result = cli("run", "one two three")
+    assert (result.exit_code, result.stdout) == (130, "three \n")
+    assert made[0].closed

@@ -1,0 +1,115 @@
+"""The values that the contracts of later modules speak in: ranges, orderings and small sums."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sagellm.core.protocols.overlap import OverlapSchedule, Slot, Task
+from sagellm.core.protocols.quantization import QuantizationProfile, QuantTarget
+from sagellm.core.protocols.sparsity import SparseLayer, SparseModel, SparsityPattern
+from sagellm.core.protocols.speculative import Proposal, SpeculativeResult
+from sagellm.core.protocols.topology import Confidence, Device, DeviceKind, Link, LinkKind, TopologyInfo
+
+MODULES = [
+    *("prefix_cache", "kv_pool", "eviction", "scheduler_ir", "lifetime"),
+    *("topology", "collectives", "kv_transfer", "overlap", "interconnect"),
+    *("quantization", "sparsity", "speculative", "fusion", "cot"),
+    *("engine", "router", "tokenizer"),
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_has_a_contract_that_explains_itself(module: str) -> None:
+    contract = import_module(f"sagellm.core.protocols.{module}")
+    own = [
+        value
+        for value in vars(contract).values()
+        if inspect.isclass(value) and value.__module__ == contract.__name__
+    ]
+    assert contract.__doc__
+    assert any(getattr(value, "_is_protocol", False) for value in own)
+
+
+def link(source: str, target: str, bandwidth: float = 1e9, latency: float = 1e-6) -> Link:
+    return Link(source, target, LinkKind.PCIE, bandwidth, latency, Confidence.ASSUMED)
+
+
+def test_a_link_costs_latency_and_bytes() -> None:
+    assert link("a", "b", 1e6, 0.5).transfer_s(2_000_000) == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize(("bandwidth", "latency"), [(0.0, 0.0), (-1.0, 0.0), (1.0, -1e-9)])
+def test_an_impossible_link_is_refused(bandwidth: float, latency: float) -> None:
+    with pytest.raises(ValueError, match="a -> b"):
+        link("a", "b", bandwidth, latency)
+
+
+def test_of_parallel_links_the_widest_counts() -> None:
+    devices = (Device("a", DeviceKind.CPU), Device("b", DeviceKind.GPU))
+    info = TopologyInfo(devices, (link("a", "b", 1.0), link("a", "b", 2.0), link("b", "a", 3.0)))
+    found = info.link("a", "b")
+    assert found is not None
+    assert found.bandwidth_bytes_per_s == 2.0
+    assert info.link("b", "b") is None
+
+
+def test_a_task_does_not_wait_for_itself_and_lasts() -> None:
+    with pytest.raises(ValueError, match="waits for itself"):
+        Task("a", "gpu", 1.0, frozenset({"a"}))
+    with pytest.raises(ValueError, match="duration_s"):
+        Task("a", "gpu", -1.0)
+
+
+def test_hidden_fraction_counts_time_under_computation() -> None:
+    slots = (
+        Slot(Task("c1", "gpu", 2.0), 0.0),
+        Slot(Task("c2", "gpu", 2.0), 3.0),
+        Slot(Task("send", "net", 4.0), 1.0),
+    )
+    schedule = OverlapSchedule(slots, serial_s=8.0)
+    assert schedule.makespan_s == 5.0
+    assert schedule.hidden_fraction(frozenset({"net"})) == pytest.approx(3.0 / 4.0)
+    assert schedule.hidden_fraction(frozenset({"other"})) == 1.0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0, 100), st.floats(0, 10)), max_size=12))
+def test_hidden_fraction_is_a_share(slots: list[tuple[bool, float, float]]) -> None:
+    placed = tuple(
+        Slot(Task(str(i), "net" if is_comm else "gpu", duration), start)
+        for i, (is_comm, start, duration) in enumerate(slots)
+    )
+    hidden = OverlapSchedule(placed, serial_s=0.0).hidden_fraction(frozenset({"net"}))
+    assert -1e-9 <= hidden <= 1 + 1e-6
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(0, None), (17, None), (4, 0)])
+def test_a_profile_has_possible_sizes(bits: int, group_size: int | None) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        QuantizationProfile(QuantTarget.WEIGHTS, bits, group_size)
+
+
+def test_fixed_patterns_have_one_ratio() -> None:
+    ratios = {pattern.value: pattern.fixed_ratio for pattern in SparsityPattern}
+    assert ratios == {"2:4": 0.5, "4:8": 0.5, "block": None, "unstructured": None}
+
+
+def test_the_ratio_of_a_model_is_the_mean_over_layers() -> None:
+    layers = (SparseLayer("a", 0.2, 0.0), SparseLayer("b", 0.4, 0.0))
+    assert SparseModel(None, SparsityPattern.BLOCK, layers, accelerated=False).ratio == pytest.approx(0.3)
+    assert SparseModel(None, SparsityPattern.BLOCK, (), accelerated=False).ratio == 0.0
+
+
+def test_a_proposal_has_a_probability_per_token_or_none() -> None:
+    assert Proposal((1, 2)).probabilities == ()
+    with pytest.raises(ValueError, match="2 tokens with 1 probabilities"):
+        Proposal((1, 2), (0.5,))
+
+
+def test_acceptance_rate_without_proposals_is_zero() -> None:
+    assert SpeculativeResult((1,), 1, 0, 0).acceptance_rate == 0.0
+    assert SpeculativeResult((1,), 1, 8, 6).acceptance_rate == 0.75
