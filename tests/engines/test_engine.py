@@ -266,6 +266,78 @@ def test_a_failing_step_costs_its_requests_and_the_loop_goes_on() -> None:
     assert run_all(engine)["b"] == expected_tokens(backend, range(5), 6)
 
 
+class PoisonedBackend(TokenMemoryBackend):
+    """Fails whenever one request is in the step, and draws nonsense for another."""
+
+    def execute(self, plan: ExecutionPlan) -> StepResult:
+        names = {join.row: join.request_id for join in plan.joined}
+        self.names = {**getattr(self, "names", {}), **names}
+        rows = [*plan.decode_rows, *(op.row for op in plan.prefills)]
+        if any(self.names[row] == "poison" for row in rows):
+            super().execute(ExecutionPlan(plan.step, plan.joined, plan.left, plan.grown))
+            raise RuntimeError("overflow")
+        result = super().execute(plan)
+        drawn = zip(plan.sample_rows, result.token_ids, strict=True)
+        return StepResult(plan.step, tuple(97 if self.names[row] == "nan" else token for row, token in drawn))
+
+
+def test_only_the_request_that_makes_a_step_fail_ends() -> None:
+    backend = PoisonedBackend(num_blocks=64, max_num_seqs=6)
+    engine = fake_engine(backend)
+    engine.add(request("early", range(9), 8))
+    engine.step()
+    for name in ("a", "poison", "b", "nan"):
+        engine.add(request(name, [ord(name[0]) % 97] * 5, 8))
+    got: dict[str, list[int]] = {}
+    errors = {}
+    while engine.has_work():
+        for output in engine.step():
+            got.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish_reason is FinishReason.ERROR:
+                errors[output.request_id] = output.error or ""
+        check_books(engine)
+    assert set(errors) == {"poison", "nan"}
+    assert "overflow" in errors["poison"]
+    assert "not finite" in errors["nan"]
+    for name in ("a", "b"):
+        assert got[name] == expected_tokens(backend, [ord(name) % 97] * 5, 8)
+    assert got["early"] == expected_tokens(backend, range(9), 8)[1:]
+
+
+def test_memory_that_is_short_for_a_moment_costs_nobody() -> None:
+    backend = FailingBackend(dict.fromkeys((2, 3, 5, 6, 9), CapacityError("no memory")))
+    engine = fake_engine(backend)
+    engine.add(request("a", range(5), 6))
+    assert run_all(engine)["a"] == expected_tokens(backend, range(5), 6)
+
+
+def test_equal_prompts_computed_together_do_not_hold_their_blocks_twice() -> None:
+    backend = TokenMemoryBackend(num_blocks=20, block_size=4, max_num_seqs=4, max_model_len=80)
+    engine = fake_engine(backend, max_batched_tokens=64)
+    engine.add(request("a", range(1, 29), 1))
+    engine.add(request("b", range(1, 29), 40))
+    assert run_all(engine)["b"] == expected_tokens(backend, range(1, 29), 40)
+
+
+def test_dropping_many_who_wait_costs_by_change() -> None:
+    engine = fake_engine()
+    for index in range(2000):
+        engine.add(request(str(index), [1, 2], 4))
+    compared = 0
+
+    class Counted(dict[str, object]):
+        def __getitem__(self, key: str) -> object:
+            nonlocal compared
+            compared += 1
+            return super().__getitem__(key)
+
+    engine._waiting = Counted(engine._waiting)  # type: ignore[assignment]
+    for index in reversed(range(2000)):
+        engine.abort(str(index))
+    assert compared <= 2000
+    assert not engine.has_work()
+
+
 def test_priority_goes_first() -> None:
     engine = fake_engine(TokenMemoryBackend(max_num_seqs=1))
     engine.add(request("low", [1], 1, arrival_s=0))

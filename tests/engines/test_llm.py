@@ -244,3 +244,12 @@ def test_close_aborts_and_closes() -> None:
     llm.close()
     assert (engine.aborted, engine.closed) == (["r"], True)
     assert scripted_llm().generate("x")[0].text == "Hello, wörld 🙂!"
+
+
+def test_a_prompt_that_is_refused_leaves_none_of_its_companions_behind() -> None:
+    llm, engine = llm_saying("abc")
+    with pytest.raises(RequestError, match="empty"):
+        llm.generate(["hello", "hello you", ""])
+    assert not engine.running
+    assert not llm.has_work()
+    assert [completion.text for completion in llm.generate("again", SamplingParams())] == ["abc"]

@@ -59,18 +59,30 @@ def test_a_prompt_enters_the_index_when_it_is_whole() -> None:
     assert kv.match(state("same but whole", range(8))).num_tokens == 4
 
 
-def test_two_requests_that_computed_the_same_keep_their_own_until_the_end() -> None:
+def test_who_computed_the_same_goes_on_with_the_blocks_of_the_index() -> None:
     kv = manager()
-    twins = [state("a", range(12)), state("b", range(12))]
-    for twin in twins:
-        admit(kv, twin)
-    for twin in twins:
-        compute(kv, twin, 12)
-    tables = [kv.block_table(twin.request_id) for twin in twins]
-    assert not set(tables[0]) & set(tables[1])
-    assert kv.index.num_cached == 3
-    for twin in twins:
-        kv.release(twin)
+    first, second = state("a", range(12)), state("b", [*range(12), 7])
+    for request in (first, second):
+        admit(kv, request)
+    own = list(kv.block_table("b"))
+    compute(kv, first, 12)
+    compute(kv, second, 13)
+    assert kv.block_table("b") == [*kv.block_table("a"), own[3]]
+    assert kv.block_states() == (4, 0, 12)  # the three duplicates are free again
+    second.tokens.append(8)
+    chunk = Chunk(second, 13, 1)
+    kv.bind(draft(chunk))
+    assert (chunk.first_block, chunk.block_ids) == (0, ())  # the backend is told of the whole table
+    kv.rollback(draft(chunk))
+    kv.bind(draft(chunk))
+    assert chunk.first_block == 0  # a failed step has told it nothing
+    compute(kv, second, 14)
+    second.tokens.append(9)
+    chunk = Chunk(second, 14, 1)
+    kv.bind(draft(chunk))
+    assert chunk.first_block == 4
+    for request in (first, second):
+        kv.release(request)
         kv.check()
     assert kv.block_states() == (0, 3, 13)
 

@@ -25,9 +25,10 @@ class Phase(str, Enum):
     DECODE = "decode"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestState:
-    """Progress of one request through the engine. Only `engine.commit` and the KV manager move it forward.
+    """Progress of one request through the engine; equal to itself alone. Only `engine.commit` and the KV
+    manager move it forward.
 
     `tokens` is the prompt followed by the output; the first `num_computed` of them have their KV in blocks.
     """
@@ -73,8 +74,8 @@ class Chunk:
     """Tokens `[start, start + num_tokens)` of one request, to be computed in this step.
 
     `hit` is set for a request that enters the batch with this chunk: what it reuses ends at `start`.
-    `kv.bind` sets `block_ids`, the blocks added to the request's table by this chunk, which stand in the
-    table from index `first_block` on.
+    `kv.bind` sets `block_ids`, the blocks that the chunk adds to the request's table, and `first_block`, the
+    index from which on the table differs from what the backend knows.
     """
 
     state: RequestState

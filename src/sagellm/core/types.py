@@ -14,7 +14,9 @@ from sagellm.core.errors import RequestError
 TOKEN_BYTES = 4
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MIN_REPETITION_PENALTY = 0.01
 _INT32 = "i"
+_INT32_MAX = 2**31 - 1
 
 
 class Tokens:
@@ -141,10 +143,13 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
         _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _in_range("top_k", self.top_k, -1, _INT32_MAX)
+        _in_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _in_range("n", self.n, 1, 128)
@@ -187,6 +192,8 @@ def _in_range(
     above = value > low if open_low else value >= low
     if above and value <= high and not math.isinf(value):
         return
+    if math.isinf(high) and not math.isinf(value):
+        raise RequestError(f"{name} must be at least {low}, got {value}", param or name)
     ends = f"{'(' if open_low else '['}{low}, {high}]"
     raise RequestError(f"{name} must be in {ends}, got {value}", param or name)
 

@@ -35,12 +35,16 @@ from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, freeze, verify_bound
 
 log = logging.getLogger("sagellm.engine")
 
+MAX_CAPACITY_FAILURES = 3
+"""Times that a step of one token may run out of device memory, in a row, before its request ends."""
+
 
 class Engine:
     """Implements `EngineCore`: continuous batching over one backend. Synchronous; one thread owns it.
 
-    A backend that runs out of memory is met with a smaller token budget; a backend that fails otherwise costs
-    the requests of that step, each of which ends with `FinishReason.ERROR`, and the loop goes on.
+    A backend that runs out of memory is met with a smaller token budget. After any other failure the requests
+    of the step run one at a time until each has either taken its step or failed alone, which ends it with
+    `FinishReason.ERROR`; the loop goes on.
     """
 
     def __init__(
@@ -66,12 +70,14 @@ class Engine:
         self.max_model_len = min(self._capability.max_model_len, kv.pool.total_blocks * kv.block_size)
         self.last_plan: ExecutionPlan | None = None
         self._states: dict[str, RequestState] = {}
-        self._waiting: list[RequestState] = []
+        self._waiting: dict[str, RequestState] = {}
         self._running: list[RequestState] = []
         self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
         self._left: list[int] = []
         self._outputs: list[RequestOutput] = []
         self._token_budget = max_batched_tokens
+        self._num_capacity_failures = 0
+        self._suspects: list[str] = []
         self._num_steps = 0
         self._num_preemptions = 0
 
@@ -91,7 +97,7 @@ class Engine:
         self._check_vocabulary(request)
         state = RequestState.of(request)
         self._states[request.request_id] = state
-        self._waiting.append(state)
+        self._waiting[request.request_id] = state
         self.events.emit(RequestQueued(request.request_id, len(request.tokens), self.clock.now()))
 
     def abort(self, request_id: str) -> bool:
@@ -140,7 +146,8 @@ class Engine:
 
     def _draft(self) -> Draft:
         build = self.scheduler.builder.build
-        return build(self._num_steps, self.clock.now(), self._token_budget, self._running, self._waiting)
+        waiting = list(self._waiting.values())
+        return build(self._num_steps, self.clock.now(), self._token_budget, self._running, waiting)
 
     def _plan(self, draft: Draft) -> ExecutionPlan:
         self.scheduler.run(draft, self)
@@ -149,6 +156,7 @@ class Engine:
                 f"a pass lost running requests: {len(draft.running)} of {len(self._running)} are left"
             )
         self._running[:] = draft.running
+        self._isolate(draft)
         for state in draft.preempted:
             self._preempt(state)
         for request_id, reason in draft.rejected.items():
@@ -174,9 +182,17 @@ class Engine:
                 state.scheduled_s, state.num_cached = draft.now_s, chunk.start
                 self.events.emit(RequestScheduled(state.request_id, chunk.start, draft.now_s))
             self._running.append(state)
-        entered = {chunk.state.request_id for chunk in draft.admitted()}
-        if entered:
-            self._waiting = [state for state in self._waiting if state.request_id not in entered]
+            del self._waiting[state.request_id]
+
+    def _isolate(self, draft: Draft) -> None:
+        """After a step that failed for no known reason, its requests run one at a time, so that the one that
+        makes it fail fails alone."""
+        while self._suspects and self._suspects[-1] not in draft.chunks:
+            self._suspects.pop()
+        if self._suspects:
+            suspect = self._suspects[-1]
+            draft.chunks = {suspect: draft.chunks[suspect]}
+            draft.preempted.clear()
 
     def _execute(self, draft: Draft, plan: ExecutionPlan) -> StepResult | None:
         """The backend's answer, or None after a failure that was dealt with."""
@@ -187,14 +203,26 @@ class Engine:
             self._shrink_budget(draft, error)
             return None
         except Exception as error:
-            log.exception("step %d failed; its %d requests end with an error", plan.step, len(draft.chunks))
+            log.exception("step %d with %d requests failed", plan.step, len(draft.chunks))
             self._undo(draft)
-            for request_id in draft.chunks:
-                self._end(self._states[request_id], FinishReason.ERROR, f"the backend failed: {error}")
+            self._blame(draft, error)
             return None
         self._left.clear()
-        self._token_budget = min(self.max_batched_tokens, 2 * self._token_budget)
+        self._num_capacity_failures = 0
+        self._token_budget = min(
+            self.max_batched_tokens, self._token_budget + self.max_batched_tokens // 8 + 1
+        )
+        if self._suspects:
+            self._suspects.pop()
         return result
+
+    def _blame(self, draft: Draft, error: Exception) -> None:
+        """A failing request that was alone ends with an error; several are suspects."""
+        if len(draft.chunks) > 1:
+            self._suspects = list(reversed(draft.chunks))
+            return
+        for request_id in draft.chunks:
+            self._end(self._states[request_id], FinishReason.ERROR, f"the backend failed: {error}")
 
     def _undo(self, draft: Draft) -> None:
         """After a failed execute: the books are as before the bind, admitted requests wait again."""
@@ -205,14 +233,16 @@ class Engine:
             self._wait_again(chunk.state)
 
     def _shrink_budget(self, draft: Draft, error: CapacityError) -> None:
-        """Try the next step with half the tokens; where one token is too much, the requests end with an
-        error."""
-        if draft.num_tokens > 1:
-            self._token_budget = max(1, draft.num_tokens // 2)
-            log.warning(
-                "device memory is short, next step computes at most %d tokens: %s", self._token_budget, error
-            )
+        """Try again with half the tokens; the requests of a step that keeps failing with one token end."""
+        if draft.num_tokens == 1:
+            self._num_capacity_failures += 1
+        self._token_budget = max(1, draft.num_tokens // 2)
+        log.warning(
+            "device memory is short, next step computes %d tokens at most: %s", self._token_budget, error
+        )
+        if self._num_capacity_failures < MAX_CAPACITY_FAILURES:
             return
+        self._num_capacity_failures = 0
         for request_id in draft.chunks:
             self._end(self._states[request_id], FinishReason.ERROR, str(error))
 
@@ -226,7 +256,13 @@ class Engine:
             state.num_computed = chunk.end
             self.kv.commit(state)
             if state.row in drawn:
-                self._append(state, drawn[state.row], result.logprobs.get(state.row), now_s)
+                self._draw(state, drawn[state.row], result.logprobs.get(state.row), now_s)
+
+    def _draw(self, state: RequestState, token_id: int, logprob: TokenLogprob | None, now_s: float) -> None:
+        if 0 <= token_id < self._capability.vocab_size:
+            self._append(state, token_id, logprob, now_s)
+        else:
+            self._end(state, FinishReason.ERROR, "no token could be drawn: the model's logits are not finite")
 
     def _append(self, state: RequestState, token_id: int, logprob: TokenLogprob | None, now_s: float) -> None:
         state.tokens.append(token_id)
@@ -266,7 +302,7 @@ class Engine:
     def _wait_again(self, state: RequestState) -> None:
         state.status = RequestStatus.WAITING
         state.num_computed = 0
-        self._waiting.insert(0, state)
+        self._waiting = {state.request_id: state, **self._waiting}
 
     def _leave_row(self, state: RequestState) -> None:
         self._left.append(state.row)
@@ -286,7 +322,7 @@ class Engine:
             self._leave_row(state)
             self._running.remove(state)
         else:
-            self._waiting.remove(state)
+            del self._waiting[state.request_id]
         state.status = RequestStatus.FINISHED
         del self._states[state.request_id]
         if reason is not FinishReason.ABORT:

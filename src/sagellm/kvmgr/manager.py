@@ -35,6 +35,7 @@ class SequenceKV:
     hit: PrefixHit
     block_ids: list[int]
     own: set[int] = field(default_factory=set)
+    changed_from: int | None = None  # the backend's table is out of date from this index on
 
 
 class KVCacheManager:
@@ -114,9 +115,11 @@ class KVCacheManager:
     # -- moving forward
 
     def commit(self, state: RequestState) -> None:
-        """`state.num_computed` moved: a prompt that is now whole enters the index."""
+        """`state.num_computed` moved, in a step that the backend has executed: a prompt that is now whole
+        enters the index."""
         prompt = state.num_prompt_tokens
         sequence = self._sequences[state.request_id]
+        sequence.changed_from = None
         if state.num_computed >= prompt > sequence.hit.num_tokens:
             self._register(state, prompt)
 
@@ -168,8 +171,9 @@ class KVCacheManager:
     def _grow(self, chunk: Chunk) -> None:
         request_id = chunk.state.request_id
         sequence = self._sequences[request_id]
-        chunk.first_block = len(sequence.block_ids)
-        missing = self._blocks_for(chunk.end) - chunk.first_block
+        held = len(sequence.block_ids)
+        chunk.first_block = held if sequence.changed_from is None else sequence.changed_from
+        missing = self._blocks_for(chunk.end) - held
         if missing <= 0:
             return
         chunk.block_ids = self._take(missing, request_id).block_ids
@@ -203,24 +207,31 @@ class KVCacheManager:
         if not chunk.block_ids:
             return
         self.pool.free(chunk.block_ids)
-        del sequence.block_ids[chunk.first_block :]
+        del sequence.block_ids[-len(chunk.block_ids) :]
         sequence.own.difference_update(chunk.block_ids)
         chunk.block_ids = ()
 
     def _register(self, state: RequestState, num_tokens: int) -> None:
-        """The first `num_tokens` tokens, in whole blocks, enter the index; duplicates stay the request's
-        own."""
+        """The first `num_tokens` tokens, in whole blocks, enter the index.
+
+        Where another request computed the same before, this one goes on with the blocks of the index, and its
+        own duplicates are free again.
+        """
         sequence = self._sequences[state.request_id]
-        whole = num_tokens // self.block_size
-        if not self.prefix_caching or whole <= sequence.hit.num_blocks:
+        whole, shared = num_tokens // self.block_size, sequence.hit.num_blocks
+        if not self.prefix_caching or whole <= shared:
             return
-        result = self.index.insert(state.tokens, sequence.block_ids[:whole], state.request.namespace)
+        table = sequence.block_ids
+        result = self.index.insert(state.tokens, table[:whole], state.request.namespace)
         hit = self.index.pin(result.hit)
         self.index.unpin(sequence.hit)
         sequence.hit = hit
-        adopted = sequence.block_ids[result.num_existing : whole]
-        sequence.own.difference_update(adopted)
-        self.pool.hand_over(adopted, INDEX_OWNER)
+        self.pool.hand_over(table[result.num_existing : whole], INDEX_OWNER)
+        sequence.own.difference_update(table[shared:whole])
+        if result.num_existing > shared:
+            self.pool.free(table[shared : result.num_existing])
+            table[:whole] = self.index.block_ids(hit)
+            sequence.changed_from = shared
 
     def _check_sequence(self, request_id: str, sequence: SequenceKV) -> None:
         if len(set(sequence.block_ids)) != len(sequence.block_ids):

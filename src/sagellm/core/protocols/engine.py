@@ -26,8 +26,8 @@ class EngineStats:
 class InferenceBackend(Protocol):
     """Executes plans. Keeps the batch in rows between steps; owns the KV bytes and their layout.
 
-    `execute` either answers, or raises and leaves KV of unplanned rows as it was; the same rows may then be
-    joined again. Out of device memory is raised as `CapacityError`.
+    `execute` either answers, or raises and no row has moved: the same step, a part of it, or another may
+    follow, and rows may be joined anew. Out of device memory is raised as `CapacityError`.
     """
 
     def capability(self) -> CapabilityDescriptor: ...

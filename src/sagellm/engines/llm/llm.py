@@ -179,10 +179,15 @@ class LLM:
         prepared = [self.encode(prompt) for prompt in several]
         for tokens in prepared:
             self.resolve(tokens, params)
-        found = {}
-        for tokens in prepared:
-            request_id = self.submit(tokens, params)
-            found[request_id] = Completion.empty(request_id, params.n)
+        found: dict[str, Completion] = {}
+        try:
+            for tokens in prepared:
+                request_id = self.submit(tokens, params)
+                found[request_id] = Completion.empty(request_id, params.n)
+        except BaseException:
+            for request_id in found:
+                self.abort(request_id)
+            raise
         for delta in self._deltas_of(set(found)):
             found[delta.request_id].add(delta)
         return list(found.values())

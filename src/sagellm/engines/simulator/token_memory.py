@@ -65,6 +65,8 @@ class TokenMemoryBackend:
         for op in plan.prefills:
             self._compute(op.row, op.start, op.start + op.num_tokens)
         drawn = tuple(self._draw(row) for row in plan.sample_rows)
+        for row, token in zip(plan.sample_rows, drawn, strict=True):
+            self._rows[row].tokens.append(token)
         logprobs = {
             row: TokenLogprob(token, 0.0)
             for row, token in zip(plan.sample_rows, drawn, strict=True)
@@ -96,9 +98,7 @@ class TokenMemoryBackend:
                     f"row {row_id}: the KV of position {position} is not in its block: {entry}"
                 )
             seen.append(entry[0])
-        token = self.answer(seen)
-        row.tokens.append(token)
-        return token
+        return self.answer(seen)
 
 
 def _enter(join: Join) -> _Row:

@@ -23,11 +23,7 @@ def freeze(draft: Draft, left: tuple[int, ...], tables: BlockTables) -> Executio
         step=draft.step,
         joined=tuple(_join(chunk, tables) for chunk in chunks if chunk.admits),
         left=left,
-        grown=tuple(
-            Growth(chunk.state.row, chunk.first_block, chunk.block_ids)
-            for chunk in chunks
-            if chunk.block_ids and not chunk.admits
-        ),
+        grown=tuple(_growth(chunk, table) for chunk in chunks if (table := _outdated(chunk, tables))),
         decode_rows=tuple(chunk.state.row for chunk in decodes),
         decode_positions=tuple(chunk.start for chunk in decodes),
         prefills=tuple(_prefill(chunk) for chunk in chunks if not chunk.is_decode),
@@ -37,6 +33,15 @@ def freeze(draft: Draft, left: tuple[int, ...], tables: BlockTables) -> Executio
         rejected=tuple(draft.rejected.items()),
         decisions=tuple(draft.decisions),
     )
+
+
+def _outdated(chunk: Chunk, tables: BlockTables) -> tuple[int, ...]:
+    """The part of a running request's block table that the backend does not know."""
+    return () if chunk.admits else tuple(tables.block_table(chunk.state.request_id)[chunk.first_block :])
+
+
+def _growth(chunk: Chunk, table: tuple[int, ...]) -> Growth:
+    return Growth(chunk.state.row, chunk.first_block, table)
 
 
 def _join(chunk: Chunk, tables: BlockTables) -> Join:
