@@ -143,8 +143,7 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop", _as_strings(self.stop))
         _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _in_range("min_p", self.min_p, 0.0, 1.0)
@@ -183,6 +182,11 @@ class SamplingParams:
 
     def with_seed(self, seed: int) -> SamplingParams:
         return replace(self, seed=seed)
+
+
+def _as_strings(stop: str | Iterable[str]) -> tuple[str, ...]:
+    """One string is one stop string, not one for each of its letters."""
+    return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def _in_range(
