@@ -253,16 +253,15 @@ class Engine:
             state = chunk.state
             if state.status is RequestStatus.FINISHED:
                 continue
+            token_id = drawn.get(state.row)
+            if token_id is not None and not 0 <= token_id < self._capability.vocab_size:
+                reason = "no token could be drawn: the model's logits are not finite"
+                self._end(state, FinishReason.ERROR, reason, keep=False)
+                continue
             state.num_computed = chunk.end
             self.kv.commit(state)
-            if state.row in drawn:
-                self._draw(state, drawn[state.row], result.logprobs.get(state.row), now_s)
-
-    def _draw(self, state: RequestState, token_id: int, logprob: TokenLogprob | None, now_s: float) -> None:
-        if 0 <= token_id < self._capability.vocab_size:
-            self._append(state, token_id, logprob, now_s)
-        else:
-            self._end(state, FinishReason.ERROR, "no token could be drawn: the model's logits are not finite")
+            if token_id is not None:
+                self._append(state, token_id, result.logprobs.get(state.row), now_s)
 
     def _append(self, state: RequestState, token_id: int, logprob: TokenLogprob | None, now_s: float) -> None:
         state.tokens.append(token_id)
@@ -316,9 +315,12 @@ class Engine:
         error: str | None = None,
         token: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprob, ...] = (),
+        *,
+        keep: bool = True,
     ) -> None:
+        """`keep`: whether what it computed may serve others."""
         if state.status is RequestStatus.RUNNING:
-            self.kv.release(state)
+            self.kv.release(state, keep=keep)
             self._leave_row(state)
             self._running.remove(state)
         else:

@@ -123,11 +123,13 @@ class KVCacheManager:
         if state.num_computed >= prompt > sequence.hit.num_tokens:
             self._register(state, prompt)
 
-    def release(self, state: RequestState) -> None:
+    def release(self, state: RequestState, *, keep: bool = True) -> None:
         """The request leaves the batch: what it computed, generated tokens included, stays behind as
-        cache."""
+        cache. With `keep=False` nothing new does.
+        """
         sequence = self._sequences[state.request_id]
-        self._register(state, state.num_computed)
+        if keep:
+            self._register(state, state.num_computed)
         del self._sequences[state.request_id]
         self.index.unpin(sequence.hit)
         self.pool.free(sorted(sequence.own))

@@ -1,0 +1,234 @@
+"""`NativeBackend`: plans in, tokens out, on one torch device."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from sagellm.core.errors import CapacityError, ConfigError
+from sagellm.core.plan import ExecutionPlan, StepResult
+from sagellm.core.types import CapabilityDescriptor, KVCacheSchema
+from sagellm.engines.native.architectures import DTYPES, ModelSpec, read_config, read_spec
+from sagellm.engines.native.attention import AttentionPlanner
+from sagellm.engines.native.checkpoint import Checkpoint
+from sagellm.engines.native.hub import model_folder
+from sagellm.engines.native.kv_cache import LAYOUT, PagedKV
+from sagellm.engines.native.memory import kv_blocks
+from sagellm.engines.native.model import DecoderModel
+from sagellm.engines.native.precision import compute_dtype as fastest_dtype
+from sagellm.engines.native.rows import BatchRows
+from sagellm.engines.native.sampler import sample
+from sagellm.engines.native.weights import Progress, check, load, parameters
+
+FEATURES = frozenset(
+    {"chunked_prefill", "prefix_reuse", "mixed_batch", "logprobs", "penalties", "sliding_window"}
+)
+
+
+class NativeBackend:
+    """Runs a Hugging Face model. Implements `InferenceBackend`; one thread at a time.
+
+    `model` is a folder or a hub name. `dtype` "auto" is the checkpoint's; a dtype that this CPU only emulates
+    is computed in float32 (see `precision`), unless `compute_dtype` says otherwise. The pool has `num_blocks`
+    blocks, or as many as `kv_memory_bytes`, or `kv_memory_fraction` of what is available, hold, but never
+    more than `max_num_seqs` sequences of `max_model_len` tokens can use. `threads` defaults to the cores that
+    this process may use. `progress(bytes_done, bytes_total)` is called while weights are loaded.
+
+    Raises `ModelError` for a model that cannot be served, before any memory is allocated; `CapacityError`
+    where memory is too small; `ConfigError` for an option that makes no sense.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        compute_dtype: str = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_memory_fraction: float | None = None,
+        kv_memory_bytes: int | None = None,
+        max_num_seqs: int = 64,
+        max_model_len: int | None = None,
+        threads: int | None = None,
+        seed: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        _check_counts(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
+        _check_counts(max_model_len=max_model_len, threads=threads)
+        folder = model_folder(model)
+        self._spec = read_spec(read_config(folder))
+        self._device = _device(device)
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = _model_length(self._spec, max_model_len)
+        torch.set_num_threads(threads or usable_cores())
+        with _memory_errors(self._device):
+            self._model = self._load(folder, dtype, compute_dtype, progress)
+            self._schema = self._kv_schema(block_size)
+            most = max_num_seqs * math.ceil(self._max_model_len / block_size)
+            blocks = num_blocks or kv_blocks(
+                self._device, self._schema.bytes_per_block, most, kv_memory_bytes, kv_memory_fraction
+            )
+            self._kv = PagedKV(
+                self._spec.num_layers, blocks, block_size, self._spec.num_kv_heads, self._spec.head_dim,
+                self._device, self._compute_dtype,
+            )  # fmt: skip
+        self._planner = AttentionPlanner(self._kv)
+        self._rows = BatchRows(
+            max_num_seqs, self._max_model_len, blocks, block_size, self._spec.vocab_size, seed
+        )
+
+    def _load(self, folder: Path, dtype: str, compute_dtype: str, progress: Progress | None) -> DecoderModel:
+        plan = parameters(self._spec)
+        checkpoint = Checkpoint(folder)
+        check(plan, checkpoint)
+        self._dtype = _torch_dtype(self._spec.dtype if dtype == "auto" else dtype)
+        if compute_dtype == "auto":
+            size = sum(math.prod(parameter.shape) for parameter in plan)
+            self._compute_dtype = fastest_dtype(self._dtype, self._device, size)
+        else:
+            self._compute_dtype = _torch_dtype(compute_dtype)
+        self._fingerprint = checkpoint.fingerprint()
+        weights = load(plan, checkpoint, self._device, self._dtype, self._compute_dtype, progress)
+        checkpoint.close()
+        return DecoderModel(self._spec, weights)
+
+    def _kv_schema(self, block_size: int) -> KVCacheSchema:
+        spec = self._spec
+        return KVCacheSchema(
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=_name(self._compute_dtype),
+            block_size=block_size,
+            layout=LAYOUT,
+            model_fingerprint=self._fingerprint,
+        )
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What config.json says of the model."""
+        return self._spec
+
+    def capability(self) -> CapabilityDescriptor:
+        """`dtype` is that of the weights' values; the KV schema's is the one that is computed in."""
+        return CapabilityDescriptor(
+            device=str(self._device),
+            dtype=_name(self._dtype),
+            vocab_size=self._spec.vocab_size,
+            max_model_len=self._max_model_len,
+            num_blocks=self._kv.num_blocks,
+            block_size=self._kv.block_size,
+            max_num_seqs=self._max_num_seqs,
+            kv_schema=self._schema,
+            memory_bytes=self._kv.num_blocks * self._schema.bytes_per_block,
+            features=FEATURES,
+        )
+
+    def get_kv_schema(self) -> KVCacheSchema:
+        return self._schema
+
+    def execute(self, plan: ExecutionPlan) -> StepResult:
+        """Run one step. Rows change by what was drawn only when everything else has worked.
+
+        Raises `PlanError` for a plan that cannot be executed and `CapacityError` where memory runs out; in
+        both cases KV of rows that the plan does not name is untouched, and the step's rows may run or join
+        again.
+        """
+        with _memory_errors(self._device):
+            self._rows.apply(plan, self._device)
+            self._kv.copy_blocks(plan.copies)
+            if not plan.num_tokens:
+                return StepResult(plan.step)
+            return self._compute(plan)
+
+    def _compute(self, plan: ExecutionPlan) -> StepResult:
+        logits = self._logits(plan)
+        rows = plan.sample_rows
+        if not rows:
+            return StepResult(plan.step)
+        with torch.inference_mode():
+            drawn = sample(logits, self._rows.samplers(rows))
+            self._rows.advance(rows, drawn.token_ids)
+        logprobs = {rows[i]: entry for i, entry in drawn.logprobs.items()}
+        return StepResult(plan.step, tuple(drawn.token_ids), logprobs)
+
+    def _logits(self, plan: ExecutionPlan) -> torch.Tensor:
+        """Logits [S, vocab] of `plan.sample_rows`; the step's K and V are in the pool afterwards."""
+        inputs = self._rows.inputs(plan, self._planner, set(self._spec.windows), self._device)
+        fresh = self._rows.fresh_last_blocks(plan)
+        if fresh:
+            self._kv.clear_blocks(fresh)
+        return self._model.forward(inputs, self._kv)
+
+    def close(self) -> None:
+        """Give the memory of weights and KV back. Nothing else may be called afterwards."""
+        del self._model, self._kv, self._planner, self._rows
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on (a container's CPU set included)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(
+            f"device {name!r} cannot be used: {str(error).splitlines()[0]}; cpu always can"
+        ) from error
+    return device
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is not known: use auto, {', '.join(DTYPES)}")
+    return {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "float64": torch.float64,
+    }[name]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _model_length(spec: ModelSpec, wanted: int | None) -> int:
+    if wanted is not None and wanted > spec.max_model_len:
+        raise ConfigError(
+            f"max_model_len {wanted} is more than this model's {spec.max_model_len} positions: give less"
+        )
+    return wanted or spec.max_model_len
+
+
+@contextmanager
+def _memory_errors(device: torch.device) -> Iterator[None]:
+    """Torch's out-of-memory as `CapacityError`; on CPU torch has no class for it, only words."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise CapacityError(f"out of memory on {device}: {str(error).splitlines()[0]}") from error
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error) and "not enough memory" not in str(error):
+            raise
+        raise CapacityError(f"out of memory on {device}: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,153 @@
+"""safetensors files as named, memory-mapped tensors: one file, or shards listed by an index.
+
+Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, raw data
+(https://github.com/huggingface/safetensors#format). Only headers are read when a checkpoint is opened; data
+pages are read when a tensor is copied, once, straight from the page cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sagellm.core.errors import MissingWeightsError, ModelError, UnsupportedModelError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100 << 20
+_SAMPLE_BYTES = 64
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies: `begin` and `end` are byte offsets in `path`."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Checkpoint:
+    """All tensors of a model folder by name. Opening it checks that every file is there and whole.
+
+    Raises `MissingWeightsError` for a missing file or shard, `ModelError` for one that is cut short or not
+    safetensors.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.entries: dict[str, TensorEntry] = {}
+        for path in _weight_files(folder):
+            self.entries.update(_read_header(path))
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The stored values of `name` as a view of the mapped file: copy it, do not keep it or write to
+        it.
+        """
+        entry = self.entries[name]
+        if entry.dtype not in _DTYPES:
+            raise UnsupportedModelError(
+                f"tensor {name} has dtype {entry.dtype}; supported are {', '.join(_DTYPES)} (not quantized)"
+            )
+        dtype = _DTYPES[entry.dtype]
+        count = math.prod(entry.shape)
+        if not count:
+            return torch.empty(entry.shape, dtype=dtype)
+        return torch.frombuffer(self._map(entry.path), dtype=dtype, count=count, offset=entry.begin).view(
+            entry.shape
+        )
+
+    def fingerprint(self) -> str:
+        """A hash over names, shapes and a sample of each tensor's bytes: tells two fine-tunes apart, reads
+        little.
+        """
+        digest = hashlib.sha256()
+        for name, entry in sorted(self.entries.items()):
+            sample = self._map(entry.path)[entry.begin : min(entry.end, entry.begin + _SAMPLE_BYTES)]
+            digest.update(f"{name} {entry.dtype} {entry.shape} ".encode() + sample)
+        return digest.hexdigest()[:32]
+
+    def close(self) -> None:
+        """Forget the mapped files; each is unmapped when the last tensor on it is gone."""
+        self._maps.clear()
+
+    def _map(self, path: Path) -> mmap.mmap:
+        if path not in self._maps:
+            with path.open("rb") as file:
+                # A private copy-on-write map: torch warns about buffers that it may not write to.
+                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._maps[path]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILE
+    if index.exists():
+        return _shards(index)
+    if (folder / SINGLE_FILE).exists():
+        return [folder / SINGLE_FILE]
+    hint = (
+        " (only pickled weights are there: convert them to safetensors)" if any(folder.glob("*.bin")) else ""
+    )
+    raise MissingWeightsError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{index} is not an index of shards: {error!r}") from error
+    missing = [name for name in names if not (index.parent / name).exists()]
+    if missing:
+        raise MissingWeightsError(
+            f"{len(missing)} of {len(names)} weight files are missing in {index.parent}: "
+            f"{', '.join(missing[:4])}"
+        )
+    return [index.parent / name for name in names]
+
+
+def _read_header(path: Path) -> Iterator[tuple[str, TensorEntry]]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            raise ModelError(f"{path} is cut short or not a safetensors file ({size} bytes): fetch it again")
+        raw = file.read(length)
+    try:
+        header = json.loads(raw)
+        entries = {
+            name: _entry(path, 8 + length, fields)
+            for name, fields in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{path} has a damaged safetensors header: {error!r}") from error
+    end = max((entry.end for entry in entries.values()), default=0)
+    if end > size:
+        raise ModelError(
+            f"{path} is cut short: its header promises {end} bytes, it has {size}: fetch it again"
+        )
+    yield from entries.items()
+
+
+def _entry(path: Path, data_start: int, fields: dict[str, Any]) -> TensorEntry:
+    begin, end = fields["data_offsets"]
+    entry = TensorEntry(path, fields["dtype"], tuple(fields["shape"]), data_start + begin, data_start + end)
+    dtype = _DTYPES.get(entry.dtype)
+    if begin < 0 or (dtype is not None and end - begin != math.prod(entry.shape) * dtype.itemsize):
+        raise ValueError(f"data_offsets {begin}, {end} do not fit shape {entry.shape} of {entry.dtype}")
+    return entry

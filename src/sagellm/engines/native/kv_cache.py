@@ -1,0 +1,56 @@
+"""The bytes of the KV pool: per layer K and V as [num_blocks, block_size, kv_heads, head_dim].
+
+One token is one row of a block, so a gather by block table gives [tokens, kv_heads, head_dim] without a
+transpose, and a run of consecutive blocks is a view. Attention reads padding behind a sequence's last token,
+and 0 x NaN would not be 0: so the pool is zeroed at birth, and a block when it becomes somebody's last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sagellm.core.errors import PlanError
+from sagellm.core.plan import BlockCopy
+
+LAYOUT = "layer.kv.block.token.head.dim"
+TIER = "hbm"
+
+
+class PagedKV:
+    """`keys[i]` and `values[i]` are layer i's pools."""
+
+    def __init__(
+        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int,
+        device: torch.device, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(num_layers)]
+        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(num_layers)]
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store K and V [T, kv_heads, head_dim] at `slots` [T]: block id x block size + offset in the
+        block.
+        """
+        self.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
+        self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        """Zero whole blocks, so that what an earlier owner left behind (an inf, say) is not read as
+        padding."""
+        ids = torch.tensor(block_ids, dtype=torch.long, device=self.keys[0].device)
+        for pool in (*self.keys, *self.values):
+            pool.index_fill_(0, ids, 0)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks inside the pool, in order. Raises `PlanError` for a tier that is not this
+        pool.
+        """
+        for copy in copies:
+            if copy.source_tier != TIER or copy.target_tier != TIER:
+                raise PlanError(f"{copy}: the native backend copies blocks within {TIER!r} only")
+            for pool in (*self.keys, *self.values):
+                pool[copy.target_block] = pool[copy.source_block]

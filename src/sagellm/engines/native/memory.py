@@ -1,0 +1,78 @@
+"""How much memory there is, and how many KV blocks of it to take."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from sagellm.core.config import CPU_MEMORY_SHARE, GPU_MEMORY_SHARE
+from sagellm.core.errors import CapacityError
+
+_CGROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that this process may still take on `device`: of the machine and of its control group."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(_host_bytes(), *_cgroup_bytes())
+
+
+def _host_bytes() -> int:
+    """`MemAvailable` on Linux; elsewhere half of what is installed, because what is free is not told."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _cgroup_bytes() -> list[int]:
+    """What the control groups (v2, v1) leave; a large number alone where there is no limit.
+
+    Their usage counts file pages that the kernel would give back, a model just read for one: those are free.
+    """
+    left = [1 << 62]
+    for folder, limit_file, usage_file, reclaimable in _CGROUPS:
+        try:
+            limit = Path(folder, limit_file).read_text(encoding="ascii").strip()
+            usage = int(Path(folder, usage_file).read_text(encoding="ascii"))
+            stat = Path(folder, "memory.stat").read_text(encoding="ascii")
+        except OSError:
+            continue
+        fields = dict(line.split() for line in stat.splitlines())
+        if limit.isdigit():
+            left.append(max(0, int(limit) - usage + int(fields.get(reclaimable, 0))))
+    return left
+
+
+def kv_blocks(
+    device: torch.device,
+    bytes_per_block: int,
+    most_blocks: int,
+    memory_bytes: int | None,
+    fraction: float | None,
+) -> int:
+    """Blocks for the pool: what `memory_bytes`, or `fraction` of the available memory, holds; at most
+    `most_blocks`.
+
+    Raises `CapacityError` where that is not even one block.
+    """
+    available = available_bytes(device)
+    if memory_bytes is None:
+        usual = CPU_MEMORY_SHARE if device.type == "cpu" else GPU_MEMORY_SHARE
+        memory_bytes = int(available * (usual if fraction is None else fraction))
+    blocks = min(most_blocks, memory_bytes // bytes_per_block)
+    if blocks < 1:
+        raise CapacityError(
+            f"{memory_bytes:,} bytes for the KV cache hold no block of {bytes_per_block:,} bytes "
+            f"({available:,} bytes are available on {device}): "
+            f"give at least {bytes_per_block:,}, or a smaller block"
+        )
+    return blocks

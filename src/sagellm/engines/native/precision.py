@@ -1,0 +1,48 @@
+"""Which dtype to compute in, where the checkpoint's is slow on this device.
+
+CPUs without bf16 or fp16 instructions (AVX-512 alone, AVX2, NEON) emulate those GEMMs at a quarter of the
+fp32 speed, or less. There a checkpoint in half precision is computed in float32: each weight keeps its value,
+takes twice the memory, and sums, softmax and KV cache are float32 (more exact than the checkpoint's own
+precision). Whether this pays is measured, not looked up: a few milliseconds at start.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from sagellm.engines.native.memory import available_bytes
+
+_ROWS, _INPUTS, _OUTPUTS, _REPEATS = 64, 1024, 2048, 3
+_WORTH = 1.5
+_MEMORY_SHARE = 0.5
+
+
+def compute_dtype(dtype: torch.dtype, device: torch.device, num_parameters: int) -> torch.dtype:
+    """`dtype`, or float32 where that is faster on this CPU and the weights in float32 take at most half of
+    what memory is available.
+    """
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return dtype
+    if num_parameters * torch.float32.itemsize > _MEMORY_SHARE * available_bytes(device):
+        return dtype
+    threads = torch.get_num_threads()
+    # One thread and its own clock: other processes on the same cores then do not change the outcome.
+    torch.set_num_threads(1)
+    try:
+        return torch.float32 if _gemm_s(dtype) > _WORTH * _gemm_s(torch.float32) else dtype
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _gemm_s(dtype: torch.dtype) -> float:
+    """CPU seconds of the fastest of a few GEMMs of 64 rows (a decode batch, or a short prompt)."""
+    x = torch.ones(_ROWS, _INPUTS, dtype=dtype)
+    weight = torch.ones(_OUTPUTS, _INPUTS, dtype=dtype)
+    best = float("inf")
+    for _ in range(_REPEATS):
+        start = time.thread_time()
+        torch.nn.functional.linear(x, weight)
+        best = min(best, time.thread_time() - start)
+    return best

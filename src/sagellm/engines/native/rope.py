@@ -1,0 +1,211 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and the ways to stretch it.
+
+    default   angle(p, i) = p * theta^(-2i/d)
+    linear    positions divided by `factor` (Chen et al. 2023, arXiv:2306.15595)
+    dynamic   theta grows with the length ("dynamic NTK": bloc97 and emozilla, 2023)
+    llama3    low frequencies divided by `factor`, high ones kept, a ramp between (Llama 3.1, 2024)
+    yarn      the same by number of rotations, a factor on cos and sin (Peng et al. 2023, arXiv:2309.00071)
+
+Dynamic scaling is position-wise here: query and key at position p use the theta for length max(p + 1,
+max_position_embeddings). For prompts within `max_position_embeddings` this is what transformers computes,
+generation beyond it included, token by token. For longer prompts the result of transformers depends on how
+the prompt is fed (all keys of one forward pass get the theta of its last position); the rule here does not,
+so chunked prefill, prefix reuse and recomputation after preemption give the same keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sagellm.core.errors import UnsupportedModelError
+
+VARIANTS = ("default", "linear", "dynamic", "llama3", "yarn")
+_FIRST_TABLE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Parameters of one variant; those of other variants keep their defaults and are not read.
+
+    `original_max` is the length before stretching, in tokens. `attention_factor` multiplies cos and sin.
+    """
+
+    variant: str
+    dim: int
+    theta: float
+    factor: float = 1.0
+    original_max: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dim % 2 or self.dim < 4:
+            raise UnsupportedModelError(f"RoPE needs an even head_dim of at least 4, got {self.dim}")
+        if self.theta <= 0 or self.factor <= 0:
+            raise UnsupportedModelError(f"RoPE: theta {self.theta} and factor {self.factor} must be positive")
+
+    def max_length(self, max_positions: int) -> int:
+        """Tokens that the variant stretches `max_positions` to."""
+        if self.variant in ("linear", "dynamic"):
+            return int(max_positions * self.factor)
+        if self.variant == "yarn":
+            return max(max_positions, int(self.original_max * self.factor))
+        return max_positions
+
+
+def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:
+    """RoPE parameters of a config.json, in its transformers 4 or 5 form. Raises `UnsupportedModelError`."""
+    params: dict[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    if any(isinstance(value, dict) for value in params.values()):
+        raise UnsupportedModelError("RoPE parameters that differ by layer type are not supported")
+    variant = params.get("rope_type") or params.get("type") or "default"
+    if variant not in VARIANTS or "mrope_section" in params:
+        shown = "mrope" if "mrope_section" in params else variant
+        raise UnsupportedModelError(f"RoPE type {shown!r} is not supported; these are: {', '.join(VARIANTS)}")
+    partial = params.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise UnsupportedModelError(f"partial_rotary_factor {partial} is not supported; 1.0 is")
+    theta = float(params.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    original = config.get("original_max_position_embeddings") or params.get(
+        "original_max_position_embeddings"
+    )
+    base = RopeSpec(variant, head_dim, theta)
+    if variant == "default":
+        return base
+    return _stretched(base, params, max_positions, int(original or max_positions))
+
+
+def _stretched(base: RopeSpec, params: Mapping[str, Any], max_positions: int, original_max: int) -> RopeSpec:
+    wanted = ("low_freq_factor", "high_freq_factor") if base.variant == "llama3" else ()
+    missing = [key for key in wanted if params.get(key) is None]
+    factor = params.get("factor")
+    if factor is None and base.variant == "yarn":
+        factor = max_positions / original_max
+    if factor is None or missing:
+        names = ", ".join([*missing, *(["factor"] if factor is None else [])])
+        raise UnsupportedModelError(f"RoPE type {base.variant!r} needs {names} in config.json")
+    return RopeSpec(
+        base.variant,
+        base.dim,
+        base.theta,
+        factor=float(factor),
+        original_max=max_positions if base.variant == "dynamic" else original_max,
+        low_freq_factor=float(params.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(params.get("high_freq_factor") or 4.0),
+        attention_factor=_yarn_attention(params, float(factor)) if base.variant == "yarn" else 1.0,
+        beta_fast=float(params.get("beta_fast") or 32.0),
+        beta_slow=float(params.get("beta_slow") or 1.0),
+        truncate=bool(params.get("truncate", True)),
+    )
+
+
+def _yarn_attention(params: Mapping[str, Any], factor: float) -> float:
+    """The factor on cos and sin: as given, or 0.1 ln(factor) + 1 (eq. 22), or DeepSeek's ratio of two of
+    those.
+    """
+    if params.get("attention_factor") is not None:
+        return float(params["attention_factor"])
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    over, under = params.get("mscale"), params.get("mscale_all_dim")
+    return mscale(over) / mscale(under) if over and under else mscale(1.0)
+
+
+def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
+    """Radians per position, [dim / 2] float32; for "dynamic" those of positions below `original_max`."""
+    frequencies = 1.0 / spec.theta ** _exponents(spec)
+    if spec.variant == "linear":
+        return frequencies / spec.factor
+    if spec.variant == "llama3":
+        return _llama3(spec, frequencies)
+    if spec.variant == "yarn":
+        return _yarn(spec, frequencies)
+    return frequencies
+
+
+def _exponents(spec: RopeSpec) -> torch.Tensor:
+    return torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim
+
+
+def _llama3(spec: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
+    """Wavelengths above original/low are divided, below original/high kept, linear in 1/wavelength
+    between.
+    """
+    rotations = spec.original_max / (2 * math.pi / frequencies)
+    ramp = (rotations - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    keep = ramp.clamp(0.0, 1.0)
+    return (1 - keep) * frequencies / spec.factor + keep * frequencies
+
+
+def _yarn(spec: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
+    """Dimensions with over `beta_fast` rotations are kept, below `beta_slow` divided, a ramp between (section
+    3.2).
+    """
+
+    def dimension(rotations: float) -> float:
+        ratio = spec.original_max / (rotations * 2 * math.pi)
+        return spec.dim * math.log(ratio) / (2 * math.log(spec.theta))
+
+    low, high = dimension(spec.beta_fast), dimension(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    width = high - low or 0.001
+    ramp = ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+    return frequencies / spec.factor * ramp + frequencies * (1 - ramp)
+
+
+class RopeTable:
+    """cos and sin by position, grown when a longer sequence comes.
+
+    Angles are float32, as in the reference, whatever `dtype` the model computes in.
+    """
+
+    def __init__(self, spec: RopeSpec, device: torch.device, dtype: torch.dtype) -> None:
+        self._spec = spec
+        self._device = device
+        self._dtype = dtype
+        self._frequencies = inverse_frequencies(spec)
+        self._cos = self._sin = torch.empty(0, spec.dim // 2, dtype=dtype, device=device)
+
+    def cos_sin(self, positions: torch.Tensor, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cos and sin of `positions` [T], each [T, dim / 2]; none of them is over `max_position`."""
+        if max_position >= len(self._cos):
+            self._grow(max(_FIRST_TABLE, 1 << max_position.bit_length()))
+        return self._cos[positions], self._sin[positions]
+
+    def _grow(self, length: int) -> None:
+        angles = self._angles(torch.arange(length, dtype=torch.float32))
+        scale = self._spec.attention_factor
+        self._cos = (angles.cos() * scale).to(self._device, self._dtype)
+        self._sin = (angles.sin() * scale).to(self._device, self._dtype)
+
+    def _angles(self, positions: torch.Tensor) -> torch.Tensor:
+        spec = self._spec
+        if spec.variant != "dynamic":
+            return positions[:, None] * self._frequencies
+        length = (positions + 1).clamp(min=spec.original_max)
+        growth = spec.factor * length / spec.original_max - (spec.factor - 1)
+        theta = spec.theta * growth ** (spec.dim / (spec.dim - 2))
+        return positions[:, None] * (1.0 / theta[:, None] ** _exponents(spec))
+
+
+def apply_rope(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate `heads` [T, H, dim] in place by cos and sin [T, dim / 2]; the halves of a head are the pairs."""
+    half = heads.shape[-1] // 2
+    first, second = heads[..., :half], heads[..., half:]
+    cos, sin = cos[:, None], sin[:, None]
+    turned = torch.addcmul(first * cos, second, sin, value=-1)
+    second.mul_(cos).addcmul_(first, sin)
+    first.copy_(turned)

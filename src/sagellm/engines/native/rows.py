@@ -1,0 +1,170 @@
+"""The running batch, kept in rows between steps: block tables, tokens, sampler state. Host memory only.
+
+A plan says what changed; `apply` brings the rows up to date, `inputs` makes the step's tensors, `advance`
+takes the drawn tokens in. Until `advance` a step can be repeated, or its rows joined anew, with the same
+result.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sagellm.core.errors import PlanError
+from sagellm.core.plan import ExecutionPlan, Growth, Join
+from sagellm.engines.native.attention import AttentionPlanner, Span
+from sagellm.engines.native.model import StepInputs
+from sagellm.engines.native.sampler import RowSampler, request_seed
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence: `tokens` is prompt and output, `table` its block ids."""
+
+    request_id: str
+    tokens: array[int]
+    table: list[int]
+    sampler: RowSampler
+
+
+class BatchRows:
+    """At most `max_rows` sequences by row number. Raises `PlanError` where a plan names what cannot be."""
+
+    def __init__(
+        self, max_rows: int, max_length: int, num_blocks: int, block_size: int, vocab_size: int, seed: int
+    ) -> None:
+        self._max_rows = max_rows
+        self._max_length = max_length
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._rows: dict[int, Row] = {}
+
+    def apply(self, plan: ExecutionPlan, device: torch.device) -> None:
+        """Let rows leave, join and grow, in that order."""
+        for row in plan.left:
+            self._rows.pop(row, None)
+        for join in plan.joined:
+            self._join(join, device)
+        for growth in plan.grown:
+            self._grow(growth)
+
+    def _join(self, join: Join, device: torch.device) -> None:
+        if not 0 <= join.row < self._max_rows:
+            raise PlanError(f"{join.request_id} joins row {join.row}; rows are 0 to {self._max_rows - 1}")
+        tokens = array("i")
+        tokens.frombytes(join.tokens)
+        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+            raise PlanError(f"{join.request_id} has a token id outside the vocabulary of {self._vocab_size}")
+        self._check_blocks(join.request_id, join.block_ids)
+        params = join.params
+        seed = request_seed(self._seed, join.request_id) if params.seed is None else params.seed
+        prompt, outputs = tokens[: join.num_prompt_tokens], tokens[join.num_prompt_tokens :]
+        sampler = RowSampler.of(params, seed, prompt, outputs, join.eos_token_ids, self._vocab_size, device)
+        self._rows[join.row] = Row(join.request_id, tokens, list(join.block_ids), sampler)
+
+    def _grow(self, growth: Growth) -> None:
+        row = self._row(growth.row)
+        self._check_blocks(row.request_id, growth.block_ids)
+        if growth.first > len(row.table):
+            raise PlanError(f"{row.request_id} grows at block {growth.first} of a table of {len(row.table)}")
+        row.table[growth.first : growth.first + len(growth.block_ids)] = growth.block_ids
+
+    def _check_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
+        if block_ids and (min(block_ids) < 0 or max(block_ids) >= self._num_blocks):
+            raise PlanError(f"{request_id} has a block outside the pool of {self._num_blocks}: {block_ids}")
+
+    def _row(self, row: int) -> Row:
+        try:
+            return self._rows[row]
+        except KeyError:
+            raise PlanError(f"row {row} is in the plan, but no request has joined it") from None
+
+    def inputs(
+        self,
+        plan: ExecutionPlan,
+        planner: AttentionPlanner,
+        windows: Iterable[int | None],
+        device: torch.device,
+    ) -> StepInputs:
+        """The tensors of a step. Flat order: decode rows, longest first, then prefills as planned."""
+        order = sorted(range(len(plan.decode_rows)), key=lambda i: -plan.decode_positions[i])
+        decode = [
+            self._span(first, plan.decode_rows[i], plan.decode_positions[i], 1)
+            for first, i in enumerate(order)
+        ]
+        prefill: list[Span] = []
+        first = len(decode)
+        for op in plan.prefills:
+            prefill.append(self._span(first, op.row, op.start, op.num_tokens))
+            first += op.num_tokens
+        rows = [plan.decode_rows[i] for i in order] + [op.row for op in plan.prefills]
+        spans = decode + prefill
+        tokens, positions, slots = array("i"), array("q"), array("q")
+        for row, span in zip(rows, spans, strict=True):
+            tokens.extend(self._rows[row].tokens[span.start : span.end])
+            positions.extend(range(span.start, span.end))
+            slots.extend(self._slots(span))
+        return StepInputs(
+            tokens=torch.frombuffer(tokens, dtype=torch.int32).to(device),
+            positions=torch.frombuffer(positions, dtype=torch.long).to(device),
+            max_position=max(span.end for span in spans) - 1,
+            slots=torch.frombuffer(slots, dtype=torch.long).to(device),
+            sampled=self._sampled(plan, order, prefill).to(device),
+            attention={window: planner.plan(decode, prefill, window) for window in windows},
+        )
+
+    def _span(self, first_row: int, row: int, start: int, num_tokens: int) -> Span:
+        known = self._row(row)
+        span = Span(first_row, num_tokens, start, known.table)
+        limits = {
+            "tokens": len(known.tokens),
+            "slots in its blocks": len(known.table) * self._block_size,
+            "positions in the model's length": self._max_length,
+        }
+        for name, limit in limits.items():
+            if num_tokens < 1 or start < 0 or span.end > limit:
+                raise PlanError(
+                    f"{known.request_id} has {limit} {name}; [{start}, {span.end}) cannot be computed"
+                )
+        return span
+
+    def _slots(self, span: Span) -> Iterator[int]:
+        """The place in the pool of each token of `span`."""
+        size = self._block_size
+        for position in range(span.start, span.end):
+            yield span.block_ids[position // size] * size + position % size
+
+    @staticmethod
+    def _sampled(plan: ExecutionPlan, order: Sequence[int], prefill: Sequence[Span]) -> torch.Tensor:
+        """The flat row of each of `plan.sample_rows`."""
+        place = [0] * len(order)
+        for first, i in enumerate(order):
+            place[i] = first
+        ends = [
+            s.first_row + s.num_tokens - 1 for s, op in zip(prefill, plan.prefills, strict=True) if op.samples
+        ]
+        return torch.tensor(place + ends, dtype=torch.long)
+
+    def fresh_last_blocks(self, plan: ExecutionPlan) -> list[int]:
+        """Blocks that a row of the step ends in and of which nothing is computed yet."""
+        size = self._block_size
+        ends = [(row, at, at) for row, at in zip(plan.decode_rows, plan.decode_positions, strict=True)]
+        ends += [(op.row, op.start, op.start + op.num_tokens - 1) for op in plan.prefills]
+        return [
+            self._row(row).table[last // size] for row, start, last in ends if last // size * size >= start
+        ]
+
+    def samplers(self, rows: Iterable[int]) -> list[RowSampler]:
+        return [self._row(row).sampler for row in rows]
+
+    def advance(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Append the token drawn for each row."""
+        for row, token_id in zip(rows, token_ids, strict=True):
+            known = self._rows[row]
+            known.tokens.append(token_id)
+            known.sampler.accept(token_id)

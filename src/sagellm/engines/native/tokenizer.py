@@ -1,0 +1,224 @@
+"""The tokenizer of a Hugging Face folder: tokenizer.json, used as the files beside it say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from sagellm.core.errors import ModelError, RequestError
+from sagellm.core.protocols.tokenizer import Message, TokenStream
+from sagellm.core.types import Tokens
+from sagellm.engines.native.chat_template import ChatTemplate
+from sagellm.engines.native.detokenizer import (
+    ByteStream,
+    WindowStream,
+    byte_alphabet,
+    decoder_kinds,
+    is_byte_token,
+)
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_ALPHABET = byte_alphabet()
+_SPACE_MARK = "\u2581"
+
+
+class Tokenizer:
+    """Encodes, decodes and renders chats as the model's folder says. Safe to call from several threads.
+
+    `default_sampling` holds what generation_config.json recommends, by the names of `SamplingParams`.
+    """
+
+    def __init__(
+        self,
+        fast: FastTokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+        eos_token_ids: Iterable[int] = (),
+        default_sampling: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._fast = fast
+        self.special_tokens = dict(special_tokens or {})
+        self.default_sampling = dict(default_sampling or {})
+        self._template = ChatTemplate(chat_template, self.special_tokens) if chat_template else None
+        eos = fast.token_to_id(self.special_tokens.get("eos_token", ""))
+        self._eos_token_ids = frozenset(eos_token_ids) | frozenset(() if eos is None else (eos,))
+        self._kinds = decoder_kinds(json.loads(fast.to_str()).get("decoder"))
+        added = fast.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, chat_template: str | None = None) -> Tokenizer:
+        """Read a model folder; `chat_template` (Jinja source) takes the place of the folder's own."""
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(
+                f"{folder} has no tokenizer.json; transformers writes one with "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            )
+        config = _read_json(folder / "tokenizer_config.json")
+        generation = _read_json(folder / "generation_config.json")
+        return cls(
+            FastTokenizer.from_file(str(path)),
+            special_tokens=_special_tokens(config, _read_json(folder / "special_tokens_map.json")),
+            chat_template=chat_template or _chat_template(folder, config),
+            eos_token_ids=_eos_ids(generation) | _eos_ids(_read_json(folder / "config.json")),
+            default_sampling=_default_sampling(generation),
+        )
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._eos_token_ids
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Tokens:
+        """Special tokens as the post-processor in tokenizer.json adds them.
+
+        The flags add_bos_token and add_eos_token beside it do not count, as in transformers 5. Raises
+        `RequestError` for text that has no UTF-8 form.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"character {error.start} of the text is half a surrogate pair: send text that is valid Unicode"
+            ) from error
+        # Of a batch, since that lets other threads run meanwhile and `encode` does not.
+        [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return Tokens(encoding.ids)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> Tokens:
+        """The template writes its special tokens itself: none are added, so that there is one BOS at most."""
+        text = self.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, template_options=template_options
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of `encode_chat`."""
+        if self._template is None:
+            raise RequestError(
+                "this model has no chat template: use /v1/completions with a plain prompt, "
+                "or start the server with a template for it",
+                "messages",
+                code="no_chat_template",
+            )
+        if not messages:
+            raise RequestError("messages is empty: send at least one message", "messages")
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, options=template_options
+        )
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Ids without a token (a padded vocabulary) write nothing."""
+        return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._compute_bytes(token_id)
+        return found
+
+    def stream(self, *, skip_special_tokens: bool = True) -> TokenStream:
+        """An incremental detokenizer whose deltas, joined, are `decode` with the same option."""
+        hidden = self._special_ids if skip_special_tokens else frozenset()
+        if self._kinds == {"ByteLevel"}:
+            return ByteStream(lambda token_id: b"" if token_id in hidden else self.token_bytes(token_id))
+        return WindowStream(
+            lambda ids: str(self._fast.decode(ids, skip_special_tokens=False)),
+            writes=lambda token_id: token_id not in hidden and bool(self._token(token_id)),
+            open_ended=self._is_fallback_byte if "ByteFallback" in self._kinds else lambda _: False,
+            holds_replacement="ByteLevel" in self._kinds,
+        )
+
+    def _compute_bytes(self, token_id: int) -> bytes:
+        token = self._token(token_id)
+        if not token:
+            return b""
+        if "ByteLevel" in self._kinds:
+            known = all(char in _ALPHABET for char in token)
+            return bytes(_ALPHABET[char] for char in token) if known else token.encode()
+        if self._is_fallback_byte(token_id):
+            return bytes([int(token[3:5], 16)])
+        spaced = "Metaspace" in self._kinds or "Replace" in self._kinds
+        return (token.replace(_SPACE_MARK, " ") if spaced else token).encode()
+
+    def _is_fallback_byte(self, token_id: int) -> bool:
+        return "ByteFallback" in self._kinds and is_byte_token(self._token(token_id))
+
+    def _token(self, token_id: int) -> str:
+        """The vocabulary's entry, empty for an id without one."""
+        return (self._fast.id_to_token(token_id) if token_id >= 0 else None) or ""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of the folder; an absent file is an empty one."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{path.name} of {path.parent} is not JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _special_tokens(config: Mapping[str, Any], token_map: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name; an entry is a string or an AddedToken object. tokenizer_config.json wins."""
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL_NAMES:
+        for source in (config, token_map):
+            entry = source.get(name)
+            text = entry.get("content") if isinstance(entry, Mapping) else entry
+            if isinstance(text, str):
+                tokens.setdefault(name, text)
+    return tokens
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, else the entry in tokenizer_config.json (of several named ones, `default`)."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    entry = config.get("chat_template")
+    if isinstance(entry, list):
+        entry = {item.get("name"): item.get("template") for item in entry}.get("default")
+    return entry if isinstance(entry, str) else None
+
+
+def _eos_ids(config: Mapping[str, Any]) -> set[int]:
+    entry = config.get("eos_token_id")
+    return {entry} if isinstance(entry, int) else {i for i in entry or () if isinstance(i, int)}
+
+
+def _default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Recommended parameters; `do_sample: false`, where it is said, means greedy."""
+    if generation.get("do_sample") is False:
+        return {"temperature": 0.0}
+    return {key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None}

@@ -1,0 +1,194 @@
+"""The parameters of a model: which tensors of a checkpoint they are made of, and loading them.
+
+Projections that read the same input are one parameter here (Q, K and V; gate and up), so that each is one
+GEMM. A `Parameter` lists the checkpoint's pieces of it, stacked by rows. `check` compares all pieces with the
+checkpoint's headers; only then does `load` allocate, and every piece is copied once, from the mapped file to
+its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from sagellm.core.errors import MissingWeightsError, WeightShapeError
+from sagellm.engines.native.architectures import ModelSpec
+from sagellm.engines.native.checkpoint import Checkpoint
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) as loading goes on."""
+
+_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor of the checkpoint; its first dimension is stacked under that of the pieces before it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One tensor of the model: `name` is ours (see `parameters`)."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(piece.shape[0] for piece in self.pieces), *self.pieces[0].shape[1:])
+
+
+def parameters(spec: ModelSpec) -> list[Parameter]:
+    """Every parameter of a model of this shape, in the order in which the forward pass reads them.
+
+    Names: `embed`, `positions`, `project_in`, `layers.I.{attn_norm,qkv,q_norm,k_norm,out,mlp_norm,up,down}`,
+    `final_norm`, `project_out`, `head`; each followed by `.weight` or `.bias`.
+    """
+    plan = _opt_parameters(spec) if spec.rope is None else _rope_parameters(spec)
+    return [Parameter(name, pieces) for name, pieces in plan]
+
+
+Plan = Iterator[tuple[str, tuple[Piece, ...]]]
+
+
+def _rope_parameters(spec: ModelSpec) -> Plan:
+    """Names of Llama, Mistral, Qwen2 and Qwen3 checkpoints."""
+    hidden = spec.hidden_size
+    yield "embed.weight", (Piece("model.embed_tokens.weight", (spec.vocab_size, hidden)),)
+    for i in range(spec.num_layers):
+        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
+        attn, mlp = theirs + "self_attn.", theirs + "mlp."
+        yield ours + "attn_norm.weight", (Piece(theirs + "input_layernorm.weight", (hidden,)),)
+        yield from _qkv(spec, ours, attn)
+        if spec.qk_norm:
+            yield ours + "q_norm.weight", (Piece(attn + "q_norm.weight", (spec.head_dim,)),)
+            yield ours + "k_norm.weight", (Piece(attn + "k_norm.weight", (spec.head_dim,)),)
+        yield from _linear(ours + "out", [(attn + "o_proj", hidden)], spec.query_size, bias=spec.out_bias)
+        yield ours + "mlp_norm.weight", (Piece(theirs + "post_attention_layernorm.weight", (hidden,)),)
+        wide = [(mlp + "gate_proj", spec.intermediate_size), (mlp + "up_proj", spec.intermediate_size)]
+        yield from _linear(ours + "up", wide, hidden, bias=spec.mlp_bias)
+        yield from _linear(
+            ours + "down", [(mlp + "down_proj", hidden)], spec.intermediate_size, bias=spec.mlp_bias
+        )
+    yield "final_norm.weight", (Piece("model.norm.weight", (hidden,)),)
+    yield from _head(spec)
+
+
+def _opt_parameters(spec: ModelSpec) -> Plan:
+    hidden, embed, root = spec.hidden_size, spec.embed_dim, "model.decoder."
+    yield "embed.weight", (Piece(root + "embed_tokens.weight", (spec.vocab_size, embed)),)
+    rows = spec.max_positions + spec.position_offset
+    yield "positions.weight", (Piece(root + "embed_positions.weight", (rows, hidden)),)
+    if embed != hidden:
+        yield from _linear("project_in", [(root + "project_in", hidden)], embed, bias=False)
+    for i in range(spec.num_layers):
+        ours, theirs = f"layers.{i}.", f"{root}layers.{i}."
+        attn = theirs + "self_attn."
+        yield from _layer_norm(spec, ours + "attn_norm", theirs + "self_attn_layer_norm")
+        yield from _qkv(spec, ours, attn)
+        yield from _linear(ours + "out", [(attn + "out_proj", hidden)], spec.query_size, bias=spec.out_bias)
+        yield from _layer_norm(spec, ours + "mlp_norm", theirs + "final_layer_norm")
+        yield from _linear(
+            ours + "up", [(theirs + "fc1", spec.intermediate_size)], hidden, bias=spec.mlp_bias
+        )
+        yield from _linear(
+            ours + "down", [(theirs + "fc2", hidden)], spec.intermediate_size, bias=spec.mlp_bias
+        )
+    if spec.final_norm:
+        yield from _layer_norm(spec, "final_norm", root + "final_layer_norm")
+    if embed != hidden:
+        yield from _linear("project_out", [(root + "project_out", embed)], hidden, bias=False)
+    yield from _head(spec)
+
+
+def _qkv(spec: ModelSpec, ours: str, attn: str) -> Plan:
+    rows = [
+        (attn + "q_proj", spec.query_size),
+        (attn + "k_proj", spec.kv_size),
+        (attn + "v_proj", spec.kv_size),
+    ]
+    return _linear(ours + "qkv", rows, spec.hidden_size, bias=spec.qkv_bias)
+
+
+def _linear(ours: str, rows: list[tuple[str, int]], columns: int, *, bias: bool) -> Plan:
+    yield ours + ".weight", tuple(Piece(name + ".weight", (size, columns)) for name, size in rows)
+    if bias:
+        yield ours + ".bias", tuple(Piece(name + ".bias", (size,)) for name, size in rows)
+
+
+def _layer_norm(spec: ModelSpec, ours: str, theirs: str) -> Plan:
+    if spec.norm_affine:
+        yield ours + ".weight", (Piece(theirs + ".weight", (spec.hidden_size,)),)
+        yield ours + ".bias", (Piece(theirs + ".bias", (spec.hidden_size,)),)
+
+
+def _head(spec: ModelSpec) -> Plan:
+    if not spec.tied:
+        yield "head.weight", (Piece("lm_head.weight", (spec.vocab_size, spec.embed_dim)),)
+
+
+def check(plan: list[Parameter], checkpoint: Checkpoint) -> None:
+    """Raise unless the checkpoint has every piece in its shape; reads headers only.
+
+    `MissingWeightsError` names the missing tensors, `WeightShapeError` the tensor, expected and found shape.
+    """
+    pieces = [piece for parameter in plan for piece in parameter.pieces]
+    missing = [piece.name for piece in pieces if _stored_name(checkpoint, piece.name) is None]
+    if missing:
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        raise MissingWeightsError(f"{checkpoint.folder} lacks {', '.join(missing[:_SHOWN])}{more}")
+    for piece in pieces:
+        found = checkpoint.entries[_stored_name(checkpoint, piece.name) or ""].shape
+        if found != piece.shape:
+            raise WeightShapeError(
+                f"{piece.name}: config.json implies shape {list(piece.shape)}, "
+                f"the checkpoint has {list(found)}"
+            )
+
+
+def load(
+    plan: list[Parameter],
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    progress: Progress | None = None,
+) -> dict[str, torch.Tensor]:
+    """All parameters by name, rounded to `dtype` and held in `compute_dtype` on `device`. Call `check`
+    first.
+    """
+    total = sum(_bytes(checkpoint, parameter) for parameter in plan)
+    done = 0
+    loaded: dict[str, torch.Tensor] = {}
+    for parameter in plan:
+        target = torch.empty(parameter.shape, dtype=compute_dtype, device=device)
+        row = 0
+        for piece in parameter.pieces:
+            stored = checkpoint.tensor(_stored_name(checkpoint, piece.name) or piece.name)
+            target[row : row + piece.shape[0]].copy_(_rounded(stored, dtype))
+            row += piece.shape[0]
+        loaded[parameter.name] = target
+        done += _bytes(checkpoint, parameter)
+        if progress is not None:
+            progress(done, total)
+    return loaded
+
+
+def _rounded(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`stored` with no more precision than `dtype` has; a wider or equal `dtype` needs no copy."""
+    return stored if torch.promote_types(stored.dtype, dtype) == dtype else stored.to(dtype)
+
+
+def _stored_name(checkpoint: Checkpoint, name: str) -> str | None:
+    """The name under which the checkpoint has `name`: some were saved without the leading `model.`."""
+    return next((form for form in (name, name.removeprefix("model.")) if form in checkpoint), None)
+
+
+def _bytes(checkpoint: Checkpoint, parameter: Parameter) -> int:
+    names = (_stored_name(checkpoint, piece.name) for piece in parameter.pieces)
+    return sum(checkpoint.entries[name].end - checkpoint.entries[name].begin for name in names if name)

@@ -1,0 +1,172 @@
+"""Drives a backend with hand-made plans: any chunk sizes, scattered blocks, preemption. An engine in 100
+lines.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sagellm.core.plan import ExecutionPlan, Growth, Join, Prefill, StepResult
+from sagellm.core.types import SamplingParams, TokenLogprob, Tokens
+from sagellm.engines.native.backend import NativeBackend
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class RecordingBackend(NativeBackend):
+    """Keeps the raw logits of the last step, and can be told to fail in the middle of one."""
+
+    last_logits: torch.Tensor
+    fail_with: Exception | None = None
+
+    def _logits(self, plan: ExecutionPlan) -> torch.Tensor:
+        logits = super()._logits(plan)
+        if self.fail_with is not None:
+            error, self.fail_with = self.fail_with, None
+            raise error
+        self.last_logits = logits.clone()
+        return logits
+
+
+@dataclass
+class Running:
+    """One request of the driver; `logits` and `logprobs` have an entry per output token."""
+
+    name: str
+    tokens: list[int]
+    num_prompt: int
+    max_new: int
+    params: SamplingParams
+    eos: frozenset[int]
+    row: int = -1
+    computed: int = 0
+    table: list[int] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def outputs(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def done(self) -> bool:
+        return len(self.outputs) >= self.max_new
+
+
+class Driver:
+    """Every running sequence takes part in every step; a prefill takes a chunk of a random one of
+    `chunk_sizes`.
+    """
+
+    def __init__(
+        self,
+        backend: RecordingBackend,
+        chunk_sizes: Sequence[int] = (10_000,),
+        *,
+        seed: int = 0,
+        scattered: bool = True,
+    ) -> None:
+        capability = backend.capability()
+        self.backend = backend
+        self.chunk_sizes = list(chunk_sizes)
+        self.random = random.Random(seed)
+        self.free_blocks = list(range(capability.num_blocks))
+        if scattered:
+            self.random.shuffle(self.free_blocks)
+        self.free_rows = list(range(capability.max_num_seqs))
+        self.block_size = capability.block_size
+        self.running: list[Running] = []
+        self.left: list[int] = []
+        self.joining: list[Running] = []
+        self.steps = 0
+
+    def add(
+        self, prompt: Sequence[int], max_new: int = 16, params: SamplingParams = GREEDY, *,
+        name: str | None = None, eos: frozenset[int] = frozenset(),
+    ) -> Running:  # fmt: skip
+        name = name or f"r{self.steps}-{len(self.running) + len(self.joining)}"
+        sequence = Running(name, list(prompt), len(prompt), max_new, params, eos)
+        self.joining.append(sequence)
+        return sequence
+
+    def run(self) -> None:
+        while self.running or self.joining:
+            self.step()
+
+    def step(self) -> StepResult:
+        plan, chunks = self._plan()
+        result = self.backend.execute(plan)
+        self.left = []
+        self._commit(plan, chunks, result)
+        return result
+
+    def _plan(self) -> tuple[ExecutionPlan, list[tuple[Running, int]]]:
+        joined: list[Join] = []
+        grown: list[Growth] = []
+        prefills: list[Prefill] = []
+        decodes: list[Running] = []
+        chunks: list[tuple[Running, int]] = []
+        for sequence in self.joining:
+            sequence.row = self.free_rows.pop(self.random.randrange(len(self.free_rows)))
+        fresh, self.running, self.joining = self.joining, self.running + self.joining, []
+        for sequence in self.running:
+            left = len(sequence.tokens) - sequence.computed
+            size = min(left, self.random.choice(self.chunk_sizes))
+            first = len(sequence.table)
+            sequence.table += self._blocks(-(-(sequence.computed + size) // self.block_size) - first)
+            if any(sequence is other for other in fresh):
+                joined.append(self._join(sequence))
+            elif len(sequence.table) > first:
+                grown.append(Growth(sequence.row, first, tuple(sequence.table[first:])))
+            chunks.append((sequence, size))
+            if left == 1 and sequence.outputs:
+                decodes.append(sequence)
+            else:
+                prefills.append(Prefill(sequence.row, sequence.name, sequence.computed, size, size == left))
+        plan = ExecutionPlan(
+            self.steps, tuple(joined), tuple(self.left), tuple(grown), tuple(s.row for s in decodes),
+            tuple(len(s.tokens) - 1 for s in decodes), tuple(prefills),
+        )  # fmt: skip
+        return plan, chunks
+
+    def _blocks(self, count: int) -> list[int]:
+        return [self.free_blocks.pop() for _ in range(count)]
+
+    @staticmethod
+    def _join(sequence: Running) -> Join:
+        return Join(
+            sequence.row, sequence.name, Tokens(sequence.tokens).tobytes(), sequence.num_prompt,
+            sequence.computed, tuple(sequence.table), sequence.params, sequence.eos,
+        )  # fmt: skip
+
+    def _commit(self, plan: ExecutionPlan, chunks: list[tuple[Running, int]], result: StepResult) -> None:
+        for sequence, size in chunks:
+            sequence.computed += size
+        by_row = {sequence.row: sequence for sequence in self.running}
+        for i, (row, token) in enumerate(zip(plan.sample_rows, result.token_ids, strict=True)):
+            sequence = by_row[row]
+            sequence.tokens.append(token)
+            sequence.logits.append(self.backend.last_logits[i])
+            if row in result.logprobs:
+                sequence.logprobs.append(result.logprobs[row])
+        for sequence in [s for s in self.running if s.done]:
+            self._leave(sequence)
+        self.steps += 1
+
+    def preempt(self, sequence: Running) -> None:
+        """Take a running sequence out; it comes back with the next step and computes everything again."""
+        self._leave(sequence)
+        sequence.computed = 0
+        self.joining.append(sequence)
+
+    def _leave(self, sequence: Running) -> None:
+        self.running = [other for other in self.running if other is not sequence]
+        self.left.append(sequence.row)
+        self.free_rows.append(sequence.row)
+        self.free_blocks += sequence.table
+        self.random.shuffle(self.free_blocks)
+        sequence.table = []

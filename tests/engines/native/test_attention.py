@@ -1,0 +1,103 @@
+"""Paged attention against its slow twin, and how decode rows are grouped."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sagellm.engines.native import attention
+from sagellm.engines.native.attention import AttentionPlanner, Span, attend, attention_reference, group_rows
+from sagellm.engines.native.kv_cache import PagedKV
+
+BLOCK_SIZE, KV_HEADS, HEADS, DIM = 4, 2, 6, 8
+
+
+def scene(
+    decode: list[int], prefill: list[tuple[int, int]], *, seed: int, consecutive: bool
+) -> tuple[list[Span], list[Span], PagedKV, torch.Tensor]:
+    """Spans with tables of their own and a pool of random KV. `decode`: positions; `prefill`: (start,
+    tokens).
+    """
+    torch.manual_seed(seed)
+    kv = PagedKV(1, 256, BLOCK_SIZE, KV_HEADS, DIM, torch.device("cpu"), torch.float64)
+    kv.keys[0].normal_()
+    kv.values[0].normal_()
+    free = list(range(256))
+    if not consecutive:
+        random.Random(seed).shuffle(free)
+    spans, first_row = [], 0
+    for start, count in [(position, 1) for position in sorted(decode, reverse=True)] + prefill:
+        table = [free.pop(0) for _ in range(-(-(start + count) // BLOCK_SIZE))]
+        spans.append(Span(first_row, count, start, table))
+        first_row += count
+    query = torch.randn(first_row, HEADS, DIM, dtype=torch.float64)
+    return spans[: len(decode)], spans[len(decode) :], kv, query
+
+
+def new_rows(spans: list[Span], pool: torch.Tensor) -> torch.Tensor:
+    """The K or V of the spans' own tokens, which the forward pass has just written to the pool."""
+    slots = [
+        span.block_ids[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+        for span in spans
+        for p in range(span.start, span.end)
+    ]
+    return pool.flatten(0, 1)[slots]
+
+
+def check(
+    decode: list[int], prefill: list[tuple[int, int]], window: int | None, seed: int, *, consecutive: bool
+) -> None:
+    first, second, kv, query = scene(decode, prefill, seed=seed, consecutive=consecutive)
+    plan = AttentionPlanner(kv).plan(first, second, window)
+    spans = first + second
+    got = attend(plan, kv, 0, query, new_rows(spans, kv.keys[0]), new_rows(spans, kv.values[0]))
+    torch.testing.assert_close(got, attention_reference(spans, kv, 0, query, window), atol=1e-12, rtol=1e-10)
+
+
+@settings(max_examples=60)
+@given(
+    decode=st.lists(st.integers(0, 40), max_size=6),
+    prefill=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 25)), max_size=3),
+    window=st.none() | st.integers(1, 40),
+    seed=st.integers(0, 99),
+    consecutive=st.booleans(),
+)
+def test_agrees_with_its_slow_twin(
+    decode: list[int], prefill: list[tuple[int, int]], window: int | None, seed: int, consecutive: bool
+) -> None:
+    if decode or prefill:
+        check(decode, prefill, window, seed, consecutive=consecutive)
+
+
+@pytest.mark.parametrize("window", [None, 3, 9, 33])
+def test_tiles_agree_with_the_slow_twin(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "QUERY_TILE", 8)
+    check([50, 3], [(0, 37), (21, 30), (5, 8), (16, 1)], window, 0, consecutive=False)
+
+
+def test_groups_are_bounded_by_size_and_by_padding() -> None:
+    assert group_rows([], 100) == []
+    assert group_rows([10, 10, 10], 100) == [(0, 3)]
+    assert group_rows([10, 10, 10], 20) == [(0, 2), (2, 3)]
+    assert group_rows([1000, 10, 8, 7], 100) == [(0, 1), (1, 3), (3, 4)]
+    assert group_rows([1000, 999], 100) == [(0, 1), (1, 2)]
+
+
+@given(lengths=st.lists(st.integers(1, 500)), limit=st.integers(1, 2000))
+def test_groups_cover_every_row_once(lengths: list[int], limit: int) -> None:
+    lengths.sort(reverse=True)
+    groups = group_rows(lengths, limit)
+    assert [i for start, stop in groups for i in range(start, stop)] == list(range(len(lengths)))
+    for start, stop in groups:
+        assert stop - start == 1 or (stop - start) * lengths[start] <= limit
+        assert lengths[stop - 1] * 4 >= lengths[start] * 3
+
+
+def test_one_long_row_does_not_make_short_rows_pay() -> None:
+    first, second, kv, _ = scene([120, 8, 7, 7], [], seed=0, consecutive=False)
+    plan = AttentionPlanner(kv).plan(first, second, None)
+    assert [group.read.num_seqs * group.read.num_blocks for group in plan.decode] == [31, 9]

@@ -1,0 +1,211 @@
+"""Weight files: shards, damage, missing and misshapen tensors, dtypes, progress; nothing is allocated too
+early.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sagellm.core.errors import MissingWeightsError, ModelError, UnsupportedModelError, WeightShapeError
+from sagellm.engines.native import weights
+from sagellm.engines.native.architectures import read_config, read_spec
+from sagellm.engines.native.backend import NativeBackend
+from sagellm.engines.native.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from sagellm.engines.native.hub import model_folder
+from sagellm.engines.native.weights import check, load, parameters
+from tests.tiny_models import save_tiny
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_tiny(folder, "llama")
+    return folder
+
+
+@pytest.fixture
+def folder(pristine: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(pristine, tmp_path / "model"))
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    plan, checkpoint = parameters(read_spec(read_config(folder))), Checkpoint(folder)
+    check(plan, checkpoint)
+    return load(plan, checkpoint, CPU, dtype, dtype)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / SINGLE_FILE).items()}
+    change(tensors)
+    save_file(tensors, folder / SINGLE_FILE)
+
+
+@pytest.fixture
+def no_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("weights were allocated before the checkpoint was checked")
+
+    monkeypatch.setattr(weights, "load", refuse)
+    monkeypatch.setattr("sagellm.engines.native.backend.load", refuse)
+
+
+def test_shards_load_as_one_file_does(folder: Path, tmp_path: Path) -> None:
+    sharded = tmp_path / "sharded"
+    save_tiny(sharded, "llama", max_shard_size="100KB")
+    assert (sharded / INDEX_FILE).exists()
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    one, many = loaded(folder), loaded(sharded)
+    assert one.keys() == many.keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def test_fused_parameters_are_the_pieces_stacked(folder: Path) -> None:
+    stored, ours = load_file(folder / SINGLE_FILE), loaded(folder)
+    pieces = [stored[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(ours["layers.1.qkv.weight"], torch.cat(pieces))
+
+
+def test_names_without_their_first_word_are_found(folder: Path) -> None:
+    before = loaded(folder)
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    rewrite(folder, rename)
+    assert torch.equal(loaded(folder)["layers.0.up.weight"], before["layers.0.up.weight"])
+
+
+def test_values_are_rounded_to_the_dtype_and_held_in_the_compute_dtype(folder: Path) -> None:
+    plan, checkpoint = parameters(read_spec(read_config(folder))), Checkpoint(folder)
+    rounded = load(plan, checkpoint, CPU, torch.bfloat16, torch.float32)["embed.weight"]
+    assert rounded.dtype == torch.float32
+    assert torch.equal(rounded, loaded(folder)["embed.weight"].bfloat16().float())
+
+
+def test_progress_counts_all_bytes(folder: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    NativeBackend(folder, num_blocks=1, threads=1, progress=lambda done, total: calls.append((done, total)))
+    assert calls == sorted(calls)
+    assert calls[-1][0] == calls[-1][1]
+    assert calls[-1][1] == sum(tensor.nbytes for tensor in load_file(folder / SINGLE_FILE).values())
+
+
+def test_fingerprint_tells_fine_tunes_apart(folder: Path) -> None:
+    before = Checkpoint(folder).fingerprint()
+    assert before == Checkpoint(folder).fingerprint()
+    rewrite(folder, lambda tensors: tensors["model.norm.weight"].add_(0.5))
+    assert Checkpoint(folder).fingerprint() != before
+
+
+@pytest.mark.usefixtures("no_allocation")
+class TestRefusals:
+    """One clear error before anything is allocated."""
+
+    def fails(self, folder: Path, error: type[ModelError], words: str) -> None:
+        with pytest.raises(error, match=words):
+            NativeBackend(folder, threads=1)
+
+    def test_no_weights(self, folder: Path) -> None:
+        (folder / SINGLE_FILE).unlink()
+        self.fails(folder, MissingWeightsError, SINGLE_FILE)
+        (folder / "pytorch_model.bin").touch()
+        self.fails(folder, MissingWeightsError, "convert them to safetensors")
+
+    def test_missing_shard(self, tmp_path: Path) -> None:
+        save_tiny(tmp_path, "llama", max_shard_size="100KB")
+        sorted(tmp_path.glob("*.safetensors"))[1].unlink()
+        self.fails(tmp_path, MissingWeightsError, r"1 of \d+ weight files.*model-00002")
+
+    def test_damaged_index(self, folder: Path) -> None:
+        (folder / INDEX_FILE).write_text('{"weight_map": []}', encoding="utf-8")
+        self.fails(folder, ModelError, INDEX_FILE)
+
+    def test_missing_tensor(self, folder: Path) -> None:
+        def drop(tensors: dict[str, torch.Tensor]) -> None:
+            del tensors["model.layers.2.mlp.up_proj.weight"]
+
+        rewrite(folder, drop)
+        self.fails(folder, MissingWeightsError, "model.layers.2.mlp.up_proj.weight")
+
+    def test_wrong_shape(self, folder: Path) -> None:
+        def cut(tensors: dict[str, torch.Tensor]) -> None:
+            tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(127, 96)
+
+        rewrite(folder, cut)
+        self.fails(folder, WeightShapeError, r"layers\.0\.self_attn\.k_proj.*\[128, 96\].*\[127, 96\]")
+
+    def test_truncated_file(self, folder: Path) -> None:
+        path = folder / SINGLE_FILE
+        path.write_bytes(path.read_bytes()[:-100])
+        self.fails(folder, ModelError, "cut short.*fetch it again")
+
+    @pytest.mark.parametrize("size", [0, 5, 100])
+    def test_cut_in_the_header(self, folder: Path, size: int) -> None:
+        path = folder / SINGLE_FILE
+        path.write_bytes(path.read_bytes()[:size])
+        self.fails(folder, ModelError, "cut short")
+
+    @pytest.mark.parametrize(
+        "header",
+        [b"not json", b"[]", b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', b'{"a": {}}'],
+    )
+    def test_damaged_header(self, folder: Path, header: bytes) -> None:
+        (folder / SINGLE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+        self.fails(folder, ModelError, "damaged safetensors header")
+
+    def test_unsupported_architecture(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config["architectures"] = ["GPT2LMHeadModel"]
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        self.fails(folder, UnsupportedModelError, "GPT2LMHeadModel")
+
+
+def test_integer_weights_are_refused(folder: Path) -> None:
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+
+    rewrite(folder, quantize)
+    with pytest.raises(UnsupportedModelError, match="I8"):
+        NativeBackend(folder, threads=1)
+
+
+def test_a_hub_name_without_network_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(ModelError, match=r"no route to host.*Give a folder"):
+        model_folder("nobody/no-such-model")
+    for name in (str(tmp_path / "absent"), "./absent", "a/b/c"):
+        with pytest.raises(ModelError, match="not a model folder"):
+            model_folder(name)
+
+
+def test_a_hub_name_is_fetched_with_only_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import huggingface_hub
+
+    asked: dict[str, object] = {}
+
+    def fetch(name: str, **options: object) -> str:
+        asked.update(options, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert model_folder("org/name", revision="v2") == tmp_path
+    assert (asked["name"], asked["revision"]) == ("org/name", "v2")
+    assert "*.bin" not in asked["allow_patterns"]  # type: ignore[operator]

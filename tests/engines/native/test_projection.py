@@ -1,0 +1,20 @@
+"""Both forms of a projection give the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sagellm.engines.native.projection import FEWEST_ROWS, MOST_ROWS, project
+
+
+@pytest.mark.parametrize("rows", [0, 1, FEWEST_ROWS - 1, FEWEST_ROWS, 32, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_project_is_a_linear_layer(rows: int, with_bias: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, 24), torch.randn(40, 24)
+    bias = torch.randn(40) if with_bias else None
+    expected = torch.nn.functional.linear(
+        x.double(), weight.double(), None if bias is None else bias.double()
+    )
+    torch.testing.assert_close(project(x, weight, bias).double(), expected, atol=1e-5, rtol=1e-5)

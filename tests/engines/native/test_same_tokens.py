@@ -1,0 +1,165 @@
+"""One property over everything: the same tokens whatever the cache, chunking, batch, memory and preemption.
+
+In fp64, where rounding cannot tip a choice. The reference is each request alone, uncached, in one chunk.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sagellm.core.clock import ManualClock
+from sagellm.core.config import KVConfig
+from sagellm.core.protocols.scheduler_ir import SchedulerPass
+from sagellm.core.types import Request, RequestOutput, SamplingParams, Tokens
+from sagellm.engines.build import build_kv
+from sagellm.engines.engine import Engine
+from sagellm.engines.native.backend import NativeBackend
+from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
+from sagellm.kvmgr.scheduler_ir.passes import ChunkedPrefillPass, PrefixCacheAwarePass, PriorityBasedPass
+from tests.builders import PreemptAtRandom, run_all
+from tests.tiny_models import TINY_MODELS, VOCAB, save_tiny
+
+BLOCK = 4
+MAX_LEN = 96
+SAMPLING = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2),
+    SamplingParams(temperature=1.1, seed=5),
+    SamplingParams(temperature=0.9, seed=6, top_k=20, top_p=0.9, min_p=0.01, logit_bias={7: 2.0}),
+    SamplingParams(temperature=1.0),  # the seed comes from the engine's and the request's name
+)
+
+
+@cache
+def backend(name: str, reference: bool) -> NativeBackend:
+    """One for the reference and one for the engines under test: a backend belongs to one engine at a time."""
+    folder = Path(mkdtemp(prefix="sagellm-"))
+    save_tiny(folder, name)
+    return NativeBackend(
+        folder, device="cpu", dtype="float64", block_size=BLOCK, num_blocks=128, max_num_seqs=5,
+        max_model_len=MAX_LEN, threads=1,
+    )  # fmt: skip
+
+
+def engine(
+    name: str,
+    num_blocks: int,
+    budget: int,
+    passes: Sequence[SchedulerPass],
+    *,
+    caching: bool,
+    reference: bool = False,
+) -> Engine:
+    kv = build_kv(KVConfig(block_size=BLOCK, prefix_caching=caching), num_blocks)
+    pools = backend(name, reference)._kv
+    for pool in (*pools.keys, *pools.values):  # whatever an earlier owner left behind must not be read
+        pool.fill_(math.nan)
+    return Engine(
+        backend(name, reference), kv, BaseSchedulerIR(passes), max_batched_tokens=budget, clock=ManualClock()
+    )
+
+
+def prompt(family: int, length: int, seed: int) -> list[int]:
+    """Families share their first 12 tokens."""
+    shared, own = random.Random(family), random.Random(seed)
+    tokens = [shared.randrange(3, VOCAB) for _ in range(12)] + [
+        own.randrange(3, VOCAB) for _ in range(length)
+    ]
+    return tokens[:length]
+
+
+@cache
+def alone(
+    name: str, tokens: tuple[int, ...], max_tokens: int, sampling: int, request_id: str
+) -> tuple[int, ...]:
+    """The reference: one request, one chunk, no cache."""
+    single = engine(name, 128, 1024, [], caching=False, reference=True)
+    params = replace(SAMPLING[sampling], max_tokens=max_tokens)
+    single.add(Request(request_id, Tokens(tokens), params))
+    return tuple(run_all(single)[request_id])
+
+
+requests = st.lists(
+    st.tuples(
+        st.integers(0, 1), st.integers(1, 40), st.integers(0, 3), st.integers(1, 10), st.integers(0, 4)
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=60)
+@given(
+    name=st.sampled_from(sorted(TINY_MODELS)),
+    specs=requests,
+    num_blocks=st.integers(14, 60),
+    budget=st.integers(3, 64),
+    chunk=st.one_of(st.none(), st.integers(1, 17)),
+    caching=st.booleans(),
+    preempt=st.sampled_from([0.0, 0.15]),
+    seed=st.integers(0, 99),
+    stagger=st.integers(0, 2),
+    again=st.booleans(),
+)
+def test_same_tokens_whatever_happens(
+    name: str,
+    specs: list[tuple[int, int, int, int, int]],
+    num_blocks: int,
+    budget: int,
+    chunk: int | None,
+    caching: bool,
+    preempt: float,
+    seed: int,
+    stagger: int,
+    again: bool,
+) -> None:
+    passes: list[SchedulerPass] = [
+        PrefixCacheAwarePass(),
+        PriorityBasedPass(),
+        PreemptAtRandom(seed, preempt, 6),
+    ]
+    passes.append(ChunkedPrefillPass(chunk))
+    busy = engine(name, num_blocks, budget, passes, caching=caching)
+    got: dict[str, list[int]] = {}
+    expected: dict[str, tuple[int, ...]] = {}
+    rounds = 2 if again else 1  # the second round finds the first, generated tokens included, in the cache
+    for turn in range(rounds):
+        for index, (family, length, own, max_tokens, sampling) in enumerate(specs):
+            request_id = f"{index}.{turn}"
+            tokens = prompt(family, length, own)
+            if turn:
+                tokens += expected[f"{index}.0"]
+            expected[request_id] = alone(name, tuple(tokens), max_tokens, sampling, request_id)
+            params = replace(SAMPLING[sampling], max_tokens=max_tokens)
+            busy.add(Request(request_id, Tokens(tokens), params, arrival_s=index))
+            for _ in range(stagger):
+                for output in busy.step():
+                    got.setdefault(output.request_id, []).extend(output.new_token_ids)
+        for request_id, new in run_all(busy).items():
+            got.setdefault(request_id, []).extend(new)
+    assert {request_id: tuple(tokens) for request_id, tokens in got.items()} == expected
+    assert busy.kv.block_states().active == 0
+
+
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_a_second_turn_reuses_generated_tokens(name: str) -> None:
+    chat = engine(name, 128, 64, [], caching=True)
+    first = prompt(0, 21, 1)
+    chat.add(Request("first", Tokens(first), SamplingParams(temperature=0.0, max_tokens=12)))
+    history = first + run_all(chat)["first"] + [5, 6, 7]
+    chat.add(Request("second", Tokens(history), SamplingParams(temperature=0.0, max_tokens=6)))
+    outputs: list[RequestOutput] = []
+    while chat.has_work():
+        outputs.extend(chat.step())
+    assert outputs[0].num_cached_tokens == (21 + 12 - 1) // BLOCK * BLOCK
+    assert tuple(t for o in outputs for t in o.new_token_ids) == alone(name, tuple(history), 6, 0, "second")
