@@ -12,9 +12,9 @@ from sagellm.core.errors import ContextLengthError
 from sagellm.core.types import SamplingParams
 
 
-def lines(*given: str | type[BaseException]) -> Callable[[str], str]:
+def lines(*given: str | BaseException | type[BaseException]) -> Callable[[str], str]:
     """An `input` that gives these lines, or raises, and then ends."""
-    stream: Iterator[str | type[BaseException]] = iter([*given, EOFError])
+    stream: Iterator[str | BaseException | type[BaseException]] = iter([*given, EOFError])
 
     def read(_prompt: str) -> str:
         line = next(stream)
@@ -25,7 +25,9 @@ def lines(*given: str | type[BaseException]) -> Callable[[str], str]:
     return read
 
 
-def talk(fake: Any, *given: str | type[BaseException], system: str | None = None) -> Conversation:
+def talk(
+    fake: Any, *given: str | BaseException | type[BaseException], system: str | None = None
+) -> Conversation:
     conversation = Conversation(fake, SamplingParams(), system)
     conversation.talk(lines(*given))
     return conversation
@@ -85,3 +87,9 @@ def test_the_command_reads_stdin(cli: Any, made: Any) -> None:
     assert "b a \n" in result.stdout
     assert "/exit  leave" in result.stderr
     assert made[0].closed
+
+
+def test_a_line_that_is_no_text_ends_nothing(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    talk(fake, UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "one two")
+    assert "that is no utf-8 text" in capsys.readouterr().err
+    assert len(fake.asked) == 1

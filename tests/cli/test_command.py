@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -12,7 +13,6 @@ import pytest
 import sagellm
 from sagellm import serving
 from sagellm.cli import serve
-from sagellm.core.ports import SagePorts
 
 COMMANDS = ("run", "chat", "serve", "doctor", "config", "version")
 
@@ -66,19 +66,62 @@ def test_a_real_process_explains_its_errors() -> None:
 def test_serve_hands_over_what_is_configured(cli: Any, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[tuple[Any, dict[str, Any]]] = []
     monkeypatch.setattr(serving, "serve", lambda llm, **options: served.append((llm, options)))
-    result = cli(
-        "serve", "some/folder", "--host", "0.0.0.0", "--api-key", "k", "--set", "server.max_waiting=5"
-    )
+    settings = [
+        "server.max_waiting=5",
+        "server.max_body_bytes=2048",
+        "server.cors_origins=http://a,http://b:80",
+    ]
+    given = [part for one in settings for part in ("--set", one)]
+    result = cli("serve", "some/folder", "--host", "0.0.0.0", "--port", "0", "--api-key", "k", *given)
     assert result.exit_code == 0, result.stderr
-    options = {
-        "host": "0.0.0.0",
-        "port": int(SagePorts.HTTP),
+    [(llm, options)] = served
+    assert isinstance(options.pop("listener"), socket.socket)
+    assert options == {
         "log_level": "info",
         "api_key": "k",
+        "cors_origins": ("http://a", "http://b:80"),
         "max_waiting": 5,
+        "max_body_bytes": 2048,
     }
-    assert served == [(made[0], options)]
+    assert llm is made[0]
     assert made[0].config.model.name == "some/folder"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no such host"])
+def test_serve_has_its_address_before_it_loads(cli: Any, made: Any, host: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = cli("serve", "--host", host, "--port", str(taken.getsockname()[1]))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"sagellm: cannot listen on {host}:")
+    assert result.stderr.count("\n") == 1
+    assert not made
+
+
+@pytest.mark.parametrize("options", [["--api-key", ""], ["--set", "server.api_key="]])
+def test_an_empty_key_starts_no_open_server(cli: Any, made: Any, options: list[str]) -> None:
+    result = cli("serve", "--port", "0", *options)
+    assert result.exit_code == 2
+    assert "server.api_key in command line is empty" in result.stderr
+    assert not made
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "a\udcff"],
+        ["run", "x", "--stop", "\udcff"],
+        ["serve", "\udcff"],
+        ["config", "show", "-m", "\udcff"],
+    ],
+)
+def test_an_argument_that_is_no_text_is_one_line(cli: Any, made: Any, arguments: list[str]) -> None:
+    result = cli(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.endswith("is not UTF-8 text\n")
+    assert result.stderr.count("\n") == 1
+    assert not made
 
 
 def test_serve_without_its_packages_names_the_extra(

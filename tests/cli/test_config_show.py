@@ -63,3 +63,26 @@ def test_the_api_key_is_never_shown(cli: Any) -> None:
 
 def test_meaning(cli: Any) -> None:
     assert "tokens per block" in cli("config", "show", "--meaning").stdout
+
+
+def test_a_key_given_twice_names_both_lines(cli: Any, tmp_path: Path) -> None:
+    file = tmp_path / "sage.yaml"
+    for text, where in (
+        ("kv:\n  block_size: 8\nkv:\n  num_blocks: 9\n", "'kv' is given twice, in line 1 and in line 3"),
+        ("kv: {block_size: 8, block_size: 9}\n", "'block_size' is given twice, in line 1 and in line 1"),
+        ("kv.block_size: 8\nkv: {block_size: 9}\n", "kv.block_size is given twice"),
+        ("kv: {block_size: 2024-99-99}\n", "cannot read the configuration file"),
+        ("[" * 10_000, "cannot read the configuration file"),
+    ):
+        file.write_text(text)
+        result = cli("config", "show", "--config", str(file))
+        assert result.exit_code == 2
+        assert where in result.stderr
+        assert str(file) in result.stderr
+
+
+def test_merges_of_yaml_still_work(cli: Any, tmp_path: Path) -> None:
+    file = tmp_path / "sage.yaml"
+    file.write_text("kv: {<<: {block_size: 8, num_blocks: 1}, num_blocks: 9}\n")
+    shown = rows(cli("config", "show", "--config", str(file)))
+    assert (shown["kv.block_size"], shown["kv.num_blocks"]) == (["8"], ["9"])

@@ -81,7 +81,36 @@ def test_a_taken_port_is_said_and_is_no_failure(
         taken.listen()
         result = cli("doctor", "--port", str(taken.getsockname()[1]))
     assert result.exit_code == 0
-    assert "choose another with --port" in result.stdout
+    assert "choose another with --host and --port" in result.stdout
+
+
+@pytest.mark.parametrize("host", ["no such host", "x" * 300])
+def test_a_host_that_is_none_is_said(
+    cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    write_weights(model, {"a": [1]})
+    monkeypatch.setattr(doctor, "demo_model_folder", lambda: model)
+    assert "choose another with --host" in cli("doctor", "--host", host).stdout
+
+
+@pytest.mark.parametrize("name", ["/nonexistent", "./here", "a/b/c", "~/nowhere", ""])
+def test_a_model_that_is_none_exits_2(
+    cli: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write_weights(model, {"a": [1]})
+    monkeypatch.setattr(doctor, "demo_model_folder", lambda: model)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    result = cli("doctor", name or str(empty), "--port", "0")
+    assert (result.exit_code, "ready" in result.stdout) == (2, False)
+    assert result.stderr.startswith(f"sagellm: cannot serve {name or empty}: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_model_of_the_hub_may_come(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_weights(model, {"a": [1]})
+    monkeypatch.setattr(doctor, "demo_model_folder", lambda: model)
+    assert cli("doctor", "Qwen/Qwen3-0.6B", "--port", "0").exit_code == 0
 
 
 def test_size_from_the_shape_alone(model: Path) -> None:

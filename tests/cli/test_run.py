@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from sagellm.cli import app
 from sagellm.core.errors import ModelError
 from sagellm.engines import build
 
@@ -21,6 +23,14 @@ def test_without_a_prompt_it_reads_stdin(cli: Any, made: Any) -> None:
     assert cli("run", stdin="a b\n").stdout == "b a \n"
     assert cli("run", "-", stdin="c d\n").stdout == "d c \n"
     assert len(made) == 2
+
+
+def test_a_stdin_that_is_no_text_is_one_line(made: Any) -> None:
+    result = CliRunner().invoke(app, ["run", "-"], input=b"\xff\xfe", catch_exceptions=False)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("sagellm: stdin holds no utf-8 text")
+    assert result.stderr.count("\n") == 1
+    assert not made
 
 
 def test_options_reach_sampling_and_configuration(cli: Any, made: Any) -> None:

@@ -147,3 +147,64 @@ def test_command_line_values_may_be_texts_or_values() -> None:
     assert (config.server.port, config.kv.num_blocks) == (0, 7)
     with pytest.raises(ConfigError, match="in command line"):
         command_line_layer({"kv.num_block": 7})
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_an_empty_secret_is_an_error_in_every_layer(text: str) -> None:
+    for layer in (
+        Layer("file sage.yaml", {"server": {"api_key": text}}),
+        Layer("file sage.yaml", {"server": {"api_key": None}}),
+        env_layer({"SAGELLM_SERVER_API_KEY": text}),
+    ):
+        with pytest.raises(ConfigError, match=f"server.api_key in {layer.name} is empty"):
+            resolve([layer])
+    with pytest.raises(ConfigError, match="is empty"):
+        command_line_layer({"server.api_key": text})
+
+
+@pytest.mark.parametrize("text", ["none", "null", "x"])
+def test_a_secret_is_the_text_itself(text: str) -> None:
+    assert resolve([command_line_layer({"server.api_key": text})]).config.server.api_key == text
+
+
+def test_a_secret_that_is_wrong_is_not_shown() -> None:
+    with pytest.raises(ConfigError, match=r"server\.api_key") as refused:
+        resolve([Layer("file", {"server.api_key": 987654})])
+    assert "987654" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("server.port", True, "should not be true or false"),
+        ("engine.threads", False, "should not be true or false"),
+        ("kv.memory_fraction", True, "should not be true or false"),
+        ("model.name", False, "should not be true or false"),
+        ("kv.prefix_caching", 1, "should be true or false"),
+        ("kv.prefix_caching", 0.0, "should be true or false"),
+        ("model.revision", 123, "valid string"),
+        ("model.name", 1.5, "valid string"),
+        ("log.level", 3, "should be 'debug'"),
+        ("scheduler.passes", [1], "valid string"),
+        ("server.cors_origins", ["page"], "match pattern"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(key: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        resolve([Layer("file sage.yaml", {key: value})])
+    assert key in str(refused.value)
+
+
+def test_a_key_in_both_forms_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"kv.block_size is given twice in file"):
+        resolve([Layer("file", {"kv.block_size": 8, "kv": {"block_size": 8}})])
+
+
+def test_text_that_is_not_utf8_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model.name: '\\udcff' is not UTF-8"):
+        env_layer({"SAGELLM_MODEL_NAME": "\udcff"})
+
+
+@pytest.mark.parametrize("text", ["", "none"])
+def test_an_empty_list_as_text(text: str) -> None:
+    assert resolve([command_line_layer({"server.cors_origins": text})]).config.server.cors_origins == ()

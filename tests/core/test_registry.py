@@ -12,7 +12,10 @@ import pytest
 
 from sagellm.core import registry as registry_module
 from sagellm.core.errors import ConfigError, UnknownNameError
-from sagellm.core.registry import KINDS, Registry, registry
+from sagellm.core.protocols.collectives import CommBackendProtocol
+from sagellm.core.protocols.interconnect import DomesticCommBackend
+from sagellm.core.protocols.scheduler_ir import SchedulerPass
+from sagellm.core.registry import CONTRACTS, KINDS, Registry, members, registry
 
 LRU = """
 class Lru:
@@ -152,3 +155,34 @@ def test_an_unknown_kind_names_the_nearest() -> None:
 
 def test_our_policies_are_found() -> None:
     assert "lru" in registry("policy").names()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            "os:getcwd",
+            r"policy 'os:getcwd' makes a str, which has no check, evict, .*: it is no EvictionPolicy",
+        ),
+        ("collections:Counter", r"makes a Counter, which has no check, evict"),
+        ("os:environ", r"policy 'os:environ' is a _Environ: name a class or a function"),
+        ("builtins:dict", r"policy 'builtins:dict' does not say which options it takes"),
+        ("math:sqrt", r"policy 'math:sqrt' needs x"),
+    ],
+)
+def test_a_path_of_the_wrong_kind_says_what_is_missing(path: str, message: str) -> None:
+    with pytest.raises((UnknownNameError, ConfigError), match=message):
+        registry("policy").create(path)
+
+
+def test_members_are_those_of_the_protocol_and_its_bases() -> None:
+    assert members(SchedulerPass) == ["__call__", "name"]
+    assert {"info", "available"} < set(members(DomesticCommBackend))
+    assert set(members(CommBackendProtocol)) < set(members(DomesticCommBackend))
+    assert members(None) == []
+
+
+@pytest.mark.parametrize("kind", CONTRACTS)
+def test_every_contract_has_members(kind: str) -> None:
+    assert kind in KINDS
+    assert members(CONTRACTS[kind])

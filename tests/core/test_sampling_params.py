@@ -29,6 +29,7 @@ from sagellm.core.types import Request, SamplingParams, Tokens
         ({"max_tokens": 0}, "max_tokens", "must be at least 1, got 0"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "must not exceed max_tokens"),
         ({"stop": ("",)}, "stop", "must not be empty"),
+        ({"stop": ("x" * 1025,)}, "stop", "at most 1024 characters"),
         ({"stop": tuple("abcdefghijklmnopq")}, "stop", "at most 16"),
         ({"logit_bias": {3: 101.0}}, "logit_bias", r"logit_bias\[3\]"),
     ],

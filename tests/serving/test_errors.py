@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from sagellm.serving.parameters import NEUTRAL, WITHOUT_EFFECT
+from sagellm.serving.parameters import MESSAGE_NEUTRAL, NEUTRAL, WITHOUT_EFFECT
 from sagellm.serving.schema import ChatRequest, CompletionRequest
 from tests.scripted_engine import ScriptedEngine, scripted_llm
 from tests.serving.live import Live, serving
@@ -51,6 +51,11 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"stop": ""}, "stop"),
     (CHAT, {"logit_bias": {"a": 1}}, "logit_bias"),
     (CHAT, {"logit_bias": {"9999999": 1}}, "logit_bias"),
+    (CHAT, {"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
+    (CHAT, {"logit_bias": {"٣": 1}}, "logit_bias"),
+    (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT, {"stop": ["x", None]}, "stop"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "name": 3}]}, "messages[0].name"),
     (CHAT, {"top_logprobs": 3}, "top_logprobs"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
@@ -170,6 +175,87 @@ def test_an_unknown_field_names_the_nearest(live: Live) -> None:
     assert "'temperature'" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"top_p": 0}, "top_p must be above 0 and at most 1, got 0.0; for the likeliest token alone, "),
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
+    ],
+)
+def test_ranges_read_well(live: Live, fields: dict[str, Any], message: str) -> None:
+    assert refused(live, CHAT, 400, **fields)["message"].startswith(message)
+
+
+def test_an_unknown_field_of_a_message_names_the_nearest(live: Live) -> None:
+    error = refused(live, CHAT, 400, messages=[*MESSAGES, {"role": "user", "content": "x", "nane": "y"}])
+    assert (error["code"], error["param"]) == ("unknown_parameter", "messages[1].nane")
+    assert "Did you mean 'name'?" in error["message"]
+
+
+@pytest.mark.parametrize("name", MESSAGE_NEUTRAL)
+def test_fields_of_messages_that_are_not_supported(live: Live, name: str) -> None:
+    message = {"role": "assistant", "content": "x"}
+    error = refused(live, CHAT, 400, messages=[message | {name: "something"}])
+    assert (error["code"], error["param"]) == ("unsupported_parameter", f"messages[0].{name}")
+    for value in (None, *MESSAGE_NEUTRAL[name]):
+        body = {"messages": [*MESSAGES, message | {name: value}, *MESSAGES]}
+        assert live.http.post(CHAT, json=body).status_code == 200
+
+
+def test_what_is_echoed_is_cut_short(live: Live) -> None:
+    long = "y" * 50_000
+    for path, fields in (
+        (CHAT, {long: 1}),
+        (CHAT, {"model": long}),
+        (CHAT, {"messages": [{"role": long, "content": "x"}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": long}]}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "x", long: 1}]}),
+        (CHAT, {"chat_template_kwargs": {"messages": long}}),
+        (COMPLETIONS, {"prompt": [int("9" * 4000)]}),
+        (COMPLETIONS, {"top_k": int("9" * 4000), "n": int("9" * 4000)}),
+    ):
+        body = {"messages": MESSAGES} if path == CHAT else {"prompt": "hi"}
+        response = live.http.post(path, json=body | fields)
+        assert 400 <= response.status_code < 500
+        assert len(response.text) < 3000, fields.keys()
+    assert len(live.http.get(f"/v1/models/{long}").text) < 1000
+    assert len(live.http.get(f"/{long}").text) < 1000
+
+
+@pytest.mark.parametrize("options", [{"self": 1}, {"": 1}, {"a b": 2}, {"context": 3}, {"args": 4}])
+def test_template_options_may_have_any_name(live: Live, options: dict[str, Any]) -> None:
+    response = live.http.post(CHAT, json={"messages": MESSAGES, "chat_template_kwargs": options})
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/toy/model"]
+)
+def test_head_is_get_without_the_body(live: Live, path: str) -> None:
+    head, get = live.http.head(path), live.http.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+def test_a_slash_after_models_changes_nothing(live: Live) -> None:
+    assert live.http.get("/v1/models/").json() == live.http.get("/v1/models").json()
+    assert live.http.get("/openapi.json").status_code == 200
+
+
+def test_after_a_bug_the_connection_lives(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(live.gateway, "check_room", broken)
+            response = live.http.post(COMPLETIONS, json={"prompt": "hi"})
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+        assert "ZeroDivisionError" in response.json()["error"]["message"]
+        assert live.http.post(COMPLETIONS, json={"prompt": "hi"}).status_code == 200
+
+
 def test_unknown_models_routes_and_methods(live: Live) -> None:
     error = refused(live, CHAT, 404, model="gpt-9")
     assert (error["code"], error["param"]) == ("model_not_found", "model")
@@ -241,10 +327,12 @@ def test_cors_is_off_unless_asked_for() -> None:
 
 def test_too_many_waiting_requests_are_told_to_come_back() -> None:
     with serving(scripted_llm(), max_waiting=3) as live:
-        response = live.http.post(COMPLETIONS, json={"prompt": ["a", "b"], "n": 2})
+        live.gateway._num_waiting = 2
+        response = live.http.post(COMPLETIONS, json={"prompt": "a", "n": 2})
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
         assert response.json()["error"]["type"] == "rate_limit_error"
+        live.gateway._num_waiting = 0
         assert live.http.post(COMPLETIONS, json={"prompt": "a", "n": 3}).status_code == 200
 
 

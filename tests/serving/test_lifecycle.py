@@ -156,6 +156,29 @@ def answers(url: str) -> bool:
         return False
 
 
+def test_a_client_that_does_not_read_is_cut_off() -> None:
+    llm = scripted_llm("a b c d e f ", max_model_len=10**6)
+    engine = llm._engine
+    assert isinstance(engine, ScriptedEngine)
+    body = json.dumps(BODY | {"max_tokens": 10**5, "logprobs": 20, "n": 8}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with serving(llm) as live, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(live.address)
+        client.sendall(head + body)
+        wait_until(lambda: bool(engine.added))
+        [entry] = live.gateway._open.values()
+        wait_until(lambda: not engine.running, timeout_s=60)
+        assert entry.generation._items == []
+        assert live.metric("sagellm_requests_total", finish_reason="abort") == 1
+        received = b""
+        client.settimeout(20)
+        while not received.endswith(b"0\r\n\r\n"):
+            received = (received + client.recv(2**16))[-4096:]
+    assert b'"code":"slow_client"' in received
+    assert b"[DONE]" not in received
+
+
 def test_many_disconnects_leave_nothing() -> None:
     llm, engine = slow_llm()
     with serving(llm) as live:

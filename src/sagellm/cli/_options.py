@@ -12,13 +12,13 @@ import functools
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Self
 
 import typer
 
-from sagellm.core.errors import SageError
+from sagellm.core.errors import RequestError, SageError
 
 ModelArgument = Annotated[
     str | None,
@@ -66,6 +66,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(**given: Any) -> None:
         with explained(debug=bool(given.pop("debug"))):
+            _check_encodable(given.values())
             values = {name: kind.take(given) for name, kind in groups.items()}
             function(**given, **values)
 
@@ -76,6 +77,16 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
+
+
+def _check_encodable(values: Iterable[Any]) -> None:
+    """Bytes of an argument that are no text reach Python as halves of surrogate pairs."""
+    for value in values:
+        for text in value if isinstance(value, list) else (str(value),):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(f"the argument {text!a} is not UTF-8 text") from error
 
 
 def _is_group(annotation: Any) -> bool:

@@ -60,6 +60,9 @@ class Conversation:
             except KeyboardInterrupt:
                 print("\n(/exit leaves)", file=sys.stderr)
                 continue
+            except UnicodeDecodeError as error:
+                print(f"(that is no {error.encoding} text: {error.reason})", file=sys.stderr)
+                continue
             if line == "/exit":
                 return
             self.turn(line)

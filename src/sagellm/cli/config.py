@@ -48,7 +48,7 @@ def _row(resolved: Resolved, key: str, *, origin: bool, meaning: bool) -> list[s
 
 
 def _shown(key: str, value: Any) -> str:
-    if value is None:
+    if value is None or value == ():
         return "none"
     if key in SECRET_KEYS:
         return "********"

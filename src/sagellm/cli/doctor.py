@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import re
 import socket
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -39,13 +40,15 @@ REQUIRED = {
 OPTIONAL = {"huggingface_hub": "sagellm[native]", "openai": "sagellm[demo]", "transformers": "sagellm[test]"}
 
 EXIT_CANNOT_SERVE = 1
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
 
 
 @command
 def doctor(model: ModelArgument = None, *, settings: ServerSettings) -> None:
     """Say what is installed, and what would fit where.
 
-    The exit status is 0 unless this installation cannot serve: a package or the demo model is missing.
+    The exit status is 0 if it can be served, 1 if a package or the demo model is missing, 2 if MODEL is no
+    model.
     """
     config = settings.load(model=model).config
     print(f"sagellm {__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
@@ -59,6 +62,7 @@ def doctor(model: ModelArgument = None, *, settings: ServerSettings) -> None:
         packages = sorted({REQUIRED.get(name, "sagellm") for name in missing})
         print(f"cannot serve: missing {', '.join(missing)}; pip install {' '.join(map(repr, packages))}")
         raise typer.Exit(EXIT_CANNOT_SERVE)
+    _check_model(config)
     print("ready to serve")
 
 
@@ -114,8 +118,9 @@ def _report_port(config: Config) -> None:
         try:
             probe.bind((config.server.host, config.server.port))
             state = "free"
-        except OSError as error:
-            state = f"not available ({error.strerror}): choose another with --port"
+        except (OSError, ValueError, TypeError) as error:  # an odd host raises any of them
+            reason = (isinstance(error, OSError) and error.strerror) or error
+            state = f"not available ({reason}): choose another with --host and --port"
     print(f"  {'address':<18} {where} {state}")
 
 
@@ -126,11 +131,24 @@ def _chosen(config: Config, found: list[Device]) -> Device:
     return (matching or found[:1])[0]
 
 
+def _check_model(config: Config) -> None:
+    """Raise `ModelError` for a model that is neither a folder of one nor, by its name, one of the hub's."""
+    name = config.model.name
+    if name is None or (_HUB_NAME.fullmatch(name) and not Path(name).exists()):
+        return
+    if not Path(name).expanduser().is_dir():
+        raise ModelError(f"cannot serve {name}: there is no such folder")
+    try:
+        size_of(Path(name).expanduser(), config.model.dtype)
+    except ModelError as error:
+        raise ModelError(f"cannot serve {name}: {error}") from error
+
+
 def _report_fit(config: Config, device: Device) -> None:
     print(f"\nwhat fits on {device.name}")
     for name in dict.fromkeys((None, config.model.name)):
         try:
-            size = size_of(Path(name) if name else demo_model_folder(), config.model.dtype)
+            size = size_of(Path(name).expanduser() if name else demo_model_folder(), config.model.dtype)
         except ModelError as error:
             print(f"  {name or 'demo model'}: {error}")
             continue

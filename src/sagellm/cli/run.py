@@ -73,7 +73,12 @@ def _prompt_text(prompt: str | None) -> str:
         return prompt
     if prompt is None and sys.stdin.isatty():
         raise RequestError('no prompt: sagellm run "…", or pipe a text into it', "prompt")
-    return sys.stdin.read().rstrip("\n")
+    try:
+        text = sys.stdin.read().rstrip("\n")
+        text.encode()
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise RequestError(f"stdin holds no {error.encoding} text: {error.reason}", "prompt") from error
+    return text
 
 
 def _messages(text: str, system: str | None) -> list[Message]:

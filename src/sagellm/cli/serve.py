@@ -20,12 +20,14 @@ def serve(model: ModelArgument = None, *, settings: ServerSettings) -> None:
         raise MissingExtraError("the HTTP server", "serve")
     from sagellm import serving
 
-    llm = load_llm(config)
-    serving.serve(
-        llm,
-        host=config.server.host,
-        port=config.server.port,
-        log_level=config.log.level,
-        api_key=config.server.api_key,
-        max_waiting=config.server.max_waiting,
-    )
+    server = config.server
+    with serving.bind(server.host, server.port) as listener:
+        serving.serve(
+            load_llm(config),
+            listener=listener,
+            log_level=config.log.level,
+            api_key=server.api_key,
+            cors_origins=server.cors_origins,
+            max_waiting=server.max_waiting,
+            max_body_bytes=server.max_body_bytes,
+        )

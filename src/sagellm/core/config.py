@@ -7,12 +7,13 @@ plug-in (`kv.eviction`, `scheduler.passes`, ...) is looked up when the engine is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from sagellm.core.ports import SagePorts
 
+ORIGIN = r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$"
 GPU_MEMORY_SHARE = 0.8
 CPU_MEMORY_SHARE = 0.25
 
@@ -21,6 +22,15 @@ class Section(BaseModel):
     """A group of keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic reads true as 1 and 1 as true; whoever wrote that meant another key."""
+        wants_bool = cls.model_fields[info.field_name or ""].annotation is bool
+        if isinstance(value, (int, float)) and isinstance(value, bool) != wants_bool:
+            raise ValueError("should be true or false" if wants_bool else "should not be true or false")
+        return value
 
 
 class ModelConfig(Section):
@@ -116,6 +126,12 @@ class ServerConfig(Section):
         default=None, min_length=1, repr=False, description="key that clients must send"
     )
     max_waiting: int = Field(default=1024, ge=1, description="requests that may wait; more are answered 429")
+    max_body_bytes: int = Field(
+        default=32 * 2**20, ge=1024, description="largest request body; larger ones are answered 413"
+    )
+    cors_origins: tuple[Annotated[str, Field(pattern=ORIGIN)], ...] = Field(
+        default=(), description="origins whose pages may call the server, as https://host:port; *: all"
+    )
 
 
 class LogConfig(Section):

@@ -14,13 +14,14 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from sagellm.core.config import PRESETS, Config, Section
+from sagellm.core.config import PRESETS, SECRET_KEYS, Config, Section
 from sagellm.core.errors import ConfigError, nearest
 
 ENV_PREFIX = "SAGELLM_"
 RESERVED_ENV = frozenset({"SAGELLM_TRACES", "SAGELLM_CONFIG", "SAGELLM_PRESET"})
 """Variables with our prefix that are no configuration keys."""
 
+_NONE_TEXTS = ("", "none", "null")
 DEFAULT_ORIGIN = "default"
 COMMAND_LINE = "command line"
 
@@ -104,25 +105,46 @@ def _read(key: str, value: Any) -> Any:
 def parse_text(key: str, text: str) -> Any:
     """The value that a text stands for: `none` where the key may be none, commas where it is a list.
 
-    Numbers and booleans stay text: pydantic reads and checks them.
+    Numbers and booleans stay text: pydantic reads and checks them. A secret is always the text itself.
     """
+    _check_encodable(key, text)
+    if key in SECRET_KEYS:
+        return text
     kind = _FIELDS[key][1]
-    union = get_origin(kind) in (Union, types.UnionType)
-    if union and type(None) in get_args(kind) and text.strip().lower() in ("", "none", "null"):
-        return None
+    is_none = text.strip().lower() in _NONE_TEXTS
     if get_origin(kind) is tuple:
-        return tuple(part.strip() for part in text.split(",") if part.strip())
-    return text
+        return () if is_none else tuple(part.strip() for part in text.split(",") if part.strip())
+    union = get_origin(kind) in (Union, types.UnionType)
+    return None if is_none and union and type(None) in get_args(kind) else text
+
+
+def _check_encodable(key: str, text: str) -> None:
+    """Python keeps bytes that are not UTF-8 as halves of surrogate pairs, which nothing can print."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{key}: {text!a} is not UTF-8 text") from None
 
 
 def flatten(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Dotted keys of a nested or dotted mapping; raises `ConfigError` for keys that do not exist."""
+    """Dotted keys of a nested or dotted mapping; raises `ConfigError` for keys that do not exist, and for
+    one that stands there in both forms."""
     flat: dict[str, Any] = {}
     for key, value in _walk(values, where):
         if key not in _FIELDS:
             raise ConfigError(f"unknown key {key!r} in {where}.{nearest(key, KEYS)}")
+        if key in flat:
+            raise ConfigError(f"{key} is given twice in {where}, nested and dotted: keep one")
+        if key in SECRET_KEYS:
+            _check_secret(key, value, where)
         flat[key] = value
     return flat
+
+
+def _check_secret(key: str, value: Any, where: str) -> None:
+    """An empty secret is a variable that was not set, and never means that none is wanted."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise ConfigError(f"{key} in {where} is empty: give it a value, or leave it out to have none")
 
 
 def _walk(values: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
@@ -176,7 +198,8 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
         key = ".".join(str(part) for part in problem["loc"][:2])
         message = problem["msg"].removeprefix("Value error, ")
         if key in origins:
-            lines.append(f"{key} = {problem['input']!r} ({origins[key]}): {message} [{describe(key)}]")
+            shown = "..." if key in SECRET_KEYS else repr(problem["input"])
+            lines.append(f"{key} = {shown} ({origins[key]}): {message} [{describe(key)}]")
         else:
             lines.append(f"{key}: {message}")
     return "; ".join(lines)

@@ -18,6 +18,13 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from sagellm.core.errors import ConfigError, UnknownNameError, nearest
+from sagellm.core.protocols.engine import InferenceBackend
+from sagellm.core.protocols.eviction import EvictionPolicy
+from sagellm.core.protocols.interconnect import DomesticCommBackend
+from sagellm.core.protocols.kv_pool import KVPool
+from sagellm.core.protocols.lifetime import LifetimePredictor
+from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
+from sagellm.core.protocols.scheduler_ir import SchedulerPass
 
 T = TypeVar("T")
 
@@ -35,14 +42,28 @@ KINDS: Mapping[str, tuple[str, str]] = {
 }
 """Every kind of plug-in: the package that holds ours, and the entry point group for those of others."""
 
+CONTRACTS: Mapping[str, type] = {
+    "policy": EvictionPolicy,
+    "pass": SchedulerPass,
+    "predictor": LifetimePredictor,
+    "index": PrefixReuseIndex,
+    "pool": KVPool,
+    "backend": InferenceBackend,
+    "interconnect": DomesticCommBackend,
+}
+"""The protocol whose members a plug-in of that kind must have."""
+
 
 class Registry(Generic[T]):
     """Finds and makes plug-ins of one kind. Keeps nothing: a file that appears is found by the next call."""
 
-    def __init__(self, kind: str, package: str, entry_point_group: str | None = None) -> None:
+    def __init__(
+        self, kind: str, package: str, entry_point_group: str | None = None, contract: type | None = None
+    ) -> None:
         self.kind = kind
         self.package = package
         self.entry_point_group = entry_point_group
+        self.contract = contract
 
     def names(self) -> list[str]:
         """Every known name, sorted: files of the package and entry points. Imports no plug-in."""
@@ -50,25 +71,40 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> Callable[..., T]:
         """The class (or factory) of that name; raises `UnknownNameError` with the list of names."""
-        if ":" in name:
-            return self._from_path(name)
-        if name in self._own_names():
-            return self._plugin_of(f"{self.package}.{name}")
-        entry = self._entry_points().get(name)
-        if entry is None:
-            raise UnknownNameError(self._unknown(name))
-        plugin: Callable[..., T] = entry.load()
-        return plugin
+        plugin = self._find(name)
+        if not callable(plugin):
+            kind = type(plugin).__name__
+            raise UnknownNameError(
+                f"{self.kind} {name!r} is a {kind}: name a class or a function that makes one"
+            )
+        made: Callable[..., T] = plugin
+        return made
 
     def create(self, name: str, **options: Any) -> T:
-        """Make one; an option that it does not take, or a missing one, is answered with its parameters."""
+        """Make one; an option that it does not take, or a missing one, is answered with its parameters, and
+        a product without the members of the contract with what it lacks."""
         plugin = self.get(name)
-        self._check_options(name, plugin, options)
-        return plugin(**options)
+        self._check_options(name, self.options(name), options)
+        made = plugin(**options)
+        self._check_contract(name, made)
+        return made
 
     def options(self, name: str) -> dict[str, inspect.Parameter]:
         """The parameters that `create(name, ...)` takes, in order."""
-        return dict(inspect.signature(self.get(name)).parameters)
+        try:
+            return dict(inspect.signature(self.get(name)).parameters)
+        except (ValueError, TypeError) as error:  # some of those written in C do not say
+            raise UnknownNameError(f"{self.kind} {name!r} does not say which options it takes") from error
+
+    def _find(self, name: str) -> Any:
+        if ":" in name:
+            return self._from_path(name)
+        if name in self._own_names():
+            return importlib.import_module(f"{self.package}.{name}").PLUGIN
+        entry = self._entry_points().get(name)
+        if entry is None:
+            raise UnknownNameError(self._unknown(name))
+        return entry.load()
 
     def _own_names(self) -> set[str]:
         return {name for name, path in self._files() if _PLUGIN_LINE.search(path.read_text(encoding="utf-8"))}
@@ -88,11 +124,7 @@ class Registry(Generic[T]):
             return {}
         return {entry.name: entry for entry in entry_points(group=self.entry_point_group)}
 
-    def _plugin_of(self, module: str) -> Callable[..., T]:
-        plugin: Callable[..., T] = importlib.import_module(module).PLUGIN
-        return plugin
-
-    def _from_path(self, path: str) -> Callable[..., T]:
+    def _from_path(self, path: str) -> Any:
         module_name, _, attribute = path.partition(":")
         try:
             found = importlib.util.find_spec(module_name)
@@ -106,8 +138,7 @@ class Registry(Generic[T]):
             raise UnknownNameError(
                 f"{self.kind} {path!r}: {module_name} has no {attribute!r}.{nearest(attribute, public)}"
             )
-        plugin: Callable[..., T] = getattr(module, attribute)
-        return plugin
+        return getattr(module, attribute)
 
     def _unknown(self, name: str) -> str:
         known = self.names()
@@ -115,8 +146,17 @@ class Registry(Generic[T]):
         guess = nearest(name, known)
         return f"unknown {self.kind} {name!r}.{guess if guess != listed else ''}{listed}"
 
-    def _check_options(self, name: str, plugin: Callable[..., T], options: Mapping[str, Any]) -> None:
-        parameters = inspect.signature(plugin).parameters
+    def _check_contract(self, name: str, made: T) -> None:
+        missing = [one for one in members(self.contract) if not hasattr(made, one)]
+        if self.contract is not None and missing:
+            raise UnknownNameError(
+                f"{self.kind} {name!r} makes a {type(made).__name__}, which has no {', '.join(missing)}: "
+                f"it is no {self.contract.__name__} ({self.contract.__module__})"
+            )
+
+    def _check_options(
+        self, name: str, parameters: Mapping[str, inspect.Parameter], options: Mapping[str, Any]
+    ) -> None:
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         named = [p.name for p in parameters.values() if p.kind not in _VARIADIC]
         for option in options:
@@ -134,9 +174,16 @@ class Registry(Generic[T]):
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
+def members(contract: type | None) -> list[str]:
+    """The public names that a protocol and its bases ask for, `__call__` among them, sorted."""
+    protocols = [one for one in inspect.getmro(contract) if "_is_protocol" in vars(one)] if contract else []
+    names = {name for one in protocols for name in (*vars(one), *vars(one).get("__annotations__", {}))}
+    return sorted(name for name in names if name == "__call__" or not name.startswith("_"))
+
+
 def registry(kind: str) -> Registry[Any]:
     """The registry of one of `KINDS`."""
     if kind not in KINDS:
         raise UnknownNameError(f"unknown kind of plug-in {kind!r}.{nearest(kind, KINDS)}")
     package, group = KINDS[kind]
-    return Registry(kind, package, group)
+    return Registry(kind, package, group, CONTRACTS.get(kind))

@@ -14,6 +14,7 @@ from sagellm.core.errors import RequestError
 TOKEN_BYTES = 4
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
 MIN_REPETITION_PENALTY = 0.01
 _INT32 = "i"
 _INT32_MAX = 2**31 - 1
@@ -171,6 +172,8 @@ class SamplingParams:
             raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", "stop")
         if any(not text for text in self.stop):
             raise RequestError("a stop string must not be empty", "stop")
+        if any(len(text) > MAX_STOP_LENGTH for text in self.stop):
+            raise RequestError(f"a stop string has at most {MAX_STOP_LENGTH} characters", "stop")
 
     @property
     def greedy(self) -> bool:

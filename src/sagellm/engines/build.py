@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,26 @@ def load_config(
 def read_config_file(path: Path) -> Layer:
     """A YAML file as a layer; raises `ConfigError` naming the file."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
     if values is not None and not isinstance(values, dict):
         raise ConfigError(f"{path} must hold keys and values, not a {type(values).__name__}")
     return Layer(str(path), values or {})
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe, and refuses what YAML itself forbids and PyYAML lets pass: the same key twice in a mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT002 - as PyYAML declares it
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in lines:
+                problem = f"{key.value!r} is given twice, in line {lines[key.value]} and in line {line}"
+                raise yaml.constructor.ConstructorError(problem=problem)
+            lines[str(key.value)] = line
+        return super().construct_mapping(node, deep=deep)
 
 
 def build_kv(

@@ -1,6 +1,8 @@
-"""The OpenAI-compatible HTTP server: `create_app` for the application, `serve` to run it."""
+"""The OpenAI-compatible HTTP server: `create_app` for the application, `serve` to run it, on a socket that
+`bind` has made beforehand where the address should be sure before a model is loaded.
+"""
 
 from sagellm.serving.app import create_app
-from sagellm.serving.server import make_server, serve
+from sagellm.serving.server import bind, make_server, serve
 
-__all__ = ["create_app", "make_server", "serve"]
+__all__ = ["bind", "create_app", "make_server", "serve"]

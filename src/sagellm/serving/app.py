@@ -17,15 +17,18 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import sagellm
 from sagellm.core.clock import Clock
-from sagellm.core.errors import RequestError, UnknownModelError
+from sagellm.core.errors import ConfigError, UnknownModelError
+from sagellm.core.types import Tokens
 from sagellm.engines.llm import LLM
 from sagellm.serving import errors
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.generate import Generator
-from sagellm.serving.parameters import parse
+from sagellm.serving.prompts import PromptEncoder
+from sagellm.serving.reader import RequestReader
 from sagellm.serving.schema import DetokenizeRequest, TokenizeRequest, options_of
 
 DEFAULT_MAX_WAITING = 1024
+DEFAULT_MAX_BODY_BYTES = 32 * 2**20
 DEFAULT_STOP_TIMEOUT_S = 5.0
 
 
@@ -36,6 +39,7 @@ def create_app(
     api_key: str | None = None,
     cors_origins: Sequence[str] = (),
     max_waiting: int = DEFAULT_MAX_WAITING,
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     stop_timeout_s: float = DEFAULT_STOP_TIMEOUT_S,
     clock: Clock | None = None,
     wall_clock: Callable[[], float] = time.time,
@@ -43,13 +47,17 @@ def create_app(
     """The application; its lifespan starts and stops the engine loop, the caller closes the `llm` afterwards.
 
     `model_name` is what clients call the model. With an `api_key`, all but /health, /ready, /version and
-    /metrics want it as a bearer token. At most `max_waiting` sequences wait for their first token, then 429.
-    A step that runs at shutdown is waited for `stop_timeout_s`.
+    /metrics want it as a bearer token. At most `max_waiting` sequences wait for their first token, then 429;
+    a body of more than `max_body_bytes` is answered 413. A step that runs at shutdown is waited for
+    `stop_timeout_s`.
     """
+    if api_key is not None and not api_key.strip():
+        raise ConfigError("api_key is empty: give it a value, or None for a server that wants no key")
     gateway = Gateway(llm, max_waiting=max_waiting, clock=clock)
     lifespan = _lifespan_of(gateway, stop_timeout_s)
     app = FastAPI(title="sageLLM", version=sagellm.__version__, lifespan=lifespan)
     app.state.gateway = gateway
+    app.state.wants_key = api_key is not None
     errors.install(app)
     if cors_origins:
         app.add_middleware(
@@ -57,7 +65,10 @@ def create_app(
         )
     models = Models(model_name or llm.model_name, llm.max_model_len, int(wall_clock()))
     _add_open_routes(app, gateway)
-    _add_api_routes(app, gateway, models, wall_clock, Depends(_key_check(api_key)))
+    reader, encoder = RequestReader(max_body_bytes), PromptEncoder(llm)
+    generator = Generator(gateway, reader, encoder, models.check, wall_clock)
+    tokens = TokenRoutes(reader, encoder, models)
+    _add_api_routes(app, models, generator, tokens, Depends(_key_check(api_key)))
     return app
 
 
@@ -72,7 +83,8 @@ class Models:
     def check(self, name: str | None) -> str:
         """The served name; no name means this model. Raises `UnknownModelError`."""
         if name is not None and name != self.name:
-            raise UnknownModelError(f"the model {name!r} is not served here; {self.name!r} is", "model")
+            shown = errors.clipped(repr(name))
+            raise UnknownModelError(f"the model {shown} is not served here; {self.name!r} is", "model")
         return self.name
 
     def card(self) -> dict[str, Any]:
@@ -98,41 +110,34 @@ class Models:
 class TokenRoutes:
     """/tokenize and /detokenize, in vLLM's form."""
 
-    llm: LLM
+    reader: RequestReader
+    encoder: PromptEncoder
     models: Models
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
-        body = parse(TokenizeRequest, await request.body())
+        body = await self.reader.read(TokenizeRequest, request)
         self.models.check(body.model)
-        tokens = await run_in_threadpool(self._tokens, body)
-        texts = [self.llm.tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in tokens]
-        return {
-            "count": len(tokens),
-            "max_model_len": self.llm.max_model_len,
-            "tokens": tokens,
-            "token_strs": texts if body.return_token_strs else None,
-        }
+        return await run_in_threadpool(self._tokenized, body)
 
     async def detokenize(self, request: Request) -> dict[str, str]:
-        body = parse(DetokenizeRequest, await request.body())
+        body = await self.reader.read(DetokenizeRequest, request)
         self.models.check(body.model)
-        limit = self.llm.tokenizer.vocab_size
-        wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < limit), None)
-        if wrong is not None:
-            raise RequestError(f"token id {wrong} is not in the vocabulary [0, {limit})", "tokens")
-        return {"prompt": self.llm.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        return {"prompt": await run_in_threadpool(self.encoder.decode, body.tokens, "tokens")}
 
-    def _tokens(self, body: TokenizeRequest) -> list[int]:
-        tokenizer = self.llm.tokenizer
+    def _tokenized(self, body: TokenizeRequest) -> dict[str, Any]:
+        tokens = self._tokens(body)
+        return {
+            "count": len(tokens),
+            "max_model_len": self.models.max_model_len,
+            "tokens": tokens.tolist(),
+            "token_strs": self.encoder.token_texts(tokens) if body.return_token_strs else None,
+        }
+
+    def _tokens(self, body: TokenizeRequest) -> Tokens:
         if body.prompt is not None:
-            special = body.add_special_tokens is not False
-            return tokenizer.encode(body.prompt, add_special_tokens=special).tolist()
+            return self.encoder.text(body.prompt, add_special_tokens=body.add_special_tokens is not False)
         prompted = body.add_generation_prompt is not False
-        options = options_of(body)
-        tokens = tokenizer.encode_chat(
-            body.messages or [], add_generation_prompt=prompted, template_options=options
-        )
-        return tokens.tolist()
+        return self.encoder.chat(body.messages or [], options_of(body), add_generation_prompt=prompted)
 
 
 def _lifespan_of(gateway: Gateway, stop_timeout_s: float) -> Callable[[FastAPI], Any]:
@@ -148,32 +153,29 @@ def _lifespan_of(gateway: Gateway, stop_timeout_s: float) -> Callable[[FastAPI],
 def _add_open_routes(app: FastAPI, gateway: Gateway) -> None:
     """What probes and scrapers ask, without a key."""
 
-    @app.get("/health")
     async def health() -> Response:
         if gateway.failure is not None:
             raise errors.UnavailableError(f"the engine has failed: {gateway.failure}")
         return JSONResponse({"status": "ok"})
 
-    @app.get("/ready")
     async def ready() -> Response:
         if not gateway.ready:
             raise errors.UnavailableError("not ready: starting, shutting down, or the engine has failed")
         return JSONResponse({"status": "ready"})
 
-    @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": sagellm.__version__}
 
-    @app.get("/metrics")
     async def metrics() -> Response:
         return Response(gateway.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
+    for handler in (health, ready, version, metrics):
+        _add_get(app, f"/{handler.__name__}", handler)
+
 
 def _add_api_routes(
-    app: FastAPI, gateway: Gateway, models: Models, wall_clock: Callable[[], float], key: Any
+    app: FastAPI, models: Models, generator: Generator, tokens: TokenRoutes, key: Any
 ) -> None:
-    generator = Generator(gateway, models.check, wall_clock)
-    tokens = TokenRoutes(gateway.llm, models)
     posts: dict[str, Callable[[Request], Awaitable[Any]]] = {
         "/v1/chat/completions": generator.chat,
         "/v1/completions": generator.completions,
@@ -182,8 +184,15 @@ def _add_api_routes(
     }
     for path, handler in posts.items():
         app.add_api_route(path, handler, methods=["POST"], dependencies=[key])
-    app.add_api_route("/v1/models", models.list, dependencies=[key])
-    app.add_api_route("/v1/models/{model:path}", models.get, dependencies=[key])
+    _add_get(app, "/v1/models", models.list, dependencies=[key])
+    _add_get(app, "/v1/models/", models.list, dependencies=[key], include_in_schema=False)
+    _add_get(app, "/v1/models/{model:path}", models.get, dependencies=[key])
+
+
+def _add_get(app: FastAPI, path: str, handler: Callable[..., Awaitable[Any]], **options: Any) -> None:
+    """GET, and HEAD, which is the same without the body: the HTTP layer below leaves it out."""
+    app.add_api_route(path, handler, methods=["GET"], **options)
+    app.add_api_route(path, handler, methods=["HEAD"], **(options | {"include_in_schema": False}))
 
 
 def _key_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
@@ -193,7 +202,8 @@ def _key_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
         if api_key is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not secrets.compare_digest(given.encode(), api_key.encode()):
+        same = secrets.compare_digest(given.encode("latin-1"), api_key.encode())  # headers come as latin-1
+        if scheme.lower() != "bearer" or not same:
             defect = "the API key is wrong" if given else "no API key"
             raise errors.UnauthorizedError(f"{defect}: send it as 'Authorization: Bearer KEY'")
 

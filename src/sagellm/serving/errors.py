@@ -2,6 +2,8 @@
 
 RequestError (core)
 ├── UnauthorizedError    401, no key or a wrong one
+├── BodyTooLargeError    413, a body that is not even read
+├── SlowClientError      408, a stream that its client does not read
 ├── OverloadedError      429, too many requests wait
 ├── UnavailableError     503, shutting down, or the engine loop has failed
 └── GenerationError      500, the engine gave this request up
@@ -9,21 +11,37 @@ RequestError (core)
 
 from __future__ import annotations
 
+import logging
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sagellm.core.errors import RequestError
 
+log = logging.getLogger("sagellm.serving")
+
 RETRY_AFTER_S = 1
+MAX_ECHO_CHARS = 100
+MAX_MESSAGE_CHARS = 2000
 
 
 class UnauthorizedError(RequestError):
     status = 401
     code = "invalid_api_key"
+
+
+class BodyTooLargeError(RequestError):
+    status = 413
+    code = "request_too_large"
+
+
+class SlowClientError(RequestError):
+    status = 408
+    code = "slow_client"
 
 
 class OverloadedError(RequestError):
@@ -45,9 +63,15 @@ def error_body(
     message: str, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     """`{"error": {...}}` with the type that belongs to the status."""
+    message, param = clipped(message, MAX_MESSAGE_CHARS), param and clipped(param)
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def clipped(text: str, max_chars: int = MAX_ECHO_CHARS) -> str:
+    """A text of a client's as an error may repeat it."""
+    return text if len(text) <= max_chars else f"{text[:max_chars]}... ({len(text)} characters)"
 
 
 def body_of(error: RequestError) -> dict[str, Any]:
@@ -58,7 +82,34 @@ def install(app: FastAPI) -> None:
     """Answer every error of the app in OpenAI's form."""
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(HTTPException, _no_route)
-    app.add_exception_handler(Exception, _bug)
+    app.add_middleware(BugAnswers)
+
+
+class BugAnswers:
+    """Answers an exception that nothing else handles with 500, and logs it.
+
+    Unlike an exception handler of Starlette's it does not raise again, which would end the connection under
+    the client's next request. Once an answer has begun nothing is left but to raise.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noted_send(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted_send)
+        except Exception as error:
+            if begun or scope["type"] != "http":
+                raise
+            log.exception("%s %s failed", scope["method"], clipped(scope["path"]))
+            await _bug(error)(scope, receive, send)
 
 
 async def _refused(_request: Request, error: Exception) -> JSONResponse:
@@ -72,11 +123,11 @@ async def _refused(_request: Request, error: Exception) -> JSONResponse:
 async def _no_route(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     status = HTTPStatus(error.status_code)
-    message = f"{request.method} {request.url.path}: {status.phrase}"
+    message = f"{clipped(request.method)} {clipped(request.url.path)}: {status.phrase}"
     code = status.phrase.lower().replace(" ", "_")
     return JSONResponse(error_body(message, status, code=code), status, dict(error.headers or {}))
 
 
-async def _bug(_request: Request, error: Exception) -> JSONResponse:
+def _bug(error: Exception) -> JSONResponse:
     message = f"internal error: {type(error).__name__}; the server's log has the details"
     return JSONResponse(error_body(message, 500, code="internal_error"), 500)

@@ -13,11 +13,17 @@ from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import RequestError
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import LLM, TextDelta
-from sagellm.serving.errors import GenerationError, OverloadedError, UnavailableError
+from sagellm.serving.errors import GenerationError, OverloadedError, SlowClientError, UnavailableError
 from sagellm.serving.loop import Abort, EngineLoop, Event, LoopFailed, Refused, Submit
 from sagellm.serving.metrics import RequestTimes, ServerMetrics
 
 log = logging.getLogger("sagellm.serving")
+
+MAX_UNREAD_BYTES = 2**20
+"""Of one generation. The socket's buffers come before it: only a client that does not read gets here."""
+
+_BYTES_PER_TOKEN = 64
+"""What a token, or an alternative to it, takes at least beside its text."""
 
 
 @dataclass(slots=True)
@@ -39,7 +45,7 @@ class Generation:
 
     Iterates over batches: all that came since the last look, so that a client that lags gets fewer and larger
     pieces. Ends when all requests have ended or the generation is closed; raises the error of the first to
-    fail, after what came before it.
+    fail, after what came before it. More than `MAX_UNREAD_BYTES` unread are thrown away and end it.
     """
 
     def __init__(self, gateway: Gateway, num_requests: int) -> None:
@@ -47,14 +53,20 @@ class Generation:
         self.closed = False
         self.request_ids: set[str] = set()
         self._gateway = gateway
-        self._num_unread = num_requests
+        self._num_running = num_requests
         self._items: list[Item] = []
+        self._unread_bytes = 0
         self._error: RequestError | None = None
         self._news = asyncio.Event()
 
     def put(self, item: Item) -> None:
         self._items.append(item)
+        self._unread_bytes += _size(item[1])
         self._news.set()
+        if self._unread_bytes > MAX_UNREAD_BYTES:
+            self._items.clear()
+            self.fail(SlowClientError(f"the client left more than {MAX_UNREAD_BYTES} bytes unread"))
+            self._gateway.abandon(self.request_ids)
 
     def fail(self, error: RequestError) -> None:
         """The first error counts."""
@@ -79,16 +91,22 @@ class Generation:
         return self
 
     async def __anext__(self) -> list[Item]:
-        if not self._num_unread:
+        if not self._num_running:
             raise StopAsyncIteration
         await self.wait()
-        batch, self._items = self._items, []
+        batch, self._items, self._unread_bytes = self._items, [], 0
         if not batch:
             raise StopAsyncIteration
         if not self.closed and self._error is None:
             self._news.clear()
-        self._num_unread -= sum(delta.is_last for _, delta in batch)
+        self._num_running -= sum(delta.is_last for _, delta in batch)
         return batch
+
+
+def _size(delta: TextDelta) -> int:
+    """Bytes, roughly and at least, that a delta keeps while nobody reads it."""
+    entries = len(delta.token_ids) + sum(1 + len(entry.top) for entry in delta.logprobs)
+    return len(delta.text) + _BYTES_PER_TOKEN * entries
 
 
 class Gateway:
@@ -131,7 +149,7 @@ class Gateway:
         self, prompts: Sequence[Tokens], params: SamplingParams, *, priority: int = 0, tenant: str = ""
     ) -> Generation:
         """Submit all prompts. Raises `UnavailableError` or `OverloadedError` and submits none."""
-        self._check_open(len(prompts) * params.n)
+        self.check_room(len(prompts), params.n)
         generation = Generation(self, len(prompts))
         now_s = self._clock.now()
         for position, tokens in enumerate(prompts):
@@ -166,7 +184,13 @@ class Gateway:
             log.warning("the engine's last step did not end within %.1f s", timeout_s)
         self._asyncio = None
 
-    def _check_open(self, num_sequences: int) -> None:
+    def check_room(self, num_prompts: int, n: int) -> None:
+        """Raises what `open` would for that many prompts with `n` choices each, before they are encoded."""
+        num_sequences = num_prompts * n
+        if num_sequences > self._max_waiting:
+            at_most = f"at most {self._max_waiting} sequences may wait on this server (server.max_waiting)"
+            asked = f"{num_prompts} prompts times n = {n} are {num_sequences}: send fewer at a time"
+            raise RequestError(f"{at_most}; {asked}", "n" if n > self._max_waiting else "prompt")
         if self.failure is not None:
             raise UnavailableError(f"the engine has failed and must be restarted: {self.failure}")
         if not self.ready:

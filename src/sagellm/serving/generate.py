@@ -12,7 +12,8 @@ from fastapi.responses import JSONResponse
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import Completion, Usage
 from sagellm.serving.gateway import Gateway, Generation
-from sagellm.serving.parameters import parse
+from sagellm.serving.prompts import PromptEncoder
+from sagellm.serving.reader import RequestReader
 from sagellm.serving.replies import ChatReply, CompletionReply, Head, Reply
 from sagellm.serving.schema import ChatRequest, CompletionRequest, GenerationFields, options_of
 from sagellm.serving.sse import EventStream, closed_on_disconnect, events
@@ -25,17 +26,19 @@ class Generator:
     """Serves chats and completions of one model. `wall_clock` gives seconds since 1970 for `created`."""
 
     gateway: Gateway
+    reader: RequestReader
+    encoder: PromptEncoder
     check_model: Callable[[str | None], str]
     wall_clock: Callable[[], float]
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        body = parse(ChatRequest, await request.body())
+        body = await self.reader.read(ChatRequest, request)
         model = self.check_model(body.model)
-        llm = self.gateway.llm
-        params = body.params(llm)
+        params = body.params(self.gateway.llm)
         options = options_of(body)
-        tokens = await run_in_threadpool(llm.tokenizer.encode_chat, body.messages, template_options=options)
+        self.gateway.check_room(1, params.n)
+        tokens = await run_in_threadpool(self.encoder.chat, body.messages, options)
         generation = self._open([tokens], params, body)
         head = self._head("chatcmpl", generation, model)
         reply = ChatReply(head, logprobs=bool(body.logprobs))
@@ -43,12 +46,15 @@ class Generator:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        body = parse(CompletionRequest, await request.body())
+        body = await self.reader.read(CompletionRequest, request)
         model = self.check_model(body.model)
         params = body.params(self.gateway.llm)
         prompts = body.prompts()
-        tokens = await run_in_threadpool(lambda: [self.gateway.llm.encode(prompt) for prompt in prompts])
-        echoes = [self._echo(prompt) if body.echo else "" for prompt in prompts]
+        self.gateway.check_room(len(prompts), params.n)
+        tokens = await run_in_threadpool(lambda: [self.encoder.prompt(prompt) for prompt in prompts])
+        echoes = [""] * len(prompts)
+        if body.echo:
+            echoes = await run_in_threadpool(lambda: [self._echo(prompt) for prompt in prompts])
         generation = self._open(tokens, params, body)
         head = self._head("cmpl", generation, model)
         reply = CompletionReply(head, logprobs=body.logprobs, echoes=echoes, num_choices=params.n)

@@ -1,4 +1,4 @@
-"""Which fields a request may hold: those served here, those that only OpenAI or vLLM know, typos."""
+"""Which fields requests and messages may hold: those served, those that only OpenAI or vLLM know, typos."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from sagellm.core.errors import RequestError, UnsupportedParameterError, nearest
+from sagellm.serving.errors import MAX_ECHO_CHARS, clipped
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -61,13 +62,26 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Known and not supported: the values, beside null, that ask for nothing."""
 
+MESSAGE_FIELDS = frozenset({"role", "content", "name"})
+
+MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "reasoning": (),
+    "reasoning_content": (),
+    "refusal": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+"""The same for the fields of a message: an answer may come back as the client library dumped it."""
+
 M = TypeVar("M", bound=BaseModel)
 
 
-def parse(model: type[M], body: bytes) -> M:
-    """The request in `body`. Every defect is a `RequestError` that names the field; nothing is ignored."""
-    fields = _json_object(body)
-    _check_names(fields, model.model_fields.keys())
+def checked(model: type[M], fields: Mapping[str, Any]) -> M:
+    """The request of these fields. Every defect is a `RequestError` that names one; nothing is ignored."""
+    check_names(fields, model.model_fields.keys() | WITHOUT_EFFECT, NEUTRAL)
     known = {name: value for name, value in fields.items() if name in model.model_fields}
     try:
         return model.model_validate(known)
@@ -75,30 +89,25 @@ def parse(model: type[M], body: bytes) -> M:
         raise _readable(error) from error
 
 
-def _json_object(body: bytes) -> dict[str, Any]:
-    """The body's object, every string of which can be written as UTF-8."""
-    try:
-        content = json.loads(body)
-        if b"\\u" in body:
-            json.dumps(content, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise RequestError("a string in the body holds half a surrogate pair", code="invalid_json") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(content, dict):
-        raise RequestError("the body must be a JSON object", code="invalid_json")
-    return content
-
-
-def _check_names(fields: Mapping[str, Any], served: Collection[str]) -> None:
+def check_names(
+    fields: Mapping[str, Any],
+    served: Collection[str],
+    neutral: Mapping[str, tuple[Any, ...]],
+    prefix: str = "",
+) -> None:
+    """Refuse names that are neither `served` nor `neutral`, and those of the latter that ask for something.
+    Errors put `prefix` (`messages[0].`) before the name.
+    """
     for name, value in fields.items():
-        if name in served or name in WITHOUT_EFFECT:
+        if name in served:
             continue
-        if name not in NEUTRAL:
-            message = f"unknown field {name!r}.{nearest(name, served)}"
-            raise RequestError(message, name, code="unknown_parameter")
-        if value is not None and not _among(value, NEUTRAL[name]):
-            raise UnsupportedParameterError(f"{name!r} is not supported by this server{_allowed(name)}", name)
+        where = f"{prefix}{clipped(name)}"
+        if name not in neutral:
+            guess = nearest(name, served) if len(name) <= MAX_ECHO_CHARS else ""
+            raise RequestError(f"unknown field {where!r}.{guess}", where, code="unknown_parameter")
+        if value is not None and not _among(value, neutral[name]):
+            allowed = _allowed(neutral[name])
+            raise UnsupportedParameterError(f"{where!r} is not supported by this server{allowed}", where)
 
 
 def _among(value: Any, neutral: tuple[Any, ...]) -> bool:
@@ -106,14 +115,14 @@ def _among(value: Any, neutral: tuple[Any, ...]) -> bool:
     return any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in neutral)
 
 
-def _allowed(name: str) -> str:
-    values = " or ".join(json.dumps(value) for value in NEUTRAL[name])
+def _allowed(neutral: tuple[Any, ...]) -> str:
+    values = " or ".join(json.dumps(value) for value in neutral)
     return f": leave it out, or send {values}" if values else ": leave it out"
 
 
 def _readable(error: ValidationError) -> RequestError:
     """The first field in error, by its JSON path, with what its alternatives expect."""
-    details = error.errors()
+    details = error.errors(include_url=False, include_input=False)
     path = _path(details[0]["loc"])
     messages = [one["msg"] for one in details if _path(one["loc"]) == path]
     message = " or ".join(dict.fromkeys(_lowered(text) for text in messages))

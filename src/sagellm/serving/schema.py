@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from sagellm.core.errors import RequestError, UnsupportedParameterError
 from sagellm.core.types import MAX_LOGPROBS, SamplingParams
 from sagellm.engines.llm import LLM
+from sagellm.serving.errors import clipped
+from sagellm.serving.parameters import MESSAGE_FIELDS, MESSAGE_NEUTRAL, check_names
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; chats default to the rest of the context."""
 
+MAX_LISTED = 2**16
+"""Entries of `logit_bias` and `stop_token_ids`."""
+
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
 _ROLES = ("system", "developer", "user", "assistant")
 _TOOL_ROLES = ("tool", "function")
 _PASSED_ON = (
@@ -64,21 +78,43 @@ class GenerationFields(BaseModel):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_LISTED)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     n: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | list[Any] | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_LISTED, fail_fast=True)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
-    cache_salt: str | None = None
+    cache_salt: str | None = Field(default=None, max_length=2**16)
+
+    @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
+    @classmethod
+    def _at_least_one(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and value < 1:
+            raise RequestError(f"{info.field_name} must be at least 1, got {value}", info.field_name)
+        return value
+
+    @field_validator("top_p")
+    @classmethod
+    def _some_probability(cls, value: float | None) -> float | None:
+        if value is not None and not 0 < value <= 1:
+            hint = "for the likeliest token alone, send temperature 0"
+            raise RequestError(f"top_p must be above 0 and at most 1, got {value}; {hint}", "top_p")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _texts(cls, value: str | list[Any] | None) -> str | list[Any] | None:
+        if isinstance(value, list) and not _is_list_of(value, str):
+            raise RequestError("stop must be a string or a list of strings", "stop")
+        return value
 
     @field_validator("logit_bias")
     @classmethod
     def _token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        if value and not all(key.isdecimal() for key in value):
+        if value and not all(map(_TOKEN_ID.fullmatch, value)):
             raise ValueError('keys must be token ids, as in {"50256": -100}')
         return value
 
@@ -112,7 +148,7 @@ class GenerationFields(BaseModel):
 class ChatRequest(GenerationFields):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = Field(fail_fast=True)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -169,7 +205,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[dict[str, Any]] | None = Field(default=None, fail_fast=True)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -189,24 +225,25 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[int] = Field(fail_fast=True)
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:
-    """Refuse roles and message fields that need tools; content is the template's to check."""
+    """Refuse roles and fields that no message has here; content is the template's to check."""
     for i, message in enumerate(messages):
-        _check_role(message.get("role"), f"messages[{i}].role")
-        for name in ("tool_calls", "function_call", "tool_call_id", "audio"):
-            if message.get(name):
-                where = f"messages[{i}].{name}"
-                raise UnsupportedParameterError(f"{where}: tools and audio are not supported", where)
+        where = f"messages[{i}]"
+        _check_role(message.get("role"), f"{where}.role")
+        check_names(message, MESSAGE_FIELDS, MESSAGE_NEUTRAL, f"{where}.")
+        if not isinstance(message.get("name", ""), str | None):
+            raise RequestError(f"{where}.name must be a string", f"{where}.name")
 
 
 def _check_role(role: object, where: str) -> None:
     if role in _TOOL_ROLES:
         raise UnsupportedParameterError(f"{where}: {role!r} is not supported, there are no tools", where)
     if role not in _ROLES:
-        raise RequestError(f"{where} must be one of {', '.join(_ROLES)}, got {role!r}", where)
+        got = clipped(repr(role))
+        raise RequestError(f"{where} must be one of {', '.join(_ROLES)}, got {got}", where)
 
 
 def _is_list_of(value: object, kind: type) -> bool:

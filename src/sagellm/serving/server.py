@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import logging
+import os
 import signal
 import socket
 import threading
@@ -13,6 +16,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from sagellm.core.errors import ConfigError
 from sagellm.core.ports import SagePorts
 from sagellm.engines.llm import LLM
 from sagellm.serving.app import create_app
@@ -22,6 +26,28 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_GRACE_S = 5.0
 _LAST_WORDS_S = 2
 
+log = logging.getLogger("uvicorn.error")  # beside the other lines of a start; uvicorn gives it a handler
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, for `serve`; port 0 takes a free one. Nobody can connect before it is
+    served. Raises `ConfigError`.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        if os.name == "posix":  # elsewhere it would share a port that is taken
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except (OSError, ValueError, TypeError, OverflowError) as error:  # an odd host raises any of them
+        listener.close()
+        raise _not_available(f"{host}:{port}", error) from error
+    return listener
+
+
+def _not_available(address: str, error: Exception) -> ConfigError:
+    reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    return ConfigError(f"cannot listen on {address} ({reason}): choose another address by --host and --port")
+
 
 class SageServer(uvicorn.Server):
     """On SIGINT or SIGTERM: refuse new requests, let running ones end within the grace period, end the rest.
@@ -29,10 +55,24 @@ class SageServer(uvicorn.Server):
     A stream that is cut off gets an error event; a second signal skips the wait.
     """
 
-    def __init__(self, config: uvicorn.Config, gateway: Gateway, grace_s: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, gateway: Gateway, grace_s: float, *, wants_key: bool = False
+    ) -> None:
         super().__init__(config)
         self._gateway = gateway
         self._grace_s = grace_s
+        self._wants_key = wants_key
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Also says where the server listens, and who may use it."""
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # bound with us by another process that was first to listen
+            await self.lifespan.shutdown()
+            raise _not_available(f"{self.config.host}:{self.config.port}", error) from error
+        if self.started:
+            address = self.servers[0].sockets[0].getsockname()
+            log.log(*_announcement(address[0], address[1], wants_key=self._wants_key))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._gateway.refuse_new()
@@ -57,7 +97,17 @@ def make_server(
         access_log=False,
         timeout_graceful_shutdown=int(grace_s) + _LAST_WORDS_S,
     )
-    return SageServer(config, app.state.gateway, grace_s)
+    return SageServer(config, app.state.gateway, grace_s, wants_key=app.state.wants_key)
+
+
+def _announcement(host: str, port: int, *, wants_key: bool) -> tuple[int, str]:
+    """Log level and text; an open server that others can reach is a warning."""
+    where = f"listening on http://{f'[{host}]' if ':' in host else host}:{port}"
+    if wants_key:
+        return logging.INFO, f"{where}; clients must send the API key"
+    if ipaddress.ip_address(host).is_loopback:
+        return logging.INFO, f"{where}; no API key is required, and only this machine reaches it"
+    return logging.WARNING, f"{where}; no API key is required: whoever reaches it may use it (--api-key)"
 
 
 def serve(
@@ -65,19 +115,21 @@ def serve(
     host: str = DEFAULT_HOST,
     port: int = SagePorts.HTTP,
     *,
+    listener: socket.socket | None = None,
     grace_s: float = DEFAULT_GRACE_S,
     log_level: str = "info",
     **options: Any,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then close the `llm`; `options` as of `create_app`.
 
-    An engine whose last step hangs is left to the end of the process.
+    A `listener`, made by `bind`, takes the place of `host` and `port`. Raises `ConfigError` for an address
+    that is not to be had. An engine whose last step hangs is left to the end of the process.
     """
     app = create_app(llm, **options)
-    server = make_server(app, host=host, port=int(port), grace_s=grace_s, log_level=log_level)
     try:
-        with _sigterm_as_interrupt():
-            server.run()
+        with listener or bind(host, int(port)) as bound, _sigterm_as_interrupt():
+            host, port = bound.getsockname()[:2]
+            make_server(app, host=host, port=port, grace_s=grace_s, log_level=log_level).run([bound])
     except KeyboardInterrupt:
         return
     finally:

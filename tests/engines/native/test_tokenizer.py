@@ -174,6 +174,21 @@ def test_jinja_file_wins_and_options_reach_the_template(tmp_path: Path) -> None:
     assert text == "Thi"
 
 
+def test_options_may_have_any_name() -> None:
+    tokenizer = Tokenizer(byte_level(), chat_template="{{ self }}{{ x }}{{ add_generation_prompt }}")
+    options = {"self": 1, "x": 2, "add_generation_prompt": 3, "": 4, "messages": None}
+    assert tokenizer.render_chat(MESSAGES, template_options=options).endswith("2True")
+
+
+@pytest.mark.parametrize("text", ["\ud800", "ab\udfffc"])
+def test_text_without_a_utf8_form_is_refused(text: str) -> None:
+    tokenizer = Tokenizer(byte_level(), chat_template=CHATML)
+    with pytest.raises(RequestError, match="half a surrogate pair"):
+        tokenizer.encode(text)
+    with pytest.raises(RequestError, match="half a surrogate pair"):
+        tokenizer.encode_chat([{"role": "user", "content": text}])
+
+
 # -- messages
 
 

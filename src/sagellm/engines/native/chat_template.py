@@ -104,7 +104,8 @@ def _part_text(part: object, where: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind is not None and kind != TEXT_PART:
         raise UnsupportedParameterError(
-            f"{where}: parts of type {str(kind)[:100]!r} are not supported, only {TEXT_PART!r}", f"{where}.type"
+            f"{where}: parts of type {str(kind)[:100]!r} are not supported, only {TEXT_PART!r}",
+            f"{where}.type",
         )
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind is None or not isinstance(text, str):

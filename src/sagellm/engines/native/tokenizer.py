@@ -96,7 +96,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"character {error.start} of the text is half a surrogate pair: send text that is valid Unicode"
+                f"character {error.start} of the text is half a surrogate pair: send valid Unicode"
             ) from error
         # Of a batch, since that lets other threads run meanwhile and `encode` does not.
         [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
