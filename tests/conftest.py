@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from sagellm.kvmgr.manager import KVCacheManager
 
 settings.register_profile(
     "sagellm",
@@ -16,7 +20,6 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-_CALM = settings.get_profile("sagellm")
 _CALM = settings.get_profile("sagellm")
 settings.register_profile("explore", parent=_CALM, derandomize=False, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "sagellm"))
@@ -31,6 +34,24 @@ def sagellm_traces() -> Path:
     folder = Path(named)
     assert folder.is_dir(), f"SAGELLM_TRACES names {folder}, which is no folder"
     return folder
+
+
+@pytest.fixture(autouse=True)
+def conserved_pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After every test: free + cached + active = total in each pool that the test made, and every book
+    balances."""
+    made: list[KVCacheManager] = []
+    build = KVCacheManager.__init__
+
+    def remember(self: KVCacheManager, *args: Any, **options: Any) -> None:
+        build(self, *args, **options)
+        made.append(self)
+
+    monkeypatch.setattr(KVCacheManager, "__init__", remember)
+    yield
+    for manager in made:
+        manager.check()
+        assert sum(manager.block_states()) == manager.pool.total_blocks
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
