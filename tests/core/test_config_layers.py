@@ -12,7 +12,7 @@ from sagellm.core.config import Config
 from sagellm.core.config_layers import (
     KEYS,
     Layer,
-    command_line_layer,
+    given_layer,
     env_layer,
     env_name,
     flatten,
@@ -34,7 +34,7 @@ def test_precedence_is_cli_over_env_over_file_over_preset_over_default() -> None
         preset_layer("laptop"),
         Layer("file sage.yaml", {"scheduler": {"max_batched_tokens": 600, "max_num_seqs": 10}}),
         env_layer({"SAGELLM_SCHEDULER_MAX_NUM_SEQS": "11", "SAGELLM_ENGINE_SEED": "5"}),
-        command_line_layer({"engine.seed": "6"}),
+        given_layer({"engine.seed": "6"}),
     ]
     resolved = resolve(layers)
     assert resolved.config.kv.memory_fraction == 0.15
@@ -143,10 +143,10 @@ def test_a_text_that_is_no_number_is_an_error_with_its_variable() -> None:
 
 
 def test_command_line_values_may_be_texts_or_values() -> None:
-    config = resolve([command_line_layer({"server": {"port": "0"}, "kv.num_blocks": 7})]).config
+    config = resolve([given_layer({"server": {"port": "0"}, "kv.num_blocks": 7})]).config
     assert (config.server.port, config.kv.num_blocks) == (0, 7)
     with pytest.raises(ConfigError, match="in command line"):
-        command_line_layer({"kv.num_block": 7})
+        given_layer({"kv.num_block": 7})
 
 
 @pytest.mark.parametrize("text", ["", "  "])
@@ -159,12 +159,12 @@ def test_an_empty_secret_is_an_error_in_every_layer(text: str) -> None:
         with pytest.raises(ConfigError, match=f"server.api_key in {layer.name} is empty"):
             resolve([layer])
     with pytest.raises(ConfigError, match="is empty"):
-        command_line_layer({"server.api_key": text})
+        given_layer({"server.api_key": text})
 
 
 @pytest.mark.parametrize("text", ["none", "null", "x"])
 def test_a_secret_is_the_text_itself(text: str) -> None:
-    assert resolve([command_line_layer({"server.api_key": text})]).config.server.api_key == text
+    assert resolve([given_layer({"server.api_key": text})]).config.server.api_key == text
 
 
 def test_a_secret_that_is_wrong_is_not_shown() -> None:
@@ -207,4 +207,4 @@ def test_text_that_is_not_utf8_is_refused() -> None:
 
 @pytest.mark.parametrize("text", ["", "none"])
 def test_an_empty_list_as_text(text: str) -> None:
-    assert resolve([command_line_layer({"server.cors_origins": text})]).config.server.cors_origins == ()
+    assert resolve([given_layer({"server.cors_origins": text})]).config.server.cors_origins == ()

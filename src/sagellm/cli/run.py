@@ -14,6 +14,7 @@ from sagellm.cli._options import ModelOption, command
 from sagellm.cli._sampling import Sampling
 from sagellm.cli._settings import Settings
 from sagellm.core.errors import RequestError
+from sagellm.core.types import FinishReason
 
 if TYPE_CHECKING:
     from sagellm.core.protocols.tokenizer import Message
@@ -42,30 +43,35 @@ def run(
     llm = load_llm(settings.load(model=model).config)
     try:
         deltas = llm.stream(text if raw else _messages(text, system), llm.sampling_params(**sampling.given))
-        usage = _print_answer(deltas)
+        usage, cut_off = _print_answer(deltas)
     finally:
         llm.close()
+    if cut_off and "max_tokens" not in sampling.given:
+        print("sagellm: the answer was cut off, the context is full", file=sys.stderr)
     if stats and usage is not None:
         cached = f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached)"
         print(f"{cached}, {usage.completion_tokens} generated", file=sys.stderr)
 
 
-def _print_answer(deltas: Iterator[TextDelta]) -> Usage | None:
-    """Write the text as it comes, a line break after it; Ctrl-C ends the program once the step is over."""
-    usage = None
+def _print_answer(deltas: Iterator[TextDelta]) -> tuple[Usage | None, bool]:
+    """Write the text as it comes, a line break after it; Ctrl-C ends the program once the step is over.
+
+    Returns the usage, and whether the answer ended for its length.
+    """
+    usage, cut_off = None, False
     with interrupts_noted() as interrupted:
         for delta in deltas:
             if delta.error:
                 raise RequestError(delta.error)
             sys.stdout.write(delta.text)
             sys.stdout.flush()
-            usage = delta.usage
+            usage, cut_off = delta.usage, delta.finish_reason is FinishReason.LENGTH
             if interrupted():
                 break
         sys.stdout.write("\n")
         if interrupted():
             raise typer.Exit(EXIT_INTERRUPTED)
-    return usage
+    return usage, cut_off
 
 
 def _prompt_text(prompt: str | None) -> str:
@@ -78,6 +84,8 @@ def _prompt_text(prompt: str | None) -> str:
         text.encode()
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise RequestError(f"stdin holds no {error.encoding} text: {error.reason}", "prompt") from error
+    if not text:
+        raise RequestError("stdin is empty: pipe a text into it, or give the prompt as an argument", "prompt")
     return text
 
 

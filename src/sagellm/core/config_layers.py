@@ -92,10 +92,10 @@ def env_layer(environ: Mapping[str, str]) -> Layer:
     return Layer("environment", values, {key: f"environment {env_name(key)}" for key in values})
 
 
-def command_line_layer(values: Mapping[str, Any]) -> Layer:
-    """Options of the command line by dotted key; a text is read as the environment's are."""
-    flat = flatten(values, COMMAND_LINE)
-    return Layer(COMMAND_LINE, {key: _read(key, value) for key, value in flat.items()})
+def given_layer(values: Mapping[str, Any], where: str = COMMAND_LINE) -> Layer:
+    """Settings given by hand, by dotted key; a text is read as the environment's are."""
+    flat = flatten(values, where)
+    return Layer(where, {key: _read(key, value) for key, value in flat.items()})
 
 
 def _read(key: str, value: Any) -> Any:

@@ -12,10 +12,11 @@ import yaml
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.config import Config, KVConfig
 from sagellm.core.config_layers import (
+    COMMAND_LINE,
     Layer,
     Resolved,
-    command_line_layer,
     env_layer,
+    given_layer,
     preset_layer,
     resolve,
 )
@@ -41,6 +42,7 @@ def load_config(
     preset: str | None = None,
     cli: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
+    given_in: str = COMMAND_LINE,
 ) -> Resolved:
     """The configuration from all its layers; `path` and `preset` default to SAGELLM_CONFIG and
     SAGELLM_PRESET."""
@@ -50,7 +52,7 @@ def load_config(
     layers: list[Layer] = [preset_layer(preset)] if preset else []
     if path:
         layers.append(read_config_file(Path(path)))
-    return resolve([*layers, env_layer(env), command_line_layer(cli or {})])
+    return resolve([*layers, env_layer(env), given_layer(cli or {}, given_in)])
 
 
 def read_config_file(path: Path) -> Layer:
@@ -174,4 +176,4 @@ def load(model: str | None = None, settings: Mapping[str, Any] | None = None) ->
     given = dict(settings or {})
     if model is not None:
         given["model.name"] = model
-    return build_llm(load_config(cli=given).config)
+    return build_llm(load_config(cli=given, given_in="the settings of load()").config)

@@ -64,13 +64,14 @@ class SageServer(uvicorn.Server):
         self._wants_key = wants_key
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Also says where the server listens, and who may use it."""
+        """Also says what is served, where the server listens, and who may use it."""
         try:
             await super().startup(sockets)
         except OSError as error:  # bound with us by another process that was first to listen
             await self.lifespan.shutdown()
             raise _not_available(f"{self.config.host}:{self.config.port}", error) from error
         if self.started:
+            log.info(_served(self._gateway.llm))
             address = self.servers[0].sockets[0].getsockname()
             log.log(*_announcement(address[0], address[1], wants_key=self._wants_key))
 
@@ -98,6 +99,12 @@ def make_server(
         timeout_graceful_shutdown=int(grace_s) + _LAST_WORDS_S,
     )
     return SageServer(config, app.state.gateway, grace_s, wants_key=app.state.wants_key)
+
+
+def _served(llm: LLM) -> str:
+    stats = llm.stats()
+    blocks = stats.blocks_active + stats.blocks_cached + stats.blocks_free
+    return f"model {llm.model_name}: context of {llm.max_model_len} tokens, {blocks} KV blocks"
 
 
 def _announcement(host: str, port: int, *, wants_key: bool) -> tuple[int, str]:

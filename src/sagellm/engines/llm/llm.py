@@ -192,8 +192,12 @@ class LLM:
             found[delta.request_id].add(delta)
         return list(found.values())
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """The model's answer to a conversation."""
+    def chat(self, messages: Sequence[Message] | str, params: SamplingParams | None = None) -> Completion:
+        """The model's answer to a conversation; a text is a conversation of one user message."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        if isinstance(messages, Mapping):
+            raise RequestError("messages must be a list of messages, not one message", "messages")
         if not messages:
             raise RequestError("messages is empty: send at least one message", "messages")
         return self.generate([messages], params)[0]

@@ -25,6 +25,7 @@ from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import sample
 from sagellm.engines.native.weights import Progress, check, load, parameters
 
+PARAMETERS_PER_THREAD = 8_000_000
 FEATURES = frozenset(
     {"chunked_prefill", "prefix_reuse", "mixed_batch", "logprobs", "penalties", "sliding_window"}
 )
@@ -36,8 +37,9 @@ class NativeBackend:
     `model` is a folder or a hub name. `dtype` "auto" is the checkpoint's; a dtype that this CPU only emulates
     is computed in float32 (see `precision`), unless `compute_dtype` says otherwise. The pool has `num_blocks`
     blocks, or as many as `kv_memory_bytes`, or `kv_memory_fraction` of what is available, hold, but never
-    more than `max_num_seqs` sequences of `max_model_len` tokens can use. `threads` defaults to the cores that
-    this process may use. `progress(bytes_done, bytes_total)` is called while weights are loaded.
+    more than `max_num_seqs` sequences of `max_model_len` tokens can use. `threads` defaults to one for each 8
+    M parameters, at most the cores that this process may use. `progress(bytes_done, bytes_total)` is called
+    while weights are loaded.
 
     Raises `ModelError` for a model that cannot be served, before any memory is allocated; `CapacityError`
     where memory is too small; `ConfigError` for an option that makes no sense.
@@ -67,9 +69,8 @@ class NativeBackend:
         self._device = _device(device)
         self._max_num_seqs = max_num_seqs
         self._max_model_len = _model_length(self._spec, max_model_len)
-        torch.set_num_threads(threads or usable_cores())
         with _memory_errors(self._device):
-            self._model = self._load(folder, dtype, compute_dtype, progress)
+            self._model = self._load(folder, dtype, compute_dtype, threads, progress)
             self._schema = self._kv_schema(block_size)
             most = max_num_seqs * math.ceil(self._max_model_len / block_size)
             blocks = num_blocks or kv_blocks(
@@ -84,13 +85,16 @@ class NativeBackend:
             max_num_seqs, self._max_model_len, blocks, block_size, self._spec.vocab_size, seed
         )
 
-    def _load(self, folder: Path, dtype: str, compute_dtype: str, progress: Progress | None) -> DecoderModel:
+    def _load(
+        self, folder: Path, dtype: str, compute_dtype: str, threads: int | None, progress: Progress | None
+    ) -> DecoderModel:
         plan = parameters(self._spec)
         checkpoint = Checkpoint(folder)
         check(plan, checkpoint)
         self._dtype = _torch_dtype(self._spec.dtype if dtype == "auto" else dtype)
+        size = sum(math.prod(parameter.shape) for parameter in plan)
+        torch.set_num_threads(threads or suitable_threads(size))
         if compute_dtype == "auto":
-            size = sum(math.prod(parameter.shape) for parameter in plan)
             self._compute_dtype = fastest_dtype(self._dtype, self._device, size)
         else:
             self._compute_dtype = _torch_dtype(compute_dtype)
@@ -170,6 +174,14 @@ class NativeBackend:
     def close(self) -> None:
         """Give the memory of weights and KV back. Nothing else may be called afterwards."""
         del self._model, self._kv, self._planner, self._rows
+
+
+def suitable_threads(num_parameters: int) -> int:
+    """One thread for each 8 M parameters, at most one a core: a small model's parallel regions are so short
+    that waiting for the last thread costs more than it saves, and on a machine with other work many times
+    more.
+    """
+    return max(1, min(usable_cores(), num_parameters // PARAMETERS_PER_THREAD))
 
 
 def usable_cores() -> int:
