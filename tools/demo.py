@@ -72,8 +72,8 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens after the first, over the time they took."""
-        return (self.num_tokens - 1) / max(self.seconds - self.ttft_s, 1e-9) if self.num_tokens > 1 else 0.0
+        """All tokens over all of the time, the first one's included: short answers may come in one piece."""
+        return self.num_tokens / self.seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
