@@ -12,10 +12,10 @@ from sagellm.core.config import Config
 from sagellm.core.config_layers import (
     KEYS,
     Layer,
-    given_layer,
     env_layer,
     env_name,
     flatten,
+    given_layer,
     preset_layer,
     resolve,
 )
