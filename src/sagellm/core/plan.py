@@ -12,17 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import Request, RequestStatus, SamplingParams, TokenLogprob, Tokens
 
 NO_ROW = -1
-
-
-class Phase(str, Enum):
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 @dataclass(slots=True, eq=False)
@@ -62,11 +56,6 @@ class RequestState:
     @property
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
-
-    @property
-    def phase(self) -> Phase:
-        """Decode once the prompt and all output but the last token are computed."""
-        return Phase.DECODE if self.num_uncomputed == 1 and self.num_output_tokens else Phase.PREFILL
 
 
 @dataclass(slots=True)

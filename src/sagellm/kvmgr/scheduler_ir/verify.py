@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sagellm.core.errors import PlanError
-from sagellm.core.plan import Chunk, Draft, RequestState
+from sagellm.core.plan import Chunk, Draft
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import RequestStatus
 
@@ -60,7 +60,7 @@ def _check_budgets(draft: Draft, view: SchedulingView) -> None:
     if admitted > rows:
         raise PlanError(f"{admitted} requests admitted, {rows} rows are free")
     price = sum(_price(chunk, view) for chunk in draft.chunks.values())
-    funds = view.kv.available_blocks() + sum(_gain(state, view) for state in draft.preempted)
+    funds = view.kv.available_blocks() + sum(view.kv.gain_of_preempting(state) for state in draft.preempted)
     if price > funds:
         raise PlanError(f"the step needs {price} blocks, {funds} are available")
 
@@ -69,10 +69,6 @@ def _price(chunk: Chunk, view: SchedulingView) -> int:
     if chunk.hit is not None:
         return view.kv.price_to_admit(chunk.hit, chunk.num_tokens)
     return view.kv.price_to_grow(chunk.state, chunk.num_tokens)
-
-
-def _gain(state: RequestState, view: SchedulingView) -> int:
-    return view.kv.gain_of_preempting(state)
 
 
 def verify_bound(draft: Draft) -> None:
