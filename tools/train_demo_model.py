@@ -73,7 +73,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="Hugging Face folder to write")
     parser.add_argument("--work-dir", type=Path, required=True, help="folder for checkpoints")
-    parser.add_argument("--steps", type=int, default=6900)
+    parser.add_argument("--steps", type=int, default=4600)
     parser.add_argument("--stop-at", type=int, default=None, help="leave after this step, without decay")
     parser.add_argument("--decay", type=float, default=0.5, help="share of the steps with a falling rate")
     parser.add_argument(
@@ -91,7 +91,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save-minutes", type=float, default=2.0)
     parser.add_argument(
         "--drop-at", type=int, nargs="*", default=[], help="steps at which to write the folder"

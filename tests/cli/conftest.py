@@ -63,7 +63,7 @@ class Made(list[FakeLLM]):
         super().__init__()
         self.behaviour: dict[str, Any] = {}
 
-    def build(self, config: Config, *, progress: Any) -> FakeLLM:
+    def build(self, config: Config, *, progress: Any, events: Any = None) -> FakeLLM:
         progress(1, 1)
         self.append(FakeLLM(config, **self.behaviour))
         return self[-1]

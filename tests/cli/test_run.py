@@ -75,7 +75,7 @@ def test_stats_go_to_stderr(cli: Any, made: Any) -> None:
 
 
 def test_an_error_is_one_line_and_exit_2(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(config: Any, *, progress: Any) -> None:
+    def fail(config: Any, *, progress: Any, events: Any = None) -> None:
         raise ModelError("the folder\nis empty")
 
     monkeypatch.setattr(build, "build_llm", fail)

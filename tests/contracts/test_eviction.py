@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.protocols.eviction import EvictionPolicy, Extent, Hint
+from sagellm.core.protocols.eviction import EvictionPolicy, Hint, Run
 from sagellm.core.registry import registry
 from sagellm.kvmgr.eviction import EvictionCandidate
 
@@ -36,16 +36,16 @@ class PolicyMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.policy = make(self.name)
-        self.free: dict[int, Extent] = {}
-        self.pinned: dict[int, Extent] = {}
-        self.parents: dict[int, Extent] = {}
+        self.free: dict[int, Run] = {}
+        self.pinned: dict[int, Run] = {}
+        self.parents: dict[int, Run] = {}
         self.keys = 0
         self.tick = 0
 
-    def extent(self, size: int, parent: int | None = None) -> Extent:
+    def extent(self, size: int, parent: int | None = None) -> Run:
         self.keys += 1
         self.tick += 1
-        return Extent(self.keys, parent, size, self.keys % 5, self.tick)
+        return Run(self.keys, size, parent, self.keys % 5, self.tick)
 
     @rule(size=st.integers(1, 6), has_parent=st.booleans())
     def insert(self, size: int, has_parent: bool) -> None:
@@ -69,7 +69,7 @@ class PolicyMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.pinned)))
         self.tick += 1
         old = self.pinned.pop(key)
-        self.free[key] = Extent(key, old.parent, old.num_blocks, old.first_position, self.tick)
+        self.free[key] = Run(key, old.num_blocks, old.parent_key, old.first_position, self.tick)
         self.policy.unpin(self.free[key])
 
     @precondition(lambda self: self.free)
@@ -85,8 +85,8 @@ class PolicyMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(k for k, e in self.free.items() if e.num_blocks > 1)))
         old = self.free.pop(key)
         self.keys += 1
-        head = Extent(key, old.parent, 1, old.first_position, old.last_use)
-        tail = Extent(self.keys, key, old.num_blocks - 1, old.first_position + 1, old.last_use)
+        head = Run(key, 1, old.parent_key, old.first_position, old.last_use)
+        tail = Run(self.keys, old.num_blocks - 1, key, old.first_position + 1, old.last_use)
         self.policy.split(key, head, tail)
         self.free[tail.key] = tail
 
@@ -99,31 +99,23 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 12))
     def evict(self, count: int) -> None:
-        emptied: list[int] = []
+        given: list[int] = []
 
-        def on_emptied(key: int) -> Extent | None:
-            emptied.append(key)
-            self.free.pop(key)
-            parent = self.parents.pop(key, None)
+        def give_up(run: Run, num_blocks: int) -> Run | None:
+            assert self.free[run.key] is run
+            given.append(num_blocks)
+            run.num_blocks -= num_blocks
+            if run.num_blocks:
+                return None
+            del self.free[run.key]
+            parent = self.parents.pop(run.key, None)
             if parent is not None:
                 self.free[parent.key] = parent
             return parent
 
-        reachable = sum(e.num_blocks for e in self.free.values())
-        reachable += sum(p.num_blocks for child, p in self.parents.items() if child in self.free)
-        if count > reachable:
-            assert self.policy.evict(self.policy.num_evictable + 1) is None
-            return
-        victims = self.policy.evict(count, on_emptied)
-        assert victims is not None
-        assert sum(victim.num_blocks for victim in victims) == count
-        assert not {victim.key for victim in victims} & self.pinned.keys()
-        for victim in victims:
-            if victim.key in self.free:
-                old = self.free[victim.key]
-                assert victim.num_blocks < old.num_blocks
-                left = old.num_blocks - victim.num_blocks
-                self.free[victim.key] = Extent(old.key, old.parent, left, old.first_position, old.last_use)
+        reachable = sum(run.num_blocks for run in self.free.values())
+        reachable += sum(parent.num_blocks for child, parent in self.parents.items() if child in self.free)
+        assert self.policy.evict(count, give_up) == sum(given) == min(count, reachable)
 
     @invariant()
     def books_balance(self) -> None:
@@ -140,7 +132,7 @@ def test_state_machine(name: str) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_negative_counts_are_errors(name: str) -> None:
     with pytest.raises(BookkeepingError, match="-1"):
-        make(name).evict(-1)
+        make(name).evict(-1, lambda extent, count: None)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -159,12 +151,39 @@ def test_the_form_of_the_design_documents(name: str) -> None:
     assert policy.num_evictable == 0
 
 
+def evicted(policy: EvictionPolicy, count: int) -> list[tuple[int, int]]:
+    """What a policy gives up, as (key, blocks), in order."""
+    given: list[tuple[int, int]] = []
+
+    def give_up(run: Run, num_blocks: int) -> None:
+        run.num_blocks -= num_blocks
+        given.append((run.key, num_blocks))
+
+    policy.evict(count, give_up)
+    return given
+
+
 def test_lru_gives_up_the_oldest_first() -> None:
     policy = make("lru")
-    for key in range(4):
-        policy.insert(Extent(key, None, 2, last_use=key))
+    runs = [Run(key, 2, last_use=key) for key in range(4)]
+    for run in runs:
+        policy.insert(run)
     policy.pin(0)
-    policy.unpin(Extent(0, None, 2, last_use=9))
-    victims = policy.evict(5)
-    assert victims is not None
-    assert [(victim.key, victim.num_blocks) for victim in victims] == [(1, 2), (2, 2), (3, 1)]
+    runs[0].last_use = 9
+    policy.unpin(runs[0])
+    assert evicted(policy, 5) == [(1, 2), (2, 2), (3, 1)]
+
+
+def test_lru_lets_retained_extents_look_younger_by_their_bonus() -> None:
+    policy = make("lru")
+    for key, used_s, bonus_s in ((0, 0.0, 15.0), (1, 10.0, 0.0), (2, 20.0, 0.0)):
+        policy.insert(Run(key, 1, last_use=key, used_s=used_s, bonus_s=bonus_s))
+    assert [key for key, _ in evicted(policy, 3)] == [1, 0, 2]
+
+
+def test_lru_gives_up_what_has_ended_first() -> None:
+    policy = make("lru")
+    for key in range(3):
+        policy.insert(Run(key, 1, last_use=key))
+    policy.hint(2, Hint(ended=True))
+    assert [key for key, _ in evicted(policy, 2)] == [2, 0]

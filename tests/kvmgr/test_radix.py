@@ -1,140 +1,21 @@
-"""The radix index against a slow twin: a dict of every prefix, stepped together by hypothesis."""
+"""What is the radix tree's own; what every index must do is in `tests/contracts/test_prefix_index.py`."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from sagellm.core.clock import ManualClock
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus
-from sagellm.core.protocols.prefix_cache import PrefixHit
-from sagellm.core.types import Namespace, Tokens
+from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus, IndexCleared
+from sagellm.core.protocols.prefix_cache import MatchEnd
+from sagellm.core.types import Account, Namespace, Retention, Tokens
 from sagellm.kvmgr.eviction import LRUEvictionPolicy
 from sagellm.kvmgr.prefix_cache import RadixPrefixCache
+from sagellm.kvmgr.prefix_cache import _leaves as leaves_file
+from sagellm.kvmgr.prefix_cache import _tree as tree_file
+from sagellm.kvmgr.prefix_cache.fingerprint import fingerprint
 
 BLOCK = 2
-SPACES = (Namespace(), Namespace(tenant="a"), Namespace(adapter="b"))
-prompts = st.lists(st.integers(0, 2), max_size=16)
-spaces = st.sampled_from(SPACES)
-
-
-class RadixAgainstDict(RuleBasedStateMachine):
-    """The twin maps (namespace, whole prefix) to the block that holds the prefix's last tokens."""
-
-    with_policy = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        policy = LRUEvictionPolicy() if self.with_policy else None
-        self.index = RadixPrefixCache(block_size=BLOCK, policy=policy)
-        self.twin: dict[tuple[Namespace, tuple[int, ...]], int] = {}
-        self.pinned: list[PrefixHit] = []
-        self.next_block = 0
-
-    def longest(self, tokens: list[int], space: Namespace) -> int:
-        blocks = 0
-        while (blocks + 1) * BLOCK <= len(tokens) and (
-            space,
-            tuple(tokens[: (blocks + 1) * BLOCK]),
-        ) in self.twin:
-            blocks += 1
-        return blocks
-
-    def held(self) -> set[tuple[Namespace, tuple[int, ...]]]:
-        return {
-            (hit.namespace, tuple(hit.tokens.tolist()[: count * BLOCK]))
-            for hit in self.pinned
-            for count in range(1, hit.num_blocks + 1)
-        }
-
-    @rule(tokens=prompts, space=spaces)
-    def insert(self, tokens: list[int], space: Namespace) -> None:
-        whole = len(tokens) // BLOCK
-        blocks = list(range(self.next_block, self.next_block + whole))
-        self.next_block += whole
-        existing = self.longest(tokens, space)
-        result = self.index.insert(Tokens(tokens), blocks, space)
-        assert result.num_existing == existing
-        assert result.hit.num_blocks == whole
-        for position in range(existing, whole):
-            self.twin[(space, tuple(tokens[: (position + 1) * BLOCK]))] = blocks[position]
-
-    @rule(tokens=prompts, space=spaces, limit=st.one_of(st.none(), st.integers(0, 20)))
-    def lookup(self, tokens: list[int], space: Namespace, limit: int | None) -> None:
-        hit = self.index.lookup(Tokens(tokens), space, limit)
-        count = self.longest(tokens if limit is None else tokens[:limit], space)
-        assert (hit.num_blocks, hit.num_tokens) == (count, count * BLOCK)
-        assert self.index.block_ids(hit) == [
-            self.twin[(space, tuple(tokens[: (position + 1) * BLOCK]))] for position in range(count)
-        ]
-
-    @rule(tokens=prompts, space=spaces)
-    def pin(self, tokens: list[int], space: Namespace) -> None:
-        hit = self.index.lookup(Tokens(tokens), space)
-        free = {
-            count
-            for count in range(1, hit.num_blocks + 1)
-            if (space, tuple(tokens[: count * BLOCK])) not in self.held()
-        }
-        assert self.index.num_unpinned_on_path(hit) == len(free)
-        pinned = self.index.pin(hit)
-        assert pinned.num_blocks == hit.num_blocks
-        self.pinned.append(pinned)
-
-    @precondition(lambda self: self.pinned)
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        hit = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
-        alone = self.index.num_held_alone(hit)
-        before = self.index.num_evictable
-        self.index.unpin(hit)
-        assert self.index.num_evictable == before + alone
-
-    @rule(count=st.integers(0, 8))
-    def evict(self, count: int) -> None:
-        evictable = len(self.twin.keys() - self.held())
-        freed = self.index.evict(count)
-        if count > evictable:
-            assert freed is None
-            return
-        assert freed is not None
-        assert len(set(freed)) == count
-        gone = {prefix for prefix, block in self.twin.items() if block in set(freed)}
-        assert len(gone) == count
-        assert not gone & self.held()
-        for prefix in gone:
-            del self.twin[prefix]
-        for space, tokens in self.twin:  # tails before heads: nothing is left without what leads to it
-            assert len(tokens) == BLOCK or (space, tokens[:-BLOCK]) in self.twin
-
-    @rule()
-    def clear(self) -> None:
-        freed = self.index.clear()
-        assert {block for prefix, block in self.twin.items() if prefix not in self.held()} == set(freed)
-        self.twin = {prefix: block for prefix, block in self.twin.items() if prefix in self.held()}
-
-    @invariant()
-    def books_balance(self) -> None:
-        self.index.check()
-        assert self.index.num_cached == len(self.twin)
-        assert self.index.num_evictable == len(self.twin.keys() - self.held())
-        for hit in self.pinned:
-            assert self.index.block_ids(hit) == [
-                self.twin[(hit.namespace, tuple(hit.tokens.tolist()[: count * BLOCK]))]
-                for count in range(1, hit.num_blocks + 1)
-            ]
-
-
-class RadixWithoutPolicy(RadixAgainstDict):
-    with_policy = False
-
-
-TestRadixAgainstDict = RadixAgainstDict.TestCase
-TestRadixAgainstDict.settings = settings(max_examples=60, stateful_step_count=40)
-TestRadixWithoutPolicy = RadixWithoutPolicy.TestCase
-TestRadixWithoutPolicy.settings = settings(max_examples=30, stateful_step_count=40)
 
 
 def filled(*prompts: list[int]) -> RadixPrefixCache:
@@ -151,8 +32,8 @@ def test_without_a_policy_the_last_unpinned_leaf_stays_longest() -> None:
     index = filled([1, 1, 1, 1], [2, 2], [3, 3])
     first = index.pin(index.lookup(Tokens([1, 1, 1, 1])))
     index.unpin(first)
-    assert index.evict(2) == [2, 3]
-    assert index.evict(1) == [1]  # the tail before the head
+    assert list(index.evict(2) or []) == [2, 3]
+    assert list(index.evict(1) or []) == [1]  # the tail before the head
     assert index.match_prefix([1, 1, 1, 1]).match_length == 2
 
 
@@ -187,12 +68,114 @@ def test_max_blocks_pushes_out_what_is_oldest() -> None:
 def test_events_tell_of_blocks_that_come_and_go() -> None:
     events = EventBus()
     seen: list[object] = []
-    events.subscribe(BlocksStored, seen.append)
-    events.subscribe(BlocksRemoved, seen.append)
+    for kind in (BlocksStored, BlocksRemoved, IndexCleared):
+        events.subscribe(kind, seen.append)
     index = RadixPrefixCache(block_size=BLOCK, events=events)
+    tokens, space = Tokens([1, 1, 2, 2, 3, 3]), Namespace()
+    one, two, three = fingerprint(tokens, BLOCK)
     index.insert(Tokens([1, 1, 2, 2]), [7, 8])
-    index.evict(1)
-    assert seen == [BlocksStored((7, 8), 0), BlocksRemoved((8,), "capacity")]
+    index.insert(tokens, [7, 8, 9])
+    index.evict(2)
+    index.clear()
+    assert seen == [
+        BlocksStored((7, 8), 0, (one, two), None, Tokens([1, 1, 2, 2]).tobytes(), space),
+        BlocksStored((9,), 4, (three,), two, Tokens([3, 3]).tobytes(), space),
+        BlocksRemoved((9,), "capacity", (three,), space),
+        BlocksRemoved((8,), "capacity", (two,), space),
+        BlocksRemoved((7,), "cleared", (one,), space),
+        IndexCleared(),
+    ]
+
+
+def test_what_was_cut_off_an_edge_is_gone_and_can_come_back() -> None:
+    index = filled([1, 1, 2, 2, 3, 3, 4, 4])
+    for left in (3, 2, 1):
+        index.evict(1)
+        index.check()
+        assert index.lookup(Tokens([1, 1, 2, 2, 3, 3, 4, 4])).num_blocks == left
+        assert index.lookup(Tokens([1, 1, 2, 2])).num_blocks == min(2, left)
+    index.insert(Tokens([1, 1, 2, 2, 9, 9]), [0, 11, 12])
+    index.check()
+    assert index.match_prefix([1, 1, 2, 2, 9, 9]).block_ids == [0, 11, 12]
+    assert index.match_prefix([1, 1, 2, 2, 3, 3]).block_ids == [0, 11]
+
+
+def test_explain_says_why_a_match_ends() -> None:
+    clock = ManualClock()
+    index = RadixPrefixCache(block_size=BLOCK, clock=clock)
+    index.insert(Tokens([1, 1, 2, 2, 3, 3]), [0, 1, 2])
+    index.insert(Tokens([5, 5]), [3], Namespace(tenant="other"))
+    index.insert(Tokens([8, 8]), [4])
+    clock.advance(7.0)
+    index.evict(2)  # the last two blocks of the oldest leaf
+    clock.advance(1.0)
+
+    def why(*tokens: int) -> tuple[int, MatchEnd, float | None]:
+        report = index.explain(Tokens(tokens))
+        return report.num_tokens, report.end, report.at_s
+
+    assert why(1, 1) == (2, MatchEnd.COMPLETE, None)
+    assert why(1, 1, 2) == (2, MatchEnd.COMPLETE, None)
+    assert why(1, 1, 2, 2, 3, 3) == (2, MatchEnd.EVICTED, 7.0)
+    assert why(1, 1, 7, 7) == (2, MatchEnd.NEVER_SEEN, None)
+    assert why(1, 7) == (0, MatchEnd.NOT_ALIGNED, None)
+    assert why(5, 5) == (0, MatchEnd.OTHER_NAMESPACE, None)
+    assert "at 7.000 s (capacity)" in str(index.explain(Tokens([1, 1, 2, 2])))
+    index.clear()
+    assert why(8, 8) == (0, MatchEnd.EVICTED, 8.0)
+    index.insert(Tokens([8, 8]), [4])
+    assert why(8, 8) == (2, MatchEnd.COMPLETE, None)
+
+
+def test_retention_biases_the_policy_and_decays() -> None:
+    clock = ManualClock()
+    index = RadixPrefixCache(block_size=BLOCK, policy=LRUEvictionPolicy(), clock=clock)
+    kept = (Retention(0, 2, priority=100, duration_s=10.0),)
+    index.insert(Tokens([1, 1, 2, 2]), [0, 1], retention=kept)
+    clock.advance(5.0)
+    index.insert(Tokens([3, 3]), [2])
+    index.check()
+    assert list(index.evict(2) or ()) == [1, 2]  # its tail, then the younger one, since its head is retained
+    clock.advance(6.0)
+    index.insert(Tokens([4, 4]), [3])
+    assert list(index.evict(1) or ()) == [0]  # eleven seconds are more than the bias was worth
+
+
+def test_each_account_gives_up_its_own() -> None:
+    index = RadixPrefixCache(block_size=BLOCK, policy_factory=LRUEvictionPolicy)
+    a, b = Account("a"), Account("b")
+    index.insert(Tokens([1, 1]), [0], account=a)
+    index.insert(Tokens([1, 1, 2, 2]), [0, 1], account=b)
+    index.insert(Tokens([3, 3]), [2], account=a)
+    assert dict(index.evictable_by_account()) == {Account(): 0, a: 2, b: 1}
+    assert list(index.evict_from(a, 2)) == [2]  # block 0 leads to a block of b
+    assert list(index.evict_from(b, 5)) == [1]
+    assert list(index.evict_from(a, 1)) == [0]
+    index.check()
+
+
+def test_accounts_need_policies_of_their_own() -> None:
+    index = RadixPrefixCache(block_size=BLOCK, policy=LRUEvictionPolicy())
+    with pytest.raises(BookkeepingError, match="policy_factory"):
+        index.insert(Tokens([1, 1]), [0], account=Account("a"))
+    assert index.num_cached == 0
+    index.check()
+
+
+def test_keys_that_clash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clash(parent: object, first_block: bytes, salt: int = 0) -> int:
+        return salt
+
+    for module in (leaves_file, tree_file):
+        monkeypatch.setattr(module, "content_key", clash)
+    index = RadixPrefixCache(block_size=BLOCK, policy=LRUEvictionPolicy())
+    for token in range(1, 6):
+        index.insert(Tokens([token, token, 7, 7]), [2 * token, 2 * token + 1])
+        index.check()
+    index.pin(index.lookup(Tokens([3, 3])))
+    index.check()
+    assert sorted(index.clear()) == [2, 3, 4, 5, 7, 8, 9, 10, 11]
+    index.check()
 
 
 @pytest.mark.parametrize("wrong", ["unpin", "blocks", "negative", "size"])

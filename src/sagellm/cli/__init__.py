@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sagellm.cli import chat, config, doctor, run, serve, version
+from sagellm.cli import bench, chat, config, doctor, run, serve, version
 
 app = typer.Typer(
     name="sagellm",
@@ -20,6 +20,7 @@ app.command("run")(run.run)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.command("version")(version.version)
 

@@ -12,16 +12,17 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 if TYPE_CHECKING:
     from sagellm.core.config import Config
+    from sagellm.core.events import EventBus
     from sagellm.engines.llm import LLM
 
 
-def load_llm(config: Config) -> LLM:
+def load_llm(config: Config, events: EventBus | None = None) -> LLM:
     """The configured model, ready to answer; errors are those of `build_llm`."""
     from sagellm.engines.build import build_llm
 
     logging.basicConfig(level=config.log.level.upper(), format="%(levelname)s %(name)s: %(message)s")
     with loading_bar(config.model.name or "the demo model") as progress:
-        return build_llm(config, progress=progress)
+        return build_llm(config, events=events, progress=progress)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from sagellm.cli._events import event_bus
 from sagellm.cli._loading import load_llm
 from sagellm.cli._options import ModelArgument, command
 from sagellm.cli._settings import ServerSettings
@@ -21,9 +22,9 @@ def serve(model: ModelArgument = None, *, settings: ServerSettings) -> None:
     from sagellm import serving
 
     server = config.server
-    with serving.bind(server.host, server.port) as listener:
+    with serving.bind(server.host, server.port) as listener, event_bus(config) as events:
         serving.serve(
-            load_llm(config),
+            load_llm(config, events),
             listener=listener,
             log_level=config.log.level,
             api_key=server.api_key,

@@ -58,6 +58,21 @@ class ModelConfig(Section):
     )
 
 
+class ShareConfig(Section):
+    """Fractions of the KV pool for one tenant or one class of service."""
+
+    guaranteed: float = Field(default=0.0, ge=0.0, le=1.0, description="what it can always have")
+    ceiling: float | None = Field(
+        default=None, gt=0.0, le=1.0, description="what it can never exceed; none: all"
+    )
+
+    @model_validator(mode="after")
+    def _ceiling_covers_guarantee(self) -> ShareConfig:
+        if self.ceiling is not None and self.ceiling < self.guaranteed:
+            raise ValueError(f"the ceiling ({self.ceiling}) is below what is guaranteed ({self.guaranteed})")
+        return self
+
+
 class KVConfig(Section):
     """The KV cache: size, index, pool, eviction."""
 
@@ -77,6 +92,18 @@ class KVConfig(Section):
     eviction: str = Field(default="lru", min_length=1, description="eviction policy")
     prefix_caching: bool = Field(
         default=True, description="reuse the KV of earlier requests with the same prefix"
+    )
+    max_pinned_share: float = Field(
+        default=0.25, ge=0.0, le=1.0, description="share of the pool that pinned prefixes may hold"
+    )
+    tenant_shares: dict[str, ShareConfig] = Field(
+        default_factory=dict, description="KV quotas by tenant: guaranteed and ceiling, shares of the pool"
+    )
+    class_shares: dict[str, ShareConfig] = Field(
+        default_factory=dict, description="KV quotas by class of service, the same way"
+    )
+    sharing_groups: dict[str, tuple[str, ...]] = Field(
+        default_factory=dict, description="group: tenants that share cached prefixes with each other"
     )
 
     def memory_share(self, device: str) -> float:
@@ -136,6 +163,32 @@ class ServerConfig(Section):
     )
 
 
+class EventsConfig(Section):
+    """KV events for routers, in vLLM's wire form over ZeroMQ (extra `events`)."""
+
+    endpoint: str | None = Field(
+        default=None,
+        min_length=1,
+        description=f"where to publish, as tcp://*:{int(SagePorts.KV_EVENTS)}; none: nowhere",
+    )
+    replay_endpoint: str | None = Field(
+        default=None,
+        min_length=1,
+        description=f"where readers ask for what they missed, as tcp://*:{int(SagePorts.KV_EVENTS_REPLAY)}",
+    )
+    topic: str = Field(default="", description="topic of the messages; llm-d reads kv@POD@MODEL")
+    hash_form: Literal["int64", "bytes"] = Field(
+        default="int64", description="form of block hashes: 64-bit numbers (all readers) or whole"
+    )
+    buffer_steps: int = Field(default=10_000, ge=1, description="batches kept for replay")
+
+    @model_validator(mode="after")
+    def _replay_needs_events(self) -> EventsConfig:
+        if self.replay_endpoint is not None and self.endpoint is None:
+            raise ValueError("replay_endpoint needs endpoint: set events.endpoint too")
+        return self
+
+
 class LogConfig(Section):
     """What is written to stderr."""
 
@@ -152,6 +205,7 @@ class Config(Section):
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
+    events: EventsConfig = Field(default_factory=EventsConfig)
     log: LogConfig = Field(default_factory=LogConfig)
 
     def flat(self) -> dict[str, Any]:

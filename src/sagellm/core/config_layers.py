@@ -18,7 +18,9 @@ from sagellm.core.config import PRESETS, SECRET_KEYS, Config, Section
 from sagellm.core.errors import ConfigError, nearest
 
 ENV_PREFIX = "SAGELLM_"
-RESERVED_ENV = frozenset({"SAGELLM_TRACES", "SAGELLM_CONFIG", "SAGELLM_PRESET"})
+RESERVED_ENV = frozenset(
+    {"SAGELLM_TRACES", "SAGELLM_CONFIG", "SAGELLM_PRESET", "SAGELLM_PEER_SCRIPT", "SAGELLM_PEER_VLLM"}
+)
 """Variables with our prefix that are no configuration keys."""
 
 _NONE_TEXTS = ("", "none", "null")

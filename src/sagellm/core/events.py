@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from sagellm.core.types import Namespace
+
 
 @dataclass(frozen=True, slots=True)
 class RequestQueued:
@@ -45,18 +47,33 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks entered the prefix index."""
+    """Blocks entered the prefix index, below the block whose hash is `parent_hash` (None: at the beginning).
+
+    `hashes` are chained content hashes, one per block; `tokens` the int32 bytes of the blocks' tokens.
+    """
 
     block_ids: tuple[int, ...]
     num_tokens_before: int
+    hashes: tuple[bytes, ...]
+    parent_hash: bytes | None
+    tokens: bytes
+    namespace: Namespace
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks left the prefix index; `cause` is 'capacity', 'cleared' or a policy's own word."""
+    """Blocks left the prefix index, deepest first; `cause` is 'capacity', 'cleared' or a policy's own
+    word."""
 
     block_ids: tuple[int, ...]
     cause: str
+    hashes: tuple[bytes, ...]
+    namespace: Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class IndexCleared:
+    """Nothing is left in the prefix index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +95,7 @@ Event = (
     | RequestFinished
     | BlocksStored
     | BlocksRemoved
+    | IndexCleared
     | StepDone
 )
 

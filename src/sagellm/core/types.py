@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from sagellm.core.errors import RequestError
 
@@ -17,7 +18,10 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MIN_REPETITION_PENALTY = 0.01
 _INT32 = "i"
+BlockIds: TypeAlias = "array[int]"
+"""Ids of blocks in order of position, as one int32 buffer (`array("i")`)."""
 _INT32_MAX = 2**31 - 1
+_HIGH_BYTE = TOKEN_BYTES - 1 if sys.byteorder == "little" else 0
 
 
 class Tokens:
@@ -30,7 +34,7 @@ class Tokens:
     __slots__ = ("_bytes", "_ids")
 
     def __init__(self, ids: Iterable[int] = ()) -> None:
-        self._ids: array[int] = ids._ids[:] if isinstance(ids, Tokens) else array(_INT32, ids)
+        self._ids: array[int] = ids._ids[:] if isinstance(ids, Tokens) else _to_int32(ids)
         self._bytes: bytes | None = None
 
     @classmethod
@@ -90,6 +94,57 @@ class Namespace(NamedTuple):
     model: str = ""
     adapter: str = ""
     kv_dtype: str = ""
+
+
+def _to_int32(ids: Iterable[int]) -> array[int]:
+    """Python fills an unsigned array from a list three times faster than a signed one."""
+    if not isinstance(ids, list):
+        return array(_INT32, ids)
+    try:
+        unsigned = array("I", ids)
+    except OverflowError:  # a negative number, or one that is too large for either
+        return array(_INT32, ids)
+    data = unsigned.tobytes()
+    if not data[_HIGH_BYTE::TOKEN_BYTES].isascii():  # the highest bit of one is set
+        raise OverflowError(f"{max(unsigned)} is no token id: it is greater than {_INT32_MAX}")
+    return array(_INT32, data)
+
+
+class Account(NamedTuple):
+    """Who pays for blocks: a tenant, and a class of service within it. The default is nobody special."""
+
+    tenant: str = ""
+    service_class: str = ""
+
+
+NO_ACCOUNT = Account()
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Soft retention of the tokens `[start, stop)` of a prompt (`stop` None: to its end).
+
+    A bias, not a lock: eviction treats them as if they had been used `duration_s * priority / 100` seconds
+    later than they were. So the bias is worth less every second, and `priority` 0 is none.
+    """
+
+    start: int = 0
+    stop: int | None = None
+    priority: int = 50
+    duration_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        _in_range("retention.start", self.start, 0, math.inf)
+        _in_range("retention.priority", self.priority, 0, 100)
+        _in_range("retention.duration_s", self.duration_s, 0.0, math.inf)
+        if self.stop is not None and self.stop <= self.start:
+            raise RequestError(
+                f"retention.stop ({self.stop}) must be greater than start ({self.start})", "retention"
+            )
+
+    @property
+    def bonus_s(self) -> float:
+        return self.duration_s * self.priority / 100
 
 
 class FinishReason(str, Enum):
@@ -212,7 +267,8 @@ class Request:
 
     `priority`: higher is served first. `group`: requests of one group share their prompt (`n > 1`), so that
     the scheduler lets the first compute it and the others reuse it. `eos_token_ids` end the request unless
-    `params.ignore_eos`.
+    `params.ignore_eos`. `service_class` names the class whose share of KV memory the request uses;
+    `retention` biases eviction for ranges of its prompt.
     """
 
     request_id: str
@@ -224,10 +280,17 @@ class Request:
     namespace: Namespace = Namespace()
     slo: SLO = SLO()
     group: str | None = None
+    service_class: str = ""
+    retention: tuple[Retention, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.tokens):
             raise RequestError("the prompt is empty: send at least one token", "prompt")
+
+    @property
+    def account(self) -> Account:
+        """Who pays for its blocks, where there are quotas."""
+        return Account(self.namespace.tenant, self.service_class)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +349,10 @@ class KVCacheSchema:
 
 @dataclass(frozen=True, slots=True)
 class CapabilityDescriptor:
-    """What a backend can do: read by the builder, the router and the simulator."""
+    """What a backend can do: read by the builder, the router and the simulator.
+
+    `sliding_window`: no token in any layer attends further back; None where a layer sees everything.
+    """
 
     device: str
     dtype: str
@@ -298,6 +364,7 @@ class CapabilityDescriptor:
     kv_schema: KVCacheSchema | None = None
     memory_bytes: int = 0
     features: frozenset[str] = frozenset()
+    sliding_window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,9 @@ from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.core.registry import registry
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
+from sagellm.kvmgr.kv_pool.quota import QuotaManager
 from sagellm.kvmgr.manager import KVCacheManager
+from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
 
 DEMO_MODEL = Path(__file__).parent / "native" / "demo_model"
@@ -81,15 +83,48 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def build_kv(
-    config: KVConfig, num_blocks: int, *, clock: Clock | None = None, events: EventBus | None = None
+    config: KVConfig,
+    num_blocks: int,
+    *,
+    window: int | None = None,
+    clock: Clock | None = None,
+    events: EventBus | None = None,
 ) -> KVCacheManager:
-    """Pool, eviction policy and prefix index, joined by a manager."""
+    """Pool, quota, eviction policy and prefix index, joined by a manager. `window`: see `KVCacheManager`."""
+    clock = clock or MonotonicClock()
+    quota = build_quota(config, num_blocks)
     pool = registry("pool").create(
-        config.pool, total_blocks=num_blocks, block_size=config.block_size, clock=clock or MonotonicClock()
+        config.pool, total_blocks=num_blocks, block_size=config.block_size, clock=clock, quota=quota
     )
-    policy = registry("policy").create(config.eviction)
-    index = registry("index").create(config.index, block_size=config.block_size, policy=policy, events=events)
-    return KVCacheManager(index, pool, prefix_caching=config.prefix_caching)
+    index = registry("index").create(
+        config.index,
+        block_size=config.block_size,
+        policy_factory=lambda: registry("policy").create(config.eviction),
+        events=events,
+        clock=clock,
+    )
+    return KVCacheManager(
+        index,
+        pool,
+        prefix_caching=config.prefix_caching,
+        quota=quota,
+        window=window,
+        sharing_groups={name: group for group, names in config.sharing_groups.items() for name in names},
+        max_pinned_share=config.max_pinned_share,
+        metrics=PrefixReuseMetrics(),
+        clock=clock,
+    )
+
+
+def build_quota(config: KVConfig, num_blocks: int) -> QuotaManager | None:
+    """The shares of the pool, or None where nobody has one."""
+    if not (config.tenant_shares or config.class_shares):
+        return None
+    tenants, classes = (
+        {name: (share.guaranteed, share.ceiling) for name, share in shares.items()}
+        for shares in (config.tenant_shares, config.class_shares)
+    )
+    return QuotaManager.from_fractions(num_blocks, tenants, classes)
 
 
 def model_source(config: Config) -> Path:
@@ -133,7 +168,10 @@ def build_engine(
     """An engine around `backend`, or around the native one for the configured model."""
     backend = backend or build_backend(config, progress=progress)
     events = events or EventBus()
-    kv = build_kv(config.kv, backend.capability().num_blocks, clock=clock, events=events)
+    capability = backend.capability()
+    kv = build_kv(
+        config.kv, capability.num_blocks, window=capability.sliding_window, clock=clock, events=events
+    )
     passes = [registry("pass").create(name) for name in config.scheduler.passes]
     return Engine(
         backend,

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sagellm.core.clock import Clock, MonotonicClock
-from sagellm.core.errors import CapacityError, ContextLengthError, PlanError, RequestError, SageError
+from sagellm.core.errors import CapacityError, PlanError, RequestError, SageError
 from sagellm.core.events import (
     EventBus,
     RequestFinished,
@@ -20,7 +21,7 @@ from sagellm.core.events import (
     RequestScheduled,
     StepDone,
 )
-from sagellm.core.plan import NO_ROW, Draft, ExecutionPlan, RequestState, StepResult
+from sagellm.core.plan import NO_ROW, Chunk, Draft, ExecutionPlan, Growth, RequestState, StepResult
 from sagellm.core.protocols.engine import EngineStats, InferenceBackend
 from sagellm.core.types import (
     CapabilityDescriptor,
@@ -28,8 +29,12 @@ from sagellm.core.types import (
     Request,
     RequestOutput,
     RequestStatus,
+    SamplingParams,
     TokenLogprob,
+    Tokens,
 )
+from sagellm.engines._door import check_quota, check_request
+from sagellm.kvmgr.kv_pool import as_copies, plan_compaction
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, freeze, verify_bound
 
@@ -86,19 +91,31 @@ class Engine:
     def add(self, request: Request) -> None:
         if request.request_id in self._states:
             raise RequestError(f"request id {request.request_id!r} is in use: send another", "request_id")
-        if request.params.n != 1:
-            raise RequestError("the engine computes one sequence a request: expand n > 1 above it", "n")
-        if len(request.tokens) >= self.max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {len(request.tokens)} tokens, at most {self.max_model_len - 1} fit into the "
-                f"context of {self.max_model_len} with room for an answer",
-                "prompt",
-            )
-        self._check_vocabulary(request)
+        check_request(request, self._capability.vocab_size, self.max_model_len)
+        check_quota(request, self.kv.max_blocks(request.account) * self.kv.block_size)
         state = RequestState.of(request)
         self._states[request.request_id] = state
         self._waiting[request.request_id] = state
         self.events.emit(RequestQueued(request.request_id, len(request.tokens), self.clock.now()))
+
+    def fork(self, request_id: str, new_id: str, params: SamplingParams | None = None) -> None:
+        """A second request goes on from where a running one stands, sharing its KV: whole blocks as they are,
+        the last one as a copy. Its prompt is all that the first has so far."""
+        parent = self._states.get(request_id)
+        if parent is None or parent.status is not RequestStatus.RUNNING:
+            raise RequestError(f"cannot fork {request_id!r}: no request of that id is running", "request_id")
+        group = parent.request.group or f"fork of {request_id}"
+        self.add(
+            replace(
+                parent.request,
+                request_id=new_id,
+                tokens=Tokens(parent.tokens),
+                params=params or parent.request.params,
+                arrival_s=self.clock.now(),
+                group=group,
+            )
+        )
+        self.kv.fork(parent, group)
 
     def abort(self, request_id: str) -> bool:
         state = self._states.get(request_id)
@@ -111,9 +128,10 @@ class Engine:
         return bool(self._states or self._outputs)
 
     def stats(self) -> EngineStats:
-        states = self.kv.block_states()
+        states, metrics = self.kv.block_states(), self.kv.metrics
+        reuse = metrics.snapshot() if metrics is not None else None
         return EngineStats(
-            len(self._running), len(self._waiting), *states, self._num_preemptions, self._num_steps
+            len(self._running), len(self._waiting), *states, self._num_preemptions, self._num_steps, reuse
         )
 
     def capability(self) -> CapabilityDescriptor:
@@ -122,6 +140,26 @@ class Engine:
     @property
     def num_free_rows(self) -> int:
         return len(self._free_rows)
+
+    def compact(self, max_copies: int | None = None) -> int:
+        """Move blocks between two steps so that free ones stand together; returns how many moved. The backend
+        copies them now; if that fails, nothing has moved."""
+        moves = plan_compaction(self.kv.pool.block_info, self.kv.pool.total_blocks, max_copies)
+        if not moves:
+            return 0
+        self.kv.remap(moves)
+        tables = [(state.row, self.kv.block_table(state.request_id)) for state in self._running]
+        plan = ExecutionPlan(
+            step=self._num_steps,
+            grown=tuple(Growth(row, 0, tuple(table)) for row, table in tables),
+            copies=tuple(as_copies(moves)),
+        )
+        try:
+            self.backend.execute(plan)
+        except Exception:
+            self.kv.remap({target: source for source, target in moves.items()})
+            raise
+        return len(moves)
 
     def close(self) -> None:
         for request_id in list(self._states):
@@ -161,7 +199,7 @@ class Engine:
             self._preempt(state)
         for request_id, reason in draft.rejected.items():
             self._end(self._states[request_id], FinishReason.ERROR, reason)
-        self.kv.bind(draft)
+        self._bind(draft)
         try:
             verify_bound(draft)
             self._enter(draft)
@@ -170,6 +208,24 @@ class Engine:
             raise
         plan = self.last_plan = freeze(draft, tuple(self._left), self.kv)
         return plan
+
+    def _bind(self, draft: Draft) -> None:
+        """Bind what can be bound: who counted on blocks that others got first waits for the next step."""
+        for chunk in list(draft.admitted()):
+            if chunk.hit is not None and not self.kv.is_current(chunk.hit):
+                self._put_off(draft, chunk, "the request whose last block it would copy has left")
+        bound = False
+        while draft.chunks and not bound:
+            try:
+                self.kv.bind(draft)
+                bound = True
+            except CapacityError as error:
+                newest = next(reversed(list(draft.admitted())), None)
+                self._put_off(draft, newest or next(reversed(draft.chunks.values())), str(error))
+
+    def _put_off(self, draft: Draft, chunk: Chunk, reason: str) -> None:
+        del draft.chunks[chunk.state.request_id]
+        draft.say("bind", chunk.state, "wait", reason)
 
     def _enter(self, draft: Draft) -> None:
         """Admitted requests get rows; their state becomes that of a running one."""
@@ -334,22 +390,6 @@ class Engine:
     def _take_outputs(self) -> list[RequestOutput]:
         outputs, self._outputs = self._outputs, []
         return outputs
-
-    def _check_vocabulary(self, request: Request) -> None:
-        size = self._capability.vocab_size
-        view = request.tokens.view()
-        if min(view) < 0 or max(view) >= size:
-            bad = next(token for token in view if not 0 <= token < size)
-            raise RequestError(f"token id {bad} is not in the vocabulary of {size} tokens", "prompt")
-        for name, ids in (
-            ("logit_bias", request.params.logit_bias),
-            ("stop_token_ids", request.params.stop_token_ids),
-        ):
-            for token in ids:
-                if not 0 <= token < size:
-                    raise RequestError(
-                        f"{name}: token id {token} is not in the vocabulary of {size} tokens", name
-                    )
 
     def _emit_finished(self, state: RequestState, reason: FinishReason) -> None:
         self.events.emit(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import inf
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from sagellm.core.protocols.engine import EngineStats
+from sagellm.core.protocols.prefix_cache import PrefixReuseSnapshot
 from sagellm.engines.llm import TextDelta, Usage
 
 _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -91,7 +93,7 @@ class _EngineCollector(Collector):
         self._model = model_name
         self._stats = stats
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]:
         stats = self._stats()
         yield self._gauge("requests_running", "Requests in the batch", stats.num_running)
         yield self._gauge("requests_waiting", "Requests that wait for the batch", stats.num_waiting)
@@ -103,6 +105,22 @@ class _EngineCollector(Collector):
         preemptions = CounterMetricFamily("sagellm_preemptions", "Preempted requests", labels=(_LABEL,))
         preemptions.add_metric((self._model,), stats.num_preemptions)
         yield preemptions
+        if stats.reuse is not None:
+            yield from self._reuse(stats.reuse)
+
+    def _reuse(self, reuse: PrefixReuseSnapshot) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:
+        for name, text, count in (
+            ("prefix_cache_queries", "Tokens that admitted requests looked for", reuse.num_tokens),
+            ("prefix_cache_hits", "Tokens that they found in the prefix index", reuse.num_hit_tokens),
+            ("prefix_cache_hit_requests", "Requests that found any", reuse.num_hit_requests),
+        ):
+            family = CounterMetricFamily(f"sagellm_{name}", text, labels=(_LABEL,))
+            family.add_metric((self._model,), count)
+            yield family
+        matches = HistogramMetricFamily("sagellm_prefix_match_seconds", "Prefix look-ups", labels=(_LABEL,))
+        buckets = [("+Inf" if end == inf else repr(end), count) for end, count in reuse.match_buckets]
+        matches.add_metric((self._model,), buckets, reuse.match_sum_s)
+        yield matches
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"sagellm_{name}", text, labels=(_LABEL,))

@@ -110,6 +110,8 @@ requests = st.lists(
     seed=st.integers(0, 99),
     stagger=st.integers(0, 2),
     again=st.booleans(),
+    grouped=st.booleans(),
+    compact=st.booleans(),
 )
 def test_same_tokens_whatever_happens(
     name: str,
@@ -122,6 +124,8 @@ def test_same_tokens_whatever_happens(
     seed: int,
     stagger: int,
     again: bool,
+    grouped: bool,
+    compact: bool,
 ) -> None:
     passes: list[SchedulerPass] = [
         PrefixCacheAwarePass(),
@@ -141,7 +145,10 @@ def test_same_tokens_whatever_happens(
                 tokens += expected[f"{index}.0"]
             expected[request_id] = alone(name, tuple(tokens), max_tokens, sampling, request_id)
             params = replace(SAMPLING[sampling], max_tokens=max_tokens)
-            busy.add(Request(request_id, Tokens(tokens), params, arrival_s=index))
+            group = f"family {family}" if grouped else None
+            busy.add(Request(request_id, Tokens(tokens), params, arrival_s=index, group=group))
+            if compact:
+                busy.compact()
             for _ in range(stagger):
                 for output in busy.step():
                     got.setdefault(output.request_id, []).extend(output.new_token_ids)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sagellm.core.plan import ExecutionPlan, StepResult
+from sagellm.core.protocols.prefix_cache import PrefixReuseSnapshot
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, Request, RequestOutput
 
 
@@ -21,6 +22,7 @@ class EngineStats:
     blocks_free: int
     num_preemptions: int = 0
     num_steps: int = 0
+    reuse: PrefixReuseSnapshot | None = None
 
 
 class InferenceBackend(Protocol):

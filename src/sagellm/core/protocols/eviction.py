@@ -7,30 +7,59 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(Protocol):
     """A run of blocks that lives and dies as a unit from its tail: one edge of the prefix tree, or one block.
 
-    `key` is a deterministic content hash, so that an extent that comes back meets its ghost. `last_use` is
-    the index's logical time of the last unpin.
+    A live object of whoever calls the policy, who alone changes it, and says so by an event: an index hands
+    in its nodes as they are. `key` is a deterministic content hash, unique among living extents, so that an
+    extent that comes back meets its ghost. `used_s` and `last_use` say when its last user went, in seconds of
+    the clock and as a count; `num_uses` how often it was used, also as part of a longer prefix; `bonus_s` are
+    the seconds by which soft retention makes it look younger.
     """
 
+    @property
+    def key(self) -> int: ...
+
+    @property
+    def parent_key(self) -> int | None: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def first_position(self) -> int: ...
+
+    @property
+    def last_use(self) -> int: ...
+
+    @property
+    def num_uses(self) -> int: ...
+
+    @property
+    def used_s(self) -> float: ...
+
+    @property
+    def bonus_s(self) -> float: ...
+
+    @property
+    def tenant(self) -> str: ...
+
+
+@dataclass(slots=True)
+class Run:
+    """The simplest extent: for flat streams of blocks, guests and tests."""
+
     key: int
-    parent: int | None
-    num_blocks: int
+    num_blocks: int = 1
+    parent_key: int | None = None
     first_position: int = 0
     last_use: int = 0
+    num_uses: int = 1
+    used_s: float = 0.0
+    bonus_s: float = 0.0
     tenant: str = ""
     priority: int = 0
     meta: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Victim:
-    """Give up the last `num_blocks` blocks of the extent `key`."""
-
-    key: int
-    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +77,9 @@ class Hint:
     wanted_by: int = 0
 
 
-OnEmptied = Callable[[int], "Extent | None"]
+GiveUp = Callable[[Any, int], "Extent | None"]
+"""`give_up(extent, n)`: the owner takes the last `n` blocks out of the extent, whose `num_blocks` shrinks. If
+that emptied it, the answer is its parent, where that became an evictable leaf."""
 
 
 class EvictionPolicy(Protocol):
@@ -78,11 +109,12 @@ class EvictionPolicy(Protocol):
         """The extent is gone, or is no longer a leaf, for another reason than this policy's choice."""
         ...
 
-    def evict(self, num_blocks: int, on_emptied: OnEmptied | None = None) -> list[Victim] | None:
-        """Choose exactly `num_blocks` blocks, tails before heads, or None and no change.
+    def evict(self, num_blocks: int, give_up: GiveUp) -> int:
+        """Give up `num_blocks` blocks, tails before heads; returns how many it gave: fewer only where nothing
+        is left in its hands. A negative number is an error.
 
-        When an extent is emptied, `on_emptied(key)` is asked for its parent, which, if it became a leaf, may
-        be chosen in the same call. The caller guarantees that leaves and parents together hold `num_blocks`.
+        Each choice is told to `give_up` at once; an extent that it empties is out of the policy's hands, and
+        the parent that it answers with is in them, and may be chosen in the same call.
         """
         ...
 

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
 
-from sagellm.core.types import Namespace, Tokens
+from sagellm.core.types import Account, BlockIds, Namespace, Retention, Tokens
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
+class SharedTail(NamedTuple):
+    """`num_tokens` leading tokens of block `position` of the table of `request_id`, which is running."""
+
+    request_id: str
+    position: int
+    num_tokens: int
+
+
+class PrefixHit(NamedTuple):
     """What `lookup` found: the first `num_tokens` tokens stand in `num_blocks` blocks of the index.
 
+    The manager may add a `tail`: tokens behind the whole blocks that a running request holds in its last,
+    partial block, and that can be copied from there; `num_tokens` counts them.
+
     `node` is the index's own handle and `version` its state at look-up; neither means anything to a caller.
-    A hit that is not pinned may be gone at the next `evict`.
+    A hit that is not pinned may be gone at the next `evict`. The ids of its blocks are fetched when asked for
+    (`block_ids`), not before.
     """
 
     num_tokens: int
@@ -23,10 +35,10 @@ class PrefixHit:
     namespace: Namespace
     node: Any = None
     version: int = 0
+    tail: SharedTail | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class InsertResult:
+class InsertResult(NamedTuple):
     """`num_existing` leading blocks were already there (duplicates where the ids differ: they stay the
     caller's); the blocks after them belong to the index from now on. `hit` covers all that was inserted."""
 
@@ -34,11 +46,85 @@ class InsertResult:
     hit: PrefixHit
 
 
+class Branch(NamedTuple):
+    """A resident branch that begins like the tokens asked about: `hit` is what it shares with them, and
+    `num_blocks` how long the branch is in all. `used_s`: when it was last used, by the index's clock."""
+
+    hit: PrefixHit
+    num_blocks: int
+    used_s: float
+
+
+class MatchEnd(Enum):
+    """Why a match ended where it did."""
+
+    COMPLETE = "every whole block of the tokens is resident"
+    NOT_ALIGNED = "the tokens differ inside a block; only whole blocks are shared"
+    NEVER_SEEN = "these tokens were never seen here, or so long ago that it is forgotten"
+    EVICTED = "they were resident and were evicted"
+    OTHER_NAMESPACE = "they are resident in another namespace, which shares nothing with this one"
+
+
+@dataclass(frozen=True, slots=True)
+class MatchReport:
+    """What `explain` knows: how far the match goes, why it ends there; `at_s` and `cause` of an eviction."""
+
+    num_tokens: int
+    num_blocks: int
+    end: MatchEnd
+    at_s: float | None = None
+    cause: str | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.num_tokens} tokens in {self.num_blocks} blocks match; {self.end.value}"
+        return text if self.at_s is None else f"{text} at {self.at_s:.3f} s ({self.cause})"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixReuseSnapshot:
+    """The numbers at one moment. Ratios are 0 to 1, and 0 where nothing was counted.
+
+    `match_buckets`: pairs of an upper end in seconds and the number of matches at or under it, the last end
+    infinite: the cumulative form that Prometheus reads.
+    """
+
+    num_requests: int
+    num_hit_requests: int
+    num_tokens: int
+    num_hit_tokens: int
+    num_blocks: int
+    num_hit_blocks: int
+    request_hit_ratio: float
+    token_hit_ratio: float
+    block_hit_ratio: float
+    mean_sharing: float
+    num_matches: int
+    match_sum_s: float
+    match_buckets: tuple[tuple[float, int], ...]
+
+
+class ReuseRecorder(Protocol):
+    """Whoever keeps the figures of reuse; told by the manager."""
+
+    def record(self, num_tokens: int, num_hit_tokens: int, num_blocks: int, num_hit_blocks: int) -> None:
+        """A request was admitted for the first time."""
+        ...
+
+    def observe_match(self, seconds: float) -> None:
+        """A look-up took so long."""
+        ...
+
+    def snapshot(self) -> PrefixReuseSnapshot:
+        """The figures now."""
+        ...
+
+
 class PrefixReuseIndex(Protocol):
     """A map from token prefixes to blocks, in whole blocks, per namespace.
 
     `lookup` is read-only. A pinned hit, and every prefix of it, is never evicted. Blocks belong to the index
-    from `insert` until `evict` or `clear` gives them back.
+    from `insert` until `evict` or `clear` gives them back. Each block is charged to the account that brought
+    it, and `evict_from` gives up one account's.
     """
 
     @property
@@ -48,8 +134,17 @@ class PrefixReuseIndex(Protocol):
         """The longest resident prefix of `tokens`, at most `max_tokens` long, in whole blocks."""
         ...
 
-    def block_ids(self, hit: PrefixHit) -> list[int]:
+    def branches(self, tokens: Tokens, k: int, namespace: Namespace = ...) -> list[Branch]:
+        """At most `k` resident branches that share a first block with the tokens: the longest match first,
+        then the last used."""
+        ...
+
+    def block_ids(self, hit: PrefixHit) -> BlockIds:
         """The blocks of a hit, in order of position."""
+        ...
+
+    def verify(self, hit: PrefixHit) -> bool:
+        """Whether all of the hit is resident now, its tokens compared one by one."""
         ...
 
     def pin(self, hit: PrefixHit) -> PrefixHit:
@@ -63,15 +158,43 @@ class PrefixReuseIndex(Protocol):
         """Give one pin back; raises `BookkeepingError` if there is none."""
         ...
 
-    def insert(self, tokens: Tokens, block_ids: Sequence[int], namespace: Namespace = ...) -> InsertResult:
+    def insert(
+        self,
+        tokens: Tokens,
+        block_ids: Sequence[int],
+        namespace: Namespace = ...,
+        *,
+        account: Account = ...,
+        retention: Sequence[Retention] = (),
+        pin: bool = False,
+    ) -> InsertResult:
         """Register `block_ids[i]` for tokens `[i * block_size, (i + 1) * block_size)`.
 
-        `tokens` may be longer than the blocks; the rest is ignored.
+        `tokens` may be longer than the blocks; the rest is ignored. `retention` biases the policy for ranges
+        of the tokens, whether they were there before or not. With `pin` the hit is pinned already.
         """
         ...
 
-    def evict(self, num_blocks: int, cause: str = ...) -> list[int] | None:
+    def retract(self, result: InsertResult) -> None:
+        """Undo the last `insert`, if it was pinned and nothing has happened since: its new blocks leave the
+        index, and belong to the caller again."""
+        ...
+
+    def evict(self, num_blocks: int, cause: str = ...) -> BlockIds | None:
         """Give up exactly `num_blocks` unpinned blocks, chosen by the policy, or none and change nothing."""
+        ...
+
+    def evict_from(self, account: Account, num_blocks: int, cause: str = ...) -> BlockIds:
+        """Give up at most `num_blocks` unpinned blocks of one account, and fewer only where all that is left
+        of it leads to blocks that are pinned or another's."""
+        ...
+
+    def num_evictable_of(self, account: Account) -> int:
+        """Blocks of one account that `evict` could give up."""
+        ...
+
+    def evictable_by_account(self) -> Mapping[Account, int]:
+        """`num_evictable_of` for all accounts with blocks in the index."""
         ...
 
     def num_unpinned_on_path(self, hit: PrefixHit) -> int:
@@ -92,8 +215,20 @@ class PrefixReuseIndex(Protocol):
         """Blocks in the index that no pin holds."""
         ...
 
-    def clear(self) -> list[int]:
+    def clear(self) -> BlockIds:
         """Give up every unpinned block."""
+        ...
+
+    def explain(self, tokens: Tokens, namespace: Namespace = ...) -> MatchReport:
+        """Where a match of the tokens ends, and why. Not for hot paths."""
+        ...
+
+    def all_block_ids(self) -> BlockIds:
+        """Every block in the index, in no particular order."""
+        ...
+
+    def remap(self, moves: Mapping[int, int]) -> None:
+        """After a compaction: block `source` is now `target`."""
         ...
 
     def check(self) -> None:

@@ -2,16 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit
+from sagellm.core.types import Account
+
+
+class BlockBudget:
+    """Blocks that the decisions of one step may still spend: `available` in all and, where there are quotas,
+    up to `limit_of(account)` for each account."""
+
+    def __init__(self, available: int, limit_of: Callable[[Account], int] | None = None) -> None:
+        self.available = available
+        self._limit_of = limit_of
+        self._left: dict[Account, int] = {}
+
+    def left(self, state: RequestState) -> int:
+        """What this request could get."""
+        if self._limit_of is None:
+            return self.available
+        return min(self.available, self._of(state.request.account, self._limit_of))
+
+    def spend(self, state: RequestState, num_blocks: int) -> bool:
+        """Take the blocks, or change nothing and answer False."""
+        if num_blocks > self.left(state):
+            return False
+        self._add(state, -num_blocks)
+        return True
+
+    def gain(self, state: RequestState, num_blocks: int) -> None:
+        """A request gives back what it holds."""
+        self._add(state, num_blocks)
+
+    def over_quota(self, state: RequestState, num_blocks: int) -> bool:
+        """Whether only blocks of its own account would help the request."""
+        return self.left(state) < num_blocks <= self.available
+
+    def _add(self, state: RequestState, num_blocks: int) -> None:
+        self.available += num_blocks
+        if self._limit_of is not None:
+            account = state.request.account
+            self._left[account] = self._of(account, self._limit_of) + num_blocks
+
+    def _of(self, account: Account, limit_of: Callable[[Account], int]) -> int:
+        if account not in self._left:
+            self._left[account] = limit_of(account)
+        return self._left[account]
 
 
 class KVQuotes(Protocol):
     """Prices in blocks, asked by passes before anything is bound. Nothing here changes state.
 
-    A set of decisions whose prices sum to at most `available_blocks()` binds without fail.
+    A set of decisions that a fresh `budget()` can pay binds without fail where there are no quotas; with
+    quotas two accounts may have counted on the same blocks of a third, and the last ones wait.
     """
 
     @property
@@ -23,6 +68,10 @@ class KVQuotes(Protocol):
 
     def available_blocks(self) -> int:
         """Free blocks and cached blocks that nobody uses."""
+        ...
+
+    def budget(self) -> BlockBudget:
+        """What the decisions of one step may spend, to be counted down by whoever decides."""
         ...
 
     def price_to_grow(self, state: RequestState, num_tokens: int) -> int:

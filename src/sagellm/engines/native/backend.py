@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -133,6 +133,7 @@ class NativeBackend:
             kv_schema=self._schema,
             memory_bytes=self._kv.num_blocks * self._schema.bytes_per_block,
             features=FEATURES,
+            sliding_window=_widest(self._spec.windows),
         )
 
     def get_kv_schema(self) -> KVCacheSchema:
@@ -231,6 +232,12 @@ def _model_length(spec: ModelSpec, wanted: int | None) -> int:
             f"max_model_len {wanted} is more than this model's {spec.max_model_len} positions: give less"
         )
     return wanted or spec.max_model_len
+
+
+def _widest(windows: Sequence[int | None]) -> int | None:
+    """The window that all layers stay within; None where one has none."""
+    limited = [window for window in windows if window is not None]
+    return max(limited) if len(limited) == len(windows) else None
 
 
 @contextmanager

@@ -60,6 +60,8 @@ class TokenMemoryBackend:
             self._rows[join.row] = _enter(join)
         for growth in plan.grown:
             self._rows[growth.row].blocks[growth.first :] = growth.block_ids
+        for copy in plan.copies:
+            self._copy(copy.source_block, copy.target_block)
         for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
             self._compute(row, position, position + 1)
         for op in plan.prefills:
@@ -80,6 +82,10 @@ class TokenMemoryBackend:
     def _slot(self, row: _Row, position: int) -> int:
         size = self._capability.block_size
         return row.blocks[position // size] * size + position % size
+
+    def _copy(self, source: int, target: int) -> None:
+        size = self._capability.block_size
+        self._memory[target * size : (target + 1) * size] = self._memory[source * size : (source + 1) * size]
 
     def _compute(self, row_id: int, start: int, end: int) -> None:
         row = self._rows[row_id]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sagellm.core.protocols.eviction import EvictionPolicy, Extent
+from sagellm.core.protocols.eviction import EvictionPolicy, Run
 
 
 @dataclass(slots=True)
@@ -34,24 +34,28 @@ def select_victims(
     """
     policy = fresh_policy()
     ordered = sorted((c for c in candidates if not c.is_pinned), key=lambda c: c.last_access_time)
-    for index, candidate in enumerate(ordered):
-        policy.insert(_extent(index, candidate))
-    victims: list[str] = []
-    missing = required_blocks
     if sum(len(c.block_ids) for c in ordered) < required_blocks:
-        return victims
-    while missing > 0:
-        chosen = policy.evict(1)
-        assert chosen is not None
-        index = chosen[0].key
-        policy.remove(index)
-        victims.append(ordered[index].sequence_id)
-        missing -= len(ordered[index].block_ids)
-    return victims
+        return []
+    for index, candidate in enumerate(ordered):
+        policy.insert(_run(index, candidate))
+    victims: dict[str, None] = {}
+
+    def give_up(run: Run, num_blocks: int) -> None:
+        run.num_blocks -= num_blocks
+        victims[ordered[run.key].sequence_id] = None
+
+    policy.evict(required_blocks, give_up)
+    return list(victims)
 
 
-def _extent(index: int, candidate: EvictionCandidate) -> Extent:
+def _run(index: int, candidate: EvictionCandidate) -> Run:
     meta = {"access_count": candidate.access_count, "estimated_lifetime": candidate.estimated_lifetime}
-    return Extent(
-        index, None, len(candidate.block_ids), last_use=index, priority=candidate.priority, meta=meta
+    return Run(
+        index,
+        len(candidate.block_ids),
+        last_use=index,
+        num_uses=candidate.access_count,
+        used_s=candidate.last_access_time,
+        priority=candidate.priority,
+        meta=meta,
     )

@@ -3,105 +3,109 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.protocols.eviction import Extent, Hint, OnEmptied, Victim
+from sagellm.core.protocols.eviction import Extent, GiveUp, Hint
 from sagellm.kvmgr.eviction._candidates import EvictionCandidate, select_victims
+
+Entry = tuple[float, int, int, int, Extent]
 
 
 class LRUEvictionPolicy:
-    """A heap by `Extent.last_use`, entries deleted lazily; deeper extents first on ties."""
+    """A heap of (time of last use plus retention, count of uses, depth), entries deleted lazily.
+
+    A parent that became a leaf may be older than others, so a plain queue would not do. Among extents that
+    one request used, the deeper goes first.
+    """
 
     def __init__(self) -> None:
-        self._extents: dict[int, Extent] = {}
-        self._heap: list[tuple[int, int, int]] = []
+        self._live: dict[int, Entry] = {}
+        self._heap: list[Entry] = []
         self._num_blocks = 0
+        self._serial = itertools.count()
 
     @property
     def num_evictable(self) -> int:
         return self._num_blocks
 
     def insert(self, extent: Extent) -> None:
-        self.remove(extent.key)
-        self._extents[extent.key] = extent
-        self._num_blocks += extent.num_blocks
-        heapq.heappush(self._heap, self._entry(extent))
+        self._enter(extent, extent.used_s + extent.bonus_s)
 
     def pin(self, key: int) -> None:
         self.remove(key)
 
     def unpin(self, extent: Extent) -> None:
-        self.insert(extent)
+        self._enter(extent, extent.used_s + extent.bonus_s)
 
     def remove(self, key: int) -> None:
-        extent = self._extents.pop(key, None)
-        if extent is not None:
-            self._num_blocks -= extent.num_blocks
-            if len(self._heap) > 64 and len(self._heap) > 4 * len(self._extents):
-                self._heap = [self._entry(live) for live in self._extents.values()]
+        entry = self._live.pop(key, None)
+        if entry is not None:
+            self._num_blocks -= entry[4].num_blocks
+            if len(self._heap) > 64 and len(self._heap) > 4 * len(self._live):
+                self._heap = list(self._live.values())
                 heapq.heapify(self._heap)
 
-    def evict(self, num_blocks: int, on_emptied: OnEmptied | None = None) -> list[Victim] | None:
+    def evict(self, num_blocks: int, give_up: GiveUp) -> int:
         if num_blocks < 0:
             raise BookkeepingError(f"cannot evict {num_blocks} blocks")
-        if on_emptied is None and num_blocks > self._num_blocks:
-            return None
-        victims: list[Victim] = []
-        while num_blocks:
-            extent = self._oldest()
-            take = min(num_blocks, extent.num_blocks)
-            num_blocks -= take
-            victims.append(Victim(extent.key, take))
-            self._take(extent, take, on_emptied)
-        return victims
+        live, heap, missing = self._live, self._heap, num_blocks
+        while missing and heap:
+            entry = heap[0]
+            extent = entry[4]
+            if live.get(extent.key) is not entry:
+                heapq.heappop(heap)
+                continue
+            held = extent.num_blocks
+            if missing < held:
+                self._num_blocks -= missing
+                give_up(extent, missing)
+                return num_blocks
+            heapq.heappop(heap)
+            del live[extent.key]
+            self._num_blocks -= held
+            missing -= held
+            parent = give_up(extent, held)
+            if parent is not None:
+                self.insert(parent)
+        return num_blocks - missing
 
     def split(self, old: int, head: Extent, tail: Extent) -> None:
-        self.remove(old)
-        self.insert(tail)
+        entry = self._live.pop(old, None)
+        if entry is not None:
+            self._num_blocks -= head.num_blocks + tail.num_blocks
+            self._enter(tail, entry[0])
 
     def hint(self, key: int, hint: Hint) -> None:
         """`ended` and `superseded` move an extent to the front of the queue; LRU knows nothing else."""
-        extent = self._extents.get(key)
-        if extent is not None and (hint.ended or hint.superseded):
-            self.insert(replace(extent, last_use=-1))
+        entry = self._live.get(key)
+        if entry is not None and (hint.ended or hint.superseded):
+            self._enter(entry[4], -math.inf)
 
     def select_victims(self, candidates: Sequence[EvictionCandidate], required_blocks: int) -> list[str]:
         return select_victims(LRUEvictionPolicy, candidates, required_blocks)
 
     def check(self) -> None:
-        blocks = sum(extent.num_blocks for extent in self._extents.values())
+        blocks = sum(entry[4].num_blocks for entry in self._live.values())
         if blocks != self._num_blocks:
             raise BookkeepingError(
                 f"LRU counts {self._num_blocks} evictable blocks, its extents hold {blocks}"
             )
-        entries = set(self._heap)
-        for extent in self._extents.values():
-            if self._entry(extent) not in entries:
-                raise BookkeepingError(f"extent {extent.key:x} is not in the queue")
+        queued = {id(entry) for entry in self._heap}
+        for key, entry in self._live.items():
+            if id(entry) not in queued or entry[4].key != key:
+                raise BookkeepingError(f"extent {key:x} is not in the queue")
 
-    def _entry(self, extent: Extent) -> tuple[int, int, int]:
-        return (extent.last_use, -extent.first_position, extent.key)
-
-    def _oldest(self) -> Extent:
-        while self._heap:
-            entry = self._heap[0]
-            extent = self._extents.get(entry[2])
-            if extent is not None and self._entry(extent) == entry:
-                return extent
-            heapq.heappop(self._heap)
-        raise BookkeepingError("evict was asked for more blocks than its leaves and their parents hold")
-
-    def _take(self, extent: Extent, take: int, on_emptied: OnEmptied | None) -> None:
-        if take < extent.num_blocks:
-            self._num_blocks -= take
-            self._extents[extent.key] = replace(extent, num_blocks=extent.num_blocks - take)
-            return
-        self.remove(extent.key)
-        parent = on_emptied(extent.key) if on_emptied is not None else None
-        if parent is not None:
-            self.insert(parent)
+    def _enter(self, extent: Extent, when_s: float) -> None:
+        key = extent.key
+        if key in self._live:
+            self.remove(key)
+        entry = (when_s, extent.last_use, -extent.first_position, next(self._serial), extent)
+        self._live[key] = entry
+        self._num_blocks += extent.num_blocks
+        heapq.heappush(self._heap, entry)
 
 
 PLUGIN = LRUEvictionPolicy

@@ -1,5 +1,8 @@
 """Prefix reuse: which leading tokens of a prompt already have their KV in blocks."""
 
+from sagellm.kvmgr.prefix_cache.hashed import HashedPrefixCache
+from sagellm.kvmgr.prefix_cache.matcher import PrefixMatcher
+from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
 from sagellm.kvmgr.prefix_cache.radix import PrefixMatch, RadixPrefixCache
 
-__all__ = ["PrefixMatch", "RadixPrefixCache"]
+__all__ = ["HashedPrefixCache", "PrefixMatch", "PrefixMatcher", "PrefixReuseMetrics", "RadixPrefixCache"]

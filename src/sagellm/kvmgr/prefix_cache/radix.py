@@ -6,17 +6,25 @@ live on nodes. The idea of a radix tree over KV is RadixAttention's (Zheng et al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus
-from sagellm.core.protocols.eviction import EvictionPolicy, Extent
-from sagellm.core.protocols.prefix_cache import InsertResult, PrefixHit
-from sagellm.core.types import TOKEN_BYTES, Namespace, Tokens
-from sagellm.kvmgr.prefix_cache._node import Node, common_blocks, content_key
+from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus, IndexCleared
+from sagellm.core.protocols.eviction import EvictionPolicy
+from sagellm.core.protocols.prefix_cache import Branch, InsertResult, MatchReport, PrefixHit
+from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, Account, BlockIds, Namespace, Retention, Tokens
+from sagellm.kvmgr.prefix_cache._ghosts import Ghost
+from sagellm.kvmgr.prefix_cache._leaves import Group, Leaves
+from sagellm.kvmgr.prefix_cache._node import Node, hashes_of
+from sagellm.kvmgr.prefix_cache._queries import branches, explain
+from sagellm.kvmgr.prefix_cache._tree import RadixTree
+from sagellm.kvmgr.prefix_cache._tree_check import check_tree
 
 DEFAULT_NAMESPACE = Namespace()
+_new_hit = tuple.__new__  # a hit per look-up: this is three times faster than the class's own constructor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +38,9 @@ class PrefixMatch:
 class RadixPrefixCache:
     """Implements `PrefixReuseIndex`.
 
-    With a `policy`, `evict` gives up what the policy chooses; without one, leaves in order of their last
-    unpin. `max_blocks` bounds what `insert_prefix` keeps. Not thread-safe: one engine thread owns it.
+    `evict` gives up what `policy` chooses; without one, leaves in order of their last use. With
+    `policy_factory` each account has a policy of its own. `max_blocks` bounds what `insert_prefix` keeps,
+    `max_ghosts` how many evictions `explain` remembers. Not thread-safe: one engine thread owns it.
     """
 
     def __init__(
@@ -40,53 +49,90 @@ class RadixPrefixCache:
         block_size: int = 16,
         policy: EvictionPolicy | None = None,
         events: EventBus | None = None,
+        clock: Clock | None = None,
+        policy_factory: Callable[[], EvictionPolicy] | None = None,
+        max_ghosts: int = 4096,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.block_size = block_size
         self.max_blocks = max_blocks
-        self._policy = policy
+        self._step = step = block_size * TOKEN_BYTES
+        self._leaves = Leaves(step, policy, policy_factory)
+        self.tree = RadixTree(step, self._leaves, max_ghosts)
+        self._roots, self._walk = self.tree.roots, self.tree.walk
         self._events = events or EventBus()
-        self._step = block_size * TOKEN_BYTES
-        self._roots: dict[Namespace, Node] = {}
-        self._leaves: dict[int, Node] = {}  # evictable leaves by key
-        self._num_cached = 0
-        self._num_pinned = 0
-        self._version = 0  # moves when a hit that was handed out may have become wrong
+        self._clock = clock or MonotonicClock()
         self._tick = 0
-        self._given_up: list[int] = []
+        self._out: BlockIds = array("i")
+        self._ghost = Ghost(0.0, "")
+        self._removed: list[BlocksRemoved] | None = None
 
     @property
     def num_cached(self) -> int:
-        return self._num_cached
+        return self.tree.num_cached
 
     @property
     def num_evictable(self) -> int:
-        return self._num_cached - self._num_pinned
+        return self.tree.num_cached - self.tree.num_pinned
+
+    def num_evictable_of(self, account: Account) -> int:
+        group = self._leaves.groups.get(account)
+        return group.num_evictable if group is not None else 0
+
+    def evictable_by_account(self) -> Mapping[Account, int]:
+        return self._leaves.evictable_by_account()
 
     # -- read
 
     def lookup(
         self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE, max_tokens: int | None = None
     ) -> PrefixHit:
-        limit = len(tokens) if max_tokens is None else min(max_tokens, len(tokens))
         root = self._roots.get(namespace)
         if root is None:
-            return self._hit(tokens, namespace, None, 0)
-        node, num_blocks = self._walk(root, tokens.tobytes(), limit // self.block_size)
-        return self._hit(tokens, namespace, node, num_blocks)
-
-    def block_ids(self, hit: PrefixHit) -> list[int]:
-        pieces = (
-            [node.blocks for node in reversed(list(self._current(hit).node.path()))] if hit.num_blocks else []
+            return PrefixHit(0, 0, tokens, namespace, None, self.tree.version)
+        data = tokens.tobytes()
+        end = len(data)
+        if max_tokens is not None and max_tokens * TOKEN_BYTES < end:
+            end = max(0, max_tokens) * TOKEN_BYTES
+        step = self._step
+        node, num_blocks = self._walk(root, data, end - end % step)
+        return _new_hit(
+            PrefixHit,
+            (num_blocks * self.block_size, num_blocks, tokens, namespace, node, self.tree.version, None),
         )
-        return [block for piece in pieces for block in piece][: hit.num_blocks]
+
+    def block_ids(self, hit: PrefixHit) -> BlockIds:
+        ids: BlockIds = array("i")
+        if not hit.num_blocks:
+            return ids
+        node: Node = self._current(hit).node
+        if node.first_position == 0:
+            return node.blocks[: hit.num_blocks]
+        for piece in reversed([above.blocks for above in node.path()]):
+            ids += piece
+        return ids[: hit.num_blocks] if len(ids) > hit.num_blocks else ids
+
+    def verify(self, hit: PrefixHit) -> bool:
+        return self.lookup(hit.tokens, hit.namespace, hit.num_tokens).num_blocks == hit.num_blocks
+
+    def branches(self, tokens: Tokens, k: int, namespace: Namespace = DEFAULT_NAMESPACE) -> list[Branch]:
+        return branches(self.tree, self.block_size, tokens, k, namespace)
 
     def num_unpinned_on_path(self, hit: PrefixHit) -> int:
         return self._count_on_path(hit, 0)
 
     def num_held_alone(self, hit: PrefixHit) -> int:
         return self._count_on_path(hit, 1)
+
+    def explain(self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE) -> MatchReport:
+        return explain(self.tree, self.block_size, tokens, namespace)
+
+    def all_block_ids(self) -> BlockIds:
+        ids: BlockIds = array("i")
+        for node in self.tree.nodes():
+            ids += node.blocks
+        return ids
 
     # -- pins
 
@@ -96,73 +142,124 @@ class RadixPrefixCache:
             return hit
         node: Node = hit.node
         if node.end > hit.num_blocks:
-            node = self._split(node, hit.num_blocks - node.start)
-        for above in node.path():
-            if not above.pins:
-                self._num_pinned += len(above.blocks)
-                self._leaves.pop(above.key, None)
-            if self._policy is not None:
-                self._policy.pin(above.key)
-            above.pins += 1
+            node = self.tree.split(node, hit.num_blocks - node.first_position)
+        node.num_uses += 1
+        node.ends_here += 1
+        self.tree.hold(node)
         return self._hit(hit.tokens, hit.namespace, node, hit.num_blocks)
 
     def unpin(self, hit: PrefixHit) -> None:
         if not hit.num_blocks:
             return
-        if not hit.node.pins:
+        node: Node = hit.node
+        if not node.ends_here or node.end != hit.num_blocks:
             raise BookkeepingError(f"unpin of a prefix of {hit.num_blocks} blocks that nobody pins")
-        self._tick += 1
-        for node in hit.node.path():
-            node.pins -= 1
-            node.last_use = self._tick
-            if not node.pins:
-                self._num_pinned -= len(node.blocks)
-                self._offer(node, returning=True)
+        node.ends_here -= 1
+        self._touch(node)
+        self.tree.let_go(node)
 
     # -- write
 
     def insert(
-        self, tokens: Tokens, block_ids: Sequence[int], namespace: Namespace = DEFAULT_NAMESPACE
+        self,
+        tokens: Tokens,
+        block_ids: Sequence[int],
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        *,
+        account: Account = NO_ACCOUNT,
+        retention: Sequence[Retention] = (),
+        pin: bool = False,
     ) -> InsertResult:
-        total = len(block_ids)
-        if total * self.block_size > len(tokens):
+        total, step = len(block_ids), self._step
+        data = tokens.tobytes()
+        end = total * step
+        if end > len(data):
             raise BookkeepingError(
                 f"{total} blocks of {self.block_size} tokens for a prompt of {len(tokens)} tokens"
             )
-        data = tokens.tobytes()
-        node, existing = self._walk(self._root(namespace), data, total)
+        node, existing = self._walk(self.tree.root(namespace), data, end)
         if existing < total:
+            group = self._leaves.group(account)
             if node.end > existing:
-                node = self._split(node, existing - node.start)
-            edge = data[existing * self._step : total * self._step]
-            node = self._add_leaf(node, edge, list(block_ids[existing:]))
-        return InsertResult(existing, self._hit(tokens, namespace, node, total))
+                node = self.tree.split(node, existing - node.first_position)
+            ids = block_ids[existing:]
+            blocks: BlockIds = ids if isinstance(ids, array) else array("i", ids)
+            node = self.tree.add_leaf(node, data[existing * step : end], blocks, group)
+            self._touch(node)
+            if self._events.wants(BlocksStored):
+                self._events.emit(self._stored(node))
+        hit = self._hit(tokens, namespace, node, total)
+        if pin:
+            hit = self.pin(hit)
+        elif existing < total:
+            node.num_uses = 1
+            self._leaves.offer(node)
+        for wish in retention:
+            self._retain(hit, wish)
+        return InsertResult(existing, hit)
 
-    def evict(self, num_blocks: int, cause: str = "capacity") -> list[int] | None:
+    def retract(self, result: InsertResult) -> None:
+        hit, existing = result.hit, result.num_existing
+        if not hit.num_blocks:
+            return
+        node: Node = hit.node
+        others = node.pins > 1 or node.children
+        if not node.ends_here or node.end != hit.num_blocks or (existing < hit.num_blocks and others):
+            raise BookkeepingError("retract of an insertion that is not pinned, or that others use by now")
+        node.ends_here -= 1
+        self.tree.let_go(node)
+        self._ghost = Ghost(self._clock.now(), "retracted")
+        while node.end > existing and node.parent is not None:
+            parent = node.parent
+            self._leaves.withdraw(node)
+            if self._events.wants(BlocksRemoved):
+                self._events.emit(self._gone(node, node.num_blocks))
+            self.tree.count_out(node, node.num_blocks)
+            self.tree.detach(node, parent)
+            if parent.parent is not None:
+                self._leaves.offer(parent)
+            node = parent
+        self.tree.version += 1
+
+    def evict(self, num_blocks: int, cause: str = "capacity") -> BlockIds | None:
         if num_blocks < 0:
             raise BookkeepingError(f"cannot evict {num_blocks} blocks")
-        if num_blocks > self.num_evictable:
+        if num_blocks > self.tree.num_cached - self.tree.num_pinned:
             return None
-        self._given_up = []
-        if self._policy is None:
-            self._evict_oldest(num_blocks)
-        else:
-            self._evict_by_policy(self._policy, num_blocks)
-        freed, self._given_up = self._given_up, []
-        if len(freed) != num_blocks:
-            raise BookkeepingError(f"the eviction policy gave {len(freed)} blocks, asked for {num_blocks}")
-        if freed and self._events.wants(BlocksRemoved):
-            self._events.emit(BlocksRemoved(tuple(freed), cause))
+        groups = self._leaves.groups
+        if len(groups) == 1:
+            return self._give_up_from(self._leaves.nobody, num_blocks, cause)
+        freed: BlockIds = array("i")
+        while len(freed) < num_blocks:
+            for group in sorted(groups.values(), key=lambda group: -group.num_evictable):
+                freed += self._give_up_from(group, num_blocks - len(freed), cause)
         return freed
 
-    def clear(self) -> list[int]:
-        return self.evict(self.num_evictable, "cleared") or []
+    def evict_from(self, account: Account, num_blocks: int, cause: str = "capacity") -> BlockIds:
+        if num_blocks < 0:
+            raise BookkeepingError(f"cannot evict {num_blocks} blocks")
+        group = self._leaves.groups.get(account)
+        if group is None:
+            return array("i")
+        return self._give_up_from(group, min(num_blocks, group.num_evictable), cause)
+
+    def clear(self) -> BlockIds:
+        freed = self.evict(self.num_evictable, "cleared")
+        assert freed is not None
+        if not self.tree.num_cached and self._events.wants(IndexCleared):
+            self._events.emit(IndexCleared())
+        return freed
+
+    def remap(self, moves: Mapping[int, int]) -> None:
+        for node in self.tree.nodes():
+            if not moves.keys().isdisjoint(node.blocks):
+                node.blocks = array("i", [moves.get(block, block) for block in node.blocks])
 
     # -- the simple door of the design documents
 
     def match_prefix(self, token_ids: Sequence[int]) -> PrefixMatch:
         hit = self.lookup(Tokens(token_ids))
-        return PrefixMatch(hit.num_tokens, self.block_ids(hit))
+        return PrefixMatch(hit.num_tokens, self.block_ids(hit).tolist())
 
     def insert_prefix(self, token_ids: Sequence[int], block_ids: Sequence[int]) -> list[int]:
         """Register the whole blocks of a sequence; returns the blocks that the caller has to free: duplicates
@@ -172,41 +269,19 @@ class RadixPrefixCache:
         before = self.block_ids(self.lookup(tokens))
         self.insert(tokens, whole)
         duplicates = [new for new, old in zip(whole, before, strict=False) if new != old]
-        excess = max(0, self._num_cached - self.max_blocks) if self.max_blocks is not None else 0
-        return duplicates + (self.evict(min(excess, self.num_evictable)) or [])
+        excess = max(0, self.tree.num_cached - self.max_blocks) if self.max_blocks is not None else 0
+        return duplicates + list(self.evict(min(excess, self.num_evictable)) or ())
 
-    # -- inside
+    # -- inside: hits and pins
 
     def _hit(self, tokens: Tokens, namespace: Namespace, node: Node | None, num_blocks: int) -> PrefixHit:
-        return PrefixHit(num_blocks * self.block_size, num_blocks, tokens, namespace, node, self._version)
+        return PrefixHit(num_blocks * self.block_size, num_blocks, tokens, namespace, node, self.tree.version)
 
     def _current(self, hit: PrefixHit) -> PrefixHit:
         """The hit itself, or what is left of it if the tree changed since the look-up and nobody pins it."""
-        if hit.version == self._version or not hit.num_blocks:
+        if hit.version == self.tree.version or not hit.num_blocks:
             return hit
-        return self.lookup(hit.tokens, hit.namespace, hit.num_tokens)
-
-    def _walk(self, node: Node, data: bytes, limit: int) -> tuple[Node, int]:
-        """From a root: the deepest node that shares blocks with `data`, and how many match in all (<=
-        `limit`)."""
-        step, offset, end = self._step, 0, limit * self._step
-        while offset < end:
-            child = node.children.get(data[offset : offset + step])
-            if child is None:
-                break
-            edge = child.edge
-            if offset + len(edge) > end or not data.startswith(edge, offset):
-                return child, offset // step + common_blocks(edge, data, offset, end, step)
-            node, offset = child, offset + len(edge)
-        return node, offset // step
-
-    def _root(self, namespace: Namespace) -> Node:
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = Node(
-                None, b"", [], namespace, content_key(None, 0, b"", namespace)
-            )
-        return root
+        return self.lookup(hit.tokens, hit.namespace, hit.num_blocks * self.block_size)
 
     def _count_on_path(self, hit: PrefixHit, pins: int) -> int:
         hit = self._current(hit)
@@ -217,136 +292,101 @@ class RadixPrefixCache:
         for node in deepest.path():
             if node.pins > pins:
                 return max(0, count)
-            count += len(node.blocks)
+            count += node.num_blocks
         return count
 
-    def _add_leaf(self, parent: Node, edge: bytes, blocks: list[int]) -> Node:
-        if self._leaves.pop(parent.key, None) is not None and self._policy is not None:
-            self._policy.remove(parent.key)
-        first_block = edge[: self._step]
-        key = content_key(parent, parent.end, first_block, parent.namespace)
-        leaf = parent.children[first_block] = Node(parent, edge, blocks, parent.namespace, key)
+    def _touch(self, node: Node) -> None:
         self._tick += 1
-        leaf.last_use = self._tick
-        self._num_cached += len(blocks)
-        self._offer(leaf)
-        if self._events.wants(BlocksStored):
-            self._events.emit(BlocksStored(tuple(blocks), parent.end * self.block_size))
-        return leaf
+        node.last_use = self._tick
+        node.used_s = self._clock.now()
 
-    def _split(self, node: Node, num_head: int) -> Node:
-        """Put a new head of `num_head` blocks above `node`, which stays as the tail; returns the head."""
-        parent, cut = node.parent, num_head * self._step
-        assert parent is not None
-        head = Node(parent, node.edge[:cut], node.blocks[:num_head], node.namespace, node.key)
-        head.pins, head.last_use = node.pins, node.last_use
-        parent.children[head.edge[: self._step]] = head
-        node.edge, node.blocks, node.parent = node.edge[cut:], node.blocks[num_head:], head
-        first_block = node.edge[: self._step]
-        node.key = content_key(head, head.end, first_block, node.namespace)
-        head.children[first_block] = node
-        if self._leaves.pop(head.key, None) is not None:
-            self._leaves[node.key] = node
-            if self._policy is not None:
-                self._policy.split(head.key, head.extent(), node.extent())
-        self._version += 1
-        return head
+    # -- inside: the tree
 
-    def _offer(self, node: Node, *, returning: bool = False) -> None:
-        """Tell the policy of an evictable leaf, if the node is one."""
-        if node.pins or node.children:
+    def _retain(self, hit: PrefixHit, wish: Retention) -> None:
+        """Bias the policy for the blocks that a range of tokens touches, splitting edges at its ends."""
+        first = wish.start // self.block_size
+        last = hit.num_blocks
+        if wish.stop is not None:
+            last = min(last, -(-wish.stop // self.block_size))
+        if first >= last:
             return
-        self._leaves[node.key] = node
-        if self._policy is not None:
-            (self._policy.unpin if returning else self._policy.insert)(node.extent())
+        for border in (first, last):
+            node = next((n for n in hit.node.path() if n.first_position < border < n.end), None)
+            if node is not None:
+                self.tree.split(node, border - node.first_position)
+        for node in list(hit.node.path()):
+            if first <= node.first_position and node.end <= last and node.bonus_s < wish.bonus_s:
+                node.bonus_s = wish.bonus_s
+                if not node.pins and not node.children:
+                    self._leaves.withdraw(node)
+                    self._leaves.offer(node)
 
-    def _evict_oldest(self, num_blocks: int) -> None:
-        while num_blocks:
-            node = min(self._leaves.values(), key=lambda leaf: leaf.last_use)
-            take = min(num_blocks, len(node.blocks))
-            num_blocks -= take
-            if take == len(node.blocks):
-                self._emptied(node.key)
-            else:
-                self._truncate(node, take)
+    # -- inside: eviction
 
-    def _evict_by_policy(self, policy: EvictionPolicy, num_blocks: int) -> None:
-        victims = policy.evict(num_blocks, self._emptied)
-        for victim in victims or ():
-            if victim.key in self._leaves:
-                self._truncate(self._leaves[victim.key], victim.num_blocks)
+    def _give_up_from(self, group: Group, num_blocks: int, cause: str) -> BlockIds:
+        out = self._out = array("i")
+        self._ghost = Ghost(self._clock.now(), cause)
+        self._removed = [] if self._events.wants(BlocksRemoved) else None
+        self.tree.version += 1
+        self._leaves.evict(group, num_blocks, self._give_up)
+        for event in self._removed or ():
+            self._events.emit(event)
+        return out
 
-    def _emptied(self, key: int) -> Extent | None:
-        """Remove a leaf whole; returns its parent's extent if that became an evictable leaf."""
-        node = self._leaves.pop(key)
+    def _give_up(self, node: Node, num_blocks: int) -> Node | None:
+        """The `GiveUp` of the policies: the last blocks of a leaf go."""
+        if self._removed is not None:
+            self._removed.append(self._gone(node, num_blocks))
+        self.tree.count_out(node, num_blocks)
+        if num_blocks == node.num_blocks:
+            self._out += node.blocks
+            return self._emptied(node)
+        blocks = node.blocks
+        if num_blocks == 1:
+            self._out.append(blocks.pop())
+        else:
+            self._out += blocks[-num_blocks:]
+            del blocks[-num_blocks:]
+        node.num_blocks -= num_blocks
+        node.end -= num_blocks
+        node.stop -= num_blocks * self._step
+        node.cut = self._ghost
+        if node.hashes is not None:
+            del node.hashes[node.num_blocks :]
+        if len(node.edge) > 2 * node.num_blocks * self._step:
+            self.tree.bury(node)
+        return None
+
+    def _emptied(self, node: Node) -> Node | None:
+        """Remove a leaf whole; returns its parent if that became an evictable leaf of the same account."""
         parent = node.parent
         assert parent is not None
-        self._give_up(node, len(node.blocks))
-        del parent.children[node.edge[: self._step]]
-        if parent.parent is None:
-            if not parent.children:
-                del self._roots[parent.namespace]
+        del self._leaves.by_key[node.key]
+        self.tree.ghosts.add(node.key, self._ghost)
+        self.tree.detach(node, parent)
+        if parent.parent is None or parent.pins or parent.children:
             return None
-        if parent.pins or parent.children:
-            return None
-        self._leaves[parent.key] = parent
-        return parent.extent()
+        if parent.group is node.group:
+            self._leaves.take_in(parent)
+            return parent
+        self._leaves.offer(parent)
+        return None
 
-    def _truncate(self, node: Node, num_blocks: int) -> None:
-        self._give_up(node, num_blocks)
-        del node.blocks[-num_blocks:]
-        node.edge = node.edge[: -num_blocks * self._step]
-        node.end -= num_blocks
+    # -- inside: events
 
-    def _give_up(self, node: Node, num_blocks: int) -> None:
-        self._given_up.extend(node.blocks[: -num_blocks - 1 : -1])
-        self._num_cached -= num_blocks
-        self._version += 1
+    def _stored(self, leaf: Node) -> BlocksStored:
+        hashes, parent = hashes_of(leaf, self._step), leaf.parent
+        above = parent.hashes[-1] if parent is not None and parent.hashes else None
+        position = leaf.first_position * self.block_size
+        return BlocksStored(tuple(leaf.blocks), position, tuple(hashes), above, leaf.edge, leaf.namespace)
+
+    def _gone(self, node: Node, num_blocks: int) -> BlocksRemoved:
+        hashes = tuple(reversed(hashes_of(node, self._step)[-num_blocks:]))
+        blocks = tuple(reversed(node.blocks[-num_blocks:]))
+        return BlocksRemoved(blocks, self._ghost.cause, hashes, node.namespace)
 
     def check(self) -> None:
-        seen: dict[int, Node] = {}
-        pinned = 0
-        for root in self._roots.values():
-            for node in root.subtree():
-                self._check_node(node, seen)
-                pinned += len(node.blocks) if node.pins else 0
-        _require(
-            len(seen) == self._num_cached,
-            f"{len(seen)} blocks stand in the tree, {self._num_cached} in the books",
-        )
-        _require(pinned == self._num_pinned, f"{pinned} blocks are pinned, {self._num_pinned} in the books")
-        if self._policy is not None:
-            leaf_blocks = sum(len(leaf.blocks) for leaf in self._leaves.values())
-            _require(
-                self._policy.num_evictable == leaf_blocks, "the policy and the tree count different leaves"
-            )
-            self._policy.check()
-
-    def _check_node(self, node: Node, seen: dict[int, Node]) -> None:
-        parent = node.parent
-        assert parent is not None
-        _require(bool(node.blocks), "an edge without blocks")
-        _require(
-            len(node.edge) == len(node.blocks) * self._step,
-            f"edge and blocks of node {node.key:x} differ in length",
-        )
-        _require(node.start == parent.end, f"node {node.key:x} does not begin where its parent ends")
-        _require(
-            parent.parent is None or parent.pins >= node.pins,
-            f"node {node.key:x} has more pins than its parent",
-        )
-        evictable = not node.pins and not node.children
-        _require(
-            (self._leaves.get(node.key) is node) == evictable, f"node {node.key:x} is wrongly (not) evictable"
-        )
-        for block in node.blocks:
-            _require(block not in seen, f"block {block} stands at two places of the index")
-            seen[block] = node
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise BookkeepingError(message)
+        check_tree(self.tree)
 
 
 PLUGIN = RadixPrefixCache

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit
-from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
+from sagellm.core.protocols.scheduler_ir import BlockBudget, SchedulerPass, SchedulingView
 from sagellm.core.types import Request, RequestStatus, Tokens
 from sagellm.kvmgr.scheduler_ir.builder import IRBuilder
 from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass
@@ -135,6 +135,9 @@ class _SimpleView:
 
     def available_blocks(self) -> int:
         return self.free_blocks
+
+    def budget(self) -> BlockBudget:
+        return BlockBudget(self.free_blocks)
 
     def price_to_grow(self, state: RequestState, num_tokens: int) -> int:
         size = self.requests[state.request_id].block_size

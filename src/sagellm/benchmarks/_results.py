@@ -1,0 +1,128 @@
+"""What every result comes with: what it was measured on, a table for a terminal, a JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import sagellm
+from sagellm.core.errors import ConfigError
+
+CPUINFO = Path("/proc/cpuinfo")
+PLAIN_WIDTH = 200
+"""Columns where the output is no terminal, so that no cell is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Machine, software and day of a measurement. `commit` is None outside a git checkout; `clean` says
+    whether the package was as committed."""
+
+    date: str
+    cpu: str
+    cores: int
+    system: str
+    python: str
+    sagellm: str
+    commit: str | None
+    clean: bool
+
+
+def environment(date: datetime) -> Environment:
+    """This machine, on that day."""
+    commit, clean = _checkout(Path(sagellm.__file__).parent)
+    return Environment(
+        date=date.isoformat(timespec="seconds"),
+        cpu=cpu_model(CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""),
+        cores=num_cores(),
+        system=platform.system(),
+        python=platform.python_version(),
+        sagellm=sagellm.__version__,
+        commit=commit,
+        clean=clean,
+    )
+
+
+def cpu_model(cpuinfo: str) -> str:
+    """The model name in the kernel's list of processors, or what the platform calls it."""
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _checkout(package: Path) -> tuple[str | None, bool]:
+    """The commit that `package` is of, and whether nothing in it was changed since.
+
+    An installed package may lie in a folder that belongs to another checkout, which does not track it.
+    """
+    tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py")
+    commit = _git(package, "rev-parse", "HEAD") if tracked else None
+    return commit, commit is not None and _git(package, "status", "--porcelain", "--", ".") == ""
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def console() -> Console:
+    """Standard output, wide enough for our tables where it is a file or a pipe."""
+    terminal = Console()
+    return terminal if terminal.is_terminal else Console(width=PLAIN_WIDTH)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], num_names: int) -> Table:
+    """The first `num_names` columns are names, the others figures."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, name in enumerate(columns):
+        made.add_column(name, justify="left" if number < num_names else "right", no_wrap=number >= num_names)
+    for row in rows:
+        made.add_row(*map(escape, row))
+    return made
+
+
+def figure(value: float) -> str:
+    """Three significant digits or more: 0.123, 1.23, 12.3, 123, 12,345."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
+
+
+def check_writable(path: Path) -> None:
+    """Raise `ConfigError` now rather than after a long measurement."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: name a file in a folder that exists")
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write the values, in their order; raises `ConfigError` naming the file."""
+    try:
+        path.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

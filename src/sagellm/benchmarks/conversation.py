@@ -1,0 +1,231 @@
+"""The conversation experiment of the design documents: how much of 100 prompts is reused, by pool size.
+
+The prompts go one after the other through a `KVCacheManager` (match, bind, commit, release), and nothing is
+generated: what is counted is what a prompt finds in the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from rich.table import Table
+
+from sagellm.benchmarks._results import Environment, table
+from sagellm.core.clock import ManualClock
+from sagellm.core.config import KVConfig
+from sagellm.core.errors import ConfigError
+from sagellm.core.plan import Chunk, Draft, RequestState
+from sagellm.core.types import Request, RequestStatus, Tokens
+from sagellm.engines.build import build_kv
+from sagellm.kvmgr.manager import KVCacheManager
+
+FORMAT = "sagellm.bench.conversation/1"
+BLOCK_SIZE = 16
+POOLS = (10_000, 1_000, 500)
+FIRST_TOKEN, VOCAB_SIZE = 3, 32_000
+SECONDS_BETWEEN_REQUESTS = 1.0
+COLUMNS = (
+    "prompts", "pool", "requests", "tokens", "blocks", "reused", "overall", "per request", "token hits",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Lognormal:
+    """Lengths in tokens: lognormal with that mean and deviation of the logarithm, cut to a range."""
+
+    mean: float
+    deviation: float
+    shortest: int
+    longest: int
+
+    def draw(self, random: Random) -> int:
+        drawn = random.lognormvariate(self.mean, self.deviation)
+        return int(min(self.longest, max(self.shortest, drawn)))
+
+
+FIRST_PROMPT = Lognormal(5.65, 0.6, 32, 1500)
+ANSWER = Lognormal(5.0, 0.6, 16, 600)
+NEXT_QUESTION = Lognormal(4.1, 0.6, 8, 300)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One form of the experiment: `num_requests` prompts in conversations of `turns` turns, each of which
+    carries the whole history; the first `system_tokens` tokens are the same in all."""
+
+    name: str
+    num_requests: int = 100
+    turns: int = 5
+    system_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.turns < 1 or self.num_requests < 1 or self.num_requests % self.turns:
+            raise ConfigError(f"{self.num_requests} requests are no whole number of {self.turns}-turn talks")
+
+
+VARIANTS = (
+    Variant("multi-turn, 20 conversations of 5 turns"),
+    Variant("single-turn", turns=1),
+    Variant("single-turn, shared 128-token system prompt", turns=1, system_tokens=128),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one prompt found: its length in tokens and blocks, and how many of the blocks were reused."""
+
+    num_tokens: int
+    num_blocks: int
+    num_reused: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """The outcome of one variant in one pool. Ratios are 0 to 1.
+
+    `overall` is reused blocks over all blocks; `per_request` the mean of the requests' own ratios;
+    `token_hits` reused tokens over prompt tokens.
+    """
+
+    variant: str
+    pool_blocks: int
+    requests: int
+    tokens: int
+    blocks: int
+    reused: int
+    overall: float
+    per_request: float
+    token_hits: float
+
+
+def conversation_prompts(variant: Variant, seed: int) -> list[list[int]]:
+    """The prompts in order of arrival; the same seed gives the same prompts.
+
+    The harness that measures the peers draws from the same stream in the same order (lengths before tokens,
+    answer before question, conversation after conversation, and the order of arrival at the end), so that all
+    managers see the same tokens. A prompt alone is a conversation without the draws that would follow it.
+    """
+    random = Random(seed)
+    system = _tokens(random, variant.system_tokens)
+    num_conversations = variant.num_requests // variant.turns
+    if variant.turns == 1:
+        return [system + _tokens(random, FIRST_PROMPT.draw(random)) for _ in range(num_conversations)]
+    conversations = [_histories(random, system, variant.turns) for _ in range(num_conversations)]
+    return _interleaved(random, conversations)
+
+
+def _tokens(random: Random, count: int) -> list[int]:
+    return [random.randrange(FIRST_TOKEN, VOCAB_SIZE) for _ in range(count)]
+
+
+def _histories(random: Random, system: list[int], turns: int) -> list[list[int]]:
+    """The prompt of each turn; the answer and question after the last one are drawn and not sent."""
+    history, prompts = system + _tokens(random, FIRST_PROMPT.draw(random)), []
+    for _ in range(turns):
+        prompts.append(history)
+        history = history + _tokens(random, ANSWER.draw(random))
+        history += _tokens(random, NEXT_QUESTION.draw(random))
+    return prompts
+
+
+def _interleaved(random: Random, conversations: Sequence[Sequence[list[int]]]) -> list[list[int]]:
+    """One prompt after the other, each of a conversation that is drawn among those with turns left."""
+    left = [iter(prompts) for prompts in conversations]
+    remaining = [len(prompts) for prompts in conversations]
+    order = []
+    while any(remaining):
+        chosen = random.choice([number for number, count in enumerate(remaining) if count])
+        remaining[chosen] -= 1
+        order.append(next(left[chosen]))
+    return order
+
+
+def replay(prompts: Iterable[Sequence[int]], manager: KVCacheManager, clock: ManualClock) -> list[Usage]:
+    """Send the prompts through the manager, one at a time, a second of the clock apart."""
+    usages = []
+    for number, prompt in enumerate(prompts):
+        usages.append(_serve(manager, RequestState.of(Request(str(number), Tokens(prompt))), clock))
+        clock.advance(SECONDS_BETWEEN_REQUESTS)
+    return usages
+
+
+def _serve(manager: KVCacheManager, state: RequestState, clock: ManualClock) -> Usage:
+    num_tokens = len(state.tokens)
+    hit = manager.match(state)
+    chunk = Chunk(state, hit.num_tokens, num_tokens - hit.num_tokens, hit)
+    manager.bind(Draft(0, clock.now(), num_tokens, [], [], {state.request_id: chunk}))
+    state.status, state.num_computed = RequestStatus.RUNNING, num_tokens
+    manager.commit(state)
+    manager.release(state)
+    return Usage(num_tokens, -(-num_tokens // manager.block_size), hit.num_blocks)
+
+
+def sharing(variant: str, pool_blocks: int, usages: Sequence[Usage]) -> Sharing:
+    """The sums and ratios over all requests."""
+    tokens = sum(usage.num_tokens for usage in usages)
+    blocks = sum(usage.num_blocks for usage in usages)
+    reused = sum(usage.num_reused for usage in usages)
+    ratios = [usage.num_reused / usage.num_blocks for usage in usages]
+    return Sharing(
+        variant,
+        pool_blocks,
+        len(usages),
+        tokens,
+        blocks,
+        reused,
+        overall=round(reused / blocks, 4),
+        per_request=round(sum(ratios) / len(ratios), 4),
+        token_hits=round(reused * BLOCK_SIZE / tokens, 4),
+    )
+
+
+def run(
+    *,
+    policy: str = "lru",
+    index: str = "radix",
+    pools: Sequence[int] = POOLS,
+    variants: Sequence[Variant] = VARIANTS,
+    seed: int = 0,
+) -> list[Sharing]:
+    """Every variant in every pool, each with a manager of its own, whose books are checked at the end."""
+    config = KVConfig(block_size=BLOCK_SIZE, index=index, eviction=policy)
+    outcomes = []
+    for variant in variants:
+        prompts = conversation_prompts(variant, seed)
+        needed = -(-max(map(len, prompts)) // BLOCK_SIZE)
+        for blocks in pools:
+            if blocks < needed:
+                raise ConfigError(f"a pool of {blocks} blocks does not hold the longest prompt: {needed} do")
+            clock = ManualClock()
+            manager = build_kv(config, blocks, clock=clock)
+            outcomes.append(sharing(variant.name, blocks, replay(prompts, manager, clock)))
+            manager.check()
+    return outcomes
+
+
+def as_json(
+    outcomes: Sequence[Sharing], environment: Environment, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The outcomes as JSON values; `FORMAT` says which form."""
+    return {
+        "format": FORMAT,
+        "environment": dataclasses.asdict(environment),
+        "block_size": BLOCK_SIZE,
+        "settings": dict(settings),
+        "outcomes": [dataclasses.asdict(one) for one in outcomes],
+    }
+
+
+def as_table(outcomes: Sequence[Sharing], title: str) -> Table:
+    """One line per variant and pool."""
+    return table(title, COLUMNS, map(_line, outcomes), num_names=1)
+
+
+def _line(one: Sharing) -> list[str]:
+    counts = (one.pool_blocks, one.requests, one.tokens, one.blocks, one.reused)
+    ratios = (one.overall, one.per_request, one.token_hits)
+    return [one.variant, *(f"{count:,}" for count in counts), *(f"{ratio:.2%}" for ratio in ratios)]

@@ -1,0 +1,1 @@
+"""Micro benchmarks of the KV books: one operation at a time, beside the same operation of other engines."""

@@ -1,0 +1,107 @@
+"""Prompts, and what a manager does with a pool and an index, for those who measure it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sagellm.benchmarks.micro._case import BLOCK_SIZE, Plan, Setting
+from sagellm.core.errors import CapacityError
+from sagellm.core.protocols.kv_pool import Allocation, KVPool
+from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
+from sagellm.core.registry import registry
+from sagellm.core.types import Tokens
+
+HOLDER = "prefix index"
+OWNER = "benchmark"
+FIRST_TOKEN, VOCAB_SIZE = 3, 32_000
+NEIGHBOURS, NEIGHBOUR_BLOCKS = 8, 4
+
+
+class Prompts:
+    """A seeded stream of prompts of random tokens."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+
+    def draw(self, num_tokens: int) -> Tokens:
+        """A prompt whose bytes are made, as its look-up leaves it."""
+        ids = self._random.integers(FIRST_TOKEN, VOCAB_SIZE, num_tokens, dtype=np.int32)
+        tokens = Tokens.frombytes(ids.tobytes())
+        tokens.tobytes()
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """A pool, and the index that holds blocks of it."""
+
+    pool: KVPool
+    index: PrefixReuseIndex
+
+    def evict(self, num_blocks: int) -> None:
+        """The index gives up that many blocks, which are free again."""
+        evicted = self.index.evict(num_blocks)
+        if evicted is None:
+            raise CapacityError(f"{num_blocks} blocks to evict, {self.index.num_evictable} evictable")
+        self.pool.take_back(HOLDER, evicted)
+
+    def allocate(self, num_blocks: int) -> Allocation:
+        allocation = self.pool.allocate(num_blocks, OWNER)
+        if allocation is None:
+            raise CapacityError(f"the pool has {self.pool.num_free} free blocks, not {num_blocks}")
+        return allocation
+
+    def exchange(self, num_blocks: int) -> Allocation:
+        """Allocate as many blocks as are evicted for it."""
+        self.evict(num_blocks)
+        return self.allocate(num_blocks)
+
+    def take(self, num_blocks: int) -> Allocation:
+        """Allocate, after evicting what is missing."""
+        short = num_blocks - self.pool.num_free
+        if short > 0:
+            self.evict(short)
+        return self.allocate(num_blocks)
+
+    def store(self, tokens: Tokens) -> Allocation:
+        """Take blocks for all of a prompt and hand them to the index; the allocation has none left."""
+        allocation = self.take(len(tokens) // BLOCK_SIZE)
+        result = self.index.insert(tokens, allocation.block_ids)
+        self.pool.hand_over(allocation, result.num_existing, len(allocation.block_ids), HOLDER)
+        return allocation
+
+    def cache(self, tokens: Tokens) -> None:
+        """Store a prompt that nobody uses any more."""
+        self.pool.free(self.store(tokens))
+
+    def cache_in_steps(self, tokens: Tokens, step: int) -> None:
+        """Cache a prompt as a conversation does, longer by `step` tokens each time."""
+        allocation = self.take(len(tokens) // BLOCK_SIZE)
+        for end in [*range(step, len(tokens), step), len(tokens)]:
+            self.index.insert(Tokens(tokens.slice(0, end)), allocation.block_ids[: end // BLOCK_SIZE])
+        self.pool.hand_over(allocation, 0, len(allocation.block_ids), HOLDER)
+        self.pool.free(allocation)
+
+
+def books(plan: Plan, num_blocks: int, *, index: str = "radix", pool: str = "free_list") -> Books:
+    """An empty pool and an empty index with the plan's policy."""
+    policy = registry("policy").create(plan.policy)
+    return Books(
+        registry("pool").create(pool, total_blocks=num_blocks, block_size=BLOCK_SIZE),
+        registry("index").create(index, block_size=BLOCK_SIZE, policy=policy),
+    )
+
+
+def cached_prompt(setting: Setting, *, step: int | None = None) -> tuple[PrefixReuseIndex, Tokens]:
+    """An index that holds one prompt, cached in one go or `step` tokens at a time, and eight short ones
+    beside it, so that the root has several children."""
+    prompts = Prompts(setting.plan.seed)
+    num_blocks = setting.num_blocks + NEIGHBOURS * NEIGHBOUR_BLOCKS
+    kv = books(setting.plan, num_blocks, index=setting.variant)
+    tokens = prompts.draw(setting.size)
+    kv.cache_in_steps(tokens, step or setting.size)
+    for _ in range(NEIGHBOURS):
+        kv.cache(prompts.draw(NEIGHBOUR_BLOCKS * BLOCK_SIZE))
+    return kv.index, tokens

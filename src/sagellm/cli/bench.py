@@ -1,0 +1,189 @@
+"""`sagellm bench`: measure this machine, alone or beside other engines."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
+from rich.console import Console
+
+from sagellm.cli._options import OptionGroup, command, option
+from sagellm.core.errors import ConfigError
+from sagellm.core.registry import registry
+
+if TYPE_CHECKING:
+    from sagellm.benchmarks.micro._case import MicroBenchmark
+    from sagellm.benchmarks.micro.run import Report
+
+app = typer.Typer(no_args_is_help=True, help="Measure this machine.", rich_markup_mode=None)
+micro = typer.Typer(
+    no_args_is_help=True,
+    help="Time single operations, alone or in turns with other engines.",
+    rich_markup_mode=None,
+)
+app.add_typer(micro, name="micro")
+
+REPEATS = 100
+_PEER_HELP = "Also measure vllm, sglang or lmdeploy, with the Python of its environment; may be repeated."
+
+
+@dataclass(frozen=True, slots=True)
+class Measuring(OptionGroup):
+    """What, how often, beside whom, and where to."""
+
+    sections: str | None
+    policy: str
+    repeats: int
+    seed: int
+    quick: bool
+    out: Path | None
+    peers: tuple[str, ...]
+    peer_script: Path | None
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        script = typer.Option(
+            "--peer-script",
+            metavar="FILE",
+            envvar="SAGELLM_PEER_SCRIPT",
+            help="The script that measures a peer in its environment.",
+        )
+        return [
+            option("sections", str, typer.Option(metavar="LETTERS", help="Only these; default: all.")),
+            option("policy", str, typer.Option(metavar="NAME", help="Eviction policy; default: lru.")),
+            option("repeats", int, typer.Option(metavar="N", help=f"Samples per row; default: {REPEATS}.")),
+            option("seed", int, typer.Option(metavar="N", help="Seed of the random tokens; default: 0.")),
+            option("quick", bool, typer.Option("--quick", help="Small sizes and few samples.")),
+            option("out", Path, typer.Option("--out", "-o", metavar="FILE", help=_OUT_HELP)),
+            option("peers", list[str], typer.Option("--peer", metavar="NAME=PYTHON", help=_PEER_HELP)),
+            option("peer_script", Path, script),
+        ]
+
+    @classmethod
+    def take(cls, given: dict[str, Any]) -> Self:
+        return cls(
+            sections=given.pop("sections"),
+            policy=given.pop("policy") or "lru",
+            repeats=_or(given.pop("repeats"), REPEATS),
+            seed=_or(given.pop("seed"), 0),
+            quick=bool(given.pop("quick")),
+            out=given.pop("out"),
+            peers=tuple(given.pop("peers") or ()),
+            peer_script=given.pop("peer_script"),
+        )
+
+
+_OUT_HELP = "Write the results there as JSON."
+
+
+def _or(given: int | None, default: int) -> int:
+    return default if given is None else given
+
+
+@micro.command("prefix_cache")
+@command
+def prefix_cache(
+    index: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Prefix indexes, as a,b; default: all.")
+    ] = None,
+    *,
+    measuring: Measuring,
+) -> None:
+    """Look up, insert, evict; and the memory that a cached block costs.
+
+    Sections: a, full hits; b, misses and half hits; c, a new prompt enters; f, metadata per cached block.
+    """
+    from sagellm.benchmarks.micro.prefix_cache import BENCHMARK
+
+    _measure(BENCHMARK, index, measuring)
+
+
+@micro.command("kv_pool")
+@command
+def kv_pool(
+    pool: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Block pools, as a,b; default: all.")
+    ] = None,
+    *,
+    measuring: Measuring,
+) -> None:
+    """Allocate, grow and free, with and without a quota; evict and allocate (all of it section d)."""
+    from sagellm.benchmarks.micro.kv_pool import BENCHMARK
+
+    _measure(BENCHMARK, pool, measuring)
+
+
+@app.command("conversation")
+@command
+def conversation(
+    policy: Annotated[str, typer.Option(metavar="NAME", help="Eviction policy.")] = "lru",
+    index: Annotated[str, typer.Option(metavar="NAME", help="Prefix index.")] = "radix",
+    blocks: Annotated[
+        str, typer.Option(metavar="COUNTS", help="Sizes of the pool in blocks.")
+    ] = "10000,1000,500",
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the trace.")] = 0,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help=_OUT_HELP)] = None,
+) -> None:
+    """Count what 100 prompts of conversations reuse of each other's KV, by size of the pool."""
+    from sagellm.benchmarks import conversation as experiment
+    from sagellm.benchmarks._results import check_writable, console, environment, write_json
+
+    if out is not None:
+        check_writable(out)
+    pools = _numbers("--blocks", blocks)
+    outcomes = experiment.run(policy=policy, index=index, pools=pools, seed=seed)
+    title = f"conversation experiment: index {index}, policy {policy}, block {experiment.BLOCK_SIZE}"
+    console().print(experiment.as_table(outcomes, title))
+    if out is not None:
+        settings = {"policy": policy, "index": index, "seed": seed}
+        write_json(out, experiment.as_json(outcomes, environment(datetime.now(UTC)), settings))
+
+
+def _measure(benchmark: MicroBenchmark, names: str | None, given: Measuring) -> None:
+    """Run, then show; what was measured before an error is shown and written, too."""
+    from sagellm.benchmarks._results import check_writable, environment
+    from sagellm.benchmarks.micro._case import Plan
+    from sagellm.benchmarks.micro.peers import parse_peers
+    from sagellm.benchmarks.micro.run import Report, run
+
+    variants = _split(names) if names is not None else tuple(registry(benchmark.kind).names())
+    plan = Plan(variants, policy=given.policy, repeats=given.repeats, seed=given.seed)
+    if given.out is not None:
+        check_writable(given.out)
+    report = Report(benchmark.name, environment(datetime.now(UTC)), plan.quick() if given.quick else plan)
+    sections = "".join(benchmark.sections) if given.sections is None else given.sections
+    peers = parse_peers(given.peers, given.peer_script)
+    try:
+        with Console(stderr=True).status("") as status:
+            run(benchmark, report, sections, peers=peers, quick=given.quick, on_section=status.update)
+    finally:
+        _show(report, given.out)
+
+
+def _show(report: Report, out: Path | None) -> None:
+    from sagellm.benchmarks._results import console, write_json
+    from sagellm.benchmarks.micro.run import tables
+
+    if not report.rows:
+        return
+    if out is not None:
+        write_json(out, report.as_json())
+    terminal = console()
+    for table in tables(report):
+        terminal.print(table)
+        terminal.print()
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    numbers = tuple(int(part) for part in _split(text) if part.isdecimal())
+    if not numbers or len(numbers) != len(_split(text)) or not all(numbers):
+        raise ConfigError(f"{name} {text!r}: write counts from 1 on, for example 10000,500")
+    return numbers

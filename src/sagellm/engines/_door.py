@@ -1,0 +1,46 @@
+"""What a request must satisfy before an engine takes it: each refusal says what would have worked."""
+
+from __future__ import annotations
+
+from sagellm.core.errors import ContextLengthError, RequestError
+from sagellm.core.types import Request
+
+
+def check_request(request: Request, vocab_size: int, max_model_len: int) -> None:
+    """Raise `RequestError` unless the request can be computed by a model of that vocabulary and context."""
+    if request.params.n != 1:
+        raise RequestError("the engine computes one sequence a request: expand n > 1 above it", "n")
+    if len(request.tokens) >= max_model_len:
+        raise ContextLengthError(
+            f"the prompt has {len(request.tokens)} tokens, at most {max_model_len - 1} fit into the "
+            f"context of {max_model_len} with room for an answer",
+            "prompt",
+        )
+    view = request.tokens.view()
+    if min(view) < 0 or max(view) >= vocab_size:
+        bad = next(token for token in view if not 0 <= token < vocab_size)
+        raise RequestError(f"token id {bad} is not in the vocabulary of {vocab_size} tokens", "prompt")
+    _check_parameters(request, vocab_size)
+
+
+def check_quota(request: Request, most: int) -> None:
+    """Raise `ContextLengthError` if the account of the request can never hold its prompt (`most` tokens)."""
+    if len(request.tokens) >= most:
+        tenant, service_class = request.account
+        raise ContextLengthError(
+            f"the prompt has {len(request.tokens)} tokens, the KV quota of tenant {tenant!r}, class "
+            f"{service_class!r}, holds {most} with its answer",
+            "prompt",
+        )
+
+
+def _check_parameters(request: Request, vocab_size: int) -> None:
+    for name, ids in (
+        ("logit_bias", request.params.logit_bias),
+        ("stop_token_ids", request.params.stop_token_ids),
+    ):
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise RequestError(
+                    f"{name}: token id {token} is not in the vocabulary of {vocab_size} tokens", name
+                )

@@ -1,0 +1,426 @@
+"""The books that every pool keeps alike: allocations, holders, who pays. Free blocks are each pool's own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import overload
+
+from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.protocols.kv_pool import Allocation, BlockInfo, BlockQuota
+from sagellm.core.types import NO_ACCOUNT, Account, BlockIds
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAllocationRequest:
+    """The design documents' form of an allocation: for a sequence, with a priority (recorded, not acted
+    on)."""
+
+    num_blocks: int
+    sequence_id: str
+    priority: int = 0
+
+
+class BlockLedger(ABC):
+    """A `KVPool` on five primitives of a subclass: `_take`, `_put`, `_free_ids`, `_set_free`, `_check_free`.
+
+    Any thread may call any method at any time: each is atomic under the pool's one lock, which also guards
+    the quota's `charge` and `refund` (so a quota belongs to one pool). One `Allocation`, its `block_ids`
+    included, is for one thread at a time. `num_allocated_total`, `num_freed_total` and `peak_used` count
+    blocks; `num_refused` counts calls that were answered None.
+    """
+
+    def __init__(
+        self,
+        total_blocks: int,
+        block_size: int = 16,
+        clock: Clock | None = None,
+        quota: BlockQuota | None = None,
+    ) -> None:
+        if total_blocks < 1 or block_size < 1:
+            raise ValueError(
+                f"a pool needs at least one block of one token, got {total_blocks} x {block_size}"
+            )
+        self.total_blocks = total_blocks
+        self.block_size = block_size
+        self.num_allocated_total = 0
+        self.num_refused = 0
+        self.peak_used = 0
+        self._used = 0
+        self._live: dict[Allocation, float] = {}
+        self._held: dict[str, int] = {}
+        self._now = (clock or MonotonicClock()).now
+        self._quota = quota
+        self._lock = Lock()
+
+    # -- counts
+
+    @property
+    def num_free(self) -> int:
+        return self.total_blocks - self._used
+
+    @property
+    def num_freed_total(self) -> int:
+        return self.num_allocated_total - self._used
+
+    @property
+    def block_info(self) -> dict[int, BlockInfo]:
+        """Records of the blocks in use, by id. Built when asked: not for hot paths."""
+        with self._lock:
+            records = {block: self._info_of_held(block) for block in self._not_free()}
+            for allocation, made_s in self._live.items():
+                for block in allocation.block_ids:
+                    records[block] = BlockInfo(block, allocation.owner, allocation.owner, made_s)
+        return records
+
+    def get_free_blocks(self) -> int:
+        return self.num_free
+
+    def num_held(self, holder: str) -> int:
+        return self._held.get(holder, 0)
+
+    def get_utilization(self) -> float:
+        return self._used / self.total_blocks
+
+    def get_fragmentation(self) -> float:
+        """See `KVPool`. Looks at every free block: for a metrics page, not for every step."""
+        with self._lock:
+            free = bytearray(self.total_blocks)
+            for block in self._free_ids():
+                free[block] = 1
+        longest = max(map(len, free.split(b"\0")))
+        return 1 - longest / free.count(1) if longest else 0.0
+
+    def get_block_info(self, block_id: int) -> BlockInfo:
+        """See `KVPool`. The owner of a held block is its holder, or all holders where there are several."""
+        if not 0 <= block_id < self.total_blocks:
+            raise self._unknown(block_id)
+        with self._lock:
+            for allocation, made_s in self._live.items():
+                if block_id in allocation.block_ids:
+                    return BlockInfo(block_id, allocation.owner, allocation.owner, made_s)
+            return BlockInfo(block_id, None) if self._is_free(block_id) else self._info_of_held(block_id)
+
+    # -- hot paths: no loop over blocks; `with` would cost twice what acquire and release do
+
+    @overload
+    def allocate(self, num_blocks: BlockAllocationRequest) -> list[int]: ...
+
+    @overload
+    def allocate(self, num_blocks: int, owner: str, account: Account = ...) -> Allocation | None: ...
+
+    def allocate(
+        self, num_blocks: int | BlockAllocationRequest, owner: str = "", account: Account = NO_ACCOUNT
+    ) -> Allocation | list[int] | None:
+        """Exactly `num_blocks` blocks for `owner`, or None.
+
+        Given a `BlockAllocationRequest` it returns a list of ids instead, and raises `MemoryError` when full.
+        """
+        if not isinstance(num_blocks, int):
+            return self._allocate_or_raise(num_blocks)
+        lock = self._lock
+        lock.acquire()
+        try:
+            now_s = self._now()
+            block_ids = self._book(num_blocks, account)
+            if block_ids is None:
+                return None
+            allocation = Allocation(owner, block_ids, account)
+            self._live[allocation] = now_s
+            return allocation
+        finally:
+            lock.release()
+
+    def grow(self, allocation: Allocation, num_blocks: int) -> BlockIds | None:
+        lock = self._lock
+        lock.acquire()
+        try:
+            if allocation not in self._live:
+                raise _not_live(allocation)
+            block_ids = self._book(num_blocks, allocation.account)
+            if block_ids is not None:
+                allocation.block_ids.extend(block_ids)
+            return block_ids
+        finally:
+            lock.release()
+
+    def shrink(self, allocation: Allocation, num_blocks: int) -> None:
+        lock = self._lock
+        lock.acquire()
+        try:
+            if allocation not in self._live:
+                raise _not_live(allocation)
+            keep = len(allocation.block_ids) - num_blocks
+            if keep < 0 or num_blocks < 0:
+                raise BookkeepingError(f"{allocation!r} cannot shrink by {num_blocks}")
+            self._release(allocation, keep)
+        finally:
+            lock.release()
+
+    def free(self, allocation: Allocation | Sequence[int]) -> None:
+        """See `KVPool`. An allocation of which single ids leave nothing is freed with the last of them."""
+        if not isinstance(allocation, Allocation):
+            self._free_single(allocation)
+            return
+        lock = self._lock
+        lock.acquire()
+        try:
+            if allocation not in self._live:
+                raise _not_live(allocation)
+            self._release(allocation, 0)
+            del self._live[allocation]
+        finally:
+            lock.release()
+
+    def hand_over(self, allocation: Allocation, start: int, stop: int, holder: str) -> BlockIds:
+        lock = self._lock
+        lock.acquire()
+        try:
+            if allocation not in self._live:
+                raise _not_live(allocation)
+            if not 0 <= start <= stop <= len(allocation.block_ids):
+                raise BookkeepingError(
+                    f"{allocation!r} has no blocks [{start}, {stop}) to hand to {holder!r}"
+                )
+            block_ids = allocation.block_ids[start:stop]
+            del allocation.block_ids[start:stop]
+            self._held[holder] = self._held.get(holder, 0) + stop - start
+            return block_ids
+        finally:
+            lock.release()
+
+    def hand_back(self, holder: str, block_ids: BlockIds, allocation: Allocation, start: int) -> None:
+        with self._lock:
+            if allocation not in self._live:
+                raise _not_live(allocation)
+            has = self.num_held(holder)
+            if len(block_ids) > has:
+                raise BookkeepingError(f"{holder!r} holds {has} blocks and hands back {len(block_ids)}")
+            if not 0 <= start <= len(allocation.block_ids):
+                raise BookkeepingError(f"{allocation!r} has no place {start} to take blocks at")
+            allocation.block_ids[start:start] = block_ids
+            self._held[holder] = has - len(block_ids)
+
+    def take_back(self, holder: str, block_ids: BlockIds, account: Account = NO_ACCOUNT) -> None:
+        num_blocks = len(block_ids)
+        lock = self._lock
+        lock.acquire()
+        try:
+            has = self._held.get(holder, 0)
+            if num_blocks > has:
+                raise BookkeepingError(f"{holder!r} holds {has} blocks and gives back {num_blocks}")
+            quota = self._quota
+            if quota is not None:
+                self._check_charged({account: num_blocks})
+            self._put(block_ids)
+            if quota is not None:
+                quota.refund(account, num_blocks)
+            self._held[holder] = has - num_blocks
+            self._used -= num_blocks
+        finally:
+            lock.release()
+
+    # -- slow paths
+
+    def remap(self, moves: Mapping[int, int]) -> None:
+        """See `KVPool`. Afterwards low ids are free first, as in a fresh pool."""
+        with self._lock:
+            free = set(self._free_ids())
+            self._check_moves(moves, free)
+            for allocation in self._live:
+                for position, block in enumerate(allocation.block_ids):
+                    if block in moves:
+                        allocation.block_ids[position] = moves[block]
+            free.difference_update(moves.values())
+            self._set_free(array("i", sorted(free.union(moves))))
+
+    def check(self, held: Mapping[str, Iterable[int]] | None = None) -> None:
+        """See `KVPool`. With a quota, the accounts of all allocations must be charged for them, too."""
+        named = None if held is None else {holder: list(blocks) for holder, blocks in held.items()}
+        with self._lock:
+            self._check_free()
+            owners = self._owners(named or {})
+            self._check_counts(owners, named)
+            charges: Counter[Account] = Counter()
+            for allocation in self._live:
+                charges[allocation.account] += len(allocation.block_ids)
+            self._check_charged(charges)
+
+    # -- what a pool brings: its free blocks. Called under the lock, and before `_used` changes
+
+    @abstractmethod
+    def _take(self, num_blocks: int) -> BlockIds:
+        """So many free blocks, as the caller's own array; the caller has seen that there are as many."""
+
+    @abstractmethod
+    def _put(self, block_ids: BlockIds) -> None:
+        """The blocks are free again. What it refuses, it refuses before it changes anything."""
+
+    @abstractmethod
+    def _free_ids(self) -> Iterable[int]:
+        """Every free block, in any order."""
+
+    @abstractmethod
+    def _set_free(self, block_ids: BlockIds) -> None:
+        """These, in ascending order and as many as before, are the free blocks from now on."""
+
+    @abstractmethod
+    def _check_free(self) -> None:
+        """Raise `BookkeepingError` where the pool's own structure is broken."""
+
+    # -- inside
+
+    def _book(self, num_blocks: int, account: Account) -> BlockIds | None:
+        if num_blocks < 0:
+            raise BookkeepingError(f"cannot allocate {num_blocks} blocks")
+        used = self._used + num_blocks
+        quota = self._quota
+        if used > self.total_blocks or (quota is not None and not quota.charge(account, num_blocks)):
+            self.num_refused += 1
+            return None
+        block_ids = self._take(num_blocks)
+        self._used = used
+        self.num_allocated_total += num_blocks
+        if used > self.peak_used:
+            self.peak_used = used
+        return block_ids
+
+    def _release(self, allocation: Allocation, keep: int) -> None:
+        """All but the first `keep` blocks are free again."""
+        block_ids = allocation.block_ids
+        gone = block_ids[keep:] if keep else block_ids
+        num_gone = len(gone)
+        if self._quota is not None:
+            self._quota.refund(allocation.account, num_gone)
+        self._put(gone)
+        self._used -= num_gone
+        del block_ids[keep:]
+
+    def _allocate_or_raise(self, request: BlockAllocationRequest) -> list[int]:
+        allocation = self.allocate(request.num_blocks, request.sequence_id)
+        if allocation is None:
+            raise MemoryError(
+                f"{request.num_blocks} blocks asked for, {self.num_free} of {self.total_blocks} free"
+            )
+        return allocation.block_ids.tolist()
+
+    def _free_single(self, block_ids: Sequence[int]) -> None:
+        wanted = set(block_ids)
+        if len(wanted) != len(block_ids):
+            block = Counter(block_ids).most_common(1)[0][0]
+            raise BookkeepingError(f"block {block} is named twice in one free")
+        with self._lock:
+            cuts = {one: found for one in self._live if (found := wanted.intersection(one.block_ids))}
+            unknown = wanted.difference(*cuts.values())
+            if unknown:
+                raise self._not_allocated(min(unknown))
+            self._check_charged(_by_account(cuts))
+            self._put(array("i", block_ids))
+            self._used -= len(block_ids)
+            for allocation, found in cuts.items():
+                self._cut(allocation, found)
+
+    def _cut(self, allocation: Allocation, block_ids: set[int]) -> None:
+        if self._quota is not None:
+            self._quota.refund(allocation.account, len(block_ids))
+        left = [block for block in allocation.block_ids if block not in block_ids]
+        allocation.block_ids[:] = array("i", left)
+        if not left:
+            del self._live[allocation]
+
+    def _is_free(self, block_id: int) -> bool:
+        return any(block == block_id for block in self._free_ids())
+
+    def _not_free(self) -> Iterator[int]:
+        free = set(self._free_ids())
+        return (block for block in range(self.total_blocks) if block not in free)
+
+    def _info_of_held(self, block_id: int) -> BlockInfo:
+        return BlockInfo(block_id, " or ".join(sorted(name for name, count in self._held.items() if count)))
+
+    # -- refusals
+
+    def _unknown(self, block_id: int) -> BookkeepingError:
+        return BookkeepingError(f"no block {block_id}: the pool has blocks 0 to {self.total_blocks - 1}")
+
+    def _not_allocated(self, block_id: int) -> BookkeepingError:
+        """Why a single id cannot be freed."""
+        if not 0 <= block_id < self.total_blocks:
+            return self._unknown(block_id)
+        if self._is_free(block_id):
+            return BookkeepingError(f"double free of block {block_id}: it is free already")
+        holder = self._info_of_held(block_id).owner
+        return BookkeepingError(
+            f"block {block_id} is held by {holder!r}: a holder gives blocks back with take_back"
+        )
+
+    def _check_charged(self, charges: Mapping[Account, int]) -> None:
+        if self._quota is None:
+            return
+        for account, num_blocks in charges.items():
+            charged = self._quota.used(account)
+            if charged < num_blocks:
+                raise BookkeepingError(f"{account} is charged for {charged} blocks, not for {num_blocks}")
+
+    def _check_moves(self, moves: Mapping[int, int], free: set[int]) -> None:
+        targets = set(moves.values())
+        if len(targets) != len(moves):
+            raise BookkeepingError("two blocks of one remap move to the same target")
+        if targets - free:
+            raise BookkeepingError(f"block {min(targets - free)} is a target of a move, and not free")
+        for block in moves:
+            if not 0 <= block < self.total_blocks:
+                raise self._unknown(block)
+            if block in free:
+                raise BookkeepingError(f"block {block} is the source of a move, and free")
+
+    def _owners(self, named: Mapping[str, Sequence[int]]) -> dict[int, str]:
+        """Who has which block, in words; raises where two have the same."""
+        owners: dict[int, str] = {}
+        claims: list[tuple[str, Iterable[int]]] = [("free", self._free_ids())]
+        claims += [(f"of {one.owner!r}", one.block_ids) for one in self._live]
+        claims += [(f"held by {holder!r}", blocks) for holder, blocks in named.items()]
+        for who, blocks in claims:
+            for block in blocks:
+                if not 0 <= block < self.total_blocks:
+                    raise BookkeepingError(f"{self._unknown(block)}, and block {block} is {who}")
+                if block in owners:
+                    raise BookkeepingError(f"block {block} is {owners[block]} and {who}")
+                owners[block] = who
+        return owners
+
+    def _check_counts(self, owners: Mapping[int, str], named: Mapping[str, Sequence[int]] | None) -> None:
+        num_free = sum(who == "free" for who in owners.values())
+        if num_free != self.num_free:
+            raise BookkeepingError(f"{num_free} blocks are free, the books say {self.num_free}")
+        missing = [block for block in range(self.total_blocks) if block not in owners]
+        if named is None:
+            if len(missing) != sum(self._held.values()):
+                raise BookkeepingError(f"{len(missing)} blocks are held, the books say {self._held}")
+            return
+        for holder in sorted({*self._held, *named}):
+            names, has = len(named.get(holder, ())), self.num_held(holder)
+            if names != has:
+                raise BookkeepingError(
+                    f"{holder!r} holds {has} blocks and names {names}; nobody has {missing[:8]}"
+                )
+        if missing:
+            raise BookkeepingError(f"block {missing[0]} is nobody's: not free, not allocated, not held")
+
+
+def _by_account(cuts: Mapping[Allocation, set[int]]) -> Counter[Account]:
+    charges: Counter[Account] = Counter()
+    for allocation, found in cuts.items():
+        charges[allocation.account] += len(found)
+    return charges
+
+
+def _not_live(allocation: Allocation) -> BookkeepingError:
+    if len(allocation.block_ids):
+        return BookkeepingError(f"{allocation!r} is not of this pool")
+    return BookkeepingError(f"double free: {allocation!r} was freed before, or is not of this pool")

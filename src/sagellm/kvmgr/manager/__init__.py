@@ -1,0 +1,6 @@
+"""`KVCacheManager`: the one object that a scheduler and an engine talk to about KV."""
+
+from sagellm.kvmgr.manager.manager import KVCacheManager
+from sagellm.kvmgr.manager.sequence import BlockStates, Fragmentation
+
+__all__ = ["BlockStates", "Fragmentation", "KVCacheManager"]

@@ -1,0 +1,416 @@
+"""`KVCacheManager`: the one object that a scheduler and an engine talk to about KV.
+
+It joins a prefix index and a block pool: match, bind (reserve), commit, release, and the books in between. A
+block is in exactly one of three states: free; cached (in the index, used by nobody); active (held by a
+request, as its own or as a pinned prefix).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+
+from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.errors import BookkeepingError, CapacityError
+from sagellm.core.plan import BlockCopy, Chunk, Draft, RequestState
+from sagellm.core.protocols.kv_pool import Allocation, BlockQuota, KVPool
+from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex, ReuseRecorder, SharedTail
+from sagellm.core.protocols.scheduler_ir import BlockBudget
+from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Tokens
+from sagellm.kvmgr.manager.room import INDEX_OWNER, Room
+from sagellm.kvmgr.manager.sequence import BlockStates, Fragmentation, SequenceKV
+
+DUPLICATES = "duplicates"
+BEHIND_WINDOW = "behind the window"
+TIER = "hbm"
+
+
+class KVCacheManager:
+    """Implements `KVQuotes` for the passes and the books for the engine. One engine thread owns it.
+
+    With `prefix_caching=False` nothing is matched or kept: the slow twin of every reuse. `window`: no token
+    attends further back than that; blocks behind it are given up before anything cached is.
+    `sharing_groups` maps tenants to the group with which they share their cache. `max_pinned_share` bounds
+    what `pin_prefix` may hold of the pool.
+    """
+
+    def __init__(
+        self,
+        index: PrefixReuseIndex,
+        pool: KVPool,
+        *,
+        prefix_caching: bool = True,
+        quota: BlockQuota | None = None,
+        window: int | None = None,
+        sharing_groups: Mapping[str, str] | None = None,
+        max_pinned_share: float = 0.25,
+        metrics: ReuseRecorder | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        if index.block_size != pool.block_size:
+            raise ValueError(f"block sizes differ: index {index.block_size}, pool {pool.block_size}")
+        self.index = index
+        self.pool = pool
+        self.quota = quota
+        self.room = Room(index, pool, quota)
+        self.metrics = metrics
+        self.block_size = pool.block_size
+        self.prefix_caching = prefix_caching
+        self.window = window
+        self.max_pinned_share = max_pinned_share
+        self._sharing = dict(sharing_groups or {})
+        self._now = (clock or MonotonicClock()).now
+        self._sequences: dict[str, SequenceKV] = {}
+        self._donors: dict[str, SequenceKV] = {}  # by group: who has computed the prompt that it shares
+        self._pinned: list[PrefixHit] = []
+
+    # -- quotes: nothing here changes state
+
+    def match(self, state: RequestState) -> PrefixHit:
+        """The longest reusable prefix, capped so that at least one token is left to compute."""
+        limit = len(state.tokens) - 1 if self.prefix_caching else 0
+        namespace = self.namespace_of(state.request.namespace)
+        if self.metrics is None:
+            hit = self.index.lookup(state.tokens, namespace, limit)
+        else:
+            began_s = self._now()
+            hit = self.index.lookup(state.tokens, namespace, limit)
+            self.metrics.observe_match(self._now() - began_s)
+        group = state.request.group
+        return hit if group is None else self._with_tail(hit, state, group, limit)
+
+    def is_current(self, hit: PrefixHit) -> bool:
+        """Whether what the hit counts on outside the index (a running request's last block) is there."""
+        return hit.tail is None or hit.tail.request_id in self._sequences
+
+    def namespace_of(self, namespace: Namespace) -> Namespace:
+        """The namespace in the index: tenants of one sharing group have one together."""
+        group = self._sharing.get(namespace.tenant)
+        return namespace if group is None else namespace._replace(tenant=f"group:{group}")
+
+    def available_blocks(self) -> int:
+        return self.pool.num_free + self.index.num_evictable + self._num_behind_windows()
+
+    def budget(self) -> BlockBudget:
+        return BlockBudget(self.available_blocks(), None if self.quota is None else self._limit_of)
+
+    def _limit_of(self, account: Account) -> int:
+        return self.room.most_for(account, self.available_blocks())
+
+    def max_blocks(self, account: Account) -> int:
+        """Blocks that one account can have at most."""
+        total = self.pool.total_blocks
+        return total if self.quota is None else min(total, self.quota.ceiling(account))
+
+    def price_to_grow(self, state: RequestState, num_tokens: int) -> int:
+        held = len(self._sequences[state.request_id].block_ids)
+        return max(0, self._blocks_for(state.num_computed + num_tokens) - held)
+
+    def price_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
+        new = self._blocks_for(hit.num_tokens + num_tokens) - hit.num_blocks
+        return new + self.index.num_unpinned_on_path(hit)
+
+    def gain_of_preempting(self, state: RequestState) -> int:
+        sequence = self._sequences[state.request_id]
+        own = len(sequence.own.block_ids) - self._behind_window(sequence)
+        return own + self.index.num_held_alone(sequence.hit)
+
+    def block_states(self) -> BlockStates:
+        cached, free = self.index.num_evictable, self.pool.num_free
+        return BlockStates(self.pool.total_blocks - cached - free, cached, free)
+
+    def block_table(self, request_id: str) -> BlockIds:
+        """The blocks of a running request, in order of position."""
+        return self._sequences[request_id].block_ids
+
+    def fragmentation(self) -> Fragmentation:
+        slots = self.block_size * sum(len(one.block_ids) for one in self._sequences.values())
+        tokens = sum(one.state.num_computed for one in self._sequences.values())
+        return Fragmentation(1 - tokens / slots if slots else 0.0, self.pool.get_fragmentation())
+
+    # -- bind and its undoing
+
+    def bind(self, draft: Draft) -> None:
+        """Reserve what the draft needs: pin every hit, then allocate; missing blocks are evicted, exactly
+        that many.
+
+        What the draft preempts has been released before. Either all is bound, or an error is raised and
+        nothing but evictions has happened.
+        """
+        num_copies = len(draft.copies)
+        bound: list[Chunk] = []
+        try:
+            for chunk in draft.admitted():
+                bound.append(chunk)
+                self._admit(chunk)
+            for chunk in draft.chunks.values():
+                if not chunk.admits:
+                    bound.append(chunk)
+                self._grow(chunk)
+                if chunk.hit is not None and chunk.hit.tail is not None:
+                    draft.copies.append(self._copy_of(chunk.hit.tail, chunk))
+        except Exception:
+            self._undo(bound)
+            del draft.copies[num_copies:]
+            raise
+
+    def rollback(self, draft: Draft) -> None:
+        """Undo a bind after a failed verify or execute; evictions stay."""
+        self._undo(list(draft.chunks.values()))
+
+    # -- moving forward
+
+    def commit(self, state: RequestState) -> None:
+        """`state.num_computed` moved, in a step that the backend has executed: a prompt that is now whole
+        enters the index."""
+        prompt = state.num_prompt_tokens
+        sequence = self._sequences[state.request_id]
+        sequence.changed_from = None
+        if state.num_computed >= prompt > sequence.hit.num_tokens:
+            self._register(sequence, prompt)
+            group = state.request.group
+            if group is not None and self.prefix_caching:
+                self._donors.setdefault(group, sequence)
+
+    def fork(self, state: RequestState, group: str) -> None:
+        """Let requests of `group` begin where a running one stands: its whole blocks enter the index, and its
+        last, partial one is copied by whoever is admitted while it runs (copy-on-write, done when a child is
+        about to write)."""
+        sequence = self._sequences[state.request_id]
+        self._register(sequence, state.num_computed)
+        if self.prefix_caching:
+            self._donors[group] = sequence
+
+    def release(self, state: RequestState, *, keep: bool = True) -> None:
+        """The request leaves the batch: what it computed, generated tokens included, stays behind as
+        cache. With `keep=False` nothing new does.
+        """
+        sequence = self._sequences[state.request_id]
+        if keep:
+            self._register(sequence, state.num_computed)
+        self.index.unpin(sequence.hit)
+        try:
+            self.pool.free(sequence.own)
+        except Exception:
+            sequence.hit = self.index.pin(sequence.hit)
+            raise
+        del self._sequences[state.request_id]
+        for group in [group for group, donor in self._donors.items() if donor is sequence]:
+            del self._donors[group]
+
+    def clear_cache(self) -> int:
+        """Forget every block that nobody uses; returns how many."""
+        return self.room.clear()
+
+    # -- prefixes that stay
+
+    def pin_prefix(self, tokens: Tokens, namespace: Namespace = Namespace()) -> PrefixHit:
+        """Hold what is resident of a prompt (a system prompt, say) until `unpin_prefix`.
+
+        Raises `CapacityError` if pinned prefixes together would hold more than `max_pinned_share`.
+        """
+        hit = self.index.pin(self.index.lookup(tokens, self.namespace_of(namespace)))
+        held = {block for one in (*self._pinned, hit) for block in self.index.block_ids(one)}
+        limit = int(self.max_pinned_share * self.pool.total_blocks)
+        if len(held) > limit:
+            self.index.unpin(hit)
+            raise CapacityError(
+                f"pinned prefixes would hold {len(held)} blocks, at most {limit} may be pinned "
+                f"(kv.max_pinned_share {self.max_pinned_share} of {self.pool.total_blocks})"
+            )
+        self._pinned.append(hit)
+        return hit
+
+    def unpin_prefix(self, hit: PrefixHit) -> None:
+        """Give up a hold of `pin_prefix`; an error if it is none."""
+        place = next((i for i, one in enumerate(self._pinned) if one is hit), None)
+        if place is None:
+            raise BookkeepingError(f"no pinned prefix of {hit.num_blocks} blocks: it was unpinned before")
+        del self._pinned[place]
+        self.index.unpin(hit)
+
+    def remap(self, moves: Mapping[int, int]) -> None:
+        """Blocks moved (a compaction): block `source` of anybody is `target` from now on."""
+        self.pool.remap(moves)
+        self.index.remap(moves)
+        for sequence in self._sequences.values():
+            table = sequence.block_ids
+            sequence.block_ids = array("i", [moves.get(block, block) for block in table])
+            sequence.changed_from = 0
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` unless every block is free, cached or active, in exactly one way."""
+        self.index.check()
+        self.pool.check({INDEX_OWNER: self.room.held()})
+        for sequence in self._sequences.values():
+            sequence.check(self.index.block_ids(sequence.hit))
+
+    # -- inside: admission and growth
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _account_of(self, state: RequestState) -> Account:
+        return NO_ACCOUNT if self.quota is None else state.request.account
+
+    def _admit(self, chunk: Chunk) -> None:
+        state, wanted = chunk.state, chunk.hit
+        assert wanted is not None
+        hit = self.index.pin(wanted)
+        try:
+            if hit.num_blocks != wanted.num_blocks or not self.is_current(wanted):
+                raise BookkeepingError(
+                    f"{state.request_id}: a hit of {chunk.start} tokens shrank to {hit.num_tokens} by bind"
+                )
+            own = self.pool.allocate(0, state.request_id, self._account_of(state))
+            assert own is not None
+        except Exception:
+            self.index.unpin(hit)
+            raise
+        ids = self.index.block_ids(hit)
+        self._sequences[state.request_id] = SequenceKV(state, hit, ids, own, hit.num_blocks)
+        if self.metrics is not None and state.scheduled_s is None:
+            total = len(state.tokens)
+            self.metrics.record(total, chunk.start, self._blocks_for(total), hit.num_blocks)
+
+    def _grow(self, chunk: Chunk) -> None:
+        sequence = self._sequences[chunk.state.request_id]
+        held = len(sequence.block_ids)
+        chunk.first_block = held if sequence.changed_from is None else sequence.changed_from
+        missing = self._blocks_for(chunk.end) - held
+        if missing <= 0:
+            return
+        taken = self._take(sequence, missing)
+        sequence.block_ids += taken
+        chunk.block_ids = tuple(taken)
+
+    def _take(self, sequence: SequenceKV, num_blocks: int) -> BlockIds:
+        account = sequence.own.account
+        if self.pool.num_free < num_blocks or self.quota is not None:
+            self._make_room(num_blocks, account)
+        taken = self.pool.grow(sequence.own, num_blocks)
+        if taken is None:
+            raise CapacityError(
+                f"{sequence.own.owner}: {num_blocks} blocks asked for, {self.available_blocks()} available"
+            )
+        return taken
+
+    def _make_room(self, num_blocks: int, account: Account) -> None:
+        """Have so many blocks free for the account, if that can be: behind windows first, then cached."""
+        if self.window is not None and self.pool.num_free < num_blocks:
+            self._drop_behind_windows(num_blocks)
+        self.room.make(num_blocks, account)
+
+    def _undo(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in reversed(chunks):
+            sequence = self._sequences.get(chunk.state.request_id)
+            if sequence is None:  # the bind failed before it reached this one
+                continue
+            count = len(chunk.block_ids)
+            if count:
+                self.pool.shrink(sequence.own, count)
+                del sequence.block_ids[-count:]
+                chunk.block_ids = ()
+            if chunk.admits:
+                self.index.unpin(sequence.hit)
+                self.pool.free(sequence.own)
+                del self._sequences[chunk.state.request_id]
+
+    # -- inside: a running request's last block
+
+    def _with_tail(self, hit: PrefixHit, state: RequestState, group: str, limit: int) -> PrefixHit:
+        """The hit, and what more the group's donor holds of the request's next block."""
+        donor = self._donors.get(group)
+        if donor is None or donor.state is state or hit.namespace != donor.hit.namespace:
+            return hit
+        start = hit.num_tokens
+        void = donor.is_windowed and hit.num_blocks < donor.num_shared
+        if void or state.tokens.slice(0, start) != donor.state.tokens.slice(0, start):
+            return hit
+        stop = min(start + self.block_size, limit, donor.state.num_computed)
+        mine, theirs = state.tokens.slice(start, stop), donor.state.tokens.slice(start, stop)
+        shared = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), len(mine))
+        if not shared:
+            return hit
+        tail = SharedTail(donor.state.request_id, hit.num_blocks, shared)
+        return hit._replace(num_tokens=start + shared, tail=tail)
+
+    def _copy_of(self, tail: SharedTail, chunk: Chunk) -> BlockCopy:
+        source = self._sequences[tail.request_id].block_ids[tail.position]
+        return BlockCopy(TIER, source, TIER, self._sequences[chunk.state.request_id].block_ids[tail.position])
+
+    # -- inside: into the index
+
+    def _register(self, sequence: SequenceKV, num_tokens: int) -> None:
+        """The first `num_tokens` tokens, in whole blocks, enter the index.
+
+        Where another request computed the same before, this one goes on with the blocks of the index, and its
+        own duplicates are free again.
+        """
+        whole, shared = num_tokens // self.block_size, sequence.num_shared
+        if not self.prefix_caching or sequence.is_windowed or whole <= shared:
+            return
+        state, own, table = sequence.state, sequence.own, sequence.block_ids
+        request = state.request
+        retention = request.retention if shared * self.block_size < state.num_prompt_tokens else ()
+        namespace = self.namespace_of(request.namespace)
+        result = self.index.insert(
+            state.tokens, table[:whole], namespace, account=own.account, retention=retention, pin=True
+        )
+        existing = max(result.num_existing, shared)
+        try:
+            self._part_with(sequence, existing - shared, whole - shared)
+        except Exception:
+            self.index.retract(result)
+            raise
+        sequence.hit, sequence.num_shared = result.hit, whole
+        if existing > shared:
+            table[:whole] = self.index.block_ids(result.hit)
+            sequence.changed_from = shared
+
+    def _part_with(self, sequence: SequenceKV, num_spare: int, num_whole: int) -> None:
+        """Of the first `num_whole` own blocks, `num_spare` are free, and the others the index's. What the old
+        hit pinned is held by the new one."""
+        own = sequence.own
+        self.index.unpin(sequence.hit)
+        try:
+            entered = self.pool.hand_over(own, num_spare, num_whole, INDEX_OWNER)
+            try:
+                self._free_first(own, num_spare, DUPLICATES)
+            except Exception:
+                self.pool.hand_back(INDEX_OWNER, entered, own, num_spare)
+                raise
+        except Exception:
+            sequence.hit = self.index.pin(sequence.hit)
+            raise
+
+    def _free_first(self, own: Allocation, num_blocks: int, why: str) -> None:
+        if not num_blocks:
+            return
+        block_ids = self.pool.hand_over(own, 0, num_blocks, why)
+        try:
+            self.pool.take_back(why, block_ids, own.account)
+        except Exception:
+            self.pool.hand_back(why, block_ids, own, 0)
+            raise
+
+    # -- inside: sliding windows
+
+    def _behind_window(self, sequence: SequenceKV) -> int:
+        return 0 if self.window is None else sequence.behind_window(self.window, self.block_size)
+
+    def _num_behind_windows(self) -> int:
+        if self.window is None:
+            return 0
+        return sum(self._behind_window(sequence) for sequence in self._sequences.values())
+
+    def _drop_behind_windows(self, num_free: int) -> None:
+        """Free blocks behind windows until so many are free; who gives any keeps none for the index."""
+        for sequence in self._sequences.values():
+            if self.pool.num_free >= num_free:
+                return
+            dead = self._behind_window(sequence)
+            if dead:
+                self._free_first(sequence.own, dead, BEHIND_WINDOW)
+                sequence.num_shared += dead
+                sequence.is_windowed = True

@@ -1,0 +1,105 @@
+"""What the radix tree answers off the hot path: where a match ended and why; the branches nearest to it."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Iterator
+
+from sagellm.core.protocols.prefix_cache import Branch, MatchEnd, MatchReport, PrefixHit
+from sagellm.core.types import Namespace, Tokens
+from sagellm.kvmgr.prefix_cache._ghosts import Ghost
+from sagellm.kvmgr.prefix_cache._node import Node, content_key
+from sagellm.kvmgr.prefix_cache._tree import RadixTree
+
+
+def branches(tree: RadixTree, block_size: int, tokens: Tokens, k: int, namespace: Namespace) -> list[Branch]:
+    """At most `k` branches that share a first block with the tokens, from the deepest meeting point up."""
+    start, num_blocks = _match(tree, tokens, namespace)
+    found: list[Branch] = []
+    node: Node | None = start if num_blocks else None
+    below: Node | None = None
+    while node is not None and node.parent is not None and len(found) < k:
+        shared = min(num_blocks, node.end)
+        meeting = PrefixHit(shared * block_size, shared, tokens, namespace, node, tree.version)
+        ends = heapq.nlargest(k - len(found), _ends_below(node, below), key=lambda end: end.last_use)
+        found += [Branch(meeting, end.end, end.used_s) for end in ends]
+        node, below = node.parent, node
+    return found
+
+
+def _ends_below(node: Node, left_out: Node | None) -> Iterator[Node]:
+    """The leaves at or below a node, but for those below one of its children."""
+    if not node.children:
+        yield node
+    for child in node.children.values():
+        if child is not left_out:
+            if not child.children:
+                yield child
+            yield from (below for below in child.subtree() if not below.children)
+
+
+def explain(tree: RadixTree, block_size: int, tokens: Tokens, namespace: Namespace) -> MatchReport:
+    """The longest match of the tokens and the reason why it is not longer."""
+    node, num_blocks = _match(tree, tokens, namespace)
+    end, ghost = _reason(tree, tokens, namespace, num_blocks, node)
+    return MatchReport(
+        num_blocks * block_size,
+        num_blocks,
+        end,
+        ghost.at_s if ghost is not None else None,
+        ghost.cause if ghost is not None else None,
+    )
+
+
+def _reason(
+    tree: RadixTree, tokens: Tokens, namespace: Namespace, num_blocks: int, node: Node | None
+) -> tuple[MatchEnd, Ghost | None]:
+    data, step = tokens.tobytes(), tree.step
+    next_block = data[num_blocks * step : (num_blocks + 1) * step]
+    if len(next_block) < step:
+        return MatchEnd.COMPLETE, None
+    ghost = _ghost(tree, node, num_blocks, next_block, namespace)
+    if ghost is not None:
+        return MatchEnd.EVICTED, ghost
+    if _elsewhere(tree, tokens, namespace, num_blocks):
+        return MatchEnd.OTHER_NAMESPACE, None
+    if next_block[:4] in {block[:4] for block in _next_blocks(tree, node, num_blocks, namespace)}:
+        return MatchEnd.NOT_ALIGNED, None
+    return MatchEnd.NEVER_SEEN, None
+
+
+def _ghost(
+    tree: RadixTree, node: Node | None, num_blocks: int, next_block: bytes, namespace: Namespace
+) -> Ghost | None:
+    if node is None or node.parent is None:
+        root = Node(None, b"", array("i"), namespace, 0, tree.leaves.nobody)
+        return tree.ghosts.get(content_key(root, next_block))
+    if node.end > num_blocks:
+        return None
+    if node.cut is not None:
+        dead = len(node.live_edge)
+        if node.edge[dead : dead + tree.step] == next_block:
+            return node.cut
+    return tree.ghosts.get(content_key(node, next_block))
+
+
+def _next_blocks(tree: RadixTree, node: Node | None, num_blocks: int, namespace: Namespace) -> list[bytes]:
+    """The resident blocks that come behind the match."""
+    if node is None:
+        node = tree.roots.get(namespace)
+    if node is None:
+        return []
+    if node.end > num_blocks:
+        start = (num_blocks - node.first_position) * tree.step
+        return [node.edge[start : start + tree.step]]
+    return list(node.children)
+
+
+def _elsewhere(tree: RadixTree, tokens: Tokens, namespace: Namespace, num_blocks: int) -> bool:
+    return any(_match(tree, tokens, other)[1] > num_blocks for other in tree.roots if other != namespace)
+
+
+def _match(tree: RadixTree, tokens: Tokens, namespace: Namespace) -> tuple[Node | None, int]:
+    root, data = tree.roots.get(namespace), tokens.tobytes()
+    return tree.walk(root, data, len(data) - len(data) % tree.step) if root is not None else (None, 0)

@@ -1,0 +1,255 @@
+"""The micro benchmarks at tiny sizes: every row is there, and the JSON has its form. No time is asserted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import pytest
+from rich.console import Console
+
+from sagellm.benchmarks._results import cpu_model, environment
+from sagellm.benchmarks.micro import kv_pool, memory, prefix_cache
+from sagellm.benchmarks.micro._case import MicroBenchmark, Plan, Row, Setting
+from sagellm.benchmarks.micro._comparable import COMPARABLE
+from sagellm.benchmarks.micro._kv import Prompts, books, cached_prompt
+from sagellm.benchmarks.micro._timing import Operation, Stopwatch
+from sagellm.benchmarks.micro.run import FORMAT, Report, run, tables
+from sagellm.core.errors import BookkeepingError, CapacityError, ConfigError, UnknownNameError
+from sagellm.core.registry import registry
+
+DAY = datetime(2026, 11, 20, 12, tzinfo=UTC)
+SIZES, BLOCKS, EVICTIONS = (64, 128), (2, 8), (1, 4)
+INDEXES = tuple(registry("index").names())
+POOLS = tuple(registry("pool").names())
+HITS = {
+    prefix_cache.ONE_EDGE,
+    prefix_cache.PATH,
+    prefix_cache.GATHER,
+    prefix_cache.TO_BYTES,
+    prefix_cache.FROM_LIST,
+}
+MISSES = {prefix_cache.MISS, prefix_cache.HALF, prefix_cache.GATHER_HALF}
+INSERTS = {prefix_cache.INSERT, prefix_cache.INSERT_EVICTING}
+METADATA = {memory.EMPTY, memory.CACHED, memory.TOTAL}
+OPERATIONS = {
+    case + quota for case in (kv_pool.ALLOCATE, kv_pool.FREE, kv_pool.GROW) for quota in ("", ", with quota")
+}
+
+
+def tiny(*variants: str) -> Plan:
+    return Plan(
+        variants,
+        sizes=SIZES,
+        allocations=BLOCKS,
+        evictions=EVICTIONS,
+        large_pool=64,
+        memory_blocks=256,
+        repeats=2,
+    )
+
+
+def measured(benchmark: MicroBenchmark, sections: str, plan: Plan) -> Report:
+    report = Report(benchmark.name, environment(DAY), plan)
+    run(benchmark, report, sections)
+    return report
+
+
+def cells(rows: list[Row]) -> set[tuple[str, str, int]]:
+    return {(row.variant, row.case, row.size) for row in rows}
+
+
+@pytest.mark.parametrize(("section", "cases"), [("a", HITS), ("b", MISSES), ("c", INSERTS)])
+def test_prefix_cache_has_every_row(section: str, cases: set[str]) -> None:
+    rows = measured(prefix_cache.BENCHMARK, section, tiny(*INDEXES)).rows
+    expected = {(index, case, size) for index in INDEXES for case in cases for size in SIZES}
+    assert cells(rows) == expected
+    assert len(rows) == len(expected)
+    for row in rows:
+        check_timed(row, section)
+
+
+def test_kv_pool_has_every_row() -> None:
+    rows = measured(kv_pool.BENCHMARK, "d", tiny(*POOLS)).rows
+    sizes = dict.fromkeys((*OPERATIONS, kv_pool.EVICT), BLOCKS) | {kv_pool.EVICT_LARGE: EVICTIONS}
+    expected = {(pool, case, size) for pool in POOLS for case, of in sizes.items() for size in of}
+    assert cells(rows) == expected
+    assert len(rows) == len(expected)
+    for row in rows:
+        check_timed(row, "d")
+
+
+def check_timed(row: Row, section: str) -> None:
+    assert (row.section, row.unit, row.turn) == (section, "us", 0)
+    assert row.timing is not None
+    assert row.timing.samples == 2
+    assert row.timing.calls_per_sample in (1, 100)
+    for spread in (row.timing.cpu, row.timing.wall):
+        assert 0 <= spread.min <= spread.median <= spread.p99
+        assert 0 <= spread.iqr <= spread.p99 - spread.min + 0.002  # each is rounded
+    assert row.value == row.timing.cpu.median
+
+
+@pytest.mark.skipif(not memory.STATM.exists(), reason="resident memory is read from /proc")
+def test_metadata_is_weighed_in_a_process_of_its_own() -> None:
+    rows = measured(prefix_cache.BENCHMARK, "f", tiny("radix")).rows
+    assert cells(rows) == {("radix", case, 256) for case in METADATA}
+    empty, cached, total = (row.value for row in rows)
+    assert total == pytest.approx(empty + cached, abs=0.2)
+    assert all((row.unit, row.timing) == ("bytes/block", None) for row in rows)
+
+
+@pytest.mark.skipif(not memory.STATM.exists(), reason="resident memory is read from /proc")
+def test_a_weighing_that_fails_says_why() -> None:
+    stopwatch = Stopwatch(1)
+    with pytest.raises(CapacityError, match=r"weighing 'nope' failed: .*unknown index 'nope'"):
+        list(memory.metadata(tiny("nope"), stopwatch))
+
+
+def test_metadata_needs_a_system_that_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "STATM", memory.STATM / "nowhere")
+    with pytest.raises(ConfigError, match="which this system does not have"):
+        measured(prefix_cache.BENCHMARK, "f", tiny("radix"))
+
+
+def test_the_json_has_its_form() -> None:
+    report = measured(prefix_cache.BENCHMARK, "b", tiny("radix"))
+    values = json.loads(json.dumps(report.as_json(), allow_nan=False))
+    assert list(values) == [
+        "format", "benchmark", "environment", "block_size", "plan", "rows", "peer_rows", "comparisons",
+    ]  # fmt: skip
+    assert (values["format"], values["benchmark"]) == (FORMAT, "prefix_cache")
+    assert values["plan"]["sizes"] == [64, 128]
+    assert values["environment"]["date"] == "2026-11-20T12:00:00+00:00"
+    row = values["rows"][0]
+    assert list(row) == ["section", "case", "size", "variant", "unit", "value", "timing", "turn"]
+    assert list(row["timing"]) == ["samples", "calls_per_sample", "cpu", "wall", "single"]
+    assert list(row["timing"]["cpu"]) == ["median", "p99", "min", "iqr"]
+    assert values["peer_rows"] == values["comparisons"] == []
+
+
+def test_the_environment_says_where() -> None:
+    here = environment(DAY)
+    assert here.cpu
+    assert here.cores >= 1
+    assert here.commit is None or re.fullmatch(r"[0-9a-f]{40}", here.commit)
+    assert cpu_model("processor : 0\nmodel name\t: A CPU: 9\n") == "A CPU: 9"
+    assert cpu_model("")
+
+
+def test_the_table_shows_every_row() -> None:
+    report = measured(prefix_cache.BENCHMARK, "b", tiny("radix"))
+    [table] = tables(report)
+    console = Console(width=140)
+    with console.capture() as captured:
+        console.print(table)
+    lines = captured.get().splitlines()
+    assert len(lines) == 2 + len(report.rows)  # a title and a line of names, and no line is broken
+
+
+RECIPES: dict[str, Callable[[Setting, int], Operation]] = {
+    "insert": prefix_cache._insert,
+    "insert, evicting": prefix_cache._insert_evicting,
+}
+
+
+@pytest.mark.parametrize("index", INDEXES)
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("calls", [1, 5])
+def test_an_insert_leaves_the_books_in_order(name: str, index: str, calls: int) -> None:
+    operation = RECIPES[name](Setting(tiny(index), index, 64), calls)
+    for _ in range(3):
+        contexts = [operation.setup() for _ in range(calls)]
+        for context, result in [(context, operation.run(context)) for context in contexts]:
+            operation.teardown(context, result)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("calls", [1, 5])
+@pytest.mark.parametrize("size", [1, 3, 40])
+def test_every_sample_evicts_as_many_blocks_as_it_allocates(pool: str, calls: int, size: int) -> None:
+    operation = kv_pool._evict_and_allocate(Setting(tiny(pool), pool, size), calls)
+    for _ in range(3):
+        contexts = [operation.setup() for _ in range(calls)]
+        results = [operation.run(context) for context in contexts]
+        assert [len(allocation.block_ids) for allocation in results] == [size] * calls
+        for context, allocation in zip(contexts, results, strict=True):
+            operation.teardown(context, allocation)
+
+
+def test_a_row_that_would_measure_something_else_is_refused() -> None:
+    index, tokens = cached_prompt(Setting(tiny("radix"), "radix", 64))
+    with pytest.raises(BookkeepingError, match="found 64 tokens where 0 are resident"):
+        prefix_cache._lookup(index, tokens, 0)
+
+
+def test_a_prompt_cached_in_steps_is_one_prompt() -> None:
+    kv = books(tiny("radix"), 10)
+    prompt = Prompts(0).draw(100)
+    kv.cache_in_steps(prompt, 32)
+    assert kv.index.lookup(prompt).num_tokens == 96
+    assert (kv.pool.num_free, kv.pool.num_held("prefix index")) == (4, 6)
+    kv.index.check()
+    kv.pool.check({"prefix index": kv.index.all_block_ids()})
+
+
+def test_a_pool_that_is_too_small_says_so() -> None:
+    kv = books(tiny("radix"), 2)
+    with pytest.raises(CapacityError, match="3 blocks to evict, 0 evictable"):
+        kv.evict(3)
+    with pytest.raises(CapacityError, match="the pool has 2 free blocks, not 3"):
+        kv.allocate(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"variants": ()}, "name at least one"),
+        ({"repeats": 0}, "repeats must be at least 1"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"sizes": (512, 100)}, "multiples of 32 tokens, got 100"),
+    ],
+)
+def test_a_plan_that_cannot_be(change: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        dataclasses.replace(tiny("radix"), **change)  # type: ignore[arg-type]
+
+
+def test_unknown_names_are_refused_before_anything_is_measured() -> None:
+    report = Report("prefix_cache", environment(DAY), tiny("radix"))
+    with pytest.raises(ConfigError, match="no section 'xd'; it has a, b, c, f"):
+        run(prefix_cache.BENCHMARK, report, "axd")
+    with pytest.raises(ConfigError, match="no section ''"):
+        run(prefix_cache.BENCHMARK, report, "")
+    for plan, kind in (
+        (tiny("nope"), "index"),
+        (dataclasses.replace(tiny("radix"), policy="nope"), "policy"),
+    ):
+        report.plan = plan
+        with pytest.raises(UnknownNameError, match=f"unknown {kind} 'nope'"):
+            run(prefix_cache.BENCHMARK, report, "a")
+    assert not report.rows
+
+
+def test_a_quick_plan_is_smaller() -> None:
+    plan = Plan(("radix",))
+    assert max(plan.quick().sizes) < max(plan.sizes)
+    assert plan.quick().repeats < plan.repeats
+
+
+def test_what_stands_against_a_peer_is_a_row_of_ours() -> None:
+    known = HITS | MISSES | INSERTS | METADATA | OPERATIONS | {kv_pool.EVICT, kv_pool.EVICT_LARGE}
+    assert {case for one in COMPARABLE for case in one.ours} <= known
+
+
+def test_no_benchmark_needs_torch() -> None:
+    modules = "conversation", "micro.prefix_cache", "micro.kv_pool", "micro.run"
+    imports = ", ".join(f"sagellm.benchmarks.{module}" for module in modules)
+    code = f"import sys, {imports}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

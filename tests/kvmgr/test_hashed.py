@@ -1,0 +1,151 @@
+"""The hashed index alone: clashing hashes, its bookkeeping, and policies that break their promise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.protocols.eviction import Extent, GiveUp
+from sagellm.core.types import Account, Namespace, Tokens
+from sagellm.kvmgr.eviction import LRUEvictionPolicy
+from sagellm.kvmgr.prefix_cache.fingerprint import HASH_BYTES, chain
+from sagellm.kvmgr.prefix_cache.hashed import HashedPrefixCache
+from tests.contracts.test_prefix_index import POLICIES, IndexMachine
+
+BLOCK = 2
+
+
+def one_bit(data: bytes, step: int, namespace: Namespace, parent: bytes | None = None) -> list[bytes]:
+    """The chain with two hashes only: nearly every block clashes with another."""
+    return [bytes([one[0] & 1]) * HASH_BYTES for one in chain(data, step, namespace, parent)]
+
+
+def filled(*prompts: list[int], **options: Any) -> HashedPrefixCache:
+    index = HashedPrefixCache(block_size=BLOCK, **options)
+    for tokens in prompts:
+        start = index.num_cached
+        index.insert(Tokens(tokens), range(start, start + len(tokens) // BLOCK))
+    return index
+
+
+@pytest.mark.parametrize("policies", POLICIES)
+def test_blocks_with_one_hash_are_never_taken_for_each_other(policies: str) -> None:
+    options = {"hash_blocks": one_bit, "max_ghosts": 0}
+    kept = {"policies": policies, "options": options, "has_unique_hashes": False}
+    machine: Any = type("Clashing", (IndexMachine,), kept)
+    run_state_machine_as_test(machine, settings=settings(max_examples=20, stateful_step_count=40))
+
+
+def test_no_eviction_is_forgotten_or_dated_wrongly() -> None:
+    machine: Any = type("Remembering", (IndexMachine,), {"may_forget": False})
+    run_state_machine_as_test(machine, settings=settings(max_examples=20, stateful_step_count=40))
+
+
+def test_a_clash_is_a_miss() -> None:
+    index = filled([1, 1, 2, 2], hash_blocks=one_bit)
+    same = next(one for one in range(3, 99) if _name([one, one]) == _name([1, 1]))
+    assert index.lookup(Tokens([same, same])).num_blocks == 0
+    index.insert(Tokens([same, same]), [9])
+    assert index.match_prefix([same, same]).block_ids == [9]
+    assert index.match_prefix([1, 1, 2, 2]).block_ids == [0, 1]
+    index.check()
+
+
+def _name(tokens: list[int]) -> bytes:
+    return one_bit(Tokens(tokens).tobytes(), 4 * BLOCK, Namespace())[0]
+
+
+@pytest.mark.parametrize("block_ids", [[7, 7], [7, -1], [0, 7], [7, 0], [2, 7]])
+def test_a_block_has_one_place(block_ids: list[int]) -> None:
+    index = filled([1, 1], [2, 2], [3, 3])
+    with pytest.raises(BookkeepingError, match=r"different and not negative|in the index already"):
+        index.insert(Tokens([2, 2, 4, 4]), block_ids)
+    index.check()
+    assert (index.num_cached, index.match_prefix([2, 2, 4, 4]).block_ids) == (3, [1])
+
+
+def test_a_block_moves_to_a_free_one() -> None:
+    index = filled([1, 1], [2, 2], [3, 3])
+    index.remap({0: 5, 1: 0, 9: 2})
+    assert [index.match_prefix([token] * 2).block_ids for token in (1, 2, 3)] == [[5], [0], [2]]
+    for wrong in ({5: 2}, {5: 7, 0: 7}):
+        with pytest.raises(BookkeepingError, match="a free one of its own"):
+            index.remap(wrong)
+        index.check()
+
+
+def test_only_who_pinned_can_unpin() -> None:
+    index = filled([1, 1, 2, 2])
+    index.pin(index.lookup(Tokens([1, 1, 2, 2])))
+    with pytest.raises(BookkeepingError, match="1 blocks that nobody pins"):
+        index.unpin(index.lookup(Tokens([1, 1])))
+    index.check()
+
+
+def test_duplicates_come_back_to_be_freed() -> None:
+    index = HashedPrefixCache(block_size=BLOCK)
+    assert index.insert_prefix([1, 1, 2, 2], [10, 11]) == []
+    assert index.insert_prefix([1, 1, 2, 2, 3, 3, 4], [20, 21, 22]) == [20, 21]
+    assert index.match_prefix([1, 1, 2, 2, 3, 3]).block_ids == [10, 11, 22]
+
+
+def test_max_blocks_pushes_out_what_is_oldest() -> None:
+    index = HashedPrefixCache(max_blocks=2, block_size=BLOCK)
+    index.insert_prefix([1, 1, 2, 2], [10, 11])
+    assert index.insert_prefix([3, 3], [12]) == [11]
+
+
+def test_an_extent_is_one_block_and_comes_back_with_its_key() -> None:
+    heard: list[Extent] = []
+
+    class Listening(LRUEvictionPolicy):
+        def insert(self, extent: Extent) -> None:
+            heard.append(extent)
+            super().insert(extent)
+
+    index = HashedPrefixCache(block_size=BLOCK, policy_factory=Listening)
+    tokens, account = Tokens([1, 1, 2, 2]), Account("tenant")
+    index.insert(tokens, [0, 1], account=account)
+    index.evict(2)
+    index.insert(tokens, [0, 1], account=account)
+    tail, head, again = heard
+    assert (tail.parent_key, tail.first_position, tail.num_uses) == (head.key, 1, 1)
+    assert (head.parent_key, head.first_position, head.tenant) == (None, 0, "tenant")
+    assert (tail.num_blocks, again.num_blocks, again.key) == (0, 1, tail.key)
+
+
+def test_uses_are_counted_for_the_prefix_too() -> None:
+    index = filled([1, 1, 2, 2])
+    shorter = index.pin(index.lookup(Tokens([1, 1])))
+    result = index.insert(Tokens([1, 1, 3, 3]), [0, 5], pin=True)
+    assert (shorter.node.num_uses, result.hit.node.num_uses) == (3, 1)
+    index.retract(result)
+    assert shorter.node.num_uses == 2
+
+
+class Lazy(LRUEvictionPolicy):
+    """Says yes and does nothing."""
+
+    def evict(self, num_blocks: int, give_up: GiveUp) -> int:
+        return num_blocks
+
+
+class Greedy(LRUEvictionPolicy):
+    """Gives up more of an extent than it has."""
+
+    def evict(self, num_blocks: int, give_up: GiveUp) -> int:
+        extent = next(iter(self._live.values()))[-1]
+        give_up(extent, 2)
+        return num_blocks
+
+
+@pytest.mark.parametrize(("policy", "message"), [(Lazy, "gave up 0 blocks of 1"), (Greedy, "2 blocks of")])
+def test_a_policy_that_breaks_its_promise_is_named(policy: type[LRUEvictionPolicy], message: str) -> None:
+    index = filled([1, 1], policy=policy())
+    with pytest.raises(BookkeepingError, match=message):
+        index.evict(1)
+    index.check()
