@@ -8,6 +8,7 @@ from typing import Any
 
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
+from sagellm.core.events import EventBus
 from sagellm.core.plan import Draft
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 from sagellm.core.types import FinishReason, Namespace, Request, SamplingParams, Tokens
@@ -24,21 +25,28 @@ def fake_engine(
     prefix_caching: bool = True,
     max_batched_tokens: int = 32,
     passes: Sequence[SchedulerPass] | None = None,
+    events: EventBus | None = None,
+    **kv_options: Any,
 ) -> Engine:
     """An engine over `TokenMemoryBackend`, with the default modules."""
     backend = backend or TokenMemoryBackend()
     capability = backend.capability()
+    clock = ManualClock()
     kv = build_kv(
-        KVConfig(block_size=capability.block_size, prefix_caching=prefix_caching), capability.num_blocks
+        KVConfig(block_size=capability.block_size, prefix_caching=prefix_caching, **kv_options),
+        capability.num_blocks,
+        window=capability.sliding_window,
+        clock=clock,
+        events=events,
     )
     scheduler = BaseSchedulerIR(
         passes if passes is not None else [PrefixCacheAwarePass(), PriorityBasedPass()]
     )
-    return Engine(backend, kv, scheduler, max_batched_tokens=max_batched_tokens, clock=ManualClock())
+    return Engine(backend, kv, scheduler, max_batched_tokens=max_batched_tokens, clock=clock, events=events)
 
 
 def request(request_id: str, tokens: Iterable[int], max_tokens: int = 4, **options: Any) -> Request:
-    names = {"priority", "namespace", "arrival_s", "group", "eos_token_ids"}
+    names = {"priority", "namespace", "arrival_s", "group", "eos_token_ids", "service_class", "retention"}
     own = {name: options.pop(name) for name in names & options.keys()}
     return Request(request_id, Tokens(tokens), SamplingParams(max_tokens=max_tokens, **options), **own)
 

@@ -33,11 +33,13 @@ class TokenMemoryBackend:
         max_num_seqs: int = 8,
         max_model_len: int = 128,
         vocab_size: int = 97,
+        sliding_window: int | None = None,
     ) -> None:
         schema = KVCacheSchema(1, 1, 1, "int8", block_size, "tokens")
         self._capability = CapabilityDescriptor(
-            "none", "int8", vocab_size, max_model_len, num_blocks, block_size, max_num_seqs, schema
-        )
+            "none", "int8", vocab_size, max_model_len, num_blocks, block_size, max_num_seqs, schema,
+            sliding_window=sliding_window,
+        )  # fmt: skip
         self._memory: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
         self._rows: dict[int, _Row] = {}
 
@@ -49,8 +51,8 @@ class TokenMemoryBackend:
         return self._capability.kv_schema
 
     def answer(self, tokens: Tokens) -> int:
-        """The token that follows `tokens`."""
-        digest = blake2b(tokens.tobytes(), digest_size=4).digest()
+        """The token that follows `tokens`: a hash of them, or of those in the window."""
+        digest = blake2b(tokens.slice(self._first(len(tokens))).tobytes(), digest_size=4).digest()
         return int.from_bytes(digest, "little") % self._capability.vocab_size
 
     def execute(self, plan: ExecutionPlan) -> StepResult:
@@ -79,6 +81,11 @@ class TokenMemoryBackend:
     def close(self) -> None:
         self._rows.clear()
 
+    def _first(self, num_tokens: int) -> int:
+        """The first position that the token after `num_tokens` looks at."""
+        window = self._capability.sliding_window
+        return 0 if window is None else max(0, num_tokens - window)
+
     def _slot(self, row: _Row, position: int) -> int:
         size = self._capability.block_size
         return row.blocks[position // size] * size + position % size
@@ -97,7 +104,7 @@ class TokenMemoryBackend:
     def _draw(self, row_id: int) -> int:
         row = self._rows[row_id]
         seen = Tokens()
-        for position in range(len(row.tokens)):
+        for position in range(self._first(len(row.tokens)), len(row.tokens)):
             entry = self._memory[self._slot(row, position)]
             if entry is None or entry[1] != position:
                 raise BookkeepingError(
