@@ -120,7 +120,7 @@ def test_a_tenant_stays_below_its_ceiling_and_gets_its_guarantee() -> None:
 
 def test_a_prompt_that_its_quota_can_never_hold_is_refused() -> None:
     engine = fake_engine(TokenMemoryBackend(num_blocks=16), tenant_shares={"a": {"ceiling": 0.25}})
-    with pytest.raises(ContextLengthError, match="tenant 'a'.* holds 16"):
+    with pytest.raises(ContextLengthError, match=r"tenant 'a'.* holds 16"):
         engine.add(request("r", range(16), namespace=Namespace(tenant="a")))
     engine.add(request("r", range(16), 1, namespace=Namespace(tenant="b")))
     run_all(engine)
@@ -201,14 +201,23 @@ def test_a_pinned_prompt_stays_and_pins_are_bounded() -> None:
     run_all(engine)
     assert engine.kv.index.lookup(Tokens(range(17))).num_blocks == 4
     engine.kv.unpin_prefix(hold)
-    assert engine.kv.clear_cache() == engine.kv.pool.total_blocks - engine.kv.pool.num_free or True
+    engine.kv.clear_cache()
     assert engine.kv.block_states() == (0, 0, 16)
 
 
 def test_events_replayed_give_what_is_resident() -> None:
-    events, resident = EventBus(), {}
-    events.subscribe(BlocksStored, lambda e: resident.update(zip(e.hashes, e.block_ids, strict=True)))
-    events.subscribe(BlocksRemoved, lambda e: [resident.pop(one) for one in e.hashes])
+    events = EventBus()
+    resident: dict[bytes, int] = {}
+
+    def stored(event: BlocksStored) -> None:
+        resident.update(zip(event.hashes, event.block_ids, strict=True))
+
+    def removed(event: BlocksRemoved) -> None:
+        for one in event.hashes:
+            del resident[one]
+
+    events.subscribe(BlocksStored, stored)
+    events.subscribe(BlocksRemoved, removed)
     engine = fake_engine(TokenMemoryBackend(num_blocks=24), events=events)
     for index in range(12):
         engine.add(request(str(index), [*range(index % 3, 14), index], 3))
@@ -225,10 +234,6 @@ def test_reuse_is_counted_once_a_request() -> None:
         run_all(engine)
     reuse = engine.stats().reuse
     assert reuse is not None
-    assert (reuse.num_requests, reuse.num_hit_requests, reuse.num_tokens, reuse.num_hit_tokens) == (
-        2,
-        1,
-        20,
-        8,
-    )
+    assert (reuse.num_requests, reuse.num_hit_requests) == (2, 1)
+    assert (reuse.num_tokens, reuse.num_hit_tokens) == (20, 8)
     assert reuse.num_matches >= 2
