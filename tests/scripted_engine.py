@@ -13,9 +13,11 @@ from sagellm.core.protocols.engine import EngineStats
 from sagellm.core.types import (
     CapabilityDescriptor,
     FinishReason,
+    Namespace,
     Request,
     RequestOutput,
     TokenLogprob,
+    Tokens,
 )
 from sagellm.engines.llm import LLM
 from sagellm.engines.native.tokenizer import Tokenizer
@@ -90,6 +92,9 @@ class ScriptedEngine:
     def abort(self, request_id: str) -> bool:
         self.aborted.append(request_id)
         return self.running.pop(request_id, None) is not None
+
+    def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> Callable[[], None]:
+        return lambda: None
 
     def has_work(self) -> bool:
         return bool(self.running)

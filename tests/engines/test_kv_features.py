@@ -11,8 +11,10 @@ from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus
 from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.types import Namespace, SamplingParams, Tokens
 from sagellm.engines.engine import Engine
+from sagellm.engines.llm import LLM
 from sagellm.engines.simulator import TokenMemoryBackend
 from tests.builders import check_books, expected_tokens, fake_engine, request, run_all
+from tests.scripted_engine import toy_tokenizer
 
 
 def computed_tokens(engine: Engine) -> int:
@@ -237,3 +239,23 @@ def test_reuse_is_counted_once_a_request() -> None:
     assert (reuse.num_requests, reuse.num_hit_requests) == (2, 1)
     assert (reuse.num_tokens, reuse.num_hit_tokens) == (20, 8)
     assert reuse.num_matches >= 2
+
+
+def test_a_prompt_is_pinned_through_the_llm() -> None:
+    engine = fake_engine(TokenMemoryBackend(num_blocks=40, vocab_size=512))
+    llm = LLM(engine, toy_tokenizer(), model_name="toy", max_model_len=128)
+    let_go = llm.pin_prompt("You are a helpful machine.")
+    held = engine.kv.block_states().active
+    assert held > 0
+    engine.kv.clear_cache()
+    assert engine.kv.block_states() == (held, 0, 40 - held)
+    let_go()
+    assert engine.kv.block_states() == (0, held, 40 - held)
+
+
+def test_classes_of_service_have_shares_of_their_own() -> None:
+    engine = fake_engine(TokenMemoryBackend(num_blocks=16), class_shares={"batch": {"ceiling": 0.25}})
+    with pytest.raises(ContextLengthError, match="class 'batch'"):
+        engine.add(request("batch", range(20), service_class="batch"))
+    engine.add(request("other", range(20), 1))
+    run_all(engine)

@@ -120,7 +120,6 @@ UNSUPPORTED: dict[str, Any] = {
     "reasoning_effort": "high",
     "guided_regex": "a+",
     "use_beam_search": True,
-    "service_tier": "flex",
     "skip_special_tokens": False,
     "length_penalty": 2,
 }

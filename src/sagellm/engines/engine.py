@@ -8,7 +8,7 @@ commit   requests move forward: tokens are appended, what is computed enters the
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sagellm.core.clock import Clock, MonotonicClock
@@ -26,6 +26,7 @@ from sagellm.core.protocols.engine import EngineStats, InferenceBackend
 from sagellm.core.types import (
     CapabilityDescriptor,
     FinishReason,
+    Namespace,
     Request,
     RequestOutput,
     RequestStatus,
@@ -140,6 +141,10 @@ class Engine:
     @property
     def num_free_rows(self) -> int:
         return len(self._free_rows)
+
+    def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> Callable[[], None]:
+        hit = self.kv.pin_prefix(tokens, namespace)
+        return lambda: self.kv.unpin_prefix(hit)
 
     def compact(self, max_copies: int | None = None) -> int:
         """Move blocks between two steps so that free ones stand together; returns how many moved. The backend

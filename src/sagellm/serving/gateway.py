@@ -146,7 +146,13 @@ class Gateway:
         return self._loop.stopped
 
     def open(
-        self, prompts: Sequence[Tokens], params: SamplingParams, *, priority: int = 0, tenant: str = ""
+        self,
+        prompts: Sequence[Tokens],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        service_class: str = "",
     ) -> Generation:
         """Submit all prompts. Raises `UnavailableError` or `OverloadedError` and submits none."""
         self.check_room(len(prompts), params.n)
@@ -157,7 +163,7 @@ class Gateway:
             self._open[request_id] = _Open(generation, position, params.n, RequestTimes(now_s))
             self._num_waiting += params.n
             generation.request_ids.add(request_id)
-            self._loop.send(Submit(request_id, tokens, params, priority, tenant))
+            self._loop.send(Submit(request_id, tokens, params, priority, tenant, service_class))
         return generation
 
     def abandon(self, request_ids: set[str]) -> None:

@@ -63,7 +63,13 @@ class Generator:
     def _open(self, prompts: Sequence[Tokens], params: SamplingParams, body: GenerationFields) -> Generation:
         for tokens in prompts:
             self.gateway.llm.resolve(tokens, params)
-        return self.gateway.open(prompts, params, priority=body.priority or 0, tenant=body.cache_salt or "")
+        return self.gateway.open(
+            prompts,
+            params,
+            priority=body.priority or 0,
+            tenant=body.cache_salt or "",
+            service_class=body.service_class,
+        )
 
     def _head(self, prefix: str, generation: Generation, model: str) -> Head:
         return Head(f"{prefix}-{generation.generation_id}", model, int(self.wall_clock()))

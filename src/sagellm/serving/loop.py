@@ -25,6 +25,7 @@ class Submit:
     params: SamplingParams
     priority: int = 0
     tenant: str = ""
+    service_class: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,12 @@ class EngineLoop:
     def _submit(self, job: Submit, events: list[Event]) -> None:
         try:
             self._llm.submit(
-                job.tokens, job.params, request_id=job.request_id, priority=job.priority, tenant=job.tenant
+                job.tokens,
+                job.params,
+                request_id=job.request_id,
+                priority=job.priority,
+                tenant=job.tenant,
+                service_class=job.service_class,
             )
         except RequestError as error:
             events.append(Refused(job.request_id, error))

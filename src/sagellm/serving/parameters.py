@@ -47,7 +47,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),

@@ -88,6 +88,13 @@ class GenerationFields(BaseModel):
     ignore_eos: bool | None = None
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(default=None, max_length=2**16)
+    service_tier: str | None = Field(default=None, pattern=r"^[\w.-]{1,64}$")
+
+    @property
+    def service_class(self) -> str:
+        """The class whose share of KV memory the request uses; OpenAI's words for none in particular are
+        none."""
+        return "" if self.service_tier in (None, "auto", "default") else str(self.service_tier)
 
     @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
     @classmethod

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.protocols.prefix_cache import PrefixReuseSnapshot
-from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, Request, RequestOutput
+from sagellm.core.types import (
+    CapabilityDescriptor,
+    KVCacheSchema,
+    Namespace,
+    Request,
+    RequestOutput,
+    Tokens,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,11 @@ class EngineCore(Protocol):
     def abort(self, request_id: str) -> bool:
         """Drop a request; its blocks are free or cached when this returns. False if it is unknown or
         ended."""
+        ...
+
+    def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> Callable[[], None]:
+        """Hold what is resident of a prompt until the function that this returns is called. Raises
+        `CapacityError` where too much would be held."""
         ...
 
     def has_work(self) -> bool: ...

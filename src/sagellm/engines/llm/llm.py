@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -11,7 +11,16 @@ from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ContextLengthError, RequestError
 from sagellm.core.protocols.engine import EngineCore, EngineStats
 from sagellm.core.protocols.tokenizer import Message, TextTokenizer
-from sagellm.core.types import SLO, FinishReason, Namespace, Request, RequestOutput, SamplingParams, Tokens
+from sagellm.core.types import (
+    SLO,
+    FinishReason,
+    Namespace,
+    Request,
+    RequestOutput,
+    Retention,
+    SamplingParams,
+    Tokens,
+)
 from sagellm.engines.llm.completion import Completion, TextDelta, Usage
 from sagellm.engines.llm.text_stream import Piece, TextStream
 
@@ -114,11 +123,15 @@ class LLM:
         request_id: str | None = None,
         priority: int = 0,
         tenant: str = "",
+        service_class: str = "",
+        retention: Sequence[Retention] = (),
         slo: SLO | None = None,
     ) -> str:
         """Queue a request and return its id; its text comes out of `step`. A `RequestError` queues nothing.
 
-        Requests of different tenants never share KV. With `n > 1` the seeds are `seed + index`.
+        Requests of different tenants never share KV. `service_class` names the class whose share of KV memory
+        is used, `retention` ranges of the prompt that eviction should spare. With `n > 1` the seeds are
+        `seed + index`.
         """
         tokens = self.encode(prompt)
         params = self.resolve(tokens, params or self.sampling_params())
@@ -131,10 +144,23 @@ class LLM:
             arrival_s=self._clock.now(),
             priority=priority,
             namespace=Namespace(tenant=tenant),
+            service_class=service_class,
+            retention=tuple(retention),
             slo=slo or SLO(),
         )
         self._add(request_id, list(_expand(first)))
         return request_id
+
+    def pin_prompt(self, prompt: Prompt, *, tenant: str = "") -> Callable[[], None]:
+        """Hold the KV of a prompt (a system prompt, say), computed first where it is not resident. Returns
+        a function that gives it up. Whole blocks are held, so the last tokens may not be.
+
+        Raises `CapacityError` beyond `kv.max_pinned_share`.
+        """
+        tokens = self.encode(prompt)
+        for _ in self.stream(tokens, self.sampling_params(max_tokens=1), tenant=tenant):
+            pass
+        return self._engine.pin_prefix(tokens, Namespace(tenant=tenant))
 
     def step(self) -> list[TextDelta]:
         """Run one engine step; returns what it added, also to requests whose conveniences left it behind."""

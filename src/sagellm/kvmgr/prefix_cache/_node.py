@@ -134,12 +134,14 @@ def content_key(parent: Node, first_block: bytes, salt: int = 0) -> int:
     """A 64-bit hash, equal in every process, of where an edge begins: below which edge, at which block, with
     which tokens. It names the edge from its birth on: the head of a split keeps it, and so does what eviction
     leaves. `salt` gives another one where two living edges would have the same."""
-    if parent.parent is None:
-        above = repr(tuple(parent.namespace)).encode()
-    else:
-        above = parent.key.to_bytes(KEY_BYTES, "little")
+    above = parent.key.to_bytes(KEY_BYTES, "little")
     place = (parent.end + (salt << 32)).to_bytes(KEY_BYTES, "little")
     return int.from_bytes(blake2b(above + place + first_block, digest_size=KEY_BYTES).digest(), "little")
+
+
+def root_key(namespace: Namespace) -> int:
+    """The key of a namespace's root, over which all keys below it are made."""
+    return int.from_bytes(blake2b(repr(tuple(namespace)).encode(), digest_size=KEY_BYTES).digest(), "little")
 
 
 def common_blocks(edge: bytes, data: bytes, offset: int, end: int, step: int) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from sagellm.core.protocols.prefix_cache import Branch, MatchEnd, MatchReport, PrefixHit
 from sagellm.core.types import Namespace, Tokens
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost
-from sagellm.kvmgr.prefix_cache._node import Node, content_key
+from sagellm.kvmgr.prefix_cache._node import Node, content_key, root_key
 from sagellm.kvmgr.prefix_cache._tree import RadixTree
 
 
@@ -73,7 +73,7 @@ def _ghost(
     tree: RadixTree, node: Node | None, num_blocks: int, next_block: bytes, namespace: Namespace
 ) -> Ghost | None:
     if node is None or node.parent is None:
-        root = Node(None, b"", array("i"), namespace, 0, tree.leaves.nobody)
+        root = Node(None, b"", array("i"), namespace, root_key(namespace), tree.leaves.nobody)
         return tree.ghosts.get(content_key(root, next_block))
     if node.end > num_blocks:
         return None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from sagellm.core.types import BlockIds, Namespace
 from sagellm.kvmgr.prefix_cache._ghosts import Ghosts
 from sagellm.kvmgr.prefix_cache._leaves import Group, Leaves
-from sagellm.kvmgr.prefix_cache._node import Node, common_blocks, content_key
+from sagellm.kvmgr.prefix_cache._node import Node, common_blocks, content_key, root_key
 
 
 class RadixTree:
@@ -51,7 +51,8 @@ class RadixTree:
         root = self.roots.get(namespace)
         if root is None:
             nobody = self.leaves.nobody
-            root = self.roots[namespace] = Node(None, b"", array("i"), namespace, 0, nobody)
+            key = root_key(namespace)
+            root = self.roots[namespace] = Node(None, b"", array("i"), namespace, key, nobody)
         return root
 
     def add_leaf(self, parent: Node, edge: bytes, blocks: BlockIds, group: Group) -> Node:

@@ -24,6 +24,8 @@ from sagellm.kvmgr.prefix_cache._tree import RadixTree
 from sagellm.kvmgr.prefix_cache._tree_check import check_tree
 
 DEFAULT_NAMESPACE = Namespace()
+WORTH_TRIMMING = 4096
+"""Bytes of blocks that are gone which an edge may keep, so that giving up one block copies no edge."""
 _new_hit = tuple.__new__  # a hit per look-up: this is three times faster than the class's own constructor
 
 
@@ -275,7 +277,8 @@ class RadixPrefixCache:
     # -- inside: hits and pins
 
     def _hit(self, tokens: Tokens, namespace: Namespace, node: Node | None, num_blocks: int) -> PrefixHit:
-        return PrefixHit(num_blocks * self.block_size, num_blocks, tokens, namespace, node, self.tree.version)
+        fields = (num_blocks * self.block_size, num_blocks, tokens, namespace, node, self.tree.version, None)
+        return _new_hit(PrefixHit, fields)
 
     def _current(self, hit: PrefixHit) -> PrefixHit:
         """The hit itself, or what is left of it if the tree changed since the look-up and nobody pins it."""
@@ -337,7 +340,8 @@ class RadixPrefixCache:
         """The `GiveUp` of the policies: the last blocks of a leaf go."""
         if self._removed is not None:
             self._removed.append(self._gone(node, num_blocks))
-        self.tree.count_out(node, num_blocks)
+        self.tree.num_cached -= num_blocks
+        node.group.num_cached -= num_blocks
         if num_blocks == node.num_blocks:
             self._out += node.blocks
             return self._emptied(node)
@@ -353,7 +357,7 @@ class RadixPrefixCache:
         node.cut = self._ghost
         if node.hashes is not None:
             del node.hashes[node.num_blocks :]
-        if len(node.edge) > 2 * node.num_blocks * self._step:
+        if len(node.edge) > 2 * node.num_blocks * self._step + WORTH_TRIMMING:
             self.tree.bury(node)
         return None
 
