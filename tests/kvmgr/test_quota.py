@@ -47,10 +47,10 @@ class Twin:
 
     def headroom(self, account: Account) -> int:
         rooms = [self.room(side, name, share) for side, name, share in self.sides(account)]
-        return min(rooms)
+        return min(*rooms, TOTAL)
 
     def room(self, side: int, name: str, share: Share) -> int:
-        return (TOTAL if share.ceiling is None else share.ceiling) - self.use(side, name)
+        return 2 * TOTAL if share.ceiling is None else share.ceiling - self.use(side, name)
 
     def excesses(self, giver: Account, given: Counter[Account], spared: Account | None) -> list[int]:
         """How far tenant and class of `giver` are above, as far as they count."""

@@ -78,7 +78,7 @@ class KVConfig(Section):
 
     block_size: int = Field(default=16, ge=1, le=1024, description="tokens per block")
     num_blocks: int | None = Field(
-        default=None, ge=1, description="blocks in the pool; none: by memory_fraction"
+        default=None, ge=1, le=2**31 - 1, description="blocks in the pool; none: by memory_fraction"
     )
     memory_fraction: float | None = Field(
         default=None,
@@ -105,6 +105,25 @@ class KVConfig(Section):
     sharing_groups: dict[str, tuple[str, ...]] = Field(
         default_factory=dict, description="group: tenants that share cached prefixes with each other"
     )
+
+    @field_validator("tenant_shares", "class_shares")
+    @classmethod
+    def _guarantees_fit(cls, shares: dict[str, ShareConfig]) -> dict[str, ShareConfig]:
+        promised = sum(share.guaranteed for share in shares.values())
+        if promised > 1.0 + 1e-9:
+            raise ValueError(f"guarantees sum to {promised:g}; together they can have at most 1 (the pool)")
+        return shares
+
+    @field_validator("sharing_groups")
+    @classmethod
+    def _one_group_each(cls, groups: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        tenants = [tenant for names in groups.values() for tenant in names]
+        twice = sorted({tenant for tenant in tenants if tenants.count(tenant) > 1})
+        if twice:
+            raise ValueError(f"tenant {twice[0]!r} is named twice: a tenant belongs to one group")
+        if "" in tenants:
+            raise ValueError("a tenant without a name is everybody who gives none: name those that share")
+        return groups
 
     def memory_share(self, device: str) -> float:
         """`memory_fraction`, or what is usual on that device ('cpu', 'cuda:0', ...)."""
@@ -180,7 +199,15 @@ class EventsConfig(Section):
     hash_form: Literal["int64", "bytes"] = Field(
         default="int64", description="form of block hashes: 64-bit numbers (all readers) or whole"
     )
-    buffer_steps: int = Field(default=10_000, ge=1, description="batches kept for replay")
+    buffer_steps: int = Field(default=10_000, ge=1, le=10_000_000, description="batches kept for replay")
+
+    @field_validator("endpoint", "replay_endpoint")
+    @classmethod
+    def _port_exists(cls, endpoint: str | None) -> str | None:
+        scheme, _, port = (endpoint or "").rpartition(":")
+        if scheme.startswith("tcp:") and port.isdigit() and int(port) > 65535:
+            raise ValueError(f"port {port} does not exist: the highest is 65535")
+        return endpoint
 
     @model_validator(mode="after")
     def _replay_needs_events(self) -> EventsConfig:

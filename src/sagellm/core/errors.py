@@ -95,7 +95,11 @@ class UnknownModelError(RequestError):
 
 
 class CapacityError(SageError):
-    """Memory that was asked for does not exist."""
+    """Memory that was asked for does not exist; `request_id` says for whom, where it was one request."""
+
+    def __init__(self, message: str, request_id: str | None = None) -> None:
+        super().__init__(message)
+        self.request_id = request_id
 
 
 class BookkeepingError(SageError):

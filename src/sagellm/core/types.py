@@ -16,6 +16,7 @@ TOKEN_BYTES = 4
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MAX_RETENTIONS = 64
 MIN_REPETITION_PENALTY = 0.01
 _INT32 = "i"
 BlockIds: TypeAlias = "array[int]"
@@ -286,6 +287,10 @@ class Request:
     def __post_init__(self) -> None:
         if not len(self.tokens):
             raise RequestError("the prompt is empty: send at least one token", "prompt")
+        if "\0" in self.namespace.tenant:
+            raise RequestError("a tenant or cache salt must not hold NUL characters", "cache_salt")
+        if len(self.retention) > MAX_RETENTIONS:
+            raise RequestError(f"at most {MAX_RETENTIONS} ranges of retention", "retention")
 
     @property
     def account(self) -> Account:

@@ -35,6 +35,7 @@ from sagellm.core.types import (
     Tokens,
 )
 from sagellm.engines._door import check_quota, check_request
+from sagellm.engines._outcome import output_of, stop_reason
 from sagellm.kvmgr.kv_pool import as_copies, plan_compaction
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, freeze, verify_bound
@@ -123,6 +124,8 @@ class Engine:
         if state is None:
             return False
         self._end(state, FinishReason.ABORT)
+        if not self._states:  # no step will follow to tell of it
+            self._emit_step(ExecutionPlan(self._num_steps), self.clock.now())
         return True
 
     def has_work(self) -> bool:
@@ -183,6 +186,8 @@ class Engine:
             result = self._execute(draft, plan)
             if result is not None:
                 self._commit(draft, plan, result)
+        else:
+            self._recover_budget()
         self._num_steps += 1
         self._emit_step(plan, began_s)
         return self._take_outputs()
@@ -219,14 +224,28 @@ class Engine:
         for chunk in list(draft.admitted()):
             if chunk.hit is not None and not self.kv.is_current(chunk.hit):
                 self._put_off(draft, chunk, "the request whose last block it would copy has left")
-        bound = False
-        while draft.chunks and not bound:
+        short: list[tuple[RequestState, str]] = []
+        while draft.chunks:
             try:
                 self.kv.bind(draft)
-                bound = True
+                return
             except CapacityError as error:
-                newest = next(reversed(list(draft.admitted())), None)
-                self._put_off(draft, newest or next(reversed(draft.chunks.values())), str(error))
+                chunk = draft.chunks.get(error.request_id or "") or next(reversed(draft.chunks.values()))
+                short.append((chunk.state, str(error)))
+                admitted = list(draft.admitted())
+                behind = admitted[admitted.index(chunk) :] if chunk in admitted else [chunk]
+                for one in behind:  # nobody overtakes whom memory keeps waiting
+                    self._put_off(draft, one, str(error))
+        if short:
+            self._make_way(*short[0])
+
+    def _make_way(self, state: RequestState, reason: str) -> None:
+        """Nothing could be bound, though the passes thought so (what is guaranteed to others is in the way):
+        the last of several goes back to the queue, and who is alone can never go on."""
+        if len(self._running) > 1:
+            self._preempt(self._running[-1])
+        elif not self._running or self._running[0] is state:
+            self._end(state, FinishReason.ERROR, f"out of KV memory: {reason}")
 
     def _put_off(self, draft: Draft, chunk: Chunk, reason: str) -> None:
         del draft.chunks[chunk.state.request_id]
@@ -241,6 +260,7 @@ class Engine:
             state.num_computed = chunk.start
             if state.scheduled_s is None:
                 state.scheduled_s, state.num_cached = draft.now_s, chunk.start
+                self.kv.admitted(chunk)
                 self.events.emit(RequestScheduled(state.request_id, chunk.start, draft.now_s))
             self._running.append(state)
             del self._waiting[state.request_id]
@@ -270,12 +290,14 @@ class Engine:
             return None
         self._left.clear()
         self._num_capacity_failures = 0
-        self._token_budget = min(
-            self.max_batched_tokens, self._token_budget + self.max_batched_tokens // 8 + 1
-        )
+        self._recover_budget()
         if self._suspects:
             self._suspects.pop()
         return result
+
+    def _recover_budget(self) -> None:
+        more = self._token_budget + self.max_batched_tokens // 8 + 1
+        self._token_budget = min(self.max_batched_tokens, more)
 
     def _blame(self, draft: Draft, error: Exception) -> None:
         """A failing request that was alone ends with an error; several are suspects."""
@@ -328,25 +350,12 @@ class Engine:
         state.tokens.append(token_id)
         if state.first_token_s is None:
             state.first_token_s = now_s
-        reason = self._stop_reason(state, token_id)
+        reason = stop_reason(state, token_id, self.max_model_len)
         logprobs = () if logprob is None else (logprob,)
         if reason is None:
-            self._outputs.append(_output(state, (token_id,), logprobs))
+            self._outputs.append(output_of(state, (token_id,), logprobs))
         else:
             self._end(state, reason, token=(token_id,), logprobs=logprobs)
-
-    def _stop_reason(self, state: RequestState, token_id: int) -> FinishReason | None:
-        params = state.request.params
-        generated = state.num_output_tokens
-        if generated >= params.min_tokens:
-            if token_id in params.stop_token_ids:
-                return FinishReason.STOP
-            if token_id in state.request.eos_token_ids and not params.ignore_eos:
-                return FinishReason.STOP
-        full = len(state.tokens) >= self.max_model_len
-        if full or (params.max_tokens is not None and generated >= params.max_tokens):
-            return FinishReason.LENGTH
-        return None
 
     # -- leaving the batch
 
@@ -389,7 +398,7 @@ class Engine:
         state.status = RequestStatus.FINISHED
         del self._states[state.request_id]
         if reason is not FinishReason.ABORT:
-            self._outputs.append(_output(state, token, logprobs, reason, error))
+            self._outputs.append(output_of(state, token, logprobs, reason, error))
         self._emit_finished(state, reason)
 
     def _take_outputs(self) -> list[RequestOutput]:
@@ -423,22 +432,3 @@ class Engine:
                     self.clock.now() - began_s,
                 )
             )
-
-
-def _output(
-    state: RequestState,
-    token: tuple[int, ...],
-    logprobs: tuple[TokenLogprob, ...],
-    reason: FinishReason | None = None,
-    error: str | None = None,
-) -> RequestOutput:
-    return RequestOutput(
-        state.request_id,
-        token,
-        state.num_prompt_tokens,
-        state.num_cached,
-        state.num_output_tokens,
-        logprobs,
-        reason,
-        error,
-    )

@@ -131,7 +131,12 @@ class BlockQuota(Protocol):
         ...
 
     def headroom(self, account: Account) -> int:
-        """Blocks that the account could still be charged before a ceiling is met."""
+        """Blocks that the account could still be charged before a ceiling is met; all there are without
+        one."""
+        ...
+
+    def paying(self, account: Account) -> Account:
+        """The account that pays for this one: those without a share of their own pay together."""
         ...
 
     def ceiling(self, account: Account) -> int:

@@ -12,18 +12,20 @@ from sagellm.core.types import Account
 
 class BlockBudget:
     """Blocks that the decisions of one step may still spend: `available` in all and, where there are quotas,
-    up to `limit_of(account)` for each account."""
+    up to `ceiling_of(account)` for each account.
 
-    def __init__(self, available: int, limit_of: Callable[[Account], int] | None = None) -> None:
+    What guarantees keep for others is settled when blocks are bound, not here: a request that was promised
+    too much is put off.
+    """
+
+    def __init__(self, available: int, ceiling_of: Callable[[Account], int] | None = None) -> None:
         self.available = available
-        self._limit_of = limit_of
+        self._ceiling_of = ceiling_of
         self._left: dict[Account, int] = {}
 
     def left(self, state: RequestState) -> int:
         """What this request could get."""
-        if self._limit_of is None:
-            return self.available
-        return min(self.available, self._of(state.request.account, self._limit_of))
+        return min(self.available, self._below_ceiling(state))
 
     def spend(self, state: RequestState, num_blocks: int) -> bool:
         """Take the blocks, or change nothing and answer False."""
@@ -36,19 +38,21 @@ class BlockBudget:
         """A request gives back what it holds."""
         self._add(state, num_blocks)
 
-    def over_quota(self, state: RequestState, num_blocks: int) -> bool:
-        """Whether only blocks of its own account would help the request."""
-        return self.left(state) < num_blocks <= self.available
+    def is_capped(self, state: RequestState, num_blocks: int) -> bool:
+        """Whether a ceiling is in the way, so that only blocks of its own account would help the request."""
+        return num_blocks > self._below_ceiling(state)
 
     def _add(self, state: RequestState, num_blocks: int) -> None:
         self.available += num_blocks
-        if self._limit_of is not None:
-            account = state.request.account
-            self._left[account] = self._of(account, self._limit_of) + num_blocks
+        if self._ceiling_of is not None:
+            self._left[state.request.account] = self._below_ceiling(state) + num_blocks
 
-    def _of(self, account: Account, limit_of: Callable[[Account], int]) -> int:
+    def _below_ceiling(self, state: RequestState) -> int:
+        if self._ceiling_of is None:
+            return self.available
+        account = state.request.account
         if account not in self._left:
-            self._left[account] = limit_of(account)
+            self._left[account] = self._ceiling_of(account)
         return self._left[account]
 
 
@@ -56,7 +60,7 @@ class KVQuotes(Protocol):
     """Prices in blocks, asked by passes before anything is bound. Nothing here changes state.
 
     A set of decisions that a fresh `budget()` can pay binds without fail where there are no quotas; with
-    quotas two accounts may have counted on the same blocks of a third, and the last ones wait.
+    quotas, a request that counted on what is guaranteed to others waits.
     """
 
     @property

@@ -11,6 +11,7 @@ from sagellm.core.errors import BookkeepingError
 from sagellm.core.types import Account
 
 _MIN_ACCOUNTS_TO_PRUNE = 1024
+_NO_CEILING = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,8 @@ class QuotaManager:
         return True
 
     def refund(self, account: Account, num_blocks: int) -> None:
+        if num_blocks == 0:  # also where the account was forgotten since
+            return
         book = self._books.get(account)
         if book is None or not 0 <= num_blocks <= book.used:
             raise BookkeepingError(
@@ -133,9 +136,19 @@ class QuotaManager:
         book.tenant.used -= num_blocks
         book.service_class.used -= num_blocks
 
+    def paying(self, account: Account) -> Account:
+        """Who pays for an account: itself, but tenants and classes that have no share here pay together, so
+        that names which clients make up cost nothing."""
+        tenants, classes = self._named
+        has_default = self._default.ceiling is not None
+        return Account(
+            account.tenant if has_default or account.tenant in tenants else "",
+            account.service_class if account.service_class in classes else "",
+        )
+
     def headroom(self, account: Account) -> int:
         book = self._books.get(account) or self._open(account)
-        return min(_room(book.tenant), _room(book.service_class))
+        return min(_room(book.tenant), _room(book.service_class), self.total_blocks)
 
     def ceiling(self, account: Account) -> int:
         book = self._books.get(account) or self._open(account)
@@ -194,7 +207,7 @@ class QuotaManager:
     # -- inside
 
     def _usage(self, share: Share) -> _Usage:
-        return _Usage(share.guaranteed, self.total_blocks if share.ceiling is None else share.ceiling)
+        return _Usage(share.guaranteed, _NO_CEILING if share.ceiling is None else share.ceiling)
 
     def _open(self, account: Account) -> _Book:
         if len(self._books) >= self._prune_at:

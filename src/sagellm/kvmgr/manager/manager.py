@@ -23,6 +23,8 @@ from sagellm.kvmgr.manager.sequence import BlockStates, Fragmentation, SequenceK
 DUPLICATES = "duplicates"
 BEHIND_WINDOW = "behind the window"
 TIER = "hbm"
+GROUP_PREFIX = "\0group:"
+"""No tenant's name begins like this: `Request` refuses NUL in it."""
 
 
 class KVCacheManager:
@@ -86,21 +88,18 @@ class KVCacheManager:
     def namespace_of(self, namespace: Namespace) -> Namespace:
         """The namespace in the index: tenants of one sharing group have one together."""
         group = self._sharing.get(namespace.tenant)
-        return namespace if group is None else namespace._replace(tenant=f"group:{group}")
+        return namespace if group is None else namespace._replace(tenant=GROUP_PREFIX + group)
 
     def available_blocks(self) -> int:
         return self.pool.num_free + self.index.num_evictable + self._num_behind_windows()
 
     def budget(self) -> BlockBudget:
-        return BlockBudget(self.available_blocks(), None if self.quota is None else self._limit_of)
-
-    def _limit_of(self, account: Account) -> int:
-        return self.room.most_for(account, self.available_blocks())
+        return BlockBudget(self.available_blocks(), None if self.quota is None else self._below_ceiling)
 
     def max_blocks(self, account: Account) -> int:
         """Blocks that one account can have at most."""
         total = self.pool.total_blocks
-        return total if self.quota is None else min(total, self.quota.ceiling(account))
+        return total if self.quota is None else min(total, self.quota.ceiling(self.quota.paying(account)))
 
     def price_to_grow(self, state: RequestState, num_tokens: int) -> int:
         held = len(self._sequences[state.request_id].block_ids)
@@ -153,6 +152,12 @@ class KVCacheManager:
             self._undo(bound)
             del draft.copies[num_copies:]
             raise
+
+    def admitted(self, chunk: Chunk) -> None:
+        """A request entered the batch for the first time, with what this chunk reuses: counted once."""
+        if self.metrics is not None and chunk.hit is not None:
+            total = len(chunk.state.tokens)
+            self.metrics.record(total, chunk.start, self._blocks_for(total), chunk.hit.num_blocks)
 
     def rollback(self, draft: Draft) -> None:
         """Undo a bind after a failed verify or execute; evictions stay."""
@@ -251,7 +256,7 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def _account_of(self, state: RequestState) -> Account:
-        return NO_ACCOUNT if self.quota is None else state.request.account
+        return NO_ACCOUNT if self.quota is None else self.quota.paying(state.request.account)
 
     def _admit(self, chunk: Chunk) -> None:
         state, wanted = chunk.state, chunk.hit
@@ -269,9 +274,6 @@ class KVCacheManager:
             raise
         ids = self.index.block_ids(hit)
         self._sequences[state.request_id] = SequenceKV(state, hit, ids, own, hit.num_blocks)
-        if self.metrics is not None and state.scheduled_s is None:
-            total = len(state.tokens)
-            self.metrics.record(total, chunk.start, self._blocks_for(total), hit.num_blocks)
 
     def _grow(self, chunk: Chunk) -> None:
         sequence = self._sequences[chunk.state.request_id]
@@ -290,15 +292,16 @@ class KVCacheManager:
             self._make_room(num_blocks, account)
         taken = self.pool.grow(sequence.own, num_blocks)
         if taken is None:
+            name = sequence.own.owner
             raise CapacityError(
-                f"{sequence.own.owner}: {num_blocks} blocks asked for, {self.available_blocks()} available"
+                f"{name}: {num_blocks} blocks asked for, {self.available_blocks()} available", name
             )
         return taken
 
     def _make_room(self, num_blocks: int, account: Account) -> None:
         """Have so many blocks free for the account, if that can be: behind windows first, then cached."""
-        if self.window is not None and self.pool.num_free < num_blocks:
-            self._drop_behind_windows(num_blocks)
+        if self.window is not None:
+            self._drop_behind_windows(num_blocks, account)
         self.room.make(num_blocks, account)
 
     def _undo(self, chunks: Sequence[Chunk]) -> None:
@@ -397,17 +400,36 @@ class KVCacheManager:
     # -- inside: sliding windows
 
     def _behind_window(self, sequence: SequenceKV) -> int:
-        return 0 if self.window is None else sequence.behind_window(self.window, self.block_size)
+        if self.window is None or sequence in self._donors.values():
+            return 0
+        return sequence.behind_window(self.window, self.block_size)
 
-    def _num_behind_windows(self) -> int:
+    def _num_behind_windows(self, account: Account | None = None) -> int:
         if self.window is None:
             return 0
-        return sum(self._behind_window(sequence) for sequence in self._sequences.values())
+        return sum(
+            self._behind_window(one)
+            for one in self._sequences.values()
+            if account is None or one.own.account == account
+        )
 
-    def _drop_behind_windows(self, num_free: int) -> None:
-        """Free blocks behind windows until so many are free; who gives any keeps none for the index."""
+    def _below_ceiling(self, account: Account) -> int:
+        """Blocks that an account could get if all others gave what they have."""
+        assert self.quota is not None
+        paying = self.quota.paying(account)
+        own = self.index.num_evictable_of(paying) + self._num_behind_windows(paying)
+        return self.quota.headroom(paying) + own
+
+    def _has_room(self, num_blocks: int, account: Account) -> bool:
+        if self.quota is not None and self.quota.headroom(account) < num_blocks:
+            return False
+        return self.pool.num_free >= num_blocks
+
+    def _drop_behind_windows(self, num_blocks: int, account: Account) -> None:
+        """Free blocks behind windows until the account has room; who gives any keeps none for the index. Not
+        from donors: somebody may be about to copy a block of theirs."""
         for sequence in self._sequences.values():
-            if self.pool.num_free >= num_free:
+            if self._has_room(num_blocks, account):
                 return
             dead = self._behind_window(sequence)
             if dead:

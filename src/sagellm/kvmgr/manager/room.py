@@ -46,34 +46,30 @@ class Room:
             ids += block_ids
         return ids
 
-    def most_for(self, account: Account, available: int) -> int:
-        """The most blocks that the account could be given now, of `available` in all."""
-        assert self.quota is not None
-        evictable, free = self.index.evictable_by_account(), self.pool.num_free
-        if self.quota.reclaim(account, available, evictable, free) is not None:
-            return available
-        low, high = 0, available - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.quota.reclaim(account, middle, evictable, free) is None:
-                high = middle - 1
-            else:
-                low = middle
-        return low
-
     def _reclaim(self, quota: BlockQuota, num_blocks: int, account: Account) -> None:
         evictable = self._evictable()
         while num_blocks > min(self.pool.num_free, quota.headroom(account)):
             gifts = quota.reclaim(account, num_blocks, evictable, self.pool.num_free)
             if not gifts:
                 return
+            stuck = False
             for giver, count in gifts.items():
                 given = self._evict_from(giver, count, "quota")
-                # What does not come now leads to blocks of others or in use: it is not asked for again.
-                evictable[giver] = evictable[giver] - given if given == count else 0
+                stuck = stuck or given < count
+                evictable[giver] -= given
+            if stuck:
+                self._dig(num_blocks - self.pool.num_free)
+                return
+
+    def _dig(self, num_blocks: int) -> None:
+        """Blocks that the quota named lead to cached blocks of accounts that it spares: those go first, since
+        nobody could ever have the others otherwise."""
+        for account, count in sorted(self._evictable().items(), key=lambda one: (-one[1], one[0])):
+            if num_blocks > 0:
+                num_blocks -= self._evict_from(account, min(count, num_blocks), "quota")
 
     def _evictable(self) -> dict[Account, int]:
-        return dict(self.index.evictable_by_account())
+        return {one: count for one, count in self.index.evictable_by_account().items() if count}
 
     def _evict_from(self, account: Account, num_blocks: int, cause: str) -> int:
         evicted = self.index.evict_from(account, num_blocks, cause)

@@ -121,6 +121,12 @@ class Leaves:
     def evictable_by_account(self) -> Mapping[Account, int]:
         return {account: group.num_evictable for account, group in self.groups.items()}
 
+    def forget_empty(self) -> None:
+        """Accounts without blocks, and their policies: names come from outside, and never end."""
+        for account in [one for one, group in self.groups.items() if not group.num_cached]:
+            if account != NO_ACCOUNT:
+                del self.groups[account]
+
 
 def _age(leaf: Node) -> tuple[int, int, int]:
     return (leaf.last_use, -leaf.end, leaf.key)

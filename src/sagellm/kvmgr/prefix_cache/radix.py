@@ -24,6 +24,7 @@ from sagellm.kvmgr.prefix_cache._tree import RadixTree
 from sagellm.kvmgr.prefix_cache._tree_check import check_tree
 
 DEFAULT_NAMESPACE = Namespace()
+MANY_GROUPS = 64
 WORTH_TRIMMING = 4096
 """Bytes of blocks that are gone which an edge may keep, so that giving up one block copies no edge."""
 _new_hit = tuple.__new__  # a hit per look-up: this is three times faster than the class's own constructor
@@ -181,6 +182,8 @@ class RadixPrefixCache:
             )
         node, existing = self._walk(self.tree.root(namespace), data, end)
         if existing < total:
+            if len(self._leaves.groups) > MANY_GROUPS and account not in self._leaves.groups:
+                self._leaves.forget_empty()
             group = self._leaves.group(account)
             if node.end > existing:
                 node = self.tree.split(node, existing - node.first_position)
@@ -228,12 +231,21 @@ class RadixPrefixCache:
             raise BookkeepingError(f"cannot evict {num_blocks} blocks")
         if num_blocks > self.tree.num_cached - self.tree.num_pinned:
             return None
-        groups = self._leaves.groups
-        if len(groups) == 1:
-            return self._give_up_from(self._leaves.nobody, num_blocks, cause)
+        if len(self._leaves.groups) == 1:
+            freed = self._give_up_from(self._leaves.nobody, num_blocks, cause)
+        else:
+            freed = self._evict_of_all(num_blocks, cause)
+        if len(freed) != num_blocks:
+            raise BookkeepingError(f"the eviction policy gave {len(freed)} blocks, asked for {num_blocks}")
+        return freed
+
+    def _evict_of_all(self, num_blocks: int, cause: str) -> BlockIds:
+        """From every account in turn, the one with most evictable blocks first."""
         freed: BlockIds = array("i")
-        while len(freed) < num_blocks:
-            for group in sorted(groups.values(), key=lambda group: -group.num_evictable):
+        given = -1
+        while given < len(freed) < num_blocks:
+            given = len(freed)
+            for group in sorted(self._leaves.groups.values(), key=lambda group: -group.num_evictable):
                 freed += self._give_up_from(group, num_blocks - len(freed), cause)
         return freed
 

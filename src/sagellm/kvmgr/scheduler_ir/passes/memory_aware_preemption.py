@@ -22,59 +22,74 @@ class MemoryAwarePreemptionPass:
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
         budget = view.kv.budget()
+        for state in draft.preempted:  # by a pass before this one
+            budget.gain(state, view.kv.gain_of_preempting(state))
         self._fit_running(draft, view, budget)
         self._fit_admitted(draft, view, budget)
 
     def _fit_running(self, draft: Draft, view: SchedulingView, budget: BlockBudget) -> None:
         """Walk from the first to the last, preempting from the end."""
-        keepers = list(draft.running)
-        for state in draft.running:
+        keepers = [state for state in draft.running if state not in draft.preempted]
+        for state in list(keepers):
             chunk = draft.chunks.get(state.request_id)
             if chunk is None:  # out of token budget, or preempted for an earlier one
                 continue
             price = view.kv.price_to_grow(state, chunk.num_tokens)
             while not budget.spend(state, price):
-                over_quota = budget.over_quota(state, price)
-                rivals = [s for s in keepers if not over_quota or s.request.account == state.request.account]
-                victim = rivals[-1]
-                if victim is state:
+                capped = budget.is_capped(state, price)
+                account = state.request.account
+                rivals = [one for one in keepers if not capped or one.request.account == account]
+                if rivals[-1] is state:
                     alone = not draft.preempted and len(rivals) == 1
                     self._hold(draft, chunk, price, budget.left(state), alone=alone)
                     break
-                keepers.remove(victim)
-                draft.preempt(victim)
-                draft.say(
-                    self.name, victim, "preempt", f"{state.request_id} comes first and needs its blocks"
-                )
-                budget.gain(victim, view.kv.gain_of_preempting(victim))
+                keepers.remove(rivals[-1])
+                self._preempt(draft, rivals[-1], state)
+                budget.gain(rivals[-1], view.kv.gain_of_preempting(rivals[-1]))
+
+    def _preempt(self, draft: Draft, victim: RequestState, winner: RequestState) -> None:
+        draft.preempt(victim)
+        draft.say(self.name, victim, "preempt", f"{winner.request_id} comes first and needs its blocks")
 
     def _hold(self, draft: Draft, chunk: Chunk, price: int, left: int, *, alone: bool) -> None:
-        """Who is alone (in its account, where a quota is in the way) and does not fit can never go on;
+        """Who is alone (in its account, where its ceiling is in the way) and does not fit can never go on;
         anybody else goes on when blocks come back."""
-        del draft.chunks[chunk.state.request_id]
         reason = f"it needs {price} blocks, {left} are available"
         if alone:
-            draft.rejected[chunk.state.request_id] = f"out of KV memory: {reason}"
-        draft.say(self.name, chunk.state, "reject" if alone else "hold", reason)
+            self._reject(draft, chunk, reason)
+            return
+        del draft.chunks[chunk.state.request_id]
+        draft.say(self.name, chunk.state, "hold", reason)
+
+    def _reject(self, draft: Draft, chunk: Chunk, reason: str) -> None:
+        del draft.chunks[chunk.state.request_id]
+        draft.rejected[chunk.state.request_id] = f"out of KV memory: {reason}"
+        draft.say(self.name, chunk.state, "reject", reason)
 
     def _fit_admitted(self, draft: Draft, view: SchedulingView, budget: BlockBudget) -> None:
-        running = len(draft.running) - len(draft.preempted)
+        """Admit in order. Whoever would not fit even alone is refused: nothing that it waits for can come."""
+        accounts = [s.request.account for s in draft.running if s not in draft.preempted]
         closed = "the step preempts" if draft.preempted else ""
         for chunk in list(draft.admitted()):
             assert chunk.hit is not None
             state = chunk.state
             price = view.kv.price_to_admit(chunk.hit, len(state.tokens) - chunk.start)
-            if not closed and price + self.watermark * running > budget.available:
-                closed = f"its prompt needs {price} blocks, {budget.available} are available"
-            reason = closed or ("" if budget.spend(state, price) else self._over_quota(state, price, budget))
-            if reason:
-                del draft.chunks[state.request_id]
-                draft.say(self.name, state, "wait", reason)
+            reason = f"its prompt needs {price} blocks, {budget.left(state)} are available"
+            capped = budget.is_capped(state, price)
+            if closed:
+                reason = closed
+            elif not capped and price + self.watermark * len(accounts) > budget.available:
+                closed = reason
+            elif not capped:
+                budget.spend(state, price)
+                accounts.append(state.request.account)
                 continue
-            running += 1
-
-    def _over_quota(self, state: RequestState, price: int, budget: BlockBudget) -> str:
-        return f"its prompt needs {price} blocks, the quota of its account leaves {budget.left(state)}"
+            if not draft.preempted and not (accounts if not capped else state.request.account in accounts):
+                self._reject(draft, chunk, reason)
+                closed = ""
+                continue
+            del draft.chunks[state.request_id]
+            draft.say(self.name, state, "wait", reason)
 
 
 PLUGIN = MemoryAwarePreemptionPass
