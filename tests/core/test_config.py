@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from sagellm.core.config import PRESETS, SECRET_KEYS, Config, KVConfig, SchedulerConfig
-from sagellm.core.config_layers import KEYS, describe, preset_layer, resolve
+from sagellm.core.config_layers import KEYS, describe, given_layer, preset_layer, resolve
 from sagellm.core.errors import ConfigError
 from sagellm.core.ports import SagePorts
 
@@ -93,3 +93,31 @@ def test_presets_are_valid(name: str) -> None:
 def test_an_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'laptop'"):
         preset_layer("lap_top")
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"kv.tenant_shares": {"a": {"guaranteed": 0.6}, "b": {"guaranteed": 0.6}}}, "sum to 1.2"),
+        ({"kv.tenant_shares": {"a": {"guaranteed": 0.6, "ceiling": 0.5}}}, "below what is guaranteed"),
+        ({"kv.tenant_shares": "a=1"}, "given as JSON"),
+        ({"kv.sharing_groups": {"g": ["a"], "h": ["a"]}}, "named twice"),
+        ({"kv.sharing_groups": {"g": [""]}}, "without a name"),
+        ({"events.replay_endpoint": "tcp://*:1"}, "needs endpoint"),
+        ({"events.endpoint": "tcp://*:99999"}, "port 99999"),
+    ],
+)
+def test_wrong_shares_groups_and_endpoints_are_told(values: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        resolve([given_layer(values)])
+
+
+def test_shares_can_be_given_in_any_form() -> None:
+    shares = {"a": {"guaranteed": 0.25, "ceiling": 0.5}}
+    for given in (
+        {"kv.tenant_shares": shares},
+        {"kv": {"tenant_shares": shares}},
+        {"kv.tenant_shares": '{"a": {"guaranteed": 0.25, "ceiling": 0.5}}'},
+    ):
+        found = resolve([given_layer(given)]).config.kv.tenant_shares
+        assert (found["a"].guaranteed, found["a"].ceiling) == (0.25, 0.5)

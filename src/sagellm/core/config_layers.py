@@ -6,6 +6,7 @@ that does not exist is an error that names the nearest one and the layer in whic
 
 from __future__ import annotations
 
+import json
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,11 +114,22 @@ def parse_text(key: str, text: str) -> Any:
     if key in SECRET_KEYS:
         return text
     kind = _FIELDS[key][1]
+    if get_origin(kind) is dict:
+        return _parse_mapping(key, text)
     is_none = text.strip().lower() in _NONE_TEXTS
     if get_origin(kind) is tuple:
         return () if is_none else tuple(part.strip() for part in text.split(",") if part.strip())
     union = get_origin(kind) in (Union, types.UnionType)
     return None if is_none and union and type(None) in get_args(kind) else text
+
+
+def _parse_mapping(key: str, text: str) -> Any:
+    if text.strip().lower() in _NONE_TEXTS:
+        return {}
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f'{key}: a mapping is given as JSON, as in {{"name": ...}}: {error}') from None
 
 
 def _check_encodable(key: str, text: str) -> None:
@@ -162,7 +174,7 @@ def _walk(values: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
 
 def _below(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Keys under a name that is no section: whole, so that the error can name the nearest key."""
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and value and name not in _FIELDS:
         yield from ((f"{name}.{key}", inner) for key, inner in value.items())
     else:
         yield name, value

@@ -1,0 +1,156 @@
+"""Quotas seen from an engine: nobody waits for ever or takes what is guaranteed; nobody stops the loop."""
+
+from __future__ import annotations
+
+import pytest
+
+from sagellm.core.errors import RequestError
+from sagellm.core.plan import Draft
+from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.types import Namespace, Retention, Tokens
+from sagellm.engines.engine import Engine
+from sagellm.engines.simulator import TokenMemoryBackend
+from tests.builders import check_books, fake_engine, request, run_all
+
+
+def tenant(name: str) -> Namespace:
+    return Namespace(tenant=name)
+
+
+def outcomes(engine: Engine, max_steps: int = 500) -> dict[str, str | None]:
+    """Step to the end; the error of each request, None for a good end."""
+    found: dict[str, str | None] = {}
+    for _ in range(max_steps):
+        if not engine.has_work():
+            return found
+        for output in engine.step():
+            if output.finish_reason is not None:
+                found[output.request_id] = output.error
+        check_books(engine)
+    raise AssertionError(f"{max_steps} steps were not enough: {engine.stats()}")
+
+
+def test_who_fits_only_into_what_others_are_guaranteed_is_told() -> None:
+    engine = fake_engine(
+        TokenMemoryBackend(num_blocks=64, max_model_len=256), tenant_shares={"b": {"guaranteed": 0.5}}
+    )
+    engine.add(request("b", range(96), 1, namespace=tenant("b")))
+    run_all(engine)
+    engine.add(request("a", [7] * 160, 4, namespace=tenant("a")))
+    engine.add(request("behind", range(4), 1, namespace=tenant("a")))
+    found = outcomes(engine)
+    assert "out of KV memory" in str(found["a"])
+    assert found["behind"] is None
+
+
+def test_who_does_not_fit_beside_a_pinned_prompt_is_told() -> None:
+    engine = fake_engine(TokenMemoryBackend(num_blocks=64, max_model_len=256))
+    engine.add(request("pinned", range(64), 1))
+    run_all(engine)
+    engine.kv.pin_prefix(Tokens(range(64)))
+    engine.add(request("big", [7] * 240, 4))
+    engine.add(request("small", range(4), 1))
+    found = outcomes(engine)
+    assert "out of KV memory" in str(found["big"])
+    assert found["small"] is None
+
+
+def test_a_tenant_within_its_guarantee_is_not_ended_for_one_that_borrows() -> None:
+    shares = {"a": {"guaranteed": 0.5}, "b": {"guaranteed": 0.25}}
+    engine = fake_engine(TokenMemoryBackend(num_blocks=32), tenant_shares=shares)
+    engine.add(request("b", range(28), 1, namespace=tenant("b")))
+    run_all(engine)
+    engine.add(request("a", range(8), 40, namespace=tenant("a")))
+    engine.add(request("c", range(50, 58), 60, namespace=tenant("c")))
+    assert outcomes(engine)["a"] is None
+
+
+def test_a_stream_of_borrowers_does_not_starve_who_has_a_guarantee() -> None:
+    engine = fake_engine(TokenMemoryBackend(num_blocks=32), tenant_shares={"a": {"guaranteed": 0.5}})
+    for index in range(200):
+        if index == 20:
+            engine.add(request("a", [7] * 60, 2, namespace=tenant("a"), priority=9))
+        engine.add(request(f"c{index}", [index % 90, *range(11)], 6, namespace=tenant("c")))
+        if "a" in {output.request_id for output in engine.step()}:
+            break
+    else:
+        raise AssertionError("never served")
+    run_all(engine)
+
+
+def test_cached_blocks_that_lead_to_spared_ones_do_not_block_the_engine() -> None:
+    shares = {"b": {"guaranteed": 0.75}}
+    engine = fake_engine(
+        TokenMemoryBackend(num_blocks=32), tenant_shares=shares, sharing_groups={"g": ["a", "b"]}
+    )
+    engine.add(request("a", range(32), 1, namespace=tenant("a")))
+    run_all(engine)
+    engine.add(request("b", [*range(32), *range(40, 88)], 1, namespace=tenant("b")))
+    run_all(engine)
+    engine.add(request("c", [7] * 60, 4, namespace=tenant("c")))
+    engine.add(request("small", range(4), 1, namespace=tenant("d")))
+    assert outcomes(engine)["small"] is None
+
+
+def test_a_forgotten_account_can_still_give_back_nothing() -> None:
+    engine = fake_engine(TokenMemoryBackend(num_blocks=64), tenant_shares={"a": {"guaranteed": 0.25}})
+    engine.add(request("first", range(12), 1, service_class=""))
+    run_all(engine)
+    engine.add(request("second", range(12), 1, service_class="flex"))
+    for index in range(1100):
+        engine.kv.max_blocks(request("x", [1], namespace=tenant(f"salt {index}")).account)
+    engine.step()
+    engine.abort("second")
+    run_all(engine)
+
+
+def test_names_that_clients_make_up_cost_nothing() -> None:
+    engine = fake_engine(TokenMemoryBackend(num_blocks=64), tenant_shares={"a": {"guaranteed": 0.25}})
+    for index in range(200):
+        engine.add(
+            request(str(index), range(6), 1, namespace=tenant(f"salt {index}"), service_class=f"{index}")
+        )
+        run_all(engine, check=False)
+    assert len(engine.kv.index.evictable_by_account()) == 1
+
+
+def test_a_window_gives_blocks_back_under_a_quota_too() -> None:
+    for shares in ({"other": {"guaranteed": 0.1}}, {"a": {"ceiling": 0.5}}):
+        backend = TokenMemoryBackend(num_blocks=24, max_model_len=96, sliding_window=8)
+        engine = fake_engine(backend, tenant_shares=shares)
+        for name in "ab":
+            engine.add(request(name, range(8), 60, namespace=tenant("a")))
+        assert outcomes(engine) == {"a": None, "b": None}
+
+
+def test_no_salt_opens_the_door_of_a_sharing_group() -> None:
+    engine = fake_engine(sharing_groups={"team": ["a", "b"]})
+    engine.add(request("a", range(12), 1, namespace=tenant("a")))
+    run_all(engine)
+    for salt in ("team", "group:team"):
+        engine.add(request(salt, range(12), 1, namespace=tenant(salt)))
+        assert engine.step()[0].num_cached_tokens == 0
+    with pytest.raises(RequestError, match="NUL"):
+        request("x", range(12), namespace=tenant("\0group:team"))
+
+
+def test_ranges_of_retention_are_bounded() -> None:
+    with pytest.raises(RequestError, match="at most 64 ranges"):
+        request("x", range(12), retention=(Retention(0, 1),) * 65)
+
+
+class PreemptFirst:
+    """A pass of a user that preempts before memory is looked at."""
+
+    name = "preempt_first"
+
+    def __call__(self, draft: Draft, view: SchedulingView) -> None:
+        if draft.step % 3 == 2 and len(draft.running) > 1:
+            draft.preempt(draft.running[-1])
+
+
+def test_a_pass_may_preempt_before_memory_is_looked_at() -> None:
+    engine = fake_engine(TokenMemoryBackend(num_blocks=10), passes=[PreemptFirst()])
+    for name in "abc":
+        engine.add(request(name, range(8), 16))
+    assert outcomes(engine) == dict.fromkeys("abc")
