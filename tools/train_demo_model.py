@@ -1,8 +1,9 @@
 """Train the demo model's tokenizer and weights and write them as a Hugging Face folder.
 
-From seeds alone, on one CPU core: `python tools/train_demo_model.py --work-dir FOLDER` made the shipped files (a
-second thread gains 1.4x on a quiet machine, and loses on one that others use). A killed run resumes from the
-checkpoint in ``--work-dir``; the output folder receives whole files only (written under another name, then renamed).
+From seeds alone, on one CPU core: `python tools/train_demo_model.py --work-dir FOLDER` made the shipped
+files (a second thread gains 1.4x on a quiet machine, and loses on one that others use). A killed run resumes
+from the checkpoint in ``--work-dir``; the output folder receives whole files only (written under another
+name, then renamed).
 """
 
 from __future__ import annotations

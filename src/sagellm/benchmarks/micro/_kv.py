@@ -11,7 +11,8 @@ from sagellm.core.errors import CapacityError
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
 from sagellm.core.registry import registry
-from sagellm.core.types import Tokens
+from sagellm.core.types import NO_ACCOUNT, Tokens
+from sagellm.kvmgr.manager.room import Room
 
 HOLDER = "prefix index"
 OWNER = "benchmark"
@@ -39,6 +40,7 @@ class Books:
 
     pool: KVPool
     index: PrefixReuseIndex
+    room: Room
 
     def evict(self, num_blocks: int) -> None:
         """The index gives up that many blocks, which are free again."""
@@ -54,8 +56,8 @@ class Books:
         return allocation
 
     def exchange(self, num_blocks: int) -> Allocation:
-        """Allocate as many blocks as are evicted for it."""
-        self.evict(num_blocks)
+        """Allocate from a full pool, making room as the manager does."""
+        self.room.make(num_blocks, NO_ACCOUNT)
         return self.allocate(num_blocks)
 
     def take(self, num_blocks: int) -> Allocation:
@@ -88,10 +90,9 @@ class Books:
 def books(plan: Plan, num_blocks: int, *, index: str = "radix", pool: str = "free_list") -> Books:
     """An empty pool and an empty index with the plan's policy."""
     policy = registry("policy").create(plan.policy)
-    return Books(
-        registry("pool").create(pool, total_blocks=num_blocks, block_size=BLOCK_SIZE),
-        registry("index").create(index, block_size=BLOCK_SIZE, policy=policy),
-    )
+    made_pool = registry("pool").create(pool, total_blocks=num_blocks, block_size=BLOCK_SIZE)
+    made_index = registry("index").create(index, block_size=BLOCK_SIZE, policy=policy)
+    return Books(made_pool, made_index, Room(made_index, made_pool, None))
 
 
 def cached_prompt(setting: Setting, *, step: int | None = None) -> tuple[PrefixReuseIndex, Tokens]:

@@ -25,6 +25,8 @@ from sagellm.kvmgr.prefix_cache._tree_check import check_tree
 
 DEFAULT_NAMESPACE = Namespace()
 MANY_GROUPS = 64
+SAME_MOMENT_S = 1e-3
+"""Evictions within this time share one record of when and why."""
 WORTH_TRIMMING = 4096
 """Bytes of blocks that are gone which an edge may keep, so that giving up one block copies no edge."""
 _new_hit = tuple.__new__  # a hit per look-up: this is three times faster than the class's own constructor
@@ -340,7 +342,9 @@ class RadixPrefixCache:
 
     def _give_up_from(self, group: Group, num_blocks: int, cause: str) -> BlockIds:
         out = self._out = array("i")
-        self._ghost = Ghost(self._clock.now(), cause)
+        now_s, ghost = self._clock.now(), self._ghost
+        if now_s - ghost.at_s > SAME_MOMENT_S or ghost.cause != cause:
+            self._ghost = Ghost(now_s, cause)
         self._removed = [] if self._events.wants(BlocksRemoved) else None
         self.tree.version += 1
         self._leaves.evict(group, num_blocks, self._give_up)
