@@ -94,11 +94,13 @@ Build: TypeAlias = Callable[[Setting, int], Operation]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A case at several sizes."""
+    """A case at several sizes. `in_a_row`: what a call costs depends on the calls before it, so that only the
+    mean over many in a row says anything."""
 
     case: str
     build: Build
     sizes: Callable[[Plan], tuple[int, ...]] = lambda plan: plan.sizes
+    in_a_row: bool = False
 
 
 Section: TypeAlias = Callable[[Plan, Stopwatch], Iterator[Row]]
@@ -131,7 +133,8 @@ def timed(letter: str, *recipes: Recipe) -> Section:
         for variant in plan.variants:
             for recipe in recipes:
                 for size in recipe.sizes(plan):
-                    timing = stopwatch.time(partial(recipe.build, Setting(plan, variant, size)))
+                    prepare = partial(recipe.build, Setting(plan, variant, size))
+                    timing = stopwatch.time(prepare, in_a_row=recipe.in_a_row)
                     yield Row(letter, recipe.case, size, variant, MICROSECONDS, timing.cpu.median, timing)
 
     return section

@@ -91,8 +91,11 @@ class Stopwatch:
         self._cpu_ns = cpu_ns
         self._wall_ns = wall_ns
 
-    def time(self, prepare: Prepare) -> Timing:
-        """The operation's times over `repeats` samples."""
+    def time(self, prepare: Prepare, *, in_a_row: bool = False) -> Timing:
+        """The operation's times over `repeats` samples; `in_a_row`: always many calls to a sample."""
+        if in_a_row:
+            cpu, wall = self._spreads(prepare, CALLS_OF_SHORT)
+            return Timing(self.repeats, CALLS_OF_SHORT, cpu, wall, cpu.median)
         single_cpu, single_wall = self._spreads(prepare, 1)
         single = single_cpu.median
         if single < _MAYBE_SHORT_US:

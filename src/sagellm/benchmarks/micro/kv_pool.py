@@ -123,7 +123,7 @@ BENCHMARK = MicroBenchmark(
                 for quota in (False, True)
             ),
             Recipe(EVICT, _evict_and_allocate, _allocations),
-            Recipe(EVICT_LARGE, _evict_and_allocate_in_large, _evictions),
+            Recipe(EVICT_LARGE, _evict_and_allocate_in_large, _evictions, in_a_row=True),
         )
     },
 )
