@@ -33,7 +33,7 @@ class Node:
 
     __slots__ = (
         "blocks", "bonus_s", "children", "cut", "edge", "end", "ends_here", "group", "hashes", "key",
-        "last_use", "namespace", "num_blocks", "num_uses", "parent", "pins", "stop", "used_s",
+        "last_use", "namespace", "num_blocks", "num_uses", "only", "parent", "pins", "stop", "used_s",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +48,7 @@ class Node:
         self.key = key
         self.group = group
         self.children = NO_CHILDREN
+        self.only: Node | None = None  # the child, where there is one alone: conversations are chains
         self.pins = 0
         self.ends_here = 0
         self.last_use = 0
@@ -99,15 +100,18 @@ class Node:
             stack.extend(node.children.values())
 
     def add_child(self, first_block: bytes, child: Node) -> None:
+        """A new child, or another in place of the one with that first block."""
         if self.children is NO_CHILDREN:
             self.children = {first_block: child}
         else:
             self.children[first_block] = child
+        self.only = child if len(self.children) == 1 else None
 
     def drop_child(self, first_block: bytes) -> None:
         del self.children[first_block]
         if not self.children:
             self.children = NO_CHILDREN
+        self.only = next(iter(self.children.values())) if len(self.children) == 1 else None
 
     def inherit(self, child: Node) -> None:
         """A child goes: its uses were uses of this node too."""

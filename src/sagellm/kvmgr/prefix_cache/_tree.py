@@ -35,15 +35,19 @@ class RadixTree:
         """From a root: the deepest node that shares blocks with `data[:end]` (`end` in bytes, whole blocks),
         and how many blocks match in all."""
         step, offset = self.step, 0
-        startswith, children = data.startswith, node.children
+        startswith = data.startswith
         while offset < end:
-            child = children.get(data[offset : offset + step])
+            child = node.only
             if child is None:
-                break
+                child = node.children.get(data[offset : offset + step])
+                if child is None:
+                    break
             if not startswith(child.edge, offset, end):
                 shared = common_blocks(child.edge, data, offset, end, step)
+                if not shared:
+                    break
                 return child, offset // step + min(shared, child.num_blocks)
-            node, offset, children = child, child.stop, child.children
+            node, offset = child, child.stop
         return node, offset // step
 
     def root(self, namespace: Namespace) -> Node:
@@ -81,7 +85,7 @@ class RadixTree:
         head.last_use, head.used_s, head.bonus_s = node.last_use, node.used_s, node.bonus_s
         if node.hashes is not None:
             head.hashes, node.hashes = node.hashes[:num_head], node.hashes[num_head:]
-        parent.children[head.edge[:step]] = head
+        parent.add_child(head.edge[:step], head)
         node.edge, node.blocks, node.parent = node.edge[cut:], node.blocks[num_head:], head
         node.num_blocks -= num_head
         head.add_child(node.edge[:step], node)

@@ -46,6 +46,8 @@ def _check_node(tree: RadixTree, node: Node, seen: set[int]) -> None:
     _require(node.first_position == parent.end, f"{name} does not begin where its parent ends")
     _require(parent.children.get(node.edge[: tree.step]) is node, f"{name}: its parent does not know it")
     _require(node.cut is None or not node.children, f"{name}: cut off, and has children")
+    alone = next(iter(node.children.values())) if len(node.children) == 1 else None
+    _require(node.only is alone, f"{name}: its only child is another")
     held = node.ends_here + sum(1 for child in node.children.values() if child.pins)
     _require(node.pins == held, f"{name}: {node.pins} pins, {held} hits that end here and pinned children")
     evictable = not node.pins and not node.children
