@@ -19,13 +19,13 @@ from sagellm.core.protocols.prefix_cache import Branch, InsertResult, MatchEnd, 
 from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, Account, BlockIds, Namespace, Retention, Tokens
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost, Ghosts
 from sagellm.kvmgr.prefix_cache._records import BlockRecord, HashBlocks, Records, Share
+from sagellm.kvmgr.prefix_cache._simple_door import SimpleDoor
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
-from sagellm.kvmgr.prefix_cache.radix import PrefixMatch
 
 DEFAULT_NAMESPACE = Namespace()
 
 
-class HashedPrefixCache:
+class HashedPrefixCache(SimpleDoor):
     """Implements `PrefixReuseIndex`. Not thread-safe: one engine thread owns it.
 
     `evict` gives up what `policy` chooses; without one, the block that was used longest ago, deeper ones
@@ -242,22 +242,6 @@ class HashedPrefixCache:
 
     def remap(self, moves: Mapping[int, int]) -> None:
         self._records.remap(moves)
-
-    # -- the simple door of the design documents
-
-    def match_prefix(self, token_ids: Sequence[int]) -> PrefixMatch:
-        hit = self.lookup(Tokens(token_ids))
-        return PrefixMatch(hit.num_tokens, self.block_ids(hit).tolist())
-
-    def insert_prefix(self, token_ids: Sequence[int], block_ids: Sequence[int]) -> list[int]:
-        """Register the whole blocks of a sequence; returns the blocks that the caller has to free: duplicates
-        of what was there, and what `max_blocks` pushed out."""
-        tokens = Tokens(token_ids)
-        result = self.insert(tokens, block_ids[: len(tokens) // self.block_size])
-        resident = self.block_ids(result.hit)[: result.num_existing]
-        duplicates = [new for new, old in zip(block_ids, resident, strict=False) if new != old]
-        excess = max(0, self.num_cached - self.max_blocks) if self.max_blocks is not None else 0
-        return duplicates + list(self.evict(min(excess, self.num_evictable)) or ())
 
     # -- inside: finding
 

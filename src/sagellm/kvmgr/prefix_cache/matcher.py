@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sagellm.core.protocols.prefix_cache import Branch, PrefixReuseIndex
 from sagellm.core.types import Namespace, Tokens
-from sagellm.kvmgr.prefix_cache.radix import PrefixMatch
+from sagellm.kvmgr.prefix_cache._simple_door import PrefixMatch
 
 
 class PrefixMatcher:

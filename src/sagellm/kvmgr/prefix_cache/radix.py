@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError
@@ -20,6 +19,7 @@ from sagellm.kvmgr.prefix_cache._ghosts import Ghost
 from sagellm.kvmgr.prefix_cache._leaves import Group, Leaves
 from sagellm.kvmgr.prefix_cache._node import Node, hashes_of
 from sagellm.kvmgr.prefix_cache._queries import branches, explain
+from sagellm.kvmgr.prefix_cache._simple_door import SimpleDoor
 from sagellm.kvmgr.prefix_cache._tree import RadixTree
 from sagellm.kvmgr.prefix_cache._tree_check import check_tree
 
@@ -32,15 +32,7 @@ WORTH_TRIMMING = 4096
 _new_hit = tuple.__new__  # a hit per look-up: this is three times faster than the class's own constructor
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """The design documents' form of a hit: `match_length` tokens, in `block_ids`."""
-
-    match_length: int
-    block_ids: list[int]
-
-
-class RadixPrefixCache:
+class RadixPrefixCache(SimpleDoor):
     """Implements `PrefixReuseIndex`.
 
     `evict` gives up what `policy` chooses; without one, leaves in order of their last use. With
@@ -270,23 +262,6 @@ class RadixPrefixCache:
         for node in self.tree.nodes():
             if not moves.keys().isdisjoint(node.blocks):
                 node.blocks = array("i", [moves.get(block, block) for block in node.blocks])
-
-    # -- the simple door of the design documents
-
-    def match_prefix(self, token_ids: Sequence[int]) -> PrefixMatch:
-        hit = self.lookup(Tokens(token_ids))
-        return PrefixMatch(hit.num_tokens, self.block_ids(hit).tolist())
-
-    def insert_prefix(self, token_ids: Sequence[int], block_ids: Sequence[int]) -> list[int]:
-        """Register the whole blocks of a sequence; returns the blocks that the caller has to free: duplicates
-        of what was there, and what `max_blocks` pushed out."""
-        tokens = Tokens(token_ids)
-        whole = list(block_ids[: len(tokens) // self.block_size])
-        before = self.block_ids(self.lookup(tokens))
-        self.insert(tokens, whole)
-        duplicates = [new for new, old in zip(whole, before, strict=False) if new != old]
-        excess = max(0, self.tree.num_cached - self.max_blocks) if self.max_blocks is not None else 0
-        return duplicates + list(self.evict(min(excess, self.num_evictable)) or ())
 
     # -- inside: hits and pins
 
