@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from sagellm.core.registry import registry
 from sagellm.kvmgr.eviction import EvictionCandidate
 
 POLICIES = registry("policy").names()
+CLASSIC = ["arc", "cost_benefit", "fifo", "hotspot", "lfu", "lru", "qos", "s3fifo", "sieve", "slo", "two_q"]
+"""Those that remember nothing beyond their capacity; the learning ones have longer memories, bounded too."""
 
 
 def make(name: str) -> EvictionPolicy:
@@ -42,15 +45,16 @@ class PolicyMachine(RuleBasedStateMachine):
         self.keys = 0
         self.tick = 0
 
-    def extent(self, size: int, parent: int | None = None) -> Run:
+    def extent(self, size: int, parent: Run | None = None) -> Run:
         self.keys += 1
         self.tick += 1
-        return Run(self.keys, size, parent, self.keys % 5, self.tick)
+        first = 0 if parent is None else parent.first_position + parent.num_blocks
+        return Run(self.keys, size, parent, first, self.tick, used_s=float(self.tick))
 
     @rule(size=st.integers(1, 6), has_parent=st.booleans())
     def insert(self, size: int, has_parent: bool) -> None:
         parent = self.extent(2) if has_parent else None
-        extent = self.extent(size, parent.key if parent else None)
+        extent = self.extent(size, parent)
         if parent is not None:
             self.parents[extent.key] = parent
         self.policy.insert(extent)
@@ -68,9 +72,29 @@ class PolicyMachine(RuleBasedStateMachine):
     def unpin(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.pinned)))
         self.tick += 1
-        old = self.pinned.pop(key)
-        self.free[key] = Run(key, old.num_blocks, old.parent_key, old.first_position, self.tick)
-        self.policy.unpin(self.free[key])
+        run = self.free[key] = self.pinned.pop(key)
+        run.num_uses += 1
+        run.last_use, run.used_s = self.tick, float(self.tick)
+        self.policy.unpin(run)
+
+    @rule(size=st.integers(1, 3))
+    def unpin_a_stranger(self, size: int) -> None:
+        """A leaf that was pinned from its birth comes by `unpin`."""
+        extent = self.extent(size)
+        self.policy.unpin(extent)
+        self.free[extent.key] = extent
+
+    @precondition(lambda self: self.free)
+    @rule(data=st.data())
+    def becomes_inner(self, data: st.DataObject) -> None:
+        """It gets a child, and comes back as its parent."""
+        key = data.draw(st.sampled_from(sorted(self.free)))
+        parent = self.free.pop(key)
+        self.policy.remove(key)
+        child = self.extent(1, parent)
+        self.parents[child.key] = parent
+        self.policy.insert(child)
+        self.free[child.key] = child
 
     @precondition(lambda self: self.free)
     @rule(data=st.data())
@@ -83,23 +107,41 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def split(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(k for k, e in self.free.items() if e.num_blocks > 1)))
-        old = self.free.pop(key)
+        tail = self.free.pop(key)
         self.keys += 1
-        head = Run(key, 1, old.parent_key, old.first_position, old.last_use)
-        tail = Run(self.keys, old.num_blocks - 1, key, old.first_position + 1, old.last_use)
+        above = self.parents.get(key)
+        head = Run(key, 1, above, tail.first_position, tail.last_use)
+        # as an index does: the living object becomes the tail, below a new head of the old key
+        tail.key, tail.num_blocks, tail.first_position = (
+            self.keys,
+            tail.num_blocks - 1,
+            head.first_position + 1,
+        )
         self.policy.split(key, head, tail)
+        self.parents[tail.key] = head
         self.free[tail.key] = tail
 
-    @precondition(lambda self: self.free)
-    @rule(data=st.data(), ended=st.booleans(), priority=st.one_of(st.none(), st.integers(-2, 2)))
-    def hint(self, data: st.DataObject, ended: bool, priority: int | None) -> None:
-        key = data.draw(st.sampled_from(sorted(self.free)))
-        self.policy.hint(key, Hint(priority=priority, ended=ended))
-        self.policy.hint(-1, Hint(ended=True))  # unknown keys are no error
+    @precondition(lambda self: self.free or self.pinned)
+    @rule(
+        data=st.data(),
+        hint=st.builds(
+            Hint,
+            priority=st.none() | st.integers(-2, 2),
+            duration_s=st.none() | st.floats(0, 100),
+            ended=st.booleans(),
+            superseded=st.booleans(),
+            wanted_by=st.integers(0, 2),
+        ),
+    )
+    def hint(self, data: st.DataObject, hint: Hint) -> None:
+        key = data.draw(st.sampled_from(sorted(self.free | self.pinned)))
+        self.policy.hint(key, hint)
+        self.policy.hint(-1, hint)  # unknown keys are no error
 
     @rule(count=st.integers(0, 12))
     def evict(self, count: int) -> None:
         given: list[int] = []
+        reachable = sum(self.above(run) for run in self.free.values())
 
         def give_up(run: Run, num_blocks: int) -> Run | None:
             assert self.free[run.key] is run
@@ -113,9 +155,12 @@ class PolicyMachine(RuleBasedStateMachine):
                 self.free[parent.key] = parent
             return parent
 
-        reachable = sum(run.num_blocks for run in self.free.values())
-        reachable += sum(parent.num_blocks for child, parent in self.parents.items() if child in self.free)
         assert self.policy.evict(count, give_up) == sum(given) == min(count, reachable)
+
+    def above(self, run: Run) -> int:
+        """Blocks of an extent and of all that become leaves when it goes."""
+        parent = self.parents.get(run.key)
+        return run.num_blocks + (self.above(parent) if parent is not None else 0)
 
     @invariant()
     def books_balance(self) -> None:
@@ -127,6 +172,54 @@ class PolicyMachine(RuleBasedStateMachine):
 def test_state_machine(name: str) -> None:
     machine: Any = type(f"Policy_{name}", (PolicyMachine,), {"name": name})
     run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=30))
+
+
+def size_of(thing: Any, seen: set[int]) -> int:
+    """Items in all containers that can be reached from an object of ours."""
+    if id(thing) in seen or isinstance(thing, str | bytes | int | float | type | Run):
+        return 0
+    seen.add(id(thing))
+    inner: list[Any] = []
+    if isinstance(thing, dict):
+        inner += [*thing.keys(), *thing.values()]
+    elif isinstance(thing, list | tuple | set | frozenset | deque):
+        inner += thing
+    elif type(thing).__module__.startswith("sagellm"):
+        slots = [name for one in type(thing).__mro__ for name in getattr(one, "__slots__", ())]
+        inner += [*getattr(thing, "__dict__", {}).values(), *(getattr(thing, name, None) for name in slots)]
+    return len(inner) + sum(size_of(one, seen) for one in inner)
+
+
+@pytest.mark.parametrize("name", CLASSIC)
+def test_memory_is_bounded(name: str) -> None:
+    check_memory(name, step=750)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POLICIES)
+def test_memory_is_bounded_in_the_long_run(name: str) -> None:
+    check_memory(name, step=4_000)
+
+
+def check_memory(name: str, step: int) -> None:
+    """Whatever comes and goes: new blocks, tenants, pins that never come back, hints."""
+    policies = registry("policy")
+    options = {"capacity": 50} if "capacity" in policies.options(name) else {}
+    policy: EvictionPolicy = policies.create(name, **options)
+
+    def churn(first: int, last: int) -> int:
+        for key in range(first, last):
+            policy.insert(Run(key, 1, last_use=key, used_s=float(key), tenant=f"tenant {key % 200}"))
+            if key % 3 == 0:
+                policy.hint(key, Hint(wanted_by=key % 2, priority=key % 5, duration_s=1.0))
+                policy.pin(key)
+                policy.hint(key, Hint(wanted_by=1))
+            policy.evict(max(0, policy.num_evictable - 50), lambda extent, count: None)
+        policy.check()
+        return size_of(policy, set())
+
+    sizes = [churn(first, first + step) for first in range(0, 12 * step, step)]
+    assert max(sizes[6:]) <= 1.1 * max(sizes[:6]) + 100
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -18,7 +18,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         16,
         "radix",
         "free_list",
-        "lru",
+        "adaptive",
     )
     assert config.kv.prefix_caching is True
     assert (config.scheduler.max_num_seqs, config.scheduler.max_batched_tokens) == (64, 2048)

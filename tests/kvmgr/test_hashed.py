@@ -113,8 +113,8 @@ def test_an_extent_is_one_block_and_comes_back_with_its_key() -> None:
     index.evict(2)
     index.insert(tokens, [0, 1], account=account)
     tail, head, again = heard
-    assert (tail.parent_key, tail.first_position, tail.num_uses) == (head.key, 1, 1)
-    assert (head.parent_key, head.first_position, head.tenant) == (None, 0, "tenant")
+    assert (tail.parent, tail.first_position, tail.num_uses) == (head, 1, 1)
+    assert (head.parent, head.first_position, head.tenant) == (None, 0, "tenant")
     assert (tail.num_blocks, again.num_blocks, again.key) == (0, 1, tail.key)
 
 

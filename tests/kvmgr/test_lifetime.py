@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
+import torch
 
 from sagellm.core.protocols.lifetime import LifetimePredictor, PredictionRequest
 from sagellm.core.registry import registry
 
 PREDICTORS = registry("predictor").names()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Networks this small wait for a second thread more than it helps them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def make(name: str) -> LifetimePredictor:

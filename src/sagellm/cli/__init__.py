@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sagellm.cli import bench, chat, config, doctor, run, serve, version
+from sagellm.cli import bench, chat, config, doctor, replay, run, serve, trace, version
 
 app = typer.Typer(
     name="sagellm",
@@ -21,6 +21,8 @@ app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
+app.command("replay")(replay.replay)
+app.add_typer(trace.app, name="trace")
 app.add_typer(config.app, name="config")
 app.command("version")(version.version)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 from rich.console import Console
 
+from sagellm.cli._bench_lifetime import lifetime
 from sagellm.cli._options import OptionGroup, command, option
 from sagellm.core.errors import ConfigError
 from sagellm.core.registry import registry
@@ -26,6 +27,7 @@ micro = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(micro, name="micro")
+app.command("lifetime")(lifetime)
 
 REPEATS = 100
 _PEER_HELP = "Also measure vllm, sglang or lmdeploy, with the Python of its environment; may be repeated."

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from sagellm.cli._events import event_bus
 from sagellm.cli._loading import load_llm
@@ -14,15 +19,30 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @command
-def serve(model: ModelArgument = None, *, settings: ServerSettings) -> None:
+def serve(
+    model: ModelArgument = None,
+    record_trace: Annotated[
+        Path | None,
+        typer.Option("--record-trace", metavar="FILE", help="Record requests, as ids of their blocks."),
+    ] = None,
+    *,
+    settings: ServerSettings,
+) -> None:
     """Serve a model over HTTP as OpenAI's API until Ctrl-C."""
     config = settings.load(model=model).config
     if any(find_spec(package) is None for package in NEEDED):
         raise MissingExtraError("the HTTP server", "serve")
     from sagellm import serving
+    from sagellm.benchmarks.traces.recorder import TraceRecorder
 
     server = config.server
-    with serving.bind(server.host, server.port) as listener, event_bus(config) as events:
+    with (
+        serving.bind(server.host, server.port) as listener,
+        event_bus(config) as events,
+        TraceRecorder(record_trace, events, block_tokens=config.kv.block_size)
+        if record_trace is not None
+        else nullcontext(),
+    ):
         serving.serve(
             load_llm(config, events),
             listener=listener,

@@ -89,7 +89,11 @@ class KVConfig(Section):
     )
     index: str = Field(default="radix", min_length=1, description="prefix index")
     pool: str = Field(default="free_list", min_length=1, description="block pool")
-    eviction: str = Field(default="lru", min_length=1, description="eviction policy")
+    eviction: str = Field(default="adaptive", min_length=1, description="eviction policy")
+    eviction_options: dict[str, Any] = Field(default_factory=dict, description="options of that policy")
+    miss_attribution: bool = Field(
+        default=False, description="count why blocks had to be computed; hashes every evicted block"
+    )
     prefix_caching: bool = Field(
         default=True, description="reuse the KV of earlier requests with the same prefix"
     )

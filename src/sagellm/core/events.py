@@ -6,7 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from sagellm.core.types import Namespace
+from sagellm.core.types import Namespace, Request
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReceived:
+    """An engine took a request, as it was asked; the next event is its `RequestQueued`. Only told to who
+    listens."""
+
+    request: Request
+    time_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,8 @@ class StepDone:
 
 
 Event = (
-    RequestQueued
+    RequestReceived
+    | RequestQueued
     | RequestScheduled
     | RequestPreempted
     | RequestFinished

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 from sagellm.core.errors import RequestError
+from sagellm.core.kv_hints import KvHintsEnvelope
 
 TOKEN_BYTES = 4
 MAX_LOGPROBS = 20
@@ -269,7 +270,8 @@ class Request:
     `priority`: higher is served first. `group`: requests of one group share their prompt (`n > 1`), so that
     the scheduler lets the first compute it and the others reuse it. `eos_token_ids` end the request unless
     `params.ignore_eos`. `service_class` names the class whose share of KV memory the request uses;
-    `retention` biases eviction for ranges of its prompt.
+    `retention` biases eviction for ranges of its prompt. `session_id` names what later KV hints may speak of;
+    `kv_hints` are done when the request ends.
     """
 
     request_id: str
@@ -283,6 +285,8 @@ class Request:
     group: str | None = None
     service_class: str = ""
     retention: tuple[Retention, ...] = ()
+    session_id: str | None = None
+    kv_hints: KvHintsEnvelope | None = None
 
     def __post_init__(self) -> None:
         if not len(self.tokens):

@@ -23,11 +23,13 @@ from sagellm.core.config_layers import (
 from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.events import EventBus
 from sagellm.core.protocols.engine import InferenceBackend
+from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.registry import registry
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
 from sagellm.kvmgr.kv_pool.quota import QuotaManager
 from sagellm.kvmgr.manager import KVCacheManager
+from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
 
@@ -91,7 +93,7 @@ def build_kv(
     events: EventBus | None = None,
 ) -> KVCacheManager:
     """Pool, quota, eviction policy and prefix index, joined by a manager. `window`: see `KVCacheManager`."""
-    clock = clock or MonotonicClock()
+    clock, events = clock or MonotonicClock(), events or EventBus()
     quota = build_quota(config, num_blocks)
     pool = registry("pool").create(
         config.pool, total_blocks=num_blocks, block_size=config.block_size, clock=clock, quota=quota
@@ -99,7 +101,9 @@ def build_kv(
     index = registry("index").create(
         config.index,
         block_size=config.block_size,
-        policy_factory=lambda: registry("policy").create(config.eviction),
+        policy_factory=lambda: make_policy(
+            config.eviction, capacity=num_blocks, clock=clock, **config.eviction_options
+        ),
         events=events,
         clock=clock,
     )
@@ -112,8 +116,28 @@ def build_kv(
         sharing_groups={name: group for group, names in config.sharing_groups.items() for name in names},
         max_pinned_share=config.max_pinned_share,
         metrics=PrefixReuseMetrics(),
+        misses=MissAttribution(events, clock) if config.miss_attribution else None,
         clock=clock,
     )
+
+
+def make_policy(name: str, *, capacity: int, clock: Clock, seed: int = 0, **options: Any) -> EvictionPolicy:
+    """An eviction policy by name; it is told the size of the pool in blocks, the clock and the seed where its
+    constructor asks for them."""
+    policies = registry("policy")
+    told = {"capacity": capacity, "clock": clock, "seed": seed}
+    asked = policies.options(name)
+    made: EvictionPolicy = policies.create(
+        name, **{key: value for key, value in told.items() if key in asked} | options
+    )
+    return made
+
+
+def swap_policy(engine: Engine, name: str, **options: Any) -> None:
+    """Another eviction policy on a live engine, by name; the cache stays as it is."""
+    capacity, clock = engine.kv.pool.total_blocks, engine.clock
+    make_policy(name, capacity=capacity, clock=clock, **options)  # an error now, while nothing has changed
+    engine.set_policy(lambda: make_policy(name, capacity=capacity, clock=clock, **options))
 
 
 def build_quota(config: KVConfig, num_blocks: int) -> QuotaManager | None:

@@ -18,11 +18,14 @@ from sagellm.core.events import (
     RequestFinished,
     RequestPreempted,
     RequestQueued,
+    RequestReceived,
     RequestScheduled,
     StepDone,
 )
+from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
 from sagellm.core.plan import NO_ROW, Chunk, Draft, ExecutionPlan, Growth, RequestState, StepResult
 from sagellm.core.protocols.engine import EngineStats, InferenceBackend
+from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.types import (
     CapabilityDescriptor,
     FinishReason,
@@ -98,7 +101,10 @@ class Engine:
         state = RequestState.of(request)
         self._states[request.request_id] = state
         self._waiting[request.request_id] = state
-        self.events.emit(RequestQueued(request.request_id, len(request.tokens), self.clock.now()))
+        now_s = self.clock.now()
+        if self.events.wants(RequestReceived):
+            self.events.emit(RequestReceived(request, now_s))
+        self.events.emit(RequestQueued(request.request_id, len(request.tokens), now_s))
 
     def fork(self, request_id: str, new_id: str, params: SamplingParams | None = None) -> None:
         """A second request goes on from where a running one stands, sharing its KV: whole blocks as they are,
@@ -134,9 +140,10 @@ class Engine:
     def stats(self) -> EngineStats:
         states, metrics = self.kv.block_states(), self.kv.metrics
         reuse = metrics.snapshot() if metrics is not None else None
-        return EngineStats(
-            len(self._running), len(self._waiting), *states, self._num_preemptions, self._num_steps, reuse
-        )
+        misses = self.kv.misses.snapshot() if self.kv.misses is not None else None
+        waiting = len(self._waiting)
+        preemptions, steps = self._num_preemptions, self._num_steps
+        return EngineStats(len(self._running), waiting, *states, preemptions, steps, reuse, misses)
 
     def capability(self) -> CapabilityDescriptor:
         return self._capability
@@ -148,6 +155,12 @@ class Engine:
     def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> Callable[[], None]:
         hit = self.kv.pin_prefix(tokens, namespace)
         return lambda: self.kv.unpin_prefix(hit)
+
+    def hint(self, envelope: KvHintsEnvelope, namespace: Namespace) -> Sequence[HintOutcome]:
+        return self.kv.hints.apply(envelope, namespace)
+
+    def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
+        self.kv.index.set_policy(factory)
 
     def compact(self, max_copies: int | None = None) -> int:
         """Move blocks between two steps so that free ones stand together; returns how many moved. The backend
@@ -258,9 +271,9 @@ class Engine:
             state.row = self._free_rows.pop()
             state.status = RequestStatus.RUNNING
             state.num_computed = chunk.start
+            self.kv.admitted(chunk, again=state.scheduled_s is not None)
             if state.scheduled_s is None:
                 state.scheduled_s, state.num_cached = draft.now_s, chunk.start
-                self.kv.admitted(chunk)
                 self.events.emit(RequestScheduled(state.request_id, chunk.start, draft.now_s))
             self._running.append(state)
             del self._waiting[state.request_id]

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
 from sagellm.core.plan import ExecutionPlan, StepResult
-from sagellm.core.protocols.prefix_cache import PrefixReuseSnapshot
+from sagellm.core.protocols.eviction import EvictionPolicy
+from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseSnapshot
 from sagellm.core.types import (
     CapabilityDescriptor,
     KVCacheSchema,
@@ -30,6 +32,7 @@ class EngineStats:
     num_preemptions: int = 0
     num_steps: int = 0
     reuse: PrefixReuseSnapshot | None = None
+    misses: MissCounts | None = None
 
 
 class InferenceBackend(Protocol):
@@ -67,6 +70,14 @@ class EngineCore(Protocol):
     def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> Callable[[], None]:
         """Hold what is resident of a prompt until the function that this returns is called. Raises
         `CapacityError` where too much would be held."""
+        ...
+
+    def hint(self, envelope: KvHintsEnvelope, namespace: Namespace) -> Sequence[HintOutcome]:
+        """Do what KV hints ask, for sessions and prompts of that tenant; one answer per action."""
+        ...
+
+    def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
+        """Have other eviction policies choose from now on; the cache stays as it is."""
         ...
 
     def has_work(self) -> bool: ...

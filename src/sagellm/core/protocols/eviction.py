@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+
+class Use(NamedTuple):
+    """A request that used an extent: tokens that it generated, and leading blocks of its prompt that it found
+    here."""
+
+    num_output_tokens: int = 0
+    num_reused_blocks: int = 0
+
+
+NO_USE = Use()
 
 
 class Extent(Protocol):
@@ -12,16 +23,18 @@ class Extent(Protocol):
 
     A live object of whoever calls the policy, who alone changes it, and says so by an event: an index hands
     in its nodes as they are. `key` is a deterministic content hash, unique among living extents, so that an
-    extent that comes back meets its ghost. `used_s` and `last_use` say when its last user went, in seconds of
+    extent that comes back meets its ghost. `parent` is the extent in front of it; above the first one may
+    stand a root, which has no blocks. `used_s` and `last_use` say when its last user went, in seconds of
     the clock and as a count; `num_uses` how often it was used, also as part of a longer prefix; `bonus_s` are
-    the seconds by which soft retention makes it look younger.
+    the seconds by which soft retention makes it look younger; `use` is what is known of its last
+    user, `hint` what was said of it since (a policy that takes in an extent heeds it).
     """
 
     @property
     def key(self) -> int: ...
 
     @property
-    def parent_key(self) -> int | None: ...
+    def parent(self) -> Extent | None: ...
 
     @property
     def num_blocks(self) -> int: ...
@@ -42,21 +55,29 @@ class Extent(Protocol):
     def bonus_s(self) -> float: ...
 
     @property
+    def use(self) -> Use: ...
+
+    @property
+    def hint(self) -> Hint | None: ...
+
+    @property
     def tenant(self) -> str: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Run:
-    """The simplest extent: for flat streams of blocks, guests and tests."""
+    """The simplest extent: for flat streams of blocks, guests and tests. Equal to itself alone."""
 
     key: int
     num_blocks: int = 1
-    parent_key: int | None = None
+    parent: Run | None = None
     first_position: int = 0
     last_use: int = 0
     num_uses: int = 1
     used_s: float = 0.0
     bonus_s: float = 0.0
+    use: Use = NO_USE
+    hint: Hint | None = None
     tenant: str = ""
     priority: int = 0
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -66,8 +87,8 @@ class Run:
 class Hint:
     """What somebody knows after the fact; None leaves a field as it is.
 
-    `duration_s` counts from the hint; `ended`: the session is over; `superseded`: an edited history replaced
-    it; `wanted_by`: number of waiting requests about to use it.
+    `priority` is 0 to 100, `duration_s` counts from the hint; `ended`: the session is over; `superseded`: an
+    edited history replaced it; `wanted_by`: number of waiting requests about to use it.
     """
 
     priority: int | None = None
@@ -75,6 +96,12 @@ class Hint:
     ended: bool = False
     superseded: bool = False
     wanted_by: int = 0
+
+
+def bonus_of(hint: Hint, age_s: float) -> float:
+    """The `bonus_s` of an extent of that age after a hint with a duration: as soft retention from now on."""
+    priority = 50 if hint.priority is None else hint.priority
+    return max(0.0, age_s + (hint.duration_s or 0.0) * priority / 100)
 
 
 GiveUp = Callable[[Any, int], "Extent | None"]

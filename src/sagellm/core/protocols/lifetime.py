@@ -1,15 +1,19 @@
-"""Contract of lifetime predictors: how long will a request run, will a block be used again."""
+"""Contracts of lifetime predictors: how long will a request run, will a block be used again."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class PredictionRequest:
-    """What is known of a sequence now. `max_length` is the limit on its total length in tokens."""
+    """What is known of a sequence now. `max_length` is the limit on its total length in tokens.
+
+    `session_id` joins the turns of one conversation or agent; `category` is what the caller knows of the
+    kind of request (model, adapter, batch job). Both may be left out.
+    """
 
     sequence_id: str
     token_ids: Sequence[int]
@@ -17,6 +21,8 @@ class PredictionRequest:
     max_length: int
     num_prompt_tokens: int | None = None
     meta: Mapping[str, float] = field(default_factory=dict)
+    session_id: str | None = None
+    category: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,4 +47,53 @@ class LifetimePredictor(Protocol):
 
     def update(self, sequence_id: str, actual_length: int, actual_time: float) -> None:
         """The sequence ended at `actual_length` tokens in total after `actual_time` seconds."""
+        ...
+
+
+class ReuseFeatures(NamedTuple):
+    """What the books know of a block, or of a run of blocks, when it was last used.
+
+    `num_uses`: how often it was used, that time included; `turn`: which turn of its session used it last (1
+    is the first; 0 is not known); `position`: blocks before it in the prompt; `num_blocks`: blocks of that
+    prompt; `gap_s`: seconds between its last two uses, negative where there was one.
+    """
+
+    num_uses: int
+    turn: int
+    position: int
+    num_blocks: int
+    gap_s: float = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReusePrediction:
+    """`probability` that the block is used again within the predictor's horizon from now.
+
+    `quantiles` (probability -> seconds from now until then) hold for the case that it is; `abstained` means
+    that too little was seen, and that the numbers are the base rate.
+    """
+
+    probability: float
+    quantiles: Mapping[float, float]
+    abstained: bool = False
+
+
+class ReusePredictor(Protocol):
+    """Will a block be used again, and when. Learns online; cheap enough to be asked for each victim."""
+
+    @property
+    def horizon_s(self) -> float: ...
+
+    def predict(self, features: ReuseFeatures, age_s: float = 0.0) -> ReusePrediction:
+        """For a block that has not been used for `age_s` seconds since the use that `features` describe."""
+        ...
+
+    def update(self, features: ReuseFeatures, seconds: float, *, reused: bool, since_s: float = 0.0) -> None:
+        """What became of a block after the use that `features` describe: it was used again after `seconds`,
+        or had not been by then.
+
+        A rest may be told in pieces, each from where the one before ended (`since_s`). Whoever tells rests as
+        they go on, and not only their end, keeps the predictor from seeing those used again soon before it
+        sees the others.
+        """
         ...

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Hint, Use
 from sagellm.core.types import Account, BlockIds, Namespace, Retention, Tokens
 
 
@@ -67,13 +68,17 @@ class MatchEnd(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MatchReport:
-    """What `explain` knows: how far the match goes, why it ends there; `at_s` and `cause` of an eviction."""
+    """What `explain` knows: how far the match goes, why it ends there; `at_s` and `cause` of an eviction.
+
+    `num_elsewhere`: how many leading blocks of the tokens another namespace holds, where that is more.
+    """
 
     num_tokens: int
     num_blocks: int
     end: MatchEnd
     at_s: float | None = None
     cause: str | None = None
+    num_elsewhere: int = 0
 
     def __str__(self) -> str:
         text = f"{self.num_tokens} tokens in {self.num_blocks} blocks match; {self.end.value}"
@@ -119,6 +124,45 @@ class ReuseRecorder(Protocol):
         ...
 
 
+class MissCounts(NamedTuple):
+    """Prompt blocks that had to be computed, by cause; each block has one.
+
+    `cold`: nobody had computed it here before, or so long ago that it is forgotten. `capacity`: it was
+    evicted to make room; `premature`: that, and so shortly ago that it was a poor choice. `quota`: it was
+    evicted for another account's share. `preemption`: its request had computed it, was preempted, and lost it
+    meanwhile. `namespace`: it is resident, in a namespace that shares nothing with this one.
+    """
+
+    cold: int = 0
+    capacity: int = 0
+    premature: int = 0
+    quota: int = 0
+    preemption: int = 0
+    namespace: int = 0
+
+
+class MissObserver(Protocol):
+    """Whoever says why blocks were missing; told of each admitted request."""
+
+    def observe(
+        self,
+        index: PrefixReuseIndex,
+        tokens: Tokens,
+        namespace: Namespace,
+        num_hit_blocks: int,
+        *,
+        preempted: bool = False,
+    ) -> MissCounts:
+        """A request was admitted, and `num_hit_blocks` leading blocks of its prompt came from the index, in
+        which nothing changed since; `preempted`: it ran before. Counts the whole blocks behind them that are
+        not resident."""
+        ...
+
+    def snapshot(self) -> MissCounts:
+        """The sums now."""
+        ...
+
+
 class PrefixReuseIndex(Protocol):
     """A map from token prefixes to blocks, in whole blocks, per namespace.
 
@@ -154,8 +198,9 @@ class PrefixReuseIndex(Protocol):
         """
         ...
 
-    def unpin(self, hit: PrefixHit) -> None:
-        """Give one pin back; raises `BookkeepingError` if there is none."""
+    def unpin(self, hit: PrefixHit, use: Use = NO_USE) -> None:
+        """Give one pin back; raises `BookkeepingError` if there is none. `use`: what to tell the eviction
+        policy of the request."""
         ...
 
     def insert(
@@ -173,6 +218,15 @@ class PrefixReuseIndex(Protocol):
         `tokens` may be longer than the blocks; the rest is ignored. `retention` biases the policy for ranges
         of the tokens, whether they were there before or not. With `pin` the hit is pinned already.
         """
+        ...
+
+    def hint(self, hit: PrefixHit, hint: Hint) -> int:
+        """Say what is known of a resident prefix after the fact; it holds until the next use. Concerns the
+        end of the prefix and what leads to nothing else; returns how many blocks."""
+        ...
+
+    def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
+        """Have other policies choose from now on; what is cached stays, in order of its last use."""
         ...
 
     def retract(self, result: InsertResult) -> None:

@@ -32,13 +32,13 @@ class LRUEvictionPolicy:
         return self._num_blocks
 
     def insert(self, extent: Extent) -> None:
-        self._enter(extent, extent.used_s + extent.bonus_s)
+        self._enter(extent)
 
     def pin(self, key: int) -> None:
         self.remove(key)
 
     def unpin(self, extent: Extent) -> None:
-        self._enter(extent, extent.used_s + extent.bonus_s)
+        self._enter(extent)
 
     def remove(self, key: int) -> None:
         entry = self._live.pop(key, None)
@@ -76,13 +76,13 @@ class LRUEvictionPolicy:
         entry = self._live.pop(old, None)
         if entry is not None:
             self._num_blocks -= head.num_blocks + tail.num_blocks
-            self._enter(tail, entry[0])
+            self._place(tail, entry[0])
 
     def hint(self, key: int, hint: Hint) -> None:
-        """`ended` and `superseded` move an extent to the front of the queue; LRU knows nothing else."""
+        """What has ended goes first, what is wanted last; LRU knows nothing else."""
         entry = self._live.get(key)
-        if entry is not None and (hint.ended or hint.superseded):
-            self._enter(entry[4], -math.inf)
+        if entry is not None:
+            self._place(entry[4], _when_s(entry[4], hint))
 
     def select_victims(self, candidates: Sequence[EvictionCandidate], required_blocks: int) -> list[str]:
         return select_victims(LRUEvictionPolicy, candidates, required_blocks)
@@ -98,7 +98,11 @@ class LRUEvictionPolicy:
             if id(entry) not in queued or entry[4].key != key:
                 raise BookkeepingError(f"extent {key:x} is not in the queue")
 
-    def _enter(self, extent: Extent, when_s: float) -> None:
+    def _enter(self, extent: Extent) -> None:
+        hint = extent.hint
+        self._place(extent, extent.used_s + extent.bonus_s if hint is None else _when_s(extent, hint))
+
+    def _place(self, extent: Extent, when_s: float) -> None:
         key = extent.key
         if key in self._live:
             self.remove(key)
@@ -106,6 +110,13 @@ class LRUEvictionPolicy:
         self._live[key] = entry
         self._num_blocks += extent.num_blocks
         heapq.heappush(self._heap, entry)
+
+
+def _when_s(extent: Extent, hint: Hint) -> float:
+    """The time by which an extent that something is known of takes its place."""
+    if hint.wanted_by:
+        return math.inf
+    return -math.inf if hint.ended or hint.superseded else extent.used_s + extent.bonus_s
 
 
 PLUGIN = LRUEvictionPolicy

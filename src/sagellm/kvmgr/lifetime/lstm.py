@@ -2,95 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
-from sagellm.core.protocols.lifetime import Prediction, PredictionRequest
-from sagellm.kvmgr.lifetime._pace import Pace
+from sagellm.kvmgr.lifetime._neural import (
+    NUM_BUCKETS,
+    NUM_NUMBERS,
+    NUM_OUTPUTS,
+    Example,
+    NeuralLifetimePredictor,
+)
+from sagellm.kvmgr.lifetime._quantiles import LEVELS
 
-QUANTILES = (0.1, 0.5, 0.9)
-NUM_BUCKETS = 256
-WIDTH = 16
+EMBEDDING_WIDTH, WIDTH = 32, 48
+HEAD_WIDTH = 64
+LEARNING_RATE = 3e-3
+MAX_GRADIENT = 1.0
+AVERAGING = 0.995
+"""Weight of the past in the average of the weights that answers: about the last 200 steps."""
 
 
-class _Net(nn.Module):
-    """Hashed tokens -> LSTM -> the three quantiles of log(1 + remaining tokens)."""
+class Head(nn.Module):
+    """What an encoder saw, and the numbers -> what to add to each quantile. Adds nothing at first."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(NUM_BUCKETS, WIDTH)
-        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.head = nn.Linear(WIDTH + 2, len(QUANTILES))
+        self.hidden = nn.Linear(width + NUM_NUMBERS, HEAD_WIDTH)
+        self.out = nn.Linear(HEAD_WIDTH, NUM_OUTPUTS)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
 
-    def forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """`tokens` [1, n] bucket ids, `lengths` [1, 2] -> [1, 3]."""
-        _, (hidden, _) = self.lstm(self.embed(tokens))
-        out: torch.Tensor = self.head(torch.cat((hidden[-1], lengths), dim=-1))
+    def forward(self, seen: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(torch.relu(self.hidden(torch.cat((seen, numbers), dim=-1))))
         return out
 
 
-class LSTMLifetimePredictor:
-    """Quantile (pinball) regression, one step of Adam per sequence that ends.
+def last_and_sum(states: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Of `states` [b, n, width], of which `lengths` [b] are real -> [b, 2 width]."""
+    if len(states) == 1:
+        return torch.cat((states[:, -1], states.sum(dim=1) / 16), dim=-1)
+    real = (torch.arange(states.shape[1]) < lengths[:, None])[..., None]
+    last = states[torch.arange(len(lengths)), lengths - 1]
+    return torch.cat((last, (states * real).sum(dim=1) / 16), dim=-1)
 
-    Looks at the last `window` tokens and at current and maximal length. Abstains until `warmup` sequences
-    have ended. Seeded; runs on one CPU thread's worth of work. `max_open` bounds what is remembered of open
-    sequences.
+
+class LSTMNet(nn.Module):
+    """The last hidden state, and the sum of all, which can count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(NUM_BUCKETS, EMBEDDING_WIDTH, padding_idx=0)
+        self.lstm = nn.LSTM(EMBEDDING_WIDTH, WIDTH, batch_first=True)
+        self.head = Head(2 * WIDTH)
+
+    def forward(self, tokens: torch.Tensor, lengths: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """`tokens` [b, n] buckets, padded with 0 at the end; `lengths` [b]; `numbers` [b, f] -> [b,
+        quantiles]."""
+        states, _ = self.lstm(self.embed(tokens))
+        out: torch.Tensor = self.head(last_and_sum(states, lengths), numbers)
+        return out
+
+
+class TorchNetwork:
+    """Trains a module by quantile regression: Koenker and Bassett's (1978) loss, Adam, gradients clipped.
+
+    A running average of its weights answers (Polyak and Juditsky 1992), since single steps online are noisy.
+    Seeded apart from everything else in the process; touches no setting of torch.
     """
 
-    def __init__(self, window: int = 32, warmup: int = 32, seed: int = 0, max_open: int = 65536) -> None:
-        self._window, self._warmup, self._max_open = window, warmup, max_open
+    def __init__(self, make: Callable[[], nn.Module], seed: int, learning_rate: float) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self._net = _Net()
-        self._optimizer = torch.optim.Adam(self._net.parameters(), lr=3e-3)
-        self._open: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}
-        self._num_seen = 0
-        self._pace = Pace()
+            self._net = make()
+        self._averaged = copy.deepcopy(self._net)
+        self._num_steps = 0
+        self._optimizer = torch.optim.Adam(self._net.parameters(), lr=learning_rate)
+        self._levels = torch.tensor(LEVELS)
 
-    def predict(self, request: PredictionRequest) -> Prediction:
-        tokens, lengths = self._features(request)
-        if request.sequence_id not in self._open and len(self._open) >= self._max_open:
-            del self._open[next(iter(self._open))]
-        self._open[request.sequence_id] = (tokens, lengths, request.current_length)
+    def infer(self, example: Example) -> list[float]:
         with torch.inference_mode():
-            logs = self._net(tokens, lengths)[0].sort().values
-        room = max(0, request.max_length - request.current_length)
-        remaining = [min(float(room), max(0.0, value)) for value in logs.expm1().tolist()]
-        quantiles = dict(zip(QUANTILES, remaining, strict=True))
-        median = quantiles[0.5]
-        confidence = 1 / (1 + (remaining[-1] - remaining[0]) / max(1.0, median))
-        abstained = self._num_seen < self._warmup
-        seconds = median * self._pace.seconds_per_token
-        return Prediction(median, seconds, 0.0 if abstained else confidence, quantiles, abstained)
+            added: list[float] = _forward(self._averaged, [example])[0].tolist()
+        return [before + more for before, more in zip(example.base, added, strict=True)]
 
-    def update(self, sequence_id: str, actual_length: int, actual_time: float) -> None:
-        known = self._open.pop(sequence_id, None)
-        if known is None:
-            return
-        tokens, lengths, length_then = known
-        remaining = max(0, actual_length - length_then)
-        self._pace.observe(remaining, actual_time)
-        target = torch.tensor(float(remaining)).log1p()
-        loss = _pinball(self._net(tokens, lengths)[0], target)
+    def learn(self, batch: Sequence[Example]) -> None:
+        wanted = torch.tensor([[example.target - value for value in example.base] for example in batch])
+        error = wanted - _forward(self._net, batch)
+        loss = torch.maximum(self._levels * error, (self._levels - 1) * error).sum(dim=-1).mean()
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self._net.parameters(), MAX_GRADIENT)
         self._optimizer.step()
-        self._num_seen += 1
+        self._average()
 
-    def _features(self, request: PredictionRequest) -> tuple[torch.Tensor, torch.Tensor]:
-        recent: Sequence[int] = list(request.token_ids[-self._window :]) or [0]
-        tokens = torch.tensor([[token % NUM_BUCKETS for token in recent]])
-        lengths = torch.tensor([[float(request.current_length), float(request.max_length)]]).log1p() / 10
-        return tokens, lengths
+    def _average(self) -> None:
+        self._num_steps += 1
+        past = min(AVERAGING, self._num_steps / (self._num_steps + 10))
+        with torch.no_grad():
+            for average, weight in zip(self._averaged.parameters(), self._net.parameters(), strict=True):
+                average.lerp_(weight, 1 - past)
 
 
-def _pinball(predicted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Koenker and Bassett's quantile loss, summed over `QUANTILES`."""
-    error = target - predicted
-    levels = torch.tensor(QUANTILES)
-    return torch.maximum(levels * error, (levels - 1) * error).sum()
+def _forward(net: nn.Module, batch: Sequence[Example]) -> torch.Tensor:
+    """[b, quantiles]: what to add to each example's `base`."""
+    lengths = [len(example.tokens) for example in batch]
+    longest = max(lengths)
+    tokens = [example.tokens + [0] * (longest - len(example.tokens)) for example in batch]
+    numbers = [example.numbers for example in batch]
+    out: torch.Tensor = net(torch.tensor(tokens), torch.tensor(lengths), torch.tensor(numbers))
+    return out
+
+
+class LSTMLifetimePredictor(NeuralLifetimePredictor):
+    """An LSTM (Hochreiter and Schmidhuber 1997) over the last `window` tokens of the prompt, correcting the
+    statistical predictor. Runs on one CPU thread's worth of work."""
+
+    def __init__(
+        self,
+        window: int = 64,
+        warmup: int = 32,
+        seed: int = 0,
+        max_open: int = 65536,
+        min_confidence: float = 0.1,
+        examples_per_step: int = 2,
+    ) -> None:
+        super().__init__(
+            TorchNetwork(LSTMNet, seed, LEARNING_RATE),
+            window=window,
+            warmup=warmup,
+            seed=seed,
+            max_open=max_open,
+            min_confidence=min_confidence,
+            examples_per_step=examples_per_step,
+        )
 
 
 PLUGIN = LSTMLifetimePredictor

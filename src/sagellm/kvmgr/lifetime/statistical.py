@@ -1,68 +1,186 @@
-"""Length prediction without a model: quantiles of what ended, by length of the prompt."""
+"""Length prediction without a model: quantiles of what ended in like circumstances.
+
+Several tables, each of which calls other requests alike (by length of the prompt, by what the previous turn
+got, by category, by session), predict side by side. The table that was best lately, where it had an answer,
+gives it: the best expert of the follow-the-leader rule (Cesa-Bianchi and Lugosi 2006), with a loss that
+fades.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
-from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from math import exp, log, log2
 
 from sagellm.core.protocols.lifetime import Prediction, PredictionRequest
+from sagellm.kvmgr.lifetime._outcomes import Bounded, Outcomes
 from sagellm.kvmgr.lifetime._pace import Pace
+from sagellm.kvmgr.lifetime._quantiles import abstention, answer, pinball, prompt_length, room_of, uniform
 
-QUANTILES = (0.1, 0.5, 0.9)
+ALL = "all"
+FADE = 0.995
+"""Weight of the past in the tables' losses: about the last 200 answers count."""
+DOUBT = 20.0
+"""Answers for which a new table is taken to be as good as the table of all."""
+SESSION_MEMORY = 0.7
+"""Weight of the past in a session's mean (of logarithms)."""
+
+
+@dataclass(slots=True)
+class _Session:
+    """What a session's finished turns got."""
+
+    previous: int
+    mean_log: float
+
+
+@dataclass(slots=True)
+class _Standing:
+    """How a table did, and how the table of all did on the same requests: discounted sums of losses."""
+
+    loss: float = 0.0
+    loss_of_all: float = 0.0
+    weight: float = 0.0
+
+    def observe(self, loss: float, loss_of_all: float) -> None:
+        self.loss = FADE * self.loss + loss
+        self.loss_of_all = FADE * self.loss_of_all + loss_of_all
+        self.weight = FADE * self.weight + 1
+
+    def relative(self) -> float:
+        """Below 1: better than the table of all, as which every table begins."""
+        ratio = self.loss / self.loss_of_all if self.loss_of_all else 1.0
+        return (self.weight * ratio + DOUBT) / (self.weight + DOUBT)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A predicted sequence until it ends."""
+
+    prompt: int
+    generated: int
+    session_id: str | None
+    keys: dict[str, Hashable]
+    answers: dict[str, list[float]] = field(default_factory=dict)
 
 
 class StatisticalLifetimePredictor:
-    """Conditional quantiles: of the last `window` outputs in the prompt's length bucket (powers of two),
-    those longer than what is generated already.
+    """Conditional quantiles: of the last `window` outputs in like circumstances, those longer than what is
+    generated already.
 
-    Abstains below `min_samples` such outputs, with half of the room that is left as its answer. `max_open`
-    bounds how many predicted sequences are remembered until their end.
+    A table with fewer than `min_samples` such outputs has no answer. Where none has one, or where the answer
+    is less sure than `min_confidence`, the predictor abstains. `max_open` bounds how many open sequences,
+    and how many sessions and circumstances of each table, are remembered.
     """
 
-    def __init__(self, window: int = 512, min_samples: int = 8, max_open: int = 65536) -> None:
+    def __init__(
+        self, window: int = 512, min_samples: int = 8, max_open: int = 65536, min_confidence: float = 0.1
+    ) -> None:
         self._window, self._min_samples, self._max_open = window, min_samples, max_open
-        self._recent: dict[int, deque[int]] = {}
-        self._sorted: dict[int, list[int]] = {}
-        self._open: dict[str, int] = {}
+        self._min_confidence = min_confidence
+        self._tables: dict[str, Bounded[Hashable, Outcomes]] = {}
+        self._standings: dict[str, _Standing] = {}
+        self._open: Bounded[str, _Open] = Bounded(max_open)
+        self._sessions: Bounded[str, _Session] = Bounded(max_open)
         self._pace = Pace()
 
+    @property
+    def seconds_per_token(self) -> float:
+        return self._pace.seconds_per_token
+
     def predict(self, request: PredictionRequest) -> Prediction:
-        prompt = _prompt_length(request)
-        if request.sequence_id not in self._open and len(self._open) >= self._max_open:
-            del self._open[next(iter(self._open))]
-        self._open[request.sequence_id] = prompt
-        generated = max(0, request.current_length - prompt)
-        room = max(0, request.max_length - request.current_length)
-        outputs = self._sorted.get(prompt.bit_length(), [])
-        longer = outputs[bisect_right(outputs, generated) :]
-        if len(longer) < self._min_samples:
-            return Prediction(room / 2, room / 2 * self._pace.seconds_per_token, 0.0, abstained=True)
-        quantiles = {q: float(min(room, _quantile(longer, q) - generated)) for q in QUANTILES}
-        spread = (quantiles[0.9] - quantiles[0.1]) / max(1.0, quantiles[0.5])
-        seconds = quantiles[0.5] * self._pace.seconds_per_token
-        return Prediction(quantiles[0.5], seconds, 1 / (1 + spread), quantiles)
+        remaining, known = self.remaining(request)
+        if not known:
+            return abstention(remaining, self._pace.seconds_per_token)
+        return answer(remaining, self._pace.seconds_per_token, self._min_confidence)
+
+    def remaining(self, request: PredictionRequest) -> tuple[list[float], bool]:
+        """The quantiles of remaining tokens at `LEVELS`, and whether anything that ended is behind them."""
+        prompt = prompt_length(request)
+        entry = _Open(
+            prompt, max(0, request.current_length - prompt), request.session_id, self._keys(request, prompt)
+        )
+        self._open.put(request.sequence_id, entry)
+        for name, key in entry.keys.items():
+            outcomes = self._outcomes(name, key)
+            found = outcomes and outcomes.remaining(entry.generated, self._min_samples)
+            if found:
+                entry.answers[name] = found
+        room = room_of(request)
+        if not entry.answers:
+            return uniform(room), False
+        best = min(entry.answers, key=self._relative)
+        return [min(float(room), value) for value in entry.answers[best]], True
+
+    def previous_output(self, session_id: str | None) -> int | None:
+        """Tokens that the last finished turn of the session got."""
+        session = None if session_id is None else self._sessions.get(session_id)
+        return None if session is None else session.previous
 
     def update(self, sequence_id: str, actual_length: int, actual_time: float) -> None:
-        prompt = self._open.pop(sequence_id, None)
-        if prompt is None:
+        entry = self._open.pop(sequence_id)
+        if entry is None:
             return
-        output = max(0, actual_length - prompt)
+        output = max(0, actual_length - entry.prompt)
         self._pace.observe(output, actual_time)
-        bucket = prompt.bit_length()
-        recent = self._recent.setdefault(bucket, deque())
-        ordered = self._sorted.setdefault(bucket, [])
-        recent.append(output)
-        insort(ordered, output)
-        if len(recent) > self._window:
-            ordered.remove(recent.popleft())
+        self._judge(entry, output)
+        for name, key in entry.keys.items():
+            outcomes = self._outcomes(name, key)
+            if outcomes is None:
+                outcomes = Outcomes(self._window)
+            self._tables.setdefault(name, Bounded(self._max_open)).put(key, outcomes)
+            outcomes.add(output)
+        if entry.session_id is not None:
+            self._remember(entry.session_id, output)
+
+    def _outcomes(self, name: str, key: Hashable) -> Outcomes | None:
+        table = self._tables.get(name)
+        return table.get(key) if table is not None else None
+
+    def _relative(self, name: str) -> float:
+        standing = self._standings.get(name)
+        return 1.0 if standing is None else standing.relative()
+
+    def _judge(self, entry: _Open, output: int) -> None:
+        """Compare each table with the table of all, on this request alone: tables answer different ones."""
+        if ALL not in entry.answers:
+            return
+        remaining = float(max(0, output - entry.generated))
+        loss_of_all = pinball(entry.answers[ALL], remaining)
+        for name, found in entry.answers.items():
+            standing = self._standings.setdefault(name, _Standing())
+            standing.observe(pinball(found, remaining), loss_of_all)
+
+    def _remember(self, session_id: str, output: int) -> None:
+        session = self._sessions.get(session_id)
+        newest = log(1 + output)
+        mean = (
+            newest if session is None else SESSION_MEMORY * session.mean_log + (1 - SESSION_MEMORY) * newest
+        )
+        self._sessions.put(session_id, _Session(output, mean))
+
+    def _keys(self, request: PredictionRequest, prompt: int) -> dict[str, Hashable]:
+        """The name of each table that has a say, with what it takes this request for."""
+        category = request.category
+        keys: dict[str, Hashable] = {
+            ALL: 0,
+            "input": prompt.bit_length(),
+            "input, fine": (category, _steps(prompt, 4)),
+        }
+        if category:
+            keys["category"] = category
+            keys["category and input"] = (category, prompt.bit_length())
+        session = None if request.session_id is None else self._sessions.get(request.session_id)
+        if session is not None:
+            keys["session"] = request.session_id
+            keys["previous"] = _steps(session.previous, 2)
+            keys["session's mean"] = _steps(exp(session.mean_log) - 1, 3)
+        return keys
 
 
-def _prompt_length(request: PredictionRequest) -> int:
-    return request.current_length if request.num_prompt_tokens is None else request.num_prompt_tokens
-
-
-def _quantile(ordered: list[int], q: float) -> int:
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+def _steps(length: float, per_octave: int) -> int:
+    """Which step of the logarithm a length is on."""
+    return int(per_octave * log2(1 + length))
 
 
 PLUGIN = StatisticalLifetimePredictor

@@ -13,10 +13,19 @@ from collections.abc import Mapping, Sequence
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.plan import BlockCopy, Chunk, Draft, RequestState
+from sagellm.core.protocols.eviction import Use
 from sagellm.core.protocols.kv_pool import Allocation, BlockQuota, KVPool
-from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex, ReuseRecorder, SharedTail
+from sagellm.core.protocols.prefix_cache import (
+    MissObserver,
+    PrefixHit,
+    PrefixReuseIndex,
+    ReuseRecorder,
+    SharedTail,
+)
 from sagellm.core.protocols.scheduler_ir import BlockBudget
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Tokens
+from sagellm.kvmgr.manager.hints import KVHints
+from sagellm.kvmgr.manager.pins import PinnedPrefixes
 from sagellm.kvmgr.manager.room import INDEX_OWNER, Room
 from sagellm.kvmgr.manager.sequence import BlockStates, Fragmentation, SequenceKV
 
@@ -47,6 +56,7 @@ class KVCacheManager:
         sharing_groups: Mapping[str, str] | None = None,
         max_pinned_share: float = 0.25,
         metrics: ReuseRecorder | None = None,
+        misses: MissObserver | None = None,
         clock: Clock | None = None,
     ) -> None:
         if index.block_size != pool.block_size:
@@ -56,15 +66,16 @@ class KVCacheManager:
         self.quota = quota
         self.room = Room(index, pool, quota)
         self.metrics = metrics
+        self.misses = misses
         self.block_size = pool.block_size
         self.prefix_caching = prefix_caching
         self.window = window
-        self.max_pinned_share = max_pinned_share
         self._sharing = dict(sharing_groups or {})
+        self.hints = KVHints(index, self.namespace_of)
         self._now = (clock or MonotonicClock()).now
         self._sequences: dict[str, SequenceKV] = {}
         self._donors: dict[str, SequenceKV] = {}  # by group: who has computed the prompt that it shares
-        self._pinned: list[PrefixHit] = []
+        self.pins = PinnedPrefixes(index, pool.total_blocks, max_pinned_share)
 
     # -- quotes: nothing here changes state
 
@@ -136,6 +147,8 @@ class KVCacheManager:
         What the draft preempts has been released before. Either all is bound, or an error is raised and
         nothing but evictions has happened.
         """
+        waiting = (state.request_id for state in draft.waiting if state.request_id not in draft.chunks)
+        self.hints.expect(draft.hits[name] for name in waiting if name in draft.hits)
         num_copies = len(draft.copies)
         bound: list[Chunk] = []
         try:
@@ -153,11 +166,17 @@ class KVCacheManager:
             del draft.copies[num_copies:]
             raise
 
-    def admitted(self, chunk: Chunk) -> None:
-        """A request entered the batch for the first time, with what this chunk reuses: counted once."""
-        if self.metrics is not None and chunk.hit is not None:
-            total = len(chunk.state.tokens)
-            self.metrics.record(total, chunk.start, self._blocks_for(total), chunk.hit.num_blocks)
+    def admitted(self, chunk: Chunk, *, again: bool = False) -> None:
+        """A request entered the batch with what this chunk reuses (`again`: it was preempted before)."""
+        state, hit = chunk.state, chunk.hit
+        if hit is None:
+            return
+        if self.metrics is not None and not again:
+            total = len(state.tokens)
+            self.metrics.record(total, chunk.start, self._blocks_for(total), hit.num_blocks)
+        if self.misses is not None:
+            namespace = self.namespace_of(state.request.namespace)
+            self.misses.observe(self.index, state.tokens, namespace, hit.num_blocks, preempted=again)
 
     def rollback(self, draft: Draft) -> None:
         """Undo a bind after a failed verify or execute; evictions stay."""
@@ -193,7 +212,7 @@ class KVCacheManager:
         sequence = self._sequences[state.request_id]
         if keep:
             self._register(sequence, state.num_computed)
-        self.index.unpin(sequence.hit)
+        self.index.unpin(sequence.hit, Use(state.num_output_tokens, sequence.num_reused_blocks))
         try:
             self.pool.free(sequence.own)
         except Exception:
@@ -202,6 +221,8 @@ class KVCacheManager:
         del self._sequences[state.request_id]
         for group in [group for group, donor in self._donors.items() if donor is sequence]:
             del self._donors[group]
+        if keep:
+            self.hints.released(state)
 
     def clear_cache(self) -> int:
         """Forget every block that nobody uses; returns how many."""
@@ -214,25 +235,11 @@ class KVCacheManager:
 
         Raises `CapacityError` if pinned prefixes together would hold more than `max_pinned_share`.
         """
-        hit = self.index.pin(self.index.lookup(tokens, self.namespace_of(namespace)))
-        held = {block for one in (*self._pinned, hit) for block in self.index.block_ids(one)}
-        limit = int(self.max_pinned_share * self.pool.total_blocks)
-        if len(held) > limit:
-            self.index.unpin(hit)
-            raise CapacityError(
-                f"pinned prefixes would hold {len(held)} blocks, at most {limit} may be pinned "
-                f"(kv.max_pinned_share {self.max_pinned_share} of {self.pool.total_blocks})"
-            )
-        self._pinned.append(hit)
-        return hit
+        return self.pins.add(self.index.lookup(tokens, self.namespace_of(namespace)))
 
     def unpin_prefix(self, hit: PrefixHit) -> None:
         """Give up a hold of `pin_prefix`; an error if it is none."""
-        place = next((i for i, one in enumerate(self._pinned) if one is hit), None)
-        if place is None:
-            raise BookkeepingError(f"no pinned prefix of {hit.num_blocks} blocks: it was unpinned before")
-        del self._pinned[place]
-        self.index.unpin(hit)
+        self.pins.remove(hit)
 
     def remap(self, moves: Mapping[int, int]) -> None:
         """Blocks moved (a compaction): block `source` of anybody is `target` from now on."""
@@ -273,7 +280,7 @@ class KVCacheManager:
             self.index.unpin(hit)
             raise
         ids = self.index.block_ids(hit)
-        self._sequences[state.request_id] = SequenceKV(state, hit, ids, own, hit.num_blocks)
+        self._sequences[state.request_id] = SequenceKV(state, hit, ids, own, hit.num_blocks, hit.num_blocks)
 
     def _grow(self, chunk: Chunk) -> None:
         sequence = self._sequences[chunk.state.request_id]

@@ -34,7 +34,8 @@ class SequenceKV:
 
     `block_ids[:num_shared]` belong to the index, where `hit` pins them; the blocks behind them are `own`, one
     for one. Where a sliding window has left blocks behind, `block_ids[:num_shared]` are void (`is_windowed`).
-    `changed_from`: the backend's table is out of date from this index on.
+    `num_reused_blocks`: what it found in the index when it was admitted. `changed_from`: the backend's table
+    is out of date from this index on.
     """
 
     state: RequestState
@@ -42,6 +43,7 @@ class SequenceKV:
     block_ids: BlockIds
     own: Allocation
     num_shared: int
+    num_reused_blocks: int
     is_windowed: bool = False
     changed_from: int | None = None
 

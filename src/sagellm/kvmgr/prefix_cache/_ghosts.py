@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from typing import Generic, NamedTuple, TypeVar
 
@@ -16,10 +17,10 @@ class Ghost(NamedTuple):
 
 
 class Ghosts(Generic[K]):
-    """The last `limit` evictions by key; the oldest is forgotten first."""
+    """The last `limit` evictions by key (None: all); the oldest is forgotten first."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int | None) -> None:
+        self.limit = math.inf if limit is None else limit
         self._ghosts: OrderedDict[K, Ghost] = OrderedDict()
 
     def add(self, key: K, ghost: Ghost) -> None:

@@ -118,6 +118,15 @@ class Leaves:
             if parent is not None:
                 heapq.heappush(queue, _age(parent))
 
+    def swap(self, factory: Callable[[], EvictionPolicy]) -> None:
+        """Other policies from now on, for all accounts; they hear of the leaves in order of last use."""
+        self._factory = factory
+        policies = {id(group): factory() for group in self.groups.values()}
+        for leaf in sorted(self.by_key.values(), key=lambda leaf: leaf.last_use):
+            policies[id(leaf.group)].insert(leaf)
+        for group in self.groups.values():
+            group.policy = policies[id(group)]
+
     def evictable_by_account(self) -> Mapping[Account, int]:
         return {account: group.num_evictable for account, group in self.groups.items()}
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from sagellm.core.protocols.eviction import NO_USE, Hint
 from sagellm.core.types import BlockIds, Namespace
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
@@ -32,8 +33,9 @@ class Node:
     """
 
     __slots__ = (
-        "blocks", "bonus_s", "children", "cut", "edge", "end", "ends_here", "group", "hashes", "key",
-        "last_use", "namespace", "num_blocks", "num_uses", "only", "parent", "pins", "stop", "used_s",
+        "blocks", "bonus_s", "children", "cut", "edge", "end", "ends_here", "group", "hashes", "hint", "key",
+        "last_use", "namespace", "num_blocks", "num_uses", "only", "parent", "pins", "stop", "use",
+        "used_s",
     )  # fmt: skip
 
     def __init__(
@@ -55,6 +57,8 @@ class Node:
         self.num_uses = 0
         self.used_s = 0.0
         self.bonus_s = 0.0
+        self.use = NO_USE
+        self.hint: Hint | None = None
         self.cut: Ghost | None = None
         self.hashes: list[bytes] | None = None
         if parent is None:
@@ -62,11 +66,6 @@ class Node:
         else:
             self.end = parent.end + num_blocks
             self.stop = parent.stop + len(edge)
-
-    @property
-    def parent_key(self) -> int | None:
-        parent = self.parent
-        return parent.key if parent is not None and parent.parent is not None else None
 
     @property
     def first_position(self) -> int:
@@ -118,6 +117,7 @@ class Node:
         self.num_uses += child.num_uses
         if child.last_use > self.last_use:
             self.last_use, self.used_s = child.last_use, child.used_s
+            self.use = child.use
 
 
 def hashes_of(node: Node, step: int) -> list[bytes]:

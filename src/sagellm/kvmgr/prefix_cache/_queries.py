@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator
 
 from sagellm.core.protocols.prefix_cache import Branch, MatchEnd, MatchReport, PrefixHit
-from sagellm.core.types import Namespace, Tokens
+from sagellm.core.types import TOKEN_BYTES, Namespace, Tokens
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost
 from sagellm.kvmgr.prefix_cache._node import Node, content_key, root_key
 from sagellm.kvmgr.prefix_cache._tree import RadixTree
@@ -42,31 +42,22 @@ def _ends_below(node: Node, left_out: Node | None) -> Iterator[Node]:
 def explain(tree: RadixTree, block_size: int, tokens: Tokens, namespace: Namespace) -> MatchReport:
     """The longest match of the tokens and the reason why it is not longer."""
     node, num_blocks = _match(tree, tokens, namespace)
-    end, ghost = _reason(tree, tokens, namespace, num_blocks, node)
-    return MatchReport(
-        num_blocks * block_size,
-        num_blocks,
-        end,
-        ghost.at_s if ghost is not None else None,
-        ghost.cause if ghost is not None else None,
-    )
-
-
-def _reason(
-    tree: RadixTree, tokens: Tokens, namespace: Namespace, num_blocks: int, node: Node | None
-) -> tuple[MatchEnd, Ghost | None]:
+    num_tokens = num_blocks * block_size
     data, step = tokens.tobytes(), tree.step
     next_block = data[num_blocks * step : (num_blocks + 1) * step]
     if len(next_block) < step:
-        return MatchEnd.COMPLETE, None
+        return MatchReport(num_tokens, num_blocks, MatchEnd.COMPLETE)
+    elsewhere = _elsewhere(tree, tokens, namespace, num_blocks)
     ghost = _ghost(tree, node, num_blocks, next_block, namespace)
     if ghost is not None:
-        return MatchEnd.EVICTED, ghost
-    if _elsewhere(tree, tokens, namespace, num_blocks):
-        return MatchEnd.OTHER_NAMESPACE, None
-    if next_block[:4] in {block[:4] for block in _next_blocks(tree, node, num_blocks, namespace)}:
-        return MatchEnd.NOT_ALIGNED, None
-    return MatchEnd.NEVER_SEEN, None
+        return MatchReport(num_tokens, num_blocks, MatchEnd.EVICTED, ghost.at_s, ghost.cause, elsewhere)
+    followers = _next_blocks(tree, node, num_blocks, namespace)
+    end = MatchEnd.NEVER_SEEN
+    if elsewhere:
+        end = MatchEnd.OTHER_NAMESPACE
+    elif next_block[:TOKEN_BYTES] in {block[:TOKEN_BYTES] for block in followers}:
+        end = MatchEnd.NOT_ALIGNED
+    return MatchReport(num_tokens, num_blocks, end, num_elsewhere=elsewhere)
 
 
 def _ghost(
@@ -96,8 +87,11 @@ def _next_blocks(tree: RadixTree, node: Node | None, num_blocks: int, namespace:
     return list(node.children)
 
 
-def _elsewhere(tree: RadixTree, tokens: Tokens, namespace: Namespace, num_blocks: int) -> bool:
-    return any(_match(tree, tokens, other)[1] > num_blocks for other in tree.roots if other != namespace)
+def _elsewhere(tree: RadixTree, tokens: Tokens, namespace: Namespace, num_blocks: int) -> int:
+    """The longest match in another namespace, 0 if it is not longer."""
+    others = (_match(tree, tokens, other)[1] for other in tree.roots if other != namespace)
+    longest = max(others, default=0)
+    return longest if longest > num_blocks else 0
 
 
 def _match(tree: RadixTree, tokens: Tokens, namespace: Namespace) -> tuple[Node | None, int]:

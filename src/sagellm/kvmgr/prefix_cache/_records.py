@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.protocols.eviction import EvictionPolicy, GiveUp
+from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, GiveUp, Hint, Use, bonus_of
 from sagellm.core.types import Account, BlockIds, Namespace
 
 KEY_BYTES = 8
@@ -37,13 +37,11 @@ class BlockRecord:
     num_uses: int = 0
     used_s: float = 0.0
     bonus_s: float = 0.0
+    use: Use = NO_USE
+    hint: Hint | None = None
     pins: int = 0
     num_ends: int = 0
     children: dict[int, BlockRecord] = field(default_factory=dict)
-
-    @property
-    def parent_key(self) -> int | None:
-        return self.parent.key if self.parent is not None else None
 
     @property
     def tenant(self) -> str:
@@ -52,6 +50,18 @@ class BlockRecord:
     @property
     def is_evictable_leaf(self) -> bool:
         return not self.pins and not self.children
+
+    def take_hint(self, hint: Hint, now_s: float) -> None:
+        """Note a hint until the next use, and tell the policy, if it has this record now."""
+        self.hint = hint if hint != Hint() else None
+        if hint.duration_s is not None:
+            self.bonus_s = bonus_of(hint, now_s - self.used_s)
+        if self.is_evictable_leaf:
+            if hint.duration_s is not None:
+                self.share.withdraw(self)
+                self.share.offer(self)
+            if self.share.policy is not None:
+                self.share.policy.hint(self.key, hint)
 
     def path(self) -> Iterator[BlockRecord]:
         """This record and its ancestors."""
@@ -100,6 +110,12 @@ class Share:
         if self.policy is not None:
             (self.policy.pin if in_use else self.policy.remove)(record.key)
         return True
+
+    def swap(self, policy: EvictionPolicy) -> None:
+        """Another policy from now on; it hears of the leaves in order of their last use."""
+        self.policy = policy
+        for leaf in sorted(self.leaves.values(), key=lambda leaf: leaf.last_use):
+            policy.insert(leaf)
 
     def give_up(self, num_blocks: int, give_up: GiveUp) -> None:
         """Have `give_up` called for `num_blocks` blocks, or for as many as it takes until no leaf is left."""
@@ -209,7 +225,8 @@ class Records:
         if parent is not None:
             del parent.children[record.key]
             parent.last_use = max(parent.last_use, record.last_use)
-            parent.used_s = max(parent.used_s, record.used_s)
+            if record.used_s >= parent.used_s:
+                parent.used_s, parent.use = record.used_s, record.use
 
     def check_new(self, block_ids: BlockIds, path: Sequence[BlockRecord]) -> None:
         """Raise unless each id is new here, or stands at its very place of the path."""

@@ -113,6 +113,7 @@ class RadixTree:
                 return
             self.num_pinned += node.num_blocks
             node.group.num_pinned += node.num_blocks
+            node.hint = None
             if not node.children:
                 self.leaves.withdraw(node)
             node = node.parent

@@ -14,7 +14,7 @@ from itertools import groupby
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus, IndexCleared
-from sagellm.core.protocols.eviction import EvictionPolicy, Extent
+from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Extent, Hint, Use
 from sagellm.core.protocols.prefix_cache import Branch, InsertResult, MatchEnd, MatchReport, PrefixHit
 from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, Account, BlockIds, Namespace, Retention, Tokens
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost, Ghosts
@@ -121,10 +121,13 @@ class HashedPrefixCache(SimpleDoor):
         if hit.num_blocks == total:
             return MatchReport(hit.num_tokens, total, MatchEnd.COMPLETE)
         block = data[hit.num_blocks * self._step : (hit.num_blocks + 1) * self._step]
+        others = self._records.namespaces() - {namespace}
+        longest = max((len(self._records.walk(data, total, other)) for other in others), default=0)
+        elsewhere = longest if longest > hit.num_blocks else 0
         ghost = self._ghosts.get(self._records.hash(block, hit.node, namespace))
-        if ghost is not None:
-            return MatchReport(hit.num_tokens, hit.num_blocks, MatchEnd.EVICTED, ghost.at_s, ghost.cause)
-        return MatchReport(hit.num_tokens, hit.num_blocks, self._reason(data, block, hit))
+        at_s, cause = ghost if ghost is not None else (None, None)
+        end = MatchEnd.EVICTED if ghost is not None else self._reason(block, hit, elsewhere=elsewhere > 0)
+        return MatchReport(hit.num_tokens, hit.num_blocks, end, at_s, cause, elsewhere)
 
     # -- pins
 
@@ -140,14 +143,34 @@ class HashedPrefixCache(SimpleDoor):
             path[0].num_ends += 1
         return self._hit(hit.tokens, hit.namespace, path[::-1])
 
-    def unpin(self, hit: PrefixHit) -> None:
+    def unpin(self, hit: PrefixHit, use: Use = NO_USE) -> None:
         if not hit.num_blocks:
             return
         if not hit.node.num_ends:
             raise BookkeepingError(f"unpin of a prefix of {hit.num_blocks} blocks that nobody pins")
         self._tick += 1
         hit.node.last_use, hit.node.used_s = self._tick, self._clock.now()
+        hit.node.use = use
         self._let_go(hit.node)
+
+    # -- the policy
+
+    def hint(self, hit: PrefixHit, hint: Hint) -> int:
+        path = self._records_of(hit)
+        if not path or ((hint.ended or hint.superseded) and path[0].children):
+            return 0
+        num_blocks, now_s = 0, self._clock.now()
+        for record in path:
+            if record is not path[0] and len(record.children) > 1:
+                break
+            record.take_hint(hint, now_s)
+            num_blocks += 1
+        return num_blocks
+
+    def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
+        self._policy_factory = factory
+        for share in self._shares.values():
+            share.swap(factory())
 
     # -- write
 
@@ -260,10 +283,9 @@ class HashedPrefixCache(SimpleDoor):
         hit = self._current(hit)
         return list(hit.node.path()) if hit.num_blocks else []
 
-    def _reason(self, data: bytes, block: bytes, hit: PrefixHit) -> MatchEnd:
+    def _reason(self, block: bytes, hit: PrefixHit, *, elsewhere: bool) -> MatchEnd:
         """Why `block`, of which there is no ghost, is not resident behind the hit."""
-        further, others = hit.num_blocks + 1, self._records.namespaces() - {hit.namespace}
-        if any(len(self._records.walk(data, further, other)) == further for other in others):
+        if elsewhere:
             return MatchEnd.OTHER_NAMESPACE
         followers = self._records.followers(hit.node, hit.namespace)
         if any(follower.data.startswith(block[:TOKEN_BYTES]) for follower in followers):

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus, IndexCleared
-from sagellm.core.protocols.eviction import EvictionPolicy
+from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Hint, Use
 from sagellm.core.protocols.prefix_cache import Branch, InsertResult, MatchReport, PrefixHit
 from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, Account, BlockIds, Namespace, Retention, Tokens
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost
+from sagellm.kvmgr.prefix_cache._hinting import hint_path
 from sagellm.kvmgr.prefix_cache._leaves import Group, Leaves
 from sagellm.kvmgr.prefix_cache._node import Node, hashes_of
 from sagellm.kvmgr.prefix_cache._queries import branches, explain
@@ -145,7 +146,7 @@ class RadixPrefixCache(SimpleDoor):
         self.tree.hold(node)
         return self._hit(hit.tokens, hit.namespace, node, hit.num_blocks)
 
-    def unpin(self, hit: PrefixHit) -> None:
+    def unpin(self, hit: PrefixHit, use: Use = NO_USE) -> None:
         if not hit.num_blocks:
             return
         node: Node = hit.node
@@ -153,6 +154,7 @@ class RadixPrefixCache(SimpleDoor):
             raise BookkeepingError(f"unpin of a prefix of {hit.num_blocks} blocks that nobody pins")
         node.ends_here -= 1
         self._touch(node)
+        node.use = use
         self.tree.let_go(node)
 
     # -- write
@@ -262,6 +264,17 @@ class RadixPrefixCache(SimpleDoor):
         for node in self.tree.nodes():
             if not moves.keys().isdisjoint(node.blocks):
                 node.blocks = array("i", [moves.get(block, block) for block in node.blocks])
+
+    # -- the policy
+
+    def hint(self, hit: PrefixHit, hint: Hint) -> int:
+        hit = self._current(hit)
+        if not hit.num_blocks or ((hint.ended or hint.superseded) and hit.node.end > hit.num_blocks):
+            return 0
+        return hint_path(self._leaves, hit.node, hint, self._clock.now())
+
+    def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
+        self._leaves.swap(factory)
 
     # -- inside: hits and pins
 

@@ -1,0 +1,103 @@
+"""The rows of an evaluation as tables for a terminal and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from sagellm.benchmarks._results import Environment, figure, table
+from sagellm.benchmarks.lifetime.lengths import LengthRow
+from sagellm.benchmarks.lifetime.reuse import ReuseRow
+
+FORMAT = "sagellm.bench.lifetime/1"
+LENGTH_COLUMNS = (
+    "workload", "predictor", "requests", "MAE", "to constant", "within 10 %", "rank corr.", "in 10-90 %",
+    "answered", "MAE answered", "predict µs", "update µs",
+)  # fmt: skip
+REUSE_COLUMNS = (
+    "workload", "asked", "predictor", "cases", "reused", "AUC", "Brier", "Brier of base rate", "skill",
+    "calibration", "accuracy", "of 'never'", "predict µs", "mean", "update µs", "mean",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class LifetimeReport:
+    """What was evaluated so far; `splits`: how each workload was split."""
+
+    environment: Environment
+    settings: Mapping[str, Any]
+    splits: dict[str, str] = field(default_factory=dict)
+    lengths: list[LengthRow] = field(default_factory=list)
+    reuse: list[ReuseRow] = field(default_factory=list)
+
+    def tables(self) -> list[Table]:
+        part = self.settings["part"]
+        made = []
+        if self.lengths:
+            title = f"output length, {part} part, asked after {self.settings['after']} tokens"
+            made.append(table(title, LENGTH_COLUMNS, map(_length_cells, self.lengths), 2))
+        if self.reuse:
+            made.append(table(f"block reuse, {part} part", REUSE_COLUMNS, map(_reuse_cells, self.reuse), 3))
+        return made
+
+    def as_json(self) -> dict[str, Any]:
+        """Begins with the format; every row with all its figures, also those that the tables leave out."""
+        return {
+            "format": FORMAT,
+            "environment": asdict(self.environment),
+            "settings": dict(self.settings),
+            "splits": self.splits,
+            "lengths": [asdict(row) for row in self.lengths],
+            "reuse": [asdict(row) for row in self.reuse],
+        }
+
+
+def _length_cells(row: LengthRow) -> Sequence[str]:
+    score = row.score
+    return (
+        row.workload,
+        row.predictor,
+        f"{score.num_samples:,}",
+        figure(score.mae),
+        f"{100 * row.against_constant:+.1f} %",
+        _percent(score.within_10_percent),
+        f"{score.rank_correlation:+.2f}",
+        _percent(score.inside_80),
+        _percent(score.answered),
+        "" if score.mae_answered is None else figure(score.mae_answered),
+        _optional(row.predict_us),
+        _optional(row.update_us),
+    )
+
+
+def _reuse_cells(row: ReuseRow) -> Sequence[str]:
+    score = row.score
+    return (
+        row.workload,
+        row.moment,
+        row.predictor,
+        f"{score.num_samples:,}",
+        _percent(score.base_rate),
+        f"{score.auc:.3f}",
+        f"{score.brier:.4f}",
+        f"{score.brier_of_base_rate:.4f}",
+        f"{100 * score.skill:+.1f} %",
+        f"{score.calibration_error:.3f}",
+        _percent(score.accuracy),
+        _percent(score.accuracy_of_never),
+        _optional(row.predict_us),
+        _optional(row.predict_mean_us),
+        _optional(row.update_us),
+        _optional(row.update_mean_us),
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def _optional(value: float | None) -> str:
+    return "" if value is None else figure(value)

@@ -1,0 +1,99 @@
+"""`BlockTrace`: a trace as replay needs it, every prompt a list of numbered blocks."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+
+from sagellm.benchmarks.replay.replayer import infinite
+from sagellm.benchmarks.traces import Trace, TraceRequest, block_size
+from sagellm.core.errors import ConfigError
+from sagellm.core.types import TOKEN_BYTES, Namespace, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTrace:
+    """Requests whose ids are numbers of blocks of `block_tokens` tokens, equal where all up to the
+    block's end is equal.
+
+    `num_blocks`: of all prompts, partial last ones included; `num_unique`: different ones, those of two
+    namespaces counted twice. `bound`: hits of each request in a cache that never evicts. `across_namespaces`:
+    whether equal numbers of two namespaces mean equal blocks.
+    """
+
+    name: str
+    format: str
+    sha256: str
+    block_tokens: int
+    requests: tuple[TraceRequest, ...]
+    num_blocks: int
+    num_unique: int
+    bound: array[int]
+    across_namespaces: bool
+
+    @property
+    def infinite_ratio(self) -> float:
+        """What a cache that never evicts finds, of all blocks."""
+        return sum(self.bound) / self.num_blocks
+
+    @property
+    def longest(self) -> int:
+        """Blocks of the longest prompt."""
+        return max(len(request.ids) for request in self.requests)
+
+    def bound_at(self, capacity: int) -> array[int]:
+        """As `bound`, for prompts that are cut to `capacity` blocks."""
+        return self.bound if capacity >= self.longest else infinite(self.requests, capacity)
+
+
+def block_trace(trace: Trace, block_tokens: int | None = None) -> BlockTrace:
+    """Number the blocks; `block_tokens` is the size of a block where the trace holds tokens, by default 16.
+
+    Raises `ConfigError` where the trace has lengths only.
+    """
+    size = block_size(trace, block_tokens)
+    numbered = _by_tokens(trace, size) if trace.block_tokens == 1 else _by_ids(trace)
+    requests = tuple(
+        replace(request, ids=ids, meta={}) for request, ids in zip(trace.requests, numbered, strict=True)
+    )
+    unique: defaultdict[Namespace, set[int]] = defaultdict(set)
+    for request in requests:
+        unique[request.namespace].update(request.ids)
+    num_blocks = sum(len(request.ids) for request in requests)
+    if not num_blocks:
+        raise ConfigError(
+            f"trace {trace.name!r} ({trace.format}) says how long prompts are, not what they share: replay "
+            "needs block ids or tokens, as in the formats sagellm, mooncake, coding_agents and lmcache_agents"
+        )
+    return BlockTrace(
+        name=trace.name,
+        format=trace.format,
+        sha256=trace.sha256,
+        block_tokens=size,
+        requests=requests,
+        num_blocks=num_blocks,
+        num_unique=sum(map(len, unique.values())),
+        bound=infinite(requests),
+        across_namespaces=trace.block_tokens == 1,
+    )
+
+
+def _by_ids(trace: Trace) -> Iterator[Tokens]:
+    """Ids are comparable within a namespace alone: of two namespaces no number is equal."""
+    numbers: defaultdict[tuple[Hashable, int], int] = defaultdict(itertools.count().__next__)
+    for request in trace.requests:
+        above: Hashable = request.namespace
+        yield Tokens([above := numbers[above, one] for one in request.ids])
+
+
+def _by_tokens(trace: Trace, size: int) -> Iterator[Tokens]:
+    """Tokens mean the same in all namespaces."""
+    numbers: defaultdict[tuple[int, bytes], int] = defaultdict(itertools.count().__next__)
+    step = size * TOKEN_BYTES
+    for request in trace.requests:
+        data, above = request.ids.tobytes(), -1
+        starts = range(0, len(data), step)
+        yield Tokens([above := numbers[above, data[start : start + step]] for start in starts])

@@ -1,0 +1,113 @@
+"""The offline optimum: hits of a cache that knows the future, the bound for every policy.
+
+Evict the block whose next use is furthest, deeper first on ties (Belady 1966, on prefixes: a prefix is used
+whenever what is behind it is, so tails go before heads). Works on runs of blocks with one next use, not on
+single blocks, so a trace of millions of blocks takes seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sagellm.benchmarks.traces.record import TraceRequest
+from sagellm.core.types import Namespace
+
+NEVER = 1 << 62
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Blocks `[start, stop)` of a path with one next use, of which those before `kept` are resident."""
+
+    start: int
+    stop: int
+    next_use: int
+    owner: int
+    kept: int
+
+
+def optimum(requests: Sequence[TraceRequest], capacity: int) -> list[int]:
+    """Hit blocks of each request, in order. A request longer than `capacity` blocks is cut to it."""
+    lengths = [min(capacity, len(request.ids)) for request in requests]
+    runs = _runs(requests, lengths)
+    arriving: list[list[_Run]] = [[] for _ in requests]
+    heap: list[tuple[int, int, int, _Run]] = []
+    hits: list[int] = []
+    used = serial = 0
+    for number, length in enumerate(lengths):
+        hits.append(_leading(arriving[number]))
+        for run in arriving[number]:
+            used -= run.kept - run.start
+            run.kept = run.start
+        arriving[number] = []
+        for run in runs[number]:
+            serial += 1
+            heapq.heappush(heap, (-run.next_use, -run.start, serial, run))
+            if run.next_use != NEVER:
+                arriving[run.next_use].append(run)
+        used += length
+        used -= _evict(heap, used - capacity, number)
+    return hits
+
+
+def _evict(heap: list[tuple[int, int, int, _Run]], num_blocks: int, current: int) -> int:
+    """Drop so many blocks, none of them of the current request."""
+    missing, own = num_blocks, []
+    while missing > 0:
+        entry = heapq.heappop(heap)
+        run = entry[3]
+        if run.owner == current:
+            own.append(entry)
+            continue
+        take = min(missing, run.kept - run.start)
+        run.kept -= take
+        missing -= take
+        if run.kept > run.start:
+            heapq.heappush(heap, entry)
+    for entry in own:
+        heapq.heappush(heap, entry)
+    return max(0, num_blocks)
+
+
+def _leading(runs: list[_Run]) -> int:
+    """Blocks of the leading run that are resident."""
+    position = 0
+    for run in sorted(runs, key=lambda run: run.start):
+        if run.start != position:
+            break
+        position = run.kept
+        if run.kept < run.stop:
+            break
+    return position
+
+
+def _runs(requests: Sequence[TraceRequest], lengths: Sequence[int]) -> list[list[_Run]]:
+    """The path of each request, cut where the next use of its blocks changes."""
+    later: dict[Namespace, dict[int, int]] = {}
+    made: list[list[_Run]] = [[] for _ in requests]
+    for number in range(len(requests) - 1, -1, -1):
+        request, length = requests[number], lengths[number]
+        seen = later.setdefault(request.namespace, {})
+        ids = request.ids.slice(0, length)
+        uses = [seen.get(block, NEVER) for block in ids]
+        start = 0
+        while start < length:
+            stop, next_use = _same_to(uses, start, length), uses[start]
+            made[number].append(_Run(start, stop, next_use, number, stop))
+            start = stop
+        seen.update(dict.fromkeys(ids, number))
+    return made
+
+
+def _same_to(uses: Sequence[int], start: int, length: int) -> int:
+    """The end of the stretch of equal values that begins at `start`; they never fall, so halving finds it."""
+    low, high = start + 1, length
+    while low < high:
+        middle = (low + high) // 2
+        if uses[middle] == uses[start]:
+            low = middle + 1
+        else:
+            high = middle
+    return low

@@ -1,0 +1,77 @@
+"""Replay: a trace's requests through the real prefix index with a policy, no tensors, no service time.
+
+Rules: cold start; a hit is the leading run of cached blocks; what is missing is inserted at once, evicting
+exactly that much, never the request's own; a request longer than the capacity is cut to it; outputs are not
+inserted.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sagellm.benchmarks.traces.record import TraceRequest
+from sagellm.core.clock import ManualClock
+from sagellm.core.protocols.eviction import Use
+from sagellm.core.protocols.prefix_cache import MissCounts, MissObserver, PrefixReuseIndex
+from sagellm.core.types import Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Hit blocks of each request, evicted blocks in all, and seconds of CPU time of this thread; where causes
+    were asked for, the missing blocks of each request."""
+
+    hits: array[int]
+    num_evicted: int
+    cpu_s: float
+    misses: tuple[MissCounts, ...] = ()
+
+
+def replay(
+    requests: Sequence[TraceRequest],
+    index: PrefixReuseIndex,
+    clock: ManualClock,
+    capacity: int,
+    causes: MissObserver | None = None,
+) -> Replayed:
+    """Drive an empty index of block size 1, whose clock is `clock`, with the trace. `causes` is told of each
+    request, and takes most of the time then."""
+    longest = max((len(request.ids) for request in requests), default=0)
+    ids = array("i", bytes(4 * min(longest, capacity)))  # nobody asks which block it is
+    hits, num_evicted = array("i"), 0
+    misses: list[MissCounts] = []
+    began_s = time.thread_time()
+    for request in requests:
+        tokens = request.ids
+        if len(tokens) > capacity:
+            tokens = Tokens(tokens.slice(0, capacity))
+        clock.advance(max(0.0, request.time_s - clock.now()))
+        hit = index.pin(index.lookup(tokens, request.namespace))
+        hits.append(hit.num_blocks)
+        if causes is not None:
+            misses.append(causes.observe(index, tokens, request.namespace, hit.num_blocks))
+        short = index.num_cached + len(tokens) - hit.num_blocks - capacity
+        if short > 0:
+            index.evict(short)
+            num_evicted += short
+        if hit.num_blocks < len(tokens):
+            whole = index.insert(tokens, ids[: len(tokens)], request.namespace, pin=True).hit
+            index.unpin(hit)
+            hit = whole
+        index.unpin(hit, Use(request.num_output_tokens, hits[-1]))
+    return Replayed(hits, num_evicted, time.thread_time() - began_s, tuple(misses))
+
+
+def infinite(requests: Sequence[TraceRequest], capacity: int | None = None) -> array[int]:
+    """Hit blocks of each request in a cache that never evicts: no policy can have more."""
+    seen: dict[object, set[int]] = {}
+    hits = array("i")
+    for request in requests:
+        known = seen.setdefault(request.namespace, set())
+        ids = request.ids.slice(0, capacity)
+        hits.append(next((n for n, block in enumerate(ids) if block not in known), len(ids)))
+        known.update(ids)
+    return hits

@@ -1,0 +1,132 @@
+"""What the formats share: their contract, ids that fit into int32, and fields that are checked."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, TextIO
+
+from sagellm.benchmarks.traces.record import Trace, TraceRequest
+from sagellm.core.types import Namespace, Tokens
+
+
+class BrokenLineError(ValueError):
+    """A line that its format cannot read; the message says why."""
+
+
+class IdTooLargeError(Exception):
+    """An id that is no int32 while ids are taken as they are."""
+
+
+class TraceFormat(Protocol):
+    """Reads the lines of one file, in order; a new one is made for each file.
+
+    `block_tokens` and `title` (the trace's own name, if any) are final after the last line. With `from_zero`,
+    times are shifted so that the earliest is 0.
+    """
+
+    block_tokens: int
+    title: str | None
+    from_zero: bool
+
+    def recognises(self, line: str, record: Mapping[str, Any] | None) -> bool:
+        """Whether a file of this format can hold this line; `record` is the line as a JSON object, if it is
+        one."""
+        ...
+
+    def parse(self, line_number: int, line: str, ids: IdMap) -> Iterable[TraceRequest]:
+        """The requests of a line, none for a header. Raises `BrokenLineError`, and then gives none."""
+        ...
+
+
+class TraceWriter(Protocol):
+    """What a format has that can also be written."""
+
+    def write(self, trace: Trace, out: TextIO) -> None: ...
+
+
+class IdMap:
+    """Ids of a file as int32. As they are, or, with `renumber`, by a dictionary for each namespace that gives
+    consecutive ints in order of appearance."""
+
+    def __init__(self, *, renumber: bool = False) -> None:
+        self._tables: defaultdict[Namespace, defaultdict[Any, int]] | None = None
+        if renumber:
+            self._tables = defaultdict(_numbering)
+
+    def tokens(self, ids: Any, namespace: Namespace, name: str = "hash_ids") -> Tokens:
+        """Raises `BrokenLineError` for anything but a list of whole numbers, `IdTooLargeError` where one does
+        not fit and ids are taken as they are."""
+        if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
+            raise BrokenLineError(f"{name} must be a list of whole numbers")
+        if self._tables is not None:
+            table = self._tables[namespace]
+            return Tokens([table[one] for one in ids])
+        try:
+            return Tokens(ids)
+        except OverflowError as error:
+            raise IdTooLargeError from error
+
+    def number(self, key: Any, namespace: Namespace) -> int:
+        """A consecutive int for any hashable key: for content that has no id of its own."""
+        if self._tables is None:
+            self._tables = defaultdict(_numbering)
+        return self._tables[namespace][key]
+
+
+def _numbering() -> defaultdict[Any, int]:
+    return defaultdict(itertools.count().__next__)
+
+
+def json_object(line: str) -> dict[str, Any]:
+    """The line as a JSON object; raises `BrokenLineError`."""
+    try:
+        value = json.loads(line)
+    except RecursionError as error:
+        raise BrokenLineError("JSON that is nested too deeply") from error
+    except ValueError as error:
+        raise BrokenLineError(f"no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BrokenLineError(f"must be a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def whole(record: Mapping[str, Any], name: str) -> int:
+    """A field that is a whole number from 0 on."""
+    value = required(record, name)
+    if type(value) is not int or value < 0:
+        raise BrokenLineError(f"{name} must be a whole number from 0 on, got {brief(value)}")
+    return value
+
+
+def number(record: Mapping[str, Any], name: str) -> float:
+    """A field that is a finite number."""
+    value = required(record, name)
+    try:
+        if type(value) in (int, float) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # a whole number that no float holds
+        pass
+    raise BrokenLineError(f"{name} must be a finite number, got {brief(value)}")
+
+
+def text(record: Mapping[str, Any], name: str) -> str:
+    value = required(record, name)
+    if not isinstance(value, str):
+        raise BrokenLineError(f"{name} must be a text, got {brief(value)}")
+    return value
+
+
+def required(record: Mapping[str, Any], name: str) -> Any:
+    if name not in record:
+        raise BrokenLineError(f"{name} is missing; the line has {', '.join(record) or 'nothing'}")
+    return record[name]
+
+
+def brief(value: Any) -> str:
+    """The value as a message shows it."""
+    shown = repr(value)
+    return shown if len(shown) <= 40 else f"{shown[:37]}..."

@@ -1,0 +1,117 @@
+"""Coding-agent sessions recorded through a proxy: one session per line, sub-agents nested in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from sagellm.benchmarks.traces._parsing import (
+    BrokenLineError,
+    IdMap,
+    brief,
+    json_object,
+    number,
+    required,
+    whole,
+)
+from sagellm.benchmarks.traces.record import TraceRequest
+from sagellm.core.errors import ConfigError
+from sagellm.core.types import Namespace
+
+META = ("type", "model", "input_types", "output_types", "stop", "think_time", "api_time", "ttft")
+
+
+class CodingAgentsFormat:
+    """Places sessions, which have no absolute time, uniformly over `span_s` seconds, and keeps each
+    `every`-th block id (the last of each `every`), so that a block stands for `every` times the file's size.
+
+    The start is drawn once per line, in the order of the file (`numpy.random.default_rng(seed)`), also for a
+    line that is broken. A sub-agent starts `duration_ms` before its `t`; where that is missing, as long
+    before as its last nested `t` says. Ids are of local scope: a session is a namespace.
+    """
+
+    title = None
+    from_zero = False
+
+    def __init__(self, every: int = 8, span_s: float = 14_400.0, seed: int = 0) -> None:
+        if every < 1 or not span_s >= 0 or seed < 0:
+            raise ConfigError(
+                f"every must be at least 1, span_s and seed at least 0; got {every}, {span_s} and {seed}"
+            )
+        self.block_tokens = 0
+        self._every = every
+        self._span_s = span_s
+        self._seed = seed
+        self._random: Any = None
+        self._sessions: set[str] = set()
+
+    def recognises(self, line: str, record: Mapping[str, Any] | None) -> bool:
+        return record is not None and {"block_size", "requests", "hash_id_scope"} <= record.keys()
+
+    def parse(self, line_number: int, line: str, ids: IdMap) -> Iterable[TraceRequest]:
+        start_s = self._draw()
+        record = json_object(line)
+        self._check_block_size(whole(record, "block_size"))
+        session = self._session(str(required(record, "id")), line_number)
+        local = record.get("hash_id_scope", "local") == "local"
+        namespace = Namespace(tenant=session if local else "")
+        return list(self._requests(record, start_s, session, namespace, ids))
+
+    def _requests(
+        self, record: Mapping[str, Any], start_s: float, session: str, namespace: Namespace, ids: IdMap
+    ) -> Iterator[TraceRequest]:
+        for one in _nested(record):
+            if one.get("type") == "subagent":
+                yield from self._requests(one, _start_of(one, start_s), session, namespace, ids)
+            else:
+                yield TraceRequest(
+                    time_s=start_s + number(one, "t"),
+                    ids=ids.tokens(self._kept(required(one, "hash_ids")), namespace),
+                    namespace=namespace,
+                    num_input_tokens=whole(one, "in"),
+                    num_output_tokens=whole(one, "out"),
+                    session=session,
+                    meta={name: one[name] for name in META if name in one}
+                    | ({"subagent": True} if record.get("type") == "subagent" else {}),
+                )
+
+    def _kept(self, ids: Any) -> Any:
+        return ids[self._every - 1 :: self._every] if isinstance(ids, list) else ids
+
+    def _draw(self) -> float:
+        if self._random is None:
+            import numpy as np
+
+            self._random = np.random.default_rng(self._seed)
+        return float(self._random.uniform(0.0, self._span_s))
+
+    def _check_block_size(self, block_size: int) -> None:
+        size = block_size * self._every
+        if size < 1 or size != (self.block_tokens or size):
+            raise BrokenLineError(f"block_size {block_size}: all lines have the same, from 1 on")
+        self.block_tokens = size
+
+    def _session(self, name: str, line: int) -> str:
+        """Two lines are two sessions, whatever they are called."""
+        unique = name if name not in self._sessions else f"{name} (line {line})"
+        self._sessions.add(unique)
+        return unique
+
+
+def _start_of(subagent: Mapping[str, Any], start_s: float) -> float:
+    """When a sub-agent of a session that began at `start_s` began."""
+    end_s = start_s + number(subagent, "t")
+    if subagent.get("duration_ms") is not None:
+        return end_s - number(subagent, "duration_ms") / 1000
+    nested = _nested(subagent)
+    return end_s - (number(nested[-1], "t") if nested else 0.0)
+
+
+def _nested(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    nested = required(record, "requests")
+    if not isinstance(nested, list) or not all(isinstance(one, dict) for one in nested):
+        raise BrokenLineError(f"requests must be a list of JSON objects, got {brief(nested)}")
+    return nested
+
+
+PLUGIN = CodingAgentsFormat

@@ -1,0 +1,208 @@
+"""`read_trace`: any file of a known format, compressed or not, as a `Trace`."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib
+import io
+import itertools
+import lzma
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from sagellm.benchmarks.traces._parsing import (
+    BrokenLineError,
+    IdMap,
+    IdTooLargeError,
+    TraceFormat,
+    json_object,
+)
+from sagellm.benchmarks.traces.record import BadLine, Trace, TraceRequest
+from sagellm.core.errors import ConfigError
+from sagellm.core.registry import registry
+
+KIND = "trace_format"
+OnError = Literal["skip", "fail"]
+COMPRESSIONS: Mapping[str, bytes] = {
+    ".xz": b"\xfd7zXZ\x00",
+    ".gz": b"\x1f\x8b",
+    ".zst": b"\x28\xb5\x2f\xfd",
+}
+"""Suffixes, and the bytes that files so compressed begin with."""
+DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error)
+NUM_GUESSING_LINES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One line of bytes; `damage`: the file cannot be read any further, and this is no line."""
+
+    number: int
+    data: bytes
+    damage: str = ""
+
+
+def read_trace(
+    path: str | Path,
+    format: str | None = None,  # noqa: A002 - the field's word
+    *,
+    on_error: OnError = "fail",
+    **options: Any,
+) -> Trace:
+    """The requests of a file, in order of time.
+
+    `format` is a registered name, by default the one that recognises the first lines; `options` are that
+    format's. Files compressed with xz, gzip or zstd are read as they are. Empty lines hold nothing. A broken
+    line raises `ConfigError` with its number, or is skipped and listed in `skipped`. Ids that are no int32
+    are replaced by consecutive ints, all ids of the file then; equal ids stay equal.
+    """
+    if on_error not in ("skip", "fail"):
+        raise ConfigError(f"on_error {on_error!r}: 'skip' or 'fail'")
+    try:
+        return _read(Path(path), format, options, IdMap(), skip=on_error == "skip")
+    except IdTooLargeError:
+        return _read(Path(path), format, options, IdMap(renumber=True), skip=on_error == "skip")
+
+
+def _read(path: Path, name: str | None, options: Mapping[str, Any], ids: IdMap, *, skip: bool) -> Trace:
+    sha = hashlib.sha256()
+    with opened(path) as stream:
+        lines: Iterable[_Line] = _lines(stream, sha)
+        if name is None:
+            first = list(itertools.islice(lines, NUM_GUESSING_LINES))
+            name, lines = guess_format(path, first), itertools.chain(first, lines)
+        reader: TraceFormat = registry(KIND).create(name, **options)
+        requests, skipped = _parse(path, lines, reader, ids, skip=skip)
+    if not requests and not skipped:
+        raise ConfigError(f"{path} holds no request")
+    return Trace(
+        name=reader.title or title(path),
+        format=name,
+        block_tokens=reader.block_tokens,
+        requests=_in_order(requests, from_zero=reader.from_zero),
+        sha256=sha.hexdigest(),
+        skipped=tuple(skipped),
+    )
+
+
+def _parse(
+    path: Path, lines: Iterable[_Line], reader: TraceFormat, ids: IdMap, *, skip: bool
+) -> tuple[list[TraceRequest], list[BadLine]]:
+    requests: list[TraceRequest] = []
+    skipped: list[BadLine] = []
+    for line in lines:
+        try:
+            requests += list(reader.parse(line.number, _text(line), ids))
+        except BrokenLineError as error:
+            if not skip:
+                raise ConfigError(
+                    f"{path}, line {line.number}: {error} (on_error 'skip' leaves such lines out)"
+                ) from error
+            skipped.append(BadLine(line.number, str(error)))
+    return requests, skipped
+
+
+def _text(line: _Line) -> str:
+    if line.damage:
+        raise BrokenLineError(line.damage)
+    try:
+        return line.data.decode("utf-8-sig" if line.number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise BrokenLineError(f"no UTF-8 text: {error.reason}") from error
+
+
+def _in_order(requests: list[TraceRequest], *, from_zero: bool) -> tuple[TraceRequest, ...]:
+    start = min((request.time_s for request in requests), default=0.0) if from_zero else 0.0
+    if start:
+        requests = [replace(request, time_s=request.time_s - start) for request in requests]
+    return tuple(sorted(requests, key=lambda request: request.time_s))
+
+
+def guess_format(path: Path, lines: Iterable[_Line]) -> str:
+    """The one format that recognises one of the lines; raises `ConfigError` with the names."""
+    known, problem = registry(KIND), "no known format has such lines"
+    for line in lines:
+        try:
+            content = _text(line)
+        except BrokenLineError as error:
+            problem = f"line {line.number}: {error}"
+            continue
+        found = [name for name in known.names() if known.create(name).recognises(content, _object(content))]
+        if len(found) == 1:
+            return found[0]
+    raise ConfigError(f"{path}: {problem}; name the format, one of {', '.join(known.names())}")
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        return json_object(line)
+    except BrokenLineError:
+        return None
+
+
+def _lines(stream: Iterable[bytes], sha: Any) -> Iterator[_Line]:
+    """Lines that hold something, numbered; the last may say that the file is damaged."""
+    number = 0
+    try:
+        for number, data in enumerate(stream, 1):
+            sha.update(data)
+            if data.strip():
+                yield _Line(number, data)
+    except DAMAGE as error:
+        yield _Line(number + 1, b"", f"the file cannot be read from here on: {error}")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Iterable[bytes]]:
+    """The decompressed lines of a file, told by its first bytes; raises `ConfigError` naming the file."""
+    try:
+        raw = path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from error
+    with raw:
+        head = raw.peek(6)
+        if head.startswith(COMPRESSIONS[".xz"]):
+            with lzma.open(raw) as unpacked:
+                yield unpacked
+        elif head.startswith(COMPRESSIONS[".gz"]):
+            with gzip.open(raw) as unpacked_gzip:
+                yield unpacked_gzip
+        elif head.startswith(COMPRESSIONS[".zst"]):
+            yield _zstd_lines(raw, _zstandard(path))
+        else:
+            yield raw
+
+
+def _zstd_lines(raw: IO[bytes], zstandard: Any) -> Iterator[bytes]:
+    """Unpacked at once: the package's own stream says nothing when a file ends too early."""
+    data, parts, ended = raw.read(), [], True
+    try:
+        while data:
+            frame = zstandard.ZstdDecompressor().decompressobj()
+            parts.append(frame.decompress(data))
+            data, ended = frame.unused_data, frame.eof
+    except zstandard.ZstdError as error:
+        raise OSError(str(error)) from error
+    yield from io.BytesIO(b"".join(parts))
+    if not ended:
+        raise EOFError("the compressed data end too early")
+
+
+def _zstandard(path: Path) -> Any:
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} is compressed with zstd: pip install zstandard, or unpack it first"
+        ) from error
+
+
+def title(path: Path) -> str:
+    """The file's name without the suffixes of compression and format."""
+    name = path.name.removesuffix(path.suffix) if path.suffix in COMPRESSIONS else path.name
+    return name.removesuffix(Path(name).suffix) or path.name

@@ -1,0 +1,121 @@
+"""What a trace holds, in figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rich.table import Table
+
+from sagellm.benchmarks._results import table
+from sagellm.benchmarks.traces.blocks import block_ids, block_size
+from sagellm.benchmarks.traces.record import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """Counts of one trace.
+
+    `blocks` are those of all prompts, partial last ones included, of `block_tokens` tokens each;
+    `infinite_cache_ratio` is the share of them that a cache which never evicts would find: the leading run of
+    a prompt's blocks that earlier prompts had. Both, and `unique_blocks`, are None where the trace has
+    lengths only. `tenants`: requests of each, if they are named.
+    """
+
+    name: str
+    format: str
+    sha256: str
+    requests: int
+    skipped: int
+    span_s: float
+    sessions: int
+    namespaces: int
+    tenants: dict[str, int]
+    input_tokens: int
+    output_tokens: int
+    median_input_tokens: float
+    median_output_tokens: float
+    longest_input_tokens: int
+    block_tokens: int
+    blocks: int | None
+    unique_blocks: int | None
+    infinite_cache_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Blocks of all prompts, how many of them are different, and how many an infinite cache would find."""
+
+    blocks: int
+    unique: int
+    found: int
+
+
+def reuse(trace: Trace, block_tokens: int | None = None) -> Reuse:
+    """`block_tokens` as for `block_size`. A request finds nothing of its own."""
+    blocks = unique = found = 0
+    for ids in block_ids(trace, block_tokens):
+        blocks += len(ids)
+        found += _leading_run(ids, unique)
+        unique = max(unique, max(ids, default=-1) + 1)
+    return Reuse(blocks, unique, found)
+
+
+def _leading_run(ids: Sequence[int], known: int) -> int:
+    """How many of the first ids were numbered before: numbers are given in order of appearance."""
+    return next((count for count, one in enumerate(ids) if one >= known), len(ids))
+
+
+def summarize(trace: Trace, block_tokens: int | None = None) -> TraceSummary:
+    """The counts; `block_tokens` is the size of a block where the trace holds tokens, by default 16."""
+    requests = trace.requests
+    counts = reuse(trace, block_tokens)
+    has_ids = counts.blocks > 0
+    inputs = [request.num_input_tokens for request in requests]
+    outputs = [request.num_output_tokens for request in requests]
+    return TraceSummary(
+        name=trace.name,
+        format=trace.format,
+        sha256=trace.sha256,
+        requests=len(requests),
+        skipped=len(trace.skipped),
+        span_s=requests[-1].time_s - requests[0].time_s if requests else 0.0,
+        sessions=len({request.session for request in requests} - {None}),
+        namespaces=len({request.namespace for request in requests}),
+        tenants=dict(Counter(request.tenant for request in requests if request.tenant)),
+        input_tokens=sum(inputs),
+        output_tokens=sum(outputs),
+        median_input_tokens=median(inputs) if inputs else 0.0,
+        median_output_tokens=median(outputs) if outputs else 0.0,
+        longest_input_tokens=max(inputs, default=0),
+        block_tokens=block_size(trace, block_tokens),
+        blocks=counts.blocks if has_ids else None,
+        unique_blocks=counts.unique if has_ids else None,
+        infinite_cache_ratio=counts.found / counts.blocks if has_ids else None,
+    )
+
+
+def as_table(summary: TraceSummary) -> Table:
+    """One line per figure."""
+    return table(f"trace {summary.name}", ("figure", "value"), _lines(summary), num_names=1)
+
+
+def _lines(summary: TraceSummary) -> list[tuple[str, str]]:
+    lines = []
+    for name, value in dataclasses.asdict(summary).items():
+        if name != "name" and value not in (None, {}, ""):
+            lines.append((name.replace("_", " "), _shown(name, value)))
+    return lines
+
+
+def _shown(name: str, value: object) -> str:
+    if name == "infinite_cache_ratio":
+        return f"{value:.2%}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {count:,}" for key, count in sorted(value.items()))
+    if isinstance(value, int | float):
+        return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
+    return str(value)

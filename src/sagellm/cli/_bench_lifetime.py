@@ -1,0 +1,53 @@
+"""`sagellm bench lifetime`: how well output lengths and block reuse are predicted."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+
+from sagellm.cli._options import command
+
+
+@command
+def lifetime(
+    traces: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", envvar="SAGELLM_TRACES", help="The folder that holds the traces."),
+    ] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this one; may be repeated; default: all.")
+    ] = None,
+    predictor: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Of lengths; may be repeated; default: statistical."),
+    ] = None,
+    part: Annotated[
+        str, typer.Option(metavar="PART", help="test; or validation, to choose settings by.")
+    ] = "test",
+    after: Annotated[int, typer.Option(metavar="N", help="Ask for lengths when N tokens are generated.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the results there as JSON.")
+    ] = None,
+) -> None:
+    """Predict output lengths and block reuse on traces, beside trivial baselines.
+
+    Predictors learn as they go, from what has ended by then. "to constant" compares with the best constant of
+    the same requests, "skill" with their base rate; neither can be known beforehand.
+    """
+    from sagellm.benchmarks._results import check_writable, console, environment, write_json
+    from sagellm.benchmarks.lifetime.run import NAMES, Plan, run
+
+    plan = Plan(tuple(workload or NAMES), tuple(predictor or ("statistical",)), cast("Any", part), after)
+    plan.check()
+    if out is not None:
+        check_writable(out)
+    with Console(stderr=True).status("") as status:
+        report = run(plan, traces, environment(datetime.now(UTC)), status.update)
+    for one in report.tables():
+        console().print(one)
+    if out is not None:
+        write_json(out, report.as_json())

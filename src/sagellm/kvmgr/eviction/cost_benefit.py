@@ -1,0 +1,86 @@
+"""Cost and benefit: keep what is dear to get back and often used, per block of memory.
+
+Source: Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy" (1998).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Self
+
+from sagellm.core.protocols.eviction import CostBenefitModel, Extent
+from sagellm.kvmgr.eviction._ageing import AgeingPolicy
+from sagellm.kvmgr.eviction._cost import PrefillCostModel
+
+CopiesOf = Callable[[Extent], Iterable[str]]
+
+
+class CostBenefitEvictionPolicy(AgeingPolicy):
+    """GDSF: age + uses x seconds to get the extent back / its blocks.
+
+    The seconds are those of the cheapest way: prefill at its position, or a transfer from one of the tiers
+    that `copies` names as holding it.
+    """
+
+    def __init__(
+        self,
+        *,
+        capacity: int | None = None,
+        model: CostBenefitModel | None = None,
+        copies: CopiesOf | None = None,
+    ) -> None:
+        super().__init__(capacity, ageing=True)
+        self._model: CostBenefitModel = PrefillCostModel() if model is None else model
+        self._copies = copies
+
+    def _worth(self, extent: Extent, uses: int) -> float:
+        seconds = self._model.recompute_s(extent)
+        if self._copies is not None:
+            for tier in self._copies(extent):
+                seconds = min(seconds, self._model.transfer_s(extent, tier))
+        return uses * seconds / extent.num_blocks
+
+    def _fresh(self) -> Self:
+        return type(self)(capacity=self._given_capacity, model=self._model, copies=self._copies)
+
+
+def chance_of_reuse(extent: Extent) -> float:
+    """Expected later uses, from nothing but the past: of u uses, each of the first u - 1 had a next one, and
+    the last one may: by the rule of succession u / (u + 1)."""
+    return extent.num_uses / (extent.num_uses + 1)
+
+
+class CostBenefitMigration:
+    """Implements `MigrationPolicy`: demote a victim where that saves seconds, else drop it.
+
+    The benefit of a tier is expected reuse x (seconds to recompute - seconds to bring back), less
+    `write_weight` x the seconds that the copy out takes: 1 where it holds up others, 0 where it runs beside
+    all work. The best tier with room for the whole extent wins, the first named of equals; 'drop' where
+    none has a benefit. A tier of infinite bandwidth is where the extent lies: choosing it means to keep.
+    """
+
+    def __init__(
+        self,
+        model: CostBenefitModel,
+        *,
+        expected_reuse: Callable[[Extent], float] = chance_of_reuse,
+        write_weight: float = 0.0,
+    ) -> None:
+        self._model = model
+        self._expected_reuse = expected_reuse
+        self._write_weight = write_weight
+
+    def decide(self, extent: Extent, *, tiers: Mapping[str, int]) -> str:
+        choice, most = "drop", 0.0
+        reuse, recompute_s = self._expected_reuse(extent), self._model.recompute_s(extent)
+        for tier, num_free in tiers.items():
+            if num_free < extent.num_blocks:
+                continue
+            transfer_s = self._model.transfer_s(extent, tier)
+            benefit_s = reuse * (recompute_s - transfer_s) - self._write_weight * transfer_s
+            if benefit_s > most:
+                choice, most = tier, benefit_s
+        return choice
+
+
+PLUGIN = CostBenefitEvictionPolicy

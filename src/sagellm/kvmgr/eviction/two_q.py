@@ -1,0 +1,76 @@
+"""2Q: what is new waits in a short FIFO; only what returns after it left there enters the LRU queue.
+
+Source: Johnson and Shasha, "2Q: A Low Overhead High Performance Buffer Management Replacement Algorithm"
+(VLDB 1994), the full version.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Self
+
+from sagellm.core.errors import ConfigError
+from sagellm.core.protocols.eviction import Extent
+from sagellm.kvmgr.eviction._ghosts import GhostQueue
+from sagellm.kvmgr.eviction._queue import Entry, ExtentQueue, recency
+from sagellm.kvmgr.eviction._queued import Note, QueuedPolicy
+
+
+class TwoQEvictionPolicy(QueuedPolicy):
+    """A1in, Am and A1out of the paper are `_new`, `_main` and `_ghosts`; `in_share` and `out_share` are their
+    sizes as parts of the capacity. A use within A1in changes nothing: it belongs to the first.
+    """
+
+    def __init__(
+        self, *, capacity: int | None = None, in_share: float = 0.25, out_share: float = 0.5
+    ) -> None:
+        super().__init__(capacity)
+        if not 0 <= in_share <= 1 or out_share < 0:
+            raise ConfigError(f"in_share {in_share} must be in 0..1, out_share {out_share} not negative")
+        self._in_share, self._out_share = in_share, out_share
+        self._new, self._main = ExtentQueue(), ExtentQueue()
+        self._ghosts = GhostQueue()
+        self._arrivals = itertools.count()
+
+    def _admit(self, extent: Extent, note: Note | None) -> None:
+        if note is not None:
+            queue, rank = note[0], note[1]
+        else:
+            queue = self._main if self._ghosts.pop(extent.key) else self._new
+            rank = next(self._arrivals)
+        self._put(extent, queue, recency(extent) if queue is self._main else rank)
+        self._ghosts.trim(int(self._out_share * self._capacity))
+
+    def _choose(self) -> ExtentQueue | None:
+        if self._new.live:
+            if not self._main.live or self._new.num_blocks > int(self._in_share * self._capacity):
+                return self._new
+        elif not self._main.live:
+            return None
+        return self._main
+
+    def _evicted(self, entry: Entry, queue: ExtentQueue) -> None:
+        if queue is self._new:
+            self._ghosts.add(entry[2].key, entry[3])
+            self._ghosts.trim(self._most_ghosts)
+
+    def _follow(self, parent: Extent, entry: Entry, queue: ExtentQueue) -> None:
+        self._put(parent, queue, recency(parent) if queue is self._main else entry[0])
+
+    def check(self) -> None:
+        super().check()
+        self._ghosts.check(self._most_ghosts)
+
+    @property
+    def _most_ghosts(self) -> float:
+        return (1 + self._out_share) * self._capacity
+
+    def _fresh(self) -> Self:
+        return type(self)(capacity=self._given_capacity, in_share=self._in_share, out_share=self._out_share)
+
+    def _queues(self) -> Sequence[ExtentQueue]:
+        return (self._new, self._main)
+
+
+PLUGIN = TwoQEvictionPolicy

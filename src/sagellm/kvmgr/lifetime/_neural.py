@@ -1,0 +1,142 @@
+"""What the neural length predictors share: what they look at, when they learn, and when they keep silent.
+
+A network corrects the statistical predictor: it gives, for each quantile, what to add to the logarithm of
+what the tables say. So it begins as good as they are, and only has to learn what they cannot see, above all
+what the prompt says. While its recent answers are no better than theirs, theirs are given.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import expm1, log1p
+from typing import Protocol
+
+from sagellm.core.protocols.lifetime import Prediction, PredictionRequest
+from sagellm.kvmgr.lifetime._outcomes import Bounded
+from sagellm.kvmgr.lifetime._quantiles import LEVELS, abstention, answer, pinball, prompt_length, room_of
+from sagellm.kvmgr.lifetime.statistical import StatisticalLifetimePredictor
+
+NUM_BUCKETS = 1024
+"""Token ids are taken modulo this less one; 0 stands for no token."""
+NUM_NUMBERS = 4 + len(LEVELS)
+NUM_OUTPUTS = len(LEVELS)
+LARGEST_LOG = 14.0
+"""Over a million tokens: no correction makes a length overflow."""
+FADE = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One look at a sequence. `tokens`: buckets of the prompt's end, at least one; `numbers`: `NUM_NUMBERS`
+    figures around 0 to 2; `base`: log(1 + remaining tokens) by quantile, as the tables say; `target`: the
+    same of what came."""
+
+    tokens: list[int]
+    numbers: list[float]
+    base: list[float]
+    target: float = 0.0
+
+
+class Network(Protocol):
+    """The learned part."""
+
+    def infer(self, example: Example) -> list[float]:
+        """log(1 + remaining tokens) at each of `LEVELS`, in any order."""
+        ...
+
+    def learn(self, batch: Sequence[Example]) -> None:
+        """One step down the quantile loss."""
+        ...
+
+
+@dataclass(slots=True)
+class _Look:
+    """A prediction until its sequence ends: what was seen, and what the tables and the network said of it."""
+
+    example: Example
+    length: int
+    of_tables: list[float]
+    of_network: list[float]
+
+
+class NeuralLifetimePredictor:
+    """A network over the statistical predictor.
+
+    A sequence that ends gives an example; `examples_per_step` of them make one step on `batch_size` examples
+    drawn from the last `memory`, so an update costs a step at most. Abstains until `warmup` sequences have
+    ended, and below `min_confidence`. `max_open` bounds what is remembered of open sequences.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        *,
+        window: int,
+        warmup: int,
+        seed: int,
+        max_open: int,
+        min_confidence: float,
+        memory: int = 8192,
+        batch_size: int = 32,
+        examples_per_step: int = 2,
+    ) -> None:
+        self._network = network
+        self._window, self._warmup, self._min_confidence = window, warmup, min_confidence
+        self._memory, self._batch_size, self._per_step = memory, batch_size, examples_per_step
+        self._tables = StatisticalLifetimePredictor(max_open=max_open)
+        self._open: Bounded[str, _Look] = Bounded(max_open)
+        self._random = random.Random(seed)
+        self._examples: list[Example] = []
+        self._num_seen = 0
+        self._loss_of_tables = self._loss_of_network = 0.0
+
+    def predict(self, request: PredictionRequest) -> Prediction:
+        room = float(room_of(request))
+        of_tables, _ = self._tables.remaining(request)
+        example = self._example(request, of_tables)
+        logs = sorted(min(LARGEST_LOG, max(0.0, value)) for value in self._network.infer(example))
+        of_network = [min(room, expm1(value)) for value in logs]
+        self._open.put(request.sequence_id, _Look(example, request.current_length, of_tables, of_network))
+        trusted = self._loss_of_network < self._loss_of_tables
+        remaining = of_network if trusted else of_tables
+        pace = self._tables.seconds_per_token
+        if self._num_seen < self._warmup:
+            return abstention(remaining, pace)
+        return answer(remaining, pace, self._min_confidence)
+
+    def update(self, sequence_id: str, actual_length: int, actual_time: float) -> None:
+        self._tables.update(sequence_id, actual_length, actual_time)
+        look = self._open.pop(sequence_id)
+        if look is None:
+            return
+        remaining = max(0, actual_length - look.length)
+        self._loss_of_tables = FADE * self._loss_of_tables + pinball(look.of_tables, remaining)
+        self._loss_of_network = FADE * self._loss_of_network + pinball(look.of_network, remaining)
+        self._keep(replace(look.example, target=log1p(remaining)))
+        self._num_seen += 1
+        if self._num_seen % self._per_step == 0:
+            chosen = [self._random.randrange(len(self._examples)) for _ in range(self._batch_size)]
+            self._network.learn([self._examples[place] for place in chosen])
+
+    def _keep(self, example: Example) -> None:
+        if len(self._examples) < self._memory:
+            self._examples.append(example)
+        else:
+            self._examples[self._num_seen % self._memory] = example
+
+    def _example(self, request: PredictionRequest, of_tables: Sequence[float]) -> Example:
+        prompt = prompt_length(request)
+        base = [log1p(value) for value in of_tables]
+        previous = self._tables.previous_output(request.session_id)
+        numbers = [
+            log1p(prompt) / 8,
+            log1p(max(0, request.current_length - prompt)) / 8,
+            0.0 if previous is None else log1p(previous) / 8,
+            1.0 if previous is None else 0.0,
+            *(value / 8 for value in base),
+        ]
+        recent = request.token_ids[-self._window :]
+        tokens = [1 + token % (NUM_BUCKETS - 1) for token in recent] or [0]
+        return Example(tokens, numbers, base)

@@ -1,0 +1,86 @@
+"""Length prediction with a small Transformer over the last tokens, learning online from what ended."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sagellm.kvmgr.lifetime._neural import NUM_BUCKETS, NeuralLifetimePredictor
+from sagellm.kvmgr.lifetime.lstm import Head, TorchNetwork, last_and_sum
+
+WIDTH, NUM_HEADS, NUM_BLOCKS = 32, 2, 1
+LEARNING_RATE = 2e-3
+UNSEEN = -1e9
+
+
+class _Block(nn.Module):
+    """Attention in both directions, then a network per token; normalised before each (Xiong et al. 2020)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_attention, self.before_network = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+        self.merge = nn.Linear(WIDTH, WIDTH)
+        self.widen, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """`x` [b, n, width] -> the same; `mask` [b, 1, 1, n] is added to the scores."""
+        b, n, _ = x.shape
+        heads = self.project(self.before_attention(x)).view(b, n, 3, NUM_HEADS, WIDTH // NUM_HEADS)
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.merge(seen.transpose(1, 2).reshape(b, n, WIDTH))
+        out: torch.Tensor = x + self.narrow(torch.relu(self.widen(self.before_network(x))))
+        return out
+
+
+class TransformerNet(nn.Module):
+    """Tokens with learned places counted from the prompt's end; the last state, and the sum of all, which
+    can count."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(NUM_BUCKETS, WIDTH, padding_idx=0)
+        self.place = nn.Embedding(window, WIDTH)
+        self.blocks = nn.ModuleList(_Block() for _ in range(NUM_BLOCKS))
+        self.head = Head(2 * WIDTH)
+
+    def forward(self, tokens: torch.Tensor, lengths: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """`tokens` [b, n] buckets, padded with 0 at the end; `lengths` [b]; `numbers` [b, f] -> [b,
+        quantiles]."""
+        b, n = tokens.shape
+        from_end = lengths[:, None] - 1 - torch.arange(n)
+        x = self.embed(tokens) + self.place(from_end.clamp(min=0))
+        mask = None if b == 1 else torch.where((from_end >= 0).view(b, 1, 1, n), 0.0, UNSEEN)
+        for block in self.blocks:
+            x = block(x, mask)
+        out: torch.Tensor = self.head(last_and_sum(x, lengths), numbers)
+        return out
+
+
+class TransformerLifetimePredictor(NeuralLifetimePredictor):
+    """A Transformer (Vaswani et al. 2017) of one block over the last `window` tokens of the prompt,
+    correcting the statistical predictor. Runs on one CPU thread's worth of work."""
+
+    def __init__(
+        self,
+        window: int = 64,
+        warmup: int = 32,
+        seed: int = 0,
+        max_open: int = 65536,
+        min_confidence: float = 0.1,
+        examples_per_step: int = 2,
+    ) -> None:
+        super().__init__(
+            TorchNetwork(lambda: TransformerNet(window), seed, LEARNING_RATE),
+            window=window,
+            warmup=warmup,
+            seed=seed,
+            max_open=max_open,
+            min_confidence=min_confidence,
+            examples_per_step=examples_per_step,
+        )
+
+
+PLUGIN = TransformerLifetimePredictor

@@ -1,0 +1,131 @@
+"""KV hints reach the cache: whose blocks an action means, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from sagellm.core.errors import RequestError
+from sagellm.core.kv_hints import (
+    MAX_DURATION_S,
+    HintOutcome,
+    HintStatus,
+    KvHintAction,
+    KvHintsEnvelope,
+    number,
+)
+from sagellm.core.plan import RequestState
+from sagellm.core.protocols.eviction import Hint
+from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
+from sagellm.core.types import Namespace, Tokens
+
+Session = tuple[str, str]
+"""A tenant and the name that it gave: nobody speaks of another's session."""
+
+
+class KVHints:
+    """Applies envelopes to an index, and keeps what waiting requests are about to use.
+
+    Remembers the tokens of the last `max_sessions` sessions, and of at most `max_tokens` tokens together.
+    """
+
+    def __init__(
+        self,
+        index: PrefixReuseIndex,
+        namespace_of: Callable[[Namespace], Namespace],
+        *,
+        max_sessions: int = 4096,
+        max_tokens: int = 1 << 24,
+    ) -> None:
+        self._index = index
+        self._namespace_of = namespace_of
+        self._max_sessions, self._max_tokens = max_sessions, max_tokens
+        self._sessions: OrderedDict[Session, tuple[Tokens, Namespace]] = OrderedDict()
+        self._num_tokens = 0
+        self._wanted: dict[Any, tuple[PrefixHit, int]] = {}
+
+    def released(self, state: RequestState) -> None:
+        """A request left the batch, and what it computed is cached: note its session, do what it brought."""
+        request = state.request
+        if request.session_id is not None:
+            session = (request.namespace.tenant, request.session_id)
+            self._remember(session, Tokens(state.tokens), request.namespace)
+        if request.kv_hints is not None:
+            self.apply(request.kv_hints, request.namespace, state.tokens)
+
+    def apply(
+        self, envelope: KvHintsEnvelope, namespace: Namespace, own: Tokens | None = None
+    ) -> tuple[HintOutcome, ...]:
+        """Do what the actions ask; `own`: the tokens of the request that brought them. Never raises for an
+        action: each is answered."""
+        return tuple(self._act(action, namespace, own) for action in envelope.actions)
+
+    def expect(self, hits: Iterable[PrefixHit]) -> None:
+        """What the requests that go on waiting would reuse; it is given up last until the next call."""
+        wanted: dict[Any, tuple[PrefixHit, int]] = {}
+        for hit in hits:
+            if hit.num_blocks:
+                wanted[hit.node] = (hit, wanted.get(hit.node, (hit, 0))[1] + 1)
+        for node, (hit, _) in self._wanted.items():
+            if node not in wanted:
+                self._index.hint(hit, Hint())
+        for node, (hit, count) in wanted.items():
+            if node not in self._wanted or self._wanted[node][1] != count:
+                self._index.hint(hit, Hint(wanted_by=count))
+        self._wanted = wanted
+
+    # -- inside
+
+    def _act(self, action: KvHintAction, namespace: Namespace, own: Tokens | None) -> HintOutcome:
+        if not action.is_known:
+            name = f"{action.action_type}@{action.action_version}"
+            return HintOutcome(action.action_id, HintStatus.UNSUPPORTED, reason=f"{name} is not known here")
+        try:
+            hint = _hint_of(action)
+            target = self._target(action, namespace, own)
+        except RequestError as error:
+            return HintOutcome(action.action_id, HintStatus.INVALID, reason=str(error))
+        if target is None:
+            return HintOutcome(
+                action.action_id, HintStatus.NOT_FOUND, reason="nothing is known of the target"
+            )
+        hit = self._index.lookup(target[0], self._namespace_of(target[1]))
+        num_blocks = self._index.hint(hit, hint)
+        status = HintStatus.APPLIED if num_blocks else HintStatus.NOT_FOUND
+        reason = "" if num_blocks else "no cached block is the target's alone"
+        return HintOutcome(action.action_id, status, num_blocks, reason)
+
+    def _target(
+        self, action: KvHintAction, namespace: Namespace, own: Tokens | None
+    ) -> tuple[Tokens, Namespace] | None:
+        session_id, token_ids = action.payload.get("session_id"), action.payload.get("token_ids")
+        if session_id is not None:
+            if not isinstance(session_id, str):
+                raise RequestError(f"session_id must be a string, got {session_id!r}", "session_id")
+            return self._sessions.get((namespace.tenant, session_id))
+        if token_ids is not None:
+            try:
+                return Tokens(token_ids), namespace
+            except (TypeError, OverflowError, ValueError) as error:
+                raise RequestError(f"token_ids must be a list of token ids: {error}", "token_ids") from error
+        return (own, namespace) if own is not None else None
+
+    def _remember(self, session: Session, tokens: Tokens, namespace: Namespace) -> None:
+        old = self._sessions.pop(session, None)
+        self._num_tokens += len(tokens) - (len(old[0]) if old is not None else 0)
+        self._sessions[session] = (tokens, namespace)
+        while len(self._sessions) > self._max_sessions or self._num_tokens > self._max_tokens:
+            self._num_tokens -= len(self._sessions.popitem(last=False)[1][0])
+
+
+def _hint_of(action: KvHintAction) -> Hint:
+    """Raises `RequestError` for a payload that makes no sense."""
+    payload = action.payload
+    if action.action_type == "kv.retain":
+        priority = number(payload, "priority", 50, 100)
+        return Hint(priority=int(priority), duration_s=number(payload, "duration_s", 300, MAX_DURATION_S))
+    if action.action_type == "kv.expect":
+        return Hint(wanted_by=1)
+    ended = action.action_type == "session.end"
+    return Hint(ended=ended, superseded=not ended)

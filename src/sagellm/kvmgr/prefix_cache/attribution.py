@@ -1,0 +1,115 @@
+"""`MissAttribution`: why blocks of a prompt had to be computed. The same in a live engine and in replay.
+
+Hears from the index what leaves it, by the chained hash of each block, so that it is exact for any index and
+costs one nothing where nobody attributes. Where somebody does, every evicted block is hashed, and every
+prompt that misses any.
+"""
+
+from __future__ import annotations
+
+from sagellm.core.clock import Clock
+from sagellm.core.errors import ConfigError
+from sagellm.core.events import BlocksRemoved, EventBus, IndexCleared
+from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseIndex
+from sagellm.core.types import TOKEN_BYTES, Namespace, Tokens
+from sagellm.kvmgr.prefix_cache._ghosts import Ghost, Ghosts
+from sagellm.kvmgr.prefix_cache.fingerprint import chain
+
+NOTHING = MissCounts()
+FORGOTTEN = ("retracted", "cleared")
+"""Causes of removal after which a block counts as never seen: it was not computed, or all was thrown away."""
+
+
+class MissAttribution:
+    """Implements `MissObserver` for the one index that emits on `events`; `clock` is that index's.
+
+    An eviction is premature if the block is asked for within `premature_s`. The last `max_ghosts` evicted
+    blocks are remembered (about 200 bytes each), all with None; what was forgotten counts as cold.
+    `across_namespaces`: whether equal tokens of different namespaces mean the same, as they do but for ids of
+    local scope.
+    """
+
+    def __init__(
+        self,
+        events: EventBus,
+        clock: Clock,
+        *,
+        premature_s: float = 60.0,
+        max_ghosts: int | None = 65_536,
+        across_namespaces: bool = True,
+    ) -> None:
+        if not premature_s >= 0 or (max_ghosts is not None and max_ghosts < 1):
+            raise ConfigError(
+                f"premature_s must not be negative, and max_ghosts at least 1: {premature_s}, {max_ghosts}"
+            )
+        self._clock = clock
+        self._premature_s = premature_s
+        self._max_ghosts = max_ghosts
+        self._across_namespaces = across_namespaces
+        self._ghosts = self._no_ghosts()
+        self._sums = NOTHING
+        events.subscribe(BlocksRemoved, self._on_removed)
+        events.subscribe(IndexCleared, self._on_cleared)
+
+    def observe(
+        self,
+        index: PrefixReuseIndex,
+        tokens: Tokens,
+        namespace: Namespace,
+        num_hit_blocks: int,
+        *,
+        preempted: bool = False,
+    ) -> MissCounts:
+        total = len(tokens) // index.block_size
+        if num_hit_blocks >= total:
+            return NOTHING
+        first = max(num_hit_blocks, index.lookup(tokens, namespace).num_blocks)
+        evicted = self._evicted(tokens, index.block_size, namespace, first)
+        causes = [self._cause(ghost, preempted=preempted) for ghost in evicted]
+        reached = first + len(evicted)
+        elsewhere = 0
+        if self._across_namespaces and reached < total:
+            elsewhere = max(0, index.explain(tokens, namespace).num_elsewhere - reached)
+        found = MissCounts(
+            cold=total - reached - elsewhere,
+            capacity=causes.count("capacity"),
+            premature=causes.count("premature"),
+            quota=causes.count("quota"),
+            preemption=causes.count("preemption"),
+            namespace=elsewhere,
+        )
+        self._sums = MissCounts(*map(sum, zip(self._sums, found, strict=True)))
+        return found
+
+    def snapshot(self) -> MissCounts:
+        return self._sums
+
+    def _evicted(self, tokens: Tokens, block_size: int, namespace: Namespace, first: int) -> list[Ghost]:
+        """The ghosts of the blocks from `first` on, up to one that has none: nobody had what is behind it."""
+        ghosts: list[Ghost] = []
+        for name in chain(tokens.tobytes(), block_size * TOKEN_BYTES, namespace)[first:]:
+            ghost = self._ghosts.get(name)
+            if ghost is None:
+                break
+            ghosts.append(ghost)
+        return ghosts
+
+    def _cause(self, ghost: Ghost, *, preempted: bool) -> str:
+        if preempted:
+            return "preemption"
+        if ghost.cause == "quota":
+            return "quota"
+        return "premature" if self._clock.now() - ghost.at_s < self._premature_s else "capacity"
+
+    def _no_ghosts(self) -> Ghosts[bytes]:
+        return Ghosts(self._max_ghosts)
+
+    def _on_removed(self, event: BlocksRemoved) -> None:
+        ghost = Ghost(self._clock.now(), event.cause)
+        for name in event.hashes:
+            self._ghosts.discard(name)  # what comes again goes to the end of the queue
+            if event.cause not in FORGOTTEN:
+                self._ghosts.add(name, ghost)
+
+    def _on_cleared(self, event: IndexCleared) -> None:
+        self._ghosts = self._no_ghosts()

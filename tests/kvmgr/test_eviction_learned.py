@@ -1,0 +1,383 @@
+"""`learned`: the lives that it sees through the real index, and what it makes of them."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from sagellm.core.clock import ManualClock
+from sagellm.core.errors import ConfigError
+from sagellm.core.protocols.eviction import EvictionPolicy, Hint, Run, Use
+from sagellm.core.types import Retention, Tokens
+from sagellm.kvmgr.eviction import EvictionCandidate, LRUEvictionPolicy
+from sagellm.kvmgr.eviction._lives import FIT_FIRST, HOT, HOT_BRANCHES, Life
+from sagellm.kvmgr.eviction.learned import LearnedEvictionPolicy
+from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache
+
+Request = tuple[float, Sequence[int]]
+"""When, and which blocks."""
+
+
+class Cache:
+    """The real index with a policy, of block size 1: what is missing is inserted at once, evicting exactly
+    that much."""
+
+    def __init__(self, policy: EvictionPolicy, clock: ManualClock, capacity: int = 1_000) -> None:
+        self.policy, self.clock, self.capacity = policy, clock, capacity
+        self.index = RadixPrefixCache(block_size=1, policy=policy, clock=clock)
+        self.evicted: list[int] = []
+        self._num_made = 0
+
+    def ask(
+        self,
+        time_s: float,
+        blocks: Iterable[int],
+        num_output_tokens: int = 0,
+        retention: Sequence[Retention] = (),
+    ) -> int:
+        """A request comes and goes; returns how many of its blocks were here."""
+        self.clock.advance(time_s - self.clock.now())
+        tokens = Tokens(blocks)
+        index = self.index
+        hit = index.pin(index.lookup(tokens))
+        found, missing = hit.num_blocks, len(tokens) - hit.num_blocks
+        self.evict(max(0, index.num_cached + missing - self.capacity))
+        ids = array("i", [*index.block_ids(hit), *range(self._num_made, self._num_made + missing)])
+        self._num_made += missing
+        whole = index.insert(tokens, ids, retention=retention, pin=True).hit
+        index.unpin(hit)
+        index.unpin(whole, Use(num_output_tokens, found))
+        return found
+
+    def ask_all(self, requests: Iterable[Request]) -> int:
+        return sum(self.ask(time_s, blocks) for time_s, blocks in requests)
+
+    def evict(self, num_blocks: int) -> None:
+        freed = self.index.evict(num_blocks)
+        assert freed is not None
+        self.evicted += freed
+
+    def check(self) -> None:
+        self.index.check()
+        self.policy.check()
+
+
+class LearnedCache(Cache):
+    """With `learned`, whose lives are looked at."""
+
+    def __init__(self, capacity: int = 1_000, max_lives: int = 16_384) -> None:
+        clock = ManualClock()
+        self.learned = LearnedEvictionPolicy(capacity=capacity, clock=clock, max_lives=max_lives)
+        super().__init__(self.learned, clock, capacity)
+
+    @property
+    def lives(self) -> list[Life]:
+        return sorted(self.learned._lives, key=lambda life: (life.born_s, life.end))
+
+    def run(self, blocks: Iterable[int]) -> int:
+        """The key of the extent at the end of a path that is here."""
+        key: int = self.index.lookup(Tokens(blocks)).node.key
+        return key
+
+
+def lru(capacity: int = 1_000) -> Cache:
+    return Cache(LRUEvictionPolicy(), ManualClock(), capacity)
+
+
+def open_lives(cache: LearnedCache) -> list[Life]:
+    return [life for life in cache.lives if life.weight]
+
+
+def conversation(cache: LearnedCache) -> None:
+    for time_s, length in ((0.0, 5), (10.0, 8), (40.0, 12)):
+        cache.ask(time_s, range(length))
+
+
+def mixed(seed: int, num: int = 400) -> list[Request]:
+    """Three in four ask once, 12 blocks; one in four goes on for six turns, 24 to 36 s apart."""
+    draw = random.Random(seed)
+    requests: list[Request] = []
+    now_s = 0.0
+    for number in range(1, num + 1):
+        now_s += draw.expovariate(1.0)
+        if draw.random() < 0.75:
+            requests.append((now_s, range(1_000 * number, 1_000 * number + 12)))
+            continue
+        time_s = now_s
+        for turn in range(1, 7):
+            requests.append((time_s, range(1_000 * number, 1_000 * number + 4 * turn)))
+            time_s += draw.uniform(24.0, 36.0)
+    return sorted(requests, key=lambda request: request[0])
+
+
+# -- lives
+
+
+def test_a_conversation_counts_its_turns_and_gaps() -> None:
+    cache = LearnedCache()
+    conversation(cache)
+    first, second, third = cache.lives
+    assert [life.turn for life in cache.lives] == [1, 2, 3]
+    assert [life.end for life in cache.lives] == [5, 8, 12]
+    assert [life.known for life in cache.lives] == [0, 5, 8]
+    assert (first.gap_s, second.gap_s, third.gap_s) == (10.0, 30.0, None)
+    assert (first.taken_s, second.taken_s, third.taken_s) == (10.0, 40.0, None)
+    assert [life.weight for life in cache.lives] == [0.0, 0.0, 1.0]
+    assert len({life.lineage for life in cache.lives}) == 1
+    cache.check()
+
+
+def test_a_prompt_that_comes_again_as_it_was_is_a_turn_too() -> None:
+    cache = LearnedCache()
+    for time_s in (0.0, 7.0, 20.0):
+        cache.ask(time_s, range(5))
+    (life,) = cache.lives
+    assert (life.turn, life.end, life.known, life.born_s, life.weight) == (3, 5, 5, 20.0, 1.0)
+
+
+def test_two_conversations_are_two_paths() -> None:
+    cache = LearnedCache()
+    cache.ask(0.0, range(5))
+    cache.ask(1.0, range(100, 105))
+    assert len({life.lineage for life in cache.lives}) == 2
+
+
+def test_a_whole_conversation_that_was_evicted_goes_on_from_its_ghost() -> None:
+    cache = LearnedCache()
+    conversation(cache)
+    cache.evict(cache.index.num_cached)
+    (ghost,) = cache.lives
+    assert (ghost.turn, ghost.end, ghost.born_s, ghost.weight) == (3, 12, 40.0, 1.0)
+    assert cache.ask(100.0, range(15)) == 0
+    (again,) = cache.lives
+    assert (again.turn, again.end, again.known, again.lineage) == (4, 15, 12, ghost.lineage)
+    assert (ghost.gap_s, ghost.taken_s, ghost.weight) == (60.0, 100.0, 0.0)
+
+
+def test_when_a_tail_is_given_up_the_life_goes_on_at_its_parent() -> None:
+    cache = LearnedCache()
+    conversation(cache)
+    (last,) = open_lives(cache)
+    cache.evict(4)  # the third turn's own blocks
+    assert last.key == cache.run(range(8))
+    assert open_lives(cache) == [last]
+    cache.evict(1)
+    assert cache.ask(100.0, range(12)) == 7
+    (again,) = open_lives(cache)
+    assert (again.turn, again.lineage, last.gap_s) == (4, last.lineage, 60.0)
+    cache.check()
+
+
+def test_a_prompts_end_that_its_continuation_does_not_repeat_is_superseded() -> None:
+    cache = LearnedCache()
+    cache.ask(0.0, range(10))
+    cache.ask(20.0, [*range(9), *range(50, 55)])
+    first, rest, second = cache.lives
+    assert (first.end, first.weight, first.gap_s) == (9, 0.0, 20.0)
+    assert (rest.end, rest.weight, rest.features[-1]) == (10, 1.0, 1)
+    assert (second.end, second.turn, second.features[-1]) == (14, 2, 0)
+    assert {rest.lineage, second.lineage} == {first.lineage}
+
+
+def test_a_branch_near_the_beginning_supersedes_nothing() -> None:
+    cache = LearnedCache()
+    cache.ask(0.0, range(10))
+    cache.ask(20.0, [*range(3), *range(50, 55)])
+    old = next(life for life in open_lives(cache) if life.end == 10)
+    assert (old.born_s, old.turn, old.features[-1]) == (0.0, 1, 0)
+    assert old.key == cache.run(range(10))
+
+
+@pytest.mark.parametrize(("num_branches", "is_hot"), [(HOT_BRANCHES, False), (HOT_BRANCHES + 4, True)])
+def test_a_prefix_that_many_share_becomes_hot(num_branches: int, is_hot: bool) -> None:
+    cache = LearnedCache()
+    for number in range(num_branches):
+        cache.ask(5.0 * number, [*range(6), *range(100 * number + 100, 100 * number + 103)])
+    hot = [life for life in cache.lives if life.kind == HOT]
+    assert bool(hot) is is_hot
+    for life in hot:
+        assert life.key == cache.run(range(6))
+        assert life.born_s == 5.0 * (num_branches - 1)
+    late = [life for life in open_lives(cache) if life.turn == 1][1:]
+    assert len(late) == max(0, num_branches - HOT_BRANCHES - 1)
+    branches = [life.lineage for life in open_lives(cache)]
+    assert len(set(branches)) == len(branches) == num_branches
+    assert all(len(lineage) == 2 and lineage[-1][1] == 6 for lineage in branches[1:])
+
+
+@pytest.mark.parametrize("max_lives", [10, 100])
+def test_lives_are_bounded_ghosts_included(max_lives: int) -> None:
+    cache = LearnedCache(capacity=50, max_lives=max_lives)
+    most = 0
+    for time_s, blocks in mixed(0, 150):
+        cache.ask(time_s, blocks)
+        most = max(most, len(cache.learned._lives))
+    assert most == max_lives
+    cache.check()
+
+
+# -- learned and LRU
+
+
+def test_until_the_first_fit_the_victims_are_those_of_lru() -> None:
+    caches = [LearnedCache(60), lru(60)]
+    requests = mixed(1)[: FIT_FIRST - 1]
+    for cache in caches:
+        cache.ask_all(requests)
+        cache.check()
+    assert not caches[0].policy._model.fitted  # type: ignore[attr-defined]
+    assert len(caches[0].evicted) > 300
+    assert caches[0].evicted == caches[1].evicted
+
+
+def test_after_a_fit_they_are_not() -> None:
+    caches = [LearnedCache(60), lru(60)]
+    for cache in caches:
+        cache.ask_all(mixed(1))
+    assert caches[0].policy._model.fitted  # type: ignore[attr-defined]
+    assert caches[0].evicted != caches[1].evicted
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_keeps_the_conversations_beside_what_asks_once(seed: int) -> None:
+    """LRU has room for 400 blocks, and some 650 new ones come between two turns."""
+    requests = mixed(seed)
+    num_asked = sum(len(blocks) for _, blocks in requests)
+    learned, plain = LearnedCache(400), lru(400)
+    lead = learned.ask_all(requests) - plain.ask_all(requests)
+    assert lead > 0.15 * num_asked
+    learned.check()
+
+
+def test_a_prefix_that_many_share_is_kept() -> None:
+    cache = LearnedCache(60)
+    draw, time_s = random.Random(2), 0.0
+    found = []
+    for number in range(300):
+        time_s += draw.expovariate(1.0)
+        found.append(cache.ask(time_s, [*range(20), *range(100 * number + 100, 100 * number + 110)]))
+    assert set(found[1:]) == {20}
+
+
+def test_without_a_clock_time_is_that_of_the_latest_use() -> None:
+    requests = mixed(3, 200)
+    clock = ManualClock()
+    hits: list[int] = []
+    for policy in (LearnedEvictionPolicy(capacity=400, clock=clock), LearnedEvictionPolicy(capacity=400)):
+        hits.append(Cache(policy, ManualClock() if hits else clock, 400).ask_all(requests))
+    plain = lru(400).ask_all(requests)
+    assert hits[1] - plain > 0.8 * (hits[0] - plain) > 0
+
+
+# -- hints, retention, candidates
+
+
+def fitted() -> LearnedCache:
+    """A cache that has learned, and then holds four prompts alike, the first the oldest."""
+    cache = LearnedCache(400)
+    cache.ask_all(mixed(4, 200))
+    cache.evict(cache.index.num_cached)
+    now_s = cache.clock.now()
+    for number in range(4):
+        cache.ask(now_s + 1.0 + 10.0 * number, prompt(number))
+    assert cache.learned._model.fitted
+    return cache
+
+
+def prompt(number: int) -> range:
+    return range(900_000 + 100 * number, 900_012 + 100 * number)
+
+
+def kept(cache: Cache) -> list[int]:
+    """Which of the four prompts are here whole."""
+    return [number for number in range(4) if cache.index.lookup(Tokens(prompt(number))).num_blocks == 12]
+
+
+def order(cache: Cache) -> list[int]:
+    """In which order the four go."""
+    gone: list[int] = []
+    for _ in range(4):
+        cache.evict(12)
+        gone += [number for number in range(4) if number not in kept(cache) and number not in gone]
+        cache.check()
+    return gone
+
+
+@pytest.mark.parametrize("hint", [Hint(ended=True), Hint(superseded=True)])
+def test_what_has_ended_goes_first(hint: Hint) -> None:
+    unhinted, cache = fitted(), fitted()
+    usual = order(unhinted)
+    last = usual[-1]
+    cache.index.hint(cache.index.lookup(Tokens(prompt(last))), hint)
+    assert order(cache) == [last, *usual[:-1]]
+
+
+def test_what_is_wanted_goes_last() -> None:
+    cache = fitted()
+    first = order(fitted())[0]
+    hit = cache.index.lookup(Tokens(prompt(first)))
+    cache.index.hint(hit, Hint(wanted_by=1))
+    assert order(cache)[-1] == first
+
+
+def test_retention_keeps_an_extent_longer() -> None:
+    cache = fitted()
+    usual = order(fitted())
+    first = usual[0]
+    cache.index.hint(cache.index.lookup(Tokens(prompt(first))), Hint(duration_s=3_600.0))
+    assert order(cache) == [*usual[1:], first]
+
+
+def test_retention_given_with_the_request_counts_before_the_first_fit_too() -> None:
+    cache = LearnedCache()
+    cache.ask(0.0, prompt(0), retention=[Retention(0, None, 50, 3_600.0)])
+    for number in range(1, 4):
+        cache.ask(10.0 * number, prompt(number))
+    assert order(cache) == [1, 2, 3, 0]
+
+
+def test_retention_ends() -> None:
+    caches = [fitted(), fitted()]
+    first = order(fitted())[0]
+    caches[0].index.hint(caches[0].index.lookup(Tokens(prompt(first))), Hint(duration_s=5.0))
+    for cache in caches:
+        cache.ask(cache.clock.now() + 600.0, [1, 2, 3])
+        cache.evict(3 + 12)
+    assert kept(caches[0]) == kept(caches[1]) != [0, 1, 2, 3]
+
+
+def test_select_victims_asks_a_fresh_policy() -> None:
+    cache = fitted()
+    draw = random.Random(5)
+    candidates = [
+        EvictionCandidate(str(number), list(range(draw.randint(1, 9))), draw.uniform(0, 500.0))
+        for number in range(FIT_FIRST // 2)
+    ]
+    expected = LRUEvictionPolicy().select_victims(candidates, 40)
+    before = cache.learned.num_evictable
+    assert cache.learned.select_victims(candidates, 40) == expected
+    assert (cache.learned.num_evictable, kept(cache)) == (before, [0, 1, 2, 3])
+
+
+def test_flat_runs_are_lives_by_their_key() -> None:
+    policy = LearnedEvictionPolicy(capacity=8)
+    runs = [Run(key, 2, used_s=float(key), last_use=key) for key in range(4)]
+    for run in runs:
+        policy.insert(run)
+    policy.pin(0)
+    runs[0].used_s, runs[0].last_use = 30.0, 9
+    policy.unpin(runs[0])
+    life = policy._lives.get(0)
+    assert life is not None
+    assert (life.turn, life.born_s, life.end) == (2, 30.0, 2)
+    given: list[int] = []
+    assert policy.evict(7, lambda run, count: given.append(run.key)) == 7
+    assert given == [1, 2, 3, 0]
+
+
+def test_a_capacity_below_one_block_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="at least 1 block"):
+        LearnedEvictionPolicy(capacity=0)
