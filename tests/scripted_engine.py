@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sagellm.core.errors import RequestError
+from sagellm.core.kv_hints import HintOutcome, HintStatus, KvHintsEnvelope
 from sagellm.core.protocols.engine import EngineStats
+from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.types import (
     CapabilityDescriptor,
     FinishReason,
@@ -39,7 +41,7 @@ class _Running:
 class ScriptedEngine:
     """Implements `EngineCore`: each step gives every request its next `tokens_per_step` tokens of the script.
 
-    Ends by EOS, stop ids and max_tokens as the real one does. `fail_next` is raised by the next step.
+    Ends by EOS, stop ids and max_tokens as the real one does. `fail_next` is raised by the next step or hint.
     """
 
     script: Script
@@ -50,6 +52,7 @@ class ScriptedEngine:
     error_for: str | None = None
     added: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    hinted: list[tuple[KvHintsEnvelope, Namespace]] = field(default_factory=list)
     running: dict[str, _Running] = field(default_factory=dict)
     closed: bool = False
 
@@ -95,6 +98,18 @@ class ScriptedEngine:
 
     def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> Callable[[], None]:
         return lambda: None
+
+    def hint(self, envelope: KvHintsEnvelope, namespace: Namespace) -> list[HintOutcome]:
+        """It caches nothing, so nothing is found."""
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        self.hinted.append((envelope, namespace))
+        known = {True: HintStatus.NOT_FOUND, False: HintStatus.UNSUPPORTED}
+        return [HintOutcome(action.action_id, known[action.is_known]) for action in envelope.actions]
+
+    def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
+        """There is nothing to evict."""
 
     def has_work(self) -> bool:
         return bool(self.running)

@@ -23,7 +23,7 @@ from sagellm.kvmgr.eviction.learned import LearnedEvictionPolicy
 from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache
 
 CAPACITY = 250
-MARGIN, SLACK = 0.001, 8.0
+MARGIN, SLACK = 0.001, 16.0
 
 
 @dataclass(frozen=True, slots=True)

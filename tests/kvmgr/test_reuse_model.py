@@ -191,27 +191,24 @@ def test_a_kind_that_came_after_the_fit_has_the_values_of_the_next_fit() -> None
     assert [model.value(late, age_s) for age_s in AGES_S] == pytest.approx(before, rel=0.2)
 
 
-def test_seconds_at_risk_of_many_are_those_of_each() -> None:
+def test_seconds_at_risk_add_up_from_pieces() -> None:
     draw = random.Random(5)
     lives = [
         (draw.randrange(3), draw.uniform(0, 50), draw.expovariate(0.01), draw.random()) for _ in range(50)
     ]
-    alone, together = model_of(), model_of()
-    for model in (alone, together):
+    whole, pieces = model_of(), model_of()
+    for model in (whole, pieces):
         for level in range(3):
             model.used(model.kind((level,)), 10.0)
     for kind, from_s, held_s, weight in lives:
-        alone.at_risk(kind, from_s, from_s + held_s, weight)
-    together.all_at_risk(
-        [kind for kind, *_ in lives],
-        [from_s for _, from_s, *_ in lives],
-        [from_s + held_s for _, from_s, held_s, _ in lives],
-        [weight for *_, weight in lives],
-    )
-    for model in (alone, together):
+        whole.at_risk(kind, from_s, from_s + held_s, weight)
+    for kind, from_s, held_s, weight in reversed(lives):
+        pieces.at_risk(kind, from_s + held_s / 3, from_s + held_s, weight)
+        pieces.at_risk(kind, from_s, from_s + held_s / 3, weight)
+    for model in (whole, pieces):
         model.fit(0)
-    assert np.allclose(alone.values, together.values)
-    assert not np.allclose(alone.values[0], alone.values[1], rtol=0.01)
+    assert np.allclose(whole.values, pieces.values)
+    assert not np.allclose(whole.values[0], whole.values[1], rtol=0.01)
 
 
 def test_a_hazard_is_bounded() -> None:

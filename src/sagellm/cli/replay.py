@@ -46,8 +46,7 @@ class Replaying(OptionGroup):
         return [
             option("policy", list[str], typer.Option("--policy", metavar="NAME", help=_POLICY_HELP)),
             option("capacity", list[str], typer.Option("--capacity", metavar="SIZE", help=_CAPACITY_HELP)),
-            option("seed", list[int], typer.Option("--seed", metavar="N", help=seeds)),
-            option("index", str, typer.Option(metavar="NAME", help="Prefix index; default: radix.")),
+            option("seed", list[str], typer.Option("--seed", metavar="N", help=seeds)),
             option("warmup", str, typer.Option(metavar="SPAN", help=warmup)),
             option("causes", bool, typer.Option("--causes", help=causes)),
             option("premature_s", float, typer.Option(metavar="SECONDS", help=_PREMATURE_HELP)),
@@ -58,9 +57,11 @@ class Replaying(OptionGroup):
     @classmethod
     def take(cls, given: dict[str, Any]) -> Self:
         policies = tuple(given.pop("policy") or ())
-        values = {"capacities": given.pop("capacity"), "seeds": given.pop("seed")}
-        values = {name: tuple(some) for name, some in values.items() if some}
-        names = ("index", "warmup", "causes", "premature_s", "seconds_per_token", "seconds_per_token_squared")
+        capacities, seeds = given.pop("capacity"), given.pop("seed")
+        values: dict[str, Any] = {"capacities": tuple(capacities)} if capacities else {}
+        if seeds:
+            values["seeds"] = tuple(map(_seed, seeds))
+        names = ("warmup", "causes", "premature_s", "seconds_per_token", "seconds_per_token_squared")
         for name in names:
             value = given.pop(name)
             if value is not None:
@@ -76,6 +77,13 @@ class Replaying(OptionGroup):
 
 
 _PREMATURE_HELP = "With --causes: an eviction is premature if the block is missed so soon; default: 60."
+
+
+def _seed(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"--seed {text!r}: write a whole number") from error
 
 
 class ReplayReading(Reading):
@@ -124,7 +132,7 @@ def replay(
     """
     from sagellm.benchmarks._results import console, environment, num_cores
     from sagellm.benchmarks.replay.block_trace import block_trace
-    from sagellm.benchmarks.replay.outputs import check_out, manifest, tables, write
+    from sagellm.benchmarks.replay.outputs import check_out, headline, manifest, tables, write
     from sagellm.benchmarks.replay.plots import check_plots, draw
 
     jobs = num_cores() if jobs is None else jobs
@@ -137,7 +145,8 @@ def replay(
     plan = replaying.plan(reading.of_policies())
     trace = block_trace(reading.of_format().read(file), block_tokens)
     results = _sweep(trace, plan, jobs)
-    for one in tables(trace, results):
+    print(headline(trace))
+    for one in tables(results):
         console().print(one)
     if out is not None:
         write(out, manifest(trace, plan, environment(datetime.now(UTC))), results)

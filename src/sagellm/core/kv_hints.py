@@ -22,8 +22,8 @@ ACTION_VERSIONS: Mapping[str, str] = {
     "session.end": "1.0",
     "session.supersede": "1.0",
 }
-"""What this engine does: keep longer (`priority` 0 to 100, `duration_s`), keep because it is about to be
-used, give up first because the session has ended, or because an edited history replaced it."""
+"""What this engine does: keep longer (`priority` 0 to 100, `duration_s`); keep because it is about to
+be used; give up first because the session has ended, or because an edited history replaced it."""
 MAX_ACTIONS = 64
 MAX_DURATION_S = 7 * 24 * 3600.0
 

@@ -271,7 +271,7 @@ class Request:
     the scheduler lets the first compute it and the others reuse it. `eos_token_ids` end the request unless
     `params.ignore_eos`. `service_class` names the class whose share of KV memory the request uses;
     `retention` biases eviction for ranges of its prompt. `session_id` names what later KV hints may speak of;
-    `kv_hints` are done when the request ends.
+    `kv_hints` are done when the request ends, if it ran.
     """
 
     request_id: str

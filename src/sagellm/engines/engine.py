@@ -374,7 +374,7 @@ class Engine:
 
     def _preempt(self, state: RequestState) -> None:
         self.events.emit(RequestPreempted(state.request_id, state.num_computed, self.clock.now()))
-        self.kv.release(state)
+        self.kv.release(state, ended=False)
         self._leave_row(state)
         self._running.remove(state)
         state.num_preemptions += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from sagellm.engines.llm import LLM
 from sagellm.serving import errors
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.generate import Generator
+from sagellm.serving.hints import HintRoute
 from sagellm.serving.prompts import PromptEncoder
 from sagellm.serving.reader import RequestReader
 from sagellm.serving.schema import DetokenizeRequest, TokenizeRequest, options_of
@@ -30,6 +31,8 @@ from sagellm.serving.schema import DetokenizeRequest, TokenizeRequest, options_o
 DEFAULT_MAX_WAITING = 1024
 DEFAULT_MAX_BODY_BYTES = 32 * 2**20
 DEFAULT_STOP_TIMEOUT_S = 5.0
+
+Handler = Callable[[Request], Awaitable[Any]]
 
 
 def create_app(
@@ -67,8 +70,14 @@ def create_app(
     _add_open_routes(app, gateway)
     reader, encoder = RequestReader(max_body_bytes), PromptEncoder(llm)
     generator = Generator(gateway, reader, encoder, models.check, wall_clock)
+    posts: dict[str, Handler] = {
+        "/v1/chat/completions": generator.chat,
+        "/v1/completions": generator.completions,
+        "/v1/kv/hints": HintRoute(gateway, reader, models.check).hint,
+    }
     tokens = TokenRoutes(reader, encoder, models)
-    _add_api_routes(app, models, generator, tokens, Depends(_key_check(api_key)))
+    posts |= {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
+    _add_api_routes(app, models, posts, Depends(_key_check(api_key)))
     return app
 
 
@@ -173,15 +182,7 @@ def _add_open_routes(app: FastAPI, gateway: Gateway) -> None:
         _add_get(app, f"/{handler.__name__}", handler)
 
 
-def _add_api_routes(
-    app: FastAPI, models: Models, generator: Generator, tokens: TokenRoutes, key: Any
-) -> None:
-    posts: dict[str, Callable[[Request], Awaitable[Any]]] = {
-        "/v1/chat/completions": generator.chat,
-        "/v1/completions": generator.completions,
-        "/tokenize": tokens.tokenize,
-        "/detokenize": tokens.detokenize,
-    }
+def _add_api_routes(app: FastAPI, models: Models, posts: Mapping[str, Handler], key: Any) -> None:
     for path, handler in posts.items():
         app.add_api_route(path, handler, methods=["POST"], dependencies=[key])
     _add_get(app, "/v1/models", models.list, dependencies=[key])

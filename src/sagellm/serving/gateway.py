@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import RequestError
+from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import LLM, TextDelta
 from sagellm.serving.errors import GenerationError, OverloadedError, SlowClientError, UnavailableError
-from sagellm.serving.loop import Abort, EngineLoop, Event, LoopFailed, Refused, Submit
+from sagellm.serving.loop import Abort, ApplyHints, EngineLoop, Event, Hinted, LoopFailed, Refused, Submit
 from sagellm.serving.metrics import RequestTimes, ServerMetrics
 
 log = logging.getLogger("sagellm.serving")
@@ -121,6 +122,7 @@ class Gateway:
         self._max_waiting = max_waiting
         self._num_waiting = 0
         self._open: dict[str, _Open] = {}
+        self._hints: dict[int, asyncio.Future[Sequence[HintOutcome]]] = {}
         self._ids = itertools.count()
         self._draining = False
         self._loop = EngineLoop(llm, self._deliver)
@@ -153,6 +155,8 @@ class Gateway:
         priority: int = 0,
         tenant: str = "",
         service_class: str = "",
+        session_id: str | None = None,
+        kv_hints: KvHintsEnvelope | None = None,
     ) -> Generation:
         """Submit all prompts. Raises `UnavailableError` or `OverloadedError` and submits none."""
         self.check_room(len(prompts), params.n)
@@ -163,8 +167,27 @@ class Gateway:
             self._open[request_id] = _Open(generation, position, params.n, RequestTimes(now_s))
             self._num_waiting += params.n
             generation.request_ids.add(request_id)
-            self._loop.send(Submit(request_id, tokens, params, priority, tenant, service_class))
+            self._loop.send(
+                Submit(request_id, tokens, params, priority, tenant, service_class, session_id, kv_hints)
+            )
         return generation
+
+    async def hint(self, envelope: KvHintsEnvelope, *, tenant: str = "") -> Sequence[HintOutcome]:
+        """Have the engine do KV hints before its next step; one answer per action.
+
+        As many envelopes may wait as sequences; raises `UnavailableError` or `OverloadedError` else.
+        """
+        self._check_alive()
+        if len(self._hints) >= self._max_waiting:
+            raise OverloadedError(f"{len(self._hints)} envelopes of KV hints wait: try again later")
+        hint_id = next(self._ids)
+        answer: asyncio.Future[Sequence[HintOutcome]] = asyncio.get_running_loop().create_future()
+        self._hints[hint_id] = answer
+        try:
+            self._loop.send(ApplyHints(hint_id, envelope, tenant))
+            return await answer
+        finally:
+            del self._hints[hint_id]
 
     def abandon(self, request_ids: set[str]) -> None:
         """Abort those of these requests that are still open."""
@@ -177,10 +200,11 @@ class Gateway:
         self._draining = True
 
     def fail_open(self, message: str) -> None:
-        """End every generation with an error that its client gets to see."""
+        """End every generation, and what waits for hints, with an error that its client gets to see."""
         for request_id in list(self._open):
             self._loop.send(Abort(request_id))
             self._end_with(request_id, UnavailableError(message))
+        self._fail_hints(message)
 
     async def close(self, timeout_s: float) -> None:
         """Stop the engine loop, within `timeout_s`; open generations end with an error."""
@@ -197,13 +221,16 @@ class Gateway:
             at_most = f"at most {self._max_waiting} sequences may wait on this server (server.max_waiting)"
             asked = f"{num_prompts} prompts times n = {n} are {num_sequences}: send fewer at a time"
             raise RequestError(f"{at_most}; {asked}", "n" if n > self._max_waiting else "prompt")
+        self._check_alive()
+        if self._num_waiting + num_sequences > self._max_waiting:
+            full = f"{self._num_waiting} of at most {self._max_waiting} sequences wait"
+            raise OverloadedError(f"{full}: try again later")
+
+    def _check_alive(self) -> None:
         if self.failure is not None:
             raise UnavailableError(f"the engine has failed and must be restarted: {self.failure}")
         if not self.ready:
             raise UnavailableError("the server is starting or shutting down: try again")
-        if self._num_waiting + num_sequences > self._max_waiting:
-            full = f"{self._num_waiting} of at most {self._max_waiting} sequences wait"
-            raise OverloadedError(f"{full}: try again later")
 
     def _deliver(self, events: list[Event]) -> None:
         """On the engine's thread: one hand-over per step."""
@@ -220,6 +247,8 @@ class Gateway:
                     self._on_delta(event, now_s)
                 case Refused(request_id, error):
                     self._end_with(request_id, error)
+                case Hinted():
+                    self._on_hinted(event)
                 case LoopFailed(failure):
                     self._fail_all(failure)
 
@@ -237,9 +266,25 @@ class Gateway:
             self._forget(delta.request_id, delta.finish_reason.value if delta.finish_reason else "stop")
         entry.generation.put((entry.position, delta))
 
+    def _on_hinted(self, event: Hinted) -> None:
+        answer = self._hints.get(event.hint_id)
+        if answer is None or answer.done():  # its client has left, or has been told of a shutdown
+            return
+        if isinstance(event.answer, RequestError):
+            answer.set_exception(event.answer)
+        else:
+            answer.set_result(event.answer)
+
     def _fail_all(self, failure: Exception) -> None:
+        message = f"the engine has failed: {failure}"
         for request_id in list(self._open):
-            self._end_with(request_id, UnavailableError(f"the engine has failed: {failure}"))
+            self._end_with(request_id, UnavailableError(message))
+        self._fail_hints(message)
+
+    def _fail_hints(self, message: str) -> None:
+        for answer in self._hints.values():
+            if not answer.done():
+                answer.set_exception(UnavailableError(message))
 
     def _end_with(self, request_id: str, error: RequestError) -> None:
         entry = self._open.get(request_id)

@@ -69,6 +69,8 @@ class Generator:
             priority=body.priority or 0,
             tenant=body.cache_salt or "",
             service_class=body.service_class,
+            session_id=body.session_id,
+            kv_hints=body.kv_hints,
         )
 
     def _head(self, prefix: str, generation: Generation, model: str) -> Head:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sagellm.core.errors import RequestError
+from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
 from sagellm.core.protocols.engine import EngineStats
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import LLM, TextDelta
@@ -26,6 +27,17 @@ class Submit:
     priority: int = 0
     tenant: str = ""
     service_class: str = ""
+    session_id: str | None = None
+    kv_hints: KvHintsEnvelope | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyHints:
+    """Do the KV hints of a tenant; `Hinted` answers under the same id."""
+
+    hint_id: int
+    envelope: KvHintsEnvelope
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +52,7 @@ class _Stop:
     """Leave the loop."""
 
 
-Command = Submit | Abort | _Stop
+Command = Submit | ApplyHints | Abort | _Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +64,21 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Hinted:
+    """What became of the actions of `ApplyHints`, or why none was done."""
+
+    hint_id: int
+    answer: Sequence[HintOutcome] | RequestError
+
+
+@dataclass(frozen=True, slots=True)
 class LoopFailed:
     """The loop has ended by an error; so has every request in it."""
 
     error: Exception
 
 
-Event = TextDelta | Refused | LoopFailed
+Event = TextDelta | Refused | Hinted | LoopFailed
 
 
 class EngineLoop:
@@ -132,6 +152,8 @@ class EngineLoop:
         match command:
             case Submit():
                 self._submit(command, events)
+            case ApplyHints():
+                events.append(Hinted(command.hint_id, self._hint(command)))
             case Abort(request_id):
                 self._llm.abort(request_id)
             case _Stop():
@@ -146,6 +168,14 @@ class EngineLoop:
                 priority=job.priority,
                 tenant=job.tenant,
                 service_class=job.service_class,
+                session_id=job.session_id,
+                kv_hints=job.kv_hints,
             )
         except RequestError as error:
             events.append(Refused(job.request_id, error))
+
+    def _hint(self, job: ApplyHints) -> Sequence[HintOutcome] | RequestError:
+        try:
+            return self._llm.hint(job.envelope, tenant=job.tenant)
+        except RequestError as error:
+            return error

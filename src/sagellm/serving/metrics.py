@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from sagellm.core.protocols.engine import EngineStats
-from sagellm.core.protocols.prefix_cache import PrefixReuseSnapshot
+from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseSnapshot
 from sagellm.engines.llm import TextDelta, Usage
 
 _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -107,6 +107,8 @@ class _EngineCollector(Collector):
         yield preemptions
         if stats.reuse is not None:
             yield from self._reuse(stats.reuse)
+        if stats.misses is not None:
+            yield self._misses(stats.misses)
 
     def _reuse(self, reuse: PrefixReuseSnapshot) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:
         for name, text, count in (
@@ -121,6 +123,13 @@ class _EngineCollector(Collector):
         buckets = [("+Inf" if end == inf else repr(end), count) for end, count in reuse.match_buckets]
         matches.add_metric((self._model,), buckets, reuse.match_sum_s)
         yield matches
+
+    def _misses(self, misses: MissCounts) -> CounterMetricFamily:
+        text = "Prompt blocks that had to be computed, by cause"
+        family = CounterMetricFamily("sagellm_kv_misses", text, labels=(_LABEL, "cause"))
+        for cause, count in misses._asdict().items():
+            family.add_metric((self._model, cause), count)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"sagellm_{name}", text, labels=(_LABEL,))

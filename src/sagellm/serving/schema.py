@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PlainValidator,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from sagellm.core.errors import RequestError, UnsupportedParameterError
+from sagellm.core.kv_hints import KvHintsEnvelope
 from sagellm.core.types import MAX_LOGPROBS, SamplingParams
-from sagellm.engines.llm import LLM
+from sagellm.engines.llm import LLM, MAX_SESSION_ID_CHARS
 from sagellm.serving.errors import clipped
 from sagellm.serving.parameters import MESSAGE_FIELDS, MESSAGE_NEUTRAL, check_names
 
@@ -26,6 +28,10 @@ COMPLETION_MAX_TOKENS = 16
 
 MAX_LISTED = 2**16
 """Entries of `logit_bias` and `stop_token_ids`."""
+
+MAX_SALT_CHARS = 2**16
+
+KvHints = Annotated[KvHintsEnvelope, PlainValidator(KvHintsEnvelope.parse)]
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 _ROLES = ("system", "developer", "user", "assistant")
@@ -87,7 +93,9 @@ class GenerationFields(BaseModel):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
-    cache_salt: str | None = Field(default=None, max_length=2**16)
+    cache_salt: str | None = Field(default=None, max_length=MAX_SALT_CHARS)
+    session_id: str | None = Field(default=None, min_length=1, max_length=MAX_SESSION_ID_CHARS)
+    kv_hints: KvHints | None = None
     service_tier: str | None = Field(default=None, pattern=r"^[\w.-]{1,64}$")
 
     @property
@@ -233,6 +241,16 @@ class DetokenizeRequest(BaseModel):
 
     model: str | None = None
     tokens: list[int] = Field(fail_fast=True)
+
+
+class HintRequest(BaseModel):
+    """POST /v1/kv/hints. `cache_salt` says whose sessions and prompts are meant, as for a generation."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = None
+    kv_hints: KvHints
+    cache_salt: str | None = Field(default=None, max_length=MAX_SALT_CHARS)
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
+from sagellm.core.registry import registry
 from sagellm.core.types import Request, RequestOutput, SamplingParams, Tokens
 from sagellm.engines.build import build_kv
 from sagellm.engines.engine import Engine
@@ -59,13 +60,16 @@ def engine(
     *,
     caching: bool,
     reference: bool = False,
+    eviction: str = "adaptive",
 ) -> Engine:
-    kv = build_kv(KVConfig(block_size=BLOCK, prefix_caching=caching), num_blocks)
+    clock = ManualClock()
+    config = KVConfig(block_size=BLOCK, prefix_caching=caching, eviction=eviction)
+    kv = build_kv(config, num_blocks, clock=clock)
     pools = backend(name, reference)._kv
     for pool in (*pools.keys, *pools.values):  # whatever an earlier owner left behind must not be read
         pool.fill_(math.nan)
     return Engine(
-        backend(name, reference), kv, BaseSchedulerIR(passes), max_batched_tokens=budget, clock=ManualClock()
+        backend(name, reference), kv, BaseSchedulerIR(passes), max_batched_tokens=budget, clock=clock
     )
 
 
@@ -156,6 +160,31 @@ def test_same_tokens_whatever_happens(
             got.setdefault(request_id, []).extend(new)
     assert {request_id: tuple(tokens) for request_id, tokens in got.items()} == expected
     assert busy.kv.block_states().active == 0
+
+
+@pytest.mark.parametrize("policy", registry("policy").names())
+def test_the_same_tokens_with_every_policy(policy: str) -> None:
+    """A pool of 24 blocks, 12 conversations of three turns that hardly fit: something is evicted all the
+    time."""
+    passes = [PrefixCacheAwarePass(), PriorityBasedPass(), ChunkedPrefillPass()]
+    name = min(TINY_MODELS)
+    busy = engine(name, 24, 32, passes, caching=True, eviction=policy)
+    assert isinstance(busy.clock, ManualClock)
+    histories = [prompt(number % 2, 14 + number, number) for number in range(12)]
+    for turn in range(3):
+        for number, history in enumerate(histories):
+            request_id = f"{number}.{turn}"
+            busy.add(Request(request_id, Tokens(history), replace(SAMPLING[0], max_tokens=5)))
+            busy.clock.advance(1.0)
+            if number % 3 == 2:
+                for done, tokens in run_all(busy).items():
+                    row = int(done.split(".")[0])
+                    assert tuple(tokens) == alone(name, tuple(histories[row]), 5, 0, done)
+                    histories[row] = [*histories[row], *tokens, 3 + turn]
+    stats = busy.stats()
+    assert stats.blocks_active == 0
+    assert stats.reuse is not None
+    assert stats.reuse.num_hit_blocks > 0
 
 
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))

@@ -41,6 +41,7 @@ def as_row(result: Result) -> dict[str, Any]:
         "evicted": result.num_evicted,
         "cpu_s": result.cpu_s,
         "us_per_evicted": result.us_per_evicted,
+        "us_in_evict": result.us_in_evict,
         "accesses_per_s": result.accesses_per_s,
         **{f"missed_{cause}": getattr(misses, cause) if misses else None for cause in CAUSES},
     }
@@ -126,7 +127,7 @@ def _column_types() -> dict[str, str]:
         "saved_ratio",
         "of_gap",
     )
-    reals += ("cpu_s", "us_per_evicted", "accesses_per_s")
+    reals += ("cpu_s", "us_per_evicted", "us_in_evict", "accesses_per_s")
     return texts | dict.fromkeys(counts, "int64") | dict.fromkeys(reals, "float64")
 
 
@@ -144,14 +145,18 @@ WRITERS: Mapping[str, Writer] = {".json": _write_json, ".csv": _write_csv, ".par
 # -- tables
 
 
-def tables(trace: BlockTrace, results: Sequence[Result]) -> list[Table]:
-    """Hits and speed; and where causes were asked for, why blocks were missing."""
-    title = (
+def headline(trace: BlockTrace) -> str:
+    """What is replayed, in one line."""
+    return (
         f"{trace.name}: {len(trace.requests):,} requests, {trace.num_blocks:,} blocks of "
         f"{trace.block_tokens} tokens, {trace.num_unique:,} unique; a cache that never evicts hits "
         f"{trace.infinite_ratio:.2%}"
     )
-    shown = [table(title, *_hits(results), num_names=2)]
+
+
+def tables(results: Sequence[Result]) -> list[Table]:
+    """Hits and speed; and where causes were asked for, why blocks were missing."""
+    shown = [table("what was hit", *_hits(results), num_names=2)]
     missed = [one for one in results if one.misses is not None]
     if missed:
         columns = ("policy", "capacity", "missing blocks", *(f"{cause} %" for cause in CAUSES))
@@ -173,7 +178,7 @@ def _hits(results: Sequence[Result]) -> tuple[tuple[str, ...], list[tuple[str, .
         "of gap %",
     )
     columns += ("token %", "request %", "saved s %", "evicted")
-    columns += ("µs/evicted", "M accesses/s") if timed else ()
+    columns += ("µs/evicted", "in evict", "M accesses/s") if timed else ()
     rows = []
     for one in results:
         case = one.case
@@ -184,7 +189,8 @@ def _hits(results: Sequence[Result]) -> tuple[tuple[str, ...], list[tuple[str, .
         row += [_number(one.num_evicted)]
         if timed:
             speed = one.accesses_per_s
-            row += [_figure(one.us_per_evicted), _figure(speed / 1e6 if speed is not None else None)]
+            row += [_figure(one.us_per_evicted), _figure(one.us_in_evict)]
+            row += [_figure(speed / 1e6 if speed is not None else None)]
         rows.append(tuple(row))
     return columns, rows
 

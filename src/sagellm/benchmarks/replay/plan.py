@@ -49,7 +49,6 @@ class Plan:
     capacities: tuple[str, ...] = CAPACITIES
     seeds: tuple[int, ...] = (0,)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    index: str = "radix"
     warmup: str = "0%"
     causes: bool = False
     premature_s: float = 60.0
@@ -83,7 +82,6 @@ class Plan:
     def _check(self, trace: BlockTrace) -> None:
         if not (self.policies and self.capacities and self.seeds):
             raise ConfigError("a sweep needs at least one policy, one capacity and one seed")
-        registry("index").get(self.index)
         self.cost()
         first_counted(trace, self.warmup)
         if not (self.premature_s >= 0 and math.isfinite(self.premature_s)):
@@ -110,10 +108,10 @@ def _check_options(policy: str, options: Mapping[str, Any]) -> None:
 def capacity(text: str, num_unique: int) -> Capacity:
     """`1%` of the unique blocks, rounded, or a count of blocks; at least one. Raises `ConfigError`."""
     try:
-        share = float(text.removesuffix("%"))
-        num_blocks = max(1, round(num_unique * share / 100)) if text.endswith("%") else int(text)
+        size = float(text.removesuffix("%")) if text.endswith("%") else int(text)
+        num_blocks = max(1, round(num_unique * size / 100)) if text.endswith("%") else int(size)
     except (ValueError, OverflowError):
-        num_blocks = 0
-    if num_blocks < 1 or text.startswith(("-", "0%")):
+        size = num_blocks = 0
+    if not size > 0:
         raise ConfigError(f"capacity {text!r}: write blocks from 1 on, or a share of the unique ones as 1%")
     return Capacity(text, num_blocks)

@@ -158,10 +158,10 @@ def miss_causes(trace: BlockTrace, results: Sequence[Result]) -> Figure:
     start_s, end_s = trace.requests[0].time_s, trace.requests[-1].time_s
     figure = _figure(7.0, 1.2 + 1.5 * len(names))
     grid = figure.subplots(len(names), 1, sharex=True, sharey=True, squeeze=False)
-    times = np.linspace(start_s, end_s, NUM_MOMENTS, endpoint=False)
+    borders = np.linspace(start_s, end_s, NUM_MOMENTS + 1)
     for axes, name in zip(grid[:, 0], names, strict=True):
-        parts = [[moment[number] for moment in panels[name].course] for number in causes]
-        _stack(axes, times, parts, causes)
+        course = (*panels[name].course, panels[name].course[-1])  # the last one reaches to the end
+        _stack(axes, borders, [[moment[number] for moment in course] for number in causes], causes)
         axes.set_title(f"{name}, {size.text}", loc="left", fontsize=9)
         axes.set_ylabel("blocks", fontsize=8)
     grid[-1, 0].set_xlabel("seconds of the trace")

@@ -21,12 +21,13 @@ from sagellm.core.types import Tokens
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Hit blocks of each request, evicted blocks in all, and seconds of CPU time of this thread; where causes
-    were asked for, the missing blocks of each request."""
+    """Hit blocks of each request, evicted blocks in all, and seconds of CPU time of this thread, `evict_s` of
+    them inside `evict`; where causes were asked for, the missing blocks of each request."""
 
     hits: array[int]
     num_evicted: int
     cpu_s: float
+    evict_s: float
     misses: tuple[MissCounts, ...] = ()
 
 
@@ -43,7 +44,7 @@ def replay(
     ids = array("i", bytes(4 * min(longest, capacity)))  # nobody asks which block it is
     hits, num_evicted = array("i"), 0
     misses: list[MissCounts] = []
-    began_s = time.thread_time()
+    evict_s, began_s = 0.0, time.thread_time()
     for request in requests:
         tokens = request.ids
         if len(tokens) > capacity:
@@ -55,14 +56,16 @@ def replay(
             misses.append(causes.observe(index, tokens, request.namespace, hit.num_blocks))
         short = index.num_cached + len(tokens) - hit.num_blocks - capacity
         if short > 0:
+            evict_s -= time.thread_time()
             index.evict(short)
+            evict_s += time.thread_time()
             num_evicted += short
         if hit.num_blocks < len(tokens):
             whole = index.insert(tokens, ids[: len(tokens)], request.namespace, pin=True).hit
             index.unpin(hit)
             hit = whole
         index.unpin(hit, Use(request.num_output_tokens, hits[-1]))
-    return Replayed(hits, num_evicted, time.thread_time() - began_s, tuple(misses))
+    return Replayed(hits, num_evicted, time.thread_time() - began_s, evict_s, tuple(misses))
 
 
 def infinite(requests: Sequence[TraceRequest], capacity: int | None = None) -> array[int]:

@@ -9,19 +9,19 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from typing import Any
 
 from sagellm.benchmarks.replay.block_trace import BlockTrace
 from sagellm.benchmarks.replay.measures import Measures, check_bound, first_counted, measure
 from sagellm.benchmarks.replay.optimum import optimum
 from sagellm.benchmarks.replay.plan import OPTIMUM, Case, Plan
 from sagellm.benchmarks.replay.replayer import Replayed, replay
-from sagellm.core.clock import Clock, ManualClock
+from sagellm.core.clock import ManualClock
 from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.events import EventBus
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseIndex
 from sagellm.core.registry import registry
+from sagellm.engines.build import make_policy
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
 
 NUM_MOMENTS = 48
@@ -32,16 +32,18 @@ NUM_MOMENTS = 48
 class Result:
     """One replay, measured.
 
-    Evicted blocks and CPU time are of the whole replay, the warm-up included. Both are None for the optimum,
-    which evicts nothing that exists; the time also where causes were asked for. `of_gap`: the share of the
+    Evicted blocks and CPU times are of the whole replay, the warm-up included. All are None for the optimum,
+    which evicts nothing that exists; the times also where causes were asked for. `of_gap`: the share of the
     way from LRU's to the optimum's block ratio, where both were run. `misses`: missing blocks after the
-    warm-up by cause; `course`: the same for the whole replay, in each of `NUM_MOMENTS` stretches.
+    warm-up by cause, without those by which a prompt exceeds the capacity; `course`: the same for the whole
+    replay, in each of `NUM_MOMENTS` stretches.
     """
 
     case: Case
     measures: Measures
     num_evicted: int | None = None
     cpu_s: float | None = None
+    evict_s: float | None = None
     accesses: int = 0
     of_gap: float | None = None
     misses: MissCounts | None = None
@@ -66,8 +68,15 @@ class Result:
 
     @property
     def us_per_evicted(self) -> float | None:
-        """Microseconds of CPU time of the whole replay per evicted block: a bound for the decision."""
+        """Microseconds of CPU time of the whole replay per evicted block, look-ups and insertions too."""
         return 1e6 * self.cpu_s / self.num_evicted if self.cpu_s is not None and self.num_evicted else None
+
+    @property
+    def us_in_evict(self) -> float | None:
+        """Microseconds of CPU time inside the index's `evict` per evicted block."""
+        return (
+            1e6 * self.evict_s / self.num_evicted if self.evict_s is not None and self.num_evicted else None
+        )
 
     @property
     def accesses_per_s(self) -> float | None:
@@ -119,18 +128,6 @@ def with_gaps(results: Sequence[Result]) -> list[Result]:
     return placed
 
 
-def make_policy(
-    name: str, *, capacity: int, clock: Clock, seed: int | None = None, **options: Any
-) -> EvictionPolicy:
-    """A policy with the options given, and of `capacity`, `clock` and `seed` those that it takes."""
-    takes = registry("policy").options(name)
-    offered = {"capacity": capacity, "clock": clock, "seed": seed}
-    policy: EvictionPolicy = registry("policy").create(
-        name, **{one: value for one, value in offered.items() if one in takes}, **options
-    )
-    return policy
-
-
 class _Bench:
     """A trace and a plan; a process of a sweep has one."""
 
@@ -151,7 +148,7 @@ class _Bench:
         if self.plan.causes:
             self._check_causes(replayed, capacity)
             return replace(result, misses=total(replayed.misses[first:]), course=self._course(replayed))
-        return replace(result, cpu_s=replayed.cpu_s, accesses=trace.num_blocks)
+        return replace(result, cpu_s=replayed.cpu_s, evict_s=replayed.evict_s, accesses=trace.num_blocks)
 
     def _replay(self, case: Case) -> Replayed:
         clock, events = ManualClock(self.trace.requests[0].time_s), EventBus()
@@ -165,7 +162,7 @@ class _Bench:
                 across_namespaces=self.trace.across_namespaces,
             )
         index: PrefixReuseIndex = registry("index").create(
-            self.plan.index,
+            "radix",
             block_size=1,
             policy_factory=lambda: self._policy(case, clock),
             events=events,
@@ -178,7 +175,7 @@ class _Bench:
         if "model" in registry("policy").options(case.policy):
             options.setdefault("model", self.plan.cost(self.trace.block_tokens))
         return make_policy(
-            case.policy, capacity=case.capacity.num_blocks, clock=clock, seed=case.seed, **options
+            case.policy, capacity=case.capacity.num_blocks, clock=clock, seed=case.seed or 0, **options
         )
 
     def _check_causes(self, replayed: Replayed, capacity: int) -> None:

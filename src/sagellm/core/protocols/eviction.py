@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 
@@ -88,14 +88,30 @@ class Hint:
     """What somebody knows after the fact; None leaves a field as it is.
 
     `priority` is 0 to 100, `duration_s` counts from the hint; `ended`: the session is over; `superseded`: an
-    edited history replaced it; `wanted_by`: number of waiting requests about to use it.
+    edited history replaced it; `wanted_by`: number of waiting requests about to use it;
+    `expected`: a client said that it is about to be used.
     """
 
     priority: int | None = None
     duration_s: float | None = None
-    ended: bool = False
-    superseded: bool = False
-    wanted_by: int = 0
+    ended: bool | None = None
+    superseded: bool | None = None
+    wanted_by: int | None = None
+    expected: bool | None = None
+
+    @property
+    def wanted(self) -> int | None:
+        """How many are about to use it, as far as this hint says."""
+        if self.wanted_by is None and self.expected is None:
+            return None
+        return (self.wanted_by or 0) + bool(self.expected)
+
+    def over(self, before: Hint | None) -> Hint:
+        """This hint, and what one before it said where this one leaves it."""
+        if before is None:
+            return self
+        known = {name: value for name in Hint.__slots__ if (value := getattr(self, name)) is not None}
+        return replace(before, **known)
 
 
 def bonus_of(hint: Hint, age_s: float) -> float:

@@ -40,7 +40,7 @@ class BlockBudget:
 
     def is_capped(self, state: RequestState, num_blocks: int) -> bool:
         """Whether a ceiling is in the way, so that only blocks of its own account would help the request."""
-        return num_blocks > self._below_ceiling(state)
+        return self._ceiling_of is not None and num_blocks > self._below_ceiling(state)
 
     def _add(self, state: RequestState, num_blocks: int) -> None:
         self.available += num_blocks

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ContextLengthError, RequestError
+from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
 from sagellm.core.protocols.engine import EngineCore, EngineStats
 from sagellm.core.protocols.tokenizer import Message, TextTokenizer
 from sagellm.core.types import (
@@ -25,6 +26,10 @@ from sagellm.engines.llm.completion import Completion, TextDelta, Usage
 from sagellm.engines.llm.text_stream import Piece, TextStream
 
 Prompt = str | Tokens | Sequence[int] | Sequence[Message]
+Hints = KvHintsEnvelope | Mapping[str, Any]
+"""KV hints, parsed or as decoded JSON."""
+
+MAX_SESSION_ID_CHARS = 256
 
 
 @dataclass(slots=True)
@@ -126,13 +131,17 @@ class LLM:
         service_class: str = "",
         retention: Sequence[Retention] = (),
         slo: SLO | None = None,
+        session_id: str | None = None,
+        kv_hints: Hints | None = None,
     ) -> str:
         """Queue a request and return its id; its text comes out of `step`. A `RequestError` queues nothing.
 
         Requests of different tenants never share KV. `service_class` names the class whose share of KV memory
-        is used, `retention` ranges of the prompt that eviction should spare. With `n > 1` the seeds are
-        `seed + index`.
+        is used, `retention` ranges of the prompt that eviction should spare. `session_id` is what later hints
+        may call its KV; `kv_hints` are done when it ends. With `n > 1` the seeds are `seed + index`, and the
+        first choice alone does the hints.
         """
+        _check_session(session_id)
         tokens = self.encode(prompt)
         params = self.resolve(tokens, params or self.sampling_params())
         request_id = request_id or f"req-{next(self._ids)}"
@@ -147,6 +156,8 @@ class LLM:
             service_class=service_class,
             retention=tuple(retention),
             slo=slo or SLO(),
+            session_id=session_id,
+            kv_hints=None if kv_hints is None else _parsed(kv_hints),
         )
         self._add(request_id, list(_expand(first)))
         return request_id
@@ -161,6 +172,15 @@ class LLM:
         for _ in self.stream(tokens, self.sampling_params(max_tokens=1), tenant=tenant):
             pass
         return self._engine.pin_prefix(tokens, Namespace(tenant=tenant))
+
+    def hint(self, kv_hints: Hints, *, tenant: str = "") -> Sequence[HintOutcome]:
+        """Do KV hints now, for sessions and prompts of that tenant and no other; one answer per action.
+
+        Raises `RequestError` for what is no envelope. An action that cannot be done is answered, not raised.
+        """
+        if "\0" in tenant:  # such names are the cache's own, for groups of tenants
+            raise RequestError("a tenant or cache salt must not hold NUL characters", "cache_salt")
+        return self._engine.hint(_parsed(kv_hints), Namespace(tenant=tenant))
 
     def step(self) -> list[TextDelta]:
         """Run one engine step; returns what it added, also to requests whose conveniences left it behind."""
@@ -323,7 +343,18 @@ def _expand(request: Request) -> Iterator[Request]:
         seed = request.params.seed
         params = replace(request.params, n=1, seed=None if seed is None else seed + index)
         engine_id = f"{request.request_id}#{index}"
-        yield replace(request, request_id=engine_id, params=params, group=request.request_id)
+        hints = request.kv_hints if index == 0 else None
+        yield replace(request, request_id=engine_id, params=params, group=request.request_id, kv_hints=hints)
+
+
+def _parsed(kv_hints: Hints) -> KvHintsEnvelope:
+    return kv_hints if isinstance(kv_hints, KvHintsEnvelope) else KvHintsEnvelope.parse(kv_hints)
+
+
+def _check_session(session_id: str | None) -> None:
+    if session_id is not None and not 0 < len(session_id) <= MAX_SESSION_ID_CHARS:
+        size = f"1 to {MAX_SESSION_ID_CHARS} characters, got {len(session_id)}"
+        raise RequestError(f"session_id must have {size}", "session_id")
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

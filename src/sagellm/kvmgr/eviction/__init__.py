@@ -1,6 +1,17 @@
 """Eviction: which KV to give up first."""
 
 from sagellm.kvmgr.eviction._candidates import EvictionCandidate
+from sagellm.kvmgr.eviction._cost import PrefillCostModel
+from sagellm.kvmgr.eviction.adaptive import AdaptiveEvictionPolicy
+from sagellm.kvmgr.eviction.cost_benefit import CostBenefitMigration
 from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy
+from sagellm.kvmgr.eviction.qos import jain_index
 
-__all__ = ["EvictionCandidate", "LRUEvictionPolicy"]
+__all__ = [
+    "AdaptiveEvictionPolicy",
+    "CostBenefitMigration",
+    "EvictionCandidate",
+    "LRUEvictionPolicy",
+    "PrefillCostModel",
+    "jain_index",
+]

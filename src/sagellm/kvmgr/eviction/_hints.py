@@ -29,9 +29,12 @@ class HintLanes:
 
     def note(self, key: int, hint: Hint, max_keys: int) -> None:
         """Remember how many wait for an extent; of too many, the oldest wish is forgotten."""
+        wanted = hint.wanted
+        if wanted is None:
+            return
         self.wanted_by.pop(key, None)
-        if hint.wanted_by > 0:
-            self.wanted_by[key] = hint.wanted_by
+        if wanted > 0:
+            self.wanted_by[key] = wanted
             if len(self.wanted_by) > max_keys:
                 self.wanted_by.popitem(last=False)
 

@@ -13,7 +13,7 @@ from sagellm.kvmgr.eviction._reuse_model import AGE_ENDS_S, YOUNGEST_S, Features
 FIT_FIRST, FIT_LAST, FIT_SHARE = 64, 2048, 8
 """A fit after so many lives, at most so many, and in between one in so many of all; but not before anything
 to speak of was used again."""
-FEWEST_USES = 8
+FEWEST_USES = 16
 MAX_STEPS_UP = 16
 HOT = -1
 """The kind of what many share."""
@@ -128,15 +128,11 @@ class Lives:
         due = min(FIT_LAST, max(FIT_FIRST, self._num_begun // FIT_SHARE))
         if new < due or self._num_used < FEWEST_USES:
             return False
-        open_lives = [life for life in self._by_key.values() if life.weight]
-        self.model.all_at_risk(
-            [life.kind for life in open_lives],
-            [life.seen_s - life.born_s for life in open_lives],
-            [now_s - life.born_s for life in open_lives],
-            [life.weight for life in open_lives],
-        )
-        for life in open_lives:
-            life.seen_s = now_s
+        for life in self._by_key.values():
+            if life.weight:
+                born_s = life.born_s
+                self.model.at_risk(life.kind, life.seen_s - born_s, now_s - born_s, life.weight)
+                life.seen_s = now_s
         self.model.fit(new)
         self._fitted_at = self._num_begun
         return True

@@ -10,7 +10,6 @@ which is hit density (Beckmann, Chen and Cidon, "LHD", 2018) without its assumpt
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +22,7 @@ LEVELS = 8
 YOUNGEST_S, OLDEST_S, NUM_AGES = 1.0, 7200.0, 24
 MAX_KINDS = 2048
 MAX_HAZARD = 2.0
+MANY_SPANS = 8192
 MAX_USES = 600.0
 """Expected uses beyond which what is left of a life is too little for a floating point number."""
 _RATIO = math.log(OLDEST_S / YOUNGEST_S) / (NUM_AGES - 1)
@@ -66,6 +66,7 @@ class ReuseModel:
         self._features = np.zeros((0, num_features), dtype=np.int64)
         self._uses: Floats = np.zeros((0, NUM_AGES))
         self._at_risk_s: Floats = np.zeros((0, NUM_AGES))
+        self._spans: list[tuple[int, float, float, float]] = []
         self._factors: Floats = np.ones((num_features, LEVELS, NUM_AGES))
         self._base: Floats = np.zeros(NUM_AGES)
         self._prior: Floats = 1.0 / (_MIDDLE_S + early_s)
@@ -96,26 +97,13 @@ class ReuseModel:
 
     def at_risk(self, kind: int, from_s: float, to_s: float, weight: float = 1.0) -> None:
         """An extent of that kind lived unused from one age to another."""
-        self._at_risk_s[kind] += weight * (
-            np.clip(to_s - _FROM_S, 0, _WIDTH_S) - np.clip(from_s - _FROM_S, 0, _WIDTH_S)
-        )
-
-    def all_at_risk(
-        self, kinds: Sequence[int], from_s: Sequence[float], to_s: Sequence[float], weights: Sequence[float]
-    ) -> None:
-        """`at_risk` of many."""
-        if not kinds:
-            return
-        spans = np.clip(np.array(to_s)[:, None] - _FROM_S, 0, _WIDTH_S)
-        spans -= np.clip(np.array(from_s)[:, None] - _FROM_S, 0, _WIDTH_S)
-        spans *= np.array(weights)[:, None]
-        rows = np.array(kinds)
-        order = np.argsort(rows, kind="stable")
-        different, starts = np.unique(rows[order], return_index=True)
-        self._at_risk_s[different] += np.add.reduceat(spans[order], starts, axis=0)
+        self._spans.append((kind, from_s, to_s, weight))
+        if len(self._spans) >= MANY_SPANS:
+            self._count_spans()
 
     def fit(self, num_lives: int) -> None:
         """Learn from the counts so far; `num_lives` came since the last fit. Takes milliseconds."""
+        self._count_spans()
         rows = len(self._kinds)
         uses, at_risk_s = self._uses[:rows], self._at_risk_s[:rows]
         members = [
@@ -135,6 +123,20 @@ class ReuseModel:
     def value(self, kind: int, age_s: float) -> float:
         """Expected uses per second of memory, at the best time to stop; `fit` must have been called."""
         return self.values[kind][age_bin(age_s)]
+
+    def _count_spans(self) -> None:
+        """Add up what `at_risk` noted, all at once."""
+        if not self._spans:
+            return
+        kinds, from_s, to_s, weights = (np.array(column) for column in zip(*self._spans, strict=True))
+        self._spans.clear()
+        seconds = np.clip(to_s[:, None] - _FROM_S, 0, _WIDTH_S) - np.clip(
+            from_s[:, None] - _FROM_S, 0, _WIDTH_S
+        )
+        seconds *= weights[:, None]
+        order = np.argsort(kinds, kind="stable")
+        different, starts = np.unique(kinds[order], return_index=True)
+        self._at_risk_s[different] += np.add.reduceat(seconds[order], starts, axis=0)
 
     def _grow(self) -> None:
         more = max(64, len(self._uses))

@@ -28,7 +28,7 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy):
         clock: Clock | None = None,
         max_lives: int = 16_384,
         margin: float = 0.001,
-        slack: float = 8.0,
+        slack: float = 16.0,
     ) -> None:
         super().__init__(capacity=capacity, clock=clock, max_lives=max_lives)
         self._margin, self._slack = margin, slack

@@ -31,7 +31,7 @@ class ARCEvictionPolicy(QueuedPolicy):
         self._announced: int | None = None
 
     def hint(self, key: int, hint: Hint) -> None:
-        if hint.wanted_by > 0 and (key in self._once_ghosts or key in self._often_ghosts):
+        if hint.wanted and (key in self._once_ghosts or key in self._often_ghosts):
             if self._announced != key:
                 self._adapt(key)
                 self._announced = key

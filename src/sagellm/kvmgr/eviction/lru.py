@@ -114,7 +114,7 @@ class LRUEvictionPolicy:
 
 def _when_s(extent: Extent, hint: Hint) -> float:
     """The time by which an extent that something is known of takes its place."""
-    if hint.wanted_by:
+    if hint.wanted:
         return math.inf
     return -math.inf if hint.ended or hint.superseded else extent.used_s + extent.bonus_s
 

@@ -62,8 +62,8 @@ class SLOEvictionPolicy(QueuedPolicy):
         elif queue is not None:
             extent = queue.live[key][2]
             self._depart(key, 0)
-            self._away[key] = (self._queue, None, 0, (priority, until_s))
-            self.insert(extent)
+            self._away.pop(key)
+            self._admit(extent, (self._queue, None, 0, (priority, until_s)))
 
     def _admit(self, extent: Extent, note: Note | None) -> None:
         wish = self._own_wish(extent) if note is None else note[3]

@@ -45,13 +45,14 @@ class KVHints:
         self._num_tokens = 0
         self._wanted: dict[Any, tuple[PrefixHit, int]] = {}
 
-    def released(self, state: RequestState) -> None:
-        """A request left the batch, and what it computed is cached: note its session, do what it brought."""
+    def released(self, state: RequestState, *, ended: bool) -> None:
+        """A request left the batch, and what it computed is cached: note its session; if it has ended, do
+        what it brought."""
         request = state.request
         if request.session_id is not None:
             session = (request.namespace.tenant, request.session_id)
             self._remember(session, Tokens(state.tokens), request.namespace)
-        if request.kv_hints is not None:
+        if ended and request.kv_hints is not None:
             self.apply(request.kv_hints, request.namespace, state.tokens)
 
     def apply(
@@ -69,10 +70,9 @@ class KVHints:
                 wanted[hit.node] = (hit, wanted.get(hit.node, (hit, 0))[1] + 1)
         for node, (hit, _) in self._wanted.items():
             if node not in wanted:
-                self._index.hint(hit, Hint())
-        for node, (hit, count) in wanted.items():
-            if node not in self._wanted or self._wanted[node][1] != count:
-                self._index.hint(hit, Hint(wanted_by=count))
+                self._index.hint(hit, Hint(wanted_by=0))
+        for hit, count in wanted.values():
+            self._index.hint(hit, Hint(wanted_by=count))  # again, since a use by others forgets it
         self._wanted = wanted
 
     # -- inside
@@ -126,6 +126,6 @@ def _hint_of(action: KvHintAction) -> Hint:
         priority = number(payload, "priority", 50, 100)
         return Hint(priority=int(priority), duration_s=number(payload, "duration_s", 300, MAX_DURATION_S))
     if action.action_type == "kv.expect":
-        return Hint(wanted_by=1)
+        return Hint(expected=True)
     ended = action.action_type == "session.end"
     return Hint(ended=ended, superseded=not ended)

@@ -205,9 +205,9 @@ class KVCacheManager:
         if self.prefix_caching:
             self._donors[group] = sequence
 
-    def release(self, state: RequestState, *, keep: bool = True) -> None:
+    def release(self, state: RequestState, *, keep: bool = True, ended: bool = True) -> None:
         """The request leaves the batch: what it computed, generated tokens included, stays behind as
-        cache. With `keep=False` nothing new does.
+        cache. With `keep=False` nothing new does. `ended=False`: it was preempted, and comes again.
         """
         sequence = self._sequences[state.request_id]
         if keep:
@@ -222,7 +222,7 @@ class KVCacheManager:
         for group in [group for group, donor in self._donors.items() if donor is sequence]:
             del self._donors[group]
         if keep:
-            self.hints.released(state)
+            self.hints.released(state, ended=ended)
 
     def clear_cache(self) -> int:
         """Forget every block that nobody uses; returns how many."""

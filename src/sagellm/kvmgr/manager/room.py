@@ -63,7 +63,7 @@ class Room:
                 return
             stuck = False
             for giver, count in gifts.items():
-                given = self._evict_from(giver, count, "quota")
+                given = self._evict_from(giver, count, "quota" if giver != account else "capacity")
                 stuck = stuck or given < count
                 evictable[giver] -= given
             if stuck:

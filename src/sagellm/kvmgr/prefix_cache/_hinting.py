@@ -14,7 +14,7 @@ def hint_path(leaves: Leaves, end: Node, hint: Hint, now_s: float) -> int:
     for node in end.path():
         if node is not end and len(node.children) > 1:
             break
-        node.hint = hint if hint != NEUTRAL else None
+        node.hint = hint.over(node.hint)
         if hint.duration_s is not None:
             node.bonus_s = bonus_of(hint, now_s - node.used_s)
         if not node.pins and not node.children:
@@ -22,9 +22,6 @@ def hint_path(leaves: Leaves, end: Node, hint: Hint, now_s: float) -> int:
                 leaves.withdraw(node)
                 leaves.offer(node)
             if node.group.policy is not None:
-                node.group.policy.hint(node.key, hint)
+                node.group.policy.hint(node.key, node.hint)
         num_blocks += node.num_blocks
     return num_blocks
-
-
-NEUTRAL = Hint()

@@ -53,7 +53,7 @@ class BlockRecord:
 
     def take_hint(self, hint: Hint, now_s: float) -> None:
         """Note a hint until the next use, and tell the policy, if it has this record now."""
-        self.hint = hint if hint != Hint() else None
+        self.hint = hint.over(self.hint)
         if hint.duration_s is not None:
             self.bonus_s = bonus_of(hint, now_s - self.used_s)
         if self.is_evictable_leaf:
@@ -61,7 +61,7 @@ class BlockRecord:
                 self.share.withdraw(self)
                 self.share.offer(self)
             if self.share.policy is not None:
-                self.share.policy.hint(self.key, hint)
+                self.share.policy.hint(self.key, self.hint)
 
     def path(self) -> Iterator[BlockRecord]:
         """This record and its ancestors."""

@@ -269,9 +269,12 @@ class RadixPrefixCache(SimpleDoor):
 
     def hint(self, hit: PrefixHit, hint: Hint) -> int:
         hit = self._current(hit)
-        if not hit.num_blocks or ((hint.ended or hint.superseded) and hit.node.end > hit.num_blocks):
-            return 0
-        return hint_path(self._leaves, hit.node, hint, self._clock.now())
+        node = hit.node
+        if not hit.num_blocks or (
+            (hint.ended or hint.superseded) and (node.children or node.end > hit.num_blocks)
+        ):
+            return 0  # somebody went on from there
+        return hint_path(self._leaves, node, hint, self._clock.now())
 
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
         self._leaves.swap(factory)

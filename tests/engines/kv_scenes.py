@@ -1,0 +1,68 @@
+"""Scenes for tests of what stays in the cache: sessions, a small engine, who is preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from sagellm.core.kv_hints import KvHintAction, KvHintsEnvelope
+from sagellm.core.plan import Draft
+from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.registry import registry
+from sagellm.core.types import Namespace, Request, Tokens
+from sagellm.engines.engine import Engine
+from sagellm.engines.simulator import TokenMemoryBackend
+from tests.builders import fake_engine, request, run_all
+
+POLICIES = registry("policy").names()
+INDEXES = ["radix", "hashed"]
+NOBODY = Namespace()
+OLD, YOUNG, FILLER = range(17), range(20, 37), range(60, 89)
+"""Prompts of four, four and seven whole blocks, and one token more."""
+
+
+def hints(kind: str, **payload: Any) -> KvHintsEnvelope:
+    return KvHintsEnvelope("0.1", "m", (KvHintAction("a", kind, payload=payload),))
+
+
+def session(name: str, tokens: Iterable[int], max_tokens: int = 1, **options: Any) -> Request:
+    envelope = options.pop("kv_hints", None)
+    return replace(request(name, tokens, max_tokens, **options), session_id=name, kv_hints=envelope)
+
+
+def small_engine(eviction: str = "lru", num_blocks: int = 12, **options: Any) -> Engine:
+    """Room for two sessions of four blocks, and four blocks free."""
+    return fake_engine(TokenMemoryBackend(num_blocks=num_blocks), eviction=eviction, **options)
+
+
+def serve(engine: Engine, *requests: Request) -> None:
+    """One after the other."""
+    for one in requests:
+        engine.add(one)
+        run_all(engine)
+
+
+def resident(engine: Engine, tokens: Iterable[int], namespace: Namespace = NOBODY) -> int:
+    """Blocks of a prompt in the cache."""
+    return engine.kv.index.lookup(Tokens(tokens), engine.kv.namespace_of(namespace)).num_blocks
+
+
+def status(engine: Engine, envelope: KvHintsEnvelope, namespace: Namespace = NOBODY) -> tuple[str, int]:
+    [outcome] = engine.hint(envelope, namespace)
+    return outcome.status.value, outcome.num_blocks
+
+
+class Preempt:
+    """A pass that preempts one request, once, when it has so many tokens."""
+
+    name = "preempt"
+
+    def __init__(self, request_id: str, num_tokens: int) -> None:
+        self.request_id, self.num_tokens = request_id, num_tokens
+
+    def __call__(self, draft: Draft, view: SchedulingView) -> None:
+        for state in list(draft.running):
+            if state.request_id == self.request_id and len(state.tokens) >= self.num_tokens:
+                self.request_id = ""
+                draft.preempt(state)

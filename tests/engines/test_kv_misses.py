@@ -1,0 +1,100 @@
+"""Miss attribution seen from an engine: why blocks of prompts had to be computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sagellm.core.clock import ManualClock
+from sagellm.core.protocols.prefix_cache import MissCounts
+from sagellm.core.types import Namespace
+from sagellm.engines.engine import Engine
+from sagellm.kvmgr.scheduler_ir.passes import PrefixCacheAwarePass, PriorityBasedPass
+from tests.builders import TENANT_A, TENANT_B, request, run_all
+from tests.engines.kv_scenes import FILLER, INDEXES, OLD, YOUNG, Preempt, resident, serve, small_engine
+
+
+def misses(engine: Engine) -> dict[str, int]:
+    """By cause, without those that did not occur."""
+    found = engine.stats().misses
+    assert found is not None
+    return {cause: count for cause, count in found._asdict().items() if count}
+
+
+def counting(**options: Any) -> Engine:
+    return small_engine(miss_attribution=True, **options)
+
+
+def test_nobody_counts_unasked() -> None:
+    assert small_engine().stats().misses is None
+    assert counting().stats().misses == MissCounts()
+
+
+@pytest.mark.parametrize(("after_s", "cause"), [(0.0, "premature"), (59.0, "premature"), (61.0, "capacity")])
+@pytest.mark.parametrize("index", INDEXES)
+def test_what_was_evicted_is_missed(index: str, after_s: float, cause: str) -> None:
+    engine = counting(index=index)
+    serve(engine, request("old", OLD, 1), request("young", YOUNG, 1), request("filler", FILLER, 1))
+    assert misses(engine) == {"cold": 15}
+    assert isinstance(engine.clock, ManualClock)
+    engine.clock.advance(after_s)
+    serve(engine, request("again", OLD, 1))
+    assert misses(engine) == {"cold": 15, cause: 4}
+
+
+def test_what_another_namespace_holds_is_no_cold_miss() -> None:
+    engine = counting(num_blocks=20)
+    serve(engine, request("a", OLD, 1, namespace=TENANT_A), request("b", OLD, 1, namespace=TENANT_B))
+    assert misses(engine) == {"cold": 4, "namespace": 4}
+
+
+def test_what_went_for_anothers_share_is_missed_for_its_quota() -> None:
+    engine = counting(num_blocks=16, tenant_shares={"a": {"guaranteed": 0.5}})
+    for number in range(3):
+        start = 20 * number
+        serve(engine, request(f"b{number}", range(start, start + 17), 1, namespace=TENANT_B))
+    serve(engine, request("a", range(64, 93), 1, namespace=TENANT_A))
+    evicted = [prompt for prompt in (OLD, YOUNG) if resident(engine, prompt, TENANT_B) < 4]
+    serve(engine, *(request(f"again{p[0]}", p, 1, namespace=TENANT_B) for p in evicted))
+    assert evicted == [OLD]
+    assert misses(engine) == {"cold": 12 + 7, "quota": 4}
+
+
+def test_what_a_preempted_request_lost_is_missed_for_its_preemption() -> None:
+    passes = [Preempt("victim", 19), PrefixCacheAwarePass(), PriorityBasedPass()]
+    engine = counting(passes=passes)
+    engine.add(request("victim", OLD, 8))
+    engine.step()
+    engine.add(request("urgent", range(60, 95), 8, priority=9))
+    run_all(engine)
+    assert engine.stats().num_preemptions == 1
+    grown = -(-(35 + 8) // 4)
+    assert misses(engine) == {"cold": 4 + 8, "preemption": grown - (12 - 4)}
+
+
+@settings(max_examples=60)
+@given(
+    prompts=st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.integers(1, 30)), min_size=1, max_size=15
+    ),
+    seconds=st.sampled_from([0.0, 7.0, 40.0]),
+    index=st.sampled_from(INDEXES),
+)
+def test_each_block_is_found_or_missed_for_one_cause(
+    prompts: list[tuple[str, int, int]], seconds: float, index: str
+) -> None:
+    engine = counting(index=index)
+    assert isinstance(engine.clock, ManualClock)
+    total = found = 0
+    for number, (tenant, start, length) in enumerate(prompts):
+        length += length % 4 == 0  # the last token is computed always: no whole block is
+        engine.clock.advance(seconds)
+        tokens = range(10 * start, 10 * start + length)
+        engine.add(request(str(number), tokens, 1, namespace=Namespace(tenant=tenant)))
+        [output] = engine.step()
+        total += length // 4
+        found += output.num_cached_tokens // 4
+    assert sum(misses(engine).values()) == total - found
