@@ -235,6 +235,13 @@ def test_every_missing_block_has_a_cause(chat: BlockTrace, policy: str) -> None:
     assert total(found.course) == found.misses
 
 
+def test_the_course_tells_when_blocks_were_missing() -> None:
+    made = block_trace(trace([1], [2, 3], [1], [4, 5, 6]))
+    [found] = run_sweep(made, Plan(("lru",), ("10",), causes=True))
+    missing = {moment: sum(misses) for moment, misses in enumerate(found.course) if sum(misses)}
+    assert missing == {0: 1, NUM_MOMENTS // 3: 2, NUM_MOMENTS - 1: 3}
+
+
 def test_namespaces_are_a_cause_where_tokens_say_so() -> None:
     made = block_trace(trace([1, 2, 3, 4], [1, 2, 3, 5], block_tokens=1, tenants="ab"), 2)
     [found] = run_sweep(made, Plan(("lru",), ("10",), causes=True))

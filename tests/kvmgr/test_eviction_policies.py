@@ -77,7 +77,7 @@ def test_ended_goes_first_and_wanted_goes_last(name: str) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_who_is_no_longer_wanted_has_its_old_place(name: str) -> None:
     orders = []
-    for hints in ([], [Hint(wanted_by=2), Hint(ended=True, wanted_by=1), Hint()]):
+    for hints in ([], [Hint(wanted_by=2), Hint(ended=True, wanted_by=1), Hint(wanted_by=0)]):
         policy = make(name)
         hold(policy, [Run(key) for key in range(4)])
         for hint in hints:

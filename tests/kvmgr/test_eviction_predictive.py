@@ -1,18 +1,16 @@
-"""`predictive`: what it asks and tells a predictor, and what it makes of the answers."""
+"""`predictive`: whom it asks, what it makes of the answer, and what it teaches."""
 
 from __future__ import annotations
 
-import os
 import random
 from array import array
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 
-from sagellm.benchmarks.replay.replayer import replay
-from sagellm.benchmarks.traces import read_trace
 from sagellm.core.clock import ManualClock
+from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import EvictionPolicy, Hint, Run
 from sagellm.core.protocols.lifetime import (
     LifetimePredictor,
@@ -23,115 +21,118 @@ from sagellm.core.protocols.lifetime import (
     ReusePredictor,
 )
 from sagellm.core.types import Tokens
-from sagellm.kvmgr.eviction import EvictionCandidate, LRUEvictionPolicy
-from sagellm.kvmgr.eviction._predicted_ranks import LEAST_HELD_S, PATIENCE_S, density
-from sagellm.kvmgr.eviction._rests import HOT_BRANCHES
-from sagellm.kvmgr.eviction.predictive import MAX_RESTS, PredictiveEvictionPolicy
+from sagellm.kvmgr.eviction import EvictionCandidate, LRUEvictionPolicy, predictive
+from sagellm.kvmgr.eviction.predictive import PredictiveEvictionPolicy
 from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
-from sagellm.kvmgr.lifetime.statistical import StatisticalLifetimePredictor
 from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache
 
-Told = tuple[ReuseFeatures, float, bool, float]
+SOON = {0.1: 1.0, 0.5: 5.0, 0.9: 10.0}
+LATE = {0.1: 10.0, 0.5: 50.0, 0.9: 100.0}
 Request = tuple[float, Sequence[int]]
+"""When, and which blocks."""
 
 
+@dataclass
 class FakeReuse:
-    """Expects first blocks of even prompts (see `prompt`) back, the others never; records what it is told."""
+    """Answers by a rule of position and age, and keeps what it is told."""
 
-    horizon_s = 600.0
-
-    def __init__(self, *, abstained: bool = False) -> None:
-        self.abstained = abstained
-        self.told: list[Told] = []
-        self.asked: list[tuple[ReuseFeatures, float]] = []
+    rule: Callable[[ReuseFeatures, float], ReusePrediction]
+    horizon_s: float = 1000.0
+    told: list[tuple[ReuseFeatures, float, bool, float]] = field(default_factory=list)
 
     def predict(self, features: ReuseFeatures, age_s: float = 0.0) -> ReusePrediction:
-        self.asked.append((features, age_s))
-        probability = 0.9 if features.num_blocks % 2 == 0 else 0.1
-        return ReusePrediction(probability, {0.5: 30.0}, self.abstained)
+        return self.rule(features, age_s)
 
     def update(self, features: ReuseFeatures, seconds: float, *, reused: bool, since_s: float = 0.0) -> None:
-        assert 0 <= since_s <= seconds
         self.told.append((features, seconds, reused, since_s))
 
-    @property
-    def reuses(self) -> list[tuple[ReuseFeatures, float]]:
-        return [(features, seconds) for features, seconds, reused, _ in self.told if reused]
 
-
+@dataclass
 class FakeLengths:
-    """The longer a sequence, the longer it goes on: a minute for each block."""
+    """Seconds to go by the length of the sequence, 0 where none are given; keeps what it is told."""
 
-    def __init__(self, *, abstained: bool = False) -> None:
-        self.abstained = abstained
-        self.asked: list[PredictionRequest] = []
-        self.ended: list[tuple[str, int, float]] = []
+    seconds: Mapping[int, float] = field(default_factory=dict)
+    abstains: bool = False
+    told: list[tuple[str, int, float]] = field(default_factory=list)
 
     def predict(self, request: PredictionRequest) -> Prediction:
-        self.asked.append(request)
-        length = request.current_length
-        return Prediction(length, 60.0 * length, 1.0, abstained=self.abstained)
+        to_go_s = self.seconds.get(request.current_length, 0.0)
+        return Prediction(to_go_s, to_go_s, 1.0, abstained=self.abstains)
 
     def update(self, sequence_id: str, actual_length: int, actual_time: float) -> None:
-        self.ended.append((sequence_id, actual_length, actual_time))
+        self.told.append((sequence_id, actual_length, actual_time))
+
+
+def by_position(answers: Mapping[int, tuple[float, Mapping[float, float]]]) -> FakeReuse:
+    return FakeReuse(lambda features, _: ReusePrediction(*answers[features.position]))
+
+
+def certain(*_: object) -> ReusePrediction:
+    return ReusePrediction(0.5, SOON)
+
+
+def made(
+    predictor: ReusePredictor | LifetimePredictor | None,
+) -> tuple[PredictiveEvictionPolicy, ManualClock]:
+    clock = ManualClock()
+    return PredictiveEvictionPolicy(predictor=predictor, capacity=1_000, clock=clock), clock
+
+
+def use(policy: EvictionPolicy, run: Run, clock: ManualClock, time_s: float) -> None:
+    """A request uses a run, which is here or comes, and goes at once."""
+    clock.advance(time_s - clock.now())
+    policy.pin(run.key)
+    run.used_s, run.last_use, run.num_uses = time_s, run.last_use + 1, run.num_uses + 1
+    policy.unpin(run)
+
+
+def order(policy: EvictionPolicy) -> list[int]:
+    """Evict all; the keys in that order."""
+    gone: list[int] = []
+
+    def give_up(run: Run, num_blocks: int) -> None:
+        run.num_blocks -= num_blocks
+        gone.append(run.key)
+
+    policy.evict(policy.num_evictable, give_up)
+    return gone
 
 
 class Cache:
-    """The real index of block size 1: what is missing is inserted at once, evicting exactly that much."""
+    """The real index with a policy, of block size 1: what is missing is inserted at once, evicting exactly
+    that much."""
 
-    def __init__(self, predictor: ReusePredictor | LifetimePredictor | None, capacity: int = 1_000) -> None:
+    def __init__(self, make: Callable[[ManualClock], EvictionPolicy], capacity: int) -> None:
         self.clock, self.capacity = ManualClock(), capacity
-        self.policy = PredictiveEvictionPolicy(predictor=predictor, capacity=capacity, clock=self.clock)
+        self.policy = make(self.clock)
         self.index = RadixPrefixCache(block_size=1, policy=self.policy, clock=self.clock)
         self.evicted: list[int] = []
         self._num_made = 0
 
     def ask(self, time_s: float, blocks: Iterable[int]) -> int:
         """A request comes and goes; returns how many of its blocks were here."""
-        self.clock.advance(time_s - self.clock.now())
+        self.clock.advance(max(0.0, time_s - self.clock.now()))
         tokens, index = Tokens(blocks), self.index
         hit = index.pin(index.lookup(tokens))
-        found, missing = hit.num_blocks, len(tokens) - hit.num_blocks
-        self.evict(max(0, index.num_cached + missing - self.capacity))
+        missing = len(tokens) - hit.num_blocks
+        freed = index.evict(max(0, index.num_cached + missing - self.capacity))
+        assert freed is not None
+        self.evicted += freed
         ids = array("i", [*index.block_ids(hit), *range(self._num_made, self._num_made + missing)])
         self._num_made += missing
         whole = index.insert(tokens, ids, pin=True).hit
         index.unpin(hit)
         index.unpin(whole)
-        return found
+        return hit.num_blocks
 
     def ask_all(self, requests: Iterable[Request]) -> int:
-        return sum(self.ask(time_s, blocks) for time_s, blocks in requests)
-
-    def evict(self, num_blocks: int) -> None:
-        freed = self.index.evict(num_blocks)
-        assert freed is not None
-        self.evicted += freed
-
-    def wait(self, seconds: float) -> None:
-        """Time passes, and the policy is asked for nothing."""
-        self.clock.advance(seconds)
-        self.evict(0)
-
-    def kept(self, *prompts: Sequence[int]) -> list[bool]:
-        return [self.index.lookup(Tokens(prompt)).num_blocks == len(prompt) for prompt in prompts]
-
-    def check(self) -> None:
+        found = sum(self.ask(time_s, blocks) for time_s, blocks in requests)
         self.index.check()
         self.policy.check()
+        return found
 
 
-class PlainLRU(Cache):
-    def __init__(self, capacity: int) -> None:
-        super().__init__(None, capacity)
-        self.index = RadixPrefixCache(block_size=1, policy=LRUEvictionPolicy(), clock=self.clock)
-
-
-def prompt(number: int, length: int) -> range:
-    return range(1_000 * number, 1_000 * number + length)
-
-
-def mixed(seed: int, num: int = 600) -> list[Request]:
+def mixed(seed: int, num: int = 1_500) -> list[Request]:
     """Three in four ask once, 12 blocks; one in four goes on for six turns, 24 to 36 s apart."""
     draw = random.Random(seed)
     requests: list[Request] = []
@@ -139,277 +140,208 @@ def mixed(seed: int, num: int = 600) -> list[Request]:
     for number in range(1, num + 1):
         now_s += draw.expovariate(1.0)
         if draw.random() < 0.75:
-            requests.append((now_s, prompt(number, 12)))
+            requests.append((now_s, range(1_000 * number, 1_000 * number + 12)))
             continue
         time_s = now_s
         for turn in range(1, 7):
-            requests.append((time_s, prompt(number, 4 * turn)))
+            requests.append((time_s, range(1_000 * number, 1_000 * number + 4 * turn)))
             time_s += draw.uniform(24.0, 36.0)
     return sorted(requests, key=lambda request: request[0])
 
 
-# -- what a reuse predictor is told
+# -- asked about reuse
 
 
-def test_a_conversation_is_told_turn_by_turn() -> None:
-    predictor = FakeReuse()
-    cache = Cache(predictor)
-    for time_s, length in ((0.0, 5), (10.0, 10), (40.0, 16)):
-        cache.ask(time_s, range(length))
-    assert predictor.reuses == [
-        (ReuseFeatures(1, 1, 0, 5), 10.0),
-        (ReuseFeatures(1, 2, 5, 10, 10.0), 30.0),
-    ]
-    assert predictor.asked[-1] == (ReuseFeatures(1, 3, 10, 16, 30.0), 0.0)
-    cache.check()
+def test_the_least_likely_to_be_used_goes_first() -> None:
+    policy, clock = made(by_position({0: (0.9, SOON), 10: (0.1, SOON), 20: (0.5, SOON)}))
+    for key, position in enumerate((0, 10, 20)):
+        use(policy, Run(key, 4, first_position=position), clock, key + 1.0)
+    assert order(policy) == [1, 2, 0]
 
 
-def test_a_rest_is_told_in_pieces_that_join() -> None:
-    predictor = FakeReuse()
-    cache = Cache(predictor)
-    cache.ask(0.0, range(6))
-    for _ in range(100):
-        cache.wait(1.0)
-    pieces = [(since_s, seconds) for _, seconds, _, since_s in predictor.told]
-    assert pieces == [(0.0, 2.0), (2.0, 8.0), (8.0, 32.0)]
-    assert cache.ask(150.0, range(6)) == 6
-    assert predictor.told[-1] == (ReuseFeatures(1, 1, 0, 6), 150.0, True, 32.0)
+def test_of_the_equally_likely_the_later_goes_first() -> None:
+    policy, clock = made(by_position({0: (0.5, SOON), 10: (0.5, LATE)}))
+    use(policy, Run(0, 4, first_position=0), clock, 1.0)
+    use(policy, Run(1, 4, first_position=10), clock, 2.0)
+    assert order(policy) == [1, 0]
 
 
-def test_a_rest_beyond_the_horizon_is_of_no_interest() -> None:
-    predictor = FakeReuse()
-    cache = Cache(predictor)
-    cache.ask(0.0, range(6))
-    for _ in range(50):
-        cache.wait(100.0)
-    assert max(seconds for _, seconds, _, _ in predictor.told) == 600.0
-    assert len(predictor.told) == 4
+def test_what_rests_too_long_loses_its_place() -> None:
+    """Likely when young, hopeless when old; the other one stays in between."""
+
+    def rule(features: ReuseFeatures, age_s: float) -> ReusePrediction:
+        young = age_s < 50.0
+        return ReusePrediction((0.9 if young else 0.0) if features.position == 0 else 0.3, SOON)
+
+    for waits_s, gone in ((1.0, [1, 0]), (500.0, [0, 1])):
+        policy, clock = made(FakeReuse(rule))
+        use(policy, Run(0, 4, first_position=0), clock, 1.0)
+        use(policy, Run(1, 4, first_position=10), clock, 2.0)
+        clock.advance(waits_s)
+        assert order(policy) == gone
 
 
-def test_what_was_evicted_and_comes_back_was_reused() -> None:
-    predictor = FakeReuse()
-    cache = Cache(predictor)
-    cache.ask(0.0, range(5))
-    cache.ask(10.0, range(10))
-    cache.evict(10)
-    assert cache.ask(70.0, range(14)) == 0
-    features, seconds = predictor.reuses[-1]
-    assert (features.turn, seconds) == (2, 60.0)
-    assert predictor.asked[-1] == (ReuseFeatures(1, 3, 0, 14, 60.0), 0.0)
+@pytest.mark.parametrize(("most", "is_forgotten"), [(16, True), (200, False)])
+def test_what_it_has_forgotten_does_not_stay_for_ever(
+    monkeypatch: pytest.MonkeyPatch, most: int, *, is_forgotten: bool
+) -> None:
+    """Its value cannot be looked at again, however high it was."""
+    monkeypatch.setattr(predictive, "MAX_RESTS", most)
+    policy, clock = made(by_position({0: (0.9, SOON), 10: (0.1, SOON)}))
+    use(policy, Run(0, 4, first_position=0), clock, 1.0)
+    for key in range(1, 50):
+        use(policy, Run(key, 1, first_position=10), clock, 1.0 + key)
+    gone: list[int] = []
 
+    def give_up(run: Run, num_blocks: int) -> None:
+        run.num_blocks -= num_blocks
+        gone.append(run.key)
 
-def test_what_was_evicted_and_stays_away_rests() -> None:
-    predictor = FakeReuse()
-    cache = Cache(predictor)
-    cache.ask(0.0, range(5))
-    cache.evict(5)
-    cache.wait(50.0)
-    assert [(seconds, reused) for _, seconds, reused, _ in predictor.told] == [(50.0, False)]
-
-
-def test_the_end_of_a_prompt_that_its_continuation_does_not_repeat_is_left_behind() -> None:
-    predictor = FakeReuse()
-    cache = Cache(predictor)
-    cache.ask(0.0, range(10))
-    cache.ask(20.0, [*range(9), *range(50, 56)])
-    assert [seconds for _, seconds in predictor.reuses] == [20.0]
-    assert {features.turn for features, _ in predictor.asked} == {0, 1, 2}
-
-
-def test_a_branch_near_the_beginning_is_no_use_of_the_rest() -> None:
-    predictor = FakeReuse()
-    cache = Cache(predictor)
-    cache.ask(0.0, range(10))
-    cache.ask(20.0, [*range(3), *range(50, 56)])
-    assert predictor.reuses == []
-    assert predictor.asked[-1][0].turn == 1
-
-
-def test_a_prefix_that_many_share_is_no_conversation() -> None:
-    predictor = FakeReuse()
-    cache = Cache(predictor)
-    for number in range(HOT_BRANCHES + 4):
-        cache.ask(5.0 * number, [*range(6), *prompt(number + 1, 5)])
-    features, _ = predictor.asked[-1]
-    assert (features.turn, features.gap_s) == (1, -1.0)
-    cache.evict(5 * (HOT_BRANCHES + 4))
-    shared, age_s = predictor.asked[-1]
-    assert (shared.num_uses, shared.position, shared.gap_s, age_s) == (HOT_BRANCHES + 4, 0, 5.0, 0.0)
-
-
-def test_of_single_blocks_one_in_four_is_told() -> None:
-    predictor = FakeReuse()
-    policy = PredictiveEvictionPolicy(predictor=predictor, capacity=1_000)
-    for key in range(800):
-        policy.insert(Run(key, 1, last_use=key))
-    policy.insert(Run(800, 1, used_s=10.0, last_use=800))
-    policy.evict(0, lambda extent, count: None)
-    assert len(predictor.told) == 200
-
-
-# -- what is made of its answers
-
-
-def test_density_is_that_of_the_best_moment_to_give_up() -> None:
-    sure = ReusePrediction(1.0, {0.5: 10.0, 1.0: 1_000.0})
-    by_half = 0.5 / (LEAST_HELD_S + 10.0 * 0.75)
-    assert density(sure, 1_000.0) == pytest.approx(by_half)
-    assert density(ReusePrediction(0.0, {0.5: 10.0}), 100.0) == 0.0
-    likely, late = ReusePrediction(0.8, {0.5: 10.0}), ReusePrediction(0.8, {0.5: 90.0})
-    unlikely = ReusePrediction(0.1, {0.5: 10.0})
-    assert density(likely, 100.0) > density(late, 100.0) > density(unlikely, 100.0) > 0
-
-
-def test_what_is_not_expected_back_goes_first() -> None:
-    cache = Cache(FakeReuse())
-    wanted, other = prompt(1, 6), prompt(2, 7)
-    cache.ask(0.0, wanted)
-    cache.ask(5.0, other)
-    cache.evict(7)
-    assert cache.kept(wanted, other) == [True, False]
-    cache.check()
-
-
-def test_while_the_predictor_abstains_the_victims_are_those_of_lru() -> None:
-    predictor = FakeReuse(abstained=True)
-    caches = [Cache(predictor, 60), PlainLRU(60)]
-    for cache in caches:
-        cache.ask_all(mixed(1, 100))
-        cache.check()
-    assert len(caches[0].evicted) > 500
-    assert caches[0].evicted == caches[1].evicted
-
-
-def test_when_it_no_longer_abstains_all_get_their_place() -> None:
-    predictor = FakeReuse(abstained=True)
-    cache = Cache(predictor)
-    wanted, other = prompt(1, 6), prompt(2, 7)
-    cache.ask(0.0, wanted)
-    cache.ask(5.0, other)
-    predictor.abstained = False
-    cache.ask(6.0, prompt(3, 8))
-    cache.evict(7)
-    assert cache.kept(wanted, other) == [True, False]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_with_a_table_it_keeps_the_conversations_beside_what_asks_once(seed: int) -> None:
-    requests = mixed(seed)
-    predictive, plain = Cache(ReuseTable(), 400), PlainLRU(400)
-    lead = predictive.ask_all(requests) - plain.ask_all(requests)
-    assert lead > 0.05 * sum(len(blocks) for _, blocks in requests)
-    predictive.check()
-
-
-def test_retention_makes_an_extent_look_younger() -> None:
-    predictor = FakeReuse()
-    cache = Cache(predictor)
-    cache.ask(0.0, prompt(1, 6))
-    cache.clock.advance(100.0)
-    cache.index.hint(cache.index.lookup(Tokens(prompt(1, 6))), Hint(priority=100, duration_s=60.0))
-    assert predictor.asked[-1][1] == 0.0
-
-
-def test_what_has_ended_goes_first_and_what_is_wanted_last() -> None:
-    cache = Cache(FakeReuse())
-    prompts = [prompt(1, 6), prompt(2, 8), prompt(3, 7)]
-    for number, blocks in enumerate(prompts):
-        cache.ask(float(number), blocks)
-    cache.index.hint(cache.index.lookup(Tokens(prompts[1])), Hint(ended=True))
-    cache.index.hint(cache.index.lookup(Tokens(prompts[2])), Hint(wanted_by=1))
-    cache.evict(8)
-    assert cache.kept(*prompts) == [True, False, True]
-    cache.evict(6)
-    assert cache.kept(*prompts) == [False, False, True]
-
-
-# -- lengths, and no predictor
-
-
-def test_a_conversation_is_one_sequence_that_grows() -> None:
-    predictor = FakeLengths()
-    cache = Cache(predictor)
-    for time_s, length in ((0.0, 5), (10.0, 8), (40.0, 12)):
-        cache.ask(time_s, range(length))
-    cache.ask(45.0, prompt(1, 4))
-    asked = [(one.sequence_id, one.current_length, one.num_prompt_tokens) for one in predictor.asked]
-    first, second = asked[0][0], asked[3][0]
-    assert asked == [(first, 5, 5), (first, 8, 5), (first, 12, 5), (second, 4, 4)]
-    assert first != second
-    for _ in range(4):
-        cache.wait(PATIENCE_S)
-    assert predictor.ended == [(first, 12, 40.0), (second, 4, 0.0)]
-
-
-def test_what_is_predicted_to_end_first_goes_first() -> None:
-    cache = Cache(FakeLengths())
-    prompts = [prompt(1, 9), prompt(2, 3), prompt(3, 5)]
-    for number, blocks in enumerate(prompts):
-        cache.ask(10.0 * number, blocks)
-    cache.evict(3)
-    assert cache.kept(*prompts) == [True, False, True]
-    cache.evict(5)
-    assert cache.kept(*prompts) == [True, False, False]
-
-
-@pytest.mark.parametrize("predictor", [None, FakeLengths(abstained=True)])
-def test_without_a_prediction_it_is_lru(predictor: FakeLengths | None) -> None:
-    caches = [Cache(predictor, 60), PlainLRU(60)]
-    for cache in caches:
-        cache.ask_all(mixed(1, 100))
-        cache.check()
-    assert len(caches[0].evicted) > 500
-    assert caches[0].evicted == caches[1].evicted
-
-
-def test_the_statistical_predictor_can_be_asked() -> None:
-    cache = Cache(StatisticalLifetimePredictor(), 400)
-    assert cache.ask_all(mixed(2, 300)) > 0
-    cache.check()
-
-
-# -- candidates, memory
-
-
-def test_candidates_go_by_the_lifetime_that_they_bring() -> None:
-    candidates = [
-        EvictionCandidate("old, goes on", [1, 2], 0.0, estimated_lifetime=100.0),
-        EvictionCandidate("ends at once", [3, 4], 10.0, estimated_lifetime=0.0),
-        EvictionCandidate("nothing known", [5, 6], 20.0),
-    ]
-    for policy in (PredictiveEvictionPolicy(), PredictiveEvictionPolicy(predictor=FakeLengths())):
-        assert policy.select_victims(candidates, 4) == ["ends at once", "nothing known"]
-
-
-def test_candidates_are_asked_about_and_teach_nothing() -> None:
-    predictor = FakeReuse()
-    policy: EvictionPolicy = PredictiveEvictionPolicy(predictor=predictor, capacity=100)
-    candidates = [EvictionCandidate("even", [1, 2], 0.0), EvictionCandidate("odd", [3, 4, 5], 50.0)]
-    assert policy.select_victims(candidates, 3) == ["odd"]  # type: ignore[attr-defined]
-    assert predictor.asked
-    assert not predictor.told
-    assert policy.num_evictable == 0
-
-
-def test_rests_are_bounded_evicted_ones_included() -> None:
-    policy = PredictiveEvictionPolicy(predictor=FakeReuse(), capacity=50)
-    for key in range(MAX_RESTS + 500):
-        policy.insert(Run(key, 1, last_use=key, used_s=float(key)))
-        policy.evict(max(0, policy.num_evictable - 50), lambda extent, count: None)
-    assert len(policy._rests) == MAX_RESTS
+    for _ in range(40):
+        policy.evict(1, give_up)
+    assert (0 in gone) == is_forgotten
     policy.check()
 
 
-@pytest.mark.traces
-def test_on_conversation_the_table_is_worth_more_than_recency() -> None:
-    """At 2 % of the unique blocks, where LRU has next to nothing."""
-    trace = read_trace(Path(os.environ["SAGELLM_TRACES"], "mooncake_conversation_first_half.jsonl.xz"))
-    requests = trace.requests
-    capacity = round(0.02 * len({(one.namespace, block) for one in requests for block in one.ids}))
-    hits = []
-    for predictor in (ReuseTable(), None):
-        clock = ManualClock(requests[0].time_s)
-        policy = PredictiveEvictionPolicy(predictor=predictor, capacity=capacity, clock=clock)
-        index = RadixPrefixCache(block_size=1, policy=policy, clock=clock)
-        hits.append(sum(replay(requests, index, clock, capacity).hits))
-    assert hits[0] > 1.2 * hits[1]
+def test_an_abstaining_predictor_leaves_it_at_lru() -> None:
+    requests = mixed(1, 300)
+    predictor = FakeReuse(lambda features, _: ReusePrediction(1 / features.num_blocks, SOON, abstained=True))
+    lru = Cache(lambda _: LRUEvictionPolicy(), 300)
+    asking = Cache(lambda clock: PredictiveEvictionPolicy(predictor=predictor, clock=clock), 300)
+    assert asking.ask_all(requests) == lru.ask_all(requests)
+    assert asking.evicted == lru.evicted
+
+
+def test_without_a_predictor_it_is_lru() -> None:
+    requests = mixed(2, 300)
+    lru = Cache(lambda _: LRUEvictionPolicy(), 300)
+    asking = Cache(lambda clock: PredictiveEvictionPolicy(clock=clock), 300)
+    assert asking.ask_all(requests) == lru.ask_all(requests)
+    assert asking.evicted == lru.evicted
+
+
+def test_with_a_table_it_finds_more_than_lru_once_it_has_seen_enough() -> None:
+    requests = mixed(3)
+    lru = Cache(lambda _: LRUEvictionPolicy(), 300)
+    asking = Cache(
+        lambda clock: PredictiveEvictionPolicy(predictor=ReuseTable(), capacity=300, clock=clock), 300
+    )
+    again = Cache(
+        lambda clock: PredictiveEvictionPolicy(predictor=ReuseTable(), capacity=300, clock=clock), 300
+    )
+    assert asking.ask_all(requests) > 1.1 * lru.ask_all(requests)
+    again.ask_all(requests)
+    assert again.evicted == asking.evicted
+
+
+# -- what it teaches
+
+
+def test_a_use_is_told_as_reuse_after_that_rest() -> None:
+    predictor = FakeReuse(certain)
+    policy, clock = made(predictor)
+    run = Run(0, 4)
+    use(policy, run, clock, 5.0)
+    use(policy, run, clock, 12.0)
+    [(features, seconds, reused, since_s)] = predictor.told
+    assert (features.position, features.num_blocks, features.turn) == (0, 4, 1)
+    assert (seconds, reused, since_s) == (7.0, True, 0.0)
+    use(policy, run, clock, 32.0)
+    features, seconds, *_ = predictor.told[-1]
+    assert (features.turn, features.gap_s, seconds) == (2, 7.0, 20.0)
+
+
+def test_an_eviction_that_comes_back_is_told_as_reuse() -> None:
+    predictor = FakeReuse(certain)
+    policy, clock = made(predictor)
+    use(policy, Run(0, 4), clock, 1.0)
+    assert order(policy) == [0]
+    use(policy, Run(0, 4), clock, 41.0)
+    assert [(seconds, reused) for _, seconds, reused, _ in predictor.told] == [(40.0, True)]
+
+
+def test_a_rest_is_told_in_pieces_that_join_and_never_overlap() -> None:
+    predictor = FakeReuse(certain)
+    policy, clock = made(predictor)
+    run = Run(0, 4)
+    use(policy, run, clock, 1.0)
+    for number in range(1, 60):
+        use(policy, Run(100 + number, 1, first_position=50), clock, 1.0 + 10 * number)
+        policy.evict(1, lambda one, count: setattr(one, "num_blocks", one.num_blocks - count))
+    pieces = [told[1:] for told in predictor.told if told[0].position == 0]
+    assert pieces
+    assert all(not reused for _, reused, _ in pieces)
+    starts, ends = [since_s for *_, since_s in pieces], [seconds for seconds, *_ in pieces]
+    assert starts == [0.0, *ends[:-1]]
+    assert ends == sorted(set(ends))
+
+
+# -- asked about lengths
+
+
+def test_the_sequence_whose_predicted_end_is_nearest_goes_first() -> None:
+    policy, clock = made(FakeLengths({4: 100.0, 5: 10.0, 6: 0.0}))
+    use(policy, Run(0, 4), clock, 1.0)
+    use(policy, Run(1, 5), clock, 2.0)
+    use(policy, Run(2, 6), clock, 30.0)
+    assert order(policy) == [1, 2, 0]
+
+
+def test_an_abstaining_predictor_of_lengths_leaves_it_at_lru() -> None:
+    policy, clock = made(FakeLengths({4: 100.0}, abstains=True))
+    use(policy, Run(0, 4), clock, 1.0)
+    use(policy, Run(1, 5), clock, 2.0)
+    assert order(policy) == [0, 1]
+
+
+def test_a_sequence_that_nobody_goes_on_with_is_told_as_ended() -> None:
+    predictor = FakeLengths()
+    policy, clock = made(predictor)
+    run = Run(0, 4)
+    use(policy, run, clock, 1.0)
+    use(policy, run, clock, 61.0)
+    for number in range(1, 80):
+        use(policy, Run(number, 9), clock, 61.0 + 100.0 * number)
+        policy.evict(1, lambda one, count: setattr(one, "num_blocks", one.num_blocks - count))
+    assert [(length, seconds) for _, length, seconds in predictor.told if length == 4] == [(4, 60.0)]
+
+
+# -- as every policy
+
+
+def test_hints_come_before_predictions() -> None:
+    policy, clock = made(by_position({0: (0.9, SOON), 10: (0.1, SOON), 20: (0.5, SOON)}))
+    for key, position in enumerate((0, 10, 20)):
+        use(policy, Run(key, 4, first_position=position), clock, key + 1.0)
+    policy.hint(0, Hint(ended=True))
+    policy.hint(1, Hint(wanted_by=1))
+    policy.check()
+    assert order(policy) == [0, 2, 1]
+
+
+def candidates() -> list[EvictionCandidate]:
+    return [
+        EvictionCandidate("long", [1, 2], 1.0, estimated_lifetime=60.0),
+        EvictionCandidate("short", [3], 2.0, estimated_lifetime=3.0),
+        EvictionCandidate("over", [4], 30.0, estimated_lifetime=0.0),
+    ]
+
+
+def test_candidates_that_are_predicted_to_end_soon_go_first() -> None:
+    policy, _ = made(None)
+    assert policy.select_victims(candidates(), 1) == ["short"]
+    assert policy.select_victims(candidates(), 2) == ["short", "over"]
+    assert policy.select_victims(candidates(), 5) == []
+
+
+def test_to_ask_for_victims_teaches_nobody() -> None:
+    reuse, lengths = FakeReuse(certain), FakeLengths()
+    for predictor in (reuse, lengths):
+        assert len(made(predictor)[0].select_victims(candidates(), 4)) == 3
+    assert not reuse.told
+    assert not lengths.told
+
+
+def test_a_capacity_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 1 block"):
+        PredictiveEvictionPolicy(capacity=0)

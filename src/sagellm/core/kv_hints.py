@@ -94,7 +94,7 @@ def number(payload: Mapping[str, Any], name: str, default: float, most: float) -
     """A number of a payload, from 0 to `most`; raises `RequestError`."""
     value = payload.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
-        raise RequestError(f"{name} must be a number from 0 to {most:g}, got {value!r}", name)
+        raise RequestError(f"{name} must be a number from 0 to {most:g}", name)
     return float(value) if math.isfinite(value) else most
 
 

@@ -28,6 +28,7 @@ from sagellm.core.registry import registry
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
 from sagellm.kvmgr.kv_pool.quota import QuotaManager
+from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
@@ -122,11 +123,13 @@ def build_kv(
 
 
 def make_policy(name: str, *, capacity: int, clock: Clock, seed: int = 0, **options: Any) -> EvictionPolicy:
-    """An eviction policy by name; it is told the size of the pool in blocks, the clock and the seed where its
-    constructor asks for them."""
+    """An eviction policy by name; it is told the size of the pool in blocks, the clock and the seed, and
+    given a predictor, where its constructor asks for them."""
     policies = registry("policy")
-    told = {"capacity": capacity, "clock": clock, "seed": seed}
     asked = policies.options(name)
+    told = {"capacity": capacity, "clock": clock, "seed": seed}
+    if "predictor" in asked:
+        told["predictor"] = ReuseTable()
     made: EvictionPolicy = policies.create(
         name, **{key: value for key, value in told.items() if key in asked} | options
     )

@@ -142,9 +142,13 @@ class LearnedEvictionPolicy(QueuedPolicy):
         """Give an extent another place if its value is another by now; answers whether it has one."""
         extent = entry[2]
         life = self._lives.get(extent.key)
-        if life is None or (life.ranked_until_s > self._now() and life.ranked_by == self._num_fits):
+        old = entry[0][0]
+        if life is None:  # forgotten: too many others came since
+            rank: tuple[float, int] = (extent.used_s - LONG_AGO_S, extent.last_use)
+        elif life.ranked_until_s > self._now() and life.ranked_by == self._num_fits:
             return False
-        rank, old = self._rank(extent, life), entry[0][0]
+        else:
+            rank = self._rank(extent, life)
         if old / CHANGED <= rank[0] <= old * CHANGED or rank[0] == old:
             return False
         self._requeue(extent, self._queue, self._queue, rank)

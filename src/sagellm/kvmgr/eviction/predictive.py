@@ -17,9 +17,7 @@ SWEEP = 2
 """Extents looked at again for each that is evicted, in turn: values fall and rise while time passes."""
 CHANGED = 1.05
 """An extent whose value has changed by this factor since it was ranked takes another place."""
-MIN_RESTS, MAX_RESTS = 16_384, 65_536
-RESTS_PER_BLOCK = 2
-"""As many rests as extents of one block that are here, and as many that were evicted; within those bounds."""
+MAX_RESTS = 16_384
 
 
 class PredictiveEvictionPolicy(QueuedPolicy):
@@ -48,8 +46,7 @@ class PredictiveEvictionPolicy(QueuedPolicy):
         self._now_s = 0.0
         self._queue = ExtentQueue()
         self._ranks = ranks_by(predictor)
-        most_rests = min(MAX_RESTS, max(MIN_RESTS, RESTS_PER_BLOCK * (capacity or 0)))
-        self._rests = Rests(self._ranks, self._ranks.watched_s, most_rests)
+        self._rests = Rests(self._ranks, self._ranks.watched_s, MAX_RESTS)
         self._hand: list[int] = []
         self._num_gone = 0
         self._by_value = False
