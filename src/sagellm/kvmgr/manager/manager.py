@@ -147,8 +147,7 @@ class KVCacheManager:
         What the draft preempts has been released before. Either all is bound, or an error is raised and
         nothing but evictions has happened.
         """
-        waiting = (state.request_id for state in draft.waiting if state.request_id not in draft.chunks)
-        self.hints.expect(draft.hits[name] for name in waiting if name in draft.hits)
+        self.hints.expect(hit for name, hit in draft.hits.items() if name not in draft.chunks)
         num_copies = len(draft.copies)
         bound: list[Chunk] = []
         try:
