@@ -95,6 +95,8 @@ def build_kv(
 ) -> KVCacheManager:
     """Pool, quota, eviction policy and prefix index, joined by a manager. `window`: see `KVCacheManager`."""
     clock, events = clock or MonotonicClock(), events or EventBus()
+    _check_given(config.eviction_options)
+    make_policy(config.eviction, capacity=num_blocks, clock=clock, **config.eviction_options)
     quota = build_quota(config, num_blocks)
     pool = registry("pool").create(
         config.pool, total_blocks=num_blocks, block_size=config.block_size, clock=clock, quota=quota
@@ -136,9 +138,17 @@ def make_policy(name: str, *, capacity: int, clock: Clock, seed: int = 0, **opti
     return made
 
 
+def _check_given(options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for options of a policy that the engine itself gives."""
+    given = sorted({"capacity", "clock", "seed", "predictor"} & options.keys())
+    if given:
+        raise ConfigError(f"kv.eviction_options: {', '.join(given)} is given by the engine: leave it out")
+
+
 def swap_policy(engine: Engine, name: str, **options: Any) -> None:
     """Another eviction policy on a live engine, by name; the cache stays as it is."""
     capacity, clock = engine.kv.pool.total_blocks, engine.clock
+    _check_given(options)
     make_policy(name, capacity=capacity, clock=clock, **options)  # an error now, while nothing has changed
     engine.set_policy(lambda: make_policy(name, capacity=capacity, clock=clock, **options))
 

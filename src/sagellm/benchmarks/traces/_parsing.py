@@ -12,6 +12,8 @@ from typing import Any, Protocol, TextIO
 from sagellm.benchmarks.traces.record import Trace, TraceRequest
 from sagellm.core.types import Namespace, Tokens
 
+MOST = 10**18
+
 
 class BrokenLineError(ValueError):
     """A line that its format cannot read; the message says why."""
@@ -95,10 +97,11 @@ def json_object(line: str) -> dict[str, Any]:
 
 
 def whole(record: Mapping[str, Any], name: str) -> int:
-    """A field that is a whole number from 0 on."""
+    """A field that is a whole number from 0 on, and no larger than a file could mean."""
     value = required(record, name)
-    if type(value) is not int or value < 0:
-        raise BrokenLineError(f"{name} must be a whole number from 0 on, got {brief(value)}")
+    if type(value) is not int or not 0 <= value < MOST:
+        shown = brief(value) if type(value) is not int or value < MOST else "one of over 18 digits"
+        raise BrokenLineError(f"{name} must be a whole number from 0 on, got {shown}")
     return value
 
 

@@ -247,4 +247,6 @@ class Lives:
 
 def _level(value: float, most: int) -> int:
     """0 below 1, then one more for each factor of 4."""
-    return 0 if value < 1 else min(most, 1 + int(math.log(value, 4)))
+    if value < 1:
+        return 0
+    return most if value >= 4.0**most else min(most, 1 + int(math.log(value, 4)))

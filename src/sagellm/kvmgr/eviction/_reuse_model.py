@@ -41,6 +41,8 @@ def age_bin(age_s: float) -> int:
     """The bin of an age; ages beyond the oldest count as that."""
     if age_s < YOUNGEST_S:
         return 0
+    if age_s >= OLDEST_S:
+        return NUM_AGES - 1
     return min(NUM_AGES - 1, 1 + int(math.log(age_s / YOUNGEST_S) / _RATIO))
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from sagellm.core.clock import Clock
+from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Extent, GiveUp
 from sagellm.kvmgr.eviction._lives import Life
 from sagellm.kvmgr.eviction._lru_shadow import LRUShadow
@@ -31,6 +34,8 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy):
         slack: float = 16.0,
     ) -> None:
         super().__init__(capacity=capacity, clock=clock, max_lives=max_lives)
+        if not (_is_number(margin) and 0 <= margin <= 1 and _is_number(slack) and 0 <= slack < math.inf):
+            raise ConfigError(f"margin must be in 0..1 and slack at least 0, got {margin!r} and {slack!r}")
         self._margin, self._slack = margin, slack
         self._shadow = LRUShadow()
         self._num_cached = self._room = 0
@@ -85,6 +90,10 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy):
 
     def _rank(self, extent: Extent, life: Life) -> tuple[float, int]:
         return self._recency(extent, life) if self._rest else super()._rank(extent, life)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 PLUGIN = AdaptiveEvictionPolicy

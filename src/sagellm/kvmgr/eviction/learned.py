@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from sagellm.core.clock import Clock
+from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Extent, GiveUp
 from sagellm.kvmgr.eviction._lives import NUM_FEATURES, Life, Lives
 from sagellm.kvmgr.eviction._queue import Entry, ExtentQueue
@@ -33,6 +34,8 @@ class LearnedEvictionPolicy(QueuedPolicy):
         self, *, capacity: int | None = None, clock: Clock | None = None, max_lives: int = 16_384
     ) -> None:
         super().__init__(capacity)
+        if type(max_lives) is not int or max_lives < 1:
+            raise ConfigError(f"max_lives must be a whole number from 1 on, got {max_lives!r}")
         self._clock = clock
         self._now_s = 0.0
         self._max_lives = max_lives

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,6 +20,8 @@ from sagellm.core.protocols.eviction import Hint
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import Namespace, Tokens
 
+EXPECTED_FOR_S = 60.0
+"""A client's `kv.expect` ends by then, if not by a use: nobody holds the cache by wishing."""
 Session = tuple[str, str]
 """A tenant and the name that it gave: nobody speaks of another's session."""
 
@@ -34,6 +36,7 @@ class KVHints:
         self,
         index: PrefixReuseIndex,
         namespace_of: Callable[[Namespace], Namespace],
+        now: Callable[[], float],
         *,
         max_sessions: int = 4096,
         max_tokens: int = 1 << 24,
@@ -44,6 +47,8 @@ class KVHints:
         self._sessions: OrderedDict[Session, tuple[Tokens, Namespace]] = OrderedDict()
         self._num_tokens = 0
         self._wanted: dict[Any, tuple[PrefixHit, int]] = {}
+        self._now = now
+        self._expected: deque[tuple[float, PrefixHit]] = deque()
 
     def released(self, state: RequestState, *, ended: bool) -> None:
         """A request left the batch, and what it computed is cached: note its session; if it has ended, do
@@ -64,6 +69,8 @@ class KVHints:
 
     def expect(self, hits: Iterable[PrefixHit]) -> None:
         """What the requests that go on waiting would reuse; it is given up last until the next call."""
+        while self._expected and self._expected[0][0] <= self._now():
+            self._index.hint(self._expected.popleft()[1], Hint(expected=False))
         wanted: dict[Any, tuple[PrefixHit, int]] = {}
         for hit in hits:
             if hit.num_blocks:
@@ -92,6 +99,8 @@ class KVHints:
             )
         hit = self._index.lookup(target[0], self._namespace_of(target[1]))
         num_blocks = self._index.hint(hit, hint)
+        if hint.expected and num_blocks:
+            self._expected.append((self._now() + EXPECTED_FOR_S, hit))
         status = HintStatus.APPLIED if num_blocks else HintStatus.NOT_FOUND
         reason = "" if num_blocks else "no cached block is the target's alone"
         return HintOutcome(action.action_id, status, num_blocks, reason)

@@ -71,8 +71,8 @@ class KVCacheManager:
         self.prefix_caching = prefix_caching
         self.window = window
         self._sharing = dict(sharing_groups or {})
-        self.hints = KVHints(index, self.namespace_of)
         self._now = (clock or MonotonicClock()).now
+        self.hints = KVHints(index, self.namespace_of, self._now)
         self._sequences: dict[str, SequenceKV] = {}
         self._donors: dict[str, SequenceKV] = {}  # by group: who has computed the prompt that it shares
         self.pins = PinnedPrefixes(index, pool.total_blocks, max_pinned_share)

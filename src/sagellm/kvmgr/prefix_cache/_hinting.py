@@ -14,7 +14,11 @@ def hint_path(leaves: Leaves, end: Node, hint: Hint, now_s: float) -> int:
     for node in end.path():
         if node is not end and len(node.children) > 1:
             break
-        node.hint = hint.over(node.hint)
+        merged = hint.over(node.hint)
+        num_blocks += node.num_blocks
+        if merged == node.hint and hint.duration_s is None:
+            continue  # said before
+        node.hint = merged
         if hint.duration_s is not None:
             node.bonus_s = bonus_of(hint, now_s - node.used_s)
         if not node.pins and not node.children:
@@ -23,5 +27,4 @@ def hint_path(leaves: Leaves, end: Node, hint: Hint, now_s: float) -> int:
                 leaves.offer(node)
             if node.group.policy is not None:
                 node.group.policy.hint(node.key, node.hint)
-        num_blocks += node.num_blocks
     return num_blocks

@@ -120,10 +120,10 @@ class Leaves:
 
     def swap(self, factory: Callable[[], EvictionPolicy]) -> None:
         """Other policies from now on, for all accounts; they hear of the leaves in order of last use."""
-        self._factory = factory
         policies = {id(group): factory() for group in self.groups.values()}
         for leaf in sorted(self.by_key.values(), key=lambda leaf: leaf.last_use):
             policies[id(leaf.group)].insert(leaf)
+        self._factory = factory
         for group in self.groups.values():
             group.policy = policies[id(group)]
 

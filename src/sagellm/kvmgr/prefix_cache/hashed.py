@@ -168,9 +168,10 @@ class HashedPrefixCache(SimpleDoor):
         return num_blocks
 
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
+        policies = [factory() for _ in self._shares]
         self._policy_factory = factory
-        for share in self._shares.values():
-            share.swap(factory())
+        for share, policy in zip(self._shares.values(), policies, strict=True):
+            share.swap(policy)
 
     # -- write
 

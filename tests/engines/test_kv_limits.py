@@ -1,0 +1,61 @@
+"""What a client or a setting must not be able to do to retention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sagellm.core.clock import ManualClock
+from sagellm.core.config import KVConfig
+from sagellm.core.errors import ConfigError
+from sagellm.core.kv_hints import KvHintAction, KvHintsEnvelope
+from sagellm.core.types import Namespace, Tokens
+from sagellm.engines.build import build_kv, swap_policy
+from sagellm.kvmgr.eviction._lives import _level
+from sagellm.kvmgr.eviction._reuse_model import NUM_AGES, age_bin
+from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy
+from sagellm.kvmgr.manager.hints import EXPECTED_FOR_S, KVHints
+from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache
+from tests.builders import fake_engine
+
+
+def test_an_expectation_ends() -> None:
+    clock = ManualClock()
+    index = RadixPrefixCache(block_size=1, policy_factory=LRUEvictionPolicy, clock=clock)
+    hints = KVHints(index, lambda namespace: namespace, clock.now)
+    for first in (0, 10):
+        index.insert(Tokens(range(first, first + 4)), range(first, first + 4))
+    expect = KvHintAction("a", "kv.expect", payload={"token_ids": [0, 1, 2, 3]})
+    (outcome,) = hints.apply(KvHintsEnvelope("0.1", "m", (expect,)), Namespace())
+    assert outcome.num_blocks == 4
+    assert index.evict(2) is not None
+    assert index.lookup(Tokens(range(4))).num_blocks == 4
+    clock.advance(EXPECTED_FOR_S)
+    hints.expect(())
+    assert index.evict(2) is not None
+    assert index.lookup(Tokens(range(4))).num_blocks == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"margin": "x"}, {"margin": -1.0}, {"slack": float("nan")}, {"max_lives": 0}, {"capacity": 5}]
+)
+def test_options_that_make_no_sense_are_refused_before_anything_is_built(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        build_kv(KVConfig(eviction_options=options), 10)
+
+
+def test_a_swap_that_fails_changes_nothing() -> None:
+    engine = fake_engine()
+    engine.kv.index.insert(Tokens(range(8)), [0, 1])
+    with pytest.raises(ConfigError):
+        swap_policy(engine, "adaptive", margin="x")
+    with pytest.raises(StopIteration):
+        engine.set_policy(lambda: next(iter(())))
+    engine.kv.index.insert(Tokens(range(20, 28)), [2, 3])
+    assert engine.kv.index.evict(4) is not None
+
+
+def test_times_and_lengths_without_end_are_levels_too() -> None:
+    assert _level(float("inf"), 6) == 6
+    assert age_bin(float("inf")) == NUM_AGES - 1
