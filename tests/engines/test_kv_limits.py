@@ -15,6 +15,7 @@ from sagellm.engines.build import build_kv, swap_policy
 from sagellm.kvmgr.eviction._lives import _level
 from sagellm.kvmgr.eviction._reuse_model import NUM_AGES, age_bin
 from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy
+from sagellm.kvmgr.manager import hints as hints_module
 from sagellm.kvmgr.manager.hints import EXPECTED_FOR_S, KVHints
 from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache
 from tests.builders import fake_engine
@@ -35,6 +36,33 @@ def test_an_expectation_ends() -> None:
     hints.expect(())
     assert index.evict(2) is not None
     assert index.lookup(Tokens(range(4))).num_blocks == 2
+
+
+def test_expectations_are_bounded_and_may_be_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hints_module, "MAX_EXPECTED", 2)
+    clock = ManualClock()
+    index = RadixPrefixCache(block_size=1, policy_factory=LRUEvictionPolicy, clock=clock)
+    hints = KVHints(index, lambda namespace: namespace, clock.now)
+    for first in (0, 10, 20):
+        index.insert(Tokens([first, first + 1]), [first, first + 1])
+
+    def expect(first: int) -> None:
+        payload = {"token_ids": [first, first + 1]}
+        action = KvHintAction("a", "kv.expect", payload=payload)
+        hints.apply(KvHintsEnvelope("0.1", "m", (action,)), Namespace())
+
+    def wanted() -> list[bool]:
+        nodes = [index.lookup(Tokens([first, first + 1])).node for first in (0, 10, 20)]
+        return [bool(node.hint is not None and node.hint.expected) for node in nodes]
+
+    for first in (0, 10, 20):
+        expect(first)
+    assert wanted() == [False, True, True]
+    clock.advance(EXPECTED_FOR_S / 2)
+    expect(10)
+    clock.advance(EXPECTED_FOR_S / 2)
+    hints.expect(())
+    assert wanted() == [False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,6 @@ def build_kv(
     """Pool, quota, eviction policy and prefix index, joined by a manager. `window`: see `KVCacheManager`."""
     clock, events = clock or MonotonicClock(), events or EventBus()
     _check_given(config.eviction_options)
-    make_policy(config.eviction, capacity=num_blocks, clock=clock, **config.eviction_options)
     quota = build_quota(config, num_blocks)
     pool = registry("pool").create(
         config.pool, total_blocks=num_blocks, block_size=config.block_size, clock=clock, quota=quota

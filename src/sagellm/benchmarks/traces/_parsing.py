@@ -108,11 +108,10 @@ def whole(record: Mapping[str, Any], name: str) -> int:
 def number(record: Mapping[str, Any], name: str) -> float:
     """A field that is a finite number."""
     value = required(record, name)
-    try:
-        if type(value) in (int, float) and math.isfinite(value):
-            return float(value)
-    except OverflowError:  # a whole number that no float holds
-        pass
+    if type(value) is float and math.isfinite(value):
+        return value
+    if type(value) is int and -MOST < value < MOST:
+        return float(value)
     raise BrokenLineError(f"{name} must be a finite number, got {brief(value)}")
 
 

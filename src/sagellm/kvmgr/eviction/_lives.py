@@ -84,11 +84,11 @@ class Lives:
         before = life if life is not None else self._above(extent)
         return self._begin(extent, before, now_s), True
 
-    def use(self, key: int, now_s: float, share: float = 1.0) -> None:
-        """The life of an extent ends: somebody uses it, or at least a share of its first blocks."""
+    def use(self, key: int, now_s: float) -> None:
+        """The life of an extent ends: somebody uses it."""
         life = self._by_key.get(key)
         if life is not None and life.weight:
-            self._take(life, now_s, share)
+            self._take(life, now_s, 1.0)
 
     def split(self, old: int, head: Extent, tail: Extent, now_s: float) -> None:
         """An extent was cut because a request goes on from its first blocks: that is a use of it, if it is of

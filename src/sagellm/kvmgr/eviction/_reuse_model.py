@@ -50,7 +50,7 @@ class ReuseModel:
     """Counts by kind (a tuple of features) and age; `fit` turns them into values.
 
     `shrinkage`: a factor moves from 1 as far as data outweigh so many uses. `half_life`: lives after
-    which what was learned counts half. `early_s`: for how long after a use the prior does not fall.
+    which what was learned counts half. `early_s`: until about that age the prior hardly falls.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,6 +22,7 @@ from sagellm.core.types import Namespace, Tokens
 
 EXPECTED_FOR_S = 60.0
 """A client's `kv.expect` ends by then, if not by a use: nobody holds the cache by wishing."""
+MAX_EXPECTED = 1024
 Session = tuple[str, str]
 """A tenant and the name that it gave: nobody speaks of another's session."""
 
@@ -48,7 +49,7 @@ class KVHints:
         self._num_tokens = 0
         self._wanted: dict[Any, tuple[PrefixHit, int]] = {}
         self._now = now
-        self._expected: deque[tuple[float, PrefixHit]] = deque()
+        self._expected: OrderedDict[Any, tuple[float, PrefixHit]] = OrderedDict()
 
     def released(self, state: RequestState, *, ended: bool) -> None:
         """A request left the batch, and what it computed is cached: note its session; if it has ended, do
@@ -69,8 +70,7 @@ class KVHints:
 
     def expect(self, hits: Iterable[PrefixHit]) -> None:
         """What the requests that go on waiting would reuse; it is given up last until the next call."""
-        while self._expected and self._expected[0][0] <= self._now():
-            self._index.hint(self._expected.popleft()[1], Hint(expected=False))
+        self._end_expectations()
         wanted: dict[Any, tuple[PrefixHit, int]] = {}
         for hit in hits:
             if hit.num_blocks:
@@ -100,10 +100,22 @@ class KVHints:
         hit = self._index.lookup(target[0], self._namespace_of(target[1]))
         num_blocks = self._index.hint(hit, hint)
         if hint.expected and num_blocks:
-            self._expected.append((self._now() + EXPECTED_FOR_S, hit))
+            self._expected.pop(hit.node, None)
+            self._expected[hit.node] = (self._now() + EXPECTED_FOR_S, hit)
+            self._end_expectations()
         status = HintStatus.APPLIED if num_blocks else HintStatus.NOT_FOUND
         reason = "" if num_blocks else "no cached block is the target's alone"
         return HintOutcome(action.action_id, status, num_blocks, reason)
+
+    def _end_expectations(self) -> None:
+        """Those whose time is over, and the oldest of too many."""
+        expected, now_s = self._expected, self._now()
+        while expected:
+            until_s, hit = next(iter(expected.values()))
+            if until_s > now_s and len(expected) <= MAX_EXPECTED:
+                return
+            expected.popitem(last=False)
+            self._index.hint(hit, Hint(expected=False))
 
     def _target(
         self, action: KvHintAction, namespace: Namespace, own: Tokens | None
