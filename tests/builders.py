@@ -66,7 +66,7 @@ def run_all(engine: Engine, *, check: bool = True, max_steps: int = 10_000) -> d
 
 
 def check_books(engine: Engine) -> None:
-    engine.kv.check()
+    engine.check()
     states = engine.kv.block_states()
     assert sum(states) == engine.kv.pool.total_blocks
 

@@ -4,6 +4,7 @@ preemption."""
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 
 import pytest
 from hypothesis import given, settings
@@ -325,13 +326,13 @@ def test_dropping_many_who_wait_costs_by_change() -> None:
         engine.add(request(str(index), [1, 2], 4))
     compared = 0
 
-    class Counted(dict[str, object]):
+    class Counted(OrderedDict[str, object]):
         def __getitem__(self, key: str) -> object:
             nonlocal compared
             compared += 1
             return super().__getitem__(key)
 
-    engine._waiting = Counted(engine._waiting)  # type: ignore[assignment]
+    engine._roster.waiting = Counted(engine._roster.waiting)  # type: ignore[assignment]
     for index in reversed(range(2000)):
         engine.abort(str(index))
     assert compared <= 2000
@@ -365,4 +366,4 @@ def test_close_gives_everything_back() -> None:
     engine.step()
     engine.close()
     assert engine.kv.block_states().active == 0
-    assert all(state.status is RequestStatus.FINISHED for state in engine._states.values())
+    assert all(state.status is RequestStatus.FINISHED for state in engine._roster.states.values())

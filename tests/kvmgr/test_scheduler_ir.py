@@ -177,7 +177,7 @@ def _too_much_memory(draft: Draft) -> None:
 def test_the_verifier_names_what_is_wrong(spoil: Callable[[Draft], None], text: str) -> None:
     engine = fake_engine(TokenMemoryBackend(num_blocks=8, max_model_len=256), max_batched_tokens=64)
     engine.add(request("a", range(10), 4))
-    draft = engine.scheduler.run(engine._draft(), engine)
+    draft = engine.draft()
     spoil(draft)
     with pytest.raises(PlanError, match=text):
         verify(draft, engine)

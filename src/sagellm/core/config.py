@@ -97,6 +97,10 @@ class KVConfig(Section):
     prefix_caching: bool = Field(
         default=True, description="reuse the KV of earlier requests with the same prefix"
     )
+    index_as_computed: bool = Field(
+        default=False,
+        description="cache a prompt's blocks chunk by chunk, not once all of it is computed",
+    )
     max_pinned_share: float = Field(
         default=0.25, ge=0.0, le=1.0, description="share of the pool that pinned prefixes may hold"
     )

@@ -10,8 +10,9 @@ small copies of what runs, never live arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import Request, RequestStatus, SamplingParams, TokenLogprob, Tokens
@@ -25,13 +26,15 @@ class RequestState:
     manager move it forward.
 
     `tokens` is the prompt followed by the output; the first `num_computed` of them have their KV in blocks.
+    While it is `decoding` (a member of the kept batch) that is all but the last, and nobody counts.
     """
 
     request: Request
     tokens: Tokens
     status: RequestStatus = RequestStatus.WAITING
     row: int = NO_ROW
-    num_computed: int = 0
+    num_prefilled: int = 0
+    decoding: bool = False
     num_cached: int = 0
     num_preemptions: int = 0
     scheduled_s: float | None = None
@@ -44,6 +47,14 @@ class RequestState:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def num_computed(self) -> int:
+        return len(self.tokens) - 1 if self.decoding else self.num_prefilled
+
+    @num_computed.setter
+    def num_computed(self, num_tokens: int) -> None:
+        self.num_prefilled = num_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -103,13 +114,51 @@ class Decision:
     reason: str = ""
 
 
+class Decodes(Protocol):
+    """The running requests that compute one token each step, and may be many: who asks for few is quick."""
+
+    @property
+    def states(self) -> Sequence[RequestState]:
+        """All of them, in no order that means anything; not to be changed."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    @property
+    def num_growing(self) -> int: ...
+
+    def growing(self) -> Sequence[RequestState]:
+        """Those whose next token needs one more block."""
+        ...
+
+
+class _NoDecodes:
+    states: Sequence[RequestState] = ()
+    num_growing = 0
+
+    def __len__(self) -> int:
+        return 0
+
+    def growing(self) -> Sequence[RequestState]:
+        return ()
+
+
+NO_DECODES: Decodes = _NoDecodes()
+"""Nobody is in decode."""
+
+
 @dataclass(slots=True)
 class Draft:
     """What a step could do, edited in place by passes.
 
-    `running` and `waiting` are ordered by who comes first; passes may reorder both. `chunks` holds, by
-    request id and in batch order, what will be computed. A request is in `chunks` at most once, and never
-    also in `preempted` or `rejected`.
+    `running` and `waiting` are ordered by who comes first; passes may reorder both. The last
+    `num_new_running` of `running` have entered since the last step. `chunks` holds, by request id and in
+    batch order, the parts of prompts that will be computed: of running requests whose prompt is not yet
+    whole, and of those that are admitted. A running request in decode (`decodes`) computes its token without
+    being named, unless it is `hold` or `preempt`ed. A request is in `chunks` at most once, and never also in
+    `preempted` or `rejected`. Who is taken out of `waiting` goes on waiting, unseen by the passes to come.
+    `num_draft_tokens`: tokens that a speculative decoder may propose for each request in decode.
+    `placements` says, by request id, which instances compute it, where that is not this one.
     """
 
     step: int
@@ -118,24 +167,75 @@ class Draft:
     running: list[RequestState]
     waiting: list[RequestState]
     chunks: dict[str, Chunk] = field(default_factory=dict)
+    decodes: Decodes = NO_DECODES
+    num_new_running: int = 0
     hits: dict[str, PrefixHit] = field(default_factory=dict)
     preempted: list[RequestState] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
     copies: list[BlockCopy] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
+    placements: dict[str, Placement] = field(default_factory=dict)
+    num_draft_tokens: int = 0
     decisions: list[Decision] = field(default_factory=list)
+    places: list[int] | None = None
+    """Where in `decodes.states` those stand that take part, once that is settled; None: all do."""
+    out: dict[str, RequestState] = field(default_factory=dict)
+    """Requests in decode that compute nothing in this step: held, preempted or rejected."""
+    stretched: list[tuple[RequestState, int]] = field(default_factory=list)
+    """Requests in decode to which `kv.bind` gave a block, and that block."""
+    grown: list[Growth] = field(default_factory=list)
+    """What `kv.bind` found that the backend has to be told of the tables of requests in decode."""
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.decodes) - len(self.out)
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks.values())
+        return self.num_decodes + sum(chunk.num_tokens for chunk in self.chunks.values())
+
+    @property
+    def num_scheduled(self) -> int:
+        """Requests that compute something."""
+        return self.num_decodes + len(self.chunks)
+
+    def scheduled(self) -> Iterator[RequestState]:
+        """Requests that compute something: those in decode, then those with chunks."""
+        yield from (state for state in self.decodes.states if state.request_id not in self.out)
+        yield from (chunk.state for chunk in self.chunks.values())
+
+    def computes(self, state: RequestState) -> bool:
+        """Whether the request computes something in this step."""
+        name = state.request_id
+        return name not in self.out if state.decoding else name in self.chunks
+
+    def growing(self) -> Sequence[RequestState]:
+        """Requests in decode that take part and need one more block."""
+        growing = self.decodes.growing()
+        if not self.out or not growing:
+            return growing
+        return [state for state in growing if state.request_id not in self.out]
 
     def say(self, pass_name: str, state: RequestState, action: str, reason: str = "") -> None:
         self.decisions.append(Decision(pass_name, state.request_id, action, reason))
 
+    def hold(self, state: RequestState) -> None:
+        """Let a request compute nothing in this step; it keeps what it has."""
+        if state.decoding:
+            self.out[state.request_id] = state
+        else:
+            self.chunks.pop(state.request_id, None)
+
     def preempt(self, state: RequestState) -> None:
-        """Take a running request out of the batch: its chunk goes, its blocks are given back before bind."""
-        self.chunks.pop(state.request_id, None)
+        """Take a running request out of the batch: it computes nothing, its blocks are given back before
+        bind."""
+        self.hold(state)
         self.preempted.append(state)
+
+    def reject(self, state: RequestState, reason: str) -> None:
+        """End a request with an error: it can never go on."""
+        self.hold(state)
+        self.rejected[state.request_id] = reason
 
     def admitted(self) -> Iterator[Chunk]:
         return (chunk for chunk in self.chunks.values() if chunk.admits)
@@ -153,7 +253,10 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Send blocks of one request to another instance once the step has computed them."""
+    """Send blocks of one request to another instance once the step has computed them.
+
+    In a draft, no blocks mean its whole table, which nobody knows before bind.
+    """
 
     request_id: str
     block_ids: tuple[int, ...]
@@ -179,7 +282,16 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class Placement:
+    """The instances that compute a request's phases, and the halves of each layer; "" is this one."""
+
+    prefill: str = ""
+    decode: str = ""
+    attention: str = ""
+    ffn: str = ""
+
+
+class Growth(NamedTuple):
     """The block table of `row` holds `block_ids` from index `first` on. Applying it twice changes nothing."""
 
     row: int
@@ -215,6 +327,7 @@ class ExecutionPlan:
     prefills: tuple[Prefill, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    placements: tuple[tuple[str, Placement], ...] = ()
     preempted: tuple[str, ...] = ()
     rejected: tuple[tuple[str, str], ...] = ()
     decisions: tuple[Decision, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -29,8 +30,8 @@ _HIGH_BYTE = TOKEN_BYTES - 1 if sys.byteorder == "little" else 0
 class Tokens:
     """Token ids as one contiguous int32 buffer, with their bytes.
 
-    Converted once, at the door; from there on prefixes are compared as memory. Grows by `append`; `tobytes`
-    is cached until the next change.
+    Converted once, at the door; from there on prefixes are compared as memory. It only ever grows; `tobytes`
+    is cached until it does.
     """
 
     __slots__ = ("_bytes", "_ids")
@@ -48,17 +49,20 @@ class Tokens:
 
     def append(self, token_id: int) -> None:
         self._ids.append(token_id)
-        self._bytes = None
 
     def extend(self, ids: Iterable[int]) -> None:
         self._ids.extend(ids)
-        self._bytes = None
 
     def tobytes(self) -> bytes:
         """Native-endian int32 bytes, 4 per token."""
-        if self._bytes is None:
+        if self._bytes is None or len(self._bytes) != TOKEN_BYTES * len(self._ids):
             self._bytes = self._ids.tobytes()
         return self._bytes
+
+    @property
+    def live(self) -> array[int]:
+        """The buffer itself, for whoever appends to many at once. Append to it, and do nothing else."""
+        return self._ids
 
     def view(self) -> memoryview:
         """A zero-copy int32 view; release it before the next `append`."""
@@ -87,6 +91,11 @@ class Tokens:
     def __repr__(self) -> str:
         head = ", ".join(map(str, self._ids[:8]))
         return f"Tokens([{head}{', ...' if len(self) > 8 else ''}], len={len(self)})"
+
+
+def append_each(buffers: Iterable[array[int]], values: Iterable[int]) -> None:
+    """One value at the end of each buffer, without a loop in Python."""
+    deque(map(array.append, buffers, values), maxlen=0)
 
 
 class Namespace(NamedTuple):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, overload
+
 from sagellm.core.plan import RequestState
 from sagellm.core.types import FinishReason, RequestOutput, TokenLogprob
 
@@ -39,3 +42,81 @@ def output_of(
         reason,
         error,
     )
+
+
+class StepOutputs(Sequence[RequestOutput]):
+    """What one step added to each request. Tokens of requests in decode become `RequestOutput`s when they are
+    first looked at: of 1,024 requests a step notes two lists.
+
+    Iterate before the next step, or keep what you need.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: list[RequestOutput] = []
+        self._decoded: _Decoded | None = None
+
+    def append(self, output: RequestOutput) -> None:
+        self._outputs.append(output)
+
+    def decoded(
+        self,
+        states: list[RequestState],
+        token_ids: Sequence[int],
+        lengths: Iterable[int],
+        logprobs: Mapping[int, TokenLogprob],
+        skipped: Container[RequestState],
+    ) -> None:
+        """A token for each request; `lengths`: tokens that it has with it; `skipped` are told otherwise."""
+        rows = [state.row for state in states] if logprobs else []
+        self._decoded = _Decoded(states, token_ids, lengths, rows, logprobs, skipped)
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __bool__(self) -> bool:
+        return bool(self._outputs) or self._decoded is not None
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        return iter(self._all())
+
+    @overload
+    def __getitem__(self, index: int) -> RequestOutput: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RequestOutput]: ...
+    def __getitem__(self, index: int | slice) -> RequestOutput | list[RequestOutput]:
+        return self._all()[index]
+
+    def _all(self) -> list[RequestOutput]:
+        decoded, self._decoded = self._decoded, None
+        if decoded is not None:
+            self._outputs[:0] = decoded.outputs()
+        return self._outputs
+
+
+class _Decoded(NamedTuple):
+    states: list[RequestState]
+    token_ids: Sequence[int]
+    lengths: Iterable[int]
+    rows: list[int]
+    logprobs: Mapping[int, TokenLogprob]
+    skipped: Container[RequestState]
+
+    def outputs(self) -> list[RequestOutput]:
+        logprobs: list[tuple[TokenLogprob, ...]] = [()] * len(self.states)
+        for i, row in enumerate(self.rows):
+            if row in self.logprobs:
+                logprobs[i] = (self.logprobs[row],)
+        return [
+            RequestOutput(
+                state.request_id,
+                (token_id,),
+                state.num_prompt_tokens,
+                state.num_cached,
+                int(length) - state.num_prompt_tokens,
+                logprobs[i],
+            )
+            for i, (state, token_id, length) in enumerate(
+                zip(self.states, self.token_ids, self.lengths, strict=True)
+            )
+            if state not in self.skipped
+        ]

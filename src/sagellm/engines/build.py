@@ -113,6 +113,7 @@ def build_kv(
         index,
         pool,
         prefix_caching=config.prefix_caching,
+        index_as_computed=config.index_as_computed,
         quota=quota,
         window=window,
         sharing_groups={name: group for group, names in config.sharing_groups.items() for name in names},

@@ -8,7 +8,7 @@ commit   requests move forward: tokens are appended, what is computed enters the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from sagellm.core.clock import Clock, MonotonicClock
@@ -23,9 +23,10 @@ from sagellm.core.events import (
     StepDone,
 )
 from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
-from sagellm.core.plan import NO_ROW, Chunk, Draft, ExecutionPlan, Growth, RequestState, StepResult
+from sagellm.core.plan import Chunk, Draft, ExecutionPlan, RequestState, StepResult
 from sagellm.core.protocols.engine import EngineStats, InferenceBackend
 from sagellm.core.protocols.eviction import EvictionPolicy
+from sagellm.core.protocols.scheduler_ir import NO_STEP, StepFacts
 from sagellm.core.types import (
     CapabilityDescriptor,
     FinishReason,
@@ -37,16 +38,17 @@ from sagellm.core.types import (
     TokenLogprob,
     Tokens,
 )
+from sagellm.engines._compaction import compact
 from sagellm.engines._door import check_quota, check_request
-from sagellm.engines._outcome import output_of, stop_reason
-from sagellm.kvmgr.kv_pool import as_copies, plan_compaction
+from sagellm.engines._outcome import StepOutputs, output_of, stop_reason
+from sagellm.engines._recovery import Recovery
+from sagellm.engines._roster import Roster
 from sagellm.kvmgr.manager import KVCacheManager
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, freeze, verify_bound
+from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, DecodeBatch, freeze, verify_bound
 
 log = logging.getLogger("sagellm.engine")
 
-MAX_CAPACITY_FAILURES = 3
-"""Times that a step of one token may run out of device memory, in a row, before its request ends."""
+NOT_FINITE = "no token could be drawn: the model's logits are not finite"
 
 
 class Engine:
@@ -79,28 +81,22 @@ class Engine:
         self.max_num_seqs = self._capability.max_num_seqs
         self.max_model_len = min(self._capability.max_model_len, kv.pool.total_blocks * kv.block_size)
         self.last_plan: ExecutionPlan | None = None
-        self._states: dict[str, RequestState] = {}
-        self._waiting: dict[str, RequestState] = {}
-        self._running: list[RequestState] = []
-        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
-        self._left: list[int] = []
-        self._outputs: list[RequestOutput] = []
-        self._token_budget = max_batched_tokens
-        self._num_capacity_failures = 0
-        self._suspects: list[str] = []
+        self.last_step = NO_STEP
+        self._decodes = DecodeBatch(self._capability.vocab_size, kv.block_size)
+        self._roster = Roster(self.max_num_seqs, self._decodes)
+        self._recovery = Recovery(max_batched_tokens)
+        self._outputs = StepOutputs()
         self._num_steps = 0
         self._num_preemptions = 0
 
     # -- requests in and out
 
     def add(self, request: Request) -> None:
-        if request.request_id in self._states:
+        if request.request_id in self._roster.states:
             raise RequestError(f"request id {request.request_id!r} is in use: send another", "request_id")
         check_request(request, self._capability.vocab_size, self.max_model_len)
         check_quota(request, self.kv.max_blocks(request.account) * self.kv.block_size)
-        state = RequestState.of(request)
-        self._states[request.request_id] = state
-        self._waiting[request.request_id] = state
+        self._roster.add(RequestState.of(request))
         now_s = self.clock.now()
         if self.events.wants(RequestReceived):
             self.events.emit(RequestReceived(request, now_s))
@@ -109,7 +105,7 @@ class Engine:
     def fork(self, request_id: str, new_id: str, params: SamplingParams | None = None) -> None:
         """A second request goes on from where a running one stands, sharing its KV: whole blocks as they are,
         the last one as a copy. Its prompt is all that the first has so far."""
-        parent = self._states.get(request_id)
+        parent = self._roster.states.get(request_id)
         if parent is None or parent.status is not RequestStatus.RUNNING:
             raise RequestError(f"cannot fork {request_id!r}: no request of that id is running", "request_id")
         group = parent.request.group or f"fork of {request_id}"
@@ -126,31 +122,31 @@ class Engine:
         self.kv.fork(parent, group)
 
     def abort(self, request_id: str) -> bool:
-        state = self._states.get(request_id)
+        state = self._roster.states.get(request_id)
         if state is None:
             return False
         self._end(state, FinishReason.ABORT)
-        if not self._states:  # no step will follow to tell of it
+        if not self._roster.states:  # no step will follow to tell of it
             self._emit_step(ExecutionPlan(self._num_steps), self.clock.now())
         return True
 
     def has_work(self) -> bool:
-        return bool(self._states or self._outputs)
+        return bool(self._roster.states or self._outputs)
 
     def stats(self) -> EngineStats:
         states, metrics = self.kv.block_states(), self.kv.metrics
         reuse = metrics.snapshot() if metrics is not None else None
         misses = self.kv.misses.snapshot() if self.kv.misses is not None else None
-        waiting = len(self._waiting)
+        running, waiting = len(self._roster.running), len(self._roster.waiting)
         preemptions, steps = self._num_preemptions, self._num_steps
-        return EngineStats(len(self._running), waiting, *states, preemptions, steps, reuse, misses)
+        return EngineStats(running, waiting, *states, preemptions, steps, reuse, misses)
 
     def capability(self) -> CapabilityDescriptor:
         return self._capability
 
     @property
     def num_free_rows(self) -> int:
-        return len(self._free_rows)
+        return len(self._roster.free_rows)
 
     def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> Callable[[], None]:
         hit = self.kv.pin_prefix(tokens, namespace)
@@ -165,63 +161,66 @@ class Engine:
     def compact(self, max_copies: int | None = None) -> int:
         """Move blocks between two steps so that free ones stand together; returns how many moved. The backend
         copies them now; if that fails, nothing has moved."""
-        moves = plan_compaction(self.kv.pool.block_info, self.kv.pool.total_blocks, max_copies)
-        if not moves:
-            return 0
-        self.kv.remap(moves)
-        tables = [(state.row, self.kv.block_table(state.request_id)) for state in self._running]
-        plan = ExecutionPlan(
-            step=self._num_steps,
-            grown=tuple(Growth(row, 0, tuple(table)) for row, table in tables),
-            copies=tuple(as_copies(moves)),
-        )
-        try:
-            self.backend.execute(plan)
-        except Exception:
-            self.kv.remap({target: source for source, target in moves.items()})
-            raise
-        return len(moves)
+        return compact(self.backend, self.kv, self._roster.running, self._num_steps, max_copies)
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where requests, batch and KV disagree."""
+        self.kv.check()
+        self._roster.check(self.kv.num_slots)
 
     def close(self) -> None:
-        for request_id in list(self._states):
+        for request_id in list(self._roster.states):
             self.abort(request_id)
         self.backend.close()
 
     # -- the loop
 
     def step(self) -> Sequence[RequestOutput]:
-        if not self._states:
+        if not self._roster.states:
             return self._take_outputs()
         began_s = self.clock.now()
-        draft = self._draft()
+        draft = self.draft()
         plan = self._plan(draft)
         if not plan.is_empty:
             result = self._execute(draft, plan)
             if result is not None:
                 self._commit(draft, plan, result)
         else:
-            self._recover_budget()
+            self._recovery.relax()
         self._num_steps += 1
         self._emit_step(plan, began_s)
         return self._take_outputs()
 
-    def _draft(self) -> Draft:
-        build = self.scheduler.builder.build
-        waiting = list(self._waiting.values())
-        return build(self._num_steps, self.clock.now(), self._token_budget, self._running, waiting)
+    def draft(self) -> Draft:
+        """What the next step could do, with the passes' decisions in it; nothing is bound, nothing moves."""
+        roster = self._roster
+        draft = self.scheduler.builder.draft(
+            self._num_steps,
+            self.clock.now(),
+            self._recovery.token_budget,
+            roster.running,
+            roster.waiting.values(),
+            self._decodes,
+            roster.prefilling.values(),
+            roster.num_new_running,
+        )
+        return self.scheduler.run(draft, self)
 
     def _plan(self, draft: Draft) -> ExecutionPlan:
-        self.scheduler.run(draft, self)
-        if len(draft.running) != len(self._running):
+        roster = self._roster
+        if len(draft.running) != len(roster.running):
             raise PlanError(
-                f"a pass lost running requests: {len(draft.running)} of {len(self._running)} are left"
+                f"a pass lost running requests: {len(draft.running)} of {len(roster.running)} are left"
             )
-        self._running[:] = draft.running
-        self._isolate(draft)
+        roster.running[:] = draft.running
+        roster.num_new_running = 0
+        self._recovery.isolate(draft)
         for state in draft.preempted:
             self._preempt(state)
+            draft.out.pop(state.request_id, None)
         for request_id, reason in draft.rejected.items():
-            self._end(self._states[request_id], FinishReason.ERROR, reason)
+            self._end(roster.states[request_id], FinishReason.ERROR, error=reason)
+            draft.out.pop(request_id, None)
         self._bind(draft)
         try:
             verify_bound(draft)
@@ -229,7 +228,8 @@ class Engine:
         except SageError:
             self.kv.rollback(draft)
             raise
-        plan = self.last_plan = freeze(draft, tuple(self._left), self.kv)
+        draft.places = self._decodes.places(draft.out) if draft.out else None
+        plan = self.last_plan = freeze(draft, tuple(roster.left), self.kv, self._decodes)
         return plan
 
     def _bind(self, draft: Draft) -> None:
@@ -238,11 +238,17 @@ class Engine:
             if chunk.hit is not None and not self.kv.is_current(chunk.hit):
                 self._put_off(draft, chunk, "the request whose last block it would copy has left")
         short: list[tuple[RequestState, str]] = []
-        while draft.chunks:
+        while draft.num_scheduled:
             try:
                 self.kv.bind(draft)
                 return
             except CapacityError as error:
+                named = self._roster.states.get(error.request_id or "")
+                if named is not None and named.decoding:
+                    short.append((named, str(error)))
+                    draft.hold(named)
+                    draft.say("bind", named, "wait", str(error))
+                    continue
                 chunk = draft.chunks.get(error.request_id or "") or next(reversed(draft.chunks.values()))
                 short.append((chunk.state, str(error)))
                 admitted = list(draft.admitted())
@@ -255,10 +261,11 @@ class Engine:
     def _make_way(self, state: RequestState, reason: str) -> None:
         """Nothing could be bound, though the passes thought so (what is guaranteed to others is in the way):
         the last of several goes back to the queue, and who is alone can never go on."""
-        if len(self._running) > 1:
-            self._preempt(self._running[-1])
-        elif not self._running or self._running[0] is state:
-            self._end(state, FinishReason.ERROR, f"out of KV memory: {reason}")
+        running = self._roster.running
+        if len(running) > 1:
+            self._preempt(running[-1])
+        elif not running or running[0] is state:
+            self._end(state, FinishReason.ERROR, error=f"out of KV memory: {reason}")
 
     def _put_off(self, draft: Draft, chunk: Chunk, reason: str) -> None:
         del draft.chunks[chunk.state.request_id]
@@ -268,96 +275,101 @@ class Engine:
         """Admitted requests get rows; their state becomes that of a running one."""
         for chunk in draft.admitted():
             state = chunk.state
-            state.row = self._free_rows.pop()
-            state.status = RequestStatus.RUNNING
+            self._roster.enter(state)
             state.num_computed = chunk.start
             self.kv.admitted(chunk, again=state.scheduled_s is not None)
             if state.scheduled_s is None:
                 state.scheduled_s, state.num_cached = draft.now_s, chunk.start
                 self.events.emit(RequestScheduled(state.request_id, chunk.start, draft.now_s))
-            self._running.append(state)
-            del self._waiting[state.request_id]
-
-    def _isolate(self, draft: Draft) -> None:
-        """After a step that failed for no known reason, its requests run one at a time, so that the one that
-        makes it fail fails alone."""
-        while self._suspects and self._suspects[-1] not in draft.chunks:
-            self._suspects.pop()
-        if self._suspects:
-            suspect = self._suspects[-1]
-            draft.chunks = {suspect: draft.chunks[suspect]}
-            draft.preempted.clear()
 
     def _execute(self, draft: Draft, plan: ExecutionPlan) -> StepResult | None:
         """The backend's answer, or None after a failure that was dealt with."""
+        began_s = self.clock.now()
         try:
             result = self.backend.execute(plan)
         except CapacityError as error:
             self._undo(draft)
-            self._shrink_budget(draft, error)
+            self._end_all(self._recovery.short_of_memory(draft, error), str(error))
             return None
         except Exception as error:
-            log.exception("step %d with %d requests failed", plan.step, len(draft.chunks))
+            log.exception("step %d with %d requests failed", plan.step, draft.num_scheduled)
             self._undo(draft)
-            self._blame(draft, error)
+            self._end_all(self._recovery.failed(draft), f"the backend failed: {error}")
             return None
-        self._left.clear()
-        self._num_capacity_failures = 0
-        self._recover_budget()
-        if self._suspects:
-            self._suspects.pop()
+        spent_s = self.clock.now() - began_s
+        self.last_step = StepFacts(spent_s, len(plan.decode_rows), plan.num_prefill_tokens)
+        self._roster.left.clear()
+        self._recovery.succeeded()
         return result
 
-    def _recover_budget(self) -> None:
-        more = self._token_budget + self.max_batched_tokens // 8 + 1
-        self._token_budget = min(self.max_batched_tokens, more)
-
-    def _blame(self, draft: Draft, error: Exception) -> None:
-        """A failing request that was alone ends with an error; several are suspects."""
-        if len(draft.chunks) > 1:
-            self._suspects = list(reversed(draft.chunks))
-            return
-        for request_id in draft.chunks:
-            self._end(self._states[request_id], FinishReason.ERROR, f"the backend failed: {error}")
+    def _end_all(self, states: Iterable[RequestState], error: str) -> None:
+        for state in states:
+            self._end(state, FinishReason.ERROR, error=error)
 
     def _undo(self, draft: Draft) -> None:
         """After a failed execute: the books are as before the bind, admitted requests wait again."""
         self.kv.rollback(draft)
         for chunk in reversed(list(draft.admitted())):
-            self._leave_row(chunk.state)
-            self._running.remove(chunk.state)
-            self._wait_again(chunk.state)
-
-    def _shrink_budget(self, draft: Draft, error: CapacityError) -> None:
-        """Try again with half the tokens; the requests of a step that keeps failing with one token end."""
-        if draft.num_tokens == 1:
-            self._num_capacity_failures += 1
-        self._token_budget = max(1, draft.num_tokens // 2)
-        log.warning(
-            "device memory is short, next step computes %d tokens at most: %s", self._token_budget, error
-        )
-        if self._num_capacity_failures < MAX_CAPACITY_FAILURES:
-            return
-        self._num_capacity_failures = 0
-        for request_id in draft.chunks:
-            self._end(self._states[request_id], FinishReason.ERROR, str(error))
+            self._roster.leave(chunk.state)
+            self._roster.wait_again(chunk.state)
 
     def _commit(self, draft: Draft, plan: ExecutionPlan, result: StepResult) -> None:
-        drawn = dict(zip(plan.sample_rows, result.token_ids, strict=True))
         now_s = self.clock.now()
+        self.kv.executed(draft)
+        num_decodes = draft.num_decodes
+        drawn = dict(zip(plan.sample_rows[num_decodes:], result.token_ids[num_decodes:], strict=True))
+        if num_decodes:
+            self._commit_decodes(draft, result.token_ids[:num_decodes], result.logprobs)
         for chunk in draft.chunks.values():
             state = chunk.state
             if state.status is RequestStatus.FINISHED:
                 continue
             token_id = drawn.get(state.row)
             if token_id is not None and not 0 <= token_id < self._capability.vocab_size:
-                reason = "no token could be drawn: the model's logits are not finite"
-                self._end(state, FinishReason.ERROR, reason, keep=False)
+                self._end(state, FinishReason.ERROR, error=NOT_FINITE, keep=False)
                 continue
             state.num_computed = chunk.end
             self.kv.commit(state)
             if token_id is not None:
                 self._append(state, token_id, result.logprobs.get(state.row), now_s)
+
+    def _commit_decodes(
+        self, draft: Draft, token_ids: tuple[int, ...], logprobs: dict[int, TokenLogprob]
+    ) -> None:
+        batch, places = self._decodes, draft.places
+        states = list(batch.states) if places is None else [batch.states[i] for i in places]
+        try:
+            ends = batch.advance(token_ids, places)
+        except ValueError:
+            self._drop_not_finite(draft, states, token_ids, logprobs)
+            return
+        ended = {
+            states[i]: (token_ids[i], reason)
+            for i in ends
+            if (reason := stop_reason(states[i], token_ids[i], self.max_model_len)) is not None
+        }
+        self._outputs.decoded(states, token_ids, batch.lengths(places), logprobs, ended)
+        for state in self._roster.in_order(ended):
+            token_id, reason = ended[state]
+            logprob = logprobs.get(state.row)
+            self._end(state, reason, (token_id,), () if logprob is None else (logprob,))
+
+    def _drop_not_finite(
+        self,
+        draft: Draft,
+        states: list[RequestState],
+        token_ids: tuple[int, ...],
+        logprobs: dict[int, TokenLogprob],
+    ) -> None:
+        """Those for which nothing could be drawn end; the others go on."""
+        drawn = dict(zip(states, token_ids, strict=True))
+        for state, token_id in list(drawn.items()):
+            if not 0 <= token_id < self._capability.vocab_size:
+                del drawn[state]
+                self._end(state, FinishReason.ERROR, error=NOT_FINITE, keep=False)
+        draft.places = [self._decodes.states.index(state) for state in drawn]
+        if drawn:
+            self._commit_decodes(draft, tuple(drawn.values()), logprobs)
 
     def _append(self, state: RequestState, token_id: int, logprob: TokenLogprob | None, now_s: float) -> None:
         state.tokens.append(token_id)
@@ -365,57 +377,43 @@ class Engine:
             state.first_token_s = now_s
         reason = stop_reason(state, token_id, self.max_model_len)
         logprobs = () if logprob is None else (logprob,)
-        if reason is None:
-            self._outputs.append(output_of(state, (token_id,), logprobs))
-        else:
-            self._end(state, reason, token=(token_id,), logprobs=logprobs)
+        if reason is not None:
+            self._end(state, reason, (token_id,), logprobs)
+            return
+        self._outputs.append(output_of(state, (token_id,), logprobs))
+        if not state.decoding:
+            self._roster.decode(state, self.kv.num_slots(state.request_id), self.max_model_len)
 
     # -- leaving the batch
 
     def _preempt(self, state: RequestState) -> None:
         self.events.emit(RequestPreempted(state.request_id, state.num_computed, self.clock.now()))
         self.kv.release(state, ended=False)
-        self._leave_row(state)
-        self._running.remove(state)
+        self._roster.leave(state)
+        self._roster.wait_again(state)
         state.num_preemptions += 1
         self._num_preemptions += 1
-        self._wait_again(state)
-
-    def _wait_again(self, state: RequestState) -> None:
-        state.status = RequestStatus.WAITING
-        state.num_computed = 0
-        self._waiting = {state.request_id: state, **self._waiting}
-
-    def _leave_row(self, state: RequestState) -> None:
-        self._left.append(state.row)
-        self._free_rows.append(state.row)
-        state.row = NO_ROW
 
     def _end(
         self,
         state: RequestState,
         reason: FinishReason,
-        error: str | None = None,
         token: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprob, ...] = (),
         *,
+        error: str | None = None,
         keep: bool = True,
     ) -> None:
         """`keep`: whether what it computed may serve others."""
         if state.status is RequestStatus.RUNNING:
             self.kv.release(state, keep=keep)
-            self._leave_row(state)
-            self._running.remove(state)
-        else:
-            del self._waiting[state.request_id]
-        state.status = RequestStatus.FINISHED
-        del self._states[state.request_id]
+        self._roster.end(state)
         if reason is not FinishReason.ABORT:
             self._outputs.append(output_of(state, token, logprobs, reason, error))
         self._emit_finished(state, reason)
 
-    def _take_outputs(self) -> list[RequestOutput]:
-        outputs, self._outputs = self._outputs, []
+    def _take_outputs(self) -> StepOutputs:
+        outputs, self._outputs = self._outputs, StepOutputs()
         return outputs
 
     def _emit_finished(self, state: RequestState, reason: FinishReason) -> None:
@@ -440,8 +438,8 @@ class Engine:
                     plan.step,
                     plan.num_prefill_tokens,
                     len(plan.decode_rows),
-                    len(self._running),
-                    len(self._waiting),
+                    len(self._roster.running),
+                    len(self._roster.waiting),
                     self.clock.now() - began_s,
                 )
             )

@@ -62,6 +62,10 @@ class KVPool(Protocol):
         """Exactly `num_blocks` more at the end of the allocation, or None; returns the new ones."""
         ...
 
+    def grow_each(self, allocations: Sequence[Allocation]) -> BlockIds | None:
+        """One block more at the end of each allocation, or None and no change. All are of one account."""
+        ...
+
     def shrink(self, allocation: Allocation, num_blocks: int) -> None:
         """The last `num_blocks` are free again."""
         ...

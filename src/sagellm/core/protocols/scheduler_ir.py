@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit
@@ -32,6 +32,16 @@ class BlockBudget:
         if num_blocks > self.left(state):
             return False
         self._add(state, -num_blocks)
+        return True
+
+    def spend_together(self, num_blocks: int) -> bool:
+        """Take blocks for many requests at once, or change nothing and answer False: where there are quotas
+        it matters who."""
+        if self._ceiling_of is not None and num_blocks:
+            return False
+        if num_blocks > self.available:
+            return False
+        self.available -= num_blocks
         return True
 
     def gain(self, state: RequestState, num_blocks: int) -> None:
@@ -66,6 +76,16 @@ class KVQuotes(Protocol):
     @property
     def block_size(self) -> int: ...
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Another number than before where `match` may answer otherwise than before."""
+        ...
+
     def match(self, state: RequestState) -> PrefixHit:
         """What the index holds of the request, capped so that at least one token is left to compute."""
         ...
@@ -91,6 +111,18 @@ class KVQuotes(Protocol):
         ...
 
 
+class StepFacts(NamedTuple):
+    """What a step took in the backend, and what it computed."""
+
+    duration_s: float
+    num_decodes: int
+    num_prefill_tokens: int
+
+
+NO_STEP = StepFacts(0.0, 0, 0)
+"""Before the first one."""
+
+
 class SchedulingView(Protocol):
     """What passes may read beside the draft."""
 
@@ -106,9 +138,16 @@ class SchedulingView(Protocol):
     @property
     def num_free_rows(self) -> int: ...
 
+    @property
+    def last_step(self) -> StepFacts: ...
+
 
 class SchedulerPass(Protocol):
-    """One scheduling concern, applied in place. `name` is the file's name."""
+    """One scheduling concern, applied in place. `name` is the file's name.
+
+    A pass that itself keeps the token budget and the memory, for running and waiting requests alike, may have
+    an attribute `closes = True`: then nothing runs behind it to see to them.
+    """
 
     @property
     def name(self) -> str: ...

@@ -13,7 +13,7 @@ from typing import overload
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.kv_pool import Allocation, BlockInfo, BlockQuota
-from sagellm.core.types import NO_ACCOUNT, Account, BlockIds
+from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, append_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +145,21 @@ class BlockLedger(ABC):
             block_ids = self._book(num_blocks, allocation.account)
             if block_ids is not None:
                 allocation.block_ids.extend(block_ids)
+            return block_ids
+        finally:
+            lock.release()
+
+    def grow_each(self, allocations: Sequence[Allocation]) -> BlockIds | None:
+        lock, live = self._lock, self._live
+        lock.acquire()
+        try:
+            if not live.keys() >= set(allocations):
+                raise _not_live(next(one for one in allocations if one not in live))
+            if self._quota is not None and len({one.account for one in allocations}) > 1:
+                raise BookkeepingError("allocations of several accounts cannot grow together")
+            block_ids = self._book(len(allocations), allocations[0].account if allocations else NO_ACCOUNT)
+            if block_ids is not None:
+                append_each([one.block_ids for one in allocations], block_ids)
             return block_ids
         finally:
             lock.release()

@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 from sagellm.core.clock import Clock, MonotonicClock
-from sagellm.core.errors import BookkeepingError, CapacityError
-from sagellm.core.plan import BlockCopy, Chunk, Draft, RequestState
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.plan import Chunk, Draft, RequestState
 from sagellm.core.protocols.eviction import Use
 from sagellm.core.protocols.kv_pool import Allocation, BlockQuota, KVPool
 from sagellm.core.protocols.prefix_cache import (
@@ -20,18 +20,18 @@ from sagellm.core.protocols.prefix_cache import (
     PrefixHit,
     PrefixReuseIndex,
     ReuseRecorder,
-    SharedTail,
 )
 from sagellm.core.protocols.scheduler_ir import BlockBudget
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Tokens
+from sagellm.kvmgr.manager.donors import Donors
 from sagellm.kvmgr.manager.hints import KVHints
 from sagellm.kvmgr.manager.pins import PinnedPrefixes
 from sagellm.kvmgr.manager.room import INDEX_OWNER, Room
 from sagellm.kvmgr.manager.sequence import BlockStates, Fragmentation, SequenceKV
+from sagellm.kvmgr.manager.tables import DecodeTables
 
 DUPLICATES = "duplicates"
 BEHIND_WINDOW = "behind the window"
-TIER = "hbm"
 GROUP_PREFIX = "\0group:"
 """No tenant's name begins like this: `Request` refuses NUL in it."""
 
@@ -39,7 +39,8 @@ GROUP_PREFIX = "\0group:"
 class KVCacheManager:
     """Implements `KVQuotes` for the passes and the books for the engine. One engine thread owns it.
 
-    With `prefix_caching=False` nothing is matched or kept: the slow twin of every reuse. `window`: no token
+    With `prefix_caching=False` nothing is matched or kept: the slow twin of every reuse. `index_as_computed`:
+    the blocks of a prompt enter the index with each chunk, not when all of it is computed. `window`: no token
     attends further back than that; blocks behind it are given up before anything cached is.
     `sharing_groups` maps tenants to the group with which they share their cache. `max_pinned_share` bounds
     what `pin_prefix` may hold of the pool.
@@ -51,6 +52,7 @@ class KVCacheManager:
         pool: KVPool,
         *,
         prefix_caching: bool = True,
+        index_as_computed: bool = False,
         quota: BlockQuota | None = None,
         window: int | None = None,
         sharing_groups: Mapping[str, str] | None = None,
@@ -69,12 +71,15 @@ class KVCacheManager:
         self.misses = misses
         self.block_size = pool.block_size
         self.prefix_caching = prefix_caching
+        self.index_as_computed = index_as_computed
         self.window = window
         self._sharing = dict(sharing_groups or {})
         self._now = (clock or MonotonicClock()).now
         self.hints = KVHints(index, self.namespace_of, self._now)
         self._sequences: dict[str, SequenceKV] = {}
-        self._donors: dict[str, SequenceKV] = {}  # by group: who has computed the prompt that it shares
+        self._tables = DecodeTables(self._sequences, pool, self._make_room, with_quotas=quota is not None)
+        self._donors = Donors(self._sequences, pool.block_size)
+        self._num_changes = 0
         self.pins = PinnedPrefixes(index, pool.total_blocks, max_pinned_share)
 
     # -- quotes: nothing here changes state
@@ -89,8 +94,7 @@ class KVCacheManager:
             began_s = self._now()
             hit = self.index.lookup(state.tokens, namespace, limit)
             self.metrics.observe_match(self._now() - began_s)
-        group = state.request.group
-        return hit if group is None else self._with_tail(hit, state, group, limit)
+        return hit if state.request.group is None else self._donors.lengthen(hit, state, limit)
 
     def is_current(self, hit: PrefixHit) -> bool:
         """Whether what the hit counts on outside the index (a running request's last block) is there."""
@@ -100,6 +104,14 @@ class KVCacheManager:
         """The namespace in the index: tenants of one sharing group have one together."""
         group = self._sharing.get(namespace.tenant)
         return namespace if group is None else namespace._replace(tenant=GROUP_PREFIX + group)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.total_blocks
+
+    @property
+    def version(self) -> int:
+        return self._num_changes
 
     def available_blocks(self) -> int:
         return self.pool.num_free + self.index.num_evictable + self._num_behind_windows()
@@ -133,6 +145,10 @@ class KVCacheManager:
         """The blocks of a running request, in order of position."""
         return self._sequences[request_id].block_ids
 
+    def num_slots(self, request_id: str) -> int:
+        """Tokens that the blocks of a running request can hold."""
+        return len(self._sequences[request_id].block_ids) * self.block_size
+
     def fragmentation(self) -> Fragmentation:
         slots = self.block_size * sum(len(one.block_ids) for one in self._sequences.values())
         tokens = sum(one.state.num_computed for one in self._sequences.values())
@@ -154,14 +170,15 @@ class KVCacheManager:
             for chunk in draft.admitted():
                 bound.append(chunk)
                 self._admit(chunk)
+            self._tables.grow(draft)
             for chunk in draft.chunks.values():
                 if not chunk.admits:
                     bound.append(chunk)
                 self._grow(chunk)
                 if chunk.hit is not None and chunk.hit.tail is not None:
-                    draft.copies.append(self._copy_of(chunk.hit.tail, chunk))
+                    draft.copies.append(self._donors.copy_of(chunk.hit.tail, chunk.state.request_id))
         except Exception:
-            self._undo(bound)
+            self._undo(draft, bound)
             del draft.copies[num_copies:]
             raise
 
@@ -179,21 +196,28 @@ class KVCacheManager:
 
     def rollback(self, draft: Draft) -> None:
         """Undo a bind after a failed verify or execute; evictions stay."""
-        self._undo(list(draft.chunks.values()))
+        self._undo(draft, list(draft.chunks.values()))
 
     # -- moving forward
 
+    def executed(self, draft: Draft) -> None:
+        """The backend has done the step: it knows the tables of those in decode that took part."""
+        self._tables.executed(draft)
+
     def commit(self, state: RequestState) -> None:
         """`state.num_computed` moved, in a step that the backend has executed: a prompt that is now whole
-        enters the index."""
+        enters the index, or the part of it that is there."""
         prompt = state.num_prompt_tokens
         sequence = self._sequences[state.request_id]
-        sequence.changed_from = None
-        if state.num_computed >= prompt > sequence.hit.num_tokens:
+        self._tables.told(state.request_id)
+        if state.num_computed < prompt:
+            if self.index_as_computed:
+                self._register(sequence, state.num_computed)
+        elif prompt > sequence.hit.num_tokens:
             self._register(sequence, prompt)
             group = state.request.group
             if group is not None and self.prefix_caching:
-                self._donors.setdefault(group, sequence)
+                self._donors.offer(group, sequence)
 
     def fork(self, state: RequestState, group: str) -> None:
         """Let requests of `group` begin where a running one stands: its whole blocks enter the index, and its
@@ -202,7 +226,7 @@ class KVCacheManager:
         sequence = self._sequences[state.request_id]
         self._register(sequence, state.num_computed)
         if self.prefix_caching:
-            self._donors[group] = sequence
+            self._donors.put(group, sequence)
 
     def release(self, state: RequestState, *, keep: bool = True, ended: bool = True) -> None:
         """The request leaves the batch: what it computed, generated tokens included, stays behind as
@@ -218,13 +242,15 @@ class KVCacheManager:
             sequence.hit = self.index.pin(sequence.hit)
             raise
         del self._sequences[state.request_id]
-        for group in [group for group, donor in self._donors.items() if donor is sequence]:
-            del self._donors[group]
+        self._tables.told(state.request_id)
+        self._donors.leave(sequence)
+        self._num_changes += 1
         if keep:
             self.hints.released(state, ended=ended)
 
     def clear_cache(self) -> int:
         """Forget every block that nobody uses; returns how many."""
+        self._num_changes += 1
         return self.room.clear()
 
     # -- prefixes that stay
@@ -242,12 +268,13 @@ class KVCacheManager:
 
     def remap(self, moves: Mapping[int, int]) -> None:
         """Blocks moved (a compaction): block `source` of anybody is `target` from now on."""
+        self._num_changes += 1
         self.pool.remap(moves)
         self.index.remap(moves)
         for sequence in self._sequences.values():
             table = sequence.block_ids
             sequence.block_ids = array("i", [moves.get(block, block) for block in table])
-            sequence.changed_from = 0
+            self._tables.mark(sequence, 0)
 
     def check(self) -> None:
         """Raise `BookkeepingError` unless every block is free, cached or active, in exactly one way."""
@@ -288,29 +315,19 @@ class KVCacheManager:
         missing = self._blocks_for(chunk.end) - held
         if missing <= 0:
             return
-        taken = self._take(sequence, missing)
+        taken = self._tables.take(sequence, missing)
         sequence.block_ids += taken
         chunk.block_ids = tuple(taken)
 
-    def _take(self, sequence: SequenceKV, num_blocks: int) -> BlockIds:
-        account = sequence.own.account
-        if self.pool.num_free < num_blocks or self.quota is not None:
-            self._make_room(num_blocks, account)
-        taken = self.pool.grow(sequence.own, num_blocks)
-        if taken is None:
-            name = sequence.own.owner
-            raise CapacityError(
-                f"{name}: {num_blocks} blocks asked for, {self.available_blocks()} available", name
-            )
-        return taken
-
     def _make_room(self, num_blocks: int, account: Account) -> None:
         """Have so many blocks free for the account, if that can be: behind windows first, then cached."""
+        self._num_changes += 1
         if self.window is not None:
             self._drop_behind_windows(num_blocks, account)
         self.room.make(num_blocks, account)
 
-    def _undo(self, chunks: Sequence[Chunk]) -> None:
+    def _undo(self, draft: Draft, chunks: Sequence[Chunk]) -> None:
+        self._tables.undo(draft)
         for chunk in reversed(chunks):
             sequence = self._sequences.get(chunk.state.request_id)
             if sequence is None:  # the bind failed before it reached this one
@@ -325,29 +342,6 @@ class KVCacheManager:
                 self.pool.free(sequence.own)
                 del self._sequences[chunk.state.request_id]
 
-    # -- inside: a running request's last block
-
-    def _with_tail(self, hit: PrefixHit, state: RequestState, group: str, limit: int) -> PrefixHit:
-        """The hit, and what more the group's donor holds of the request's next block."""
-        donor = self._donors.get(group)
-        if donor is None or donor.state is state or hit.namespace != donor.hit.namespace:
-            return hit
-        start = hit.num_tokens
-        void = donor.is_windowed and hit.num_blocks < donor.num_shared
-        if void or state.tokens.slice(0, start) != donor.state.tokens.slice(0, start):
-            return hit
-        stop = min(start + self.block_size, limit, donor.state.num_computed)
-        mine, theirs = state.tokens.slice(start, stop), donor.state.tokens.slice(start, stop)
-        shared = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), len(mine))
-        if not shared:
-            return hit
-        tail = SharedTail(donor.state.request_id, hit.num_blocks, shared)
-        return hit._replace(num_tokens=start + shared, tail=tail)
-
-    def _copy_of(self, tail: SharedTail, chunk: Chunk) -> BlockCopy:
-        source = self._sequences[tail.request_id].block_ids[tail.position]
-        return BlockCopy(TIER, source, TIER, self._sequences[chunk.state.request_id].block_ids[tail.position])
-
     # -- inside: into the index
 
     def _register(self, sequence: SequenceKV, num_tokens: int) -> None:
@@ -359,6 +353,7 @@ class KVCacheManager:
         whole, shared = num_tokens // self.block_size, sequence.num_shared
         if not self.prefix_caching or sequence.is_windowed or whole <= shared:
             return
+        self._num_changes += 1
         state, own, table = sequence.state, sequence.own, sequence.block_ids
         request = state.request
         retention = request.retention if shared * self.block_size < state.num_prompt_tokens else ()
@@ -375,7 +370,7 @@ class KVCacheManager:
         sequence.hit, sequence.num_shared = result.hit, whole
         if existing > shared:
             table[:whole] = self.index.block_ids(result.hit)
-            sequence.changed_from = shared
+            self._tables.mark(sequence, shared)
 
     def _part_with(self, sequence: SequenceKV, num_spare: int, num_whole: int) -> None:
         """Of the first `num_whole` own blocks, `num_spare` are free, and the others the index's. What the old
@@ -406,7 +401,7 @@ class KVCacheManager:
     # -- inside: sliding windows
 
     def _behind_window(self, sequence: SequenceKV) -> int:
-        if self.window is None or sequence in self._donors.values():
+        if self.window is None or sequence in self._donors:
             return 0
         return sequence.behind_window(self.window, self.block_size)
 

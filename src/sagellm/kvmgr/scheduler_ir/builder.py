@@ -1,25 +1,33 @@
-"""From queues to a draft: every running request wants to go on, everything else is up to the passes."""
+"""From queues to a draft: every running request goes on as far as it can, everything else is up to the
+passes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from sagellm.core.plan import Chunk, Draft, RequestState
+from sagellm.core.plan import Chunk, Decodes, Draft, RequestState
 
 
 class IRBuilder:
     """Builds the draft that the first pass sees.
 
-    Each running request has a chunk with all its uncomputed tokens (one, in decode); nobody waiting has one.
+    Each running request whose prompt is not whole has a chunk with all its uncomputed tokens, those in decode
+    compute one token, and nobody waiting has anything.
     """
 
-    def build(
+    def draft(
         self,
         step: int,
         now_s: float,
         token_budget: int,
-        running: Sequence[RequestState],
-        waiting: Sequence[RequestState],
+        running: Iterable[RequestState],
+        waiting: Iterable[RequestState],
+        decodes: Decodes,
+        prefilling: Iterable[RequestState] = (),
+        num_new_running: int = 0,
     ) -> Draft:
-        chunks = {s.request_id: Chunk(s, s.num_computed, s.num_uncomputed) for s in running}
-        return Draft(step, now_s, token_budget, list(running), list(waiting), chunks)
+        """`prefilling`: those of `running` that are not in `decodes`, in the order of their chunks."""
+        chunks = {s.request_id: Chunk(s, s.num_computed, s.num_uncomputed) for s in prefilling}
+        return Draft(
+            step, now_s, token_budget, list(running), list(waiting), chunks, decodes, num_new_running
+        )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from sagellm.core.plan import Chunk, Draft, ExecutionPlan, Growth, Join, Prefill
+from sagellm.core.plan import Chunk, Draft, ExecutionPlan, Growth, Join, Prefill, Transfer
 
 
 class BlockTables(Protocol):
@@ -14,21 +15,41 @@ class BlockTables(Protocol):
     def block_table(self, request_id: str) -> Sequence[int]: ...
 
 
-def freeze(draft: Draft, left: tuple[int, ...], tables: BlockTables) -> ExecutionPlan:
+class DecodeRows(Protocol):
+    """Whoever knows the rows and positions of the requests in decode, in one order."""
+
+    @property
+    def rows(self) -> tuple[int, ...]: ...
+
+    def positions(self) -> tuple[int, ...]: ...
+
+
+def freeze(
+    draft: Draft,
+    left: tuple[int, ...],
+    tables: BlockTables,
+    decodes: DecodeRows,
+) -> ExecutionPlan:
     """The plan of a draft whose blocks are bound and whose requests have rows. Copies; shares nothing
     live."""
+    rows, positions = decodes.rows, decodes.positions()
+    if draft.places is not None:
+        rows = tuple(rows[i] for i in draft.places)
+        positions = tuple(positions[i] for i in draft.places)
     chunks = list(draft.chunks.values())
-    decodes = [chunk for chunk in chunks if chunk.is_decode]
+    single = [chunk for chunk in chunks if chunk.is_decode]
+    grown = [_growth(chunk, table) for chunk in chunks if (table := _outdated(chunk, tables))]
     return ExecutionPlan(
         step=draft.step,
         joined=tuple(_join(chunk, tables) for chunk in chunks if chunk.admits),
         left=left,
-        grown=tuple(_growth(chunk, table) for chunk in chunks if (table := _outdated(chunk, tables))),
-        decode_rows=tuple(chunk.state.row for chunk in decodes),
-        decode_positions=tuple(chunk.start for chunk in decodes),
+        grown=(*draft.grown, *grown),
+        decode_rows=(*rows, *(chunk.state.row for chunk in single)),
+        decode_positions=(*positions, *(chunk.start for chunk in single)),
         prefills=tuple(_prefill(chunk) for chunk in chunks if not chunk.is_decode),
         copies=tuple(draft.copies),
-        transfers=tuple(draft.transfers),
+        transfers=tuple(_transfer(one, tables) for one in draft.transfers),
+        placements=tuple(draft.placements.items()),
         preempted=tuple(state.request_id for state in draft.preempted),
         rejected=tuple(draft.rejected.items()),
         decisions=tuple(draft.decisions),
@@ -62,3 +83,11 @@ def _join(chunk: Chunk, tables: BlockTables) -> Join:
 def _prefill(chunk: Chunk) -> Prefill:
     state = chunk.state
     return Prefill(state.row, state.request_id, chunk.start, chunk.num_tokens, chunk.samples)
+
+
+def _transfer(transfer: Transfer, tables: BlockTables) -> Transfer:
+    return (
+        transfer
+        if transfer.block_ids
+        else replace(transfer, block_ids=tuple(tables.block_table(transfer.request_id)))
+    )

@@ -9,8 +9,15 @@ from dataclasses import dataclass
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit
-from sagellm.core.protocols.scheduler_ir import BlockBudget, SchedulerPass, SchedulingView
+from sagellm.core.protocols.scheduler_ir import (
+    NO_STEP,
+    BlockBudget,
+    SchedulerPass,
+    SchedulingView,
+    StepFacts,
+)
 from sagellm.core.types import Request, RequestStatus, Tokens
+from sagellm.kvmgr.scheduler_ir.batch import DecodeBatch
 from sagellm.kvmgr.scheduler_ir.builder import IRBuilder
 from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass
 from sagellm.kvmgr.scheduler_ir.passes.memory_aware_preemption import MemoryAwarePreemptionPass
@@ -21,25 +28,27 @@ class BaseSchedulerIR:
     """Runs passes over drafts. `pass_time_s` adds up the time of each pass by name.
 
     Chunking under the token budget and the memory check close every schedule: where they are not in `passes`,
-    they run after them.
+    they run after them; unless a pass does both itself, and says so by `closes = True`.
     """
 
     def __init__(self, passes: Sequence[SchedulerPass] = (), clock: Clock | None = None) -> None:
-        self.passes: list[SchedulerPass] = list(passes)
-        self._closing: tuple[SchedulerPass, ...] = (ChunkedPrefillPass(), MemoryAwarePreemptionPass())
         self.builder = IRBuilder()
         self._clock = clock or MonotonicClock()
         self.pass_time_s: dict[str, float] = {}
+        self.use(passes)
+
+    def use(self, passes: Sequence[SchedulerPass]) -> None:
+        """Schedule by these passes, in this order, from the next step on."""
+        self.passes = list(passes)
+        names = {one.name for one in self.passes}
+        closing: list[SchedulerPass] = [ChunkedPrefillPass(), MemoryAwarePreemptionPass()]
+        if any(getattr(one, "closes", False) for one in self.passes):
+            closing = []
+        self.order = [*self.passes, *(one for one in closing if one.name not in names)]
 
     def add_optimization_pass(self, scheduler_pass: SchedulerPass) -> None:
         """Append a pass; order is order of execution."""
-        self.passes.append(scheduler_pass)
-
-    @property
-    def order(self) -> list[SchedulerPass]:
-        """All passes in order of execution."""
-        names = {scheduler_pass.name for scheduler_pass in self.passes}
-        return [*self.passes, *(closing for closing in self._closing if closing.name not in names)]
+        self.use([*self.passes, scheduler_pass])
 
     def run(self, draft: Draft, view: SchedulingView) -> Draft:
         """Apply all passes to the draft in place and verify it; raises `PlanError`."""
@@ -69,7 +78,11 @@ class BaseSchedulerIR:
         view = _SimpleView(by_id, available_memory, max_num_seqs, max_batched_tokens, len(running_requests))
         running = [_running(request) for request in running_requests]
         waiting = [RequestState.of(_as_request(request)) for request in pending_requests]
-        draft = self.builder.build(0, 0.0, max_batched_tokens, running, waiting)
+        decodes = DecodeBatch(1, 1)
+        for state, request in zip(running, running_requests, strict=True):
+            held = -(-state.num_computed // request.block_size) * request.block_size
+            decodes.enter(state, held, held + request.max_tokens + 1)
+        draft = self.builder.draft(0, 0.0, max_batched_tokens, running, waiting, decodes)
         self.run(draft, view)
         return ScheduleResult(
             [by_id[chunk.state.request_id] for chunk in draft.admitted()],
@@ -123,6 +136,18 @@ class _SimpleView:
     @property
     def kv(self) -> _SimpleView:
         return self
+
+    @property
+    def num_blocks(self) -> int:
+        return self.free_blocks
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    @property
+    def last_step(self) -> StepFacts:
+        return NO_STEP
 
     @property
     def num_free_rows(self) -> int:

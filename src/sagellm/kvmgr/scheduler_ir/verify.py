@@ -30,6 +30,9 @@ def _check_one_fate_each(draft: Draft) -> None:
     for state in draft.preempted:
         if state.status is not RequestStatus.RUNNING:
             raise PlanError(f"preempt {state.request_id}: it is {state.status.value}, not running")
+    for request_id, state in draft.out.items():
+        if not state.decoding or state.request_id != request_id:
+            raise PlanError(f"{request_id} is left out of decode, and {state.request_id} is not in it")
 
 
 def _check_chunk(request_id: str, chunk: Chunk) -> None:
@@ -42,6 +45,8 @@ def _check_chunk(request_id: str, chunk: Chunk) -> None:
         raise PlanError(
             f"{request_id}: chunk ends at {chunk.end}, the request has {len(state.tokens)} tokens"
         )
+    if state.decoding:
+        raise PlanError(f"{request_id} is in decode, which computes its token: it takes no chunk")
     expected = RequestStatus.WAITING if chunk.admits else RequestStatus.RUNNING
     if state.status is not expected:
         raise PlanError(
@@ -59,7 +64,7 @@ def _check_budgets(draft: Draft, view: SchedulingView) -> None:
     rows = view.num_free_rows + len(draft.preempted)
     if admitted > rows:
         raise PlanError(f"{admitted} requests admitted, {rows} rows are free")
-    price = sum(_price(chunk, view) for chunk in draft.chunks.values())
+    price = len(draft.growing()) + sum(_price(chunk, view) for chunk in draft.chunks.values())
     funds = view.kv.available_blocks() + sum(view.kv.gain_of_preempting(state) for state in draft.preempted)
     if price > funds:
         raise PlanError(f"the step needs {price} blocks, {funds} are available")
@@ -73,9 +78,15 @@ def _price(chunk: Chunk, view: SchedulingView) -> int:
 
 def verify_bound(draft: Draft) -> None:
     """Raise `PlanError` if a block is given to two requests of the step."""
+    blocks = [block for _, block in draft.stretched]
+    for chunk in draft.chunks.values():
+        blocks += chunk.block_ids
+    if len(set(blocks)) == len(blocks):
+        return
+    given = [(block, state.request_id) for state, block in draft.stretched]
+    given += [(block, name) for name, chunk in draft.chunks.items() for block in chunk.block_ids]
     owner: dict[int, str] = {}
-    for request_id, chunk in draft.chunks.items():
-        for block in chunk.block_ids:
-            if block in owner:
-                raise PlanError(f"block {block} is given to {owner[block]} and to {request_id}")
-            owner[block] = request_id
+    for block, request_id in given:
+        if block in owner:
+            raise PlanError(f"block {block} is given to {owner[block]} and to {request_id}")
+        owner[block] = request_id

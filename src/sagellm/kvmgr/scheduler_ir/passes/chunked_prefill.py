@@ -25,8 +25,14 @@ class ChunkedPrefillPass:
         self.chunk_size = chunk_size
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
-        budget = draft.token_budget
-        running = [draft.chunks[s.request_id] for s in draft.running if s.request_id in draft.chunks]
+        budget = draft.token_budget - draft.num_decodes
+        if budget < 0:
+            budget += self._hold_last(draft, -budget)
+        if not draft.chunks and not draft.waiting:
+            return
+        running = list(draft.chunks.values())
+        if len(running) > 1:
+            running = [draft.chunks[s.request_id] for s in draft.running if s.request_id in draft.chunks]
         draft.chunks.clear()
         for chunk in sorted(running, key=lambda chunk: chunk.num_tokens > 1):
             budget -= self._keep(draft, chunk, budget)
@@ -46,6 +52,14 @@ class ChunkedPrefillPass:
                 computing.add(group)
             budget -= chunk.num_tokens
             rows -= 1
+
+    def _hold_last(self, draft: Draft, excess: int) -> int:
+        """More requests are in decode than the step may compute tokens: the last of them wait."""
+        last = [s for s in reversed(draft.running) if s.decoding and s.request_id not in draft.out][:excess]
+        for state in last:
+            draft.hold(state)
+            draft.say(self.name, state, "skip", "the token budget of the step is spent")
+        return len(last)
 
     def _keep(self, draft: Draft, chunk: Chunk, budget: int) -> int:
         take = self._cut(chunk.num_tokens, budget)

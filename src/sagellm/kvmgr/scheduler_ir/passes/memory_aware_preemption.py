@@ -3,7 +3,7 @@ waiting."""
 
 from __future__ import annotations
 
-from sagellm.core.plan import Chunk, Draft, RequestState
+from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import BlockBudget, SchedulingView
 
 
@@ -24,47 +24,57 @@ class MemoryAwarePreemptionPass:
         budget = view.kv.budget()
         for state in draft.preempted:  # by a pass before this one
             budget.gain(state, view.kv.gain_of_preempting(state))
-        self._fit_running(draft, view, budget)
-        self._fit_admitted(draft, view, budget)
+        growing = draft.growing()
+        chunks = [chunk for chunk in draft.chunks.values() if not chunk.admits]
+        price = len(growing) + sum(view.kv.price_to_grow(chunk.state, chunk.num_tokens) for chunk in chunks)
+        if not budget.spend_together(price):
+            needs = {state.request_id: 1 for state in growing}
+            needs |= {
+                one.state.request_id: view.kv.price_to_grow(one.state, one.num_tokens) for one in chunks
+            }
+            self._fit_running(draft, view, budget, needs)
+        if len(draft.chunks) > len(chunks) or draft.preempted:
+            self._fit_admitted(draft, view, budget)
 
-    def _fit_running(self, draft: Draft, view: SchedulingView, budget: BlockBudget) -> None:
+    def _fit_running(
+        self, draft: Draft, view: SchedulingView, budget: BlockBudget, needs: dict[str, int]
+    ) -> None:
         """Walk from the first to the last, preempting from the end."""
         keepers = [state for state in draft.running if state not in draft.preempted]
         for state in list(keepers):
-            chunk = draft.chunks.get(state.request_id)
-            if chunk is None:  # out of token budget, or preempted for an earlier one
+            if state.request_id not in needs or not draft.computes(state):
                 continue
-            price = view.kv.price_to_grow(state, chunk.num_tokens)
+            price = needs[state.request_id]
             while not budget.spend(state, price):
                 capped = budget.is_capped(state, price)
                 account = state.request.account
-                rivals = [one for one in keepers if not capped or one.request.account == account]
+                rivals = [one for one in keepers if one.request.account == account] if capped else keepers
                 if rivals[-1] is state:
                     alone = not draft.preempted and len(rivals) == 1
-                    self._hold(draft, chunk, price, budget.left(state), alone=alone)
+                    self._give_up(draft, state, price, budget.left(state), alone=alone)
                     break
-                keepers.remove(rivals[-1])
-                self._preempt(draft, rivals[-1], state)
-                budget.gain(rivals[-1], view.kv.gain_of_preempting(rivals[-1]))
+                victim = rivals[-1]
+                keepers.remove(victim)
+                self._preempt(draft, victim, state)
+                budget.gain(victim, view.kv.gain_of_preempting(victim))
 
     def _preempt(self, draft: Draft, victim: RequestState, winner: RequestState) -> None:
         draft.preempt(victim)
         draft.say(self.name, victim, "preempt", f"{winner.request_id} comes first and needs its blocks")
 
-    def _hold(self, draft: Draft, chunk: Chunk, price: int, left: int, *, alone: bool) -> None:
+    def _give_up(self, draft: Draft, state: RequestState, price: int, left: int, *, alone: bool) -> None:
         """Who is alone (in its account, where its ceiling is in the way) and does not fit can never go on;
         anybody else goes on when blocks come back."""
         reason = f"it needs {price} blocks, {left} are available"
         if alone:
-            self._reject(draft, chunk, reason)
+            self._reject(draft, state, reason)
             return
-        del draft.chunks[chunk.state.request_id]
-        draft.say(self.name, chunk.state, "hold", reason)
+        draft.hold(state)
+        draft.say(self.name, state, "hold", reason)
 
-    def _reject(self, draft: Draft, chunk: Chunk, reason: str) -> None:
-        del draft.chunks[chunk.state.request_id]
-        draft.rejected[chunk.state.request_id] = f"out of KV memory: {reason}"
-        draft.say(self.name, chunk.state, "reject", reason)
+    def _reject(self, draft: Draft, state: RequestState, reason: str) -> None:
+        draft.reject(state, f"out of KV memory: {reason}")
+        draft.say(self.name, state, "reject", reason)
 
     def _fit_admitted(self, draft: Draft, view: SchedulingView, budget: BlockBudget) -> None:
         """Admit in order. Whoever would not fit even alone is refused: nothing that it waits for can come."""
@@ -85,7 +95,7 @@ class MemoryAwarePreemptionPass:
                 accounts.append(state.request.account)
                 continue
             if not draft.preempted and not (accounts if not capped else state.request.account in accounts):
-                self._reject(draft, chunk, reason)
+                self._reject(draft, state, reason)
                 closed = ""
                 continue
             del draft.chunks[state.request_id]

@@ -1,0 +1,156 @@
+"""The kept batch: running requests in decode, in arrays. A step in which nothing changes touches no request.
+
+One column per request: where it stands, how many tokens still fit into its blocks, how many it may still
+draw. Objects are looked at where a column says so: a block is needed, a limit is reached, a token may stop.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Container, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.plan import RequestState
+from sagellm.core.types import append_each
+
+Ints = npt.NDArray[np.int64]
+POSITION, SLACK, LEFT = range(3)
+"""Rows of the table: the position computed next; tokens that fit into the blocks held beyond it; tokens that
+may be drawn until a length ends the request."""
+
+
+class DecodeBatch:
+    """Implements `Decodes` over arrays. Columns have no order that means anything; who leaves gives its place
+    to the last.
+
+    `vocab_size`: drawn tokens are 0 to vocab_size - 1. Sources of the idea: fixed rows and deltas, as in
+    persistent batches of LMDeploy and vLLM's model runner, here for the scheduler.
+    """
+
+    def __init__(self, vocab_size: int, block_size: int) -> None:
+        self.states: list[RequestState] = []
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._table: Ints = np.zeros((3, 64), dtype=np.int64)
+        self._stops = np.zeros(vocab_size, dtype=np.bool_)
+        self._tokens: list[array[int]] = []
+        self._rows: tuple[int, ...] | None = ()
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The backend's row of each request, in order of `states`."""
+        if self._rows is None:
+            self._rows = tuple(state.row for state in self.states)
+        return self._rows
+
+    def positions(self) -> tuple[int, ...]:
+        """The position that each request computes next, in order of `states`."""
+        return tuple(self._column(POSITION).tolist())
+
+    # -- who is in it
+
+    def enter(self, state: RequestState, num_slots: int, max_length: int) -> None:
+        """A running request whose tokens are all computed but the last goes on by one token a step.
+
+        `num_slots`: tokens that its blocks hold; `max_length`: tokens at which it ends, whatever it says.
+        """
+        count = len(self.states)
+        if count == self._table.shape[1]:
+            self._table = np.concatenate((self._table, np.zeros_like(self._table)), axis=1)
+        if not count:
+            self._stops[:] = False
+        params, length = state.request.params, len(state.tokens)
+        most = max_length if params.max_tokens is None else params.max_tokens + state.num_prompt_tokens
+        self._table[:, count] = (length - 1, num_slots - length + 1, min(max_length, most) - length)
+        stops = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops |= state.request.eos_token_ids
+        self._stops[[token for token in stops if 0 <= token < self._vocab_size]] = True
+        self.states.append(state)
+        self._tokens.append(state.tokens.live)
+        self._rows = None
+        state.decoding = True
+
+    def leave(self, state: RequestState) -> None:
+        """A request leaves the batch, preempted or at its end."""
+        place, last = self.states.index(state), len(self.states) - 1
+        self._table[:, place] = self._table[:, last]
+        self.states[place], self._tokens[place] = self.states[last], self._tokens[last]
+        self.states.pop()
+        self._tokens.pop()
+        self._rows = None
+        state.num_computed = len(state.tokens) - 1
+        state.decoding = False
+
+    # -- what a step needs, and what it brings
+
+    def growing(self) -> Sequence[RequestState]:
+        """Those whose next token needs another block."""
+        slack = self._column(SLACK)
+        if slack.all():
+            return ()
+        return [self.states[i] for i in np.flatnonzero(slack == 0).tolist()]
+
+    @property
+    def num_growing(self) -> int:
+        return len(self.states) - int(np.count_nonzero(self._column(SLACK)))
+
+    def lengths(self, places: list[int] | None = None) -> Ints:
+        """Tokens that each request has, prompt and output; a copy."""
+        column = self._column(POSITION)
+        lengths: Ints = (column if places is None else column[places]) + 1
+        return lengths
+
+    def places(self, out: Container[str]) -> list[int]:
+        """Places in `states` of all but some."""
+        return [i for i, state in enumerate(self.states) if state.request_id not in out]
+
+    def advance(self, token_ids: Sequence[int], places: list[int] | None = None) -> list[int]:
+        """Append the token drawn for each request (of those at `places`, or of all).
+
+        Returns which of the tokens may end their requests, to be looked at one by one. Raises `ValueError`,
+        and changes nothing, where one is not in the vocabulary.
+        """
+        table, block_size = self._table, self._block_size
+        drawn = np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
+        if places is None:
+            view, tokens = table[:, : len(self.states)], self._tokens
+        else:
+            view, tokens = table[:, places], [self._tokens[i] for i in places]
+        if len(drawn) != len(tokens):
+            raise BookkeepingError(f"{len(drawn)} tokens were drawn for {len(tokens)} requests in decode")
+        if drawn.size and (drawn.min() < 0 or drawn.max() >= self._vocab_size):
+            raise ValueError("a token outside the vocabulary was drawn")
+        append_each(tokens, token_ids)
+        slack = view[SLACK]
+        view[POSITION] += 1
+        slack -= 1
+        if slack.size and slack.min() < 0:  # a block was bound for it in this step
+            slack[slack < 0] += block_size
+        view[LEFT] -= 1
+        if places is not None:
+            table[:, places] = view
+        ends = (view[LEFT] <= 0) | self._stops[drawn]
+        found: list[int] = np.flatnonzero(ends).tolist() if ends.any() else []
+        return found
+
+    def check(self, num_slots: Sequence[int]) -> None:
+        """Raise `BookkeepingError` where a column and its request differ. `num_slots`: tokens that each
+        request's blocks hold."""
+        table = self._table
+        for i, (state, slots) in enumerate(zip(self.states, num_slots, strict=True)):
+            at, slack = int(table[POSITION, i]), int(table[SLACK, i])
+            if not state.decoding or at != state.num_computed or at + slack != slots:
+                raise BookkeepingError(
+                    f"{state.request_id}: {state.num_computed} tokens computed of {slots} slots, the batch "
+                    f"says {at} and {slack} left"
+                )
+
+    def _column(self, which: int) -> Ints:
+        return self._table[which, : len(self.states)]

@@ -1,0 +1,136 @@
+"""The kept batch beside a twin that counts for each request."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.plan import RequestState
+from sagellm.core.types import Request, SamplingParams, Tokens
+from sagellm.engines._outcome import stop_reason
+from sagellm.kvmgr.scheduler_ir import DecodeBatch
+
+BLOCK, VOCAB, LONGEST = 4, 11, 30
+
+
+def state(name: str, length: int, **params: object) -> RequestState:
+    request = Request(
+        name,
+        Tokens(range(length)),
+        SamplingParams(**params),  # type: ignore[arg-type]
+        eos_token_ids=frozenset({3}),
+    )
+    made = RequestState.of(request)
+    made.row = int(name)
+    return made
+
+
+class Batches(RuleBasedStateMachine):
+    """`slots` is the twin: what each request's blocks hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = DecodeBatch(VOCAB, BLOCK)
+        self.slots: dict[RequestState, int] = {}
+        self.count = 0
+
+    @rule(
+        length=st.integers(1, 9),
+        max_tokens=st.integers(1, 9) | st.none(),
+        stops=st.sets(st.integers(0, VOCAB + 3), max_size=2),
+        ignore=st.booleans(),
+        spare=st.integers(0, 1),
+    )
+    def enter(self, length: int, max_tokens: int | None, stops: set[int], ignore: bool, spare: int) -> None:
+        self.count += 1
+        new = state(
+            str(self.count), length, max_tokens=max_tokens, stop_token_ids=tuple(stops), ignore_eos=ignore
+        )
+        new.tokens.append(5)
+        self.slots[new] = (-(-length // BLOCK) + spare) * BLOCK
+        self.batch.enter(new, self.slots[new], LONGEST)
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        gone = data.draw(st.sampled_from(list(self.slots)))
+        computed = gone.num_computed
+        self.batch.leave(gone)
+        del self.slots[gone]
+        assert not gone.decoding
+        assert gone.num_computed == computed
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        """All or some take part; those at a border get a block, as `bind` would give it."""
+        batch = self.batch
+        names = [one.request_id for one in self.slots]
+        out = data.draw(st.sets(st.sampled_from(names), max_size=len(names) - 1))
+        places = batch.places(out) if out else None
+        part = [one for one in batch.states if one.request_id not in out]
+        needy = {one for one in self.slots if one.num_computed == self.slots[one]}
+        assert set(batch.growing()) == needy
+        assert batch.num_growing == len(needy)
+        before = {one: one.tokens.tolist() for one in self.slots}
+        for one in needy & set(part):
+            self.slots[one] += BLOCK
+        tokens = tuple(data.draw(st.integers(0, VOCAB - 1)) for _ in part)
+        positions = {one: at for one, at in zip(batch.states, batch.positions(), strict=True)}
+        ends = batch.advance(tokens, places)
+        for i, (one, token) in enumerate(zip(part, tokens, strict=True)):
+            assert one.tokens.tolist() == [*before[one], token]
+            assert positions[one] == len(before[one]) - 1
+            if stop_reason(one, token, LONGEST) is not None:
+                assert i in ends
+        assert all(one.tokens.tolist() == before[one] for one in self.slots if one not in part)
+        assert batch.lengths(places).tolist() == [len(one.tokens) for one in part]
+        for i in ends:  # those whose length ended them do not come again
+            if stop_reason(part[i], tokens[i], LONGEST) is not None:
+                self.batch.leave(part[i])
+                del self.slots[part[i]]
+
+    @invariant()
+    def books(self) -> None:
+        self.batch.check([self.slots[one] for one in self.batch.states])
+        assert set(self.batch.states) == set(self.slots)
+        assert self.batch.rows == tuple(one.row for one in self.batch.states)
+
+
+TestBatches = Batches.TestCase
+TestBatches.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_a_token_outside_the_vocabulary_changes_nothing() -> None:
+    batch = DecodeBatch(VOCAB, BLOCK)
+    one = state("1", 3)
+    one.tokens.append(5)
+    batch.enter(one, 4, LONGEST)
+    for token in (-1, VOCAB):
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            batch.advance((token,))
+    with pytest.raises(BookkeepingError, match="2 tokens were drawn for 1"):
+        batch.advance((1, 2))
+    assert one.tokens.tolist() == [0, 1, 2, 5]
+    batch.check([4])
+    with pytest.raises(BookkeepingError, match="3 tokens computed of 8 slots"):
+        batch.check([8])
+
+
+def test_rare_ends_are_found_among_many() -> None:
+    """The end-of-sequence token counts unless it is ignored, and is forgotten once nobody has it."""
+    batch = DecodeBatch(VOCAB, BLOCK)
+    deaf, keen = state("1", 3, ignore_eos=True), state("2", 3)
+    for one in (deaf, keen):
+        one.tokens.append(5)
+        batch.enter(one, 8, LONGEST)
+    assert batch.advance((3, 4)) == [0]  # somebody stops at 3: who, is looked at one by one
+    assert stop_reason(deaf, 3, LONGEST) is None
+    assert batch.advance((4, 3)) == [1]
+    batch.leave(keen)
+    batch.leave(deaf)
+    batch.enter(deaf, 8, LONGEST)
+    assert batch.advance((3,)) == []
