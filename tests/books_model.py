@@ -45,10 +45,16 @@ class Books:
         *,
         quotas: bool = False,
         window: int | None = None,
+        early: bool = False,
     ) -> None:
         shares = QUOTAS if quotas else {}
         config = KVConfig(
-            block_size=BLOCK, index=index, pool=pool, sharing_groups={"friends": ("c", "d")}, **shares
+            block_size=BLOCK,
+            index=index,
+            pool=pool,
+            sharing_groups={"friends": ("c", "d")},
+            index_as_computed=early,
+            **shares,
         )
         self.clock = ManualClock()
         self.window = window
@@ -104,6 +110,32 @@ class Books:
             return
         self.execute(draft.copies, chunk)
         self.commit(chunk)
+
+    def admit_together(self, names: list[str], num_tokens: int, *, fail: str = "") -> None:
+        """Several requests in one step, each bound before the next is looked up, as a pass may have it."""
+        self.clock.advance(1.0)
+        draft = Draft(0, 0.0, 1000, [], [], {})
+        before = self.kv.block_states(), self.kv.index.num_cached
+        for name in names:
+            state, num_copies = self.waiting[name], len(draft.copies)
+            hit = self.kv.match(state)
+            self.check_match(state, hit)
+            left = len(state.tokens) - hit.num_tokens
+            draft.chunks[name] = Chunk(state, hit.num_tokens, min(num_tokens, left), hit)
+            try:
+                self.kv.bind(draft, early=True)
+            except CapacityError:
+                del draft.chunks[name]
+                break
+            self.execute(draft.copies[num_copies:], draft.chunks[name])
+        assert list(draft.bound) == list(draft.chunks)
+        if fail == "rollback":
+            self.kv.rollback(draft)
+            assert not draft.bound
+            self.check_unbound(before)
+            return
+        for chunk in draft.chunks.values():
+            self.commit(chunk)
 
     def execute(self, copies: list[BlockCopy], chunk: Chunk) -> None:
         """What a backend would do: copies, then reads of all before the chunk, then writes of the chunk."""

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from sagellm.benchmarks._results import cpu_model, environment
-from sagellm.benchmarks.micro import kv_pool, memory, prefix_cache
+from sagellm.benchmarks.micro import kv_pool, memory, prefix_cache, scheduler_ir
 from sagellm.benchmarks.micro._case import MicroBenchmark, Plan, Row, Setting
 from sagellm.benchmarks.micro._comparable import COMPARABLE
 from sagellm.benchmarks.micro._kv import Prompts, books, cached_prompt
@@ -244,6 +244,7 @@ def test_a_quick_plan_is_smaller() -> None:
 
 def test_what_stands_against_a_peer_is_a_row_of_ours() -> None:
     known = HITS | MISSES | INSERTS | METADATA | OPERATIONS | {kv_pool.EVICT, kv_pool.EVICT_LARGE}
+    known |= {scheduler_ir.STEP}
     assert {case for one in COMPARABLE for case in one.ours} <= known
 
 
@@ -253,3 +254,19 @@ def test_no_benchmark_needs_torch() -> None:
     code = f"import sys, {imports}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_scheduler_steps_are_timed_for_each_strategy() -> None:
+    """A tiny run of the whole benchmark: every row is there, and all requests take part in every step."""
+    plan = dataclasses.replace(tiny("priority", "vllm-like"), running=(4,), new=(3,))
+    report = Report("scheduler_ir", environment(DAY), plan)
+    run(scheduler_ir.BENCHMARK, report, "en")
+    cases = {"e": (scheduler_ir.STEP, scheduler_ir.READ), "n": (scheduler_ir.BUILD, scheduler_ir.ADMIT)}
+    assert [(row.section, row.variant, row.case, row.size) for row in report.rows] == [
+        (section, strategy, case, size)
+        for section, size in (("e", 4), ("n", 3))
+        for strategy in ("priority", "vllm-like")
+        for case in cases[section]
+    ]
+    with pytest.raises(UnknownNameError, match="nope"):
+        run(scheduler_ir.BENCHMARK, Report("scheduler_ir", environment(DAY), tiny("nope")), "e")

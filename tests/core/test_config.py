@@ -22,12 +22,7 @@ def test_defaults_are_those_of_the_specification() -> None:
     )
     assert config.kv.prefix_caching is True
     assert (config.scheduler.max_num_seqs, config.scheduler.max_batched_tokens) == (64, 2048)
-    assert config.scheduler.passes == (
-        "prefix_cache_aware",
-        "priority_based",
-        "chunked_prefill",
-        "memory_aware_preemption",
-    )
+    assert (config.scheduler.strategy, config.scheduler.passes) == ("priority", None)
     assert config.server.port == SagePorts.HTTP
 
 

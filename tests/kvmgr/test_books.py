@@ -26,6 +26,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "quotas": {"quotas": True},
     "window": {"window": 5},
     "roomy": {"num_blocks": 200},
+    "early": {"early": True},
+    "early and roomy": {"early": True, "num_blocks": 200},
 }
 INDEXES = registry("index").names()
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -58,6 +60,12 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(data=st.data(), num_tokens=st.integers(1, 8), fail=st.sampled_from(["", "", "", "rollback"]))
     def admit(self, data: st.DataObject, num_tokens: int, fail: str) -> None:
         self.books.admit(self.one_of(data, self.books.waiting), num_tokens, fail=fail)
+
+    @precondition(lambda self: self.books.waiting)
+    @rule(data=st.data(), num_tokens=st.integers(1, 12), fail=st.sampled_from(["", "", "rollback"]))
+    def admit_together(self, data: st.DataObject, num_tokens: int, fail: str) -> None:
+        names = st.lists(st.sampled_from(sorted(self.books.waiting)), max_size=4, unique=True)
+        self.books.admit_together(data.draw(names), num_tokens, fail=fail)
 
     @precondition(lambda self: self.books.running)
     @rule(data=st.data(), num_tokens=st.integers(1, 8), fail=st.sampled_from(["", "", "", "rollback"]))
@@ -125,6 +133,8 @@ def wander(books: Books, rng: random.Random) -> None:
     if books.waiting:
         name = rng.choice(sorted(books.waiting))
         ops += [lambda: books.admit(name, rng.randrange(1, 9), fail=fail)] * 3
+        some = rng.sample(sorted(books.waiting), min(3, len(books.waiting)))
+        ops.append(lambda: books.admit_together(some, rng.randrange(1, 13), fail=fail))
     if books.running:
         one = rng.choice(sorted(books.running))
         ops += [lambda: draw_and_go_on(books, one, rng, fail)] * 4

@@ -236,6 +236,8 @@ def test_memory_is_bounded(name: str) -> None:
     assert most_kept <= 52
     assert len(policy._model) < 100
     assert len(policy._hand) <= 100
+    assert len(policy._lives._open) <= 200
+    assert len(policy._by_value._order) <= 200
 
 
 # -- the shadow

@@ -88,7 +88,7 @@ def lru(capacity: int = 1_000) -> Cache:
 
 
 def open_lives(cache: LearnedCache) -> list[Life]:
-    return [life for life in cache.lives if life.weight]
+    return [life for life in cache.lives if life.is_open]
 
 
 def conversation(cache: LearnedCache) -> None:
@@ -125,7 +125,7 @@ def test_a_conversation_counts_its_turns_and_gaps() -> None:
     assert [life.known for life in cache.lives] == [0, 5, 8]
     assert (first.gap_s, second.gap_s, third.gap_s) == (10.0, 30.0, None)
     assert (first.taken_s, second.taken_s, third.taken_s) == (10.0, 40.0, None)
-    assert [life.weight for life in cache.lives] == [0.0, 0.0, 1.0]
+    assert [life.is_open for life in cache.lives] == [False, False, True]
     assert len({life.lineage for life in cache.lives}) == 1
     cache.check()
 
@@ -135,7 +135,7 @@ def test_a_prompt_that_comes_again_as_it_was_is_a_turn_too() -> None:
     for time_s in (0.0, 7.0, 20.0):
         cache.ask(time_s, range(5))
     (life,) = cache.lives
-    assert (life.turn, life.end, life.known, life.born_s, life.weight) == (3, 5, 5, 20.0, 1.0)
+    assert (life.turn, life.end, life.known, life.born_s, life.is_open) == (3, 5, 5, 20.0, True)
 
 
 def test_two_conversations_are_two_paths() -> None:
@@ -150,11 +150,11 @@ def test_a_whole_conversation_that_was_evicted_goes_on_from_its_ghost() -> None:
     conversation(cache)
     cache.evict(cache.index.num_cached)
     (ghost,) = cache.lives
-    assert (ghost.turn, ghost.end, ghost.born_s, ghost.weight) == (3, 12, 40.0, 1.0)
+    assert (ghost.turn, ghost.end, ghost.born_s, ghost.is_open) == (3, 12, 40.0, True)
     assert cache.ask(100.0, range(15)) == 0
     (again,) = cache.lives
     assert (again.turn, again.end, again.known, again.lineage) == (4, 15, 12, ghost.lineage)
-    assert (ghost.gap_s, ghost.taken_s, ghost.weight) == (60.0, 100.0, 0.0)
+    assert (ghost.gap_s, ghost.taken_s, ghost.is_open) == (60.0, 100.0, False)
 
 
 def test_when_a_tail_is_given_up_the_life_goes_on_at_its_parent() -> None:
@@ -176,8 +176,8 @@ def test_a_prompts_end_that_its_continuation_does_not_repeat_is_superseded() -> 
     cache.ask(0.0, range(10))
     cache.ask(20.0, [*range(9), *range(50, 55)])
     first, rest, second = cache.lives
-    assert (first.end, first.weight, first.gap_s) == (9, 0.0, 20.0)
-    assert (rest.end, rest.weight, rest.features[-1]) == (10, 1.0, 1)
+    assert (first.end, first.is_open, first.gap_s) == (9, False, 20.0)
+    assert (rest.end, rest.is_open, rest.features[-1]) == (10, True, 1)
     assert (second.end, second.turn, second.features[-1]) == (14, 2, 0)
     assert {rest.lineage, second.lineage} == {first.lineage}
 
@@ -215,7 +215,9 @@ def test_lives_are_bounded_ghosts_included(max_lives: int) -> None:
     for time_s, blocks in mixed(0, 150):
         cache.ask(time_s, blocks)
         most = max(most, len(cache.learned._lives))
+        assert len(cache.learned._lives._open) == len(open_lives(cache))
     assert most == max_lives
+    assert len(cache.learned._lives._open._kind) <= max_lives + 1
     cache.check()
 
 

@@ -12,17 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sagellm.kvmgr.eviction._exposure import NUM_AGES, OLDEST_S, YOUNGEST_S, age_bin
 from sagellm.kvmgr.eviction._reuse_model import (
     LEVELS,
     MAX_HAZARD,
     MAX_KINDS,
-    NUM_AGES,
-    OLDEST_S,
-    YOUNGEST_S,
     ReuseModel,
     _values,
     _values_of_one,
-    age_bin,
 )
 
 BORDERS_S = [0.0, *(YOUNGEST_S * (OLDEST_S / YOUNGEST_S) ** (n / (NUM_AGES - 1)) for n in range(NUM_AGES))]
@@ -193,18 +190,16 @@ def test_a_kind_that_came_after_the_fit_has_the_values_of_the_next_fit() -> None
 
 def test_seconds_at_risk_add_up_from_pieces() -> None:
     draw = random.Random(5)
-    lives = [
-        (draw.randrange(3), draw.uniform(0, 50), draw.expovariate(0.01), draw.random()) for _ in range(50)
-    ]
+    lives = [(draw.randrange(3), draw.uniform(0, 50), draw.expovariate(0.01)) for _ in range(50)]
     whole, pieces = model_of(), model_of()
     for model in (whole, pieces):
         for level in range(3):
             model.used(model.kind((level,)), 10.0)
-    for kind, from_s, held_s, weight in lives:
-        whole.at_risk(kind, from_s, from_s + held_s, weight)
-    for kind, from_s, held_s, weight in reversed(lives):
-        pieces.at_risk(kind, from_s + held_s / 3, from_s + held_s, weight)
-        pieces.at_risk(kind, from_s, from_s + held_s / 3, weight)
+    for kind, from_s, held_s in lives:
+        whole.at_risk(kind, from_s, from_s + held_s)
+    for kind, from_s, held_s in reversed(lives):
+        pieces.at_risk(kind, from_s + held_s / 3, from_s + held_s)
+        pieces.at_risk(kind, from_s, from_s + held_s / 3)
     for model in (whole, pieces):
         model.fit(0)
     assert np.allclose(whole.values, pieces.values)

@@ -6,7 +6,20 @@ from typing import Annotated
 
 import typer
 
-from sagellm.cli import bench, chat, config, doctor, replay, run, serve, trace, version
+from sagellm.cli import (
+    bench,
+    calibrate,
+    chat,
+    config,
+    doctor,
+    explain,
+    replay,
+    run,
+    serve,
+    simulate,
+    trace,
+    version,
+)
 
 app = typer.Typer(
     name="sagellm",
@@ -22,6 +35,9 @@ app.command("serve")(serve.serve)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 app.command("replay")(replay.replay)
+app.command("simulate")(simulate.simulate)
+app.command("calibrate")(calibrate.calibrate)
+app.command("explain")(explain.explain)
 app.add_typer(trace.app, name="trace")
 app.add_typer(config.app, name="config")
 app.command("version")(version.version)

@@ -15,7 +15,6 @@ from sagellm.cli._bench_fairness import fairness
 from sagellm.cli._bench_lifetime import lifetime
 from sagellm.cli._options import OptionGroup, command, option
 from sagellm.core.errors import ConfigError
-from sagellm.core.registry import registry
 
 if TYPE_CHECKING:
     from sagellm.benchmarks.micro._case import MicroBenchmark
@@ -121,6 +120,24 @@ def kv_pool(
     _measure(BENCHMARK, pool, measuring)
 
 
+@micro.command("scheduler_ir")
+@command
+def scheduler_ir(
+    strategy: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Scheduling strategies, as a,b; default: all.")
+    ] = None,
+    *,
+    measuring: Measuring,
+) -> None:
+    """Plan and commit a decode step; let many new requests in.
+
+    Sections: e, a step with 64 to 1,024 requests in decode; n, up to 256 new requests at once.
+    """
+    from sagellm.benchmarks.micro.scheduler_ir import BENCHMARK
+
+    _measure(BENCHMARK, strategy, measuring)
+
+
 @app.command("conversation")
 @command
 def conversation(
@@ -154,7 +171,7 @@ def _measure(benchmark: MicroBenchmark, names: str | None, given: Measuring) -> 
     from sagellm.benchmarks.micro.peers import parse_peers
     from sagellm.benchmarks.micro.run import Report, run
 
-    variants = _split(names) if names is not None else tuple(registry(benchmark.kind).names())
+    variants = _split(names) if names is not None else tuple(benchmark.known.names())
     plan = Plan(variants, policy=given.policy, repeats=given.repeats, seed=given.seed)
     if given.out is not None:
         check_writable(given.out)

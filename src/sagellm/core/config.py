@@ -149,9 +149,12 @@ class SchedulerConfig(Section):
     max_batched_tokens: int = Field(
         default=2048, ge=1, description="tokens computed in one step, prefill and decode"
     )
-    passes: tuple[str, ...] = Field(
-        default=("prefix_cache_aware", "priority_based", "chunked_prefill", "memory_aware_preemption"),
-        description="scheduling passes in order",
+    strategy: str = Field(default="priority", min_length=1, description="scheduling passes, by a name")
+    passes: tuple[str, ...] | None = Field(
+        default=None, description="scheduling passes in order; none: those of the strategy"
+    )
+    pass_options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="options by name of pass"
     )
 
     @model_validator(mode="after")
@@ -266,6 +269,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "throughput": {
         "scheduler.max_num_seqs": 256,
         "scheduler.max_batched_tokens": 8192,
+        "scheduler.strategy": "throughput",
         "server.max_waiting": 8192,
     },
     "low_latency": {
@@ -273,9 +277,20 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "scheduler.max_batched_tokens": 512,
         "server.max_waiting": 64,
     },
+    "fifo": {"scheduler.strategy": "fifo"},
+    "priority": {"scheduler.strategy": "priority"},
+    "slo": {"scheduler.strategy": "slo"},
+    "fair": {"scheduler.strategy": "fair"},
+    "adaptive": {"scheduler.strategy": "adaptive"},
+    "vllm-like": {
+        "scheduler.strategy": "vllm-like",
+        "kv.eviction": "lru",
+        "kv.index_as_computed": True,
+    },
 }
 """Starting points by name: what to trade for what.
 
 `laptop`: little memory, few users. `throughput`: wide batches and large chunks, at the cost of each user's
-time per token. `low_latency`: narrow batches and small chunks, the reverse.
+time per token. `low_latency`: narrow batches and small chunks, the reverse. The others choose how the queue
+is scheduled and nothing else; `vllm-like` decides as vLLM does, cache included: the baseline.
 """

@@ -117,10 +117,13 @@ def parse_text(key: str, text: str) -> Any:
     if get_origin(kind) is dict:
         return _parse_mapping(key, text)
     is_none = text.strip().lower() in _NONE_TEXTS
-    if get_origin(kind) is tuple:
-        return () if is_none else tuple(part.strip() for part in text.split(",") if part.strip())
     union = get_origin(kind) in (Union, types.UnionType)
-    return None if is_none and union and type(None) in get_args(kind) else text
+    kinds = get_args(kind) if union else (kind,)
+    if is_none and type(None) in kinds:
+        return None
+    if any(get_origin(one) is tuple for one in kinds):
+        return () if is_none else tuple(part.strip() for part in text.split(",") if part.strip())
+    return text
 
 
 def _parse_mapping(key: str, text: str) -> Any:

@@ -181,6 +181,12 @@ class Draft:
     """Where in `decodes.states` those stand that take part, once that is settled; None: all do."""
     out: dict[str, RequestState] = field(default_factory=dict)
     """Requests in decode that compute nothing in this step: held, preempted or rejected."""
+    may_bind: bool = False
+    """Whether passes may have the blocks bound of what they have decided (`SchedulingView.bind_early`)."""
+    bound: dict[str, Chunk] = field(default_factory=dict)
+    """Chunks that have their blocks, in order: no pass can take them back."""
+    decodes_bound: bool = False
+    """Whether those in decode have their blocks: no pass can take them out any more."""
     stretched: list[tuple[RequestState, int]] = field(default_factory=list)
     """Requests in decode to which `kv.bind` gave a block, and that block."""
     grown: list[Growth] = field(default_factory=list)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from sagellm.core.errors import ContextLengthError, RequestError
 from sagellm.core.types import Request
 
@@ -16,9 +18,9 @@ def check_request(request: Request, vocab_size: int, max_model_len: int) -> None
             f"context of {max_model_len} with room for an answer",
             "prompt",
         )
-    view = request.tokens.view()
-    if min(view) < 0 or max(view) >= vocab_size:
-        bad = next(token for token in view if not 0 <= token < vocab_size)
+    ids = np.frombuffer(request.tokens.view(), dtype=np.uint32)  # negative ids are the greatest
+    if ids.max() >= vocab_size:
+        bad = next(token for token in request.tokens if not 0 <= token < vocab_size)
         raise RequestError(f"token id {bad} is not in the vocabulary of {vocab_size} tokens", "prompt")
     _check_parameters(request, vocab_size)
 

@@ -22,6 +22,11 @@ class Recovery:
         self._num_failures = 0
         self._suspects: list[RequestState] = []
 
+    @property
+    def isolates(self) -> bool:
+        """Whether requests run one at a time, so that most of what the passes decide is left out."""
+        return bool(self._suspects)
+
     def isolate(self, draft: Draft) -> None:
         """After a step that failed for no known reason, its requests run one at a time, so that the one that
         makes it fail fails alone."""

@@ -51,7 +51,10 @@ class Roster:
             self.decodes.leave(state)
         else:
             del self.prefilling[state.request_id]
-        self.running.remove(state)
+        place = self.running.index(state)
+        if place >= len(self.running) - self.num_new_running:
+            self.num_new_running -= 1
+        del self.running[place]
         self.left.append(state.row)
         self.free_rows.append(state.row)
         state.row = NO_ROW

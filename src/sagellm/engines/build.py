@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from sagellm.core.clock import Clock, MonotonicClock
-from sagellm.core.config import Config, KVConfig
+from sagellm.core.config import Config, KVConfig, SchedulerConfig
 from sagellm.core.config_layers import (
     COMMAND_LINE,
     Layer,
@@ -24,6 +24,7 @@ from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.events import EventBus
 from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.core.protocols.eviction import EvictionPolicy
+from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
@@ -32,7 +33,7 @@ from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
+from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, presets
 
 DEMO_MODEL = Path(__file__).parent / "native" / "demo_model"
 DEMO_NAME = "sagellm-demo"
@@ -209,15 +210,30 @@ def build_engine(
     kv = build_kv(
         config.kv, capability.num_blocks, window=capability.sliding_window, clock=clock, events=events
     )
-    passes = [registry("pass").create(name) for name in config.scheduler.passes]
     return Engine(
         backend,
         kv,
-        BaseSchedulerIR(passes),
+        BaseSchedulerIR(build_passes(config.scheduler)),
         max_batched_tokens=config.scheduler.max_batched_tokens,
         clock=clock,
         events=events,
     )
+
+
+def build_passes(config: SchedulerConfig) -> list[SchedulerPass]:
+    """The passes that are listed, or those of the strategy."""
+    if config.passes is None:
+        return presets.make(config.strategy, config.pass_options)
+    strangers = sorted(config.pass_options.keys() - set(config.passes))
+    if strangers:
+        raise ConfigError(f"scheduler.pass_options: {strangers[0]} is none of {', '.join(config.passes)}")
+    return [registry("pass").create(name, **config.pass_options.get(name, {})) for name in config.passes]
+
+
+def swap_strategy(engine: Engine, name: str, **options: Mapping[str, Any]) -> None:
+    """Another scheduling strategy on a live engine, by name, from the next step on; `options` by name of
+    pass."""
+    engine.scheduler.use(presets.make(name, options))
 
 
 def build_llm(

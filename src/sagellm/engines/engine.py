@@ -38,17 +38,17 @@ from sagellm.core.types import (
     TokenLogprob,
     Tokens,
 )
+from sagellm.engines._commit import Committer
 from sagellm.engines._compaction import compact
 from sagellm.engines._door import check_quota, check_request
-from sagellm.engines._outcome import StepOutputs, output_of, stop_reason
+from sagellm.engines._leap import Leap, LeapingBackend, can_leap, leap
+from sagellm.engines._outcome import StepOutputs, output_of
 from sagellm.engines._recovery import Recovery
 from sagellm.engines._roster import Roster
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, DecodeBatch, freeze, verify_bound
 
 log = logging.getLogger("sagellm.engine")
-
-NOT_FINITE = "no token could be drawn: the model's logits are not finite"
 
 
 class Engine:
@@ -86,6 +86,13 @@ class Engine:
         self._roster = Roster(self.max_num_seqs, self._decodes)
         self._recovery = Recovery(max_batched_tokens)
         self._outputs = StepOutputs()
+        self._committer = Committer(
+            self._roster,
+            kv,
+            self._end,
+            vocab_size=self._capability.vocab_size,
+            max_model_len=self.max_model_len,
+        )
         self._num_steps = 0
         self._num_preemptions = 0
 
@@ -179,22 +186,43 @@ class Engine:
         if not self._roster.states:
             return self._take_outputs()
         began_s = self.clock.now()
-        draft = self.draft()
+        draft = self._schedule()
         plan = self._plan(draft)
         if not plan.is_empty:
             result = self._execute(draft, plan)
             if result is not None:
-                self._commit(draft, plan, result)
+                self._committer.commit(draft, plan, result, self._outputs, self.clock.now())
         else:
             self._recovery.relax()
         self._num_steps += 1
         self._emit_step(plan, began_s)
         return self._take_outputs()
 
+    def leap(self, until_s: float) -> Leap | None:
+        """As many steps as would only decode and begin before `until_s`, at once, on a backend that can
+        foresee them (a simulated one); None where the next step is another. Their tokens are told to nobody.
+        """
+        backend, roster = self.backend, self._roster
+        calm = self._recovery.token_budget >= len(self._decodes) and not self._outputs
+        if not (calm and can_leap(backend, self.scheduler, self.kv, roster)):
+            return None
+        assert isinstance(backend, LeapingBackend)
+        done = leap(backend, self.kv, roster, self.clock, self._num_steps, until_s)
+        if done is not None:
+            self._num_steps += done.num_steps
+            self.last_step = StepFacts(done.durations_s[-1], done.num_decodes, 0)
+        return done
+
     def draft(self) -> Draft:
         """What the next step could do, with the passes' decisions in it; nothing is bound, nothing moves."""
+        return self.scheduler.run(self._build(), self)
+
+    def bind_early(self, draft: Draft) -> bool:
+        return self.kv.bind_early(draft)
+
+    def _build(self) -> Draft:
         roster = self._roster
-        draft = self.scheduler.builder.draft(
+        return self.scheduler.builder.draft(
             self._num_steps,
             self.clock.now(),
             self._recovery.token_budget,
@@ -204,7 +232,15 @@ class Engine:
             roster.prefilling.values(),
             roster.num_new_running,
         )
-        return self.scheduler.run(draft, self)
+
+    def _schedule(self) -> Draft:
+        draft = self._build()
+        draft.may_bind = not self._recovery.isolates
+        try:
+            return self.scheduler.run(draft, self)
+        except Exception:
+            self.kv.rollback(draft)
+            raise
 
     def _plan(self, draft: Draft) -> ExecutionPlan:
         roster = self._roster
@@ -235,7 +271,8 @@ class Engine:
     def _bind(self, draft: Draft) -> None:
         """Bind what can be bound: who counted on blocks that others got first waits for the next step."""
         for chunk in list(draft.admitted()):
-            if chunk.hit is not None and not self.kv.is_current(chunk.hit):
+            bound = chunk.state.request_id in draft.bound
+            if not bound and chunk.hit is not None and not self.kv.is_current(chunk.hit):
                 self._put_off(draft, chunk, "the request whose last block it would copy has left")
         short: list[tuple[RequestState, str]] = []
         while draft.num_scheduled:
@@ -312,77 +349,6 @@ class Engine:
         for chunk in reversed(list(draft.admitted())):
             self._roster.leave(chunk.state)
             self._roster.wait_again(chunk.state)
-
-    def _commit(self, draft: Draft, plan: ExecutionPlan, result: StepResult) -> None:
-        now_s = self.clock.now()
-        self.kv.executed(draft)
-        num_decodes = draft.num_decodes
-        drawn = dict(zip(plan.sample_rows[num_decodes:], result.token_ids[num_decodes:], strict=True))
-        if num_decodes:
-            self._commit_decodes(draft, result.token_ids[:num_decodes], result.logprobs)
-        for chunk in draft.chunks.values():
-            state = chunk.state
-            if state.status is RequestStatus.FINISHED:
-                continue
-            token_id = drawn.get(state.row)
-            if token_id is not None and not 0 <= token_id < self._capability.vocab_size:
-                self._end(state, FinishReason.ERROR, error=NOT_FINITE, keep=False)
-                continue
-            state.num_computed = chunk.end
-            self.kv.commit(state)
-            if token_id is not None:
-                self._append(state, token_id, result.logprobs.get(state.row), now_s)
-
-    def _commit_decodes(
-        self, draft: Draft, token_ids: tuple[int, ...], logprobs: dict[int, TokenLogprob]
-    ) -> None:
-        batch, places = self._decodes, draft.places
-        states = list(batch.states) if places is None else [batch.states[i] for i in places]
-        try:
-            ends = batch.advance(token_ids, places)
-        except ValueError:
-            self._drop_not_finite(draft, states, token_ids, logprobs)
-            return
-        ended = {
-            states[i]: (token_ids[i], reason)
-            for i in ends
-            if (reason := stop_reason(states[i], token_ids[i], self.max_model_len)) is not None
-        }
-        self._outputs.decoded(states, token_ids, batch.lengths(places), logprobs, ended)
-        for state in self._roster.in_order(ended):
-            token_id, reason = ended[state]
-            logprob = logprobs.get(state.row)
-            self._end(state, reason, (token_id,), () if logprob is None else (logprob,))
-
-    def _drop_not_finite(
-        self,
-        draft: Draft,
-        states: list[RequestState],
-        token_ids: tuple[int, ...],
-        logprobs: dict[int, TokenLogprob],
-    ) -> None:
-        """Those for which nothing could be drawn end; the others go on."""
-        drawn = dict(zip(states, token_ids, strict=True))
-        for state, token_id in list(drawn.items()):
-            if not 0 <= token_id < self._capability.vocab_size:
-                del drawn[state]
-                self._end(state, FinishReason.ERROR, error=NOT_FINITE, keep=False)
-        draft.places = [self._decodes.states.index(state) for state in drawn]
-        if drawn:
-            self._commit_decodes(draft, tuple(drawn.values()), logprobs)
-
-    def _append(self, state: RequestState, token_id: int, logprob: TokenLogprob | None, now_s: float) -> None:
-        state.tokens.append(token_id)
-        if state.first_token_s is None:
-            state.first_token_s = now_s
-        reason = stop_reason(state, token_id, self.max_model_len)
-        logprobs = () if logprob is None else (logprob,)
-        if reason is not None:
-            self._end(state, reason, (token_id,), logprobs)
-            return
-        self._outputs.append(output_of(state, (token_id,), logprobs))
-        if not state.decoding:
-            self._roster.decode(state, self.kv.num_slots(state.request_id), self.max_model_len)
 
     # -- leaving the batch
 

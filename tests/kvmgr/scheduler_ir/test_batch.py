@@ -79,7 +79,7 @@ class Batches(RuleBasedStateMachine):
         for one in needy & set(part):
             self.slots[one] += BLOCK
         tokens = tuple(data.draw(st.integers(0, VOCAB - 1)) for _ in part)
-        positions = {one: at for one, at in zip(batch.states, batch.positions(), strict=True)}
+        positions = dict(zip(batch.states, batch.positions(), strict=True))
         ends = batch.advance(tokens, places)
         for i, (one, token) in enumerate(zip(part, tokens, strict=True)):
             assert one.tokens.tolist() == [*before[one], token]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from sagellm.benchmarks.micro._timing import Operation, Stopwatch, Timing
 from sagellm.core.errors import ConfigError
@@ -21,7 +21,7 @@ class Plan:
     """What to run: the implementations under test, sizes, and samples per row.
 
     `sizes` are prompts in tokens, `allocations` requests in blocks, and `evictions` those made of a pool of
-    `large_pool` blocks. `memory_blocks` are cached to weigh the metadata.
+    `large_pool` blocks. `memory_blocks` are cached to weigh the metadata. `running` and `new` are requests.
     """
 
     variants: tuple[str, ...]
@@ -31,6 +31,8 @@ class Plan:
     evictions: tuple[int, ...] = (1, 32, 512)
     large_pool: int = 102_400
     memory_blocks: int = 100_000
+    running: tuple[int, ...] = (64, 256, 1024)
+    new: tuple[int, ...] = (16, 64, 256)
     repeats: int = 100
     seed: int = 0
 
@@ -52,6 +54,8 @@ class Plan:
             sizes=(512, 1024, 4096),
             allocations=(32, 64, 256),
             large_pool=6400,
+            running=(64,),
+            new=(16,),
             repeats=min(self.repeats, 20),
         )
 
@@ -107,15 +111,23 @@ Section: TypeAlias = Callable[[Plan, Stopwatch], Iterator[Row]]
 """Measures one section of a benchmark, row by row."""
 
 
+class Known(Protocol):
+    """Implementations by name; `get` raises the error of one that there is not."""
+
+    def names(self) -> Sequence[str]: ...
+
+    def get(self, name: str) -> object: ...
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBenchmark:
     """A benchmark and its sections by letter; the letters are those of the peers' harness.
 
-    `kind` is the registry whose names are the variants.
+    `known`: where the names of the variants come from.
     """
 
     name: str
-    kind: str
+    known: Known
     sections: dict[str, Section]
 
     def check_sections(self, letters: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from sagellm.benchmarks.micro import kv_pool, memory, prefix_cache
+from sagellm.benchmarks.micro import kv_pool, memory, prefix_cache, scheduler_ir
 
 PEERS = ("vllm", "sglang", "lmdeploy")
 
@@ -42,6 +42,9 @@ COMPARABLE = (
     Comparable("vllm", "d", "free N blocks", _FREE),
     Comparable("vllm", "d", "alloc N blocks, all evict", (kv_pool.EVICT,)),
     Comparable("vllm", "d", "big pool", (kv_pool.EVICT_LARGE,)),
+    Comparable("vllm", "e", "Scheduler schedule+update", (scheduler_ir.STEP,)),
+    Comparable("vllm", "e", "AsyncScheduler schedule+update", (scheduler_ir.STEP,)),
+    Comparable("lmdeploy", "e", "schedule+update", (scheduler_ir.STEP,)),
     Comparable("vllm", "f", "bytes/block rss: pool object", (memory.EMPTY,)),
     Comparable("vllm", "f", "bytes/block rss: cached metadata", (memory.CACHED,)),
     Comparable("vllm", "f", "bytes/block rss: total", (memory.TOTAL,)),

@@ -113,7 +113,7 @@ def _evictions(plan: Plan) -> tuple[int, ...]:
 
 BENCHMARK = MicroBenchmark(
     "kv_pool",
-    "pool",
+    registry("pool"),
     {
         "d": timed(
             "d",

@@ -15,6 +15,7 @@ from sagellm.benchmarks.micro.memory import metadata
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.kv_pool import Allocation
 from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
+from sagellm.core.registry import registry
 from sagellm.core.types import Tokens
 
 ONE_EDGE = "full hit, one edge"
@@ -129,7 +130,7 @@ def _half_seen(setting: Setting, tokens: Tokens) -> Tokens:
 
 BENCHMARK = MicroBenchmark(
     "prefix_cache",
-    "index",
+    registry("index"),
     {
         "a": timed(
             "a",

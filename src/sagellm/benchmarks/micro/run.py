@@ -52,7 +52,7 @@ def check_names(benchmark: MicroBenchmark, plan: Plan, sections: str) -> None:
     benchmark.check_sections(sections)
     registry("policy").get(plan.policy)
     for variant in plan.variants:
-        registry(benchmark.kind).get(variant)
+        benchmark.known.get(variant)
 
 
 def run(

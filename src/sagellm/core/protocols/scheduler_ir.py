@@ -138,6 +138,12 @@ class SchedulingView(Protocol):
     @property
     def num_free_rows(self) -> int: ...
 
+    def bind_early(self, draft: Draft) -> bool:
+        """Bind the blocks of what is decided so far, so that prices and matches to come know of them; no pass
+        can take that back. False, and nothing has changed, where it cannot be: the draft is but looked at, or
+        whom it preempts still has its blocks."""
+        ...
+
     @property
     def last_step(self) -> StepFacts: ...
 
@@ -146,7 +152,8 @@ class SchedulerPass(Protocol):
     """One scheduling concern, applied in place. `name` is the file's name.
 
     A pass that itself keeps the token budget and the memory, for running and waiting requests alike, may have
-    an attribute `closes = True`: then nothing runs behind it to see to them.
+    an attribute `closes = True`: then nothing runs behind it to see to them. `quiet = True` says that while
+    nobody waits and all are in decode it neither does nor learns anything: simulations then pass over it.
     """
 
     @property

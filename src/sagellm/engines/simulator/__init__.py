@@ -1,5 +1,4 @@
-"""Hosts without tensors: an exact fake now; the cost model that simulates devices stands on the same
-contract."""
+"""Hosts without tensors: an exact fake for tests, and devices that exist as a cost model and a clock."""
 
 from sagellm.engines.simulator.token_memory import TokenMemoryBackend
 

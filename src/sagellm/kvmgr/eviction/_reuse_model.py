@@ -10,40 +10,38 @@ which is hit density (Beckmann, Chen and Cidon, "LHD", 2018) without its assumpt
 from __future__ import annotations
 
 import math
+from array import array
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from sagellm.kvmgr.eviction._exposure import (
+    BORDERS_S,
+    FROM_S,
+    NUM_AGES,
+    WIDTH_S,
+    YOUNGEST_S,
+    Floats,
+    Ints,
+    age_bin,
+    seconds_at_risk,
+)
+
 Features = tuple[int, ...]
 """Small non-negative integers, below `LEVELS` each."""
 
 LEVELS = 8
-YOUNGEST_S, OLDEST_S, NUM_AGES = 1.0, 7200.0, 24
 MAX_KINDS = 2048
 MAX_HAZARD = 2.0
 MANY_SPANS = 8192
 MAX_USES = 600.0
 """Expected uses beyond which what is left of a life is too little for a floating point number."""
-_RATIO = math.log(OLDEST_S / YOUNGEST_S) / (NUM_AGES - 1)
-_BORDERS_S = np.concatenate(([0.0], np.geomspace(YOUNGEST_S, OLDEST_S, NUM_AGES)))
-_FROM_S, _WIDTH_S = _BORDERS_S[:-1], np.diff(_BORDERS_S)
-_WIDTHS: list[float] = _WIDTH_S.tolist()
-AGE_ENDS_S: list[float] = [*_BORDERS_S[1:-1].tolist(), math.inf]
-"""Where the bins of ages end; the last one never does."""
-_MIDDLE_S = np.sqrt(np.maximum(_FROM_S, YOUNGEST_S / 2) * _BORDERS_S[1:])
+FIRST_FITS, FIRST_ROUNDS = 4, 3
+"""The first fits go round so many times; later ones start from factors that are nearly right, and go once."""
+_WIDTHS: list[float] = WIDTH_S.tolist()
+_MIDDLE_S = np.sqrt(np.maximum(FROM_S, YOUNGEST_S / 2) * BORDERS_S[1:])
 _NEAR = np.maximum(0.0, 1.5 - 0.5 * np.abs(np.subtract.outer(np.arange(NUM_AGES), np.arange(NUM_AGES))))
 _NEAR[_NEAR > 1.0] = 1.0
 """How much the neighbours of an age say about it: 1 for itself and the next, 1/2 for the one after."""
-
-
-def age_bin(age_s: float) -> int:
-    """The bin of an age; ages beyond the oldest count as that."""
-    if age_s < YOUNGEST_S:
-        return 0
-    if age_s >= OLDEST_S:
-        return NUM_AGES - 1
-    return min(NUM_AGES - 1, 1 + int(math.log(age_s / YOUNGEST_S) / _RATIO))
 
 
 class ReuseModel:
@@ -51,6 +49,7 @@ class ReuseModel:
 
     `shrinkage`: a factor moves from 1 as far as data outweigh so many uses. `half_life`: lives after
     which what was learned counts half. `early_s`: until about that age the prior hardly falls.
+    `values`: for each kind one per age, expected uses per second of memory at the best time to stop.
     """
 
     def __init__(
@@ -61,20 +60,24 @@ class ReuseModel:
         half_life: float = 20_000.0,
         early_s: float = 20.0,
     ) -> None:
-        self.fitted = False
+        self.num_fits = 0
         self.values: list[list[float]] = []
         self._shrinkage, self._half_life = shrinkage, half_life
         self._kinds: dict[Features, int] = {}
         self._features = np.zeros((0, num_features), dtype=np.int64)
         self._uses: Floats = np.zeros((0, NUM_AGES))
         self._at_risk_s: Floats = np.zeros((0, NUM_AGES))
-        self._spans: list[tuple[int, float, float, float]] = []
+        self._spans = (array("q"), array("d"), array("d"))
         self._factors: Floats = np.ones((num_features, LEVELS, NUM_AGES))
         self._base: Floats = np.zeros(NUM_AGES)
         self._prior: Floats = 1.0 / (_MIDDLE_S + early_s)
 
     def __len__(self) -> int:
         return len(self._kinds)
+
+    @property
+    def fitted(self) -> bool:
+        return self.num_fits > 0
 
     def kind(self, features: Features) -> int:
         """The row of a tuple of features; beyond `MAX_KINDS` all new ones share one row."""
@@ -89,35 +92,46 @@ class ReuseModel:
         if row >= len(self._uses):
             self._grow()
         self._features[row] = features
-        if self.fitted:
-            self.values.append(_values_of_one(self._hazards(slice(row, row + 1))[0].tolist()))
+        if self.num_fits:
+            hazards = self._hazards(self._products(slice(row, row + 1)))
+            self.values.append(_values_of_one(hazards[0].tolist()))
         return row
 
     def used(self, kind: int, age_s: float, weight: float = 1.0) -> None:
         """An extent of that kind was used at that age."""
         self._uses[kind, age_bin(age_s)] += weight
 
-    def at_risk(self, kind: int, from_s: float, to_s: float, weight: float = 1.0) -> None:
+    def at_risk(self, kind: int, from_s: float, to_s: float) -> None:
         """An extent of that kind lived unused from one age to another."""
-        self._spans.append((kind, from_s, to_s, weight))
-        if len(self._spans) >= MANY_SPANS:
+        kinds, froms_s, tos_s = self._spans
+        kinds.append(kind)
+        froms_s.append(from_s)
+        tos_s.append(to_s)
+        if len(kinds) >= MANY_SPANS:
             self._count_spans()
 
+    def all_at_risk(self, kinds: Ints, from_s: Floats, to_s: Floats) -> None:
+        """The same of many extents."""
+        rows = len(self._kinds)
+        self._at_risk_s[:rows] += seconds_at_risk(kinds, from_s, to_s, rows)
+
     def fit(self, num_lives: int) -> None:
-        """Learn from the counts so far; `num_lives` came since the last fit. Takes milliseconds."""
+        """Learn from the counts so far; `num_lives` came since the last fit. Takes a few milliseconds."""
         self._count_spans()
         rows = len(self._kinds)
-        uses, at_risk_s = self._uses[:rows], self._at_risk_s[:rows]
-        members = [
-            np.equal.outer(np.arange(LEVELS), levels).astype(float) for levels in self._features[:rows].T
-        ]
-        for _ in range(3):
-            self._fit_base(uses, at_risk_s)
-            expected = at_risk_s * self._hazards(slice(0, rows))
+        uses, at_risk_s, products = self._uses[:rows], self._at_risk_s[:rows], self._products(slice(0, rows))
+        levels = self._features[:rows].T
+        members = [np.equal.outer(np.arange(LEVELS), of_kinds).astype(float) for of_kinds in levels]
+        seen = [of_level @ uses for of_level in members]
+        for _ in range(FIRST_ROUNDS if self.num_fits < FIRST_FITS else 1):
+            self._fit_base(uses, at_risk_s * products)
+            expected = at_risk_s * self._hazards(products)
             for number, of_level in enumerate(members):
-                expected = self._fit_factor(number, of_level, uses, expected)
-        self.values = _values(self._hazards(slice(0, rows))).tolist()
-        self.fitted = True
+                change = self._fit_factor(number, seen[number], of_level @ expected)[levels[number]]
+                expected *= change
+                products *= change
+        self.values = _values(self._hazards(products)).tolist()
+        self.num_fits += 1
         fade = 0.5 ** (num_lives / self._half_life)
         uses *= fade
         at_risk_s *= fade
@@ -128,17 +142,10 @@ class ReuseModel:
 
     def _count_spans(self) -> None:
         """Add up what `at_risk` noted, all at once."""
-        if not self._spans:
-            return
-        kinds, from_s, to_s, weights = (np.array(column) for column in zip(*self._spans, strict=True))
-        self._spans.clear()
-        seconds = np.clip(to_s[:, None] - _FROM_S, 0, _WIDTH_S) - np.clip(
-            from_s[:, None] - _FROM_S, 0, _WIDTH_S
-        )
-        seconds *= weights[:, None]
-        order = np.argsort(kinds, kind="stable")
-        different, starts = np.unique(kinds[order], return_index=True)
-        self._at_risk_s[different] += np.add.reduceat(seconds[order], starts, axis=0)
+        kinds, from_s, to_s = self._spans
+        self._spans = (array("q"), array("d"), array("d"))
+        if kinds:
+            self.all_at_risk(np.frombuffer(kinds, dtype=np.int64), np.frombuffer(from_s), np.frombuffer(to_s))
 
     def _grow(self) -> None:
         more = max(64, len(self._uses))
@@ -148,70 +155,84 @@ class ReuseModel:
         self._uses = np.concatenate((self._uses, np.zeros((more, NUM_AGES))))
         self._at_risk_s = np.concatenate((self._at_risk_s, np.zeros((more, NUM_AGES))))
 
-    def _hazards(self, rows: slice) -> Floats:
+    def _hazards(self, products: Floats) -> Floats:
         """[kinds, ages], 1/s."""
-        return np.minimum(self._base * self._products(rows), MAX_HAZARD)
+        return np.minimum(self._base * products, MAX_HAZARD)
 
     def _products(self, rows: slice) -> Floats:
         """[kinds, ages]: all factors but the base rate."""
         features = self._features[rows]
-        products = np.ones((len(features), NUM_AGES))
-        for number, factors in enumerate(self._factors):
-            products *= factors[features[:, number]]
+        products: Floats = self._factors[0][features[:, 0]]
+        for number in range(1, len(self._factors)):
+            products *= self._factors[number][features[:, number]]
         return products
 
-    def _fit_base(self, uses: Floats, at_risk_s: Floats) -> None:
+    def _fit_base(self, uses: Floats, weighted_s: Floats) -> None:
         """The base rate by age; where there are no data, it falls with age as 1 / (age + early)."""
-        seconds = (at_risk_s * self._products(slice(0, len(uses)))).sum(axis=0)
+        seconds = weighted_s.sum(axis=0)
         seen = uses.sum(axis=0)
         scale = (seen.sum() + 0.1) / ((seconds * self._prior).sum() + 0.1)
         prior_uses = 3.0
         self._base = (seen + prior_uses) / (seconds + prior_uses / (scale * self._prior))
 
-    def _fit_factor(self, number: int, of_level: Floats, uses: Floats, expected: Floats) -> Floats:
-        """One feature's factors, given all others; returns the expected uses with them. `of_level`: [levels,
-        kinds], 1 where a kind has that level."""
-        levels = self._features[: len(uses), number]
-        without = expected / self._factors[number][levels]
-        due, seen = of_level @ without, of_level @ uses
+    def _fit_factor(self, number: int, seen: Floats, expected: Floats) -> Floats:
+        """One feature's factors, given all others, from the uses at its levels, seen and expected so far;
+        returns by how much they changed. All [levels, ages]."""
+        before = self._factors[number]
+        due = expected / before
         weight = self._shrinkage
         level = (seen.sum(axis=1) + weight) / (due.sum(axis=1) + weight)
         weight *= 2
         shape = (seen @ _NEAR + weight) / ((due @ _NEAR) * level[:, None] + weight)
-        self._factors[number] = level[:, None] * shape
-        updated: Floats = without * self._factors[number][levels]
-        return updated
+        after = level[:, None] * shape
+        change: Floats = after / before
+        before[:] = after
+        return change
 
 
 def _values(hazards: Floats) -> Floats:
-    """[kinds, ages] hazards to [kinds, ages] of the best ratio of uses to seconds from that age on."""
-    uses = hazards * _WIDTH_S
-    stay_s = np.where(uses > 1e-9, -np.expm1(-uses) / np.maximum(hazards, 1e-12), _WIDTH_S)
-    none = np.zeros((len(hazards), 1))
-    alive = np.exp(-np.minimum(MAX_USES, np.concatenate((none, np.cumsum(uses, axis=1)), axis=1)))
-    to_come_s = np.cumsum((alive[:, :-1] * stay_s)[:, ::-1], axis=1)[:, ::-1]
-    to_come_s = np.concatenate((to_come_s, none), axis=1)  # sums from the end, so that small ones stay exact
-    values = hazards.copy()  # giving it up at the end of this age
-    for age in range(NUM_AGES):
-        gone = alive[:, age : age + 1] - alive[:, age + 1 :]
-        ratios = gone / (to_come_s[:, age : age + 1] - to_come_s[:, age + 1 :])
-        np.maximum(values[:, age], ratios.max(axis=1), out=values[:, age])
-    return values
+    """[kinds, ages] hazards to [kinds, ages] of the best ratio of uses to seconds from that age on.
+
+    Where the hazard is at least the value of the next age, it is the value: nothing later is better. Only
+    for the others all times to stop are looked at.
+    """
+    hazards = np.ascontiguousarray(hazards.T)
+    width_s = WIDTH_S[:, None]
+    uses = hazards * width_s
+    stay_s = np.where(uses > 1e-9, -np.expm1(-uses) / np.maximum(hazards, 1e-12), width_s)
+    none = np.zeros((1, hazards.shape[1]))
+    alive = np.exp(-np.minimum(MAX_USES, np.concatenate((none, np.cumsum(uses, axis=0)))))
+    to_come_s = np.cumsum((alive[:-1] * stay_s)[::-1], axis=0)[::-1]
+    to_come_s = np.concatenate((to_come_s, none))  # sums from the end, so that small ones stay exact
+    values = hazards.copy()
+    for age in range(NUM_AGES - 2, -1, -1):
+        rising = np.flatnonzero(values[age] < values[age + 1])
+        if len(rising):
+            gone = alive[age, rising] - alive[age + 1 :, rising]
+            ratios = gone / (to_come_s[age, rising] - to_come_s[age + 1 :, rising])
+            values[age, rising] = np.maximum(values[age, rising], ratios.max(axis=0))
+    return values.T
 
 
 def _values_of_one(hazards: list[float]) -> list[float]:
-    """`_values` of a single kind, without the overhead of arrays."""
-    leaves = [math.exp(-hazard * width_s) for hazard, width_s in zip(hazards, _WIDTHS, strict=True)]
-    stays_s = [
-        (1.0 - leave) / hazard if hazard * width_s > 1e-9 else width_s
-        for hazard, width_s, leave in zip(hazards, _WIDTHS, leaves, strict=True)
-    ]
-    values = []
-    for age in range(NUM_AGES):
-        alive, held_s, best = 1.0, 0.0, 0.0
-        for leave, stay_s in zip(leaves[age:], stays_s[age:], strict=True):
-            held_s += alive * stay_s
-            alive *= leave
-            best = max(best, (1.0 - alive) / held_s)
-        values.append(best)
+    """`_values` of a single kind, without the overhead of arrays.
+
+    From the oldest age back: a stretch from here to a time to stop, as its ratio, its mean seconds and the
+    chance to outlive it; while the next stretch has the better ratio, it is worth to go on through that too.
+    """
+    ahead: list[tuple[float, float, float]] = []
+    values = [0.0] * NUM_AGES
+    for age in range(NUM_AGES - 1, -1, -1):
+        hazard, width_s = hazards[age], _WIDTHS[age]
+        uses = hazard * width_s
+        survives = math.exp(-uses)
+        held_s = (1.0 - survives) / hazard if uses > 1e-9 else width_s
+        value = hazard
+        while ahead and ahead[-1][0] > value:
+            _, next_s, next_survives = ahead.pop()
+            held_s += survives * next_s
+            survives *= next_survives
+            value = (1.0 - survives) / held_s
+        ahead.append((value, held_s, survives))
+        values[age] = value
     return values

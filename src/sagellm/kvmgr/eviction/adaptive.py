@@ -77,7 +77,7 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy):
             self._rest -= 1
             if not self._rest:
                 self._lead, self._num_asked, self._num_requests = 0.0, 0, 0
-                self._rank_all()
+                self._take_sides()
             return
         self._lead += found - found_by_lru
         self._num_asked += num_blocks
@@ -86,10 +86,10 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy):
         if self._lead < -(self._margin * self._num_asked + self._slack * typical):
             self._rest = self._penalty
             self._penalty *= 2
-            self._rank_all()
+            self._take_sides()
 
-    def _rank(self, extent: Extent, life: Life) -> tuple[float, int]:
-        return self._recency(extent, life) if self._rest else super()._rank(extent, life)
+    def _follows_recency(self) -> bool:
+        return self._rest > 0 or super()._follows_recency()
 
 
 def _is_number(value: object) -> bool:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Extent, GiveUp
-from sagellm.kvmgr.eviction._lives import NUM_FEATURES, Life, Lives
+from sagellm.kvmgr.eviction._lives import HOT, NUM_FEATURES, Life, Lives
 from sagellm.kvmgr.eviction._queue import Entry, ExtentQueue
 from sagellm.kvmgr.eviction._queued import Note, QueuedPolicy
 from sagellm.kvmgr.eviction._reuse_model import ReuseModel
+from sagellm.kvmgr.eviction._value_queue import ValueQueue
 
-LONG_AGO_S = 1e12
-"""Makes ranks by time of use smaller than any value."""
 CHANGED = 1.05
-"""An extent whose value has changed by this factor since it was ranked takes another place."""
+"""An extent with a value of its own that has changed by this factor takes another place."""
 SWEEP = 4
-"""Extents looked at again for each that is evicted, in turn: values fall and rise while time passes."""
+"""So many extents too old for their row may move on for each block that is asked for: time changes values."""
+BLOCKS_PER_LOOK = 8
+"""One extent with a value of its own is looked at again for so many blocks that are asked for."""
+FORGOTTEN = 0.0
+"""The value of what nothing is remembered of: too many others came since."""
 
 
 class LearnedEvictionPolicy(QueuedPolicy):
@@ -28,6 +30,10 @@ class LearnedEvictionPolicy(QueuedPolicy):
     It learns from every use and from every second without one, of extents that were evicted too: what it
     would have cost or gained to keep them is known without having kept them. `max_lives` bounds that memory.
     Time is the clock's, or without one the latest use heard of.
+
+    Most extents are worth what their kind is at their age, and stand in one queue. In the other one stand
+    those with a rank of their own: prefixes that many share, what has a retention, and all of them while
+    the order is that of LRU.
     """
 
     def __init__(
@@ -39,11 +45,11 @@ class LearnedEvictionPolicy(QueuedPolicy):
         self._clock = clock
         self._now_s = 0.0
         self._max_lives = max_lives
-        self._queue = ExtentQueue()
+        self._own, self._by_value = ExtentQueue(), ValueQueue()
+        self._by_recency = True
         self._model = ReuseModel(NUM_FEATURES)
         self._lives = Lives(self._model, max_lives)
         self._hand: list[int] = []
-        self._num_gone = self._num_fits = 0
 
     # -- events
 
@@ -58,12 +64,13 @@ class LearnedEvictionPolicy(QueuedPolicy):
         super().split(old, head, tail)
 
     def evict(self, num_blocks: int, give_up: GiveUp) -> int:
-        if self._lives.learn(self._now()):
-            self._num_fits += 1
-            if self._num_fits == 1:
-                self._rank_all()
-        self._sweep(SWEEP * (1 + self._num_gone))
-        self._num_gone = 0
+        now_s = self._by_value.now_s = self._now()
+        if self._lives.learn(now_s):
+            self._by_value.renew(self._model.values)
+            self._take_sides()
+        if not self._by_recency:
+            self._by_value.sweep(SWEEP * num_blocks)
+            self._sweep(1 + num_blocks // BLOCKS_PER_LOOK)
         return super().evict(num_blocks, give_up)
 
     # -- what QueuedPolicy asks
@@ -71,23 +78,28 @@ class LearnedEvictionPolicy(QueuedPolicy):
     def _admit(self, extent: Extent, note: Note | None) -> None:
         if extent.used_s > self._now_s:
             self._now_s = extent.used_s
-        life, is_new = self._lives.of(extent, self._now())
+        lives = self._lives
+        life, is_new = lives.of(extent, self._now())
+        if lives.changed:
+            self._look_again()
         if is_new:
             self._begun(extent, life)
-        self._put(extent, self._queue, self._rank(extent, life))
+        queue, rank = self._place(extent, life)
+        self._put(extent, queue, rank)
 
     def _begun(self, extent: Extent, life: Life) -> None:
         """A hook: a request used the extent, and went."""
 
     def _choose(self) -> ExtentQueue | None:
-        queue = self._queue
-        while queue.live:
-            if not self._rerank(queue.first()):
-                return queue
-        return None
-
-    def _evicted(self, entry: Entry, queue: ExtentQueue) -> None:
-        self._num_gone += 1
+        own, by_value = self._own, self._by_value
+        if own.live and not self._by_recency:
+            while own.live and self._rerank(own.first()):
+                pass
+            if own.live and by_value.live and by_value.least < own.first()[0][0]:
+                return by_value
+        if own.live:
+            return own
+        return by_value if by_value.live else None
 
     def _follow(self, parent: Extent, entry: Entry, queue: ExtentQueue) -> None:
         self._admit(parent, None)
@@ -96,8 +108,12 @@ class LearnedEvictionPolicy(QueuedPolicy):
         self._lives.succeed(parent, entry[2].key)
         super()._succeed(parent, entry, queue)
 
+    def _move_home(self, key: int) -> None:
+        super()._move_home(key)
+        self._settle(self._held[key].live[key])  # ranks have changed since it left
+
     def _queues(self) -> Sequence[ExtentQueue]:
-        return (self._queue,)
+        return (self._own, self._by_value)
 
     def _fresh(self) -> Self:
         return type(self)(capacity=self._given_capacity, clock=self._clock, max_lives=self._max_lives)
@@ -107,33 +123,52 @@ class LearnedEvictionPolicy(QueuedPolicy):
     def _now(self) -> float:
         return self._clock.now() if self._clock is not None else self._now_s
 
-    def _rank(self, extent: Extent, life: Life) -> tuple[float, int]:
-        """Positive values from the model; before there is one, negative numbers in order of use."""
-        if not self._num_fits:
-            return self._recency(extent, life)
+    def _follows_recency(self) -> bool:
+        """Whether the order is that of LRU now."""
+        return not self._model.num_fits
+
+    def _take_sides(self) -> None:
+        """Put all in the other order, if it is time to."""
+        if self._by_recency == self._follows_recency():
+            return
+        self._by_recency = not self._by_recency
+        entries = [*self._own.live.values(), *self._by_value.live.values()]
+        for entry in sorted(entries, key=lambda entry: entry[2].last_use):
+            self._settle(entry)
+
+    def _place(self, extent: Extent, life: Life | None) -> tuple[ExtentQueue, Any]:
+        """Queue and rank of an extent: uses per second of memory, or its life, which stands for that."""
+        if self._by_recency:
+            return self._own, (extent.used_s + extent.bonus_s, extent.last_use)
+        if life is None:
+            return self._own, (FORGOTTEN, extent.last_use)
         now_s = self._now()
-        value = self._lives.value(life, now_s)
-        life.ranked_by = self._num_fits
-        if extent.bonus_s:
-            age_s = now_s - life.born_s
-            life.ranked_until_s = now_s
-            value *= 1.0 + max(0.0, extent.bonus_s - age_s) / (1.0 + age_s)
-        return (value, extent.last_use)
+        age_s = now_s - life.born_s
+        if life.kind == HOT:
+            value = 1.0 / (max(age_s, life.gap_s or 0.0) + 1e-3)
+        elif extent.bonus_s > age_s:
+            value = self._model.value(life.kind, age_s)
+        else:
+            self._by_value.now_s = now_s
+            return self._by_value, life
+        return self._own, (value * (1.0 + max(0.0, extent.bonus_s - age_s) / (1.0 + age_s)), extent.last_use)
 
-    def _recency(self, extent: Extent, life: Life) -> tuple[float, int]:
-        life.ranked_by, life.ranked_until_s = self._num_fits, math.inf
-        return (extent.used_s + extent.bonus_s - LONG_AGO_S, extent.last_use)
+    def _settle(self, entry: Entry) -> None:
+        """Put an extent where it belongs by now."""
+        extent = entry[2]
+        queue, rank = self._place(extent, self._lives.get(extent.key))
+        self._requeue(extent, self._held[extent.key], queue, rank)
 
-    def _rank_all(self) -> None:
-        for entry in list(self._queue.live.values()):
-            life = self._lives.get(entry[2].key)
-            if life is not None:
-                life.ranked_until_s = 0.0
-                self._rerank(entry)
+    def _look_again(self) -> None:
+        for key in self._lives.changed:
+            entry = self._by_value.live.get(key) or self._own.live.get(key)
+            if entry is not None:
+                self._settle(entry)
+        self._lives.changed.clear()
 
     def _sweep(self, count: int) -> None:
-        """Look at the next few again, so that all are within one round of evictions."""
-        live, hand = self._queue.live, self._hand
+        """Look at the next few again, in turn."""
+        live, hand = self._own.live, self._hand
         for _ in range(min(count, len(live))):
             if not hand:
                 hand.extend(live)
@@ -142,19 +177,12 @@ class LearnedEvictionPolicy(QueuedPolicy):
                 self._rerank(entry)
 
     def _rerank(self, entry: Entry) -> bool:
-        """Give an extent another place if its value is another by now; answers whether it has one."""
-        extent = entry[2]
-        life = self._lives.get(extent.key)
-        old = entry[0][0]
-        if life is None:  # forgotten: too many others came since
-            rank: tuple[float, int] = (extent.used_s - LONG_AGO_S, extent.last_use)
-        elif life.ranked_until_s > self._now() and life.ranked_by == self._num_fits:
+        """Give an extent another rank of its own if its value is another by now; answers whether."""
+        extent, old = entry[2], entry[0][0]
+        queue, rank = self._place(extent, self._lives.get(extent.key))
+        if queue is self._own and (old / CHANGED <= rank[0] <= old * CHANGED):
             return False
-        else:
-            rank = self._rank(extent, life)
-        if old / CHANGED <= rank[0] <= old * CHANGED or rank[0] == old:
-            return False
-        self._requeue(extent, self._queue, self._queue, rank)
+        self._requeue(extent, self._own, queue, rank)
         return True
 
 

@@ -82,6 +82,11 @@ class KVHints:
             self._index.hint(hit, Hint(wanted_by=count))  # again, since a use by others forgets it
         self._wanted = wanted
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing that was wanted or expected has to end."""
+        return not self._wanted and not self._expected
+
     # -- inside
 
     def _act(self, action: KvHintAction, namespace: Namespace, own: Tokens | None) -> HintOutcome:

@@ -11,10 +11,10 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 from sagellm.core.clock import Clock, MonotonicClock
-from sagellm.core.errors import BookkeepingError
+from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.plan import Chunk, Draft, RequestState
 from sagellm.core.protocols.eviction import Use
-from sagellm.core.protocols.kv_pool import Allocation, BlockQuota, KVPool
+from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
 from sagellm.core.protocols.prefix_cache import (
     MissObserver,
     PrefixHit,
@@ -26,11 +26,11 @@ from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Tokens
 from sagellm.kvmgr.manager.donors import Donors
 from sagellm.kvmgr.manager.hints import KVHints
 from sagellm.kvmgr.manager.pins import PinnedPrefixes
+from sagellm.kvmgr.manager.registrar import Registrar
 from sagellm.kvmgr.manager.room import INDEX_OWNER, Room
 from sagellm.kvmgr.manager.sequence import BlockStates, Fragmentation, SequenceKV
 from sagellm.kvmgr.manager.tables import DecodeTables
 
-DUPLICATES = "duplicates"
 BEHIND_WINDOW = "behind the window"
 GROUP_PREFIX = "\0group:"
 """No tenant's name begins like this: `Request` refuses NUL in it."""
@@ -79,6 +79,8 @@ class KVCacheManager:
         self._sequences: dict[str, SequenceKV] = {}
         self._tables = DecodeTables(self._sequences, pool, self._make_room, with_quotas=quota is not None)
         self._donors = Donors(self._sequences, pool.block_size)
+        self._registrar = Registrar(index, pool, self._tables, self.namespace_of)
+        self._publishes = index_as_computed and prefix_caching and window is None
         self._num_changes = 0
         self.pins = PinnedPrefixes(index, pool.total_blocks, max_pinned_share)
 
@@ -111,7 +113,7 @@ class KVCacheManager:
 
     @property
     def version(self) -> int:
-        return self._num_changes
+        return self._num_changes + self._registrar.num_changes
 
     def available_blocks(self) -> int:
         return self.pool.num_free + self.index.num_evictable + self._num_behind_windows()
@@ -149,6 +151,15 @@ class KVCacheManager:
         """Tokens that the blocks of a running request can hold."""
         return len(self._sequences[request_id].block_ids) * self.block_size
 
+    @property
+    def is_regular(self) -> bool:
+        """Whether a step that only decodes does nothing here but take blocks."""
+        return self.window is None and self._tables.is_up_to_date and self.hints.is_idle
+
+    def extend(self, states: Sequence[RequestState]) -> None:
+        """A block for each running request, of which no backend has to be told. Raises `CapacityError`."""
+        self._tables.extend(states)
+
     def fragmentation(self) -> Fragmentation:
         slots = self.block_size * sum(len(one.block_ids) for one in self._sequences.values())
         tokens = sum(one.state.num_computed for one in self._sequences.values())
@@ -156,31 +167,46 @@ class KVCacheManager:
 
     # -- bind and its undoing
 
-    def bind(self, draft: Draft) -> None:
-        """Reserve what the draft needs: pin every hit, then allocate; missing blocks are evicted, exactly
-        that many.
+    def bind(self, draft: Draft, *, early: bool = False) -> None:
+        """Reserve what the draft needs and has not: pin every hit, then allocate; missing blocks are evicted,
+        exactly that many.
 
         What the draft preempts has been released before. Either all is bound, or an error is raised and
-        nothing but evictions has happened.
+        nothing but evictions has happened. `early`: requests admitted later in the step may reuse what these
+        compute in it (with `index_as_computed`).
         """
         self.hints.expect(hit for name, hit in draft.hits.items() if name not in draft.chunks)
-        num_copies = len(draft.copies)
-        bound: list[Chunk] = []
+        num_copies, num_bound, first = len(draft.copies), len(draft.bound), not draft.decodes_bound
+        chunks = [chunk for name, chunk in draft.chunks.items() if name not in draft.bound]
         try:
-            for chunk in draft.admitted():
-                bound.append(chunk)
-                self._admit(chunk)
-            self._tables.grow(draft)
-            for chunk in draft.chunks.values():
-                if not chunk.admits:
-                    bound.append(chunk)
+            for chunk in chunks:
+                if chunk.admits:
+                    draft.bound[chunk.state.request_id] = chunk
+                    self._admit(chunk)
+            if first:
+                self._tables.grow(draft)
+            for chunk in chunks:
+                draft.bound[chunk.state.request_id] = chunk
                 self._grow(chunk)
                 if chunk.hit is not None and chunk.hit.tail is not None:
                     draft.copies.append(self._donors.copy_of(chunk.hit.tail, chunk.state.request_id))
+            if early and self._publishes:
+                self._publish(chunks)
         except Exception:
-            self._undo(draft, bound)
+            self._undo(draft, num_bound, decodes=first)
             del draft.copies[num_copies:]
             raise
+        draft.decodes_bound = True
+
+    def bind_early(self, draft: Draft) -> bool:
+        """`bind` for a pass: False, and nothing but evictions has happened, where that cannot be."""
+        if not draft.may_bind or draft.preempted:
+            return False
+        try:
+            self.bind(draft, early=True)
+        except CapacityError:
+            return False
+        return True
 
     def admitted(self, chunk: Chunk, *, again: bool = False) -> None:
         """A request entered the batch with what this chunk reuses (`again`: it was preempted before)."""
@@ -190,13 +216,12 @@ class KVCacheManager:
         if self.metrics is not None and not again:
             total = len(state.tokens)
             self.metrics.record(total, chunk.start, self._blocks_for(total), hit.num_blocks)
-        if self.misses is not None:
-            namespace = self.namespace_of(state.request.namespace)
-            self.misses.observe(self.index, state.tokens, namespace, hit.num_blocks, preempted=again)
+        if not self._registrar.saw(state.request_id):
+            self._attribute(state, hit, again=again)
 
     def rollback(self, draft: Draft) -> None:
         """Undo a bind after a failed verify or execute; evictions stay."""
-        self._undo(draft, list(draft.chunks.values()))
+        self._undo(draft, 0, decodes=True)
 
     # -- moving forward
 
@@ -210,10 +235,11 @@ class KVCacheManager:
         prompt = state.num_prompt_tokens
         sequence = self._sequences[state.request_id]
         self._tables.told(state.request_id)
+        published = self._registrar.settle(state.request_id)
         if state.num_computed < prompt:
             if self.index_as_computed:
                 self._register(sequence, state.num_computed)
-        elif prompt > sequence.hit.num_tokens:
+        elif published or prompt > sequence.hit.num_tokens:
             self._register(sequence, prompt)
             group = state.request.group
             if group is not None and self.prefix_caching:
@@ -242,6 +268,7 @@ class KVCacheManager:
             sequence.hit = self.index.pin(sequence.hit)
             raise
         del self._sequences[state.request_id]
+        self._registrar.settle(state.request_id)
         self._tables.told(state.request_id)
         self._donors.leave(sequence)
         self._num_changes += 1
@@ -326,12 +353,18 @@ class KVCacheManager:
             self._drop_behind_windows(num_blocks, account)
         self.room.make(num_blocks, account)
 
-    def _undo(self, draft: Draft, chunks: Sequence[Chunk]) -> None:
-        self._tables.undo(draft)
-        for chunk in reversed(chunks):
-            sequence = self._sequences.get(chunk.state.request_id)
+    def _undo(self, draft: Draft, num_bound: int, *, decodes: bool) -> None:
+        """Take back all that was bound behind the first `num_bound` chunks and, with `decodes`, what those in
+        decode got."""
+        if decodes:
+            self._tables.undo(draft)
+            draft.decodes_bound = False
+        for name, chunk in reversed(list(draft.bound.items())[num_bound:]):
+            del draft.bound[name]
+            sequence = self._sequences.get(name)
             if sequence is None:  # the bind failed before it reached this one
                 continue
+            self._registrar.withdraw(sequence)
             count = len(chunk.block_ids)
             if count:
                 self.pool.shrink(sequence.own, count)
@@ -340,63 +373,24 @@ class KVCacheManager:
             if chunk.admits:
                 self.index.unpin(sequence.hit)
                 self.pool.free(sequence.own)
-                del self._sequences[chunk.state.request_id]
+                del self._sequences[name]
 
     # -- inside: into the index
 
     def _register(self, sequence: SequenceKV, num_tokens: int) -> None:
-        """The first `num_tokens` tokens, in whole blocks, enter the index.
+        if self.prefix_caching:
+            self._registrar.register(sequence, num_tokens)
 
-        Where another request computed the same before, this one goes on with the blocks of the index, and its
-        own duplicates are free again.
-        """
-        whole, shared = num_tokens // self.block_size, sequence.num_shared
-        if not self.prefix_caching or sequence.is_windowed or whole <= shared:
-            return
-        self._num_changes += 1
-        state, own, table = sequence.state, sequence.own, sequence.block_ids
-        request = state.request
-        retention = request.retention if shared * self.block_size < state.num_prompt_tokens else ()
-        namespace = self.namespace_of(request.namespace)
-        result = self.index.insert(
-            state.tokens, table[:whole], namespace, account=own.account, retention=retention, pin=True
-        )
-        existing = max(result.num_existing, shared)
-        try:
-            self._part_with(sequence, existing - shared, whole - shared)
-        except Exception:
-            self.index.retract(result)
-            raise
-        sequence.hit, sequence.num_shared = result.hit, whole
-        if existing > shared:
-            table[:whole] = self.index.block_ids(result.hit)
-            self._tables.mark(sequence, shared)
+    def _publish(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            if chunk.hit is not None:  # before its own blocks count as resident
+                self._attribute(chunk.state, chunk.hit, again=chunk.state.scheduled_s is not None)
+            self._registrar.publish(self._sequences[chunk.state.request_id], chunk.end)
 
-    def _part_with(self, sequence: SequenceKV, num_spare: int, num_whole: int) -> None:
-        """Of the first `num_whole` own blocks, `num_spare` are free, and the others the index's. What the old
-        hit pinned is held by the new one."""
-        own = sequence.own
-        self.index.unpin(sequence.hit)
-        try:
-            entered = self.pool.hand_over(own, num_spare, num_whole, INDEX_OWNER)
-            try:
-                self._free_first(own, num_spare, DUPLICATES)
-            except Exception:
-                self.pool.hand_back(INDEX_OWNER, entered, own, num_spare)
-                raise
-        except Exception:
-            sequence.hit = self.index.pin(sequence.hit)
-            raise
-
-    def _free_first(self, own: Allocation, num_blocks: int, why: str) -> None:
-        if not num_blocks:
-            return
-        block_ids = self.pool.hand_over(own, 0, num_blocks, why)
-        try:
-            self.pool.take_back(why, block_ids, own.account)
-        except Exception:
-            self.pool.hand_back(why, block_ids, own, 0)
-            raise
+    def _attribute(self, state: RequestState, hit: PrefixHit, *, again: bool) -> None:
+        if self.misses is not None:
+            namespace = self.namespace_of(state.request.namespace)
+            self.misses.observe(self.index, state.tokens, namespace, hit.num_blocks, preempted=again)
 
     # -- inside: sliding windows
 
@@ -434,6 +428,6 @@ class KVCacheManager:
                 return
             dead = self._behind_window(sequence)
             if dead:
-                self._free_first(sequence.own, dead, BEHIND_WINDOW)
+                self._registrar.free_first(sequence.own, dead, BEHIND_WINDOW)
                 sequence.num_shared += dead
                 sequence.is_windowed = True

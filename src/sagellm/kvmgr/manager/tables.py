@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from sagellm.core.errors import CapacityError
-from sagellm.core.plan import Draft, Growth
+from sagellm.core.plan import Draft, Growth, RequestState
 from sagellm.core.protocols.kv_pool import KVPool
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, append_each
 from sagellm.kvmgr.manager.sequence import SequenceKV
@@ -68,6 +68,19 @@ class DecodeTables:
             state, first = sequence.state, sequence.changed_from
             if first is not None and state.decoding and draft.computes(state):
                 draft.grown.append(Growth(state.row, first, tuple(sequence.block_ids[first:])))
+
+    @property
+    def is_up_to_date(self) -> bool:
+        return not self._outdated
+
+    def extend(self, states: Sequence[RequestState]) -> None:
+        """One block for each, of which no backend has to be told."""
+        sequences = [self._sequences[state.request_id] for state in states]
+        if self._with_quotas:
+            for sequence in sequences:
+                sequence.block_ids += self.take(sequence, 1)
+        else:
+            append_each([one.block_ids for one in sequences], self._take_one_each(sequences))
 
     def undo(self, draft: Draft) -> None:
         """Take back what `grow` gave."""

@@ -1,18 +1,35 @@
-"""The scheduling IR: a draft of the next step, passes that edit it, a verifier that checks it."""
+"""The scheduling IR: a draft of the next step, passes that edit it, a verifier that checks it; plans as
+graphs and as text."""
 
 from sagellm.kvmgr.scheduler_ir.batch import DecodeBatch
 from sagellm.kvmgr.scheduler_ir.builder import IRBuilder
+from sagellm.kvmgr.scheduler_ir.diff import diff, diff_text
+from sagellm.kvmgr.scheduler_ir.door import build_plan
 from sagellm.kvmgr.scheduler_ir.freeze import freeze
+from sagellm.kvmgr.scheduler_ir.graph import IRGraph
 from sagellm.kvmgr.scheduler_ir.pipeline import BaseSchedulerIR, ScheduleRequest, ScheduleResult
+from sagellm.kvmgr.scheduler_ir.rows import Rows
+from sagellm.kvmgr.scheduler_ir.text import parse_graph, parse_plan, print_graph, print_plan
 from sagellm.kvmgr.scheduler_ir.verify import verify, verify_bound
+from sagellm.kvmgr.scheduler_ir.verify_graph import verify_graph
 
 __all__ = [
     "BaseSchedulerIR",
     "DecodeBatch",
     "IRBuilder",
+    "IRGraph",
+    "Rows",
     "ScheduleRequest",
     "ScheduleResult",
+    "build_plan",
+    "diff",
+    "diff_text",
     "freeze",
+    "parse_graph",
+    "parse_plan",
+    "print_graph",
+    "print_plan",
     "verify",
     "verify_bound",
+    "verify_graph",
 ]

@@ -18,6 +18,7 @@ from sagellm.core.types import append_each
 
 Ints = npt.NDArray[np.int64]
 POSITION, SLACK, LEFT = range(3)
+_ONE_TOKEN = np.array([[1], [-1], [-1]])
 """Rows of the table: the position computed next; tokens that fit into the blocks held beyond it; tokens that
 may be drawn until a length ends the request."""
 
@@ -38,6 +39,7 @@ class DecodeBatch:
         self._stops = np.zeros(vocab_size, dtype=np.bool_)
         self._tokens: list[array[int]] = []
         self._rows: tuple[int, ...] | None = ()
+        self._growing: Sequence[RequestState] | None = None
 
     def __len__(self) -> int:
         return len(self.states)
@@ -74,7 +76,7 @@ class DecodeBatch:
         self._stops[[token for token in stops if 0 <= token < self._vocab_size]] = True
         self.states.append(state)
         self._tokens.append(state.tokens.live)
-        self._rows = None
+        self._rows = self._growing = None
         state.decoding = True
 
     def leave(self, state: RequestState) -> None:
@@ -84,7 +86,7 @@ class DecodeBatch:
         self.states[place], self._tokens[place] = self.states[last], self._tokens[last]
         self.states.pop()
         self._tokens.pop()
-        self._rows = None
+        self._rows = self._growing = None
         state.num_computed = len(state.tokens) - 1
         state.decoding = False
 
@@ -92,14 +94,15 @@ class DecodeBatch:
 
     def growing(self) -> Sequence[RequestState]:
         """Those whose next token needs another block."""
-        slack = self._column(SLACK)
-        if slack.all():
-            return ()
-        return [self.states[i] for i in np.flatnonzero(slack == 0).tolist()]
+        if self._growing is None:
+            slack = self._column(SLACK)
+            full = slack.all()
+            self._growing = () if full else [self.states[i] for i in np.flatnonzero(slack == 0).tolist()]
+        return self._growing
 
     @property
     def num_growing(self) -> int:
-        return len(self.states) - int(np.count_nonzero(self._column(SLACK)))
+        return len(self.growing())
 
     def lengths(self, places: list[int] | None = None) -> Ints:
         """Tokens that each request has, prompt and output; a copy."""
@@ -128,17 +131,43 @@ class DecodeBatch:
         if drawn.size and (drawn.min() < 0 or drawn.max() >= self._vocab_size):
             raise ValueError("a token outside the vocabulary was drawn")
         append_each(tokens, token_ids)
-        slack = view[SLACK]
-        view[POSITION] += 1
-        slack -= 1
-        if slack.size and slack.min() < 0:  # a block was bound for it in this step
-            slack[slack < 0] += block_size
-        view[LEFT] -= 1
+        if self._growing is None or self._growing:  # blocks were bound in this step
+            view[SLACK][view[SLACK] == 0] = block_size
+        view += _ONE_TOKEN
+        self._growing = None
         if places is not None:
             table[:, places] = view
         ends = (view[LEFT] <= 0) | self._stops[drawn]
         found: list[int] = np.flatnonzero(ends).tolist() if ends.any() else []
         return found
+
+    # -- many steps alike
+
+    @property
+    def num_regular(self) -> int:
+        """Steps before the one in which the first request reaches its length."""
+        return int(self._column(LEFT).min()) - 1 if self.states else 0
+
+    def borders(self, num_steps: int) -> dict[int, list[int]]:
+        """By step from now: the places of those that need a block in it, if all take part in all of them."""
+        found: dict[int, list[int]] = {}
+        slack = self._column(SLACK)
+        for place in np.flatnonzero(slack < num_steps).tolist():
+            for step in range(int(slack[place]), num_steps, self._block_size):
+                found.setdefault(step, []).append(place)
+        return found
+
+    def repeat(self, token_ids: Sequence[int], num_steps: int) -> None:
+        """So many steps of all requests, each of which drew the same token in every one; none ends."""
+        for tokens, token_id in zip(self._tokens, token_ids, strict=True):
+            tokens.extend(array("i", (token_id,)) * num_steps)
+        table = self._table[:, : len(self.states)]
+        table[POSITION] += num_steps
+        table[LEFT] -= num_steps
+        self._growing = None
+        slack = table[SLACK]
+        blocks = np.maximum(0, -(-(num_steps - slack) // self._block_size))
+        slack += blocks * self._block_size - num_steps
 
     def check(self, num_slots: Sequence[int]) -> None:
         """Raise `BookkeepingError` where a column and its request differ. `num_slots`: tokens that each

@@ -3,9 +3,14 @@ passes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from sagellm.core.plan import Chunk, Decodes, Draft, RequestState
+from sagellm.core.plan import Chunk, Decodes, Draft, ExecutionPlan, RequestState
+from sagellm.core.protocols.scheduler_ir import SchedulerPass
+
+if TYPE_CHECKING:
+    from sagellm.kvmgr.scheduler_ir.pipeline import ScheduleRequest
 
 
 class IRBuilder:
@@ -30,4 +35,28 @@ class IRBuilder:
         chunks = {s.request_id: Chunk(s, s.num_computed, s.num_uncomputed) for s in prefilling}
         return Draft(
             step, now_s, token_budget, list(running), list(waiting), chunks, decodes, num_new_running
+        )
+
+    def build(
+        self,
+        requests: Sequence[ScheduleRequest],
+        running: Sequence[ScheduleRequest] = (),
+        *,
+        available_memory: int,
+        passes: Sequence[SchedulerPass] = (),
+        step: int = 0,
+        max_batched_tokens: int = 8192,
+        max_num_seqs: int = 256,
+    ) -> ExecutionPlan:
+        """The design documents' way from requests to a plan, with no engine behind it: see `build_plan`."""
+        from sagellm.kvmgr.scheduler_ir.door import build_plan
+
+        return build_plan(
+            requests,
+            running,
+            available_memory=available_memory,
+            passes=passes,
+            step=step,
+            max_batched_tokens=max_batched_tokens,
+            max_num_seqs=max_num_seqs,
         )

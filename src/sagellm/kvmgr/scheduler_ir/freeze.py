@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -48,7 +48,7 @@ def freeze(
         decode_positions=(*positions, *(chunk.start for chunk in single)),
         prefills=tuple(_prefill(chunk) for chunk in chunks if not chunk.is_decode),
         copies=tuple(draft.copies),
-        transfers=tuple(_transfer(one, tables) for one in draft.transfers),
+        transfers=tuple(_sent(draft.transfers, tables)) if draft.transfers else (),
         placements=tuple(draft.placements.items()),
         preempted=tuple(state.request_id for state in draft.preempted),
         rejected=tuple(draft.rejected.items()),
@@ -85,9 +85,11 @@ def _prefill(chunk: Chunk) -> Prefill:
     return Prefill(state.row, state.request_id, chunk.start, chunk.num_tokens, chunk.samples)
 
 
-def _transfer(transfer: Transfer, tables: BlockTables) -> Transfer:
-    return (
-        transfer
-        if transfer.block_ids
-        else replace(transfer, block_ids=tuple(tables.block_table(transfer.request_id)))
-    )
+def _sent(transfers: Sequence[Transfer], tables: BlockTables) -> Iterator[Transfer]:
+    """Those of requests that still run, each with its blocks."""
+    for transfer in transfers:
+        try:
+            table = tables.block_table(transfer.request_id)
+        except KeyError:  # preempted or ended since it was planned
+            continue
+        yield transfer if transfer.block_ids else replace(transfer, block_ids=tuple(table))

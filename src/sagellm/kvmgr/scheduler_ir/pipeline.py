@@ -27,8 +27,9 @@ from sagellm.kvmgr.scheduler_ir.verify import verify
 class BaseSchedulerIR:
     """Runs passes over drafts. `pass_time_s` adds up the time of each pass by name.
 
-    Chunking under the token budget and the memory check close every schedule: where they are not in `passes`,
-    they run after them; unless a pass does both itself, and says so by `closes = True`.
+    Chunking under the token budget and, behind it, the memory check close every schedule: where they are not
+    in `passes`, or stand the other way round, they run after them; unless a pass does both itself, and says
+    so by `closes = True`.
     """
 
     def __init__(self, passes: Sequence[SchedulerPass] = (), clock: Clock | None = None) -> None:
@@ -40,11 +41,16 @@ class BaseSchedulerIR:
     def use(self, passes: Sequence[SchedulerPass]) -> None:
         """Schedule by these passes, in this order, from the next step on."""
         self.passes = list(passes)
-        names = {one.name for one in self.passes}
-        closing: list[SchedulerPass] = [ChunkedPrefillPass(), MemoryAwarePreemptionPass()]
+        self.order = list(self.passes)
         if any(getattr(one, "closes", False) for one in self.passes):
-            closing = []
-        self.order = [*self.passes, *(one for one in closing if one.name not in names)]
+            return
+        names = [one.name for one in self.passes]
+        if ChunkedPrefillPass.name not in names:
+            self.order.append(ChunkedPrefillPass())
+            names.append(ChunkedPrefillPass.name)
+        behind = names[::-1].index(ChunkedPrefillPass.name)
+        if MemoryAwarePreemptionPass.name not in names[len(names) - behind :]:  # chunks must be paid for
+            self.order.append(MemoryAwarePreemptionPass())
 
     def add_optimization_pass(self, scheduler_pass: SchedulerPass) -> None:
         """Append a pass; order is order of execution."""
@@ -76,6 +82,8 @@ class BaseSchedulerIR:
         """
         by_id = {request.request_id: request for request in [*pending_requests, *running_requests]}
         view = _SimpleView(by_id, available_memory, max_num_seqs, max_batched_tokens, len(running_requests))
+        if by_id:
+            view.block_size = next(iter(by_id.values())).block_size
         running = [_running(request) for request in running_requests]
         waiting = [RequestState.of(_as_request(request)) for request in pending_requests]
         decodes = DecodeBatch(1, 1)
@@ -152,6 +160,9 @@ class _SimpleView:
     @property
     def num_free_rows(self) -> int:
         return max(0, self.max_num_seqs - self.num_running)
+
+    def bind_early(self, draft: Draft) -> bool:
+        return False
 
     def match(self, state: RequestState) -> PrefixHit:
         request = self.requests[state.request_id]

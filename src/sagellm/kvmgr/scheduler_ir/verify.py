@@ -15,6 +15,7 @@ def verify(draft: Draft, view: SchedulingView, *, scheduled: bool = True) -> Non
     for request_id, chunk in draft.chunks.items():
         _check_chunk(request_id, chunk)
     if scheduled:
+        _check_bound(draft)
         _check_budgets(draft, view)
 
 
@@ -57,6 +58,16 @@ def _check_chunk(request_id: str, chunk: Chunk) -> None:
         raise PlanError(f"{request_id}: chunk starts at {chunk.start}, computed or cached are {start} tokens")
 
 
+def _check_bound(draft: Draft) -> None:
+    """What was bound early is as it was."""
+    for request_id, chunk in draft.bound.items():
+        if draft.chunks.get(request_id) is not chunk:
+            raise PlanError(f"{request_id} has the blocks of its chunk: no pass can take the chunk back")
+    for state, block in draft.stretched:
+        if not draft.computes(state):
+            raise PlanError(f"{state.request_id} has block {block} for its token: no pass can leave it out")
+
+
 def _check_budgets(draft: Draft, view: SchedulingView) -> None:
     if draft.num_tokens > draft.token_budget:
         raise PlanError(f"{draft.num_tokens} tokens in the step, the budget is {draft.token_budget}")
@@ -64,7 +75,8 @@ def _check_budgets(draft: Draft, view: SchedulingView) -> None:
     rows = view.num_free_rows + len(draft.preempted)
     if admitted > rows:
         raise PlanError(f"{admitted} requests admitted, {rows} rows are free")
-    price = len(draft.growing()) + sum(_price(chunk, view) for chunk in draft.chunks.values())
+    price = 0 if draft.decodes_bound else len(draft.growing())
+    price += sum(_price(one, view) for name, one in draft.chunks.items() if name not in draft.bound)
     funds = view.kv.available_blocks() + sum(view.kv.gain_of_preempting(state) for state in draft.preempted)
     if price > funds:
         raise PlanError(f"the step needs {price} blocks, {funds} are available")

@@ -18,6 +18,7 @@ class ChunkedPrefillPass:
     """
 
     name = "chunked_prefill"
+    quiet = True
 
     def __init__(self, chunk_size: int | None = None) -> None:
         if chunk_size is not None and chunk_size < 1:

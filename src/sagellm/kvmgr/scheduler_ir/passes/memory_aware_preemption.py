@@ -16,6 +16,7 @@ class MemoryAwarePreemptionPass:
     """
 
     name = "memory_aware_preemption"
+    quiet = True
 
     def __init__(self, watermark: int = 1) -> None:
         self.watermark = watermark
@@ -24,6 +25,7 @@ class MemoryAwarePreemptionPass:
         budget = view.kv.budget()
         for state in draft.preempted:  # by a pass before this one
             budget.gain(state, view.kv.gain_of_preempting(state))
+        admits = any(chunk.admits for chunk in draft.chunks.values())
         growing = draft.growing()
         chunks = [chunk for chunk in draft.chunks.values() if not chunk.admits]
         price = len(growing) + sum(view.kv.price_to_grow(chunk.state, chunk.num_tokens) for chunk in chunks)
@@ -33,7 +35,7 @@ class MemoryAwarePreemptionPass:
                 one.state.request_id: view.kv.price_to_grow(one.state, one.num_tokens) for one in chunks
             }
             self._fit_running(draft, view, budget, needs)
-        if len(draft.chunks) > len(chunks) or draft.preempted:
+        if admits:
             self._fit_admitted(draft, view, budget)
 
     def _fit_running(

@@ -1,31 +1,169 @@
-"""Higher priority first; who arrived first within one priority."""
+"""Classes of service with ageing: higher priority first, and who waits long rises.
+
+Priority that grows with the time waited is Kleinrock's (1964) time-dependent priority.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
-from typing import Any
+import sys
+from collections.abc import Mapping
+from heapq import heappop, heappush
+from itertools import count, pairwise
 
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.types import RequestStatus
+from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, hit_of
 
 
 class PriorityBasedPass:
-    """Sorts the waiting by priority, equals staying as they are, and the running by priority and arrival.
+    """Sorts the waiting by level, equals staying as they are. A level is the request's priority, plus that of
+    its class of service (`classes`), plus one for each `age_s` seconds that it has waited (None: no ageing).
 
-    Who stands last among the running is the first to be preempted. Free where everything is in order.
+    So nobody is overtaken by those who come more than `age_s * (1 + difference of priority)` seconds later.
+    The running are sorted by arrival, `age_s` seconds earlier for each level of priority: who stands last is
+    the first to be preempted. With `preempt`, the first of the waiting pushes out those of lower priority and
+    level, the last first, where rows or memory are short, and takes their share of the token budget.
     """
 
     name = "priority_based"
+    quiet = True
+
+    def __init__(
+        self,
+        age_s: float | None = 300.0,
+        classes: Mapping[str, int] | None = None,
+        *,
+        preempt: bool = False,
+        watermark: int = 1,
+    ) -> None:
+        if age_s is not None and age_s <= 0:
+            raise ValueError(f"age_s must be positive, or None for no ageing, got {age_s}")
+        self.age_s, self.classes, self.preempt, self.watermark = (
+            age_s,
+            dict(classes or {}),
+            preempt,
+            watermark,
+        )
+        self._queue = RankedQueue()
+        self._birthdays: list[tuple[float, int, RequestState]] = []
+        self._count = count()
+        self._has_sorted = False
+        self._lowest = sys.maxsize
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
-        _sort(draft.waiting, lambda state: -state.request.priority)
-        _sort(draft.running, lambda state: (-state.request.priority, state.request.arrival_s))
+        waiting = draft.waiting
+        if waiting or self._queue.ranks:
+            self._queue.see(waiting)
+            for state in self._queue.arrived:
+                self._age(state, self.level(state, draft.now_s))
+            self._grow_older(draft.now_s)
+            self._queue.sort(waiting)
+        self._sort_running(draft)
+        if self.preempt and waiting and draft.running:
+            self._make_way(draft, view)
 
+    def priority(self, state: RequestState) -> int:
+        """Of the request and its class, without ageing."""
+        return state.request.priority + self.classes.get(state.request.service_class, 0)
 
-def _sort(queue: list[RequestState], rank: Callable[[RequestState], Any]) -> None:
-    if any(rank(a) > rank(b) for a, b in pairwise(queue)):
-        queue.sort(key=rank)
+    def standing(self, state: RequestState) -> tuple[float, float]:
+        """The order of the running: smaller stands further ahead."""
+        arrival_s, priority = state.request.arrival_s, self.priority(state)
+        if self.age_s is None:
+            return (-priority, arrival_s)
+        return (arrival_s - priority * self.age_s, arrival_s)
+
+    def level(self, state: RequestState, now_s: float) -> int:
+        """Of the request and its class, and what ageing adds."""
+        if self.age_s is None:
+            return self.priority(state)
+        return self.priority(state) + max(0, int((now_s - state.request.arrival_s) / self.age_s))
+
+    def _age(self, state: RequestState, level: int) -> None:
+        """It has this level from now on, until it rises next."""
+        if self.age_s is not None:
+            years = level - self.priority(state) + 1
+            birthday_s = state.request.arrival_s + years * self.age_s
+            heappush(self._birthdays, (birthday_s, next(self._count), state))
+        self._queue.rerank(state, -level)
+
+    def _grow_older(self, now_s: float) -> None:
+        birthdays, ranks = self._birthdays, self._queue.ranks
+        while birthdays and birthdays[0][0] <= now_s:
+            state = heappop(birthdays)[2]
+            if state.status is RequestStatus.WAITING and state in ranks:
+                self._age(state, max(1 - ranks[state], self.level(state, now_s)))
+
+    def _sort_running(self, draft: Draft) -> None:
+        """Only those that have just entered, at the end, can be out of order."""
+        running = draft.running
+        num_new = draft.num_new_running if self._has_sorted else len(running)
+        if not num_new:
+            return
+        self._has_sorted = True
+        tail = running[-num_new - 1 :]
+        self._lowest = min(self._lowest, *(self.priority(state) for state in tail))
+        if any(self.standing(a) > self.standing(b) for a, b in pairwise(tail)):
+            running.sort(key=self.standing)
+
+    # -- making way
+
+    def _make_way(self, draft: Draft, view: SchedulingView) -> None:
+        head = draft.waiting[0]
+        if self.priority(head) <= self._lowest:
+            return
+        if draft.preempted or any(chunk.admits for chunk in draft.chunks.values()):
+            return  # the step is decided already
+        lower = [state for state in reversed(draft.running) if self._gives_way(state, head, draft.now_s)]
+        if not lower:
+            self._lowest = min(map(self.priority, draft.running))
+            return
+        hit = hit_of(draft, view, head)
+        num_tokens = len(head.tokens) - hit.num_tokens
+        missing = view.kv.price_to_admit(hit, num_tokens) - view.kv.available_blocks() + len(draft.growing())
+        missing += self.watermark * len(draft.running)
+        if missing > 0 or not view.num_free_rows:
+            self._push_out(draft, view, head, lower, missing)
+        else:
+            self._make_budget(draft, head, num_tokens)
+
+    def _gives_way(self, state: RequestState, head: RequestState, now_s: float) -> bool:
+        """By level too, as the waiting are sorted: or it would come back before the head."""
+        if self.priority(state) >= self.priority(head):
+            return False
+        head_level: int = -self._queue.ranks[head]
+        return self.level(state, now_s) < head_level
+
+    def _push_out(
+        self, draft: Draft, view: SchedulingView, head: RequestState, lower: list[RequestState], missing: int
+    ) -> None:
+        """Preempt from the end until the head fits; nobody where that is not enough."""
+        victims = []
+        for state in lower:
+            victims.append(state)
+            missing -= view.kv.gain_of_preempting(state) + self.watermark
+            if missing <= 0:
+                break
+        else:
+            return
+        for state in victims:
+            draft.preempt(state)
+            draft.say(self.name, state, "preempt", f"{head.request_id} is of higher priority and waits")
+
+    def _make_budget(self, draft: Draft, head: RequestState, num_tokens: int) -> None:
+        """Shorten the chunks of lower priority, the last first, so that the head's prompt is computed now. A
+        token is left to each, so that nobody stands still should the head not be admitted after all."""
+        lack = min(num_tokens, draft.token_budget - draft.num_decodes)
+        lack -= draft.token_budget - draft.num_tokens
+        lower = [one for one in draft.chunks.values() if self._gives_way(one.state, head, draft.now_s)]
+        for chunk in sorted(lower, key=lambda chunk: self.standing(chunk.state), reverse=True):
+            cut = min(lack, chunk.num_tokens - 1)
+            if cut > 0:
+                lack -= cut
+                chunk.num_tokens -= cut
+                reason = f"{head.request_id} is of higher priority and waits"
+                draft.say(self.name, chunk.state, "shorten", reason)
 
 
 PLUGIN = PriorityBasedPass

@@ -1,0 +1,101 @@
+"""The highest rate that an instance keeps up with.
+
+A queue that does not keep up grows with time: if requests come `r` times as fast as they can be served, one
+that arrives after `t` seconds waits `(r - 1) * t` seconds (the fluid limit). So the growth of a run is the
+slope of a least-squares line through waiting time over arrival time, in seconds per second, and the capacity
+is the highest rate whose growth is at most `GROWTH`. A run that does not keep up says itself how fast it
+serves, `rate / (1 + growth)`, which is where the search goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sagellm.benchmarks.simulate.cluster import Served
+from sagellm.core.errors import ConfigError
+
+GROWTH = 0.02
+PRECISION = 0.03
+MAX_RUNS = 16
+FEWEST = 20
+"""Requests below which a slope says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One run: requests per second that came, and seconds of waiting that were added per second."""
+
+    rate: float
+    growth: float
+
+    @property
+    def sustained(self) -> bool:
+        return self.growth <= GROWTH
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """`rate`: the highest that was sustained, in requests per second; no more than `PRECISION` (a ratio)
+    above it is one that was not. `probes`: all that were tried, in order."""
+
+    rate: float
+    probes: tuple[Probe, ...]
+
+
+def growth(served: Sequence[Served]) -> float:
+    """Seconds by which waiting (arrival to first schedule) grows per second of arrivals.
+
+    Requests that were never scheduled do not count; raises `ConfigError` if fewer than `FEWEST` are left or
+    all came at once.
+    """
+    times = [(one.arrival_s, one.scheduled_s - one.arrival_s) for one in served if _counts(one)]  # type: ignore[operator]
+    if len(times) < FEWEST:
+        raise ConfigError(
+            f"a capacity needs at least {FEWEST} requests that were scheduled, got {len(times)}: take more "
+            "of the trace"
+        )
+    arrival, wait = np.array(times, dtype=np.float64).T
+    centred = arrival - arrival.mean()
+    spread = float(centred @ centred)
+    if not spread:
+        raise ConfigError("all requests came at one moment: a capacity needs arrivals at a rate")
+    return float(centred @ (wait - wait.mean())) / spread
+
+
+def _counts(served: Served) -> bool:
+    return served.arrival_s is not None and served.scheduled_s is not None
+
+
+def find_capacity(
+    run: Callable[[float], Sequence[Served]], start: float, *, precision: float = PRECISION
+) -> Capacity:
+    """Search for the capacity from the rate `start` on; `run(rate)` serves the workload at that mean rate."""
+    low, high, rate = 0.0, math.inf, start
+    probes: list[Probe] = []
+    for _ in range(MAX_RUNS):
+        probe = Probe(rate, growth(run(rate)))
+        probes.append(probe)
+        if probe.sustained:
+            low = max(low, rate)
+            rate = 2 * rate if math.isinf(high) else math.sqrt(low * high)
+        else:
+            high = min(high, rate)
+            served = rate / (1 + probe.growth)
+            rate = served if low < served < high / (1 + precision) else _between(low, high, precision)
+        if low and high / low <= 1 + precision:
+            break
+    if not low:
+        raise ConfigError(
+            f"no rate down to {min(one.rate for one in probes):.3g} requests per second was sustained in "
+            f"{MAX_RUNS} runs: the workload is too short, or no request of it can be served in time"
+        )
+    return Capacity(low, tuple(probes))
+
+
+def _between(low: float, high: float, precision: float) -> float:
+    """The geometric middle; below a rate that failed with nothing known to work, a step down."""
+    return math.sqrt(low * high) if low else high / (1 + precision) ** 2

@@ -1,0 +1,252 @@
+"""The driver: requests come in by time, the instance that is earliest takes the next step.
+
+Everything is deterministic: events of one moment keep the order in which they were made, instances that are
+equally early that of their names' list.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from sagellm.benchmarks.simulate.instance import Instance
+from sagellm.benchmarks.simulate.network import Links, Network, Transfer
+from sagellm.benchmarks.simulate.workload import RequestMaker, Workload, output_tokens
+from sagellm.core.errors import BookkeepingError, ConfigError, SageError
+from sagellm.core.events import RequestFinished
+from sagellm.core.protocols.router import Router
+from sagellm.core.types import FinishReason, Request, Tokens
+
+
+class Outcome(Enum):
+    """How a request stands at the end. `SENDING`: its KV is on the way. `NOT_SENT`: its turn never came."""
+
+    FINISHED = "finished"
+    REJECTED = "rejected"
+    RUNNING = "running"
+    WAITING = "waiting"
+    SENDING = "sending"
+    NOT_SENT = "not sent"
+
+
+@dataclass(slots=True)
+class Served:
+    """What became of one request; times in seconds of the simulation, None where it did not get so far.
+
+    `num_cached`: prompt tokens found when it was first scheduled. `ready_s`: when its KV was at the decode
+    instance, where that is another. `reason`: of a rejection.
+    """
+
+    number: int
+    arrival_s: float | None = None
+    outcome: Outcome = Outcome.NOT_SENT
+    reason: str = ""
+    prefill: str = ""
+    decode: str = ""
+    num_output_tokens: int = 0
+    num_cached: int = 0
+    num_preemptions: int = 0
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    ready_s: float | None = None
+    finished_s: float | None = None
+
+
+class Cluster:
+    """Instances with a router between them; those of role `prefill` send to those of role `decode`.
+
+    `run` serves a workload once, on fresh instances.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        router: Router,
+        decode_router: Router | None = None,
+        network: Network | None = None,
+    ) -> None:
+        self.instances = list(instances)
+        self._by_name = {one.name: one for one in self.instances}
+        self._entry = [one for one in self.instances if one.role != "decode"]
+        self._decoders = [one for one in self.instances if one.role == "decode"]
+        _check_roles(self.instances, self._by_name)
+        self._router = router
+        self._decode_router = decode_router or router
+        self._links = Links(network or Network())
+        self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._num_events = 0
+        self.served: list[Served] = []
+
+    def run(self, workload: Workload, maker: RequestMaker, until_s: float = math.inf) -> list[Served]:
+        """Serve all of it, or what is begun before `until_s`; one record for each request, by number.
+
+        Raises `BookkeepingError` if a request is lost on the way.
+        """
+        self._workload, self._maker = workload, maker
+        self.served = [Served(number) for number in range(len(workload.requests))]
+        for time_s, number in workload.first():
+            self._at(time_s, self._arrive, number)
+        while True:
+            event_s = self._events[0][0] if self._events else math.inf
+            instance, now_s, next_s = self._earliest()
+            if min(now_s, event_s) >= until_s:
+                break
+            if instance is None or event_s <= now_s:
+                time_s, _, action, given = heapq.heappop(self._events)
+                action(time_s, *given)
+            else:
+                instance.advance(min(event_s, next_s, until_s), event_s)
+                self._after(instance)
+        self._close()
+        return self.served
+
+    # -- time
+
+    def _at(self, time_s: float, action: Callable[..., None], *given: object) -> None:
+        heapq.heappush(self._events, (time_s, self._num_events, action, given))
+        self._num_events += 1
+
+    def _earliest(self) -> tuple[Instance | None, float, float]:
+        """The busy instance whose clock is behind all others', its time, and that of the next one."""
+        busy = [one for one in self.instances if one.busy]
+        if not busy:
+            return None, math.inf, math.inf
+        first = min(busy, key=_now)
+        next_s = min((one.clock.now() for one in busy if one is not first), default=math.inf)
+        return first, first.clock.now(), next_s
+
+    def _after(self, instance: Instance) -> None:
+        if instance.ended:
+            for event in instance.take_ended():
+                self._on_ended(instance, event)
+        if instance.role == "decode":
+            self._start_transfers(instance, instance.clock.now())
+
+    # -- requests
+
+    def _arrive(self, now_s: float, number: int) -> None:
+        served, one = self.served[number], self._workload.requests[number]
+        served.arrival_s, served.outcome = now_s, Outcome.WAITING
+        request = self._maker.make(number, now_s, output_tokens(one))
+        instance = self._place(self._router, self._entry, request)
+        served.prefill = served.decode = instance.name
+        if instance.role == "prefill":
+            request = replace(request, params=self._maker.params(1))
+        self._submit(instance, request, now_s)
+
+    def _place(self, router: Router, candidates: Sequence[Instance], request: Request) -> Instance:
+        if len(candidates) == 1:
+            return candidates[0]
+        placement = router.place(request, [one.load(request) for one in candidates])
+        return self._by_name[placement.prefill]
+
+    def _submit(self, instance: Instance, request: Request, now_s: float) -> None:
+        try:
+            instance.submit(request, now_s)
+        except SageError as error:
+            served = self.served[int(request.request_id)]
+            self._end(served, Outcome.REJECTED, now_s, str(error))
+
+    def _on_ended(self, instance: Instance, event: RequestFinished) -> None:
+        served = self.served[int(event.request_id)]
+        if served.scheduled_s is None:
+            served.scheduled_s, served.num_cached = event.scheduled_s, event.num_cached_tokens
+        if served.first_token_s is None:
+            served.first_token_s = event.first_token_s
+        served.num_output_tokens += event.num_output_tokens
+        if event.reason == FinishReason.ERROR.value:
+            reason = instance.error_of(event.request_id)
+            self._end(served, Outcome.REJECTED, event.finished_s, reason)
+        elif instance.role == "prefill" and served.num_output_tokens < self._wanted(served):
+            self._send(instance, served, event.finished_s)
+        else:
+            served.finished_s = event.finished_s
+            self._end(served, Outcome.FINISHED, event.finished_s)
+
+    def _wanted(self, served: Served) -> int:
+        return output_tokens(self._workload.requests[served.number])
+
+    def _end(self, served: Served, outcome: Outcome, now_s: float, reason: str = "") -> None:
+        """The request is through; the next turn of its session comes when its user has thought."""
+        if served.outcome in (Outcome.FINISHED, Outcome.REJECTED):
+            raise BookkeepingError(
+                f"request {served.number} ended twice: {served.outcome.value}, then {outcome}"
+            )
+        served.outcome, served.reason = outcome, reason
+        after = self._workload.follows.get(served.number)
+        if after is not None:
+            self._at(now_s + self._workload.times_s[after], self._arrive, after)
+
+    # -- from prefill to decode
+
+    def _send(self, source: Instance, served: Served, now_s: float) -> None:
+        number = served.number
+        [token] = [one.new_token_ids[-1] for one in source.outputs if one.request_id == str(number)]
+        assert served.arrival_s is not None
+        prompt = self._maker.make(number, served.arrival_s, self._wanted(served) - 1)
+        tokens = Tokens(prompt.tokens)
+        tokens.append(token)
+        request = replace(prompt, tokens=tokens)
+        target = self._place(self._decode_router, self._decoders, request)
+        served.decode, served.outcome = target.name, Outcome.SENDING
+        self._links.send(Transfer(request, len(prompt.tokens), source, target, now_s))
+        self._start_transfers(target, now_s)
+
+    def _start_transfers(self, target: Instance, now_s: float) -> None:
+        for transfer in self._links.start(target, now_s):
+            self._at(transfer.end_s, self._receive, transfer)
+
+    def _receive(self, now_s: float, transfer: Transfer) -> None:
+        self._links.arrive(transfer)
+        served = self.served[int(transfer.request.request_id)]
+        served.ready_s, served.outcome = now_s, Outcome.WAITING
+        self._submit(transfer.target, transfer.request, now_s)
+        self._start_transfers(transfer.target, now_s)
+
+    # -- the end
+
+    def _close(self) -> None:
+        """Say of everybody how it stands; nobody may be missing."""
+        num_live = 0
+        for instance in self.instances:
+            for name, count in instance.course.preemptions.items():
+                self.served[int(name)].num_preemptions += count
+        for served in self.served:
+            if served.outcome is not Outcome.WAITING:
+                continue
+            instance = self._by_name[served.decode]
+            event = instance.scheduled.get(str(served.number))
+            if event is not None:
+                served.outcome = Outcome.RUNNING
+                if served.scheduled_s is None:
+                    served.scheduled_s, served.num_cached = event.time_s, event.num_cached_tokens
+            if instance.stalled:
+                served.reason = "stalled: its instance had work and computed nothing"
+            num_live += 1
+        self._check(num_live)
+
+    def _check(self, num_live: int) -> None:
+        stats = [one.engine.stats() for one in self.instances]
+        held = sum(one.num_running + one.num_waiting for one in stats)
+        if held != num_live:
+            raise BookkeepingError(f"engines hold {held} requests, the books of the simulation {num_live}")
+
+
+def _now(instance: Instance) -> float:
+    return instance.clock.now()
+
+
+def _check_roles(instances: Sequence[Instance], by_name: dict[str, Instance]) -> None:
+    roles = {one.role for one in instances}
+    if roles not in ({"both"}, {"prefill", "decode"}) or len(by_name) != len(instances):
+        raise ConfigError(
+            "a cluster has instances of different names that all do both phases, or at least one for prefill "
+            f"and one for decode; got {[(one.name, one.role) for one in instances]}"
+        )
+    if "decode" in roles and not all(one.engine.kv.prefix_caching for one in instances):
+        raise ConfigError(
+            "separating prefill and decode needs kv.prefix_caching: KV arrives as a cached prefix"
+        )

@@ -1,0 +1,144 @@
+"""KV from prefill to decode instances: how long it takes, and how it enters the other side's books."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from sagellm.benchmarks.simulate.instance import Instance
+from sagellm.core.errors import ConfigError
+from sagellm.core.types import NO_ACCOUNT, Request
+from sagellm.kvmgr.manager import KVCacheManager
+from sagellm.kvmgr.manager.room import INDEX_OWNER
+
+SPARE_BLOCKS = 4
+"""Blocks that a decode instance keeps for the growth of each request it has, before it takes another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """`bytes_per_s` of one instance's link, in each direction; `latency_s` before the first byte."""
+
+    bytes_per_s: float = 50e9
+    latency_s: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if not (self.bytes_per_s > 0 and 0 <= self.latency_s < math.inf):
+            raise ConfigError(
+                "a network needs a bandwidth above 0 and a latency from 0 on, got "
+                f"{self.bytes_per_s} bytes/s and {self.latency_s} s"
+            )
+
+    def seconds(self, num_bytes: int) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(slots=True)
+class Transfer:
+    """KV of a request's prompt on its way; `request` is what the decode instance will serve."""
+
+    request: Request
+    num_prompt_tokens: int
+    source: Instance
+    target: Instance
+    ready_s: float
+    num_blocks: int = 0
+    start_s: float = 0.0
+    end_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Links:
+    """One link per instance and direction, each with one transfer at a time. Transfers to a decode instance
+    leave in order; the first waits until there is room for it, so that its KV is not evicted unused."""
+
+    network: Network
+    _free_s: dict[str, float] = field(default_factory=dict)
+    _queues: dict[str, deque[Transfer]] = field(default_factory=dict)
+    _promised: dict[str, list[Transfer]] = field(default_factory=dict)
+
+    def send(self, transfer: Transfer) -> None:
+        """Put it into the queue of its target."""
+        self._queues.setdefault(transfer.target.name, deque()).append(transfer)
+
+    def start(self, target: Instance, now_s: float) -> list[Transfer]:
+        """Begin what the target has room for; `start_s` and `end_s` of those are known from here on."""
+        queue, begun = self._queues.get(target.name, deque()), []
+        while queue and self._has_room(queue[0]):
+            transfer = queue.popleft()
+            self._promised.setdefault(target.name, []).append(transfer)
+            self._schedule(transfer, now_s)
+            begun.append(transfer)
+        return begun
+
+    def arrive(self, transfer: Transfer) -> int:
+        """Its KV is there: it enters the target's books. Returns how many tokens the target has cached."""
+        self._promised[transfer.target.name].remove(transfer)
+        kv, request = transfer.target.engine.kv, transfer.request
+        return receive(kv, request, transfer.num_prompt_tokens)
+
+    @property
+    def queued(self) -> list[Transfer]:
+        """Those that have not begun."""
+        return [transfer for queue in self._queues.values() for transfer in queue]
+
+    def _schedule(self, transfer: Transfer, now_s: float) -> None:
+        out, into = f"{transfer.source.name} out", f"{transfer.target.name} in"
+        kv = transfer.target.engine.kv
+        cached = _cached_tokens(kv, transfer)
+        schema = transfer.target.engine.backend.get_kv_schema()
+        num_bytes = (transfer.num_prompt_tokens - cached) * schema.bytes_per_token
+        ready_s = max(transfer.ready_s, now_s)
+        transfer.start_s = max(ready_s, self._free_s.get(out, 0.0), self._free_s.get(into, 0.0))
+        transfer.end_s = transfer.start_s + self.network.seconds(num_bytes)
+        self._free_s[out] = self._free_s[into] = transfer.end_s
+
+    def _has_room(self, transfer: Transfer) -> bool:
+        """Rows and blocks for it, beside those promised and the growth of who is there. An idle target always
+        has."""
+        target, promised = transfer.target, self._promised.get(transfer.target.name, [])
+        kv, stats = target.engine.kv, target.engine.stats()
+        transfer.num_blocks = _blocks(kv, len(transfer.request.tokens)) - _cached_tokens(kv, transfer) // (
+            kv.block_size
+        )
+        others = stats.num_running + stats.num_waiting + len(promised)
+        if not others:
+            return True
+        spoken_for = sum(one.num_blocks for one in promised) + SPARE_BLOCKS * others
+        room = kv.available_blocks() - spoken_for
+        return others < target.engine.max_num_seqs and transfer.num_blocks <= room
+
+
+def _cached_tokens(kv: KVCacheManager, transfer: Transfer) -> int:
+    request = transfer.request
+    namespace = kv.namespace_of(request.namespace)
+    return kv.index.lookup(request.tokens, namespace, transfer.num_prompt_tokens).num_tokens
+
+
+def _blocks(kv: KVCacheManager, num_tokens: int) -> int:
+    return -(-num_tokens // kv.block_size)
+
+
+def receive(kv: KVCacheManager, request: Request, num_tokens: int) -> int:
+    """Register the whole blocks of the request's first `num_tokens` tokens as cached, as if they had been
+    computed here; what is missing for that is evicted. Returns the tokens that are cached now: fewer where
+    running requests hold too much.
+
+    The last, partial block is not registered: the index holds whole ones, so it is computed again.
+    """
+    namespace, index, pool = kv.namespace_of(request.namespace), kv.index, kv.pool
+    hit = index.pin(index.lookup(request.tokens, namespace, num_tokens))
+    missing = min(num_tokens // kv.block_size - hit.num_blocks, kv.available_blocks())
+    if missing > 0:
+        kv.room.make(missing, NO_ACCOUNT)
+        own = pool.allocate(missing, f"received {request.request_id}")
+        if own is not None:
+            table = index.block_ids(hit) + own.block_ids
+            result = index.insert(request.tokens, table, namespace, pin=True)
+            pool.hand_over(own, 0, missing, INDEX_OWNER)
+            pool.free(own)
+            index.unpin(hit)
+            hit = result.hit
+    index.unpin(hit)
+    return hit.num_tokens

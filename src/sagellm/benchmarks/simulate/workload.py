@@ -1,0 +1,221 @@
+"""What is simulated: a trace's requests with arrival times, priorities and turns, all drawn from one seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from sagellm.benchmarks.simulate.arrivals import Arrivals, mean_rate
+from sagellm.benchmarks.simulate.content import PromptContent, check_lengths, uncached_tokens
+from sagellm.benchmarks.traces import Trace, TraceRequest
+from sagellm.core.errors import ConfigError
+from sagellm.core.types import SLO, Request, SamplingParams
+
+HIGH = 1
+"""The priority of those who are drawn; the others have 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """A closed loop: the next turn of a session comes when the answer to the last is there, plus a pause.
+
+    The pause is what the trace says (`meta["think_time"]`, seconds), or, with `think_s`, exponential with
+    that mean; 0 is none.
+    """
+
+    think_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.think_s is not None and not (self.think_s >= 0 and math.isfinite(self.think_s)):
+            raise ConfigError(f"the time to think must be 0 or more seconds, got {self.think_s}")
+
+
+@dataclass(frozen=True, slots=True)
+class HighPriority:
+    """A `share` of the requests with fewer than `below` uncached tokens (`uncached_tokens`), drawn by
+    seed."""
+
+    share: float = 0.0
+    below: int = 2000
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ConfigError(f"the share of high priority must be 0 to 1, got {self.share}")
+        if self.below < 0:
+            raise ConfigError(f"high priority needs a number of uncached tokens from 0 on, got {self.below}")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadSpec:
+    """How a trace becomes a workload. `max_requests`: only the first of the trace. `turns`: sessions are
+    closed loops; None keeps every arrival time."""
+
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    turns: Turns | None = None
+    high: HighPriority = field(default_factory=HighPriority)
+    max_requests: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_requests is not None and self.max_requests < 1:
+            raise ConfigError(f"at least one request must be left, got {self.max_requests}")
+        if self.seed < 0:
+            raise ConfigError(f"a seed is 0 or more, got {self.seed}")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests by number. `times_s[i]`: when request i comes; for a later turn (`follows[i]` is set) the
+    pause after the answer to the request that it follows.
+
+    `rate`: mean arrivals per second, of those that follow nobody. `left_out`: requests of the trace that the
+    model could never hold, and those behind `max_requests`.
+    """
+
+    trace: Trace
+    spec: WorkloadSpec
+    requests: tuple[TraceRequest, ...]
+    times_s: tuple[float, ...]
+    follows: Mapping[int, int] = field(default_factory=dict)
+    priorities: tuple[int, ...] = ()
+    rate: float = math.inf
+    rate_scale: float = 1.0
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    def first(self) -> list[tuple[float, int]]:
+        """Time and number of every request that does not wait for another."""
+        later = set(self.follows.values())
+        return [(time_s, number) for number, time_s in enumerate(self.times_s) if number not in later]
+
+    def described(self) -> dict[str, Any]:
+        """For a manifest."""
+        spec = self.spec
+        return {
+            "name": self.trace.name, "format": self.trace.format, "sha256": self.trace.sha256,
+            "block_tokens": self.trace.block_tokens, "requests": len(self.requests),
+            "left_out": dict(self.left_out), "arrivals": spec.arrivals.process,
+            "cv": spec.arrivals.cv if spec.arrivals.process == "bursty" else None,
+            "rate": _finite(self.rate), "rate_scale": _finite(self.rate_scale),
+            "closed_loop": spec.turns is not None,
+            "think_s": spec.turns.think_s if spec.turns is not None else None,
+            "high_priority_share": spec.high.share, "high_priority_below": spec.high.below,
+            "high_priority_requests": sum(self.priorities), "seed": spec.seed,
+            "prompt_tokens": sum(one.num_input_tokens for one in self.requests),
+            "output_tokens": sum(output_tokens(one) for one in self.requests),
+        }  # fmt: skip
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def output_tokens(request: TraceRequest) -> int:
+    """What the trace says, but one at least: an engine that computed a prompt has drawn a token."""
+    return max(1, request.num_output_tokens)
+
+
+def workload(trace: Trace, spec: WorkloadSpec, max_model_len: int) -> Workload:
+    """The workload of a trace for a model of that context.
+
+    Raises `ConfigError` where nothing is left of the trace, or where it does not hold what `spec` needs.
+    """
+    check_lengths(trace)
+    asked = trace.requests[: spec.max_requests]
+    fits = [one for one in asked if _length(one) <= max_model_len and one.num_input_tokens > 0]
+    requests = tuple(fits)
+    if not requests:
+        raise ConfigError(
+            f"nothing is left of trace {trace.name!r}: of {len(asked)} requests none has a prompt and fits "
+            f"with its answer into a context of {max_model_len} tokens"
+        )
+    follows = _turns(requests) if spec.turns is not None else {}
+    later = set(follows.values())
+    roots = [number for number in range(len(requests)) if number not in later]
+    own_s = [requests[number].time_s for number in roots]
+    times = dict(zip(roots, spec.arrivals.times(own_s, spec.seed), strict=True))
+    if spec.turns is not None:
+        times |= _pauses(requests, sorted(later), spec.turns, spec.seed)
+    made = [times[number] for number in range(len(requests))]
+    rate = mean_rate([times[number] for number in roots])
+    own = mean_rate(own_s)
+    return Workload(
+        trace, spec, requests, tuple(made), follows, _priorities(trace, requests, spec),
+        rate=rate,
+        rate_scale=rate / own if math.isfinite(own) else 1.0,
+        left_out={
+            "too long or empty": len(asked) - len(requests),
+            "behind the limit": len(trace.requests) - len(asked),
+        },
+    )  # fmt: skip
+
+
+def _length(request: TraceRequest) -> int:
+    return request.num_input_tokens + output_tokens(request)
+
+
+def _turns(requests: Sequence[TraceRequest]) -> dict[int, int]:
+    """For each turn the next one of its session."""
+    sessions: dict[str, list[int]] = {}
+    for number, request in enumerate(requests):
+        if request.session is not None:
+            sessions.setdefault(request.session, []).append(number)
+    if not sessions:
+        raise ConfigError(
+            "a closed loop needs a trace with sessions, as the formats sagellm, coding_agents and "
+            "lmcache_agents have them"
+        )
+    return {turn: after for numbers in sessions.values() for turn, after in pairwise(numbers)}
+
+
+def _pauses(
+    requests: Sequence[TraceRequest], later: Sequence[int], turns: Turns, seed: int
+) -> dict[int, float]:
+    if turns.think_s is not None:
+        drawn = np.random.default_rng([seed, 2]).exponential(1.0, len(later)) * turns.think_s
+        return {number: float(one) for number, one in zip(later, drawn, strict=True)}
+    return {number: max(0.0, float(requests[number].meta.get("think_time") or 0.0)) for number in later}
+
+
+def _priorities(trace: Trace, requests: tuple[TraceRequest, ...], spec: WorkloadSpec) -> tuple[int, ...]:
+    made = np.zeros(len(requests), dtype=np.int64)
+    if spec.high.share:
+        small = np.flatnonzero(uncached_tokens(requests, trace.block_tokens) < spec.high.below)
+        count = round(spec.high.share * len(small))
+        made[np.random.default_rng([spec.seed, 3]).choice(small, count, replace=False)] = HIGH
+    return tuple(made.tolist())
+
+
+class RequestMaker:
+    """Makes requests for engines when they arrive, so that no more prompts exist than are under way."""
+
+    def __init__(self, workload: Workload, vocab_size: int, slo: SLO | None = None) -> None:
+        self._workload = workload
+        self._content = PromptContent(workload.trace.block_tokens, vocab_size)
+        self._slo = slo or SLO()
+        self._params: dict[int, SamplingParams] = {}
+
+    def make(self, number: int, arrival_s: float, max_tokens: int) -> Request:
+        """Request `number`, which came at `arrival_s` and is to draw `max_tokens` tokens."""
+        one = self._workload.requests[number]
+        return Request(
+            str(number),
+            self._content.tokens(one.ids, one.num_input_tokens, number),
+            self.params(max_tokens),
+            arrival_s=arrival_s,
+            priority=self._workload.priorities[number],
+            namespace=one.namespace,
+            slo=self._slo,
+            session_id=one.session,
+        )
+
+    def params(self, max_tokens: int) -> SamplingParams:
+        """Greedy, exactly `max_tokens` long; one object for each length."""
+        found = self._params.get(max_tokens)
+        if found is None:
+            found = self._params[max_tokens] = SamplingParams(0.0, max_tokens=max_tokens, ignore_eos=True)
+        return found

@@ -1,0 +1,212 @@
+"""`sagellm calibrate`: a cost model for `simulate`, fitted to measured request timings."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
+
+from sagellm.cli._options import OptionGroup, command, option
+from sagellm.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sagellm.core.clock import ManualClock
+    from sagellm.core.events import EventBus
+    from sagellm.core.protocols.engine import EngineCore, InferenceBackend
+    from sagellm.engines.simulator.calibrate import Calibration
+    from sagellm.engines.simulator.cost_model import CostModel
+    from sagellm.engines.simulator.measured import EngineFactory, Measured, Run, Sizes
+
+_NUMBERS: Mapping[str, tuple[type, str, str]] = {
+    "num_blocks": (int, "N", "KV blocks of the measured engine; default: what the device's memory leaves."),
+    "block_size": (int, "N", "Tokens per KV block; default: 16."),
+    "max_num_seqs": (int, "N", "Requests that ran together at most; default: 256."),
+    "max_batched_tokens": (int, "N", "Tokens computed in one step at most; default: 2048."),
+    "tensor_parallel": (int, "N", "Devices that shared the model; default: 1."),
+    "memory_utilization": (float, "X", "Share of the device's memory that it used; default: 0.9."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Instance(OptionGroup):
+    """How the measured engine was set up."""
+
+    num_blocks: int | None = None
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_batched_tokens: int = 2048
+    tensor_parallel: int = 1
+    memory_utilization: float = 0.9
+    preset: str = "vllm-like"
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        numbers = [getattr(self, name) for name in _NUMBERS]
+        for name, value in zip(_NUMBERS, numbers, strict=True):
+            if value is not None and value <= 0:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: it must be positive")
+        if self.memory_utilization > 1:
+            raise ConfigError(f"--memory-utilization {self.memory_utilization}: at most 1, all of it")
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        numbers = [
+            option(name, kind, typer.Option(metavar=metavar, help=text))
+            for name, (kind, metavar, text) in _NUMBERS.items()
+        ]
+        preset = "Preset whose scheduling it is like; default: vllm-like."
+        caching = "Whether it reused prefixes (of preempted requests, here); default: yes."
+        return [
+            *numbers,
+            option("preset", str, typer.Option(metavar="NAME", help=preset)),
+            option(
+                "prefix_caching", bool, typer.Option("--prefix-caching/--no-prefix-caching", help=caching)
+            ),
+        ]
+
+    @classmethod
+    def take(cls, given: dict[str, Any]) -> Self:
+        taken = {name: given.pop(name) for name in (*_NUMBERS, "preset", "prefix_caching")}
+        return cls(**{name: value for name, value in taken.items() if value is not None})
+
+    def sizes(self, cost_model: CostModel) -> Sizes:
+        """With the blocks that were given, or those that the device has room for."""
+        from sagellm.engines.simulator.measured import Sizes
+        from sagellm.engines.simulator.memory import num_kv_blocks
+
+        blocks = self.num_blocks or num_kv_blocks(
+            cost_model.device,
+            cost_model.model,
+            block_size=self.block_size,
+            tensor_parallel=self.tensor_parallel,
+            utilization=self.memory_utilization,
+            max_batched_tokens=self.max_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+        )
+        return Sizes(blocks, self.block_size, self.max_num_seqs)
+
+    def engine_factory(self) -> EngineFactory:
+        """Builds the engine that is simulated. Settings of the environment do not count: the same command
+        gives the same file everywhere."""
+        from sagellm.engines.build import build_engine, load_config
+
+        settings = {
+            "scheduler.max_num_seqs": self.max_num_seqs,
+            "scheduler.max_batched_tokens": max(self.max_batched_tokens, self.max_num_seqs),
+            "kv.block_size": self.block_size,
+            "kv.prefix_caching": self.prefix_caching,
+        }
+        config = load_config(preset=self.preset, cli=settings, environ={}).config
+
+        def make(backend: InferenceBackend, clock: ManualClock, events: EventBus) -> EngineCore:
+            return build_engine(config, backend, clock=clock, events=events)
+
+        return make
+
+
+@command
+def calibrate(
+    requests: Annotated[
+        Path,
+        typer.Argument(metavar="REQUESTS", help="Measured requests, a JSON object per line; or .xz."),
+    ],
+    device: Annotated[str, typer.Option(metavar="NAME", help="The device, as rtx4090 or h100-80g.")],
+    model: Annotated[
+        str,
+        typer.Option("--model", "-m", metavar="NAME", help="A model shape, or where a config.json is."),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Write the coefficients there.")],
+    fit: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Fit to the first N by arrival, judge the rest; default: all."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", help="Simulations at most.")] = 12,
+    *,
+    open_end: Annotated[
+        bool,
+        typer.Option("--open-end", help="Unknown others arrived after those that are fitted."),
+    ] = False,
+    synchronous: Annotated[
+        bool, typer.Option("--synchronous", help="The engine did not plan a step while the last one ran.")
+    ] = False,
+    instance: Instance,
+) -> None:
+    """Fit a cost model to measured requests: serve them again in simulated time, and move the coefficients
+    until the latencies agree."""
+    from sagellm.benchmarks._results import check_writable, console, write_json
+    from sagellm.engines.simulator import devices, models
+    from sagellm.engines.simulator.calibrate import calibrate as fitted
+    from sagellm.engines.simulator.cost_model import CostModel
+    from sagellm.engines.simulator.measured import read_measured, simulate
+
+    check_writable(out)
+    measured = read_measured(requests)
+    if fit is not None and not 1 <= fit <= len(measured):
+        raise ConfigError(f"--fit {fit}: {requests} holds {len(measured)} requests")
+    start = CostModel(devices.device(device), models.model(model), tensor_parallel=instance.tensor_parallel)
+    sizes, make = instance.sizes(start), instance.engine_factory()
+
+    def run(some: Sequence[Measured], cost_model: CostModel) -> Run:
+        return simulate(some, cost_model, sizes, make, pipelined=not synchronous)
+
+    known = measured[:fit] if open_end else measured
+    found = fitted(known, start, run, num_fitted=fit, open_end=open_end, rounds=rounds)
+    final = run(measured, found.cost_model)
+    for table in _tables(found, measured, final):
+        console().print(table)
+    print(f"{sizes.num_blocks:,} blocks of {sizes.block_size} tokens, {_origin(instance)}")
+    write_json(out, _record(found, instance, sizes, requests))
+    print(f"{out}: coefficients from {found.num_requests:,} requests, {found.num_rounds} simulations")
+
+
+def _origin(instance: Instance) -> str:
+    return "as given" if instance.num_blocks else "as the device's memory leaves room for"
+
+
+def _tables(found: Calibration, measured: Sequence[Measured], run: Run) -> list[Any]:
+    """Coefficients; latencies of what was fitted and, where there is one, of the rest."""
+    from rich.table import Table
+
+    from sagellm.engines.simulator.comparison import compare
+
+    coefficients = Table("coefficient", "value", title="Coefficients")
+    for name, value in found.cost_model.coefficients.as_dict().items():
+        coefficients.add_row(name, f"{value:.4g}")
+    tables = [coefficients]
+    for part, title in ((slice(found.num_requests), "fitted"), (slice(found.num_requests, None), "judged")):
+        if not measured[part]:
+            continue
+        table = Table(
+            "latency", "", "measured s", "simulated s", "error", title=f"Requests that were {title}"
+        )
+        for row in compare(measured[part], run.timings[part]):
+            values = (f"{row.measured_s:.4f}", f"{row.simulated_s:.4f}", f"{row.error:+.1%}")
+            table.add_row(row.latency, row.statistic, *values)
+        tables.append(table)
+    return tables
+
+
+def _record(found: Calibration, instance: Instance, sizes: Sizes, path: Path) -> dict[str, Any]:
+    """What `simulate` reads, and what the coefficients came from."""
+    cost_model = found.cost_model
+    return {
+        "device": cost_model.device.name,
+        "model": cost_model.model.name,
+        "tensor_parallel": cost_model.tensor_parallel,
+        "num_blocks": sizes.num_blocks,
+        "num_blocks_given": instance.num_blocks is not None,
+        "coefficients": cost_model.coefficients.as_dict(),
+        "fitted": {
+            "requests": path.name,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "num_requests": found.num_requests,
+            "num_simulations": found.num_rounds,
+            "relative_error_of_mean_tpot": found.errors[0],
+            "relative_error_of_mean_ttft": found.errors[1],
+        },
+    }

@@ -1,0 +1,324 @@
+"""`sagellm simulate`: presets on a trace, on hardware that is not there."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
+from rich.console import Console
+
+from sagellm.cli._options import OptionGroup, command, option
+from sagellm.cli.trace import Reading
+from sagellm.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sagellm.benchmarks.simulate.capacity import Capacity
+    from sagellm.benchmarks.simulate.experiment import Bench
+    from sagellm.benchmarks.simulate.setting import Setting
+    from sagellm.benchmarks.simulate.simulation import Goals, Result
+    from sagellm.benchmarks.simulate.workload import WorkloadSpec
+    from sagellm.benchmarks.traces import Trace
+
+TRACES = "SAGELLM_TRACES"
+DEFAULT_PRESETS = ("default",)
+
+
+@dataclass(frozen=True, slots=True)
+class Given(OptionGroup):
+    """Options by the name of their parameter, those that were given. A subclass says which."""
+
+    values: Mapping[str, Any]
+
+    @classmethod
+    def declared(cls) -> Sequence[tuple[str, Any, str, str]]:
+        """Parameter, type, flags (such as `--seed N`) and help of each option."""
+        return ()
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        made = []
+        for name, kind, told, text in cls.declared():
+            parts = told.split()
+            flags = [part for part in parts if part.startswith("-")]
+            metavar = parts[-1] if len(parts) > len(flags) else None
+            made.append(option(name, kind, typer.Option(*flags, metavar=metavar, help=text)))
+        return made
+
+    @classmethod
+    def take(cls, given: dict[str, Any]) -> Self:
+        taken = {name: given.pop(name) for name, *_ in cls.declared()}
+        return cls({name: value for name, value in taken.items() if value is not None})
+
+    def some(self, **names: str) -> dict[str, Any]:
+        """Of the options, those that were given, under other names: `some(parameter="option")`."""
+        return {to: self.values[name] for to, name in names.items() if name in self.values}
+
+
+class Machinery(Given):
+    """What requests run on."""
+
+    @classmethod
+    def declared(cls) -> Sequence[tuple[str, Any, str, str]]:
+        return (
+            ("device", str, "--device NAME", "Device; default: h100-80g."),
+            ("model", str, "--model NAME", "Model, or a config.json; default: llama-3.1-8b."),
+            ("tensor_parallel", int, "--tensor-parallel N", "Devices per instance; default: 1."),
+            ("cost", Path, "--cost FILE", "Coefficients that `calibrate` wrote."),
+            ("assignments", list[str], "--set -s KEY=VALUE", "Set a key of every preset; repeatable."),
+            ("instances", int, "--instances N", "Instances that do both phases; default: 1."),
+            ("disaggregate", str, "--disaggregate P:D", "P instances for prefill, D for decode."),
+            ("router", str, "--router NAME", _ROUTER_HELP),
+            ("network", float, "--network GB/S", "Of one instance; default: the device's."),
+        )
+
+    def bench(self, measuring: Measuring) -> Bench:
+        from sagellm.benchmarks.simulate.experiment import Bench
+        from sagellm.benchmarks.simulate.hardware import hardware
+        from sagellm.benchmarks.simulate.simulation import Layout, parse_disaggregate
+        from sagellm.cli.trace import assignments
+
+        given = self.values
+        pools = self.some(disaggregate="disaggregate")
+        if pools and "instances" in given:
+            raise ConfigError("--instances and --disaggregate exclude each other: 1:1 are two instances")
+        layout: dict[str, Any] = {name: parse_disaggregate(text) for name, text in pools.items()}
+        if "network" in given:
+            layout["network_bytes_per_s"] = given["network"] * 1e9
+        machine = hardware(
+            given.get("device", "h100-80g"),
+            given.get("model", "llama-3.1-8b"),
+            cost_file=given.get("cost"),
+            **self.some(tensor_parallel="tensor_parallel"),
+        )
+        placed = Layout(**layout, **self.some(instances="instances", router="router"))
+        return Bench(machine, placed, measuring.goals(), assignments("--set", given.get("assignments", ())))
+
+
+_BELOW_HELP = "Uncached tokens below which a request is small; default: 2000."
+_ROUTER_HELP = "round-robin, least-loaded or prefix-aware; default: prefix-aware."
+
+
+class Load(Given):
+    """Which requests come, and when."""
+
+    @classmethod
+    def declared(cls) -> Sequence[tuple[str, Any, str, str]]:
+        return (
+            ("rate_scale", list[str], "--rate-scale X", "Times the trace's rate; repeatable; default: 1."),
+            ("rate", float, "--rate X", "Mean requests per second, in place of a scale."),
+            ("arrivals", str, "--arrivals NAME", "trace, poisson or bursty; default: trace."),
+            ("cv", float, "--cv X", "Variation of bursty gaps; default: 3."),
+            ("closed_loop", bool, "--closed-loop", "A turn waits for the answer before it."),
+            ("think", float, "--think SECONDS", "Mean pause between turns; default: the trace's."),
+            ("requests", int, "--requests N", "Only the first of the trace."),
+            ("high_priority_share", float, "--high-priority-share X", "Share of small ones that go first."),
+            ("high_priority_below", int, "--high-priority-below N", _BELOW_HELP),
+            ("seed", int, "--seed N", "Of everything that is drawn; default: 0."),
+        )
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        scales = tuple(map(_scale, self.values.get("rate_scale", ("1",))))
+        if "rate" in self.values and "rate_scale" in self.values:
+            raise ConfigError("--rate and --rate-scale exclude each other: a scale is relative to the trace")
+        return scales
+
+    def spec(self) -> WorkloadSpec:
+        from sagellm.benchmarks.simulate.arrivals import Arrivals
+        from sagellm.benchmarks.simulate.workload import HighPriority, Turns, WorkloadSpec
+
+        if "think" in self.values and not self.values.get("closed_loop"):
+            raise ConfigError("--think is the pause of a closed loop: give --closed-loop too")
+        return WorkloadSpec(
+            arrivals=Arrivals(**self.some(process="arrivals", rate="rate", cv="cv")),
+            turns=Turns(self.values.get("think")) if self.values.get("closed_loop") else None,
+            high=HighPriority(**self.some(share="high_priority_share", below="high_priority_below")),
+            **self.some(max_requests="requests", seed="seed"),
+        )
+
+
+def _scale(text: str) -> float:
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = math.nan
+    if not 0 < scale < math.inf:
+        raise ConfigError(f"--rate-scale {text!r}: write a number above 0, as in 1.5")
+    return scale
+
+
+class Measuring(Given):
+    """What results are measured by."""
+
+    @classmethod
+    def declared(cls) -> Sequence[tuple[str, Any, str, str]]:
+        return (
+            ("slo", list[str], "--slo TTFT,TPOT", _SLO_HELP),
+            ("price", float, "--price X", "Per device hour, for the cost of tokens."),
+            ("until", float, "--until SECONDS", "Stop there; default: when all have ended."),
+        )
+
+    def goals(self) -> Goals:
+        from sagellm.benchmarks.simulate.metrics import parse_slo
+        from sagellm.benchmarks.simulate.simulation import Goals
+
+        slos = self.values.get("slo")
+        pairs: dict[str, Any] = {"slos": tuple(dict.fromkeys(map(parse_slo, slos)))} if slos else {}
+        return Goals(**pairs, **self.some(price_per_hour="price", until_s="until"))
+
+
+_SLO_HELP = "Goodput under seconds, milliseconds; repeatable; default: 1,100 and 10,30."
+
+
+@command
+def simulate(
+    preset: Annotated[
+        list[str] | None,
+        typer.Option("--preset", metavar="NAME", help="A preset; repeatable; default: default."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The trace; .xz, .gz and .zst are read as they are.")
+    ] = None,
+    setting: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="An experiment, in place of everything else.")
+    ] = None,
+    traces: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help=f"Where a setting's traces are; default: {TRACES}.")
+    ] = None,
+    capacity: Annotated[  # noqa: FBT002 - an option of the command line
+        bool, typer.Option("--capacity", help="First find the highest rate that each preset keeps up with.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FOLDER", help="Write results.json and requests.csv there."),
+    ] = None,
+    plots: Annotated[  # noqa: FBT002 - an option of the command line
+        bool, typer.Option("--plots", help="Draw into the folder of --out; needs the extra plots.")
+    ] = False,
+    *,
+    load: Load,
+    machinery: Machinery,
+    measuring: Measuring,
+    reading: Reading,
+) -> None:
+    """Simulate the engine with presets on a trace: latency, goodput, throughput, cost.
+
+    Scheduler, KV cache and policies are the real ones; only the device is a cost model.
+    """
+    _check_outputs(out, plots=plots)
+    if setting is not None:
+        if trace is not None or any(one.values for one in (load, measuring)):
+            raise ConfigError(
+                "--setting fixes traces, rates and goals: beside it --preset, --cost, --out, ..."
+            )
+        _run_setting(setting, traces, preset or (), machinery, out, plots=plots)
+        return
+    if trace is None:
+        raise ConfigError("name what to simulate: --trace FILE, or --setting FILE")
+    chosen = tuple(dict.fromkeys(preset or DEFAULT_PRESETS))
+    _run_trace(chosen, trace, (load, machinery, measuring, reading), out, capacity=capacity, plots=plots)
+
+
+def _check_outputs(out: Path | None, *, plots: bool) -> None:
+    from sagellm.benchmarks.simulate.outputs import check_folder
+    from sagellm.benchmarks.simulate.plots import check_plots
+
+    if plots and out is None:
+        raise ConfigError("--plots draws into the folder of --out: name one")
+    if out is not None:
+        (check_plots if plots else check_folder)(out)
+
+
+def _run_trace(
+    presets: Sequence[str],
+    file: Path,
+    groups: tuple[Load, Machinery, Measuring, Reading],
+    out: Path | None,
+    *,
+    capacity: bool,
+    plots: bool,
+) -> None:
+    from sagellm.benchmarks.simulate.experiment import run_rates
+
+    load, machinery, measuring, reading = groups
+    scales, spec, bench = load.scales, load.spec(), machinery.bench(measuring)
+    for name in presets:
+        bench.config(name)
+    read = reading.read(file)
+    capacities = _capacities(bench, read, spec, presets) if capacity else {}
+    results = run_rates(bench, read, spec, presets, scales, _say)
+    _report(bench, results, capacities, None, out, plots=plots)
+
+
+def _capacities(
+    bench: Bench, trace: Trace, spec: WorkloadSpec, presets: Sequence[str]
+) -> dict[str, Capacity]:
+    from sagellm.benchmarks.simulate import experiment
+
+    return {one: experiment.capacity(bench, trace, spec, one, presets, _say) for one in presets}
+
+
+def _run_setting(
+    file: Path,
+    folder: Path | None,
+    presets: Sequence[str],
+    machinery: Machinery,
+    out: Path | None,
+    *,
+    plots: bool,
+) -> None:
+    from sagellm.benchmarks.simulate.experiment import bench_of, run_setting
+    from sagellm.benchmarks.simulate.setting import read_setting
+
+    others = sorted(machinery.values.keys() - {"cost"})
+    if others:
+        raise ConfigError(f"--setting fixes the machine: leave out {', '.join(others)}, or change the file")
+    where = folder or (Path(os.environ[TRACES]) if os.environ.get(TRACES) else None)
+    if where is None:
+        raise ConfigError(
+            f"a setting names files of a collection of traces: say where with --traces or {TRACES}"
+        )
+    setting, cost = read_setting(file), machinery.values.get("cost")
+    made = run_setting(setting, where, presets=presets, cost_file=cost, say=_say)
+    _report(bench_of(setting, cost), made.results, made.capacities, setting, out, plots=plots)
+
+
+def _say(text: str) -> None:
+    """On stderr, where that is a terminal."""
+    terminal = Console(stderr=True)
+    if terminal.is_terminal:
+        terminal.print(text, style="dim", highlight=False)
+
+
+def _report(
+    bench: Bench,
+    results: Sequence[Result],
+    capacities: Mapping[str, Capacity],
+    setting: Setting | None,
+    out: Path | None,
+    *,
+    plots: bool,
+) -> None:
+    from sagellm.benchmarks._results import console, environment
+    from sagellm.benchmarks.simulate.outputs import headlines, manifest, tables, write
+    from sagellm.benchmarks.simulate.plots import draw
+
+    for line in headlines(bench, results):
+        print(line)
+    for name, found in capacities.items():
+        print(f"capacity, {name}: {found.rate:.3g} requests/s")
+    slos = bench.goals.slos
+    for one in tables(results, slos):
+        console().print(one)
+    if out is None:
+        return
+    made_by = manifest(bench, results, environment(datetime.now(UTC)), setting, capacities)
+    for path in (*write(out, made_by, results), *(draw(out, results, slos) if plots else ())):
+        print(path)

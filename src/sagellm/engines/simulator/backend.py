@@ -1,0 +1,129 @@
+"""`SimulatedBackend`: a backend that computes nothing and takes the time that the cost model says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+from sagellm.core.clock import ManualClock
+from sagellm.core.plan import ExecutionPlan, StepResult
+from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, TokenLogprob
+from sagellm.engines.simulator.cost_model import CostModel, StepShape
+
+StepListener = Callable[[StepShape, float], None]
+"""Called with the shape of each step and its seconds, before the clock moves."""
+
+
+class SimulatedBackend:
+    """Implements `InferenceBackend` on a simulated clock: `execute` moves it by the price of the step.
+
+    Every token drawn for a request is one and the same, from a hash of the request's id and never one that
+    would end it, so that outputs of two requests do not look like a shared prefix. Work per step is by rows,
+    never by tokens.
+    """
+
+    def __init__(
+        self,
+        cost_model: CostModel,
+        clock: ManualClock,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
+        vocab_size: int | None = None,
+        on_step: StepListener | None = None,
+    ) -> None:
+        model = cost_model.model
+        self.cost_model = cost_model
+        self._clock = clock
+        self._on_step = on_step
+        self._bytes_per_block = model.kv_bytes_per_token * block_size
+        self._capability = CapabilityDescriptor(
+            cost_model.device.name,
+            model.dtype,
+            vocab_size or model.vocab_size,
+            max_model_len or model.max_model_len,
+            num_blocks,
+            block_size,
+            max_num_seqs,
+            model.kv_schema(block_size),
+            memory_bytes=cost_model.device.memory_bytes,
+        )
+        self._tokens: dict[int, int] = {}
+        self._wants_logprobs: set[int] = set()
+        self._next = StepShape()
+
+    def capability(self) -> CapabilityDescriptor:
+        return self._capability
+
+    def get_kv_schema(self) -> KVCacheSchema:
+        assert self._capability.kv_schema is not None
+        return self._capability.kv_schema
+
+    def execute(self, plan: ExecutionPlan) -> StepResult:
+        for join in plan.joined:
+            ends = join.eos_token_ids.union(join.params.stop_token_ids)
+            self._tokens[join.row] = self.token_of(join.request_id, ends)
+            if join.params.logprobs is None:
+                self._wants_logprobs.discard(join.row)
+            else:
+                self._wants_logprobs.add(join.row)
+        shape = self.shape_of(plan)
+        seconds = self.cost_model.step_s(shape)
+        if self._on_step is not None:
+            self._on_step(shape, seconds)
+        self._clock.advance(seconds)
+        tokens = self._tokens
+        drawn = tuple([tokens[row] for row in plan.sample_rows])
+        return StepResult(plan.step, drawn, self._logprobs(plan) if self._wants_logprobs else {})
+
+    def price_decodes(self, positions: Sequence[int], num_steps: int) -> list[float]:
+        """Seconds of each of so many steps in a row in which rows decode, at those positions in the first:
+        what `execute` would take for one after the other."""
+        num_decodes = len(positions)
+        self._next = StepShape(num_decodes, sum(positions) + num_decodes)
+        found: list[float] = self.cost_model.decode_steps_s(self._next, num_steps).tolist()
+        return found
+
+    def pass_decodes(self, step: int, rows: Sequence[int], seconds: float) -> None:
+        """One of the steps that `price_decodes` priced, in their order."""
+        if self._on_step is not None:
+            self._on_step(self._next, seconds)
+            context = self._next.decode_context + self._next.num_decodes
+            self._next = self._next._replace(decode_context=context)
+        self._clock.advance(seconds)
+
+    def repeated(self, rows: Sequence[int]) -> Sequence[int]:
+        """The token that each row draws, in every step."""
+        return [self._tokens[row] for row in rows]
+
+    def close(self) -> None:
+        self._tokens.clear()
+
+    def shape_of(self, plan: ExecutionPlan) -> StepShape:
+        """What the plan computes and moves."""
+        num_decodes = len(plan.decode_positions)
+        return StepShape(
+            num_decodes,
+            sum(plan.decode_positions) + num_decodes,
+            tuple([(op.start, op.num_tokens) for op in plan.prefills]) if plan.prefills else (),
+            self._copied(plan),
+            sum(len(one.block_ids) for one in plan.transfers) * self._bytes_per_block,
+        )
+
+    def token_of(self, request_id: str, ends: frozenset[int] = frozenset()) -> int:
+        """The token that is drawn for a request again and again: none of `ends`."""
+        digest = blake2b(request_id.encode(), digest_size=8).digest()
+        size = self._capability.vocab_size
+        first = int.from_bytes(digest, "little") % size
+        return next(token for token in ((first + i) % size for i in range(size)) if token not in ends)
+
+    def _copied(self, plan: ExecutionPlan) -> dict[tuple[str, str], int]:
+        blocks = Counter((copy.source_tier, copy.target_tier) for copy in plan.copies)
+        return {pair: number * self._bytes_per_block for pair, number in blocks.items()}
+
+    def _logprobs(self, plan: ExecutionPlan) -> dict[int, TokenLogprob]:
+        rows = self._wants_logprobs.intersection(plan.sample_rows)
+        return {row: TokenLogprob(self._tokens[row], 0.0) for row in rows}

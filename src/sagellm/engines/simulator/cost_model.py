@@ -1,0 +1,212 @@
+"""The time of one engine step on a device that is not there: a roofline with a few measured coefficients.
+
+Williams et al. 2009 (roofline); for language models Pope et al. 2023 and Agrawal et al. 2024 (Vidur, which
+shows that linear layers, attention over cached KV and attention of prompt chunks are enough). A step takes
+
+    linear layers      weights are read once, every token is multiplied with them; the two overlap in part
+    attention, decode  the KV of all contexts is read once
+    attention, chunks  the larger of reading their KV and of multiplying (query, key) pairs
+    sampling, launch   by row, by step, and more for a step with prompt chunks
+    moves              copies between tiers and transfers to other instances that the step waits for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from sagellm.core.errors import ConfigError
+from sagellm.engines.simulator.devices import Device
+from sagellm.engines.simulator.models import ModelShape
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Number = TypeVar("Number", float, Floats)
+NO_BYTES: Mapping[tuple[str, str], int] = MappingProxyType({})
+
+
+class StepShape(NamedTuple):
+    """What a step computes and moves, in numbers.
+
+    `decode_context`: sum, over the decoding rows, of the tokens that each attends to, its own included.
+    `prefills`: (start, num_tokens) of each prompt chunk. `bytes_copied` by (source tier, target tier).
+    """
+
+    num_decodes: int = 0
+    decode_context: int = 0
+    prefills: tuple[tuple[int, int], ...] = ()
+    bytes_copied: Mapping[tuple[str, str], int] = NO_BYTES
+    bytes_transferred: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """What is reached of the peaks (shares), and times that no peak explains (seconds).
+
+    `overlap` is the exponent that joins reading and multiplying in linear layers: 1 one after the other,
+    infinity the roofline's perfect overlap.
+    """
+
+    weight_bandwidth: float = 0.85
+    kv_bandwidth: float = 0.85
+    compute: float = 0.75
+    chunk_attention: float = 0.45
+    overlap: float = 2.3
+    step_s: float = 2e-3
+    chunk_step_s: float = 4e-3
+    row_s: float = 5e-6
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < np.inf:
+                raise ConfigError(f"coefficient {one.name}: a number that is not negative, not {value!r}")
+        if min(self.weight_bandwidth, self.kv_bandwidth, self.compute, self.chunk_attention) <= 0:
+            raise ConfigError("coefficients: shares of a peak must be positive")
+        if self.overlap < 1:
+            raise ConfigError(f"coefficient overlap: at least 1 (no overlap at all), not {self.overlap}")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Coefficients:
+        """From a mapping by name; raises `ConfigError` for a name that is none."""
+        unknown = sorted(values.keys() - {one.name for one in fields(cls)})
+        if unknown:
+            known = ", ".join(one.name for one in fields(cls))
+            raise ConfigError(f"no coefficient {', '.join(unknown)}; they are {known}")
+        return cls(**values)
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Prices steps in seconds. Pure: the same shape has the same price, whenever it is asked."""
+
+    device: Device
+    model: ModelShape
+    coefficients: Coefficients = field(default_factory=Coefficients)
+    tensor_parallel: int = 1
+    _decode_s: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel < 1 or self.model.num_heads % self.tensor_parallel:
+            raise ConfigError(
+                f"tensor_parallel {self.tensor_parallel} does not divide the {self.model.num_heads} heads of "
+                f"{self.model.name}"
+            )
+        self.device.peak_flops(self.model.dtype)
+
+    def step_s(self, shape: StepShape) -> float:
+        """Seconds of one step."""
+        num_decodes = shape.num_decodes
+        fixed = self._mixed_s(num_decodes, shape.prefills) if shape.prefills else self._rows_s(num_decodes)
+        seconds = fixed + self._kv_s() * shape.decode_context
+        if shape.bytes_copied or shape.bytes_transferred:
+            seconds += self.moves_s(shape.bytes_copied, shape.bytes_transferred)
+        return seconds
+
+    def decode_steps_s(self, shape: StepShape, k: int) -> Floats:
+        """Seconds of each of `k` steps in a row, from `shape` on, in which each row decodes one token more of
+        context each time: the floats that `step_s` gives for one after the other. No chunks, no moves."""
+        if shape.prefills or shape.bytes_copied or shape.bytes_transferred:
+            raise ValueError("only steps that decode and do nothing else can be priced together")
+        contexts = shape.decode_context + shape.num_decodes * np.arange(k, dtype=np.float64)
+        steps_s: Floats = self._rows_s(shape.num_decodes) + self._kv_s() * contexts
+        return steps_s
+
+    def moves_s(self, bytes_copied: Mapping[tuple[str, str], int], bytes_transferred: int = 0) -> float:
+        """Seconds for copies between tiers ('hbm', 'dram', 'nvme'), one pair after the other, and for bytes
+        sent to another instance."""
+        copies = sum(number / self._path(*pair) for pair, number in bytes_copied.items())
+        return copies + bytes_transferred / self.device.network
+
+    def compute_s(
+        self,
+        num_decodes: Number,
+        decode_context: Number,
+        chunk_tokens: Number,
+        num_chunks: Number,
+        chunk_keys: Number,
+        chunk_pairs: Number,
+    ) -> Number:
+        """The price without moves, of one step or, with arrays, of many. `chunk_keys`: tokens whose KV the
+        chunks read; `chunk_pairs`: (query, key) pairs that they multiply."""
+        rows = num_decodes + num_chunks
+        has_chunks = num_chunks / (num_chunks + 1e-300)
+        fixed = self._linear_s(num_decodes + chunk_tokens, rows)
+        fixed = fixed + self._chunk_attention_s(chunk_keys, chunk_pairs) + self.coefficients.row_s * rows
+        fixed = fixed + self.coefficients.step_s + self.coefficients.chunk_step_s * has_chunks
+        return fixed + self._kv_s() * decode_context
+
+    def _rows_s(self, num_decodes: int) -> float:
+        """A step that decodes only, without what depends on contexts; kept, since batches come again."""
+        found = self._decode_s.get(num_decodes)
+        if found is None:
+            found = self._decode_s[num_decodes] = self.compute_s(float(num_decodes), 0.0, 0.0, 0.0, 0.0, 0.0)
+        return found
+
+    def _mixed_s(self, num_decodes: int, prefills: tuple[tuple[int, int], ...]) -> float:
+        tokens = keys = pairs = 0
+        for start, number in prefills:
+            tokens += number
+            keys += start + number
+            pairs += number * start + number * (number + 1) // 2
+        return self.compute_s(
+            float(num_decodes), 0.0, float(tokens), float(len(prefills)), float(keys), float(pairs)
+        )
+
+    def _linear_s(self, tokens: Number, rows: Number) -> Number:
+        """Linear layers on `tokens` and the output projection on `rows`."""
+        model, reached, shards = self.model, self.coefficients, self.tensor_parallel
+        read = (model.always_read_params + model.head_params) * model.itemsize
+        num_bytes = read + model.expert_params * model.itemsize * self._experts_met(tokens)
+        read_s = num_bytes / (self.device.bandwidth * reached.weight_bandwidth * shards)
+        flops = 2 * (model.active_params * tokens + model.head_params * rows)
+        peak = self.device.peak_flops(model.dtype) * reached.compute * shards
+        exponent = reached.overlap
+        joined: Number = (read_s**exponent + (flops / peak) ** exponent) ** (1 / exponent)
+        return joined + self._all_reduce_s(tokens)
+
+    def _experts_met(self, tokens: Number) -> Number:
+        """Experts of a layer that at least one of the tokens visits, if each visits any with equal chance."""
+        model = self.model
+        if not model.num_experts:
+            return tokens * 0.0
+        missed = 1.0 - model.experts_per_token / model.num_experts
+        met: Number = model.num_experts * (1.0 - missed**tokens)
+        return met
+
+    def _all_reduce_s(self, tokens: Number) -> Number:
+        """Two ring all-reduces per layer, where several devices share one model."""
+        shards, model = self.tensor_parallel, self.model
+        if shards == 1:
+            return tokens * 0.0
+        num_bytes = 2 * (shards - 1) / shards * model.hidden_size * model.itemsize * tokens
+        return 2 * model.num_layers * (self.device.link_latency_s + num_bytes / self.device.link)
+
+    def _chunk_attention_s(self, keys: Number, pairs: Number) -> Number:
+        model, reached = self.model, self.coefficients
+        flops = 4 * model.num_layers * model.num_heads * model.head_dim * pairs
+        peak = self.device.peak_flops(model.dtype) * reached.chunk_attention * self.tensor_parallel
+        read_s, multiply_s = self._kv_s() * keys, flops / peak
+        return (read_s + multiply_s + abs(read_s - multiply_s)) / 2  # their maximum, for arrays too
+
+    def _kv_s(self) -> float:
+        """Seconds to read the KV of one token."""
+        shards = min(self.tensor_parallel, self.model.num_kv_heads)
+        reached = self.device.bandwidth * self.coefficients.kv_bandwidth
+        return self.model.kv_bytes_per_token / shards / reached
+
+    def _path(self, source: str, target: str) -> float:
+        """Bytes per second between two tiers: that of the slowest part."""
+        device = self.device
+        speeds = {"hbm": device.bandwidth / 2, "dram": device.pcie, "nvme": device.nvme}
+        for tier in (source, target):
+            if tier not in speeds:
+                raise ConfigError(f"no tier {tier!r}; tiers are {', '.join(speeds)}")
+        return min(speeds[source], speeds[target])

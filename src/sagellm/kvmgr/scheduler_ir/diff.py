@@ -1,0 +1,175 @@
+"""What differs between two plans, told by request: two steps of one run, or one step under two schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from sagellm.core.plan import BlockCopy, ExecutionPlan, Placement, Prefill
+from sagellm.kvmgr.scheduler_ir.rows import Rows
+from sagellm.kvmgr.scheduler_ir.text import numbers, quoted
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """`request_id` is None for what is of no one request. `sign`: + only in the second plan, - only in the
+    first, ~ other there."""
+
+    sign: str
+    request_id: str | None
+    text: str
+
+    def __str__(self) -> str:
+        about = "" if self.request_id is None else f"{quoted(self.request_id)} "
+        return f"{self.sign} {about}{self.text}"
+
+
+@dataclass(slots=True)
+class Part:
+    """What one plan does with one request."""
+
+    fates: list[str] = field(default_factory=list)
+    left: bool = False
+    placed: str = ""
+    join: str = ""
+    blocks: tuple[int, tuple[int, ...]] | None = None
+    prefill: Prefill | None = None
+    position: int | None = None
+
+
+def diff(
+    a: ExecutionPlan, b: ExecutionPlan, rows_a: Rows | None = None, rows_b: Rows | None = None
+) -> list[Change]:
+    """The changes from `a` to `b`, each request's reason in `b` with the first of them.
+
+    `rows_a` and `rows_b`, the batches before them, give names to rows; a row without a name is told as row N.
+    Between plans of different steps it is no change that a decode goes on, nor that what happened once in `a`
+    (joined, left, got blocks, ...) does not happen again.
+    """
+    parts_a, parts_b = _parts(a, rows_a), _parts(b, rows_b)
+    if a.step != b.step:
+        parts_a = {
+            name: Part(placed=one.placed, prefill=one.prefill, position=one.position)
+            for name, one in parts_a.items()
+        }
+    why = {one.request_id: one for one in b.decisions}
+    found: list[Change] = []
+    for name in dict.fromkeys([*parts_a, *parts_b]):
+        before, after = parts_a.get(name, Part()), parts_b.get(name, Part())
+        changes = list(_of_request(name, before, after, b.step - a.step))
+        reason = why.get(name)
+        if changes and reason is not None and reason.reason:
+            told = f"{changes[0].text} ({reason.pass_name}: {reason.reason})"
+            changes[0] = replace(changes[0], text=told)
+        found += changes
+    return [*found, *_moves(a, b)]
+
+
+def diff_text(
+    a: ExecutionPlan, b: ExecutionPlan, rows_a: Rows | None = None, rows_b: Rows | None = None
+) -> str:
+    """The same as text, a line each; empty for plans that do the same."""
+    return "".join(f"{change}\n" for change in diff(a, b, rows_a, rows_b))
+
+
+def placement_text(one: Placement) -> str:
+    """The parts that are elsewhere, and where."""
+    at = {"prefill": one.prefill, "decode": one.decode, "attention": one.attention, "ffn": one.ffn}
+    return ", ".join(f"{part} @{name}" for part, name in at.items() if name)
+
+
+def _parts(plan: ExecutionPlan, rows: Rows | None) -> dict[str, Part]:
+    """By request, in order of the plan."""
+    names = {} if rows is None else rows.names
+    parts: dict[str, Part] = {}
+    for request in plan.preempted:
+        _part(parts, request).fates.append("preempted")
+    for request, reason in plan.rejected:
+        _part(parts, request).fates.append(f"rejected: {reason}")
+    for request, one in plan.placements:
+        _part(parts, request).placed = placement_text(one)
+    for row in plan.left:
+        _part(parts, _name(names, row)).left = True
+        names.pop(row, None)
+    for join in plan.joined:
+        names[join.row] = join.request_id
+        part = _part(parts, join.request_id)
+        part.join, part.blocks = f"row {join.row}, {join.num_computed} tokens computed", (0, join.block_ids)
+    names |= {op.row: op.request_id for op in plan.prefills}
+    for growth in plan.grown:
+        _part(parts, _name(names, growth.row)).blocks = (growth.first, growth.block_ids)
+    for op in plan.prefills:
+        _part(parts, op.request_id).prefill = op
+    for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
+        _part(parts, _name(names, row)).position = position
+    return parts
+
+
+def _name(names: Mapping[int, str], row: int) -> str:
+    return names.get(row, f"row {row}")
+
+
+def _part(parts: dict[str, Part], name: str) -> Part:
+    return parts.setdefault(name, Part())
+
+
+def _of_request(name: str, a: Part, b: Part, num_steps: int) -> Iterator[Change]:
+    for fate in a.fates:
+        if fate not in b.fates:
+            yield Change("-", name, fate)
+    for fate in b.fates:
+        if fate not in a.fates:
+            yield Change("+", name, fate)
+    if a.left != b.left:
+        yield Change("+" if b.left else "-", name, "left")
+    yield from _either(name, "placed", a.placed, b.placed)
+    yield from _either(name, "joined", a.join, b.join)
+    yield from _compute(name, a, b, num_steps)
+    if a.blocks != b.blocks:
+        yield from _either(name, "blocks", _blocks(a), _blocks(b))
+
+
+def _compute(name: str, a: Part, b: Part, num_steps: int) -> Iterator[Change]:
+    goes_on = None not in (a.position, b.position) and (b.position or 0) - (a.position or 0) == num_steps
+    if goes_on or (a.prefill, a.position) == (b.prefill, b.position):
+        return
+    yield from _either(name, "computes", _work(a), _work(b), "before" if num_steps else "not")
+
+
+def _work(part: Part) -> str:
+    if part.prefill is not None:
+        op = part.prefill
+        return f"prompt tokens {op.start}:{op.start + op.num_tokens}{', samples' if op.samples else ''}"
+    return "" if part.position is None else f"decode at {part.position}"
+
+
+def _blocks(part: Part) -> str:
+    if part.blocks is None:
+        return ""
+    first, ids = part.blocks
+    return f"{numbers(ids)} from {first}" if ids else ""
+
+
+def _either(name: str, what: str, a: str, b: str, other: str = "not") -> Iterator[Change]:
+    if a and b and a != b:
+        yield Change("~", name, f"{what} {b}, {other} {a}")
+    elif a != b:
+        yield Change("+" if b else "-", name, f"{what} {b or a}")
+
+
+def _moves(a: ExecutionPlan, b: ExecutionPlan) -> Iterator[Change]:
+    """Copies and transfers that only one of the plans has."""
+    for sign, here, there in (("-", a, b), ("+", b, a)):
+        if sign == "-" and a.step != b.step:
+            continue
+        for copy in here.copies:
+            if copy not in there.copies:
+                yield Change(sign, None, _copy(copy))
+        for sent in here.transfers:
+            if sent not in there.transfers:
+                blocks = numbers(sent.block_ids)
+                yield Change(sign, sent.request_id, f"sends blocks {blocks} to @{sent.target_instance}")
+
+
+def _copy(copy: BlockCopy) -> str:
+    return f"copy {copy.source_tier} {copy.source_block} to {copy.target_tier} {copy.target_block}"

@@ -1,0 +1,243 @@
+"""What each pass did to each request, and why: passes under watch, and the story of a run.
+
+A pass says why by `Draft.say`. One that says nothing is watched: the draft before and after it are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sagellm.core.plan import Draft, ExecutionPlan, Placement, RequestState
+from sagellm.core.protocols.engine import EngineStats
+from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
+from sagellm.core.types import RequestOutput
+from sagellm.kvmgr.scheduler_ir.diff import diff_text, placement_text
+from sagellm.kvmgr.scheduler_ir.rows import Rows
+from sagellm.kvmgr.scheduler_ir.text import numbers, print_plan, quoted
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What one pass changed for one request, without saying so itself."""
+
+    pass_name: str
+    request_id: str
+    text: str
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One step: the plan, the batch before it, what passes changed in silence, who arrived and who ended."""
+
+    plan: ExecutionPlan
+    before: Rows
+    now_s: float
+    effects: list[Effect]
+    arrived: Sequence[str] = ()
+    ended: Mapping[str, str] = field(default_factory=dict)
+    load: EngineStats | None = None
+
+    @property
+    def title(self) -> str:
+        """When, how much, and how full it is afterwards."""
+        plan, load = self.plan, self.load
+        work = f"{len(plan.decode_rows)} decode and {plan.num_prefill_tokens} prompt tokens"
+        title = f"# {self.now_s:.3f} s: {work}"
+        if load is None:
+            return title
+        blocks = f"{load.blocks_active} used, {load.blocks_cached} cached, {load.blocks_free} free"
+        return f"{title}; then {load.num_running} run, {load.num_waiting} wait; blocks: {blocks}"
+
+    @property
+    def text(self) -> str:
+        """The plan, what passes changed in silence as comments above it."""
+        effects = (f"# {one.pass_name} {quoted(one.request_id)}: {one.text}\n" for one in self.effects)
+        return "".join(effects) + print_plan(self.plan, self.before, tokens=False)
+
+
+class ScheduleLog:
+    """Follows an engine step by step. For debugging: every pass is watched, every batch is copied."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+        self._effects: list[Effect] = []
+        self._rows = Rows()
+
+    def watch(self, passes: Sequence[SchedulerPass]) -> list[SchedulerPass]:
+        """The same passes, under watch."""
+        return [WatchedPass(one, self._effects) for one in passes]
+
+    def record(
+        self,
+        plan: ExecutionPlan,
+        now_s: float,
+        arrived: Sequence[str] = (),
+        outputs: Sequence[RequestOutput] = (),
+        load: EngineStats | None = None,
+    ) -> StepRecord:
+        """A step that was executed, with what came in before it and out of it, and the load after it."""
+        ended = {one.request_id: _ending(one) for one in outputs if one.finish_reason is not None}
+        step = StepRecord(plan, self._rows.copy(), now_s, self._effects[:], arrived, ended, load)
+        self._effects.clear()
+        self._rows.follow(plan)
+        self.steps.append(step)
+        return step
+
+    def diff_text(self, index: int) -> str:
+        """What step `index` does otherwise than the one before it."""
+        here = self.steps[index]
+        if not index:
+            return diff_text(ExecutionPlan(here.plan.step), here.plan, None, here.before)
+        last = self.steps[index - 1]
+        return diff_text(last.plan, here.plan, last.before, here.before)
+
+    def story(self, request_id: str) -> list[str]:
+        """What happened to one request, a line each; steps that brought the same are told once."""
+        told: list[tuple[int, int, list[str]]] = []
+        for step in self.steps:
+            lines = list(_lines_of(step, request_id))
+            if told and lines == told[-1][2] and told[-1][1] == step.plan.step - 1:
+                told[-1] = (told[-1][0], step.plan.step, lines)
+            elif lines:
+                told.append((step.plan.step, step.plan.step, lines))
+        spans = [(f"step {a}" if a == b else f"steps {a} to {b}", lines) for a, b, lines in told]
+        width = max((len(span) for span, _ in spans), default=0)
+        return [
+            f"{span if not i else '':{width}}  {line}"
+            for span, lines in spans
+            for i, line in enumerate(lines)
+        ]
+
+
+class WatchedPass:
+    """A pass that does what it did, and has its silent effects written into `effects`."""
+
+    def __init__(self, inner: SchedulerPass, effects: list[Effect]) -> None:
+        self.inner = inner
+        self.effects = effects
+        self.closes = bool(getattr(inner, "closes", False))
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def __call__(self, draft: Draft, view: SchedulingView) -> None:
+        before, num_said = _Snapshot.of(draft), len(draft.decisions)
+        self.inner(draft, view)
+        explained = {one.request_id for one in draft.decisions[num_said:]}
+        for request_id, text in before.changes(_Snapshot.of(draft)):
+            if request_id not in explained:
+                self.effects.append(Effect(self.name, request_id, text))
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """What a pass can change. `computes`: the tokens of each chunk, and whether it admits."""
+
+    computes: Mapping[str, tuple[int, int, bool]]
+    out: frozenset[str]
+    preempted: frozenset[str]
+    rejected: Mapping[str, str]
+    sent: frozenset[tuple[str, str]]
+    placed: Mapping[str, Placement]
+    waiting: tuple[str, ...]
+    running: tuple[str, ...]
+
+    @classmethod
+    def of(cls, draft: Draft) -> _Snapshot:
+        return cls(
+            {name: (one.start, one.end, one.admits) for name, one in draft.chunks.items()},
+            frozenset(draft.out),
+            frozenset(state.request_id for state in draft.preempted),
+            dict(draft.rejected),
+            frozenset((one.request_id, one.target_instance) for one in draft.transfers),
+            dict(draft.placements),
+            _ids(draft.waiting),
+            _ids(draft.running),
+        )
+
+    def changes(self, after: _Snapshot) -> Iterator[tuple[str, str]]:
+        """By request, from this snapshot to a later one."""
+        gone = after.preempted | after.rejected.keys()
+        yield from ((name, "preempted") for name in sorted(after.preempted - self.preempted))
+        for name in after.rejected.keys() - self.rejected.keys():
+            yield name, f"rejected: {after.rejected[name]}"
+        yield from ((name, "held: it computes nothing") for name in sorted(after.out - self.out - gone))
+        yield from self._chunk_changes(after, gone)
+        yield from ((name, f"its blocks are sent to @{to}") for name, to in sorted(after.sent - self.sent))
+        for name, placement in after.placed.items():
+            if self.placed.get(name) != placement:
+                yield name, f"placed: {placement_text(placement)}"
+        yield from _moved(self.waiting, after.waiting, "in the queue")
+        yield from _moved(self.running, after.running, "in the batch")
+
+    def _chunk_changes(self, after: _Snapshot, gone: frozenset[str]) -> Iterator[tuple[str, str]]:
+        for name in self.computes.keys() - after.computes.keys() - gone:
+            yield name, "its chunk is taken away: it computes nothing"
+        for name, (start, end, admits) in after.computes.items():
+            before = self.computes.get(name)
+            if before is None:
+                yield name, f"{'admitted: ' if admits else ''}computes tokens {start}:{end}"
+            elif before != (start, end, admits):
+                yield name, f"computes tokens {start}:{end}, before it {before[0]}:{before[1]}"
+
+
+def _moved(before: tuple[str, ...], after: tuple[str, ...], where: str) -> Iterator[tuple[str, str]]:
+    """Those who stand further in front."""
+    if before == after:
+        return
+    places = {name: place for place, name in enumerate(before)}
+    for place, name in enumerate(after):
+        if name in places and place < places[name]:
+            yield name, f"moved {where} from place {places[name] + 1} to {place + 1}"
+
+
+def _ids(states: Sequence[RequestState]) -> tuple[str, ...]:
+    return tuple(state.request_id for state in states)
+
+
+def _lines_of(step: StepRecord, request_id: str) -> Iterator[str]:
+    """What one step brought to one request, in the order in which it happened."""
+    if request_id in step.arrived:
+        yield "arrived"
+    for effect in step.effects:
+        if effect.request_id == request_id:
+            yield f"{effect.pass_name}: {effect.text}"
+    for decision in step.plan.decisions:
+        if decision.request_id == request_id:
+            yield f"{decision.pass_name}: {decision.action}" + (
+                f", {decision.reason}" if decision.reason else ""
+            )
+    yield from _work_of(step, request_id)
+    if request_id in step.ended:
+        yield step.ended[request_id]
+
+
+def _work_of(step: StepRecord, request_id: str) -> Iterator[str]:
+    plan, names = step.plan, step.before.names
+    if request_id in plan.preempted:
+        yield "preempted: its blocks are given back, it waits again"
+    for join in plan.joined:
+        if join.request_id == request_id:
+            again = "resumes" if request_id in step.before.preempted else "joins"
+            cached = f"{join.num_computed} tokens cached"
+            yield f"{again} in row {join.row} with {cached}, blocks {numbers(join.block_ids)}"
+    for growth in plan.grown:
+        if names.get(growth.row) == request_id:
+            yield f"gets blocks {numbers(growth.block_ids)} from {growth.first} on"
+    for op in plan.prefills:
+        if op.request_id == request_id:
+            drawn = ", and draws a token" if op.samples else ""
+            yield f"computes prompt tokens {op.start}:{op.start + op.num_tokens}{drawn}"
+    if any(names.get(row) == request_id for row in plan.decode_rows):
+        yield "decodes"
+    for sent in plan.transfers:
+        if sent.request_id == request_id:
+            yield f"sends blocks {numbers(sent.block_ids)} to @{sent.target_instance}"
+
+
+def _ending(output: RequestOutput) -> str:
+    why = f": {output.error}" if output.error else ""
+    reason = "" if output.finish_reason is None else output.finish_reason.value
+    return f"ends ({reason}{why}) after {output.num_output_tokens} tokens"

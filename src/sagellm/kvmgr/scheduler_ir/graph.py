@@ -1,0 +1,236 @@
+"""`IRGraph`: a plan as a graph of typed operations, for those who print, compare, check or rewrite plans.
+
+It is derived from an `ExecutionPlan` and gives it back exactly; no step of an engine builds one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypedDict, TypeVar
+
+from sagellm.core.errors import PlanError
+from sagellm.core.ir import (
+    BOTH_PHASES,
+    HBM,
+    LOCAL,
+    CopyOp,
+    DecodeOp,
+    GrowOp,
+    InstanceStep,
+    JoinOp,
+    LeaveOp,
+    Operation,
+    Phase,
+    PlaceOp,
+    PreemptOp,
+    PrefillOp,
+    RejectOp,
+    TransferOp,
+)
+from sagellm.core.plan import ExecutionPlan, Join, Prefill
+from sagellm.core.types import TOKEN_BYTES
+from sagellm.kvmgr.scheduler_ir.rows import Rows
+
+Op = TypeVar("Op", bound=Operation)
+
+
+@dataclass(frozen=True, slots=True)
+class IRGraph:
+    """Operations of one step on one or several instances.
+
+    The order of `ops` is that of the plan within each kind; what must come after what is in `Operation.after`
+    alone. A graph may be wrong in any way: `verify_graph` says how.
+    """
+
+    instances: tuple[InstanceStep, ...]
+    ops: tuple[Operation, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        plan: ExecutionPlan,
+        *,
+        instance: str = LOCAL,
+        phases: frozenset[Phase] = BOTH_PHASES,
+        rows: Rows | None = None,
+    ) -> IRGraph:
+        """The graph of one instance's plan. `rows`, the batch before it, gives names to rows and tells a
+        resumed request from a new one; without it, who has output already is resumed."""
+        made = _Derivation(instance, phases, Rows() if rows is None else rows)
+        made.add(plan)
+        return cls((InstanceStep(instance, plan.step, phases, plan.decisions),), tuple(made.ops))
+
+    @classmethod
+    def merged(cls, graphs: Iterable[IRGraph]) -> IRGraph:
+        """One graph of several instances' graphs, renumbered: a request enters the instance that its blocks
+        are sent to after they were sent."""
+        instances: list[InstanceStep] = []
+        ops: list[Operation] = []
+        for graph in graphs:
+            instances += graph.instances
+            numbers = {op.op_id: len(ops) + i for i, op in enumerate(graph.ops)}
+            ops += [
+                replace(op, op_id=numbers[op.op_id], after=tuple(numbers.get(one, one) for one in op.after))
+                for op in graph.ops
+            ]
+        sent = {(op.request_id, op.transfer.target_instance): op.op_id for op in _only(ops, TransferOp)}
+        return cls(tuple(instances), tuple(_after_transfer(op, sent) for op in ops))
+
+    def to_plan(self, instance: str | None = None) -> ExecutionPlan:
+        """The plan of an instance; of the only one, where there is one."""
+        step = self.instance(instance)
+        ops = [op for op in self.ops if op.instance == step.name]
+        decodes = list(_only(ops, DecodeOp))
+        return ExecutionPlan(
+            step=step.step,
+            joined=tuple(op.join for op in _only(ops, JoinOp)),
+            left=tuple(op.row for op in _only(ops, LeaveOp)),
+            grown=tuple(op.growth for op in _only(ops, GrowOp)),
+            decode_rows=tuple(op.row for op in decodes),
+            decode_positions=tuple(op.position for op in decodes),
+            prefills=tuple(op.prefill for op in _only(ops, PrefillOp)),
+            copies=tuple(op.copy for op in _only(ops, CopyOp)),
+            transfers=tuple(op.transfer for op in _only(ops, TransferOp)),
+            preempted=tuple(op.request for op in _only(ops, PreemptOp)),
+            rejected=tuple((op.request, op.reason) for op in _only(ops, RejectOp)),
+            placements=tuple((op.request, op.placement) for op in _only(ops, PlaceOp)),
+            decisions=step.decisions,
+        )
+
+    def instance(self, name: str | None = None) -> InstanceStep:
+        """The instance of that name, or the only one; raises `PlanError` with the names."""
+        found = [one for one in self.instances if name in (None, one.name)]
+        if len(found) == 1:
+            return found[0]
+        known = ", ".join(one.name for one in self.instances) or "none"
+        asked = "an instance has to be named" if name is None else f"no single instance is named {name!r}"
+        raise PlanError(f"{asked}: the graph has {known}")
+
+
+def _only(ops: Iterable[Operation], kind: type[Op]) -> Iterator[Op]:
+    return (op for op in ops if isinstance(op, kind))
+
+
+def _after_transfer(op: Operation, sent: dict[tuple[str, str], int]) -> Operation:
+    if not isinstance(op, JoinOp):
+        return op
+    transfer = sent.get((op.request_id, op.instance))
+    return op if transfer is None else replace(op, after=tuple(sorted({*op.after, transfer})))
+
+
+class _Place(TypedDict):
+    """What every operation is told."""
+
+    op_id: int
+    instance: str
+    after: tuple[int, ...]
+
+
+class _Derivation:
+    """Adds a plan's operations in the order of their effects, each after those before it of the same row, the
+    same block, the same request."""
+
+    def __init__(self, instance: str, phases: frozenset[Phase], rows: Rows) -> None:
+        self.instance = instance
+        self.phases = phases
+        self.rows = rows
+        self.ops: list[Operation] = []
+        self._names = rows.names
+        self._preempted: dict[str, int] = {}
+        self._placed: dict[str, int] = {}
+        self._row_op: dict[int, int] = {}  # the last operation that changed the row or its table
+        self._new_blocks: dict[int, set[int]] = {}  # by row: those that its table got in this step
+        self._reads: defaultdict[tuple[str, int], list[int]] = defaultdict(list)  # copies by block
+        self._writes: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        self._computes: defaultdict[str | None, list[int]] = defaultdict(list)
+
+    def add(self, plan: ExecutionPlan) -> None:
+        for request in plan.preempted:
+            self._preempted[request] = self._next
+            self._add(PreemptOp(request=request, **self._at()))
+        for request, reason in plan.rejected:
+            self._add(RejectOp(request=request, reason=reason, **self._at()))
+        for request, placement in plan.placements:
+            self._placed[request] = self._next
+            self._add(PlaceOp(request=request, placement=placement, **self._at()))
+        for row in plan.left:
+            self._leave(row)
+        for join in plan.joined:
+            self._join(join)
+        for prefill in plan.prefills:
+            self._names.setdefault(prefill.row, prefill.request_id)
+        for growth in plan.grown:
+            after = self._of_row(growth.row)
+            self._new_blocks.setdefault(growth.row, set()).update(growth.block_ids)
+            self._row_op[growth.row] = self._next
+            name = self._names.get(growth.row)
+            self._add(GrowOp(growth=growth, request=name, **self._at(after)))
+        for copy in plan.copies:
+            source, target = (copy.source_tier, copy.source_block), (copy.target_tier, copy.target_block)
+            after = {*self._writes[source], *self._writes[target], *self._reads[target]}
+            self._reads[source].append(self._next)
+            self._writes[target].append(self._next)
+            self._add(CopyOp(copy=copy, **self._at(after)))
+        self._compute(plan)
+        for transfer in plan.transfers:
+            known = self._computes.get(transfer.request_id)
+            after = set(self._computes[None] if known is None else known)
+            self._add(TransferOp(transfer=transfer, **self._at(after)))
+
+    @property
+    def _next(self) -> int:
+        return len(self.ops)
+
+    def _at(self, after: Iterable[int] = ()) -> _Place:
+        return {"op_id": self._next, "instance": self.instance, "after": tuple(sorted(after))}
+
+    def _add(self, op: Operation) -> None:
+        self.ops.append(op)
+
+    def _of_row(self, row: int) -> set[int]:
+        return {self._row_op[row]} if row in self._row_op else set()
+
+    def _leave(self, row: int) -> None:
+        name = self._names.pop(row, None)
+        after = {self._preempted[name]} if name in self._preempted else set()
+        self._row_op[row] = self._next
+        self._add(LeaveOp(row=row, request=name, **self._at(after)))
+
+    def _join(self, join: Join) -> None:
+        after = self._of_row(join.row)
+        self._names[join.row] = join.request_id
+        self._new_blocks[join.row] = set(join.block_ids)
+        self._row_op[join.row] = self._next
+        has_output = len(join.tokens) // TOKEN_BYTES > join.num_prompt_tokens
+        resumes = has_output or join.request_id in self.rows.preempted
+        self._add(JoinOp(join=join, resumes=resumes, **self._at(after)))
+
+    def _compute(self, plan: ExecutionPlan) -> None:
+        for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
+            name = self._names.get(row)
+            at = self._at(self._before_compute(row))
+            self._computes[name].append(self._next)
+            self._add(DecodeOp(row=row, position=position, request=name, **at))
+        for prefill in plan.prefills:
+            at = self._at(self._before_compute(prefill.row))
+            self._computes[prefill.request_id].append(self._next)
+            phase = self._phase_of(prefill)
+            self._add(PrefillOp(prefill=prefill, phase=phase, **at))
+
+    def _before_compute(self, row: int) -> set[int]:
+        """The row's last change, where its request is placed, and the copies that fill or empty the blocks
+        which it got."""
+        after = self._of_row(row)
+        if self._names.get(row) in self._placed:
+            after.add(self._placed[self._names[row]])
+        for copies in (self._reads, self._writes):
+            for (tier, block), ops in copies.items():
+                if tier == HBM and block in self._new_blocks.get(row, ()):
+                    after.update(ops)
+        return after
+
+    def _phase_of(self, prefill: Prefill) -> Phase:
+        last_token = prefill.num_tokens == 1 and prefill.samples
+        return Phase.DECODE if last_token and Phase.PREFILL not in self.phases else Phase.PREFILL

@@ -1,0 +1,83 @@
+"""Attention on some instances, feed-forward layers on others: who holds whose KV, and into how many micro
+batches a step is cut so that neither side waits.
+
+The split, and micro batches that hide the network, are those of MegaScale-Infer (Zhu et al., 2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from heapq import heapify, heapreplace
+from math import ceil
+
+from sagellm.core.plan import Draft, Placement, RequestState
+from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.types import RequestStatus
+from sagellm.kvmgr.scheduler_ir._queue import RankedQueue
+
+
+class AFSeparationPass:
+    """Gives each request that enters the batch the attention instance that holds fewest tokens, for as long
+    as it runs (`placements`, by request id, and in the draft of the step after it entered); all of the batch
+    shares the feed-forward instances.
+
+    `num_micro_batches` is the least number with which both sides are busy all the time: `attention_s` and
+    `ffn_s` are seconds of one layer for one micro batch, `link_s` of one way between the two. Nothing
+    executes a placement yet: without `attention` and `ffn` the pass does nothing.
+    """
+
+    name = "af_separation"
+
+    def __init__(
+        self,
+        attention: Sequence[str] = (),
+        ffn: Sequence[str] = (),
+        *,
+        attention_s: float = 1e-4,
+        ffn_s: float = 1e-4,
+        link_s: float = 5e-5,
+    ) -> None:
+        if bool(attention) != bool(ffn):
+            raise ValueError("name instances for attention and for ffn, or for neither")
+        if min(attention_s, ffn_s) <= 0 or link_s < 0:
+            raise ValueError("attention_s and ffn_s must be positive, link_s must not be negative")
+        self.attention, self.ffn = tuple(attention), tuple(ffn)
+        self.quiet = not attention
+        self.num_micro_batches = ceil((attention_s + ffn_s + 2 * link_s) / max(attention_s, ffn_s))
+        self.placements: dict[str, str] = {}
+        self.num_tokens = dict.fromkeys(self.attention, 0)
+        self._queue = RankedQueue()
+        self._placed: dict[RequestState, int] = {}
+        self._num_running = 0
+
+    def __call__(self, draft: Draft, view: SchedulingView) -> None:
+        if not self.attention:
+            return
+        if draft.num_new_running or len(draft.running) != self._num_running:
+            self._num_running = len(draft.running)
+            self._forget()
+        if (draft.waiting or self._queue.ranks) and self._queue.see(draft.waiting):
+            self._queue.ranks.update(dict.fromkeys(self._queue.arrived))
+            self._place(draft, [one for one in self._queue.left if one.status is RequestStatus.RUNNING])
+
+    def _place(self, draft: Draft, entered: list[RequestState]) -> None:
+        heap = [(num_tokens, name) for name, num_tokens in self.num_tokens.items()]
+        heapify(heap)
+        for state in entered:
+            if state in self._placed:
+                continue
+            held, name = heap[0]
+            heapreplace(heap, (held + len(state.tokens), name))
+            self.num_tokens[name] += len(state.tokens)
+            self._placed[state] = len(state.tokens)
+            self.placements[state.request_id] = name
+            known = draft.placements.get(state.request_id, Placement())
+            draft.placements[state.request_id] = replace(known, attention=name, ffn=",".join(self.ffn))
+
+    def _forget(self) -> None:
+        for state in [one for one in self._placed if one.status is not RequestStatus.RUNNING]:
+            self.num_tokens[self.placements.pop(state.request_id)] -= self._placed.pop(state)
+
+
+PLUGIN = AFSeparationPass

@@ -1,0 +1,138 @@
+"""Predicted length of the output: shortest first, and memory reserved for what is to come."""
+
+from __future__ import annotations
+
+from math import log2
+
+from sagellm.core.plan import Draft, RequestState
+from sagellm.core.protocols.lifetime import LifetimePredictor, Prediction, PredictionRequest
+from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.registry import registry
+from sagellm.core.types import RequestStatus
+from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, Turns, has_run
+from sagellm.kvmgr.scheduler_ir._reservation import Reservation
+
+STEPS_PER_OCTAVE = 2
+"""Predictions that are so close are equal: the order stays as it is."""
+
+
+class LifetimeAwarePass:
+    """Sorts the waiting by predicted output, shortest first, and lets in only whom memory will hold if each
+    request gets the `quantile` of its prediction (`reserve=False`: without a look at memory).
+
+    `predictor` is one, or the name of one; it is asked about `asks` requests in a step at most, and taught
+    when they end. Who has not been asked about stands where the median of those asked about stands. Only
+    equals in priority change places; who has waited `max_wait_s` seconds gets a turn (`share`: see `Turns`).
+    """
+
+    name = "lifetime_aware"
+
+    def __init__(
+        self,
+        predictor: LifetimePredictor | str = "statistical",
+        quantile: float = 0.75,
+        max_wait_s: float = 10.0,
+        *,
+        share: float = 0.1,
+        asks: int = 8,
+        reserve: bool = True,
+        headroom: float = 0.02,
+        max_hold_s: float = 10.0,
+        default_output: int = 512,
+    ) -> None:
+        made = registry("predictor").create(predictor) if isinstance(predictor, str) else predictor
+        self.predictor: LifetimePredictor = made
+        self.quantile, self.asks, self.default_output = quantile, asks, default_output
+        self._reservation = Reservation(headroom, max_hold_s) if reserve else None
+        self._queue = RankedQueue()
+        self._turns = Turns(max_wait_s, share)
+        self._unasked: dict[RequestState, None] = {}
+        self._expected: dict[RequestState, float] = {}
+        self._typical = default_output.bit_length() * STEPS_PER_OCTAVE
+        self._active: dict[RequestState, None] = {}
+        self._num_running = 0
+
+    def __call__(self, draft: Draft, view: SchedulingView) -> None:
+        if draft.num_new_running or len(draft.running) != self._num_running:
+            self._num_running = len(draft.running)
+            self._teach(draft.now_s)
+        waiting, queue = draft.waiting, self._queue
+        if not waiting and not queue.ranks:
+            return
+        if queue.see(waiting):
+            self._note()
+        for state in list(self._unasked)[: self.asks] if self._unasked else ():
+            self._ask(state)
+        queue.sort(waiting)
+        self._turns.note(queue.arrived, queue.left)
+        self._turns.give(waiting, draft.now_s)
+        first = self._reservation.cut(draft, view, self.remaining) if self._reservation else None
+        if first is not None:
+            draft.say(self.name, first, "wait", "the memory reserved for all that run would not hold it")
+
+    def remaining(self, state: RequestState) -> float:
+        """Tokens that are reserved for it from now on: half of what it has, once it got more than
+        predicted."""
+        generated, limit = state.num_output_tokens, state.request.params.max_tokens
+        expected = self._expected.get(state, float(self.default_output))
+        if expected <= generated:
+            expected = 1.5 * generated
+        return max(1.0, (expected if limit is None else min(expected, limit)) - generated)
+
+    # -- the predictor
+
+    def _ask(self, state: RequestState) -> None:
+        del self._unasked[state]
+        if state.status is not RequestStatus.WAITING:
+            return
+        prompt = state.num_prompt_tokens
+        limit = state.request.params.max_tokens
+        prediction = self.predictor.predict(
+            PredictionRequest(
+                state.request_id,
+                state.tokens.slice(0),
+                len(state.tokens),
+                prompt
+                + (limit if limit is not None else max(self.default_output, 2 * state.num_output_tokens)),
+                num_prompt_tokens=prompt,
+                session_id=state.request.session_id,
+                category=state.request.namespace.adapter or state.request.namespace.model,
+            )
+        )
+        self._expected[state] = state.num_output_tokens + self._at_quantile(prediction)
+        step = round(STEPS_PER_OCTAVE * log2(1 + max(0.0, prediction.remaining_tokens)))
+        self._typical += (step > self._typical) - (step < self._typical)
+        self._queue.rerank(state, self._rank(state, step))
+
+    def _at_quantile(self, prediction: Prediction) -> float:
+        """The predicted quantile next above the one wanted; the median where there are none."""
+        levels = [level for level in sorted(prediction.quantiles) if level >= self.quantile]
+        return prediction.quantiles[levels[0]] if levels else prediction.remaining_tokens
+
+    def _teach(self, now_s: float) -> None:
+        for state in [one for one in self._active if one.status is not RequestStatus.RUNNING]:
+            del self._active[state]
+            if state.status is RequestStatus.WAITING:  # preempted: it is asked about again
+                continue
+            began_s = state.first_token_s if state.first_token_s is not None else now_s
+            self.predictor.update(state.request_id, len(state.tokens), now_s - began_s)
+            self._expected.pop(state, None)
+
+    # -- who waits
+
+    def _note(self) -> None:
+        for state in self._queue.arrived:
+            self._queue.rerank(state, self._rank(state, self._typical))
+            self._unasked[state] = None
+        for state in self._queue.left:
+            self._unasked.pop(state, None)
+            if has_run(state):
+                self._active[state] = None
+            else:
+                self._expected.pop(state, None)
+
+    def _rank(self, state: RequestState, step: int) -> tuple[int, bool, int]:
+        return (-state.request.priority, state.num_preemptions == 0, step)
+
+
+PLUGIN = LifetimeAwarePass

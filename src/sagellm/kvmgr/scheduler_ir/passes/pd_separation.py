@@ -1,0 +1,169 @@
+"""Prefill here, decode there, or both here: what a cost model says for each request.
+
+That the two phases disturb each other, and may be served apart, is DistServe's (Zhong et al., 2024) and
+Splitwise's (Patel et al., 2024) observation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sagellm.core.plan import Draft, Placement, RequestState, Transfer
+from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.types import RequestStatus
+from sagellm.kvmgr.scheduler_ir._pace import StepPace
+from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, hit_of
+
+HERE = ""
+STEADY = 0.9
+NOT_SEEN, NOT_SENT = -2, -1
+
+
+@dataclass(slots=True)
+class Site:
+    """What is known of another instance, and what this one has sent there.
+
+    `token_s`: seconds per token of a prompt (0: it takes no prompts); `step_s` and `seq_s`: seconds of a
+    decode step, and how many more for each request in it (0: it does not decode); `link_bytes_s`: bytes per
+    second between here and there.
+    """
+
+    link_bytes_s: float
+    token_s: float = 0.0
+    step_s: float = 0.0
+    seq_s: float = 0.0
+    free_at_s: float = 0.0
+    num_decodes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.link_bytes_s <= 0:
+            raise ValueError(f"link_bytes_s must be positive, got {self.link_bytes_s}")
+
+
+class PDSeparationPass:
+    """Says of each request where its prompt is computed and where it decodes ("" is here), in `placements` by
+    request id, and in the draft once it runs; adds the transfer of its KV to `draft.transfers` in the step
+    after its prompt is whole.
+
+    `sites` are the other instances, by name. A prompt goes where it is done first: queue, computing, and the
+    way back. A request decodes elsewhere where that ends sooner by the share `margin`: `expected_output`
+    steps there and the transfer, against as many steps of the length that decode steps have here, prompts of
+    others included. So short outputs and long prompts stay. Placements are advice until an engine carries
+    them out: a request that was placed elsewhere is computed here all the same.
+    """
+
+    name = "pd_separation"
+
+    def __init__(
+        self,
+        sites: Mapping[str, Site | Mapping[str, Any]] | None = None,
+        *,
+        bytes_per_token: int = 131072,
+        expected_output: int = 256,
+        margin: float = 0.1,
+    ) -> None:
+        self.sites = {
+            name: site if isinstance(site, Site) else Site(**site) for name, site in (sites or {}).items()
+        }
+        self.bytes_per_token, self.expected_output, self.margin = bytes_per_token, expected_output, margin
+        self.quiet = not self.sites
+        self.placements: dict[str, Placement] = {}
+        self.pace = StepPace()
+        self._mixed_step_s = 0.0
+        self._queue = RankedQueue()
+        self._work = 0
+        self._placed: dict[RequestState, int] = {}
+
+    def __call__(self, draft: Draft, view: SchedulingView) -> None:
+        if not self.sites:
+            return
+        self._observe(view)
+        if self._placed:
+            self._follow(draft)
+        if (draft.waiting or self._queue.ranks) and self._queue.see(draft.waiting):
+            for state in self._queue.arrived:
+                num_tokens = len(state.tokens) - hit_of(draft, view, state).num_tokens
+                self._queue.rerank(state, num_tokens)
+                if not state.num_preemptions:
+                    self._place(draft, state, num_tokens)
+            self._work = sum(self._queue.ranks.values())
+
+    def _observe(self, view: SchedulingView) -> None:
+        facts = view.last_step
+        self.pace.observe(facts)
+        if facts.num_decodes:
+            old = self._mixed_step_s or facts.duration_s
+            self._mixed_step_s = STEADY * old + (1 - STEADY) * facts.duration_s
+
+    # -- where
+
+    def _place(self, draft: Draft, state: RequestState, num_tokens: int) -> None:
+        prefill, prefill_s = self._best_prefill(draft, num_tokens)
+        decode = self._best_decode(state)
+        if prefill != HERE:
+            site = self.sites[prefill]
+            site.free_at_s = max(site.free_at_s, draft.now_s) + site.token_s * num_tokens
+            draft.say(self.name, state, "place", f"prefill on {prefill}: done in {prefill_s:.3f} s")
+        if decode != HERE:
+            self.sites[decode].num_decodes += 1
+            draft.say(self.name, state, "place", f"decode on {decode}")
+        if (prefill, decode) != (HERE, HERE):
+            self.placements[state.request_id] = Placement(prefill, decode)
+            self._placed[state] = NOT_SEEN
+
+    def _best_prefill(self, draft: Draft, num_tokens: int) -> tuple[str, float]:
+        ahead = self._work + sum(chunk.num_tokens for chunk in draft.chunks.values())
+        best, best_s = HERE, self.pace.prefill_s(ahead + num_tokens, draft.token_budget)
+        for name, site in self.sites.items():
+            if not site.token_s:
+                continue
+            queue_s = max(0.0, site.free_at_s - draft.now_s)
+            seconds = queue_s + site.token_s * num_tokens + self._transfer_s(site, num_tokens)
+            if seconds < best_s * (1 - self.margin):
+                best, best_s = name, seconds
+        return best, best_s
+
+    def _best_decode(self, state: RequestState) -> str:
+        limit = state.request.params.max_tokens
+        steps = self.expected_output if limit is None else min(self.expected_output, limit)
+        best, best_s = HERE, steps * (self._mixed_step_s or self.pace.step_s)
+        for name, site in self.sites.items():
+            if not site.step_s:
+                continue
+            step_s = site.step_s + site.seq_s * (site.num_decodes + 1)
+            seconds = self._transfer_s(site, state.num_prompt_tokens) + steps * step_s
+            if seconds < best_s * (1 - self.margin):
+                best, best_s = name, seconds
+        return best
+
+    def _transfer_s(self, site: Site, num_tokens: int) -> float:
+        return num_tokens * self.bytes_per_token / site.link_bytes_s
+
+    # -- what becomes of it
+
+    def _follow(self, draft: Draft) -> None:
+        """Send what is computed, again after a preemption; forget who ended."""
+        for state, sent in list(self._placed.items()):
+            placement = self.placements[state.request_id]
+            decode = placement.decode
+            if state.status is RequestStatus.FINISHED:
+                del self._placed[state], self.placements[state.request_id]
+                if decode != HERE:
+                    self.sites[decode].num_decodes -= 1
+            elif state.status is RequestStatus.RUNNING and sent == NOT_SEEN:
+                draft.placements[state.request_id] = self._beside(draft, state, placement)
+                self._placed[state] = NOT_SENT
+            elif decode != HERE and sent != state.num_preemptions and state.decoding:
+                draft.transfers.append(Transfer(state.request_id, (), decode))
+                draft.say(self.name, state, "transfer", f"its prompt is computed; it decodes on {decode}")
+                self._placed[state] = state.num_preemptions
+
+    def _beside(self, draft: Draft, state: RequestState, placement: Placement) -> Placement:
+        """With what another pass said of the same request."""
+        known = draft.placements.get(state.request_id, placement)
+        return replace(known, prefill=placement.prefill, decode=placement.decode)
+
+
+PLUGIN = PDSeparationPass

@@ -1,0 +1,168 @@
+"""vLLM's default scheduling, as a baseline to stand against: one walk over who runs, then one over who waits.
+
+Written from the observed behaviour of vLLM 0.33's `Scheduler` (first come, first served), and compared with
+it step by step in `tests/peers`. The ideas are continuous batching with preemption by recompute (Kwon et al.,
+2023) and chunked prefill in one token budget (Agrawal et al., 2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sagellm.core.plan import Chunk, Draft, RequestState
+from sagellm.core.protocols.prefix_cache import PrefixHit
+from sagellm.core.protocols.scheduler_ir import BlockBudget, SchedulingView
+
+
+class VllmLikePass:
+    """Token budget, chunks, admission and preemption, all in order of arrival; no other pass closes the
+    schedule.
+
+    Running requests come first, in batch order, decode or prompt alike. One that cannot grow preempts the
+    last of the batch, itself if it is the last. A step that preempts admits nobody. A waiting request enters
+    with what the token budget leaves if the whole rest of its prompt would fit at that moment, though it pays
+    for its chunk only; nobody overtakes.
+
+    `long_prefill_tokens` bounds a chunk while others are there (0: nothing does). `watermark`: blocks that an
+    admission leaves free while others run.
+    """
+
+    name = "vllm_like"
+    closes = True
+    quiet = True
+
+    def __init__(self, long_prefill_tokens: int = 0, watermark: int = 0) -> None:
+        if long_prefill_tokens < 0:
+            raise ValueError(f"long_prefill_tokens must be at least 0, got {long_prefill_tokens}")
+        if watermark < 0:
+            raise ValueError(f"watermark must be at least 0, got {watermark}")
+        self.long_prefill_tokens = long_prefill_tokens
+        self.watermark = watermark
+
+    def __call__(self, draft: Draft, view: SchedulingView) -> None:
+        draft.chunks = {name: chunk for name, chunk in draft.chunks.items() if not chunk.admits}
+        step = _Step(draft, view, self._cap(draft))
+        if not step.grant_all():
+            step.walk_running()
+        if draft.waiting and not draft.preempted:
+            step.walk_waiting(self.watermark)
+
+    def _cap(self, draft: Draft) -> int:
+        """The longest chunk: a request that is alone has nobody to hold up."""
+        alone = len(draft.running) + len(draft.waiting) < 2
+        return self.long_prefill_tokens if self.long_prefill_tokens and not alone else draft.token_budget
+
+
+@dataclass(slots=True)
+class _Step:
+    """One step's decisions; `tokens` and `blocks` are what is left to give."""
+
+    draft: Draft
+    view: SchedulingView
+    cap: int
+    tokens: int = field(init=False)
+    blocks: BlockBudget = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = self.draft.token_budget
+        self.blocks = self.view.kv.budget()
+        for state in self.draft.preempted:  # by a pass before this one
+            self.blocks.gain(state, self.view.kv.gain_of_preempting(state))
+
+    # -- who runs
+
+    def grant_all(self) -> bool:
+        """What everybody who runs would like, if that can be; else change nothing and answer False. Costs by
+        chunk, not by request."""
+        draft, price = self.draft, self.view.kv.price_to_grow
+        wanted = [min(chunk.num_tokens, self.cap) for chunk in draft.chunks.values()]
+        total = draft.num_decodes + sum(wanted)
+        if total > self.tokens:
+            return False
+        blocks = len(draft.growing())
+        blocks += sum(price(one.state, n) for one, n in zip(draft.chunks.values(), wanted, strict=True))
+        if not self.blocks.spend_together(blocks):
+            return False
+        for chunk, num_tokens in zip(draft.chunks.values(), wanted, strict=True):
+            chunk.num_tokens = num_tokens
+        self.tokens -= total
+        return True
+
+    def walk_running(self) -> None:
+        """One by one in batch order, until tokens or victims run out; who is left behind computes nothing."""
+        draft = self.draft
+        gone = {state.request_id for state in draft.preempted}
+        batch = [state for state in draft.running if state.request_id not in gone]
+        price = dict.fromkeys((state.request_id for state in draft.growing()), 1)
+        done = 0
+        while done < len(batch) and self.tokens:
+            state = batch[done]
+            if draft.computes(state) and not self._grant(state, batch, price.get(state.request_id, 0)):
+                break
+            done += 1
+        for state in batch[done:]:
+            if draft.computes(state):
+                draft.hold(state)
+                draft.say(NAME, state, "skip", "the token budget of the step is spent")
+
+    def _grant(self, state: RequestState, batch: list[RequestState], price: int) -> bool:
+        """Tokens and blocks for one request; the batch loses its last until there are enough. False: it was
+        the last itself."""
+        chunk = self.draft.chunks.get(state.request_id)
+        take = 1
+        if chunk is not None:
+            take = min(chunk.num_tokens, self.cap, self.tokens)
+            price = self.view.kv.price_to_grow(state, take)
+        while not self.blocks.spend(state, price):
+            victim = batch.pop()
+            self._preempt(victim, state)
+            if victim is state:
+                return False
+        if chunk is not None:
+            chunk.num_tokens = take
+        self.tokens -= take
+        return True
+
+    def _preempt(self, victim: RequestState, winner: RequestState) -> None:
+        self.draft.preempt(victim)
+        self.blocks.gain(victim, self.view.kv.gain_of_preempting(victim))
+        reason = f"{winner.request_id} comes first and needs its blocks"
+        if victim is winner:
+            reason = "it needs another block, and nobody runs behind it"
+        self.draft.say(NAME, victim, "preempt", reason)
+
+    # -- who waits
+
+    def walk_waiting(self, watermark: int) -> None:
+        """In order until tokens, rows or blocks run out."""
+        draft, kv = self.draft, self.view.kv
+        rows, num_running = self.view.num_free_rows, len(draft.running)
+        for state in list(draft.waiting):
+            if self.tokens < 1 or rows < 1:
+                return
+            if self.view.bind_early(draft):  # what is bound may have evicted what this one would reuse
+                self.blocks = kv.budget()
+            hit = kv.match(state)
+            rest = len(state.tokens) - hit.num_tokens
+            needed = kv.price_to_admit(hit, rest) + (watermark if num_running else 0)
+            if needed <= self.blocks.left(state):
+                self._admit(state, hit, min(rest, self.cap, self.tokens))
+                rows, num_running = rows - 1, num_running + 1
+                continue
+            reason = f"its prompt needs {needed} blocks, {self.blocks.left(state)} are available"
+            if num_running:
+                draft.say(NAME, state, "wait", reason)
+                return
+            draft.reject(state, f"out of KV memory: {reason}")  # nothing that it waits for can come
+            draft.say(NAME, state, "reject", reason)
+
+    def _admit(self, state: RequestState, hit: PrefixHit, take: int) -> None:
+        draft = self.draft
+        self.blocks.spend(state, self.view.kv.price_to_admit(hit, take))
+        draft.chunks[state.request_id] = Chunk(state, hit.num_tokens, take, hit)
+        draft.say(NAME, state, "admit", f"{take} tokens from {hit.num_tokens} on")
+        self.tokens -= take
+
+
+NAME = VllmLikePass.name
+PLUGIN = VllmLikePass

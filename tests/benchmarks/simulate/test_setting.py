@@ -1,0 +1,118 @@
+"""Setting files: the committed one is complete, broken ones are explained, and a small one runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sagellm.benchmarks.simulate import experiment
+from sagellm.benchmarks.simulate.experiment import Bench, run_setting
+from sagellm.benchmarks.simulate.metrics import SLOPair
+from sagellm.benchmarks.simulate.setting import Setting, read_setting
+from sagellm.benchmarks.simulate.simulation import Goals
+from sagellm.core.errors import ConfigError, UnknownNameError
+from tests.benchmarks.simulate.stand_in import StandIn
+
+COMMITTED = Path(__file__).parents[3] / "benchmarks" / "settings" / "ablation.yaml"
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "baseline": "default",
+    "presets": ["default", "throughput"],
+    "loads": [0.5, 2.0],
+    "slos": [[1, 100]],
+    "high_priority": {"share": 0.5, "uncached_below": 20},
+    "config": {"kv.block_size": 4, "scheduler.max_batched_tokens": 16, "scheduler.max_num_seqs": 8},
+    "traces": [{"file": "small.jsonl", "max_requests": 80}],
+}
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    path = folder / "setting.yaml"
+    path.write_text(yaml.safe_dump({**SMALL, **changes}))
+    return path
+
+
+@pytest.fixture
+def collection(tmp_path: Path) -> Path:
+    lines = [
+        {"timestamp": 1000 * at, "input_length": 16, "output_length": 1, "hash_ids": [at]} for at in range(90)
+    ]
+    (tmp_path / "small.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return tmp_path
+
+
+def test_the_committed_setting_is_the_experiment() -> None:
+    setting = read_setting(COMMITTED)
+    assert setting.baseline == setting.presets[0] == "vllm-like"
+    assert setting.loads == (0.7, 0.9, 1.1)
+    assert setting.slo_pairs == (SLOPair(1, 100), SLOPair(10, 30), SLOPair(3, 50))
+    assert (setting.high_priority.share, setting.high_priority.uncached_below) == (0.1, 2000)
+    assert all(one.sha256 for one in setting.traces)
+    assert len(setting.traces) == 3
+
+
+@pytest.mark.traces
+def test_its_traces_are_the_ones_that_it_means() -> None:
+    if "SAGELLM_TRACES" not in os.environ:
+        pytest.skip("SAGELLM_TRACES names no collection of traces")
+    for one in read_setting(COMMITTED).traces:
+        assert one.read(Path(os.environ["SAGELLM_TRACES"])).requests
+
+
+def test_a_setting_is_run(collection: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 requests of a step of 10 ms each: 100 a second is the capacity, 200 is too much."""
+
+    def bench_of(setting: Setting, cost_file: Path | None = None) -> Bench:
+        return Bench(StandIn(), goals=Goals(setting.slo_pairs), settings=setting.config)
+
+    monkeypatch.setattr(experiment, "bench_of", bench_of)
+    said: list[str] = []
+    changes = {"scheduler.max_num_seqs": 8, "scheduler.max_batched_tokens": 16, "kv.block_size": 4}
+    made = run_setting(read_setting(write(collection, config=changes)), collection, say=said.append)
+    capacity = made.capacities["small.jsonl"].rate
+    assert capacity == pytest.approx(100, rel=0.05)
+    assert [(one.load, one.preset) for one in made.results] == [
+        (0.5, "default"), (0.5, "throughput"), (2.0, "default"), (2.0, "throughput"),
+    ]  # fmt: skip
+    assert made.results[2].workload.rate == pytest.approx(2 * capacity)
+    assert made.results[2].figures["ttft_s_mean"] > 2 * made.results[0].figures["ttft_s_mean"]
+    assert sum(made.results[0].workload.priorities) == 40
+    assert any("capacity of default" in one for one in said)
+    alone = run_setting(read_setting(write(collection)), collection, presets=["low_latency"])
+    assert {one.preset for one in alone.results} == {"low_latency"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"loads": []}, "loads: Tuple should have at least 1 item"),
+        ({"loads": [0]}, "numbers above 0, got 0"),
+        ({"slos": [[1, -2]]}, "numbers above 0, got -2"),
+        ({"slos": [[1]]}, "slos.0.1: Field required"),
+        ({"speed": 1}, "speed: Extra inputs are not permitted; a setting has name, about, device"),
+        ({"traces": [{"file": "x", "sha256": "abc"}]}, "traces.0.sha256"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_broken_settings_are_explained(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_setting(write(tmp_path, **changes))
+    assert text in str(error.value)
+    assert "setting.yaml" in str(error.value)
+
+
+def test_what_a_setting_names_must_exist(collection: Path) -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown preset 'nope'.* There are: .*throughput"):
+        run_setting(read_setting(write(collection, presets=["nope"])), collection)
+    with pytest.raises(ConfigError, match="no device 'abacus'"):
+        run_setting(read_setting(write(collection, device="abacus")), collection)
+    other = [{"file": "small.jsonl", "sha256": "0" * 64}]
+    with pytest.raises(ConfigError, match="the setting was made for 0000"):
+        run_setting(read_setting(write(collection, traces=other)), collection)
+    with pytest.raises(ConfigError, match="cannot read the trace"):
+        run_setting(read_setting(write(collection, traces=[{"file": "gone.jsonl"}])), collection)

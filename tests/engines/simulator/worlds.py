@@ -1,0 +1,69 @@
+"""Engines in simulated time, and measurements that the simulator itself made."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from sagellm.core.clock import ManualClock
+from sagellm.core.events import EventBus
+from sagellm.core.protocols.engine import EngineCore, InferenceBackend
+from sagellm.engines.build import build_engine, load_config
+from sagellm.engines.simulator.cost_model import CostModel
+from sagellm.engines.simulator.measured import EngineFactory, Measured, Run, Sizes, simulate
+
+
+def engines(preset: str = "vllm-like", **settings: Any) -> EngineFactory:
+    """Makes engines of a preset; settings with `__` for the dot."""
+    given = {name.replace("__", "."): value for name, value in settings.items()}
+    config = load_config(preset=preset, cli=given, environ={}).config
+
+    def make(backend: InferenceBackend, clock: ManualClock, events: EventBus) -> EngineCore:
+        return build_engine(config, backend, clock=clock, events=events)
+
+    return make
+
+
+def arrivals(number: int, *, rate: float, seed: int = 0, mean_prompt: int = 600) -> list[Measured]:
+    """Poisson arrivals with lengths of all kinds, not measured yet."""
+    draw, now_s, found = random.Random(seed), 0.0, []
+    for index in range(number):
+        prompt = 1 + int(draw.expovariate(1 / mean_prompt))
+        output = draw.randint(10, 90)
+        found.append(Measured(f"r{index}", prompt, output, now_s, now_s, now_s, now_s, now_s))
+        now_s += draw.expovariate(rate)
+    return found
+
+
+def measured(
+    requests: Sequence[Measured], run: Run, *, noise_s: float = 0.0, seed: int = 1
+) -> list[Measured]:
+    """The timings of a simulation as if they had been measured."""
+    draw = random.Random(seed)
+    return [
+        Measured(
+            one.request_id,
+            one.num_prompt_tokens,
+            one.num_output_tokens,
+            one.arrival_s,
+            twin.queued_s,
+            twin.scheduled_s,
+            twin.first_token_s + draw.random() * noise_s,
+            twin.finished_s + noise_s + draw.random() * noise_s,
+        )
+        for one, twin in zip(requests, run.timings, strict=True)
+    ]
+
+
+def serve(
+    requests: Sequence[Measured],
+    cost_model: CostModel,
+    *,
+    num_blocks: int = 4000,
+    max_num_seqs: int = 32,
+    pipelined: bool = True,
+) -> Run:
+    sizes = Sizes(num_blocks, 16, max_num_seqs)
+    make = engines(scheduler__max_num_seqs=max_num_seqs)
+    return simulate(requests, cost_model, sizes, make, pipelined=pipelined)

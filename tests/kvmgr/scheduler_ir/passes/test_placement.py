@@ -1,0 +1,185 @@
+"""Prefill and decode apart, attention and feed-forward apart, tokens to draft: advice by cost models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from sagellm.core.plan import Placement
+from sagellm.core.protocols.scheduler_ir import StepFacts
+from sagellm.core.types import RequestStatus
+from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.kvmgr.scheduler_ir.passes.af_separation import AFSeparationPass
+from sagellm.kvmgr.scheduler_ir.passes.pd_separation import PDSeparationPass
+from sagellm.kvmgr.scheduler_ir.passes.speculative_budget import SpeculativeBudgetPass
+from tests.builders import expected_tokens, fake_engine, request
+from tests.kvmgr.scheduler_ir.passes.desk import Desk, admit, state
+
+DECODER: Mapping[str, Any] = {"link_bytes_s": 1e6, "step_s": 0.01, "seq_s": 0.001}
+
+
+def _at(pass_: PDSeparationPass, steps: int = 20, duration_s: float = 0.05) -> Desk:
+    """A desk whose steps with decodes took so long."""
+    desk = Desk(pass_)
+    for i in range(steps):
+        desk.view.last_step = StepFacts(duration_s + i * 1e-9, 4, 0)
+        desk.step()
+    return desk
+
+
+def test_long_outputs_decode_where_steps_are_short_and_short_ones_stay() -> None:
+    separation = PDSeparationPass({"d": DECODER}, bytes_per_token=1000)
+    desk = _at(separation)
+    desk.waiting = [state("long", 100, max_tokens=200), state("short", 100, max_tokens=2)]
+    desk.step()
+    assert separation.placements == {
+        "long": Placement(decode="d")
+    }  # 0.1 s of transfer: 200 * 0.04 s against 2 * 0.04 s
+
+
+def test_a_slow_link_or_a_full_instance_keeps_it_here() -> None:
+    for change in ({"link_bytes_s": 1e3}, {"seq_s": 0.05}):
+        separation = PDSeparationPass({"d": {**DECODER, **change}}, bytes_per_token=1000)
+        desk = _at(separation)
+        desk.waiting = [state("long", 100, max_tokens=200)]
+        desk.step()
+        assert separation.placements == {}
+
+
+def test_an_instance_fills_up() -> None:
+    separation = PDSeparationPass({"d": {**DECODER, "seq_s": 0.005}}, bytes_per_token=1)
+    desk = _at(separation)
+    desk.waiting = [state(f"r{i}", 10, max_tokens=200) for i in range(20)]
+    desk.step()
+    assert 0 < len(separation.placements) < 10
+    for one in desk.waiting:
+        one.status = RequestStatus.FINISHED
+    desk.step()
+    assert separation.placements == {}
+    assert separation.sites["d"].num_decodes == 0
+
+
+def test_prompts_go_where_they_are_done_first() -> None:
+    prefill = {"link_bytes_s": 1e9, "token_s": 1e-5}
+    separation = PDSeparationPass({"p": prefill}, bytes_per_token=1000)
+    separation.pace.token_s, separation.pace.is_known = 1e-4, True
+    desk = Desk(separation)
+    desk.waiting = [state(f"r{i}", 1000) for i in range(12)]
+    desk.step()
+    assert separation.placements == {f"r{i}": Placement("p") for i in range(len(separation.placements))}
+    assert 0 < len(separation.placements) < 12  # until its queue is as long as the one here
+
+
+def test_the_transfer_comes_after_the_prompt_and_again_after_a_preemption() -> None:
+    separation = PDSeparationPass({"d": DECODER}, bytes_per_token=1000)
+    desk = _at(separation)
+    one = state("long", 100, max_tokens=200)
+    desk.waiting = [one]
+    desk.step()
+    admit(one, 100)
+    desk.waiting = []
+    desk.step()
+    assert desk.draft.placements == {"long": Placement(decode="d")}
+    assert desk.draft.transfers == []  # its last chunk may not be computed yet
+    one.decoding = True
+    desk.step()
+    assert [(t.request_id, t.block_ids, t.target_instance) for t in desk.draft.transfers] == [
+        ("long", (), "d")
+    ]
+    desk.step()
+    assert desk.draft.transfers == []
+    one.num_preemptions += 1
+    desk.step()
+    assert len(desk.draft.transfers) == 1
+
+
+def test_separation_is_harmless_in_an_engine() -> None:
+    backend = TokenMemoryBackend()
+    site = {"link_bytes_s": 1e12, "token_s": 1e-9, "step_s": 1e-9, "seq_s": 1e-9}
+    separation = PDSeparationPass({"d": site}, bytes_per_token=1)
+    engine = fake_engine(backend, passes=[separation, AFSeparationPass(("a",), ("f",))])
+    for i in range(5):
+        engine.add(request(str(i), [i] * 9, 5))
+    got: dict[str, list[int]] = {}
+    sent = []
+    while engine.has_work():
+        for output in engine.step():
+            got.setdefault(output.request_id, []).extend(output.new_token_ids)
+        assert engine.last_plan is not None
+        sent += [(one.request_id, len(one.block_ids)) for one in engine.last_plan.transfers]
+    assert got == {str(i): expected_tokens(backend, [i] * 9, 5) for i in range(5)}
+    assert sorted(sent) == [(str(i), 3) for i in range(5)]
+
+
+def test_a_site_has_a_link() -> None:
+    with pytest.raises(ValueError, match="link_bytes_s must be positive"):
+        PDSeparationPass({"d": {"link_bytes_s": 0.0}})
+
+
+def test_attention_instances_get_even_shares_and_requests_stay() -> None:
+    separation = AFSeparationPass(("a0", "a1"), ("f",))
+    desk = Desk(separation)
+    batch = [state(str(i), 10 + 10 * (i == 0)) for i in range(6)]
+    desk.waiting = batch
+    desk.step()
+    assert separation.placements == {}
+    desk.waiting, desk.running = [], [admit(one) for one in batch]
+    desk.step(num_new_running=6)
+    placed = dict(separation.placements)
+    assert {name: one.attention for name, one in desk.draft.placements.items()} == placed
+    assert {one.ffn for one in desk.draft.placements.values()} == {"f"}
+    assert sorted(separation.num_tokens.values()) == [30, 40]
+    batch[0].status = RequestStatus.FINISHED
+    desk.running = batch[1:]
+    desk.step()
+    assert separation.placements == {name: site for name, site in placed.items() if name != "0"}
+    assert sum(separation.num_tokens.values()) == 50
+
+
+@pytest.mark.parametrize(("link_s", "count"), [(0.0, 2), (1e-4, 4), (5e-5, 3)])
+def test_micro_batches_hide_the_link(link_s: float, count: int) -> None:
+    assert AFSeparationPass(("a",), ("f",), link_s=link_s).num_micro_batches == count
+
+
+def test_attention_and_ffn_are_named_together() -> None:
+    with pytest.raises(ValueError, match="for attention and for ffn"):
+        AFSeparationPass(("a",))
+
+
+class Decoding:
+    """So many requests in decode."""
+
+    num_growing = 0
+
+    def __init__(self, count: int) -> None:
+        self.states = [state(str(i)) for i in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def growing(self) -> list[Any]:
+        return []
+
+
+def _drafted(count: int, *, budget: int = 2048, waiting: bool = False) -> int:
+    speculative = SpeculativeBudgetPass(max_tokens=4, acceptance=0.8, draft_s=0.0)
+    speculative.pace.step_s, speculative.pace.token_s = 0.01, 1e-4  # 100 tokens take as long as the weights
+    desk = Desk(speculative)
+    desk.step(token_budget=budget)
+    desk.draft.decodes = Decoding(count)
+    desk.draft.waiting[:] = [state("w")] if waiting else []
+    speculative(desk.draft, desk.view)
+    return desk.draft.num_draft_tokens
+
+
+def test_fewer_tokens_are_drafted_under_load() -> None:
+    drafted = [_drafted(count) for count in (0, 1, 20, 40, 80, 200)]
+    assert drafted == [0, 4, 4, 2, 1, 0]
+
+
+def test_the_token_budget_is_never_exceeded() -> None:
+    assert _drafted(10, budget=19) == 0
+    assert _drafted(10, budget=35) == 2
+    assert _drafted(10, waiting=True) == 0

@@ -1,0 +1,151 @@
+"""Deadlines, and steps that are short enough."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sagellm.core.plan import Chunk, RequestState
+from sagellm.core.protocols.scheduler_ir import StepFacts
+from sagellm.core.types import SLO, Request, SamplingParams, Tokens
+from sagellm.kvmgr.scheduler_ir._pace import StepPace
+from sagellm.kvmgr.scheduler_ir.passes.slo_aware import SLOAwarePass
+from tests.kvmgr.scheduler_ir.passes.desk import Desk, admit, state
+
+
+def at_pace(desk: Desk, token_s: float = 0.01) -> None:
+    """The engine is known to compute a token of a prompt in `token_s` seconds, and its steps cost nothing."""
+    assert isinstance(desk.scheduler_pass, SLOAwarePass)
+    pace = desk.scheduler_pass.pace
+    pace.step_s, pace.token_s, pace.is_known = 1e-12, token_s, True
+
+
+def test_earliest_deadline_first_and_the_hopeless_last() -> None:
+    desk = Desk(SLOAwarePass())
+    at_pace(desk)
+    desk.waiting = [
+        state("no goal"),
+        state("hopeless", 100, ttft_s=0.5),
+        state("late", 10, ttft_s=3.0),
+        state("early", 10, ttft_s=1.0),
+        state("urgent", 10, ttft_s=9.0, priority=1),
+    ]
+    assert desk.step() == ["urgent", "early", "late", "no goal", "hopeless"]
+
+
+def test_who_can_no_longer_make_it_falls_back_while_nobody_comes() -> None:
+    desk = Desk(SLOAwarePass())
+    at_pace(desk)
+    desk.waiting = [state("short", 10, ttft_s=1.0), state("long", 10, ttft_s=2.0)]
+    assert desk.step() == ["short", "long"]
+    desk.now_s = 0.95
+    assert desk.step() == ["long", "short"]
+
+
+def test_a_default_goal_and_the_first_token_out() -> None:
+    desk = Desk(SLOAwarePass(ttft_s=2.0))
+    at_pace(desk)
+    begun = state("begun")
+    begun.first_token_s, begun.num_preemptions = 0.5, 1
+    desk.waiting = [state("own", ttft_s=3.0), state("default"), begun]
+    assert desk.step() == ["begun", "default", "own"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(jobs=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), min_size=1, max_size=6))
+def test_as_many_make_it_as_in_the_best_of_all_orders(jobs: list[tuple[int, int]]) -> None:
+    desk = Desk(SLOAwarePass())
+    at_pace(desk, 1.0)
+    desk.waiting = [state(str(i), cost, ttft_s=goal + 1e-6) for i, (cost, goal) in enumerate(jobs)]
+    order = desk.step()
+
+    def num_in_time(names: list[str]) -> int:
+        done, made = 0, 0
+        for name in names:
+            cost, goal = jobs[int(name)]
+            done += cost
+            made += done <= goal
+        return made
+
+    assert num_in_time(order) == max(num_in_time(list(one)) for one in permutations(order))
+
+
+def _running(name: str, tpot_s: float | None) -> RequestState:
+    request = Request(name, Tokens([1, 2, 3]), SamplingParams(), slo=SLO(None, tpot_s))
+    return RequestState.of(request)
+
+
+def test_steps_are_no_longer_than_the_shortest_goal_of_those_that_run() -> None:
+    desk = Desk(SLOAwarePass(tpot_s=0.5, margin=1.0, min_prefill=4))
+    tight, other = _running("tight", 0.1), _running("other", None)
+    desk.waiting = [tight, other]
+    desk.step()
+    admit(tight, 2)
+    admit(other, 2)
+    desk.waiting = [state("new", 100)]
+
+    class Two:
+        states, num_growing = (tight, other), 0
+
+        def __len__(self) -> int:
+            return 2
+
+        def growing(self) -> tuple[RequestState, ...]:
+            return ()
+
+    def budget(chunk_tokens: int = 0) -> int:
+        at_pace(desk)
+        desk.step()
+        draft = desk.draft
+        draft.decodes = Two()
+        draft.token_budget = 1000
+        long = admit(state("long", 500))
+        draft.chunks = {"long": Chunk(long, 0, chunk_tokens)} if chunk_tokens else {}
+        desk.scheduler_pass(draft, desk.view)
+        assert all(chunk.num_tokens <= draft.token_budget - 2 for chunk in draft.chunks.values())
+        return draft.token_budget
+
+    assert budget() in (11, 12)  # 0.1 s are 10 tokens, beside two in decode
+    assert budget(chunk_tokens=500) in (11, 12)
+    tight.status = tight.status.FINISHED
+    assert budget() in (51, 52)
+
+
+def test_no_goal_leaves_the_budget() -> None:
+    desk = Desk(SLOAwarePass())
+    at_pace(desk)
+    desk.waiting = [state("a", 100)]
+    desk.step(token_budget=777)
+    assert desk.draft.token_budget == 777
+
+
+@given(
+    step_s=st.floats(1e-4, 0.1),
+    token_s=st.floats(1e-6, 1e-3),
+    sizes=st.lists(st.integers(64, 4096), min_size=1),
+)
+def test_the_pace_is_learned_from_steps(step_s: float, token_s: float, sizes: list[int]) -> None:
+    pace = StepPace()
+    for _ in range(40):
+        pace.observe(StepFacts(step_s, 8, 0))
+        for size in sizes[:4]:
+            pace.observe(StepFacts(step_s + token_s * size, 8, size))
+    assert abs(pace.step_s - step_s) < 0.01 * step_s
+    spread = 0.1 * (step_s + token_s * 4096) / 64  # no step teaches less than a tenth of its time
+    assert abs(pace.token_s - token_s) < 0.05 * token_s + spread
+    assert pace.tokens_in(pace.step_s) == 0
+
+
+def test_one_stray_step_does_not_spoil_the_pace() -> None:
+    pace = StepPace()
+    for _ in range(20):
+        pace.observe(StepFacts(0.1, 0, 1000))
+    pace.observe(StepFacts(60.0, 0, 1000))
+    assert pace.token_s < 3e-4
+    same = StepFacts(0.5, 0, 1000)
+    pace.observe(same)
+    token_s = pace.token_s
+    pace.observe(same)
+    assert pace.token_s == token_s

@@ -1,0 +1,98 @@
+"""Requests in, a plan out: complete, right, and what the simple schedule decided."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sagellm.core.errors import PlanError
+from sagellm.core.ir import LOCAL
+from sagellm.core.plan import NO_ROW
+from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, ScheduleRequest
+from sagellm.kvmgr.scheduler_ir.door import build_plan
+from sagellm.kvmgr.scheduler_ir.graph import IRGraph
+from sagellm.kvmgr.scheduler_ir.passes import PriorityBasedPass
+from sagellm.kvmgr.scheduler_ir.rows import Row, Rows
+from sagellm.kvmgr.scheduler_ir.verify_graph import verify_graph
+
+
+def ask(
+    name: str, length: int, *, cached: int = 0, priority: int = 0, block_size: int = 4
+) -> ScheduleRequest:
+    tokens = list(range(length))
+    return ScheduleRequest(name, tokens, 8, priority, prefix_cache_hit=cached, block_size=block_size)
+
+
+def before(running: list[ScheduleRequest], available: int) -> Rows:
+    """The batch that the door takes for granted."""
+    rows, first = {}, available
+    for number, one in enumerate(running):
+        length = len(one.token_ids)
+        count = -(-(length - 1) // one.block_size)
+        rows[number] = Row(one.request_id, length, length, length - 1, list(range(first, first + count)))
+        first += count
+    return Rows(rows)
+
+
+def test_a_plan_for_those_who_wait_and_those_who_run() -> None:
+    running = [ask("a", 9), ask("b", 7)]
+    pending = [ask("new", 10, cached=4), ask("late", 6)]
+    plan = build_plan(pending, running, available_memory=8, step=3, max_batched_tokens=10)
+    assert (plan.step, plan.decode_rows, plan.decode_positions) == (3, (0, 1), (8, 6))
+    assert [(one.row, one.block_ids) for one in plan.grown] == [(0, (0,))]
+    assert [(one.request_id, one.row, one.num_computed, one.block_ids) for one in plan.joined] == [
+        ("new", 2, 4, (12, 1, 2)),
+        ("late", 3, 0, (3,)),
+    ]
+    assert [(one.request_id, one.start, one.num_tokens) for one in plan.prefills] == [
+        ("new", 4, 6),
+        ("late", 0, 2),
+    ]
+    graph = IRGraph.of(plan)
+    verify_graph(graph, 4, token_budget=10, before={LOCAL: before(running, 8)})
+
+
+def test_who_is_preempted_gives_row_and_blocks() -> None:
+    running = [ask("old", 9), ask("young", 9)]
+    plan = build_plan([ask("new", 4)], running, available_memory=0)
+    assert (plan.preempted, plan.left, plan.decode_rows) == (("young",), (1,), (0,))
+    assert plan.grown[0].block_ids == (2,), "a block that young held"
+    assert plan.joined == (), "a step that preempts admits nobody"
+
+
+def test_an_empty_queue() -> None:
+    assert build_plan([], available_memory=4).is_empty
+
+
+def test_passes_decide() -> None:
+    pending = [ask("low", 8), ask("high", 8, priority=1)]
+    plan = build_plan(pending, available_memory=9, passes=[PriorityBasedPass()], max_batched_tokens=8)
+    assert [one.request_id for one in plan.joined] == ["high"]
+    assert plan.joined[0].row != NO_ROW
+
+
+def test_one_pool_has_one_block_size() -> None:
+    with pytest.raises(PlanError, match="blocks of 4 and of 16 tokens"):
+        build_plan([ask("a", 4), ask("b", 4, block_size=16)], available_memory=4)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_plans_are_right_and_agree_with_the_simple_schedule(seed: int) -> None:
+    rng = random.Random(seed)
+    running = [ask(f"r{i}", rng.randrange(1, 90), block_size=16) for i in range(rng.randrange(6))]
+    pending = [
+        ask(f"w{i}", rng.randrange(1, 90), cached=16 * rng.randrange(3), block_size=16)
+        for i in range(rng.randrange(9))
+    ]
+    available, budget = rng.randrange(12), rng.randrange(8, 140)
+    plan = build_plan(
+        pending, running, available_memory=available, max_batched_tokens=budget, max_num_seqs=10
+    )
+    graph = IRGraph.of(plan)
+    verify_graph(graph, 16, token_budget=budget, before={LOCAL: before(running, available)})
+    result = BaseSchedulerIR().schedule(
+        pending, running, available, max_batched_tokens=budget, max_num_seqs=10
+    )
+    assert [one.request_id for one in plan.joined] == [one.request_id for one in result.scheduled_requests]
+    assert list(plan.preempted) == [one.request_id for one in result.preempted_requests]
