@@ -27,6 +27,21 @@ ENVIRONMENTS: Mapping[tuple[str, str], Mapping[str, str]] = {
 }
 """Variables for one section of one peer: trees that share a process would share its freed memory too."""
 
+MODEL = "tiny_llama"
+"""The model folder that the script looks for where it runs: a scheduler wants to know a model's sizes."""
+_MODEL_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 200_000,
+    "torch_dtype": "bfloat16",
+}
 _SHOWN_LINES = 5
 
 
@@ -58,6 +73,7 @@ class Peer:
         """The rows of one section; raises `PeerError` if there are none to be had."""
         with tempfile.TemporaryDirectory(prefix="sagellm-peer-") as folder:
             out = Path(folder, "out.json")
+            _write_model(Path(folder, MODEL))
             command = [self.python, str(self.script.resolve()), self.name, str(out), "--sections", section]
             done = subprocess.run(
                 command + ["--quick"] * quick,
@@ -171,6 +187,11 @@ def _parse_peer(text: str, script: Path) -> Peer:
     if found is None:
         raise ConfigError(f"--peer {text!r}: there is no interpreter {python}")
     return Peer(name, os.path.abspath(found), script)  # noqa: PTH100 - a link to follow would leave the venv
+
+
+def _write_model(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(_MODEL_CONFIG), encoding="utf-8")
 
 
 def _peer_row(label: str, row: Mapping[str, Any], turn: int) -> PeerRow:

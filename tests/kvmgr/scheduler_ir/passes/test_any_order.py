@@ -59,15 +59,6 @@ specs = st.lists(
 orders = st.lists(st.sampled_from(NAMES), unique=True).flatmap(st.permutations)
 
 
-def legal(order: list[str]) -> list[str]:
-    """What memory is asked for must be known when it is looked at: that comes behind the chunks."""
-    memory, chunks = "memory_aware_preemption", "chunked_prefill"
-    if memory not in order or (chunks in order and order.index(chunks) < order.index(memory)):
-        return order
-    others = [name for name in order if name not in (memory, chunks)]
-    return [*others, chunks, memory]
-
-
 def prompt(family: int, length: int) -> list[int]:
     """Prompts of one family share their beginning."""
     return [(family * 7 + i * (1 + (i > 17) * length)) % 97 for i in range(length)]
@@ -144,9 +135,7 @@ def test_same_tokens_in_any_order_of_any_passes(
     tick_s: float,
     preempt: float,
 ) -> None:
-    passes = [
-        registry("pass").create(name, **(OPTIONS.get(name, {}) if tuned else {})) for name in legal(order)
-    ]
+    passes = [registry("pass").create(name, **(OPTIONS.get(name, {}) if tuned else {})) for name in order]
     passes.insert(len(passes) // 2, PreemptOthers(7, preempt))
     run(passes, requests, num_blocks=num_blocks, rows=rows, budget=budget, stagger=stagger, tick_s=tick_s)
 
