@@ -51,7 +51,7 @@ class Leap(NamedTuple):
         return len(self.ends_s)
 
 
-def can_leap(backend: object, scheduler: BaseSchedulerIR, kv: KVCacheManager, roster: Roster) -> bool:
+def can_leap(scheduler: BaseSchedulerIR, kv: KVCacheManager, roster: Roster) -> bool:
     """Whether the next step can only decode, and no pass or hint would do otherwise."""
     return (
         len(roster.decodes) > 0
@@ -61,7 +61,6 @@ def can_leap(backend: object, scheduler: BaseSchedulerIR, kv: KVCacheManager, ro
         and not roster.num_new_running
         and kv.is_regular
         and all(getattr(one, "quiet", False) for one in scheduler.order)
-        and isinstance(backend, LeapingBackend)
     )
 
 

@@ -86,6 +86,7 @@ class Engine:
         self._roster = Roster(self.max_num_seqs, self._decodes)
         self._recovery = Recovery(max_batched_tokens)
         self._outputs = StepOutputs()
+        self._leaping = backend if isinstance(backend, LeapingBackend) else None
         self._committer = Committer(
             self._roster,
             kv,
@@ -202,12 +203,10 @@ class Engine:
         """As many steps as would only decode and begin before `until_s`, at once, on a backend that can
         foresee them (a simulated one); None where the next step is another. Their tokens are told to nobody.
         """
-        backend, roster = self.backend, self._roster
         calm = self._recovery.token_budget >= len(self._decodes) and not self._outputs
-        if not (calm and can_leap(backend, self.scheduler, self.kv, roster)):
+        if self._leaping is None or not (calm and can_leap(self.scheduler, self.kv, self._roster)):
             return None
-        assert isinstance(backend, LeapingBackend)
-        done = leap(backend, self.kv, roster, self.clock, self._num_steps, until_s)
+        done = leap(self._leaping, self.kv, self._roster, self.clock, self._num_steps, until_s)
         if done is not None:
             self._num_steps += done.num_steps
             self.last_step = StepFacts(done.durations_s[-1], done.num_decodes, 0)
