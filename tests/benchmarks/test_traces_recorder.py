@@ -33,6 +33,7 @@ def record(path: Path, **options: Any) -> Engine:
         run_all(engine)
         engine.clock.advance(1.5)  # type: ignore[attr-defined]
         engine.add(request("b", range(1, 14), max_tokens=2, namespace=SECRET))
+        run_all(engine)
         engine.add(request("c", [*range(1, 9), 50], max_tokens=2))
         run_all(engine)
         engine.add(request("d", range(1, 14)))

@@ -37,7 +37,8 @@ class Reservation:
     """Cuts the queue where the first stands that the predicted memory does not hold, so that nobody overtakes
     it.
 
-    The first of the queue is let through where nobody runs, and after `max_hold_s` seconds at the front.
+    The first of the queue is let through where nobody runs, where somebody of lower priority does (who will
+    be pushed out should memory be short), and after `max_hold_s` seconds at the front.
     `headroom` is the share of the free memory that is left unpromised. A first one that did not fit is asked
     about again when somebody has left or joined the batch.
     """
@@ -58,10 +59,11 @@ class Reservation:
             return None
         head = waiting[0]
         late = head is self._blocked and draft.now_s - self._since_s >= self.max_hold_s
-        if head is self._blocked and self._is_same(draft) and not late:
+        free_to_go = late or not running or _is_urgent(head, running)
+        if head is self._blocked and self._is_same(draft) and not free_to_go:
             num_fitting = 0
         else:
-            num_fitting = max(self._count(draft, view, remaining, budget), int(late or not running))
+            num_fitting = max(self._count(draft, view, remaining, budget), int(free_to_go))
         if num_fitting == len(waiting):
             return None
         first = waiting[num_fitting]
@@ -106,3 +108,7 @@ class Reservation:
             prices.append(view.kv.price_to_admit(hit, num_tokens))
             budget -= num_tokens
         return prices
+
+
+def _is_urgent(head: RequestState, running: list[RequestState]) -> bool:
+    return any(one.request.priority < head.request.priority for one in running)

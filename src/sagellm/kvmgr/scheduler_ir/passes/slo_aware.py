@@ -134,7 +134,7 @@ class SLOAwarePass:
         if draft.num_decodes + room >= draft.token_budget:
             return
         draft.token_budget = draft.num_decodes + room
-        for chunk in list(draft.chunks.values()):
+        for chunk in sorted(draft.chunks.values(), key=lambda chunk: -chunk.state.request.priority):
             chunk.num_tokens = min(chunk.num_tokens, room)
             room -= chunk.num_tokens
             if not chunk.num_tokens:
