@@ -104,8 +104,7 @@ class Chunk:
         return self.num_tokens == 1 and not self.admits and self.samples and self.state.num_output_tokens > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What one pass decided for one request, and why: the raw material of `sagellm explain`."""
 
     pass_name: str
