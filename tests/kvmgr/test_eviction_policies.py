@@ -123,6 +123,20 @@ def test_the_tail_of_a_split_stays_wanted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
+def test_a_tail_may_have_the_key_of_one_that_went(name: str) -> None:
+    """Keys are content: what was taken out comes back as the tail of a split."""
+    policy = make(name)
+    whole, other = Run(0, 3), Run(9, 2)
+    hold(policy, [whole, other])
+    policy.remove(9)
+    head = Run(0, 1)
+    whole.key, whole.num_blocks, whole.first_position, whole.parent = 9, 2, 1, head
+    policy.split(0, head, whole)
+    policy.check()
+    assert evicted(policy, 3) == [9, 0]
+
+
+@pytest.mark.parametrize("name", OURS)
 def test_a_capacity_below_one_block_is_an_error(name: str) -> None:
     with pytest.raises(ConfigError, match="at least 1 block"):
         make(name, capacity=0)

@@ -16,6 +16,7 @@ FORM = "NAME=PROMPT+OUTPUT[,KEY=VALUE...]"
 WHOLE = ("at", "priority")
 SECONDS = ("ttft", "tpot")
 TEXTS = ("tenant", "class", "prefix")
+MOST_TOKENS = 1_000_000
 KEYS = (*WHOLE, *SECONDS, *TEXTS)
 
 
@@ -77,6 +78,8 @@ def scenario_request(where: str, values: Mapping[str, Any]) -> ScenarioRequest:
         slo=SLO(*(_seconds(where, key, values[key]) if key in values else None for key in SECONDS)),
         tokens=tokens,
     )
+    if made.num_prompt + made.num_output > MOST_TOKENS:
+        raise ConfigError(f"{where}: prompt and output are at most {MOST_TOKENS:,} tokens together here")
     if made.prefix is not None and (tokens or made.prefix[1] > made.num_prompt):
         raise ConfigError(
             f"{where}: a prefix of {made.prefix[1]} tokens needs a prompt of so many, without tokens"

@@ -211,8 +211,10 @@ class Draft:
 
     def computes(self, state: RequestState) -> bool:
         """Whether the request computes something in this step."""
-        name = state.request_id
-        return name not in self.out if state.decoding else name in self.chunks
+        if state.decoding:
+            return state.request_id not in self.out
+        chunk = self.chunks.get(state.request_id)
+        return chunk is not None and chunk.state is state
 
     def growing(self) -> Sequence[RequestState]:
         """Requests in decode that take part and need one more block."""

@@ -180,6 +180,11 @@ class SLO:
     ttft_s: float | None = None
     tpot_s: float | None = None
 
+    def __post_init__(self) -> None:
+        for name, goal_s in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
+            if goal_s is not None and not 0 <= goal_s < math.inf:
+                raise RequestError(f"{name} is a number of seconds from 0 on, or none: not {goal_s}", name)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:

@@ -51,13 +51,16 @@ class Leap(NamedTuple):
         return len(self.ends_s)
 
 
-def can_leap(scheduler: BaseSchedulerIR, kv: KVCacheManager, roster: Roster) -> bool:
-    """Whether the next step can only decode, and no pass or hint would do otherwise."""
+def can_leap(
+    scheduler: BaseSchedulerIR, kv: KVCacheManager, roster: Roster, told: Sequence[int] = ()
+) -> bool:
+    """Whether the next step can only decode, and no pass or hint would do otherwise. `told`: rows that the
+    backend knows to be left."""
     return (
         len(roster.decodes) > 0
         and not roster.waiting
         and not roster.prefilling
-        and not roster.left
+        and len(roster.left) == len(told)
         and not roster.num_new_running
         and kv.is_regular
         and all(getattr(one, "quiet", False) for one in scheduler.order)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, overload
 
+from sagellm.core.events import RequestFinished
 from sagellm.core.plan import RequestState
 from sagellm.core.types import FinishReason, RequestOutput, TokenLogprob
 
@@ -44,6 +45,21 @@ def output_of(
     )
 
 
+def finished(state: RequestState, reason: FinishReason, now_s: float) -> RequestFinished:
+    """What the world is told of a request that ended."""
+    return RequestFinished(
+        state.request_id,
+        reason.value,
+        state.num_prompt_tokens,
+        state.num_cached,
+        state.num_output_tokens,
+        state.request.arrival_s,
+        state.scheduled_s,
+        state.first_token_s,
+        now_s,
+    )
+
+
 class StepOutputs(Sequence[RequestOutput]):
     """What one step added to each request. Tokens of requests in decode become `RequestOutput`s when they are
     first looked at: of 1,024 requests a step notes two lists.
@@ -67,8 +83,13 @@ class StepOutputs(Sequence[RequestOutput]):
         skipped: Container[RequestState],
     ) -> None:
         """A token for each request; `lengths`: tokens that it has with it; `skipped` are told otherwise."""
+        self.keep()
         rows = [state.row for state in states] if logprobs else []
         self._decoded = _Decoded(states, token_ids, lengths, rows, logprobs, skipped)
+
+    def keep(self) -> None:
+        """What was noted so far stays as it is, and in front of what comes."""
+        self._all()
 
     def __len__(self) -> int:
         return len(self._all())
@@ -89,7 +110,7 @@ class StepOutputs(Sequence[RequestOutput]):
     def _all(self) -> list[RequestOutput]:
         decoded, self._decoded = self._decoded, None
         if decoded is not None:
-            self._outputs[:0] = decoded.outputs()
+            self._outputs += decoded.outputs()
         return self._outputs
 
 

@@ -67,6 +67,7 @@ class Recovery:
         """Returns the request that ends, if it was alone; several are suspects."""
         scheduled = list(draft.scheduled())
         if len(scheduled) == 1:
+            self._suspects = [one for one in self._suspects if one is not scheduled[0]]
             return scheduled
         self._suspects = scheduled[::-1]
         return ()

@@ -215,6 +215,7 @@ def build_engine(
         kv,
         BaseSchedulerIR(build_passes(config.scheduler)),
         max_batched_tokens=config.scheduler.max_batched_tokens,
+        overlap=config.engine.overlap,
         clock=clock,
         events=events,
     )

@@ -15,7 +15,6 @@ from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import CapacityError, PlanError, RequestError, SageError
 from sagellm.core.events import (
     EventBus,
-    RequestFinished,
     RequestPreempted,
     RequestQueued,
     RequestReceived,
@@ -42,7 +41,8 @@ from sagellm.engines._commit import Committer
 from sagellm.engines._compaction import compact
 from sagellm.engines._door import check_quota, check_request
 from sagellm.engines._leap import Leap, LeapingBackend, can_leap, leap
-from sagellm.engines._outcome import StepOutputs, output_of
+from sagellm.engines._outcome import StepOutputs, finished, output_of
+from sagellm.engines._overlap import Flight, Pipeline, plan_ahead
 from sagellm.engines._recovery import Recovery
 from sagellm.engines._roster import Roster
 from sagellm.kvmgr.manager import KVCacheManager
@@ -52,7 +52,8 @@ log = logging.getLogger("sagellm.engine")
 
 
 class Engine:
-    """Implements `EngineCore`: continuous batching over one backend. Synchronous; one thread owns it.
+    """Implements `EngineCore`: continuous batching over one backend. Synchronous; one thread owns it. With
+    `overlap` the backend has a thread, and steps are planned while others compute, with the same tokens.
 
     A backend that runs out of memory is met with a smaller token budget. After any other failure the requests
     of the step run one at a time until each has either taken its step or failed alone, which ends it with
@@ -66,6 +67,7 @@ class Engine:
         scheduler: BaseSchedulerIR,
         *,
         max_batched_tokens: int = 2048,
+        overlap: bool = False,
         clock: Clock | None = None,
         events: EventBus | None = None,
     ) -> None:
@@ -87,6 +89,7 @@ class Engine:
         self._recovery = Recovery(max_batched_tokens)
         self._outputs = StepOutputs()
         self._leaping = backend if isinstance(backend, LeapingBackend) else None
+        self._pipeline = Pipeline(backend) if overlap else None
         self._committer = Committer(
             self._roster,
             kv,
@@ -113,6 +116,7 @@ class Engine:
     def fork(self, request_id: str, new_id: str, params: SamplingParams | None = None) -> None:
         """A second request goes on from where a running one stands, sharing its KV: whole blocks as they are,
         the last one as a copy. Its prompt is all that the first has so far."""
+        self._settle()
         parent = self._roster.states.get(request_id)
         if parent is None or parent.status is not RequestStatus.RUNNING:
             raise RequestError(f"cannot fork {request_id!r}: no request of that id is running", "request_id")
@@ -139,7 +143,8 @@ class Engine:
         return True
 
     def has_work(self) -> bool:
-        return bool(self._roster.states or self._outputs)
+        flies = self._pipeline is not None and self._pipeline.flight is not None
+        return bool(flies or self._roster.states or self._outputs)
 
     def stats(self) -> EngineStats:
         states, metrics = self.kv.block_states(), self.kv.metrics
@@ -169,28 +174,34 @@ class Engine:
     def compact(self, max_copies: int | None = None) -> int:
         """Move blocks between two steps so that free ones stand together; returns how many moved. The backend
         copies them now; if that fails, nothing has moved."""
+        self._settle()
         return compact(self.backend, self.kv, self._roster.running, self._num_steps, max_copies)
 
     def check(self) -> None:
         """Raise `BookkeepingError` where requests, batch and KV disagree."""
         self.kv.check()
-        self._roster.check(self.kv.num_slots)
+        early = self._pipeline.grown_ahead() if self._pipeline is not None else {}
+        self._roster.check(lambda name: self.kv.num_slots(name) - early.get(name, 0) * self.kv.block_size)
 
     def close(self) -> None:
         for request_id in list(self._roster.states):
             self.abort(request_id)
+        if self._pipeline is not None:
+            self._pipeline.close()
         self.backend.close()
 
     # -- the loop
 
     def step(self) -> Sequence[RequestOutput]:
+        if self._pipeline is not None:
+            return self._step_overlapped(self._pipeline)
         if not self._roster.states:
             return self._take_outputs()
         began_s = self.clock.now()
         draft = self._schedule()
         plan = self._plan(draft)
         if not plan.is_empty:
-            result = self._execute(draft, plan)
+            result = self._execute(draft, plan, lambda: self.backend.execute(plan))
             if result is not None:
                 self._committer.commit(draft, plan, result, self._outputs, self.clock.now())
         else:
@@ -199,10 +210,50 @@ class Engine:
         self._emit_step(plan, began_s)
         return self._take_outputs()
 
+    def _step_overlapped(self, pipeline: Pipeline) -> Sequence[RequestOutput]:
+        """One step lands; the next one computes by then, if it could be planned ahead."""
+        flight = pipeline.flight
+        if flight is None:
+            if not self._roster.states:
+                return self._take_outputs()
+            began_s = self.clock.now()
+            draft = self._schedule()
+            plan = self._plan(draft)
+            if plan.is_empty:
+                self._recovery.relax()
+                self._num_steps += 1
+                self._emit_step(plan, began_s)
+                return self._take_outputs()
+            flight = pipeline.submit(draft, plan, began_s)
+        ahead = plan_ahead(flight, self._roster, self.kv, self.scheduler, self._recovery.token_budget)
+        self._land(pipeline, flight, ahead)
+        return self._take_outputs()
+
+    def _land(
+        self, pipeline: Pipeline, flight: Flight, ahead: tuple[Draft, ExecutionPlan] | None = None
+    ) -> None:
+        """Wait for a step, let the next one take off, and commit the first meanwhile."""
+        pipeline.flight = None
+        draft, plan = flight.draft, flight.plan
+        result = self._execute(draft, plan, flight.future.result, ahead[0] if ahead else None)
+        if result is not None:
+            if ahead is not None:
+                pipeline.submit(*ahead, self.clock.now())
+            plan, result = flight.settle(result, self._decodes)
+            self._committer.commit(draft, plan, result, self._outputs, self.clock.now())
+        self.last_plan = plan
+        self._num_steps += 1
+        self._emit_step(plan, flight.began_s)
+
+    def _settle(self) -> None:
+        """Nothing is in flight any more."""
+        if self._pipeline is not None and self._pipeline.flight is not None:
+            self._land(self._pipeline, self._pipeline.flight)
+            self._outputs.keep()
+
     def leap(self, until_s: float) -> Leap | None:
-        """As many steps as would only decode and begin before `until_s`, at once, on a backend that can
-        foresee them (a simulated one); None where the next step is another. Their tokens are told to nobody.
-        """
+        """The steps that would only decode and begin before `until_s`, at once, on a backend that foresees
+        them (a simulated one); None where the next is another. Their tokens are told to nobody."""
         calm = self._recovery.token_budget >= len(self._decodes) and not self._outputs
         if self._leaping is None or not (calm and can_leap(self.scheduler, self.kv, self._roster)):
             return None
@@ -318,23 +369,30 @@ class Engine:
                 state.scheduled_s, state.num_cached = draft.now_s, chunk.start
                 self.events.emit(RequestScheduled(state.request_id, chunk.start, draft.now_s))
 
-    def _execute(self, draft: Draft, plan: ExecutionPlan) -> StepResult | None:
-        """The backend's answer, or None after a failure that was dealt with."""
+    def _execute(
+        self,
+        draft: Draft,
+        plan: ExecutionPlan,
+        run: Callable[[], StepResult],
+        ahead: Draft | None = None,
+    ) -> StepResult | None:
+        """The backend's answer, or None after a failure that was dealt with; what was planned `ahead` is void
+        then."""
         began_s = self.clock.now()
         try:
-            result = self.backend.execute(plan)
+            result = run()
         except CapacityError as error:
-            self._undo(draft)
+            self._undo(draft, ahead)
             self._end_all(self._recovery.short_of_memory(draft, error), str(error))
             return None
         except Exception as error:
             log.exception("step %d with %d requests failed", plan.step, draft.num_scheduled)
-            self._undo(draft)
+            self._undo(draft, ahead)
             self._end_all(self._recovery.failed(draft), f"the backend failed: {error}")
             return None
         spent_s = self.clock.now() - began_s
         self.last_step = StepFacts(spent_s, len(plan.decode_rows), plan.num_prefill_tokens)
-        self._roster.left.clear()
+        del self._roster.left[: len(plan.left)]
         self._recovery.succeeded()
         return result
 
@@ -342,9 +400,12 @@ class Engine:
         for state in states:
             self._end(state, FinishReason.ERROR, error=error)
 
-    def _undo(self, draft: Draft) -> None:
+    def _undo(self, draft: Draft, ahead: Draft | None) -> None:
         """After a failed execute: the books are as before the bind, admitted requests wait again."""
+        if ahead is not None:
+            self.kv.rollback(ahead)
         self.kv.rollback(draft)
+        draft.decodes = self._decodes  # as it is now
         for chunk in reversed(list(draft.admitted())):
             self._roster.leave(chunk.state)
             self._roster.wait_again(chunk.state)
@@ -375,36 +436,15 @@ class Engine:
         self._roster.end(state)
         if reason is not FinishReason.ABORT:
             self._outputs.append(output_of(state, token, logprobs, reason, error))
-        self._emit_finished(state, reason)
+        self.events.emit(finished(state, reason, self.clock.now()))
 
     def _take_outputs(self) -> StepOutputs:
         outputs, self._outputs = self._outputs, StepOutputs()
         return outputs
 
-    def _emit_finished(self, state: RequestState, reason: FinishReason) -> None:
-        self.events.emit(
-            RequestFinished(
-                state.request_id,
-                reason.value,
-                state.num_prompt_tokens,
-                state.num_cached,
-                state.num_output_tokens,
-                state.request.arrival_s,
-                state.scheduled_s,
-                state.first_token_s,
-                self.clock.now(),
-            )
-        )
-
     def _emit_step(self, plan: ExecutionPlan, began_s: float) -> None:
         if self.events.wants(StepDone):
-            self.events.emit(
-                StepDone(
-                    plan.step,
-                    plan.num_prefill_tokens,
-                    len(plan.decode_rows),
-                    len(self._roster.running),
-                    len(self._roster.waiting),
-                    self.clock.now() - began_s,
-                )
-            )
+            running, waiting = len(self._roster.running), len(self._roster.waiting)
+            prompts, decodes = plan.num_prefill_tokens, len(plan.decode_rows)
+            spent_s = self.clock.now() - began_s
+            self.events.emit(StepDone(plan.step, prompts, decodes, running, waiting, spent_s))

@@ -61,6 +61,7 @@ def engine(
     caching: bool,
     reference: bool = False,
     eviction: str = "adaptive",
+    overlap: bool = False,
 ) -> Engine:
     clock = ManualClock()
     config = KVConfig(block_size=BLOCK, prefix_caching=caching, eviction=eviction)
@@ -69,7 +70,12 @@ def engine(
     for pool in (*pools.keys, *pools.values):  # whatever an earlier owner left behind must not be read
         pool.fill_(math.nan)
     return Engine(
-        backend(name, reference), kv, BaseSchedulerIR(passes), max_batched_tokens=budget, clock=clock
+        backend(name, reference),
+        kv,
+        BaseSchedulerIR(passes),
+        max_batched_tokens=budget,
+        overlap=overlap,
+        clock=clock,
     )
 
 

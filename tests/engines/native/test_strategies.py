@@ -22,9 +22,11 @@ ASKS = [(number % 3, 9 + 5 * number % 31, number, 3 + number % 6, number % 5) fo
 OTHERS = sorted(set(registry("pass").names()) - {"vllm_like"})
 
 
-def check(passes: Sequence[SchedulerPass], num_blocks: int = 30, budget: int = 24) -> None:
+def check(
+    passes: Sequence[SchedulerPass], num_blocks: int = 30, budget: int = 24, *, overlap: bool = False
+) -> None:
     """Prompts that share prefixes, come while others run, and do not fit together."""
-    busy = engine(NAME, num_blocks, budget, passes, caching=True)
+    busy = engine(NAME, num_blocks, budget, passes, caching=True, overlap=overlap)
     got: dict[str, list[int]] = {}
     expected: dict[str, tuple[int, ...]] = {}
     for number, (family, length, own, max_tokens, sampling) in enumerate(ASKS):
@@ -52,6 +54,11 @@ def check(passes: Sequence[SchedulerPass], num_blocks: int = 30, budget: int = 2
 @pytest.mark.parametrize("strategy", presets.PRESETS)
 def test_the_same_tokens_with_every_strategy(strategy: str) -> None:
     check(presets.make(strategy))
+
+
+@pytest.mark.parametrize("strategy", presets.PRESETS)
+def test_the_same_tokens_where_scheduling_overlaps_execution(strategy: str) -> None:
+    check(presets.make(strategy), 60, overlap=True)
 
 
 @pytest.mark.parametrize("seed", range(12))

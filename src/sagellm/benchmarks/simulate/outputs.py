@@ -81,6 +81,11 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"cannot write into {folder}: it is a file, name a folder")
     if not folder.parent.is_dir():
         raise ConfigError(f"cannot write into {folder}: there is no folder {folder.parent}")
+    try:
+        folder.mkdir(exist_ok=True)
+        (folder / RESULTS).open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise ConfigError(f"cannot write into {folder}: {error}") from error
 
 
 def write(folder: Path, made_by: Mapping[str, Any], results: Sequence[Result]) -> list[Path]:

@@ -128,6 +128,7 @@ class QueuedPolicy(ABC):
         if lane is None:
             return
         note = self._depart(old, 0, head.num_blocks + tail.num_blocks)
+        self._away.pop(tail.key, None)  # of an extent of the same content that went before
         self._admit(tail, note)
         lanes = self._lanes
         if lane is lanes.ended or lane is lanes.wanted:

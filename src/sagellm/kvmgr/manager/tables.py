@@ -85,7 +85,9 @@ class DecodeTables:
     def undo(self, draft: Draft) -> None:
         """Take back what `grow` gave."""
         for state, _ in draft.stretched:
-            sequence = self._sequences[state.request_id]
+            sequence = self._sequences.get(state.request_id)
+            if sequence is None or sequence.state is not state:  # it has ended since, and all went back
+                continue
             self._pool.shrink(sequence.own, 1)
             sequence.block_ids.pop()
         draft.stretched.clear()

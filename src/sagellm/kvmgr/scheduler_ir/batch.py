@@ -100,6 +100,12 @@ class DecodeBatch:
             self._growing = () if full else [self.states[i] for i in np.flatnonzero(slack == 0).tolist()]
         return self._growing
 
+    def growing_next(self) -> Sequence[RequestState]:
+        """Those who will need a block for the token after the one that is being computed."""
+        slack = self._column(SLACK)
+        soon = slack == 1 if self._block_size > 1 else slack <= 1
+        return [self.states[i] for i in np.flatnonzero(soon).tolist()]
+
     @property
     def num_growing(self) -> int:
         return len(self.growing())

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.errors import ConfigError
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.protocols.scheduler_ir import (
@@ -40,11 +41,15 @@ class BaseSchedulerIR:
 
     def use(self, passes: Sequence[SchedulerPass]) -> None:
         """Schedule by these passes, in this order, from the next step on."""
-        self.passes = list(passes)
-        self.order = list(self.passes)
-        if any(getattr(one, "closes", False) for one in self.passes):
+        names = [one.name for one in passes]
+        closing = [place for place, one in enumerate(passes) if getattr(one, "closes", False)]
+        if closing and closing[0] < len(names) - 1:
+            raise ConfigError(
+                f"{names[closing[0]]} closes the schedule: {names[closing[0] + 1]} cannot stand behind it"
+            )
+        self.passes, self.order = list(passes), list(passes)
+        if closing:
             return
-        names = [one.name for one in self.passes]
         if ChunkedPrefillPass.name not in names:
             self.order.append(ChunkedPrefillPass())
             names.append(ChunkedPrefillPass.name)

@@ -108,5 +108,5 @@ def test_chunks_of_lower_priority_leave_tokens_for_the_urgent() -> None:
 
 
 def test_age_is_positive() -> None:
-    with pytest.raises(ValueError, match="age_s must be positive"):
+    with pytest.raises(ValueError, match="age_s must be at least"):
         PriorityBasedPass(0.0)

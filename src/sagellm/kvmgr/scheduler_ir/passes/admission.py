@@ -40,7 +40,7 @@ class AdmissionPass:
         self.min_samples, self.default_output = min_samples, default_output
         self._reservation = Reservation(headroom, max_hold_s)
         self._queue = RankedQueue()
-        self._active: list[RequestState] = []
+        self._active: dict[RequestState, None] = {}
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
 
@@ -70,12 +70,10 @@ class AdmissionPass:
 
     def _learn(self) -> None:
         """From those that ended since the last look."""
-        self._active += [state for state in self._queue.left if has_run(state)]
+        self._active.update(dict.fromkeys(state for state in self._queue.left if has_run(state)))
         ended = [state for state in self._active if state.status is RequestStatus.FINISHED]
-        if not ended:
-            return
-        self._active = [state for state in self._active if state.status is RequestStatus.RUNNING]
         for state in ended:
+            del self._active[state]
             self._recent.append(state.num_output_tokens)
             insort(self._sorted, state.num_output_tokens)
             if len(self._recent) > self.window:

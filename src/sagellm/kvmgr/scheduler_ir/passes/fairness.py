@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import RequestStatus
-from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, has_run, hit_of, num_to_compute
+from sagellm.kvmgr.scheduler_ir._queue import ROOM_TO_FORGET, RankedQueue, has_run, hit_of, num_to_compute
 
 RIVALS = 8
 """Tenants within a quantum of the least, at most, whose cached tokens are compared."""
@@ -48,6 +48,7 @@ class FairnessPass:
         self._waiting: Counter[str] = Counter()
         self._charged: dict[RequestState, int] = {}
         self._last = ""
+        self._num_kept = 0
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
         waiting, queue = draft.waiting, self._queue
@@ -55,6 +56,7 @@ class FairnessPass:
             return
         if queue.see(waiting):
             self._note(draft, view)
+            self._forget_ended()
         if len(self._waiting) < 2 or not view.num_free_rows or len(waiting) < 2:
             return
         self._settle()
@@ -71,6 +73,12 @@ class FairnessPass:
             if not self._waiting[tenant]:
                 self._lift(tenant)
             self._waiting[tenant] += 1
+
+    def _forget_ended(self) -> None:
+        """Where nobody competes for long, what ended is charged now and then all the same."""
+        if len(self._charged) > 2 * self._num_kept + ROOM_TO_FORGET:
+            self._settle()
+            self._num_kept = len(self._charged)
 
     def _left(self, state: RequestState) -> None:
         tenant = state.request.namespace.tenant

@@ -5,15 +5,18 @@ Priority that grows with the time waited is Kleinrock's (1964) time-dependent pr
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count, pairwise
 
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import RequestStatus
-from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, hit_of
+from sagellm.kvmgr.scheduler_ir._queue import ROOM_TO_FORGET, RankedQueue, hit_of
+
+SHORTEST_AGE_S = 1e-3
 
 
 class PriorityBasedPass:
@@ -37,8 +40,8 @@ class PriorityBasedPass:
         preempt: bool = False,
         watermark: int = 1,
     ) -> None:
-        if age_s is not None and age_s <= 0:
-            raise ValueError(f"age_s must be positive, or None for no ageing, got {age_s}")
+        if age_s is not None and not SHORTEST_AGE_S <= age_s < math.inf:
+            raise ValueError(f"age_s must be at least {SHORTEST_AGE_S}, or None for no ageing, got {age_s}")
         self.age_s, self.classes, self.preempt, self.watermark = (
             age_s,
             dict(classes or {}),
@@ -56,7 +59,8 @@ class PriorityBasedPass:
         if waiting or self._queue.ranks:
             self._queue.see(waiting)
             for state in self._queue.arrived:
-                self._age(state, self.level(state, draft.now_s))
+                self._age(state, self.level(state, draft.now_s), draft.now_s)
+            self._forget_gone()
             self._grow_older(draft.now_s)
             self._queue.sort(waiting)
         self._sort_running(draft)
@@ -80,12 +84,13 @@ class PriorityBasedPass:
             return self.priority(state)
         return self.priority(state) + max(0, int((now_s - state.request.arrival_s) / self.age_s))
 
-    def _age(self, state: RequestState, level: int) -> None:
+    def _age(self, state: RequestState, level: int, now_s: float) -> None:
         """It has this level from now on, until it rises next."""
         if self.age_s is not None:
             years = level - self.priority(state) + 1
             birthday_s = state.request.arrival_s + years * self.age_s
-            heappush(self._birthdays, (birthday_s, next(self._count), state))
+            if birthday_s > now_s:  # else the clock is too far for floats to tell ages apart
+                heappush(self._birthdays, (birthday_s, next(self._count), state))
         self._queue.rerank(state, -level)
 
     def _grow_older(self, now_s: float) -> None:
@@ -93,7 +98,13 @@ class PriorityBasedPass:
         while birthdays and birthdays[0][0] <= now_s:
             state = heappop(birthdays)[2]
             if state.status is RequestStatus.WAITING and state in ranks:
-                self._age(state, max(1 - ranks[state], self.level(state, now_s)))
+                self._age(state, max(1 - ranks[state], self.level(state, now_s)), now_s)
+
+    def _forget_gone(self) -> None:
+        """Those who wait no more are not kept until their next birthday."""
+        if len(self._birthdays) > 2 * len(self._queue.ranks) + ROOM_TO_FORGET:
+            self._birthdays = [one for one in self._birthdays if one[2] in self._queue.ranks]
+            heapify(self._birthdays)
 
     def _sort_running(self, draft: Draft) -> None:
         """Only those that have just entered, at the end, can be out of order."""

@@ -13,7 +13,7 @@ from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import RequestStatus
 from sagellm.kvmgr.scheduler_ir._pace import StepPace
-from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, Turns, hit_of, num_to_compute
+from sagellm.kvmgr.scheduler_ir._queue import ROOM_TO_FORGET, RankedQueue, Turns, hit_of, num_to_compute
 
 BEGUN, IN_TIME, LATE = range(3)
 """Ranks: preempted with its first token out; can make its deadline; cannot, not beside the others, or has
@@ -55,6 +55,7 @@ class SLOAwarePass:
         self._goals: list[tuple[float, int, RequestState]] = []
         self._count = count()
         self._due_s = NEVER_S
+        self._num_goals = 0
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
         waiting, queue = draft.waiting, self._queue
@@ -123,6 +124,11 @@ class SLOAwarePass:
         goal_s = state.request.slo.tpot_s if state.request.slo.tpot_s is not None else self.tpot_s
         if goal_s is not None and state.status is RequestStatus.RUNNING:
             heappush(self._goals, (goal_s, next(self._count), state))
+            if len(self._goals) > 2 * self._num_goals + ROOM_TO_FORGET:
+                # what ended may lie behind the smallest goal
+                alive = {one[2]: one for one in self._goals if one[2].status is RequestStatus.RUNNING}
+                self._goals = sorted(alive.values())
+                self._num_goals = len(self._goals)
 
     def _keep_pace(self, draft: Draft) -> None:
         goals = self._goals

@@ -1,0 +1,169 @@
+"""Planning ahead changes when things are decided, never what is drawn."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sagellm.core.clock import ManualClock
+from sagellm.core.config import KVConfig
+from sagellm.core.errors import CapacityError
+from sagellm.core.plan import ExecutionPlan, StepResult
+from sagellm.core.types import FinishReason
+from sagellm.engines.build import build_kv
+from sagellm.engines.engine import Engine
+from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, presets
+from tests.builders import check_books, expected_tokens, request
+
+
+def engine(backend: TokenMemoryBackend, *, strategy: str = "priority", **kv_options: Any) -> Engine:
+    capability = backend.capability()
+    clock, config = ManualClock(), KVConfig(block_size=capability.block_size, **kv_options)
+    kv = build_kv(config, capability.num_blocks, clock=clock)
+    scheduler = BaseSchedulerIR(presets.make(strategy))
+    return Engine(backend, kv, scheduler, max_batched_tokens=24, overlap=True, clock=clock)
+
+
+class Watched(TokenMemoryBackend):
+    """Notes when a step begins and ends; waits before it ends until it may."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seen: list[int] = []
+        self.may_end = threading.Event()
+        self.may_end.set()
+
+    def execute(self, plan: ExecutionPlan) -> StepResult:
+        self.seen.append(plan.step)
+        assert self.may_end.wait(10)
+        return super().execute(plan)
+
+
+def test_the_next_step_is_computing_when_one_has_landed() -> None:
+    backend = Watched()
+    busy = engine(backend)
+    busy.add(request("a", range(5), 20))
+    busy.step()  # the prompt: planned alone
+    busy.step()
+    for _ in range(100):
+        if len(backend.seen) == 3:
+            break
+        threading.Event().wait(0.01)
+    assert backend.seen == [0, 1, 2], "step 2 took off when step 1 had landed"
+    assert len(busy._roster.states["a"].tokens) == 5 + 2
+    busy.close()
+
+
+def test_who_ended_is_dropped_from_the_step_in_flight() -> None:
+    backend = Watched()
+    prompt = list(range(7))
+    drawn = expected_tokens(backend, prompt, 12)
+    end = drawn[4]
+    busy = engine(backend)
+    busy.add(request("stops", prompt, 12, stop_token_ids=(end,)))
+    busy.add(request("goes on", [9, 8, 7], 12))
+    got: dict[str, list[int]] = {}
+    while busy.has_work():
+        for output in busy.step():
+            got.setdefault(output.request_id, []).extend(output.new_token_ids)
+        check_books(busy)
+    assert got["stops"] == drawn[: drawn.index(end) + 1]
+    assert got["goes on"] == expected_tokens(backend, [9, 8, 7], 12)
+    assert busy.kv.block_states().active == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 10_000), strategy=st.sampled_from(sorted(presets.PRESETS)))
+def test_the_same_tokens_as_without(  # noqa: C901 - one story
+    data: st.DataObject, seed: int, strategy: str
+) -> None:
+    """Small memory, stops, aborts, forks, compaction, failing steps: every request gets its own tokens."""
+    draw = random.Random(seed)
+
+    class Failing(TokenMemoryBackend):
+        def execute(self, plan: ExecutionPlan) -> StepResult:
+            if plan.sample_rows and draw.random() < fails:
+                raise CapacityError("for once") if draw.random() < 0.5 else RuntimeError("for once")
+            return super().execute(plan)
+
+    fails = data.draw(st.sampled_from([0.0, 0.0, 0.05]))
+    block = data.draw(st.sampled_from([1, 2, 4]))
+    backend = Failing(num_blocks=data.draw(st.integers(60, 120)) // block, block_size=block, max_model_len=48)
+    busy = engine(backend, strategy=strategy)
+    expected: dict[str, list[int]] = {}
+    got: dict[str, list[int]] = {}
+    gone: set[str] = set()
+
+    def take() -> None:
+        for output in busy.step():
+            got.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish_reason is FinishReason.ERROR:
+                gone.add(output.request_id)
+        check_books(busy)
+        busy.clock.advance(0.05)  # type: ignore[attr-defined]
+
+    for number in range(data.draw(st.integers(1, 8))):
+        name, prompt = str(number), [draw.randrange(3) for _ in range(draw.randrange(1, 14))]
+        most = draw.randrange(1, 16)
+        tokens = expected_tokens(backend, prompt, most)
+        stop = draw.choice(tokens)
+        stops = (stop,) if draw.random() < 0.5 else ()
+        expected[name] = tokens[: tokens.index(stop) + 1] if stops else tokens
+        busy.add(request(name, prompt, most, stop_token_ids=stops, priority=draw.randrange(2)))
+        for _ in range(draw.randrange(4)):
+            take()
+        if draw.random() < 0.2:
+            victim = str(draw.randrange(number + 1))
+            if busy.abort(victim):
+                gone.add(victim)
+            check_books(busy)
+        if draw.random() < 0.2:
+            busy.compact()
+            check_books(busy)
+    for _ in range(2000):
+        if not busy.has_work():
+            break
+        take()
+    assert not busy.has_work()
+    for name, tokens in expected.items():
+        mine = got.get(name, [])
+        assert mine == (tokens[: len(mine)] if name in gone else tokens), name
+    assert busy.kv.block_states().active == 0
+    assert not fails or len(gone) <= len(expected)
+    busy.close()
+
+
+def test_a_fork_waits_for_the_step_in_flight() -> None:
+    backend = TokenMemoryBackend()
+    busy = engine(backend)
+    busy.add(request("a", range(6), 9))
+    for _ in range(4):
+        busy.step()
+    busy.fork("a", "b")
+    got: dict[str, list[int]] = {"a": [], "b": []}
+    while busy.has_work():
+        for output in busy.step():
+            got[output.request_id].extend(output.new_token_ids)
+        check_books(busy)
+    whole = expected_tokens(backend, range(6), 20)
+    assert got["a"] == whole[9 - len(got["a"]) : 9]
+    at = next(at for at in range(9) if whole[at : at + len(got["b"])] == got["b"])  # it goes on from there
+    assert at > 0
+
+
+def test_closing_waits_for_what_is_in_flight() -> None:
+    backend = Watched()
+    busy = engine(backend)
+    busy.add(request("a", range(5), 20))
+    for _ in range(3):
+        busy.step()
+    busy.close()
+    assert busy.kv.block_states().active == 0
+    with pytest.raises(RuntimeError):
+        busy._pipeline._worker.submit(print)  # type: ignore[union-attr]
