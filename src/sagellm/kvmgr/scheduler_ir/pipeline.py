@@ -43,18 +43,18 @@ class BaseSchedulerIR:
         """Schedule by these passes, in this order, from the next step on."""
         names = [one.name for one in passes]
         closing = [place for place, one in enumerate(passes) if getattr(one, "closes", False)]
-        if closing and closing[0] < len(names) - 1:
-            raise ConfigError(
-                f"{names[closing[0]]} closes the schedule: {names[closing[0] + 1]} cannot stand behind it"
-            )
+        behind = names[closing[0] + 1 :] if closing else []
+        for name in (ChunkedPrefillPass.name, MemoryAwarePreemptionPass.name):
+            if name in behind:
+                raise ConfigError(f"{names[closing[0]]} closes the schedule: {name} cannot stand behind it")
         self.passes, self.order = list(passes), list(passes)
         if closing:
             return
         if ChunkedPrefillPass.name not in names:
             self.order.append(ChunkedPrefillPass())
             names.append(ChunkedPrefillPass.name)
-        behind = names[::-1].index(ChunkedPrefillPass.name)
-        if MemoryAwarePreemptionPass.name not in names[len(names) - behind :]:  # chunks must be paid for
+        num_after = names[::-1].index(ChunkedPrefillPass.name)
+        if MemoryAwarePreemptionPass.name not in names[len(names) - num_after :]:  # chunks must be paid for
             self.order.append(MemoryAwarePreemptionPass())
 
     def add_optimization_pass(self, scheduler_pass: SchedulerPass) -> None:
