@@ -22,12 +22,14 @@ from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, presets
 from tests.builders import check_books, expected_tokens, request
 
 
-def engine(backend: TokenMemoryBackend, *, strategy: str = "priority", **kv_options: Any) -> Engine:
+def engine(
+    backend: TokenMemoryBackend, *, strategy: str = "priority", overlap: bool = True, **kv_options: Any
+) -> Engine:
     capability = backend.capability()
     clock, config = ManualClock(), KVConfig(block_size=capability.block_size, **kv_options)
     kv = build_kv(config, capability.num_blocks, clock=clock)
     scheduler = BaseSchedulerIR(presets.make(strategy))
-    return Engine(backend, kv, scheduler, max_batched_tokens=24, overlap=True, clock=clock)
+    return Engine(backend, kv, scheduler, max_batched_tokens=24, overlap=overlap, clock=clock)
 
 
 class Watched(TokenMemoryBackend):
@@ -58,6 +60,49 @@ def test_the_next_step_is_computing_when_one_has_landed() -> None:
     assert backend.seen == [0, 1, 2], "step 2 took off when step 1 had landed"
     assert len(busy._roster.states["a"].tokens) == 5 + 2
     busy.close()
+
+
+def steps(busy: Engine) -> list[tuple[ExecutionPlan, bool]]:
+    """Steps until all have ended: each one's plan, and whether it was planned ahead."""
+    seen = []
+    while busy.has_work():
+        flight = busy._pipeline.flight if busy._pipeline is not None else None
+        busy.step()
+        assert busy.last_plan is not None
+        seen.append((busy.last_plan, flight is not None))
+        check_books(busy)
+    return seen
+
+
+def test_prompts_and_admissions_are_planned_ahead() -> None:
+    busy = engine(TokenMemoryBackend(num_blocks=200))
+    for number in range(4):
+        busy.add(request(str(number), range(number, number + 40), 8))
+    seen = steps(busy)
+    assert [ahead for _, ahead in seen] == [False] + [True] * (len(seen) - 1)
+    assert sum(bool(plan.joined) for plan, _ in seen) > 2, "not all were admitted in the first step"
+    assert all(plan.num_tokens == 24 for plan, _ in seen[:6]), "no step waits for a result"
+
+
+def test_a_prompt_in_flight_is_reused_by_the_step_planned_meanwhile() -> None:
+    def cached(*, overlap: bool) -> list[int]:
+        busy = engine(TokenMemoryBackend(num_blocks=200), overlap=overlap)
+        prompt = range(20)
+        for name in "abc":
+            busy.add(request(name, prompt, 4))
+        joined = [join for plan, _ in steps(busy) for join in plan.joined]
+        return [join.num_computed for join in joined]
+
+    assert cached(overlap=True) == cached(overlap=False)
+    assert max(cached(overlap=True)) >= 16
+
+
+def test_who_reaches_its_length_is_not_in_the_step_behind() -> None:
+    busy = engine(TokenMemoryBackend(num_blocks=200))
+    busy.add(request("short", range(5), 3))
+    busy.add(request("long", range(5, 9), 9))
+    decoding = [len(plan.decode_rows) for plan, _ in steps(busy)]
+    assert decoding == [0, 2, 2, 1, 1, 1, 1, 1, 1], "nothing is computed for nobody"
 
 
 def test_who_ended_is_dropped_from_the_step_in_flight() -> None:
@@ -95,7 +140,8 @@ def test_the_same_tokens_as_without(  # noqa: C901 - one story
     fails = data.draw(st.sampled_from([0.0, 0.0, 0.05]))
     block = data.draw(st.sampled_from([1, 2, 4]))
     backend = Failing(num_blocks=data.draw(st.integers(60, 120)) // block, block_size=block, max_model_len=48)
-    busy = engine(backend, strategy=strategy)
+    reuse = data.draw(st.sampled_from([{}, {}, {"index_as_computed": True}, {"prefix_caching": False}]))
+    busy = engine(backend, strategy=strategy, **reuse)
     expected: dict[str, list[int]] = {}
     got: dict[str, list[int]] = {}
     gone: set[str] = set()
@@ -115,7 +161,9 @@ def test_the_same_tokens_as_without(  # noqa: C901 - one story
         stop = draw.choice(tokens)
         stops = (stop,) if draw.random() < 0.5 else ()
         expected[name] = tokens[: tokens.index(stop) + 1] if stops else tokens
-        busy.add(request(name, prompt, most, stop_token_ids=stops, priority=draw.randrange(2)))
+        group = draw.choice([None, None, None, "together"])
+        more = {"stop_token_ids": stops, "priority": draw.randrange(2), "group": group}
+        busy.add(request(name, prompt, most, **more))
         for _ in range(draw.randrange(4)):
             take()
         if draw.random() < 0.2:

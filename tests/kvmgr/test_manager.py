@@ -74,8 +74,10 @@ def test_who_computed_the_same_goes_on_with_the_blocks_of_the_index() -> None:
     kv.bind(draft(chunk))
     assert (chunk.first_block, chunk.block_ids) == (0, ())  # the backend is told of the whole table
     kv.rollback(draft(chunk))
-    kv.bind(draft(chunk))
+    step = draft(chunk)
+    kv.bind(step)
     assert chunk.first_block == 0  # a failed step has told it nothing
+    kv.executed(step)
     compute(kv, second, 14)
     second.tokens.append(9)
     chunk = Chunk(second, 14, 1)
@@ -85,6 +87,55 @@ def test_who_computed_the_same_goes_on_with_the_blocks_of_the_index() -> None:
         kv.release(request)
         kv.check()
     assert kv.block_states() == (0, 3, 13)
+
+
+def test_what_changed_after_a_bind_is_not_told_by_that_step() -> None:
+    """A step may be bound while the one before it computes."""
+    kv = manager()
+    first, second = state("a", range(12)), state("b", [*range(12), 7])
+    steps = []
+    for request in (first, second):
+        chunk = Chunk(request, 0, len(request.tokens), kv.match(request))
+        steps.append(draft(chunk))
+        kv.bind(steps[-1])
+        request.status, request.num_computed = RequestStatus.RUNNING, 0
+    kv.executed(steps[0])
+    compute(kv, first, 12)
+    second.tokens.append(8)
+    ahead, chunk = draft(), Chunk(second, 13, 1)
+    ahead.chunks = {"b": chunk}
+    kv.bind(ahead)
+    assert (chunk.first_block, chunk.block_ids) == (4, ()), "nothing has changed so far"
+    kv.executed(steps[1])
+    compute(kv, second, 13)  # the duplicates leave its table
+    kv.executed(ahead)
+    compute(kv, second, 14)
+    second.tokens.append(9)
+    chunk = Chunk(second, 14, 1)
+    kv.bind(draft(chunk))
+    assert chunk.first_block == 0
+
+
+def test_what_is_foreseen_can_be_reused_and_taken_back() -> None:
+    kv = manager()
+    first = state("a", range(12))
+    chunk = Chunk(first, 0, 12, kv.match(first))
+    step = draft(chunk)
+    kv.bind(step)
+    before = kv.block_states()
+    kv.foresee([chunk])
+    kv.check()
+    other = state("b", range(20))
+    assert kv.match(other).num_tokens == 12
+    ahead = draft(Chunk(other, 12, 8, kv.match(other)))
+    kv.bind(ahead)
+    kv.rollback(ahead)
+    assert kv.match(other).num_tokens == 12, "the step that computes it stands"
+    kv.rollback(step)
+    kv.check()
+    assert kv.match(other).num_tokens == 0
+    assert before.active == 3
+    assert kv.block_states().free == kv.num_blocks
 
 
 def test_growth_takes_a_block_only_at_a_border() -> None:

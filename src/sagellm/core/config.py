@@ -174,9 +174,7 @@ class EngineConfig(Section):
         default=None, ge=1, le=4096, description="CPU threads; none: by model size, one per core at most"
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of requests that bring none")
-    overlap: bool = Field(
-        default=False, description="plan the next step while one computes, where it only decodes"
-    )
+    overlap: bool = Field(default=False, description="plan the next step while one computes")
 
 
 class ServerConfig(Section):

@@ -10,12 +10,19 @@ small copies of what runs, never live arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 from sagellm.core.protocols.prefix_cache import PrefixHit
-from sagellm.core.types import Request, RequestStatus, SamplingParams, TokenLogprob, Tokens
+from sagellm.core.types import (
+    FinishReason,
+    Request,
+    RequestStatus,
+    SamplingParams,
+    TokenLogprob,
+    Tokens,
+)
 
 NO_ROW = -1
 
@@ -39,6 +46,7 @@ class RequestState:
     num_preemptions: int = 0
     scheduled_s: float | None = None
     first_token_s: float | None = None
+    finish_reason: FinishReason | None = None
 
     @classmethod
     def of(cls, request: Request) -> RequestState:
@@ -186,10 +194,12 @@ class Draft:
     """Chunks that have their blocks, in order: no pass can take them back."""
     decodes_bound: bool = False
     """Whether those in decode have their blocks: no pass can take them out any more."""
-    stretched: list[tuple[RequestState, int]] = field(default_factory=list)
-    """Requests in decode to which `kv.bind` gave a block, and that block."""
+    num_bind: int = 0
+    """Which of all binds was the last one that it took part in."""
+    stretched: Stretched = field(default_factory=lambda: Stretched())
+    """Requests in decode to which `kv.bind` gave a block."""
     grown: list[Growth] = field(default_factory=list)
-    """What `kv.bind` found that the backend has to be told of the tables of requests in decode."""
+    """What else the backend has to be told of the tables of requests in decode."""
 
     @property
     def num_decodes(self) -> int:
@@ -306,6 +316,76 @@ class Growth(NamedTuple):
     block_ids: tuple[int, ...]
 
 
+@dataclass(slots=True)
+class Stretched:
+    """A block each for many requests in decode, in columns: what `bind` gave, and (`news`: rows, indices in
+    their tables, blocks) what the backend has to be told of it."""
+
+    states: list[RequestState] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    news: tuple[list[int], list[int], list[int]] = field(default_factory=lambda: ([], [], []))
+
+    def add(self, states: Sequence[RequestState], block_ids: Sequence[int]) -> None:
+        self.states += states
+        self.block_ids += block_ids
+
+    def tell(self, rows: Iterable[int], places: Iterable[int], block_ids: Iterable[int]) -> None:
+        for column, values in zip(self.news, (rows, places, block_ids), strict=True):
+            column.extend(values)
+
+    def clear(self) -> None:
+        self.states.clear()
+        self.block_ids.clear()
+        for column in self.news:
+            column.clear()
+
+
+class Growths(Sequence[Growth]):
+    """One block more for each of many rows, in columns, then others: a sequence of `Growth`, made of the
+    columns when it is first looked at. Immutable; equal to a tuple of the same."""
+
+    __slots__ = ("_all", "block_ids", "others", "places", "rows")
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        places: Sequence[int],
+        block_ids: Sequence[int],
+        others: Sequence[Growth] = (),
+    ) -> None:
+        self.rows, self.places, self.block_ids = tuple(rows), tuple(places), tuple(block_ids)
+        self.others = tuple(others)
+        self._all: tuple[Growth, ...] | None = None
+
+    def _made(self) -> tuple[Growth, ...]:
+        if self._all is None:
+            singles = map(Growth, self.rows, self.places, zip(self.block_ids, strict=True))
+            self._all = (*singles, *self.others)
+        return self._all
+
+    def __len__(self) -> int:
+        return len(self.rows) + len(self.others)
+
+    def __iter__(self) -> Iterator[Growth]:
+        return iter(self._made())
+
+    @overload
+    def __getitem__(self, index: int) -> Growth: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Growth, ...]: ...
+    def __getitem__(self, index: int | slice) -> Growth | tuple[Growth, ...]:
+        return self._made()[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, tuple | Growths) and self._made() == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._made())
+
+    def __repr__(self) -> str:
+        return repr(self._made())
+
+
 @dataclass(frozen=True, slots=True)
 class Prefill:
     """Compute tokens `[start, start + num_tokens)` of `row`; draw a token after the last one if `samples`."""
@@ -328,7 +408,7 @@ class ExecutionPlan:
     step: int
     joined: tuple[Join, ...] = ()
     left: tuple[int, ...] = ()
-    grown: tuple[Growth, ...] = ()
+    grown: Sequence[Growth] = ()
     decode_rows: tuple[int, ...] = ()
     decode_positions: tuple[int, ...] = ()
     prefills: tuple[Prefill, ...] = ()

@@ -30,8 +30,8 @@ _HIGH_BYTE = TOKEN_BYTES - 1 if sys.byteorder == "little" else 0
 class Tokens:
     """Token ids as one contiguous int32 buffer, with their bytes.
 
-    Converted once, at the door; from there on prefixes are compared as memory. It only ever grows; `tobytes`
-    is cached until it does.
+    Converted once, at the door; from there on prefixes are compared as memory. It grows; `tobytes` is cached
+    until it does.
     """
 
     __slots__ = ("_bytes", "_ids")
@@ -52,6 +52,11 @@ class Tokens:
 
     def extend(self, ids: Iterable[int]) -> None:
         self._ids.extend(ids)
+
+    def pop(self) -> int:
+        """Take back the last token."""
+        self._bytes = None
+        return self._ids.pop()
 
     def tobytes(self) -> bytes:
         """Native-endian int32 bytes, 4 per token."""

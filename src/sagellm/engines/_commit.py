@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Protocol
 
 from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepResult
@@ -42,9 +42,16 @@ class Committer:
         self._max_model_len = max_model_len
 
     def commit(
-        self, draft: Draft, plan: ExecutionPlan, result: StepResult, outputs: StepOutputs, now_s: float
+        self,
+        draft: Draft,
+        plan: ExecutionPlan,
+        result: StepResult,
+        outputs: StepOutputs,
+        now_s: float,
+        grown_ahead: Container[str] = (),
     ) -> None:
-        """Take in what the backend answered. Requests in decode come first in the plan."""
+        """Take in what the backend answered. Requests in decode come first in the plan. `grown_ahead`: those
+        that have a block for the token after the one that was drawn now."""
         self._kv.executed(draft)
         num_decodes = draft.num_decodes
         drawn = dict(zip(plan.sample_rows[num_decodes:], result.token_ids[num_decodes:], strict=True))
@@ -61,7 +68,12 @@ class Committer:
             state.num_computed = chunk.end
             self._kv.commit(state)
             if token_id is not None:
-                self._append(state, token_id, result.logprobs.get(state.row), outputs, now_s)
+                logprob = result.logprobs.get(state.row)
+                self._append(state, token_id, logprob, outputs, now_s)
+                if state.status is RequestStatus.RUNNING and not state.decoding:
+                    slots = self._kv.num_slots(state.request_id)
+                    slots -= self._kv.block_size * (state.request_id in grown_ahead)
+                    self._roster.decode(state, slots, self._max_model_len)
 
     def _decodes(
         self,
@@ -115,5 +127,3 @@ class Committer:
             self._end(state, reason, (token_id,), logprobs)
             return
         outputs.append(output_of(state, (token_id,), logprobs))
-        if not state.decoding:
-            self._roster.decode(state, self._kv.num_slots(state.request_id), self._max_model_len)

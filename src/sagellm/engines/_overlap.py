@@ -1,10 +1,12 @@
 """Asynchronous scheduling: step n + 1 is planned while step n computes, and step n is committed while step
 n + 1 computes.
 
-A step is planned ahead where it can only decode: its rows, positions and blocks are known before the tokens
-of the step in flight are, since a backend feeds its own tokens back. Who turns out to have ended in between
-computes one token for nothing, which is dropped; its blocks are safe, because whoever gets them next writes
-later. Everything else (admission, prompts, preemption) is planned when the step in flight has landed.
+What step n leaves is known before it has landed, but for the tokens drawn and for who stops by itself:
+rows, positions, blocks and what can be reused follow from its plan. So step n + 1 is planned on the
+requests as they will be (`Foresight`), prompts and admissions included; a backend feeds its own tokens
+back. Who turns out to have ended in between computes something for nothing, which is dropped; its blocks
+are safe, because whoever gets them next writes later. Where requests would have to leave (preemption, no
+memory), the step is planned when the one in flight has landed.
 """
 
 from __future__ import annotations
@@ -12,84 +14,124 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from sagellm.core.errors import CapacityError
 from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepResult
 from sagellm.core.protocols.engine import InferenceBackend
-from sagellm.engines._leap import can_leap
+from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.types import RequestStatus
+from sagellm.engines._planner import Planner
 from sagellm.engines._roster import Roster
 from sagellm.kvmgr.manager import KVCacheManager
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, DecodeBatch, freeze
+from sagellm.kvmgr.scheduler_ir import DecodeBatch
+
+ANY_TOKEN = 0
+"""Stands for the one that is being drawn."""
 
 
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A step that the backend computes. `states`: whose tokens are drawn, in order of the decode rows."""
+class Ahead(NamedTuple):
+    """A step planned ahead, bound. `states`: those in decode that take part, in order of the plan."""
 
     draft: Draft
     plan: ExecutionPlan
     states: Sequence[RequestState]
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A step that the backend computes. `states` as in `Ahead`; None where it was not planned ahead, so that
+    nobody can have left since."""
+
+    draft: Draft
+    plan: ExecutionPlan
+    states: Sequence[RequestState] | None
     began_s: float
     future: Future[StepResult]
 
-    def settle(self, result: StepResult, batch: DecodeBatch) -> tuple[ExecutionPlan, StepResult]:
-        """Plan and result for those who are still there, in the batch's order; a step that was not planned
-        ahead has met no change."""
-        if not isinstance(self.draft.decodes, AheadBatch):
-            return self.plan, result
-        self.draft.decodes = batch
-        if batch.states == self.states:
-            return self.plan, result
-        drawn = dict(zip(self.states, result.token_ids, strict=True))
-        at = dict(zip(self.states, self.plan.decode_positions, strict=True))
-        positions = tuple(at[state] for state in batch.states)
-        plan = replace(self.plan, decode_rows=batch.rows, decode_positions=positions)
-        return plan, replace(result, token_ids=tuple(drawn[state] for state in batch.states))
+    def adjust(self, batch: DecodeBatch) -> None:
+        """Who has ended since it was planned is none of its draft's any more."""
+        draft, states = self.draft, self.states
+        if states is None:
+            return
+        for name in [n for n, one in draft.chunks.items() if one.state.status is RequestStatus.FINISHED]:
+            del draft.chunks[name]
+        draft.decodes, draft.out, draft.places = batch, {}, None
+        if batch.states != states:
+            taking_part = set(states)
+            draft.places = [i for i, state in enumerate(batch.states) if state in taking_part]
+            draft.out = {one.request_id: one for one in batch.states if one not in taking_part}
 
-
-class AheadBatch:
-    """Implements `Decodes`: the batch as it will be when every request in it has one token more."""
-
-    def __init__(self, batch: DecodeBatch) -> None:
-        self.states: Sequence[RequestState] = list(batch.states)
-        self.rows = batch.rows
-        self._positions = tuple(position + 1 for position in batch.positions())
-        self._growing = batch.growing_next()
-
-    def __len__(self) -> int:
-        return len(self.states)
-
-    @property
-    def num_growing(self) -> int:
-        return len(self._growing)
-
-    def growing(self) -> Sequence[RequestState]:
-        return self._growing
-
-    def positions(self) -> tuple[int, ...]:
-        return self._positions
+    def settle(self, result: StepResult) -> tuple[ExecutionPlan, StepResult]:
+        """Plan and result for those who are in its adjusted draft, in the batch's order."""
+        plan, draft, states = self.plan, self.draft, self.states
+        if states is None or draft.places is None:
+            return plan, result
+        place_of = {state: place for place, state in enumerate(states)}
+        members = draft.decodes.states
+        kept = [place_of[members[place]] for place in draft.places]
+        rows, positions, tokens = plan.decode_rows, plan.decode_positions, result.token_ids
+        count = len(states)
+        plan = replace(
+            plan,
+            decode_rows=(*(rows[i] for i in kept), *rows[count:]),
+            decode_positions=(*(positions[i] for i in kept), *positions[count:]),
+        )
+        return plan, replace(result, token_ids=(*(tokens[i] for i in kept), *tokens[count:]))
 
 
 class Pipeline:
     """One worker thread, to which the backend belongs, and at most one step in flight between two calls."""
 
-    def __init__(self, backend: InferenceBackend) -> None:
+    def __init__(
+        self,
+        backend: InferenceBackend,
+        planner: Planner,
+        roster: Roster,
+        kv: KVCacheManager,
+        max_model_len: int,
+    ) -> None:
         self._backend = backend
+        self._planner = planner
+        self._roster = roster
+        self._kv = kv
+        self._max_model_len = max_model_len
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="sagellm-backend")
         self.flight: Flight | None = None
 
-    def submit(self, draft: Draft, plan: ExecutionPlan, began_s: float) -> Flight:
+    def submit(
+        self, draft: Draft, plan: ExecutionPlan, began_s: float, states: Sequence[RequestState] | None = None
+    ) -> Flight:
         """Have the backend compute a step; returns at once."""
-        states = draft.decodes.states if isinstance(draft.decodes, AheadBatch) else ()
         future = self._worker.submit(self._backend.execute, plan)
         self.flight = Flight(draft, plan, states, began_s, future)
         return self.flight
 
-    def grown_ahead(self) -> dict[str, int]:
-        """Blocks that requests have for a token that is not drawn yet."""
-        if self.flight is None or not isinstance(self.flight.draft.decodes, AheadBatch):
-            return {}
-        return {state.request_id: 1 for state, _ in self.flight.draft.stretched}
+    def plan_ahead(self, view: SchedulingView) -> Ahead | None:
+        """The step after the one in flight, bound; None where that has to land first."""
+        flight = self.flight
+        if flight is None or not self._is_foreseeable(flight.draft):
+            return None
+        flight.adjust(self._roster.decodes)
+        foresight = Foresight(flight.draft, self._roster, self._kv, self._max_model_len)
+        with foresight as ended:
+            planned = self._planner.plan_ahead(flight.plan.step + 1, view, ended, len(flight.plan.left))
+            if planned is None:
+                return None
+            draft, plan = planned
+            taking_part = [one for one in self._roster.decodes.states if one.request_id not in draft.out]
+        return Ahead(draft, plan, taking_part)
+
+    def _is_foreseeable(self, draft: Draft) -> bool:
+        """Not where blocks behind a window would be given up before it is sure that they are done with, nor
+        where requests wait for the last block of one that computes its prompt."""
+        ends_shared = any(c.samples and c.state.request.group is not None for c in draft.chunks.values())
+        return self._kv.window is None and not ends_shared
+
+    def grown_ahead(self) -> frozenset[str]:
+        """Requests that have a block for a token that is not drawn yet."""
+        if self.flight is None or self.flight.states is None:
+            return frozenset()
+        return frozenset(state.request_id for state in self.flight.draft.stretched.states)
 
     def close(self) -> None:
         """Wait for what is in flight; its result is nobody's."""
@@ -97,21 +139,42 @@ class Pipeline:
         self.flight = None
 
 
-def plan_ahead(
-    flight: Flight, roster: Roster, kv: KVCacheManager, scheduler: BaseSchedulerIR, token_budget: int
-) -> tuple[Draft, ExecutionPlan] | None:
-    """The step after the one in flight, bound, if it can only decode; None where that has to be seen."""
-    batch = roster.decodes
-    before = flight.draft
-    regular = not (before.chunks or before.out or before.preempted or before.rejected)
-    if not regular or len(batch) != len(flight.plan.decode_rows) or batch.num_regular < 1:
-        return None
-    if len(batch) > token_budget or not can_leap(scheduler, kv, roster, told=flight.plan.left):
-        return None
-    ahead = AheadBatch(batch)
-    draft = Draft(flight.plan.step + 1, before.now_s, token_budget, list(roster.running), [], decodes=ahead)
-    try:
-        kv.bind(draft)
-    except CapacityError:
-        return None
-    return draft, freeze(draft, (), kv, ahead)
+class Foresight:
+    """The requests as the step in flight will leave them, with some token drawn for each; until it is undone.
+
+    What that step computes stays in the index (`KVCacheManager.foresee`): it is committed next, or rolled
+    back.
+    """
+
+    def __init__(self, draft: Draft, roster: Roster, kv: KVCacheManager, max_model_len: int) -> None:
+        self._chunks = list(draft.chunks.values())
+        self._places = draft.places
+        self._roster = roster
+        self._kv = kv
+        self._max_model_len = max_model_len
+        self._joined: list[RequestState] = []
+
+    def __enter__(self) -> list[RequestState]:
+        """Returns who will have ended by its length."""
+        roster = self._roster
+        self._kv.foresee(self._chunks)
+        self._prefilling = dict(roster.prefilling)
+        self._columns = roster.decodes.foresee(self._places)
+        for chunk in self._chunks:
+            state, samples = chunk.state, chunk.samples
+            state.num_computed = chunk.end
+            if samples:
+                state.tokens.append(ANY_TOKEN)
+                roster.decode(state, self._kv.num_slots(state.request_id), self._max_model_len)
+                self._joined.append(state)
+        return roster.decodes.full()
+
+    def __exit__(self, *_: object) -> None:
+        roster = self._roster
+        for state in reversed(self._joined):
+            roster.decodes.leave(state)
+            state.tokens.pop()
+        for chunk in self._chunks:
+            chunk.state.num_computed = chunk.start
+        roster.decodes.recall(self._columns)
+        roster.prefilling = self._prefilling | roster.prefilling

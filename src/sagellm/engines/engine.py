@@ -12,17 +12,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from sagellm.core.clock import Clock, MonotonicClock
-from sagellm.core.errors import CapacityError, PlanError, RequestError, SageError
+from sagellm.core.errors import CapacityError, RequestError
 from sagellm.core.events import (
     EventBus,
     RequestPreempted,
     RequestQueued,
     RequestReceived,
-    RequestScheduled,
     StepDone,
 )
 from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
-from sagellm.core.plan import Chunk, Draft, ExecutionPlan, RequestState, StepResult
+from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepResult
 from sagellm.core.protocols.engine import EngineStats, InferenceBackend
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.scheduler_ir import NO_STEP, StepFacts
@@ -41,12 +40,15 @@ from sagellm.engines._commit import Committer
 from sagellm.engines._compaction import compact
 from sagellm.engines._door import check_quota, check_request
 from sagellm.engines._leap import Leap, LeapingBackend, can_leap, leap
+from sagellm.engines._leap_prompt import leap_prompt
 from sagellm.engines._outcome import StepOutputs, finished, output_of
-from sagellm.engines._overlap import Flight, Pipeline, plan_ahead
+from sagellm.engines._overlap import Ahead, Flight, Pipeline
+from sagellm.engines._planner import Planner
 from sagellm.engines._recovery import Recovery
 from sagellm.engines._roster import Roster
 from sagellm.kvmgr.manager import KVCacheManager
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, DecodeBatch, freeze, verify_bound
+from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, DecodeBatch
+from sagellm.kvmgr.scheduler_ir.quiet import quiet
 
 log = logging.getLogger("sagellm.engine")
 
@@ -88,8 +90,7 @@ class Engine:
         self._roster = Roster(self.max_num_seqs, self._decodes)
         self._recovery = Recovery(max_batched_tokens)
         self._outputs = StepOutputs()
-        self._leaping = backend if isinstance(backend, LeapingBackend) else None
-        self._pipeline = Pipeline(backend) if overlap else None
+        self._leaping = backend if isinstance(backend, LeapingBackend) and not overlap else None
         self._committer = Committer(
             self._roster,
             kv,
@@ -97,6 +98,19 @@ class Engine:
             vocab_size=self._capability.vocab_size,
             max_model_len=self.max_model_len,
         )
+        self._planner = Planner(
+            self._roster,
+            kv,
+            scheduler,
+            self._recovery,
+            preempt=self._preempt,
+            end=self._end,
+            clock=self.clock,
+            events=self.events,
+        )
+        self._pipeline: Pipeline | None = None
+        if overlap:
+            self._pipeline = Pipeline(backend, self._planner, self._roster, kv, self.max_model_len)
         self._num_steps = 0
         self._num_preemptions = 0
 
@@ -180,8 +194,8 @@ class Engine:
     def check(self) -> None:
         """Raise `BookkeepingError` where requests, batch and KV disagree."""
         self.kv.check()
-        early = self._pipeline.grown_ahead() if self._pipeline is not None else {}
-        self._roster.check(lambda name: self.kv.num_slots(name) - early.get(name, 0) * self.kv.block_size)
+        early = self._pipeline.grown_ahead() if self._pipeline is not None else ()
+        self._roster.check(lambda name: self.kv.num_slots(name) - (name in early) * self.kv.block_size)
 
     def close(self) -> None:
         for request_id in list(self._roster.states):
@@ -198,8 +212,8 @@ class Engine:
         if not self._roster.states:
             return self._take_outputs()
         began_s = self.clock.now()
-        draft = self._schedule()
-        plan = self._plan(draft)
+        draft, plan = self._planner.plan(self._num_steps, self)
+        self.last_plan = plan
         if not plan.is_empty:
             result = self._execute(draft, plan, lambda: self.backend.execute(plan))
             if result is not None:
@@ -217,30 +231,29 @@ class Engine:
             if not self._roster.states:
                 return self._take_outputs()
             began_s = self.clock.now()
-            draft = self._schedule()
-            plan = self._plan(draft)
+            draft, plan = self._planner.plan(self._num_steps, self)
+            self.last_plan = plan
             if plan.is_empty:
                 self._recovery.relax()
                 self._num_steps += 1
                 self._emit_step(plan, began_s)
                 return self._take_outputs()
             flight = pipeline.submit(draft, plan, began_s)
-        ahead = plan_ahead(flight, self._roster, self.kv, self.scheduler, self._recovery.token_budget)
-        self._land(pipeline, flight, ahead)
+        self._land(pipeline, flight, None if self._recovery.isolates else pipeline.plan_ahead(self))
         return self._take_outputs()
 
-    def _land(
-        self, pipeline: Pipeline, flight: Flight, ahead: tuple[Draft, ExecutionPlan] | None = None
-    ) -> None:
+    def _land(self, pipeline: Pipeline, flight: Flight, ahead: Ahead | None = None) -> None:
         """Wait for a step, let the next one take off, and commit the first meanwhile."""
         pipeline.flight = None
+        flight.adjust(self._decodes)
         draft, plan = flight.draft, flight.plan
-        result = self._execute(draft, plan, flight.future.result, ahead[0] if ahead else None)
+        result = self._execute(draft, plan, flight.future.result, ahead.draft if ahead else None)
         if result is not None:
             if ahead is not None:
-                pipeline.submit(*ahead, self.clock.now())
-            plan, result = flight.settle(result, self._decodes)
-            self._committer.commit(draft, plan, result, self._outputs, self.clock.now())
+                pipeline.submit(ahead.draft, ahead.plan, self.clock.now(), ahead.states)
+            plan, result = flight.settle(result)
+            now_s, grown = self.clock.now(), pipeline.grown_ahead()
+            self._committer.commit(draft, plan, result, self._outputs, now_s, grown)
         self.last_plan = plan
         self._num_steps += 1
         self._emit_step(plan, flight.began_s)
@@ -252,122 +265,38 @@ class Engine:
             self._outputs.keep()
 
     def leap(self, until_s: float) -> Leap | None:
-        """The steps that would only decode and begin before `until_s`, at once, on a backend that foresees
-        them (a simulated one); None where the next is another. Their tokens are told to nobody."""
-        calm = self._recovery.token_budget >= len(self._decodes) and not self._outputs
-        if self._leaping is None or not (calm and can_leap(self.scheduler, self.kv, self._roster)):
+        """The steps that would only decode, or compute the middle of one prompt beside that, and begin before
+        `until_s`, at once, on a backend that foresees them (a simulated one); None where the next is another,
+        and where steps are planned ahead. Tokens are told to nobody, who ends in the last step is as always.
+        """
+        backend, kv, roster, first = self._leaping, self.kv, self._roster, self._num_steps
+        if backend is None or self._pipeline is not None or self._outputs:
             return None
-        done = leap(self._leaping, self.kv, self._roster, self.clock, self._num_steps, until_s)
+        if not can_leap(self.scheduler, kv, roster):
+            return None
+        draft = self._planner.draft(first)
+        calm = quiet(self.scheduler.order, draft, self)
+        if calm is None:
+            return None
+        if roster.prefilling:
+            [chunk] = draft.chunks.values()
+            done = leap_prompt(backend, kv, roster, self.clock, first, until_s, calm, chunk)
+        else:
+            done = leap(backend, kv, roster, self.clock, first, until_s, calm, self.max_model_len)
         if done is not None:
             self._num_steps += done.num_steps
-            self.last_step = StepFacts(done.durations_s[-1], done.num_decodes, 0)
+            self.last_step = StepFacts(done.last_s, done.num_decodes, done.num_prefill_tokens)
+            for state, token_id, reason in done.ended:
+                self._end(state, reason, (token_id,))
+            self._take_outputs()
         return done
 
     def draft(self) -> Draft:
         """What the next step could do, with the passes' decisions in it; nothing is bound, nothing moves."""
-        return self.scheduler.run(self._build(), self)
+        return self.scheduler.run(self._planner.draft(self._num_steps), self)
 
     def bind_early(self, draft: Draft) -> bool:
         return self.kv.bind_early(draft)
-
-    def _build(self) -> Draft:
-        roster = self._roster
-        return self.scheduler.builder.draft(
-            self._num_steps,
-            self.clock.now(),
-            self._recovery.token_budget,
-            roster.running,
-            roster.waiting.values(),
-            self._decodes,
-            roster.prefilling.values(),
-            roster.num_new_running,
-        )
-
-    def _schedule(self) -> Draft:
-        draft = self._build()
-        draft.may_bind = not self._recovery.isolates
-        try:
-            return self.scheduler.run(draft, self)
-        except Exception:
-            self.kv.rollback(draft)
-            raise
-
-    def _plan(self, draft: Draft) -> ExecutionPlan:
-        roster = self._roster
-        if len(draft.running) != len(roster.running):
-            raise PlanError(
-                f"a pass lost running requests: {len(draft.running)} of {len(roster.running)} are left"
-            )
-        roster.running[:] = draft.running
-        roster.num_new_running = 0
-        self._recovery.isolate(draft)
-        for state in draft.preempted:
-            self._preempt(state)
-            draft.out.pop(state.request_id, None)
-        for request_id, reason in draft.rejected.items():
-            self._end(roster.states[request_id], FinishReason.ERROR, error=reason)
-            draft.out.pop(request_id, None)
-        self._bind(draft)
-        try:
-            verify_bound(draft)
-            self._enter(draft)
-        except SageError:
-            self.kv.rollback(draft)
-            raise
-        draft.places = self._decodes.places(draft.out) if draft.out else None
-        plan = self.last_plan = freeze(draft, tuple(roster.left), self.kv, self._decodes)
-        return plan
-
-    def _bind(self, draft: Draft) -> None:
-        """Bind what can be bound: who counted on blocks that others got first waits for the next step."""
-        for chunk in list(draft.admitted()):
-            bound = chunk.state.request_id in draft.bound
-            if not bound and chunk.hit is not None and not self.kv.is_current(chunk.hit):
-                self._put_off(draft, chunk, "the request whose last block it would copy has left")
-        short: list[tuple[RequestState, str]] = []
-        while draft.num_scheduled:
-            try:
-                self.kv.bind(draft)
-                return
-            except CapacityError as error:
-                named = self._roster.states.get(error.request_id or "")
-                if named is not None and named.decoding:
-                    short.append((named, str(error)))
-                    draft.hold(named)
-                    draft.say("bind", named, "wait", str(error))
-                    continue
-                chunk = draft.chunks.get(error.request_id or "") or next(reversed(draft.chunks.values()))
-                short.append((chunk.state, str(error)))
-                admitted = list(draft.admitted())
-                behind = admitted[admitted.index(chunk) :] if chunk in admitted else [chunk]
-                for one in behind:  # nobody overtakes whom memory keeps waiting
-                    self._put_off(draft, one, str(error))
-        if short:
-            self._make_way(*short[0])
-
-    def _make_way(self, state: RequestState, reason: str) -> None:
-        """Nothing could be bound, though the passes thought so (what is guaranteed to others is in the way):
-        the last of several goes back to the queue, and who is alone can never go on."""
-        running = self._roster.running
-        if len(running) > 1:
-            self._preempt(running[-1])
-        elif not running or running[0] is state:
-            self._end(state, FinishReason.ERROR, error=f"out of KV memory: {reason}")
-
-    def _put_off(self, draft: Draft, chunk: Chunk, reason: str) -> None:
-        del draft.chunks[chunk.state.request_id]
-        draft.say("bind", chunk.state, "wait", reason)
-
-    def _enter(self, draft: Draft) -> None:
-        """Admitted requests get rows; their state becomes that of a running one."""
-        for chunk in draft.admitted():
-            state = chunk.state
-            self._roster.enter(state)
-            state.num_computed = chunk.start
-            self.kv.admitted(chunk, again=state.scheduled_s is not None)
-            if state.scheduled_s is None:
-                state.scheduled_s, state.num_cached = draft.now_s, chunk.start
-                self.events.emit(RequestScheduled(state.request_id, chunk.start, draft.now_s))
 
     def _execute(
         self,
@@ -402,13 +331,11 @@ class Engine:
 
     def _undo(self, draft: Draft, ahead: Draft | None) -> None:
         """After a failed execute: the books are as before the bind, admitted requests wait again."""
-        if ahead is not None:
-            self.kv.rollback(ahead)
-        self.kv.rollback(draft)
-        draft.decodes = self._decodes  # as it is now
-        for chunk in reversed(list(draft.admitted())):
-            self._roster.leave(chunk.state)
-            self._roster.wait_again(chunk.state)
+        for one in (ahead, draft) if ahead is not None else (draft,):
+            self.kv.rollback(one)
+            for chunk in reversed(list(one.admitted())):
+                self._roster.leave(chunk.state)
+                self._roster.wait_again(chunk.state)
 
     # -- leaving the batch
 
@@ -433,6 +360,7 @@ class Engine:
         """`keep`: whether what it computed may serve others."""
         if state.status is RequestStatus.RUNNING:
             self.kv.release(state, keep=keep)
+        state.finish_reason = reason
         self._roster.end(state)
         if reason is not FinishReason.ABORT:
             self._outputs.append(output_of(state, token, logprobs, reason, error))

@@ -11,11 +11,13 @@ import pytest
 import yaml
 
 from sagellm.benchmarks.simulate import experiment
-from sagellm.benchmarks.simulate.experiment import Bench, run_setting
+from sagellm.benchmarks.simulate.experiment import Bench, bench_of, run_setting
 from sagellm.benchmarks.simulate.metrics import SLOPair
 from sagellm.benchmarks.simulate.setting import Setting, read_setting
 from sagellm.benchmarks.simulate.simulation import Goals
 from sagellm.core.errors import ConfigError, UnknownNameError
+from sagellm.engines.build import build_passes
+from sagellm.kvmgr.scheduler_ir.presets import CLOSING, PRESETS
 from tests.benchmarks.simulate.stand_in import StandIn
 
 COMMITTED = Path(__file__).parents[3] / "benchmarks" / "settings" / "ablation.yaml"
@@ -56,6 +58,21 @@ def test_the_committed_setting_is_the_experiment() -> None:
     assert len(setting.traces) == 3
 
 
+def test_each_pass_of_the_presets_stands_alone_in_the_committed_setting() -> None:
+    """Beside what fifo has; so no pass is in a preset whose part in it nobody has measured."""
+    setting = read_setting(COMMITTED)
+    bench = bench_of(setting)
+    alone = set()
+    for name in setting.variants:
+        passes = [one.name for one in build_passes(bench.config(name).scheduler)]
+        if passes[1:] == [one for one, _ in CLOSING]:
+            alone.add(passes[0])
+        assert bench.config(name).scheduler.max_batched_tokens == 8192
+    known = {one for preset in setting.presets for one, _ in PRESETS[preset]}
+    assert known - {one for one, _ in CLOSING} - {"vllm_like"} <= alone
+    assert alone - known == {"lifetime_aware"}
+
+
 @pytest.mark.traces
 def test_its_traces_are_the_ones_that_it_means() -> None:
     if "SAGELLM_TRACES" not in os.environ:
@@ -87,6 +104,29 @@ def test_a_setting_is_run(collection: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert {one.preset for one in alone.results} == {"low_latency"}
 
 
+def test_variants_run_behind_the_presets(collection: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its own keys over those of the setting, and by its name."""
+
+    def bench_of(setting: Setting, cost_file: Path | None = None) -> Bench:
+        goals = Goals(setting.slo_pairs)
+        return Bench(StandIn(), goals=goals, settings=setting.config, variants=setting.variants)
+
+    monkeypatch.setattr(experiment, "bench_of", bench_of)
+    variants = {
+        "narrow": {"preset": "fifo", "config": {"scheduler.max_num_seqs": 2}},
+        "alone": {"preset": "fifo", "config": {"scheduler.passes": ["fairness"]}},
+    }
+    setting = read_setting(write(collection, variants=variants, loads=[0.5]))
+    assert setting.names == ("default", "throughput", "alone", "narrow")
+    made = run_setting(setting, collection)
+    configs = {one.preset: one.config.scheduler for one in made.results}
+    assert tuple(configs) == setting.names
+    assert (configs["narrow"].max_num_seqs, configs["narrow"].strategy) == (2, "fifo")
+    assert (configs["alone"].max_num_seqs, configs["alone"].passes) == (8, ("fairness",))
+    one = run_setting(setting, collection, presets=["narrow"])
+    assert [result.preset for result in one.results] == ["narrow"]
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -97,6 +137,8 @@ def test_a_setting_is_run(collection: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ({"speed": 1}, "speed: Extra inputs are not permitted; a setting has name, about, device"),
         ({"traces": [{"file": "x", "sha256": "abc"}]}, "traces.0.sha256"),
         ({"seed": -1}, "seed"),
+        ({"variants": {"slow": {"preset": "fifo"}}}, "variants.slow.config: Field required"),
+        ({"variants": {"fifo": {"preset": "slo", "config": {"engine.seed": 1}}}}, "fifo is a preset"),
     ],
 )
 def test_broken_settings_are_explained(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
@@ -109,6 +151,19 @@ def test_broken_settings_are_explained(tmp_path: Path, changes: dict[str, Any], 
 def test_what_a_setting_names_must_exist(collection: Path) -> None:
     with pytest.raises(UnknownNameError, match=r"unknown preset 'nope'.* There are: .*throughput"):
         run_setting(read_setting(write(collection, presets=["nope"])), collection)
+    for changes, told in (
+        ({"scheduler.passes": ["nope"]}, "unknown pass 'nope'"),
+        (
+            {"scheduler.passes": ["fairness"], "scheduler.pass_options": {"fairness": {"x": 1}}},
+            "no option 'x'",
+        ),
+    ):
+        variants: dict[str, Any] = {"mine": {"preset": "fifo", "config": changes}}
+        with pytest.raises(UnknownNameError, match=told):
+            run_setting(read_setting(write(collection, variants=variants)), collection)
+    variants = {"mine": {"preset": "fifo", "config": {"engine.seed": 1}}}
+    with pytest.raises(UnknownNameError, match=r"unknown preset or variant 'min'.* There are: .*mine"):
+        run_setting(read_setting(write(collection, variants=variants)), collection, presets=["min"])
     with pytest.raises(ConfigError, match="no device 'abacus'"):
         run_setting(read_setting(write(collection, device="abacus")), collection)
     other = [{"file": "small.jsonl", "sha256": "0" * 64}]

@@ -86,9 +86,10 @@ def test_steps_priced_together_are_those_taken_one_by_one() -> None:
     single.execute(start)
     leaping.execute(start)
     prices = leaping.price_decodes((4, 9), 3)
+    leaping.pass_decodes(1, (0, 1), prices[:1])
+    leaping.pass_decodes(2, (0, 1), prices[1:])
     for i in range(3):
         plan = ExecutionPlan(1 + i, decode_rows=(0, 1), decode_positions=(4 + i, 9 + i))
-        leaping.pass_decodes(1 + i, (0, 1), prices[i])
         assert tuple(leaping.repeated((0, 1))) == single.execute(plan).token_ids
     assert single_clock.now() == leap_clock.now()
     assert [shape.decode_context for shape, _ in seen] == [13, 15, 17, 19]

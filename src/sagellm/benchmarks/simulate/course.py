@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import EventBus, RequestPreempted, StepDone
-from sagellm.core.plan import ExecutionPlan
+from sagellm.core.plan import ExecutionPlan, Prefill
+from sagellm.engines._leap import Leap
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.manager.sequence import BlockStates
 
@@ -53,12 +54,7 @@ class Course:
     def _on_step(self, step: StepDone) -> None:
         if not step.num_prefill_tokens and not step.num_decode_tokens:
             return
-        looked = self.kv_steps[-1] if self.kv_steps else -KV_EVERY
-        if len(self.ends_s) - looked >= KV_EVERY and self._block_states is not None:
-            active, cached, _ = self._block_states()
-            self.kv_steps.append(len(self.ends_s))
-            self.kv_active.append(active)
-            self.kv_cached.append(cached)
+        self._look()
         self.ends_s.append(self._now())
         self.durations_s.append(step.duration_s)
         self.prefill_tokens.append(step.num_prefill_tokens)
@@ -66,19 +62,31 @@ class Course:
         self.running.append(step.num_running)
         self.waiting.append(step.num_waiting)
 
-    def leapt(self, num_decodes: int, began_s: float, ends_s: Sequence[float]) -> None:
-        """Steps that the engine took at once from `began_s` on, in each of which the same requests
-        decoded."""
-        count = len(ends_s)
-        self.durations_s.extend(map(sub, ends_s, (began_s, *ends_s[:-1])))
+    def leapt(self, leap: Leap) -> None:
+        """Steps that the engine took at once."""
+        moments_s, count = leap.moments_s, leap.num_steps
+        self._look()
+        ends_s = array("d", moments_s[1:])
+        self.durations_s.extend(map(sub, ends_s, moments_s))
         self.ends_s.extend(ends_s)
         for column, value in (
-            (self.prefill_tokens, 0),
-            (self.decode_tokens, num_decodes),
-            (self.running, num_decodes),
-            (self.waiting, 0),
+            (self.prefill_tokens, leap.num_prefill_tokens),
+            (self.decode_tokens, leap.num_decodes),
+            (self.running, leap.num_decodes + bool(leap.prefills)),
+            (self.waiting, leap.num_waiting),
         ):
-            column.extend([value] * count)
+            column.extend(array("q", (value,)) * count)
+        self.running[-1] -= len(leap.ended)
+        self.observe(leap.prefills)
+
+    def _look(self) -> None:
+        """At the KV pool, now and then."""
+        looked = self.kv_steps[-1] if self.kv_steps else -KV_EVERY
+        if len(self.ends_s) - looked >= KV_EVERY and self._block_states is not None:
+            active, cached, _ = self._block_states()
+            self.kv_steps.append(len(self.ends_s))
+            self.kv_active.append(active)
+            self.kv_cached.append(cached)
 
     def _on_preempted(self, event: RequestPreempted) -> None:
         name = event.request_id
@@ -89,9 +97,9 @@ class Course:
         """The engine is not needed any more: what was noted stays."""
         self._block_states = None
 
-    def observe(self, plan: ExecutionPlan) -> None:
-        """Count what the step computes a second time."""
-        for op in plan.prefills if self._lost else ():
+    def observe(self, prefills: Sequence[Prefill]) -> None:
+        """Count what is computed a second time."""
+        for op in prefills if self._lost else ():
             lost = self._lost.get(op.request_id, 0)
             self.num_recomputed += max(0, min(op.start + op.num_tokens, lost) - op.start)
 

@@ -10,8 +10,8 @@ from typing import Any
 from sagellm.benchmarks.simulate.capacity import Capacity, find_capacity
 from sagellm.benchmarks.simulate.cluster import Served
 from sagellm.benchmarks.simulate.hardware import hardware
-from sagellm.benchmarks.simulate.presets import preset_config
-from sagellm.benchmarks.simulate.setting import Setting, TraceSetting
+from sagellm.benchmarks.simulate.presets import preset_config, preset_names
+from sagellm.benchmarks.simulate.setting import Setting, TraceSetting, Variant
 from sagellm.benchmarks.simulate.simulation import (
     Goals,
     Layout,
@@ -23,6 +23,8 @@ from sagellm.benchmarks.simulate.simulation import (
 from sagellm.benchmarks.simulate.workload import Workload, WorkloadSpec, workload
 from sagellm.benchmarks.traces import Trace
 from sagellm.core.config import Config
+from sagellm.core.errors import UnknownNameError, nearest
+from sagellm.engines.build import build_passes
 
 Say = Callable[[str], None]
 """Told before each simulation what it is."""
@@ -34,14 +36,26 @@ def _quiet(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where simulations run: hardware, instances, goals, and settings (dotted keys) above every preset."""
+    """Where simulations run: hardware, instances, goals, and settings (dotted keys) above every preset.
+
+    The name of one of `variants` stands wherever a preset's may.
+    """
 
     machine: Machine
     layout: Layout = field(default_factory=Layout)
     goals: Goals = field(default_factory=Goals)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    variants: Mapping[str, Variant] = field(default_factory=dict)
 
     def config(self, preset: str) -> Config:
+        """Raises `UnknownNameError` with the names that there are."""
+        variant = self.variants.get(preset)
+        if variant is not None:
+            return preset_config(variant.preset, {**self.settings, **variant.config})
+        if self.variants and preset not in preset_names():
+            known = (*preset_names(), *self.variants)
+            told = f"unknown preset or variant {preset!r}.{nearest(preset, known)}"
+            raise UnknownNameError(f"{told} There are: {', '.join(known)}.")
         return preset_config(preset, self.settings)
 
     def workload(self, trace: Trace, spec: WorkloadSpec, presets: Sequence[str]) -> Workload:
@@ -108,17 +122,18 @@ def run_setting(
     cost_file: Path | None = None,
     say: Say = _quiet,
 ) -> Ablation:
-    """Run a setting on the traces in `folder`; `presets` in place of its own, where there are some."""
-    chosen = tuple(presets or setting.presets)
+    """Run a setting on the traces in `folder`; `presets` (or variants) in place of all of its own, where
+    there are some."""
+    chosen = tuple(presets or setting.names)
     bench = bench_of(setting, cost_file)
-    for preset in (setting.baseline, *chosen):
-        bench.config(preset)
+    for preset in (setting.baseline, *setting.names, *chosen):
+        build_passes(bench.config(preset).scheduler)  # what is wrong is said now, not after an hour
     traces = [(one, one.read(folder)) for one in setting.traces]
     results: list[Result] = []
     capacities: dict[str, Capacity] = {}
     for one, trace in traces:
         found = capacities[one.file] = capacity(
-            bench, trace, setting.spec(one), setting.baseline, setting.presets, say
+            bench, trace, setting.spec(one), setting.baseline, setting.names, say
         )
         results += _at_loads(bench, setting, one, trace, chosen, found.rate, say)
     return Ablation(results, capacities)
@@ -131,7 +146,7 @@ def bench_of(setting: Setting, cost_file: Path | None = None) -> Bench:
         setting.device, setting.model, tensor_parallel=setting.tensor_parallel, cost_file=cost_file
     )
     layout = Layout(setting.instances, pools, setting.router)
-    return Bench(machine, layout, Goals(setting.slo_pairs), setting.config)
+    return Bench(machine, layout, Goals(setting.slo_pairs), setting.config, setting.variants)
 
 
 def _at_loads(
@@ -143,7 +158,7 @@ def _at_loads(
     rate: float,
     say: Say,
 ) -> list[Result]:
-    together = tuple(dict.fromkeys((setting.baseline, *setting.presets, *presets)))
+    together = tuple(dict.fromkeys((setting.baseline, *setting.names, *presets)))
     results = []
     for load in setting.loads:
         work = bench.workload(trace, _at(setting.spec(one), rate=load * rate), together)

@@ -77,10 +77,9 @@ class Instance:
         """
         engine, ended, now = self.engine, self.ended, self.clock.now
         while True:
-            began_s = now()
             leap = engine.leap(until_s) if self.token_times.steady else None
             if leap is not None:
-                self.course.leapt(leap.num_decodes, began_s, leap.ends_s)
+                self.course.leapt(leap)
             else:
                 self._step(next_event_s)
             if ended or now() >= until_s or self.stalled or not engine.has_work():
@@ -94,8 +93,7 @@ class Instance:
         if len(course) > number:
             plan = engine.last_plan
             assert plan is not None
-            if plan.prefills:
-                course.observe(plan)
+            course.observe(plan.prefills)
             self.token_times.observe(number, plan)
             if self._idle_s:
                 self.wake()

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sagellm.benchmarks.simulate.metrics import SLOPair
+from sagellm.benchmarks.simulate.presets import preset_names
 from sagellm.benchmarks.simulate.workload import HighPriority, Turns, WorkloadSpec
 from sagellm.benchmarks.traces import Trace, read_trace
 from sagellm.core.errors import ConfigError
@@ -47,8 +48,16 @@ class HighPrioritySetting(_Part):
     uncached_below: int = Field(default=2000, ge=0)
 
 
+class Variant(_Part):
+    """A preset with keys (dotted) of its own, as `scheduler.passes`; they go over those of the setting."""
+
+    preset: str = Field(min_length=1)
+    config: dict[str, Any] = Field(min_length=1)
+
+
 class Setting(_Part):
-    """An experiment: each preset on each trace, at each share of the capacity that `baseline` has there."""
+    """An experiment: each preset, and each variant by its name, on each trace, at each share of the capacity
+    that `baseline` has there."""
 
     name: str = Field(min_length=1)
     about: str = ""
@@ -60,6 +69,7 @@ class Setting(_Part):
     router: str = "prefix-aware"
     baseline: str
     presets: tuple[str, ...] = Field(min_length=1)
+    variants: dict[str, Variant] = Field(default_factory=dict)
     loads: tuple[float, ...] = Field(min_length=1)
     slos: tuple[tuple[float, float], ...] = Field(min_length=1)
     high_priority: HighPrioritySetting = HighPrioritySetting()
@@ -70,6 +80,11 @@ class Setting(_Part):
     @property
     def slo_pairs(self) -> tuple[SLOPair, ...]:
         return tuple(SLOPair(*one) for one in self.slos)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is run."""
+        return (*self.presets, *(name for name in self.variants if name not in self.presets))
 
     def spec(self, trace: TraceSetting) -> WorkloadSpec:
         """The workload of one of its traces, at the trace's own rate."""
@@ -99,4 +114,7 @@ def read_setting(path: Path) -> Setting:
     bad += [value for pair in made.slos for value in pair if not 0 < value < float("inf")]
     if bad:
         raise ConfigError(f"{path}: loads and SLOs are numbers above 0, got {bad[0]}")
+    taken = sorted(made.variants.keys() & set(preset_names()))
+    if taken:
+        raise ConfigError(f"{path}: variants: {taken[0]} is a preset, give the variant another name")
     return made

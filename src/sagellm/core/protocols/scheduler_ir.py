@@ -153,7 +153,8 @@ class SchedulerPass(Protocol):
 
     A pass that itself keeps the token budget and the memory, for running and waiting requests alike, may have
     an attribute `closes = True`: then nothing runs behind it to see to them. `quiet = True` says that while
-    nobody waits and all are in decode it neither does nor learns anything: simulations then pass over it.
+    nobody waits and all are in decode it neither does nor learns anything: simulations then pass over it. A
+    pass that can promise that while somebody waits has `quiet_until` (`kvmgr/scheduler_ir/quiet.py`).
     """
 
     @property

@@ -87,13 +87,14 @@ class SimulatedBackend:
         found: list[float] = self.cost_model.decode_steps_s(self._next, num_steps).tolist()
         return found
 
-    def pass_decodes(self, step: int, rows: Sequence[int], seconds: float) -> None:
-        """One of the steps that `price_decodes` priced, in their order."""
-        if self._on_step is not None:
-            self._on_step(self._next, seconds)
-            context = self._next.decode_context + self._next.num_decodes
-            self._next = self._next._replace(decode_context=context)
-        self._clock.advance(seconds)
+    def pass_decodes(self, step: int, rows: Sequence[int], seconds: Sequence[float]) -> None:
+        """Those next of the steps that `price_decodes` priced."""
+        for one_s in seconds:
+            if self._on_step is not None:
+                self._on_step(self._next, one_s)
+                context = self._next.decode_context + self._next.num_decodes
+                self._next = self._next._replace(decode_context=context)
+            self._clock.advance(one_s)
 
     def repeated(self, rows: Sequence[int]) -> Sequence[int]:
         """The token that each row draws, in every step."""

@@ -153,7 +153,7 @@ class BlockLedger(ABC):
         lock, live = self._lock, self._live
         lock.acquire()
         try:
-            if not live.keys() >= set(allocations):
+            if not all(map(live.__contains__, allocations)):
                 raise _not_live(next(one for one in allocations if one not in live))
             if self._quota is not None and len({one.account for one in allocations}) > 1:
                 raise BookkeepingError("allocations of several accounts cannot grow together")

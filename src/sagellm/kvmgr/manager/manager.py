@@ -8,7 +8,7 @@ request, as its own or as a pinned prefix).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError, CapacityError
@@ -77,7 +77,7 @@ class KVCacheManager:
         self._now = (clock or MonotonicClock()).now
         self.hints = KVHints(index, self.namespace_of, self._now)
         self._sequences: dict[str, SequenceKV] = {}
-        self._tables = DecodeTables(self._sequences, pool, self._make_room, with_quotas=quota is not None)
+        self._tables = DecodeTables(pool, self._make_room, with_quotas=quota is not None)
         self._donors = Donors(self._sequences, pool.block_size)
         self._registrar = Registrar(index, pool, self._tables, self.namespace_of)
         self._publishes = index_as_computed and prefix_caching and window is None
@@ -131,8 +131,8 @@ class KVCacheManager:
         return max(0, self._blocks_for(state.num_computed + num_tokens) - held)
 
     def price_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
-        new = self._blocks_for(hit.num_tokens + num_tokens) - hit.num_blocks
-        return new + self.index.num_unpinned_on_path(hit)
+        new = -(-(hit.num_tokens + num_tokens) // self.block_size) - hit.num_blocks
+        return new + self.index.num_unpinned_on_path(hit) if hit.num_blocks else new
 
     def gain_of_preempting(self, state: RequestState) -> int:
         sequence = self._sequences[state.request_id]
@@ -177,6 +177,7 @@ class KVCacheManager:
         """
         self.hints.expect(hit for name, hit in draft.hits.items() if name not in draft.chunks)
         num_copies, num_bound, first = len(draft.copies), len(draft.bound), not draft.decodes_bound
+        self._tables.bind(draft)
         chunks = [chunk for name, chunk in draft.chunks.items() if name not in draft.bound]
         try:
             for chunk in chunks:
@@ -229,6 +230,16 @@ class KVCacheManager:
         """The backend has done the step: it knows the tables of those in decode that took part."""
         self._tables.executed(draft)
 
+    def foresee(self, chunks: Iterable[Chunk]) -> None:
+        """What a step computes that the backend has but not finished enters the index as `commit` will have
+        it, until that or `rollback`: a step that is bound meanwhile may reuse it, being executed later."""
+        for chunk in chunks if self.prefix_caching else ():
+            state = chunk.state
+            whole = chunk.end >= state.num_prompt_tokens
+            if (whole or self.index_as_computed) and not self._registrar.saw(state.request_id):
+                sequence = self._sequences[state.request_id]
+                self._registrar.publish(sequence, min(chunk.end, state.num_prompt_tokens))
+
     def commit(self, state: RequestState) -> None:
         """`state.num_computed` moved, in a step that the backend has executed: a prompt that is now whole
         enters the index, or the part of it that is there."""
@@ -269,7 +280,7 @@ class KVCacheManager:
             raise
         del self._sequences[state.request_id]
         self._registrar.settle(state.request_id)
-        self._tables.told(state.request_id)
+        self._tables.leave(state)
         self._donors.leave(sequence)
         self._num_changes += 1
         if keep:
@@ -333,7 +344,9 @@ class KVCacheManager:
             self.index.unpin(hit)
             raise
         ids = self.index.block_ids(hit)
-        self._sequences[state.request_id] = SequenceKV(state, hit, ids, own, hit.num_blocks, hit.num_blocks)
+        sequence = SequenceKV(state, hit, ids, own, hit.num_blocks, hit.num_blocks)
+        self._sequences[state.request_id] = sequence
+        self._tables.enter(sequence)
 
     def _grow(self, chunk: Chunk) -> None:
         sequence = self._sequences[chunk.state.request_id]
@@ -362,9 +375,9 @@ class KVCacheManager:
         for name, chunk in reversed(list(draft.bound.items())[num_bound:]):
             del draft.bound[name]
             sequence = self._sequences.get(name)
-            if sequence is None:  # the bind failed before it reached this one
+            if sequence is None or sequence.state is not chunk.state:  # never reached, or ended since
                 continue
-            self._registrar.withdraw(sequence)
+            self._registrar.withdraw(sequence, chunk.start)
             count = len(chunk.block_ids)
             if count:
                 self.pool.shrink(sequence.own, count)
@@ -374,6 +387,7 @@ class KVCacheManager:
                 self.index.unpin(sequence.hit)
                 self.pool.free(sequence.own)
                 del self._sequences[name]
+                self._tables.leave(chunk.state)
 
     # -- inside: into the index
 

@@ -17,9 +17,11 @@ DUPLICATES = "duplicates"
 
 
 class Published(NamedTuple):
-    """What a request published, and what it shared with the index before."""
+    """What a request published, of its first `num_tokens` tokens, and what it shared with the index before.
+    `result` None: nothing, since others had."""
 
-    result: InsertResult
+    num_tokens: int
+    result: InsertResult | None
     hit: PrefixHit
     num_shared: int
 
@@ -42,7 +44,7 @@ class Registrar:
         self._pool = pool
         self._tables = tables
         self._namespace_of = namespace_of
-        self._published: dict[str, Published | None] = {}
+        self._published: dict[str, Published] = {}
         self.num_changes = 0
 
     def register(self, sequence: SequenceKV, num_tokens: int) -> InsertResult | None:
@@ -80,21 +82,22 @@ class Registrar:
         """The whole blocks of the first `num_tokens` tokens, bound and not yet computed, enter the index;
         unless it has equal ones, which become one with these once they are computed."""
         state, hit, num_shared = sequence.state, sequence.hit, sequence.num_shared
-        self._published[state.request_id] = None
-        if self._index.lookup(state.tokens, hit.namespace, num_tokens).num_blocks > num_shared:
-            return
-        result = self.register(sequence, num_tokens)
-        if result is not None:
-            self._published[state.request_id] = Published(result, hit, num_shared)
+        known = self._index.lookup(state.tokens, hit.namespace, num_tokens).num_blocks > num_shared
+        result = None if known else self.register(sequence, num_tokens)
+        self._published[state.request_id] = Published(num_tokens, result, hit, num_shared)
 
     def saw(self, request_id: str) -> bool:
         """Whether `publish` was called for the request in this step."""
         return request_id in self._published
 
-    def withdraw(self, sequence: SequenceKV) -> None:
-        """Undo `publish`, if it did anything. What came to use the blocks since must have been undone."""
-        published = self._published.pop(sequence.state.request_id, None)
-        if published is None:
+    def withdraw(self, sequence: SequenceKV, start: int) -> None:
+        """Undo `publish` of a chunk from `start` on, if it did anything. What came to use the blocks since
+        must have been undone."""
+        published = self._published.get(sequence.state.request_id)
+        if published is None or published.num_tokens <= start:  # an earlier chunk's stands
+            return
+        del self._published[sequence.state.request_id]
+        if published.result is None:
             return
         self.num_changes += 1
         entered = sequence.block_ids[published.num_shared : sequence.num_shared]

@@ -35,7 +35,7 @@ class SequenceKV:
     `block_ids[:num_shared]` belong to the index, where `hit` pins them; the blocks behind them are `own`, one
     for one. Where a sliding window has left blocks behind, `block_ids[:num_shared]` are void (`is_windowed`).
     `num_reused_blocks`: what it found in the index when it was admitted. `changed_from`: the backend's table
-    is out of date from this index on.
+    is out of date from this index on, for a change that came after bind `changed_at`.
     """
 
     state: RequestState
@@ -46,6 +46,7 @@ class SequenceKV:
     num_reused_blocks: int
     is_windowed: bool = False
     changed_from: int | None = None
+    changed_at: int = 0
 
     def behind_window(self, window: int, block_size: int) -> int:
         """Own blocks of the request that no token to come attends to."""

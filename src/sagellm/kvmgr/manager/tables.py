@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from sagellm.core.errors import CapacityError
@@ -11,7 +11,6 @@ from sagellm.core.protocols.kv_pool import KVPool
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, append_each
 from sagellm.kvmgr.manager.sequence import SequenceKV
 
-_NAME = attrgetter("request.request_id")
 _ROW = attrgetter("row")
 
 
@@ -24,31 +23,51 @@ class DecodeTables:
 
     def __init__(
         self,
-        sequences: Mapping[str, SequenceKV],
         pool: KVPool,
         make_room: Callable[[int, Account], None],
         *,
         with_quotas: bool,
     ) -> None:
-        self._sequences = sequences
+        self._of: dict[RequestState, SequenceKV] = {}
         self._pool = pool
         self._make_room = make_room
         self._with_quotas = with_quotas
         self._outdated: dict[str, SequenceKV] = {}
+        self._num_binds = 0
+        self._num_landed = 0
+
+    def enter(self, sequence: SequenceKV) -> None:
+        """A request is admitted."""
+        self._of[sequence.state] = sequence
+
+    def leave(self, state: RequestState) -> None:
+        """It is out of the batch again."""
+        del self._of[state]
+        self._outdated.pop(state.request_id, None)
+
+    def bind(self, draft: Draft) -> None:
+        """A draft is about to be bound: it tells the backend of all changes until now, of none to come."""
+        self._num_binds += 1
+        draft.num_bind = self._num_binds
 
     def mark(self, sequence: SequenceKV, first: int) -> None:
         """The backend has to be told of the table from block `first` on."""
-        sequence.changed_from = first
+        before = sequence.changed_from
+        sequence.changed_from = first if before is None else min(first, before)
+        sequence.changed_at = self._num_binds
         self._outdated[sequence.state.request_id] = sequence
 
     def told(self, request_id: str) -> None:
-        """The backend knows the table, or the request has left."""
-        sequence = self._outdated.pop(request_id, None)
-        if sequence is not None:
+        """The request took part in the step that was executed last: the backend knows its table as it was
+        when that was bound. Another step may have been bound since."""
+        sequence = self._outdated.get(request_id)
+        if sequence is not None and sequence.changed_at < self._num_landed:
+            del self._outdated[request_id]
             sequence.changed_from = None
 
     def executed(self, draft: Draft) -> None:
         """The backend has done the step."""
+        self._num_landed = draft.num_bind
         if self._outdated:
             for name in [name for name, one in self._outdated.items() if draft.computes(one.state)]:
                 self.told(name)
@@ -58,12 +77,12 @@ class DecodeTables:
         in `stretched`."""
         growing = draft.growing()
         if growing:
-            sequences = list(map(self._sequences.__getitem__, map(_NAME, growing)))
+            sequences = list(map(self._of.__getitem__, growing))
             if self._with_quotas:
-                for sequence in sequences:
-                    self._stretch(draft, [sequence], self.take(sequence, 1))
+                for state, sequence in zip(growing, sequences, strict=True):
+                    self._stretch(draft, [state], [sequence], self.take(sequence, 1))
             else:
-                self._stretch(draft, sequences, self._take_one_each(sequences))
+                self._stretch(draft, growing, sequences, self._take_one_each(sequences))
         for sequence in self._outdated.values():
             state, first = sequence.state, sequence.changed_from
             if first is not None and state.decoding and draft.computes(state):
@@ -75,7 +94,7 @@ class DecodeTables:
 
     def extend(self, states: Sequence[RequestState]) -> None:
         """One block for each, of which no backend has to be told."""
-        sequences = [self._sequences[state.request_id] for state in states]
+        sequences = [self._of[state] for state in states]
         if self._with_quotas:
             for sequence in sequences:
                 sequence.block_ids += self.take(sequence, 1)
@@ -84,9 +103,9 @@ class DecodeTables:
 
     def undo(self, draft: Draft) -> None:
         """Take back what `grow` gave."""
-        for state, _ in draft.stretched:
-            sequence = self._sequences.get(state.request_id)
-            if sequence is None or sequence.state is not state:  # it has ended since, and all went back
+        for state in draft.stretched.states:
+            sequence = self._of.get(state)
+            if sequence is None:  # it has ended since, and all went back
                 continue
             self._pool.shrink(sequence.own, 1)
             sequence.block_ids.pop()
@@ -106,17 +125,25 @@ class DecodeTables:
             )
         return taken
 
-    def _stretch(self, draft: Draft, sequences: Sequence[SequenceKV], blocks: BlockIds) -> None:
+    def _stretch(
+        self,
+        draft: Draft,
+        states: Sequence[RequestState],
+        sequences: Sequence[SequenceKV],
+        blocks: BlockIds,
+    ) -> None:
+        """Tables grow by a block each; of those that are outdated the backend is told otherwise."""
         tables = [sequence.block_ids for sequence in sequences]
+        places = list(map(len, tables))
         append_each(tables, blocks)
-        states = [sequence.state for sequence in sequences]
-        draft.stretched += zip(states, blocks, strict=True)
-        places = [len(table) - 1 for table in tables]
-        news: Iterable[Growth] = map(Growth, map(_ROW, states), places, zip(blocks, strict=True))
-        if self._outdated:
-            pairs = zip(news, sequences, strict=True)
-            news = (growth for growth, sequence in pairs if sequence.changed_from is None)
-        draft.grown += news
+        draft.stretched.add(states, blocks)
+        rows = map(_ROW, states)
+        if not self._outdated:
+            draft.stretched.tell(rows, places, blocks)
+            return
+        for row, place, block, sequence in zip(rows, places, blocks, sequences, strict=True):
+            if sequence.changed_from is None:
+                draft.stretched.tell((row,), (place,), (block,))
 
     def _take_one_each(self, sequences: Sequence[SequenceKV]) -> BlockIds:
         if self._pool.num_free < len(sequences):

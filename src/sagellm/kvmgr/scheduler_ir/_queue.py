@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from heapq import heappop, heappush
 from itertools import count
@@ -10,8 +11,10 @@ from typing import Any
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.protocols.scheduler_ir import SchedulingView
-from sagellm.core.types import RequestStatus
+from sagellm.core.types import FinishReason, RequestStatus
 
+A_MOMENT_S = 1e-6
+"""More than what rounding may make of a sum of times."""
 ROOM_TO_FORGET = 1024
 """Requests that a queue may remember, beyond four times those that wait, before it looks again."""
 
@@ -31,6 +34,15 @@ def num_to_compute(state: RequestState, num_cached: int) -> int:
 def has_run(state: RequestState) -> bool:
     """Whether one that waits no longer was admitted: it runs, or ran and has ended."""
     return state.status is RequestStatus.RUNNING or state.scheduled_s is not None
+
+
+def has_come_to_its_end(state: RequestState) -> bool:
+    """Whether one that has ended is as long as it would have been. A stop string is an abort to the engine;
+    of other aborts and of errors nobody knows."""
+    reason = state.finish_reason
+    if reason is FinishReason.ABORT:
+        return bool(state.request.params.stop)
+    return reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class RankedQueue:
@@ -65,6 +77,10 @@ class RankedQueue:
             known = set(waiting)
             self.ranks = {state: rank for state, rank in ranks.items() if state in known}
         return True
+
+    def knows(self, waiting: list[RequestState]) -> bool:
+        """Whether nothing has changed since the last `see`."""
+        return waiting == self._before
 
     def rerank(self, state: RequestState, rank: Any) -> None:
         """Another rank for one that waits already."""
@@ -117,10 +133,29 @@ class Turns:
         waiting.insert(0, turn)
         return turn
 
-    def _next(self, now_s: float) -> RequestState | None:
+    def stay_until(self, waiting: list[RequestState], now_s: float) -> float | None:
+        """As `give`, and how long it would go on to do the same while nobody comes or goes; None where
+        somebody gets a turn now."""
+        turn = self._turn
+        if turn is not None and turn.status is RequestStatus.WAITING:
+            self.give(waiting, now_s)
+            return math.inf
+        self._forget_gone()
+        if not self._oldest:
+            return math.inf
+        arrival_s, _, state = self._oldest[0]
+        if now_s - arrival_s < self.max_wait_s:
+            return arrival_s + self.max_wait_s - A_MOMENT_S
+        return math.inf if self._credit < len(state.tokens) and self.max_wait_s > 0 else None
+
+    def _forget_gone(self) -> None:
         oldest = self._oldest
         while oldest and oldest[0][2].status is not RequestStatus.WAITING:
             heappop(oldest)
+
+    def _next(self, now_s: float) -> RequestState | None:
+        oldest = self._oldest
+        self._forget_gone()
         if not oldest or now_s - oldest[0][0] < self.max_wait_s:
             self._credit = 0.0
             return None

@@ -100,12 +100,6 @@ class DecodeBatch:
             self._growing = () if full else [self.states[i] for i in np.flatnonzero(slack == 0).tolist()]
         return self._growing
 
-    def growing_next(self) -> Sequence[RequestState]:
-        """Those who will need a block for the token after the one that is being computed."""
-        slack = self._column(SLACK)
-        soon = slack == 1 if self._block_size > 1 else slack <= 1
-        return [self.states[i] for i in np.flatnonzero(soon).tolist()]
-
     @property
     def num_growing(self) -> int:
         return len(self.growing())
@@ -126,7 +120,7 @@ class DecodeBatch:
         Returns which of the tokens may end their requests, to be looked at one by one. Raises `ValueError`,
         and changes nothing, where one is not in the vocabulary.
         """
-        table, block_size = self._table, self._block_size
+        table = self._table
         drawn = np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
         if places is None:
             view, tokens = table[:, : len(self.states)], self._tokens
@@ -137,15 +131,40 @@ class DecodeBatch:
         if drawn.size and (drawn.min() < 0 or drawn.max() >= self._vocab_size):
             raise ValueError("a token outside the vocabulary was drawn")
         append_each(tokens, token_ids)
-        if self._growing is None or self._growing:  # blocks were bound in this step
-            view[SLACK][view[SLACK] == 0] = block_size
-        view += _ONE_TOKEN
-        self._growing = None
+        self._move(view)
         if places is not None:
             table[:, places] = view
         ends = (view[LEFT] <= 0) | self._stops[drawn]
         found: list[int] = np.flatnonzero(ends).tolist() if ends.any() else []
         return found
+
+    def _move(self, view: Ints) -> None:
+        if self._growing is None or self._growing:  # blocks were bound in this step
+            view[SLACK][view[SLACK] == 0] = self._block_size
+        view += _ONE_TOKEN
+        self._growing = None
+
+    # -- before it is known what was drawn
+
+    def foresee(self, places: list[int] | None = None) -> Ints:
+        """As if a token had been drawn for each (of those at `places`, or of all), whichever. Returns what
+        `recall` wants."""
+        live = self._table[:, : len(self.states)]
+        before = live.copy()
+        view = live if places is None else live[:, places]
+        self._move(view)
+        if places is not None:
+            live[:, places] = view
+        return before
+
+    def full(self) -> list[RequestState]:
+        """Those that have all tokens that they may have: only after `foresee`."""
+        return [self.states[i] for i in np.flatnonzero(self._column(LEFT) <= 0).tolist()]
+
+    def recall(self, before: Ints) -> None:
+        """Undo `foresee`; who entered since must have left."""
+        self._table[:, : len(self.states)] = before
+        self._growing = None
 
     # -- many steps alike
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from sagellm.core.plan import Chunk, Draft, ExecutionPlan, Growth, Join, Prefill, Transfer
+from sagellm.core.plan import Chunk, Draft, ExecutionPlan, Growth, Growths, Join, Prefill, Transfer
 
 
 class BlockTables(Protocol):
@@ -38,12 +38,12 @@ def freeze(
         positions = tuple(positions[i] for i in draft.places)
     chunks = list(draft.chunks.values())
     single = [chunk for chunk in chunks if chunk.is_decode]
-    grown = [_growth(chunk, table) for chunk in chunks if (table := _outdated(chunk, tables))]
+    others = [_growth(chunk, table) for chunk in chunks if (table := _outdated(chunk, tables))]
     return ExecutionPlan(
         step=draft.step,
         joined=tuple(_join(chunk, tables) for chunk in chunks if chunk.admits),
         left=left,
-        grown=(*draft.grown, *grown),
+        grown=_grown(draft, others),
         decode_rows=(*rows, *(chunk.state.row for chunk in single)),
         decode_positions=(*positions, *(chunk.start for chunk in single)),
         prefills=tuple(_prefill(chunk) for chunk in chunks if not chunk.is_decode),
@@ -54,6 +54,13 @@ def freeze(
         rejected=tuple(draft.rejected.items()),
         decisions=tuple(draft.decisions),
     )
+
+
+def _grown(draft: Draft, others: list[Growth]) -> Sequence[Growth]:
+    news = draft.stretched.news
+    if not news[0]:
+        return (*draft.grown, *others)
+    return Growths(*news, (*draft.grown, *others))
 
 
 def _outdated(chunk: Chunk, tables: BlockTables) -> tuple[int, ...]:

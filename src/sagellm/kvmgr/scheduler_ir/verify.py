@@ -37,23 +37,21 @@ def _check_one_fate_each(draft: Draft) -> None:
 
 
 def _check_chunk(request_id: str, chunk: Chunk) -> None:
-    state = chunk.state
-    if state.request_id != request_id:
+    state, hit, end = chunk.state, chunk.hit, chunk.start + chunk.num_tokens
+    if state.request.request_id != request_id:
         raise PlanError(f"chunk of {state.request_id} stands under the name of {request_id}")
     if chunk.num_tokens < 1:
         raise PlanError(f"{request_id}: a chunk of {chunk.num_tokens} tokens")
-    if chunk.end > len(state.tokens):
-        raise PlanError(
-            f"{request_id}: chunk ends at {chunk.end}, the request has {len(state.tokens)} tokens"
-        )
+    if end > len(state.tokens):
+        raise PlanError(f"{request_id}: chunk ends at {end}, the request has {len(state.tokens)} tokens")
     if state.decoding:
         raise PlanError(f"{request_id} is in decode, which computes its token: it takes no chunk")
-    expected = RequestStatus.WAITING if chunk.admits else RequestStatus.RUNNING
+    expected = RequestStatus.RUNNING if hit is None else RequestStatus.WAITING
     if state.status is not expected:
         raise PlanError(
             f"{request_id}: chunk of a request that is {state.status.value}, expected {expected.value}"
         )
-    start = chunk.hit.num_tokens if chunk.hit is not None else state.num_computed
+    start = state.num_computed if hit is None else hit.num_tokens
     if chunk.start != start:
         raise PlanError(f"{request_id}: chunk starts at {chunk.start}, computed or cached are {start} tokens")
 
@@ -63,7 +61,8 @@ def _check_bound(draft: Draft) -> None:
     for request_id, chunk in draft.bound.items():
         if draft.chunks.get(request_id) is not chunk:
             raise PlanError(f"{request_id} has the blocks of its chunk: no pass can take the chunk back")
-    for state, block in draft.stretched:
+    stretched = draft.stretched
+    for state, block in zip(stretched.states, stretched.block_ids, strict=True):
         if not draft.computes(state):
             raise PlanError(f"{state.request_id} has block {block} for its token: no pass can leave it out")
 
@@ -90,12 +89,14 @@ def _price(chunk: Chunk, view: SchedulingView) -> int:
 
 def verify_bound(draft: Draft) -> None:
     """Raise `PlanError` if a block is given to two requests of the step."""
-    blocks = [block for _, block in draft.stretched]
+    stretched = draft.stretched
+    blocks = stretched.block_ids.copy()
     for chunk in draft.chunks.values():
         blocks += chunk.block_ids
     if len(set(blocks)) == len(blocks):
         return
-    given = [(block, state.request_id) for state, block in draft.stretched]
+    names = [state.request_id for state in stretched.states]
+    given = list(zip(stretched.block_ids, names, strict=True))
     given += [(block, name) for name, chunk in draft.chunks.items() for block in chunk.block_ids]
     owner: dict[int, str] = {}
     for block, request_id in given:

@@ -9,14 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sagellm.core.errors import ConfigError
+from sagellm.core.plan import Chunk, Draft, RequestState
 from sagellm.core.protocols.lifetime import Prediction, PredictionRequest
-from sagellm.core.protocols.scheduler_ir import SchedulerPass
-from sagellm.core.types import RequestStatus
+from sagellm.core.protocols.scheduler_ir import BlockBudget, SchedulerPass
+from sagellm.core.types import FinishReason, Request, RequestStatus, SamplingParams, Tokens
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir._reservation import peak_growth
 from sagellm.kvmgr.scheduler_ir.passes.admission import AdmissionPass
 from sagellm.kvmgr.scheduler_ir.passes.batching_efficiency import BatchingEfficiencyPass
 from sagellm.kvmgr.scheduler_ir.passes.lifetime_aware import LifetimeAwarePass
+from sagellm.kvmgr.scheduler_ir.passes.memory_aware_preemption import MemoryAwarePreemptionPass
 from tests.builders import expected_tokens, fake_engine, request
 from tests.kvmgr.scheduler_ir.passes.desk import Desk, DeskView, admit, state
 
@@ -87,12 +90,12 @@ def test_lengths_are_learned_from_what_ended() -> None:
     new = state("new", max_tokens=1000)
     assert scheduler_pass.remaining(new) == 1000
     for i in range(8):
-        desk.waiting = [state(str(i))]
+        desk.waiting = [state(str(i), max_tokens=10 + i)]
         desk.step()
         done = desk.run_first()
         desk.step()
         done.tokens.extend([1] * (10 + i))
-        done.status = RequestStatus.FINISHED
+        done.status, done.finish_reason = RequestStatus.FINISHED, FinishReason.LENGTH
     desk.waiting = [new]
     desk.step()
     assert scheduler_pass.remaining(new) == 16  # three quarters of 10..17
@@ -100,6 +103,108 @@ def test_lengths_are_learned_from_what_ended() -> None:
     assert scheduler_pass.remaining(new) == 17 - 14
     new.tokens.extend([1] * 10)
     assert scheduler_pass.remaining(new) == 24  # longer than all: as much again
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop", "remaining"),
+    [
+        (FinishReason.ABORT, (), 1000),
+        (FinishReason.ERROR, (), 1000),
+        (FinishReason.LENGTH, (), 20),
+        (FinishReason.STOP, (), 20),
+        (FinishReason.ABORT, ("end",), 20),
+    ],
+)
+def test_who_is_aborted_teaches_no_length(
+    reason: FinishReason, stop: tuple[str, ...], remaining: int
+) -> None:
+    scheduler_pass = AdmissionPass(min_samples=1)
+    desk = Desk(scheduler_pass)
+    one = RequestState.of(Request("one", Tokens([1] * 8), SamplingParams(max_tokens=50, stop=stop)))
+    desk.waiting = [one]
+    desk.step()
+    done = desk.run_first()
+    desk.step()
+    done.tokens.extend([1] * 20)
+    done.status, done.finish_reason = RequestStatus.FINISHED, reason
+    new = state("new", max_tokens=1000)
+    desk.waiting = [new]
+    desk.step()
+    assert scheduler_pass.remaining(new) == remaining
+
+
+def test_an_engine_that_aborts_teaches_no_length() -> None:
+    scheduler_pass = AdmissionPass(min_samples=1)
+    engine = fake_engine(TokenMemoryBackend(), passes=[scheduler_pass])
+    new = state("new", max_tokens=1000)
+    for number, abort in enumerate((True, False)):
+        engine.add(request(str(number), [5] * 6, 4))
+        engine.step()
+        engine.step()
+        if abort:
+            assert engine.abort(str(number))
+        engine.add(request(f"next {number}", [6] * 6, 4))
+        while engine.has_work():
+            engine.step()
+        engine.add(request(f"last {number}", [7] * 6, 4))
+        engine.step()
+        engine.abort(f"last {number}")
+        assert scheduler_pass.remaining(new) == 4
+
+
+def test_a_quantile_is_a_share() -> None:
+    with pytest.raises(ConfigError, match="quantile of admission must be in"):
+        AdmissionPass(quantile=1.0)
+
+
+# -- what fits
+
+
+def _asked(view: DeskView, *waiting: RequestState, running: int = 1) -> Draft:
+    """What becomes of prompts that all would enter in one step."""
+    desk = Desk(MemoryAwarePreemptionPass(), view)
+    inside = [admit(state(f"r{i}"), 8) for i in range(running)]
+    draft = Draft(0, 0.0, 2048, inside, list(waiting))
+    for one in waiting:
+        draft.chunks[one.request_id] = Chunk(one, 0, len(one.tokens), view.match(one))
+    desk.scheduler_pass(draft, view)
+    return draft
+
+
+def test_who_waits_is_told_of_the_watermark_where_it_is_in_the_way() -> None:
+    for available, told in (
+        (2, "its prompt needs 3 blocks, 2 are available"),
+        (3, "its prompt needs 3 blocks, 3 are available, and 2 must be left for those that run"),
+        (4, "its prompt needs 3 blocks, 4 are available, and 2 must be left for those that run"),
+    ):
+        draft = _asked(DeskView(available=available), state("w", 12), running=2)
+        assert [(one.action, one.reason) for one in draft.decisions] == [("wait", told)]
+    assert _asked(DeskView(available=5), state("w", 12), running=2).decisions == []
+
+
+def test_who_waits_behind_another_is_told_so() -> None:
+    draft = _asked(DeskView(available=4), state("large", 40), state("small", 4))
+    assert [(one.request_id, one.reason) for one in draft.decisions] == [
+        ("large", "its prompt needs 10 blocks, 4 are available"),
+        ("small", "large comes first and waits for memory"),
+    ]
+
+
+def test_a_rejected_one_lets_nobody_overtake() -> None:
+    """Where a tenant's ceiling can never hold a prompt, it is refused with its own figures; who came later
+    waits on behind who came first."""
+
+    class Capped(DeskView):
+        def budget(self) -> BlockBudget:
+            return BlockBudget(self.available, lambda account: 2 if account.tenant == "poor" else 100)
+
+    waiting = [state("large", 40), state("never", 16, tenant="poor"), state("small", 4)]
+    draft = _asked(Capped(available=4), *waiting)
+    assert [(one.request_id, one.action) for one in draft.decisions] == [
+        ("large", "wait"), ("never", "reject"), ("small", "wait"),
+    ]  # fmt: skip
+    assert draft.rejected == {"never": "out of KV memory: its prompt needs 4 blocks, 2 are available"}
+    assert draft.chunks == {}
 
 
 def _preemptions(passes: list[SchedulerPass]) -> int:
@@ -159,7 +264,7 @@ def test_the_predictor_is_taught_when_requests_end_and_asked_again_after_a_preem
     desk.step(num_new_running=2)
     a.first_token_s, desk.now_s = 1.0, 3.0
     a.tokens.extend([1] * 5)
-    a.status = RequestStatus.FINISHED
+    a.status, a.finish_reason = RequestStatus.FINISHED, FinishReason.STOP
     b.status = RequestStatus.WAITING
     desk.running, desk.waiting = [], [b]
     desk.step()
@@ -205,6 +310,15 @@ def test_who_fits_goes_before_who_does_not_until_its_turn() -> None:
             break
         desk.run_first()
     assert desk.draft.waiting[0].request_id == "large"  # its turn: it waits at the front until it fits
+
+
+def test_nobody_of_lower_priority_is_moved_before_who_does_not_fit() -> None:
+    desk = Desk(BatchingEfficiencyPass(watermark=0), DeskView(available=10))
+    desk.waiting = [state("large", 60, priority=1), state("equal", 8, arrival_s=0.2, priority=1)]
+    desk.waiting += [state("small", 8, arrival_s=0.1)]
+    assert desk.step() == ["equal", "large", "small"]
+    desk.run_first()
+    assert desk.step() == ["large", "small"]
 
 
 def _efficiency(passes: list[SchedulerPass], backlog: int) -> float:

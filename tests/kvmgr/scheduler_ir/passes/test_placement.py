@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from sagellm.core.config import SchedulerConfig
+from sagellm.core.errors import ConfigError
 from sagellm.core.plan import Placement
 from sagellm.core.protocols.scheduler_ir import StepFacts
 from sagellm.core.types import RequestStatus
+from sagellm.engines.build import build_passes
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir.passes.af_separation import AFSeparationPass
 from sagellm.kvmgr.scheduler_ir.passes.pd_separation import PDSeparationPass
@@ -113,9 +116,26 @@ def test_separation_is_harmless_in_an_engine() -> None:
     assert sorted(sent) == [(str(i), 3) for i in range(5)]
 
 
-def test_a_site_has_a_link() -> None:
-    with pytest.raises(ValueError, match="link_bytes_s must be positive"):
-        PDSeparationPass({"d": {"link_bytes_s": 0.0}})
+@pytest.mark.parametrize(
+    ("sites", "told"),
+    [
+        ({"d": {"link_bytes_s": 0.0}}, "link_bytes_s of a site must be positive, got 0"),
+        ({"d": {"link_bytes_s": "fast"}}, "link_bytes_s of a site must be a number from 0 on, got 'fast'"),
+        ({"d": {"link_bytes_s": 1, "step_s": -1}}, "step_s of a site must be a number from 0 on, got -1"),
+        ({"d": {"step_s": 1}}, "site 'd' of pd_separation needs link_bytes_s"),
+        (
+            {"d": {"link_bytes_s": 1, "speed": 2}},
+            "site 'd' of pd_separation has no option 'speed'; it takes link_bytes_s, token_s, step_s, seq_s",
+        ),
+        ({"d": 3}, "site 'd' of pd_separation must be a mapping of link_bytes_s"),
+        (["d"], "sites of pd_separation must be a mapping by name, got ['d']"),
+    ],
+)
+def test_a_broken_site_is_explained(sites: Any, told: str) -> None:
+    config = SchedulerConfig(passes=("pd_separation",), pass_options={"pd_separation": {"sites": sites}})
+    with pytest.raises(ConfigError) as error:
+        build_passes(config)
+    assert told in str(error.value)
 
 
 def test_attention_instances_get_even_shares_and_requests_stay() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 
+from sagellm.core.errors import ConfigError
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import RequestStatus
-from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, has_run
+from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, has_come_to_its_end, has_run
 from sagellm.kvmgr.scheduler_ir._reservation import Reservation
 
 
@@ -16,9 +17,10 @@ class AdmissionPass:
     """Lets the first of the queue in while the predicted peak of memory of all that run fits; behind the
     first that does not fit all wait, `max_hold_s` seconds at most for the first of them.
 
-    How much a request will get is taken from the last `window` outputs: the `quantile` of those that are
-    longer than what it has, within its own limit; its limit, or `default_output` without one, while fewer
-    than `min_samples` are known. Only a prompt that is larger than all of the memory is rejected.
+    How much a request will get is taken from the last `window` outputs that came to their end: the `quantile`
+    of those that are longer than what it has, within its own limit; its limit, or `default_output` without
+    one, while fewer than `min_samples` are known. Only a prompt that is larger than all of the memory is
+    rejected.
     """
 
     name = "admission"
@@ -35,7 +37,7 @@ class AdmissionPass:
         default_output: int = 512,
     ) -> None:
         if not 0 < quantile < 1:
-            raise ValueError(f"quantile must be in (0, 1), got {quantile}")
+            raise ConfigError(f"quantile of admission must be in (0, 1), got {quantile}")
         self.quantile, self.window = quantile, window
         self.min_samples, self.default_output = min_samples, default_output
         self._reservation = Reservation(headroom, max_hold_s)
@@ -69,11 +71,14 @@ class AdmissionPass:
         return max(1.0, (expected if limit is None else min(expected, limit)) - generated)
 
     def _learn(self) -> None:
-        """From those that ended since the last look."""
+        """From those that ended since the last look; how long one would have been that was aborted or failed
+        nobody knows."""
         self._active.update(dict.fromkeys(state for state in self._queue.left if has_run(state)))
         ended = [state for state in self._active if state.status is RequestStatus.FINISHED]
         for state in ended:
             del self._active[state]
+            if not has_come_to_its_end(state):
+                continue
             self._recent.append(state.num_output_tokens)
             insort(self._sorted, state.num_output_tokens)
             if len(self._recent) > self.window:

@@ -75,7 +75,10 @@ class BatchingEfficiencyPass:
             return
         fits: list[RequestState] = []
         too_large: list[RequestState] = []
+        first = draft.waiting[0]
         for state in draft.waiting[: self.depth]:
+            if state.request.priority != first.request.priority:
+                break
             hit = hit_of(draft, view, state)
             price = view.kv.price_to_admit(hit, len(state.tokens) - hit.num_tokens)
             if price > left:
@@ -83,10 +86,9 @@ class BatchingEfficiencyPass:
                 continue
             left -= price + self.watermark
             fits.append(state)
-        if too_large and fits and draft.waiting[0] is too_large[0]:
-            first = too_large[0]
+        if too_large and fits and first is too_large[0]:
             draft.say(self.name, first, "wait", f"{len(fits)} behind it fit into memory now, it does not")
-            draft.waiting[: self.depth] = fits + too_large
+            draft.waiting[: len(fits) + len(too_large)] = fits + too_large
 
     def _most_blocks(self, draft: Draft, view: SchedulingView) -> int:
         """Blocks with which the head is sure to fit."""

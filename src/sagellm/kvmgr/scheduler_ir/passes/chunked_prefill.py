@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from sagellm.core.plan import Chunk, Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.kvmgr.scheduler_ir._queue import hit_of
+from sagellm.kvmgr.scheduler_ir.quiet import QUIET, Quiet
 
 
 class ChunkedPrefillPass:
@@ -53,6 +55,29 @@ class ChunkedPrefillPass:
                 computing.add(group)
             budget -= chunk.num_tokens
             rows -= 1
+
+    def quiet_until(self, draft: Draft, view: SchedulingView) -> Quiet | None:
+        """Those whom it would admit are left to the passes behind it. None where one of them has something
+        cached, which a bind tells to the cache in every step."""
+        budget, rows = draft.token_budget - draft.num_decodes, view.num_free_rows
+        if budget < 0:
+            return None
+        for chunk in draft.chunks.values():  # it leaves no token to others
+            if not 0 < budget < chunk.num_tokens or self._cut(chunk.num_tokens, budget) < budget:
+                return None
+            chunk.num_tokens = budget
+            draft.waiting.clear()
+            return QUIET
+        tried: list[RequestState] = []
+        for state in draft.waiting:
+            if budget < 1 or len(tried) == rows:
+                break
+            if state.request.group is not None or hit_of(draft, view, state).num_blocks:
+                return None
+            tried.append(state)
+            budget -= self._cut(len(state.tokens), budget)
+        draft.waiting[:] = tried
+        return QUIET
 
     def _hold_last(self, draft: Draft, excess: int) -> int:
         """More requests are in decode than the step may compute tokens: the last of them wait."""

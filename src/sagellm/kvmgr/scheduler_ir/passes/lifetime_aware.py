@@ -9,7 +9,7 @@ from sagellm.core.protocols.lifetime import LifetimePredictor, Prediction, Predi
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.registry import registry
 from sagellm.core.types import RequestStatus
-from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, Turns, has_run
+from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, Turns, has_come_to_its_end, has_run
 from sagellm.kvmgr.scheduler_ir._reservation import Reservation
 
 STEPS_PER_OCTAVE = 2
@@ -114,9 +114,10 @@ class LifetimeAwarePass:
             del self._active[state]
             if state.status is RequestStatus.WAITING:  # preempted: it is asked about again
                 continue
-            began_s = state.first_token_s if state.first_token_s is not None else now_s
-            self.predictor.update(state.request_id, len(state.tokens), now_s - began_s)
             self._expected.pop(state, None)
+            if has_come_to_its_end(state):
+                began_s = state.first_token_s if state.first_token_s is not None else now_s
+                self.predictor.update(state.request_id, len(state.tokens), now_s - began_s)
 
     # -- who waits
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import BlockBudget, SchedulingView
+from sagellm.kvmgr.scheduler_ir._queue import hit_of
+from sagellm.kvmgr.scheduler_ir.quiet import QUIET, Quiet
 
 
 class MemoryAwarePreemptionPass:
@@ -37,6 +39,19 @@ class MemoryAwarePreemptionPass:
             self._fit_running(draft, view, budget, needs)
         if admits:
             self._fit_admitted(draft, view, budget)
+
+    def quiet_until(self, draft: Draft, view: SchedulingView) -> Quiet | None:
+        """While the first that could be admitted does not fit: what it needs beyond blocks that others hold
+        cannot fall while all decode, and what is available cannot rise. Nobody overtakes it where no ceilings
+        tell accounts apart."""
+        if not draft.waiting:
+            return QUIET
+        head, budget = draft.waiting[0], view.kv.budget()
+        hit = hit_of(draft, view, head)
+        price = view.kv.price_to_admit(hit, len(head.tokens) - hit.num_tokens)
+        has_ceilings = budget.is_capped(head, view.kv.num_blocks + 1)
+        fits = price + self.watermark * len(draft.running) <= budget.available
+        return None if fits or has_ceilings else QUIET
 
     def _fit_running(
         self, draft: Draft, view: SchedulingView, budget: BlockBudget, needs: dict[str, int]
@@ -86,22 +101,26 @@ class MemoryAwarePreemptionPass:
             assert chunk.hit is not None
             state = chunk.state
             price = view.kv.price_to_admit(chunk.hit, len(state.tokens) - chunk.start)
-            reason = f"its prompt needs {price} blocks, {budget.left(state)} are available"
-            capped = budget.is_capped(state, price)
-            if closed:
-                reason = closed
-            elif not capped and price + self.watermark * len(accounts) > budget.available:
-                closed = reason
-            elif not capped:
+            capped, kept = budget.is_capped(state, price), self.watermark * len(accounts)
+            fits = not capped and price + kept <= budget.available
+            if fits and not closed:
                 budget.spend(state, price)
                 accounts.append(state.request.account)
                 continue
-            if not draft.preempted and not (accounts if not capped else state.request.account in accounts):
+            reason = self._why(price, budget.left(state), kept)
+            in_the_way = [one for one in accounts if one == state.request.account] if capped else accounts
+            if not fits and not in_the_way and not draft.preempted:
                 self._reject(draft, state, reason)
-                closed = ""
                 continue
             del draft.chunks[state.request_id]
-            draft.say(self.name, state, "wait", reason)
+            draft.say(self.name, state, "wait", closed or reason)
+            if not capped and not closed:
+                closed = f"{state.request_id} comes first and waits for memory"
+
+    def _why(self, price: int, left: int, kept: int) -> str:
+        """The watermark is named where it alone is in the way."""
+        needs = f"its prompt needs {price} blocks, {left} are available"
+        return f"{needs}, and {kept} must be left for those that run" if price <= left else needs
 
 
 PLUGIN = MemoryAwarePreemptionPass

@@ -6,10 +6,12 @@ Splitwise's (Patel et al., 2024) observation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sagellm.core.errors import ConfigError
 from sagellm.core.plan import Draft, Placement, RequestState, Transfer
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import RequestStatus
@@ -19,6 +21,8 @@ from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, hit_of
 HERE = ""
 STEADY = 0.9
 NOT_SEEN, NOT_SENT = -2, -1
+OPTIONS = ("link_bytes_s", "token_s", "step_s", "seq_s")
+"""What a configuration may say of a site."""
 
 
 @dataclass(slots=True)
@@ -38,8 +42,25 @@ class Site:
     num_decodes: int = 0
 
     def __post_init__(self) -> None:
-        if self.link_bytes_s <= 0:
-            raise ValueError(f"link_bytes_s must be positive, got {self.link_bytes_s}")
+        for name in OPTIONS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ConfigError(f"{name} of a site must be a number from 0 on, got {value!r}")
+        if not self.link_bytes_s:
+            raise ConfigError("link_bytes_s of a site must be positive, got 0")
+
+    @classmethod
+    def of(cls, name: str, options: Mapping[str, Any]) -> Site:
+        """From a configuration; raises `ConfigError` for options that are none or are missing."""
+        told = f"site {name!r} of pd_separation"
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"{told} must be a mapping of {', '.join(OPTIONS)}, got {options!r}")
+        strangers = [str(one) for one in options if one not in OPTIONS]
+        if strangers:
+            raise ConfigError(f"{told} has no option {strangers[0]!r}; it takes {', '.join(OPTIONS)}")
+        if "link_bytes_s" not in options:
+            raise ConfigError(f"{told} needs link_bytes_s, bytes per second between here and there")
+        return cls(**options)
 
 
 class PDSeparationPass:
@@ -64,8 +85,11 @@ class PDSeparationPass:
         expected_output: int = 256,
         margin: float = 0.1,
     ) -> None:
+        sites = {} if sites is None else sites
+        if not isinstance(sites, Mapping):
+            raise ConfigError(f"sites of pd_separation must be a mapping by name, got {sites!r}")
         self.sites = {
-            name: site if isinstance(site, Site) else Site(**site) for name, site in (sites or {}).items()
+            name: site if isinstance(site, Site) else Site.of(name, site) for name, site in sites.items()
         }
         self.bytes_per_token, self.expected_output, self.margin = bytes_per_token, expected_output, margin
         self.quiet = not self.sites

@@ -11,6 +11,7 @@ from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import TOKEN_BYTES, RequestStatus
 from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, Turns
+from sagellm.kvmgr.scheduler_ir.quiet import QUIET, Quiet
 
 
 @dataclass(slots=True)
@@ -87,6 +88,17 @@ class PrefixCacheAwarePass:
             self._held.pop(turn, None)
         if self._held:
             self._let_wait(draft)
+
+    def quiet_until(self, draft: Draft, view: SchedulingView) -> Quiet | None:
+        """While the cache is the same, until somebody gets a turn; where nobody waits for another."""
+        waiting, queue = draft.waiting, self._queue
+        if not waiting and not queue.ranks:
+            return QUIET
+        if view.kv.version != self._version or self._held or not queue.knows(waiting):
+            return None
+        queue.sort(waiting)
+        until_s = self._turns.stay_until(waiting, draft.now_s)
+        return None if until_s is None else Quiet(until_s, same_cache=True)
 
     # -- look-ups
 

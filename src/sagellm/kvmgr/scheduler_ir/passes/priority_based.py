@@ -15,6 +15,7 @@ from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import RequestStatus
 from sagellm.kvmgr.scheduler_ir._queue import ROOM_TO_FORGET, RankedQueue, hit_of
+from sagellm.kvmgr.scheduler_ir.quiet import QUIET, Quiet
 
 SHORTEST_AGE_S = 1e-3
 
@@ -66,6 +67,16 @@ class PriorityBasedPass:
         self._sort_running(draft)
         if self.preempt and waiting and draft.running:
             self._make_way(draft, view)
+
+    def quiet_until(self, draft: Draft, view: SchedulingView) -> Quiet | None:
+        """Until somebody rises; where nobody of lower priority runs who would have to make way."""
+        waiting = draft.waiting
+        if draft.num_new_running or not self._queue.knows(waiting):
+            return None
+        self._queue.sort(waiting)
+        if self.preempt and waiting and self.priority(waiting[0]) > self._lowest:
+            return None
+        return Quiet(self._birthdays[0][0]) if waiting and self._birthdays else QUIET
 
     def priority(self, state: RequestState) -> int:
         """Of the request and its class, without ageing."""

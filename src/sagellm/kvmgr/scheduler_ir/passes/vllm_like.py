@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from sagellm.core.plan import Chunk, Draft, RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.protocols.scheduler_ir import BlockBudget, SchedulingView
+from sagellm.kvmgr.scheduler_ir.quiet import QUIET, Quiet
 
 
 class VllmLikePass:
@@ -47,6 +48,27 @@ class VllmLikePass:
         if draft.waiting and not draft.preempted:
             step.walk_waiting(self.watermark)
 
+    def quiet_until(self, draft: Draft, view: SchedulingView) -> Quiet | None:
+        """While rows, tokens or blocks keep the first of the queue out. What its prompt needs beyond blocks
+        that others hold cannot fall while all decode, and what is available cannot rise."""
+        tokens = draft.token_budget - draft.num_decodes
+        if tokens < 0:
+            return None
+        for chunk in draft.chunks.values():  # it leaves no token to others, if it comes last
+            last = chunk.state is draft.running[-1]
+            if not last or self.long_prefill_tokens or not 0 < tokens < chunk.num_tokens:
+                return None
+            chunk.num_tokens = tokens
+            return QUIET
+        if not draft.waiting or not tokens or view.num_free_rows < 1:
+            return QUIET
+        head = draft.waiting[0]
+        if head.request.group is not None or not draft.running:
+            return None
+        hit = view.kv.match(head)
+        needed = view.kv.price_to_admit(hit, len(head.tokens) - hit.num_tokens) + self.watermark
+        return QUIET if needed > view.kv.budget().left(head) else None
+
     def _cap(self, draft: Draft) -> int:
         """The longest chunk: a request that is alone has nobody to hold up."""
         alone = len(draft.running) + len(draft.waiting) < 2
@@ -72,20 +94,25 @@ class _Step:
     # -- who runs
 
     def grant_all(self) -> bool:
-        """What everybody who runs would like, if that can be; else change nothing and answer False. Costs by
+        """A step for everybody who runs, if that can be; else change nothing and answer False. Costs by
         chunk, not by request."""
         draft, price = self.draft, self.view.kv.price_to_grow
-        wanted = [min(chunk.num_tokens, self.cap) for chunk in draft.chunks.values()]
-        total = draft.num_decodes + sum(wanted)
-        if total > self.tokens:
-            return False
+        chunks = list(draft.chunks.values())
+        wanted = [min(chunk.num_tokens, self.cap) for chunk in chunks]
+        left = self.tokens - draft.num_decodes - sum(wanted)
+        if left < 0:  # then the last in the batch gets less than it would like
+            last = chunks[-1] if chunks else None
+            if last is None or last.state is not draft.running[-1] or wanted[-1] + left < 1:
+                return False
+            wanted[-1] += left
+            left = 0
         blocks = len(draft.growing())
-        blocks += sum(price(one.state, n) for one, n in zip(draft.chunks.values(), wanted, strict=True))
+        blocks += sum(price(one.state, n) for one, n in zip(chunks, wanted, strict=True))
         if not self.blocks.spend_together(blocks):
             return False
-        for chunk, num_tokens in zip(draft.chunks.values(), wanted, strict=True):
+        for chunk, num_tokens in zip(chunks, wanted, strict=True):
             chunk.num_tokens = num_tokens
-        self.tokens -= total
+        self.tokens = left
         return True
 
     def walk_running(self) -> None:

@@ -1,0 +1,187 @@
+"""From the queues to a frozen plan: passes decide, blocks are bound, requests enter rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from sagellm.core.clock import Clock
+from sagellm.core.errors import CapacityError, PlanError, SageError
+from sagellm.core.events import EventBus, RequestScheduled
+from sagellm.core.plan import Chunk, Draft, ExecutionPlan, RequestState
+from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.types import FinishReason
+from sagellm.engines._recovery import Recovery
+from sagellm.engines._roster import Roster
+from sagellm.kvmgr.manager import KVCacheManager
+from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, freeze, verify_bound
+
+
+class EndWithError(Protocol):
+    """Ends a request that cannot go on."""
+
+    def __call__(self, state: RequestState, reason: FinishReason, *, error: str) -> None: ...
+
+
+class Planner:
+    """The first of the three calls of a step. `preempt` sends a running request back to the queue."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        kv: KVCacheManager,
+        scheduler: BaseSchedulerIR,
+        recovery: Recovery,
+        *,
+        preempt: Callable[[RequestState], None],
+        end: EndWithError,
+        clock: Clock,
+        events: EventBus,
+    ) -> None:
+        self._roster = roster
+        self._kv = kv
+        self._scheduler = scheduler
+        self._recovery = recovery
+        self._preempt = preempt
+        self._end = end
+        self._clock = clock
+        self._events = events
+
+    def draft(self, step: int) -> Draft:
+        """What the step could do before any pass has said anything."""
+        roster = self._roster
+        return self._scheduler.builder.draft(
+            step,
+            self._clock.now(),
+            self._recovery.token_budget,
+            roster.running,
+            roster.waiting.values(),
+            roster.decodes,
+            roster.prefilling.values(),
+            roster.num_new_running,
+        )
+
+    def plan(self, step: int, view: SchedulingView) -> tuple[Draft, ExecutionPlan]:
+        """The step with everything in it that can be done. Raises `SageError` where a pass decided what
+        cannot be; then nothing is bound."""
+        draft = self.draft(step)
+        draft.may_bind = not self._recovery.isolates
+        self._run(draft, view)
+        self._check_running(draft)
+        self._roster.running[:] = draft.running
+        self._roster.num_new_running = 0
+        self._recovery.isolate(draft)
+        for state in draft.preempted:
+            self._preempt(state)
+            draft.out.pop(state.request_id, None)
+        for request_id, reason in draft.rejected.items():
+            self._end(self._roster.states[request_id], FinishReason.ERROR, error=reason)
+            draft.out.pop(request_id, None)
+        self._bind(draft)
+        self._seal(draft)
+        return draft, self._freeze(draft)
+
+    def plan_ahead(
+        self, step: int, view: SchedulingView, ended: list[RequestState], num_told: int
+    ) -> tuple[Draft, ExecutionPlan] | None:
+        """The step behind one whose result is not known, the requests being as that will leave them. `ended`
+        then end by their length; the first `num_told` rows that were left the backend knows of. None, and
+        nothing is bound, where requests would have to leave, or memory is short: that has to be seen.
+        """
+        draft = self.draft(step)
+        draft.out = {state.request_id: state for state in ended}
+        try:
+            self._run(draft, view)
+            self._check_running(draft)
+            self._drop_stale(draft)
+            if draft.preempted or draft.rejected or not draft.num_scheduled:
+                raise CapacityError("requests would have to leave")
+            self._kv.bind(draft)
+            self._roster.running[:] = draft.running
+            self._roster.num_new_running = 0
+            self._seal(draft)
+        except SageError:
+            self._kv.rollback(draft)
+            return None
+        return draft, self._freeze(draft, num_told)
+
+    def _run(self, draft: Draft, view: SchedulingView) -> None:
+        try:
+            self._scheduler.run(draft, view)
+        except Exception:
+            self._kv.rollback(draft)
+            raise
+
+    def _check_running(self, draft: Draft) -> None:
+        before, after = len(self._roster.running), len(draft.running)
+        if before != after:
+            raise PlanError(f"a pass lost running requests: {after} of {before} are left")
+
+    def _seal(self, draft: Draft) -> None:
+        try:
+            verify_bound(draft)
+            self._enter(draft)
+        except SageError:
+            self._kv.rollback(draft)
+            raise
+
+    def _freeze(self, draft: Draft, num_told: int = 0) -> ExecutionPlan:
+        roster = self._roster
+        draft.places = roster.decodes.places(draft.out) if draft.out else None
+        return freeze(draft, tuple(roster.left[num_told:]), self._kv, roster.decodes)
+
+    # -- blocks
+
+    def _drop_stale(self, draft: Draft) -> None:
+        for chunk in list(draft.admitted()):
+            bound = chunk.state.request_id in draft.bound
+            if not bound and chunk.hit is not None and not self._kv.is_current(chunk.hit):
+                self._put_off(draft, chunk, "the request whose last block it would copy has left")
+
+    def _bind(self, draft: Draft) -> None:
+        """Bind what can be bound: who counted on blocks that others got first waits for the next step."""
+        self._drop_stale(draft)
+        short: list[tuple[RequestState, str]] = []
+        while draft.num_scheduled:
+            try:
+                self._kv.bind(draft)
+                return
+            except CapacityError as error:
+                named = self._roster.states.get(error.request_id or "")
+                if named is not None and named.decoding:
+                    short.append((named, str(error)))
+                    draft.hold(named)
+                    draft.say("bind", named, "wait", str(error))
+                    continue
+                chunk = draft.chunks.get(error.request_id or "") or next(reversed(draft.chunks.values()))
+                short.append((chunk.state, str(error)))
+                admitted = list(draft.admitted())
+                behind = admitted[admitted.index(chunk) :] if chunk in admitted else [chunk]
+                for one in behind:  # nobody overtakes whom memory keeps waiting
+                    self._put_off(draft, one, str(error))
+        if short:
+            self._make_way(*short[0])
+
+    def _make_way(self, state: RequestState, reason: str) -> None:
+        """Nothing could be bound, though the passes thought so (what is guaranteed to others is in the way):
+        the last of several goes back to the queue, and who is alone can never go on."""
+        running = self._roster.running
+        if len(running) > 1:
+            self._preempt(running[-1])
+        elif not running or running[0] is state:
+            self._end(state, FinishReason.ERROR, error=f"out of KV memory: {reason}")
+
+    def _put_off(self, draft: Draft, chunk: Chunk, reason: str) -> None:
+        del draft.chunks[chunk.state.request_id]
+        draft.say("bind", chunk.state, "wait", reason)
+
+    def _enter(self, draft: Draft) -> None:
+        """Admitted requests get rows; their state becomes that of a running one."""
+        for chunk in draft.admitted():
+            state = chunk.state
+            self._roster.enter(state)
+            state.num_computed = chunk.start
+            self._kv.admitted(chunk, again=state.scheduled_s is not None)
+            if state.scheduled_s is None:
+                state.scheduled_s, state.num_cached = draft.now_s, chunk.start
+                self._events.emit(RequestScheduled(state.request_id, chunk.start, draft.now_s))

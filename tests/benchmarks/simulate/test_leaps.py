@@ -1,0 +1,175 @@
+"""Steps that are taken at once are those taken one by one: the same events at the same moments, under every
+strategy, whether somebody waits or not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sagellm.benchmarks.simulate.arrivals import Arrivals
+from sagellm.benchmarks.simulate.cluster import Cluster
+from sagellm.benchmarks.simulate.hardware import hardware
+from sagellm.benchmarks.simulate.simulation import Layout, build_cluster
+from sagellm.benchmarks.simulate.workload import HighPriority, RequestMaker, WorkloadSpec, workload
+from sagellm.benchmarks.traces import Trace
+from sagellm.core.config import Config
+from sagellm.core.events import BlocksRemoved, RequestFinished, RequestPreempted, RequestScheduled
+from sagellm.core.plan import Prefill
+from sagellm.core.types import SLO
+from sagellm.engines.engine import Engine
+from sagellm.kvmgr.scheduler_ir.presets import PRESETS
+from tests.benchmarks.simulate.stand_in import config, request, trace
+
+MACHINE = hardware("l4", "llama-3.2-1b")
+COLUMNS = ("ends_s", "durations_s", "prefill_tokens", "decode_tokens", "running", "waiting", "num_recomputed")
+TOLD = (RequestScheduled, RequestPreempted, RequestFinished)
+AS_VLLM = {"scheduler__strategy": "vllm-like", "kv__index_as_computed": True}
+KINDS = ["all different", "a shared prefix", "three tenants"]
+
+
+class Story(NamedTuple):
+    """What can be seen of a run. Steps taken at once: `leapt`, by whether somebody waited; `chunked`, those
+    of them that computed a part of a prompt."""
+
+    served: Any
+    events: list[Any]
+    columns: dict[str, Any]
+    blocks: Any
+    leapt: Counter[bool]
+    chunked: int
+
+
+def run(
+    chosen: Config, made: Trace, *, at_once: bool, rate: float = 60.0, until_s: float = float("inf")
+) -> Story:
+    leapt: Counter[bool] = Counter()
+    prefills: list[Prefill] = []
+    leap = Engine.leap
+
+    def counting(self: Engine, until_s: float) -> Any:
+        done = leap(self, until_s)
+        if done is not None:
+            self.check()
+            leapt[done.num_waiting > 0] += done.num_steps
+            prefills.extend(done.prefills)
+        return done
+
+    spec = WorkloadSpec(Arrivals("bursty", rate=rate), high=HighPriority(0.3))
+    work = workload(made, spec, MACHINE.max_model_len(chosen))
+    cluster = build_cluster(chosen, MACHINE, Layout())
+    events = listen(cluster)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "leap", counting if at_once else lambda self, until_s: None)
+        served = cluster.run(work, RequestMaker(work, MACHINE.vocab_size, SLO(0.3, 0.02)), until_s)
+    [one] = cluster.instances
+    one.engine.check()
+    columns = {name: getattr(one.course, name) for name in COLUMNS}
+    return Story(served, events, columns, one.engine.kv.block_states(), leapt, len(prefills))
+
+
+def listen(cluster: Cluster) -> list[Any]:
+    [one] = cluster.instances
+    events: list[Any] = []
+    for kind in TOLD:
+        one.engine.events.subscribe(kind, events.append)
+    one.engine.events.subscribe(
+        BlocksRemoved, lambda gone: events.append((one.clock.now(), gone.hashes, gone.cause))
+    )
+    return events
+
+
+def both(chosen: Config, made: Trace, **how: Any) -> Story:
+    """Run it twice, and find no difference."""
+    singly, leaping = (run(chosen, made, at_once=at_once, **how) for at_once in (False, True))
+    assert leaping.events == singly.events
+    assert leaping.served == singly.served
+    assert leaping.columns == singly.columns
+    assert leaping.blocks == singly.blocks
+    return leaping
+
+
+def blocked(count: int = 60, *, shared: Sequence[int] = (), tenants: int = 1) -> Trace:
+    """More than memory holds at once, in blocks of 4 tokens."""
+    requests = []
+    for at in range(count):
+        ids = [*shared, *(1000 * (at % 7 + 1) + place for place in range(2))] if shared else []
+        length = 10 + at % 40
+        requests.append(
+            request(0.1 * at, length, 5 + 7 * at % 50, ids[: length // 8], namespace=f"t{at % tenants}")
+        )
+    return trace(*requests)
+
+
+@pytest.mark.parametrize("strategy", sorted(PRESETS))
+@pytest.mark.parametrize("made", [blocked(), blocked(shared=[1]), blocked(tenants=3)], ids=KINDS)
+def test_nobody_sees_the_difference(strategy: str, made: Trace) -> None:
+    chosen = config(kv__num_blocks=30, scheduler__strategy=strategy, scheduler__max_batched_tokens=64)
+    story = both(chosen, made)
+    assert sum(story.leapt.values()) > 20
+    assert any(isinstance(one, RequestPreempted) for one in story.events)
+
+
+@pytest.mark.parametrize("strategy", ["fifo", "priority", "fair", "vllm-like"])
+def test_who_waits_for_memory_is_no_reason_to_plan_every_step(strategy: str) -> None:
+    chosen = config(kv__num_blocks=30, scheduler__strategy=strategy, scheduler__max_batched_tokens=64)
+    story = both(chosen, blocked())
+    assert story.leapt[True] > 100, story.leapt
+
+
+@pytest.mark.parametrize("strategy", ["fifo", "vllm-like"])
+def test_nor_is_who_waits_for_a_row(strategy: str) -> None:
+    chosen = config(kv__num_blocks=400, scheduler__strategy=strategy, scheduler__max_num_seqs=3)
+    story = both(chosen, blocked())
+    assert story.leapt[True] > 100, story.leapt
+    assert not any(isinstance(one, RequestPreempted) for one in story.events)
+
+
+def test_blocks_that_enter_the_index_as_they_are_computed() -> None:
+    chosen = config(kv__num_blocks=30, scheduler__max_batched_tokens=24, **AS_VLLM)
+    assert both(chosen, blocked(shared=[1])).leapt[True] > 100
+
+
+@pytest.mark.parametrize("chosen", [AS_VLLM, {"scheduler__strategy": "fifo"}])
+def test_the_middle_of_long_prompts(chosen: dict[str, Any]) -> None:
+    story = both(config(kv__num_blocks=40, scheduler__max_batched_tokens=8, **chosen), blocked())
+    assert story.chunked > 30, story.chunked
+    assert any(isinstance(one, RequestPreempted) for one in story.events)
+
+
+def test_who_has_waited_long_gets_its_turn_in_the_same_step() -> None:
+    options = {"prefix_cache_aware": {"max_wait_s": 0.2}, "priority_based": {"age_s": 0.1}}
+    chosen = config(kv__num_blocks=30, scheduler__strategy="priority", scheduler__pass_options=options)
+    assert both(chosen, blocked()).leapt[True] > 20
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_whatever_comes(data: st.DataObject) -> None:
+    draw = data.draw
+    count = draw(st.integers(3, 25))
+    made = trace(
+        *(
+            request(
+                draw(st.integers(0, 40)) / 20,
+                length := draw(st.integers(1, 60)),
+                draw(st.integers(1, 40)),
+                draw(st.lists(st.integers(1, 2), max_size=length // 8)),
+                namespace=draw(st.sampled_from("ab")),
+            )
+            for _ in range(count)
+        )
+    )
+    chosen = config(
+        scheduler__strategy=draw(st.sampled_from(sorted(PRESETS))),
+        scheduler__max_batched_tokens=draw(st.sampled_from([9, 16, 64])),
+        scheduler__max_num_seqs=draw(st.integers(1, 8)),
+        kv__num_blocks=draw(st.integers(26, 60)),
+        kv__index_as_computed=draw(st.booleans()),
+        kv__eviction=draw(st.sampled_from(["lru", "adaptive"])),
+    )
+    both(chosen, made, rate=draw(st.sampled_from([5.0, 60.0])), until_s=draw(st.sampled_from([0.3, 1e9])))
