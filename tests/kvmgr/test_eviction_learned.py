@@ -16,8 +16,8 @@ from sagellm.kvmgr.eviction import EvictionCandidate, LRUEvictionPolicy
 from sagellm.kvmgr.eviction._lives import FIT_FIRST, HOT, HOT_BRANCHES, Life
 from sagellm.kvmgr.eviction.learned import LearnedEvictionPolicy
 from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache
+from tests.eviction_workloads import Request, mixed
 
-Request = tuple[float, Sequence[int]]
 """When, and which blocks."""
 
 
@@ -94,23 +94,6 @@ def open_lives(cache: LearnedCache) -> list[Life]:
 def conversation(cache: LearnedCache) -> None:
     for time_s, length in ((0.0, 5), (10.0, 8), (40.0, 12)):
         cache.ask(time_s, range(length))
-
-
-def mixed(seed: int, num: int = 400) -> list[Request]:
-    """Three in four ask once, 12 blocks; one in four goes on for six turns, 24 to 36 s apart."""
-    draw = random.Random(seed)
-    requests: list[Request] = []
-    now_s = 0.0
-    for number in range(1, num + 1):
-        now_s += draw.expovariate(1.0)
-        if draw.random() < 0.75:
-            requests.append((now_s, range(1_000 * number, 1_000 * number + 12)))
-            continue
-        time_s = now_s
-        for turn in range(1, 7):
-            requests.append((time_s, range(1_000 * number, 1_000 * number + 4 * turn)))
-            time_s += draw.uniform(24.0, 36.0)
-    return sorted(requests, key=lambda request: request[0])
 
 
 # -- lives
@@ -226,7 +209,7 @@ def test_lives_are_bounded_ghosts_included(max_lives: int) -> None:
 
 def test_until_the_first_fit_the_victims_are_those_of_lru() -> None:
     caches = [LearnedCache(60), lru(60)]
-    requests = mixed(1)[: FIT_FIRST - 1]
+    requests = mixed(1, 400)[: FIT_FIRST - 1]
     for cache in caches:
         cache.ask_all(requests)
         cache.check()
@@ -238,7 +221,7 @@ def test_until_the_first_fit_the_victims_are_those_of_lru() -> None:
 def test_after_a_fit_they_are_not() -> None:
     caches = [LearnedCache(60), lru(60)]
     for cache in caches:
-        cache.ask_all(mixed(1))
+        cache.ask_all(mixed(1, 400))
     assert caches[0].policy._model.fitted  # type: ignore[attr-defined]
     assert caches[0].evicted != caches[1].evicted
 
@@ -246,7 +229,7 @@ def test_after_a_fit_they_are_not() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_it_keeps_the_conversations_beside_what_asks_once(seed: int) -> None:
     """LRU has room for 400 blocks, and some 650 new ones come between two turns."""
-    requests = mixed(seed)
+    requests = mixed(seed, 400)
     num_asked = sum(len(blocks) for _, blocks in requests)
     learned, plain = LearnedCache(400), lru(400)
     lead = learned.ask_all(requests) - plain.ask_all(requests)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -25,10 +24,10 @@ from sagellm.kvmgr.eviction import EvictionCandidate, LRUEvictionPolicy, predict
 from sagellm.kvmgr.eviction.predictive import PredictiveEvictionPolicy
 from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
 from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache
+from tests.eviction_workloads import Request, mixed
 
 SOON = {0.1: 1.0, 0.5: 5.0, 0.9: 10.0}
 LATE = {0.1: 10.0, 0.5: 50.0, 0.9: 100.0}
-Request = tuple[float, Sequence[int]]
 """When, and which blocks."""
 
 
@@ -132,23 +131,6 @@ class Cache:
         return found
 
 
-def mixed(seed: int, num: int = 1_500) -> list[Request]:
-    """Three in four ask once, 12 blocks; one in four goes on for six turns, 24 to 36 s apart."""
-    draw = random.Random(seed)
-    requests: list[Request] = []
-    now_s = 0.0
-    for number in range(1, num + 1):
-        now_s += draw.expovariate(1.0)
-        if draw.random() < 0.75:
-            requests.append((now_s, range(1_000 * number, 1_000 * number + 12)))
-            continue
-        time_s = now_s
-        for turn in range(1, 7):
-            requests.append((time_s, range(1_000 * number, 1_000 * number + 4 * turn)))
-            time_s += draw.uniform(24.0, 36.0)
-    return sorted(requests, key=lambda request: request[0])
-
-
 # -- asked about reuse
 
 
@@ -221,7 +203,7 @@ def test_without_a_predictor_it_is_lru() -> None:
 
 
 def test_with_a_table_it_finds_more_than_lru_once_it_has_seen_enough() -> None:
-    requests = mixed(3)
+    requests = mixed(3, 1_500)
     lru = Cache(lambda _: LRUEvictionPolicy(), 300)
     asking = Cache(
         lambda clock: PredictiveEvictionPolicy(predictor=ReuseTable(), capacity=300, clock=clock), 300

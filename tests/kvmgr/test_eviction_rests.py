@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,9 +28,9 @@ from sagellm.kvmgr.eviction.predictive import PredictiveEvictionPolicy
 from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
 from sagellm.kvmgr.lifetime.statistical import StatisticalLifetimePredictor
 from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache
+from tests.eviction_workloads import Request, mixed
 
 Told = tuple[ReuseFeatures, float, bool, float]
-Request = tuple[float, Sequence[int]]
 
 
 class FakeReuse:
@@ -128,23 +127,6 @@ class PlainLRU(Cache):
 
 def prompt(number: int, length: int) -> range:
     return range(1_000 * number, 1_000 * number + length)
-
-
-def mixed(seed: int, num: int = 600) -> list[Request]:
-    """Three in four ask once, 12 blocks; one in four goes on for six turns, 24 to 36 s apart."""
-    draw = random.Random(seed)
-    requests: list[Request] = []
-    now_s = 0.0
-    for number in range(1, num + 1):
-        now_s += draw.expovariate(1.0)
-        if draw.random() < 0.75:
-            requests.append((now_s, prompt(number, 12)))
-            continue
-        time_s = now_s
-        for turn in range(1, 7):
-            requests.append((time_s, prompt(number, 4 * turn)))
-            time_s += draw.uniform(24.0, 36.0)
-    return sorted(requests, key=lambda request: request[0])
 
 
 # -- what a reuse predictor is told
@@ -294,7 +276,7 @@ def test_when_it_no_longer_abstains_all_get_their_place() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_with_a_table_it_keeps_the_conversations_beside_what_asks_once(seed: int) -> None:
-    requests = mixed(seed)
+    requests = mixed(seed, 600)
     predictive, plain = Cache(ReuseTable(), 400), PlainLRU(400)
     lead = predictive.ask_all(requests) - plain.ask_all(requests)
     assert lead > 0.05 * sum(len(blocks) for _, blocks in requests)
