@@ -167,13 +167,15 @@ class _Step:
         for state in list(draft.waiting):
             if self.tokens < 1 or rows < 1:
                 return
-            if self.view.bind_early(draft):  # what is bound may have evicted what this one would reuse
-                self.blocks = kv.budget()
+            if draft.may_bind and self.view.bind_early(draft):
+                self.blocks = kv.budget()  # what is bound may have evicted what this one would reuse
             hit = kv.match(state)
             rest = len(state.tokens) - hit.num_tokens
-            needed = kv.price_to_admit(hit, rest) + (watermark if num_running else 0)
+            price = kv.price_to_admit(hit, rest)
+            needed = price + (watermark if num_running else 0)
             if needed <= self.blocks.left(state):
-                self._admit(state, hit, min(rest, self.cap, self.tokens))
+                take = min(rest, self.cap, self.tokens)
+                self._admit(state, hit, take, price if take == rest else kv.price_to_admit(hit, take))
                 rows, num_running = rows - 1, num_running + 1
                 continue
             reason = f"its prompt needs {needed} blocks, {self.blocks.left(state)} are available"
@@ -183,9 +185,9 @@ class _Step:
             draft.reject(state, f"out of KV memory: {reason}")  # nothing that it waits for can come
             draft.say(NAME, state, "reject", reason)
 
-    def _admit(self, state: RequestState, hit: PrefixHit, take: int) -> None:
+    def _admit(self, state: RequestState, hit: PrefixHit, take: int, price: int) -> None:
         draft = self.draft
-        self.blocks.spend(state, self.view.kv.price_to_admit(hit, take))
+        self.blocks.spend(state, price)
         draft.chunks[state.request_id] = Chunk(state, hit.num_tokens, take, hit)
         draft.say(NAME, state, "admit", f"{take} tokens from {hit.num_tokens} on")
         self.tokens -= take
