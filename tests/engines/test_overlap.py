@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
-from sagellm.core.errors import CapacityError
-from sagellm.core.plan import ExecutionPlan, StepResult
-from sagellm.core.types import FinishReason
+from sagellm.core.errors import CapacityError, PlanError
+from sagellm.core.plan import Draft, ExecutionPlan, StepResult
+from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.types import FinishReason, RequestOutput
 from sagellm.engines.build import build_kv
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
@@ -215,3 +216,168 @@ def test_closing_waits_for_what_is_in_flight() -> None:
     assert busy.kv.block_states().active == 0
     with pytest.raises(RuntimeError):
         busy._pipeline._worker.submit(print)  # type: ignore[union-attr]
+
+
+class Once:
+    """A pass that raises in some of its calls."""
+
+    name = "once"
+
+    def __init__(self, errors: dict[int, Exception]) -> None:
+        self.errors = errors
+        self.calls = 0
+
+    def __call__(self, draft: Draft, view: SchedulingView) -> None:
+        self.calls += 1
+        if self.calls in self.errors:
+            raise self.errors[self.calls]
+
+
+PROMPTS = {"a": list(range(8)), "b": [5, 6], "c": [7, 7, 8]}
+
+
+def drain(busy: Engine) -> dict[str, list[RequestOutput]]:
+    got: dict[str, list[RequestOutput]] = {}
+    while busy.has_work():
+        for output in busy.step():
+            got.setdefault(output.request_id, []).append(output)
+        check_books(busy)
+    return got
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_pass_that_raises_while_a_step_is_in_flight(at: int, first: int) -> None:
+    """An error goes out, the step stays in flight, and who is aborted meanwhile takes nobody's token."""
+    backend = TokenMemoryBackend()
+    busy = engine(backend)
+    errors: dict[int, Exception] = {at: ValueError("a user's mistake")}
+    if first:
+        errors[at - first] = PlanError("nothing of it")
+    busy.scheduler.use([Once(errors)])
+    for name, prompt in PROMPTS.items():
+        busy.add(request(name, prompt, 9))
+    got: dict[str, list[int]] = {}
+    for _ in range(60):
+        if not busy.has_work():
+            break
+        try:
+            for output in busy.step():
+                got.setdefault(output.request_id, []).extend(output.new_token_ids)
+        except ValueError:
+            busy.abort("a")
+        except PlanError:
+            continue
+        check_books(busy)
+    for name in "bc":
+        assert got[name] == expected_tokens(backend, PROMPTS[name], 9)
+    assert busy.kv.block_states().active == 0
+
+
+def test_kv_of_logits_that_are_not_finite_is_not_kept() -> None:
+    class NotFinite(TokenMemoryBackend):
+        def execute(self, plan: ExecutionPlan) -> StepResult:
+            result = super().execute(plan)
+            names = {op.row: op.request_id for op in plan.prefills}
+            drawn = zip(plan.sample_rows, result.token_ids, strict=True)
+            ids = tuple(VOCAB if names.get(row) == "bad" else token for row, token in drawn)
+            return StepResult(result.step, ids)
+
+    backend = NotFinite()
+    VOCAB = backend.capability().vocab_size  # noqa: N806
+    for as_computed in (False, True):
+        busy = engine(backend, index_as_computed=as_computed)
+        busy.add(request("bad", range(20), 4))
+        assert drain(busy)["bad"][-1].finish_reason is FinishReason.ERROR
+        assert busy.kv.block_states().cached == 0
+        busy.add(request("good", range(20), 2))
+        [*_, last] = drain(busy)["good"]
+        assert last.num_cached_tokens == 0
+        busy.close()
+
+
+@pytest.mark.parametrize("how", ["stop", "abort"])
+def test_nobody_ends_for_one_that_left_a_step_in_flight(how: str) -> None:
+    """The step that computes a token of `a` for nothing fails because of it."""
+    drawn = expected_tokens(TokenMemoryBackend(), PROMPTS["a"], 20)
+
+    class Failing(TokenMemoryBackend):
+        def execute(self, plan: ExecutionPlan) -> StepResult:
+            if any(position == 11 for position in plan.decode_positions):
+                raise RuntimeError("a's position")
+            return super().execute(plan)
+
+    busy = engine(Failing())
+    busy.add(request("a", PROMPTS["a"], 20, stop_token_ids=(drawn[3],) if how == "stop" else ()))
+    busy.add(request("b", PROMPTS["b"], 6))
+    got: list[RequestOutput] = []
+    while busy.has_work():
+        got += [output for output in busy.step() if output.request_id == "b"]
+        state = busy._roster.states.get("a")
+        if how == "abort" and state is not None and len(state.tokens) == 12:
+            busy.abort("a")
+    assert got[-1].finish_reason is FinishReason.LENGTH
+    assert [token for one in got for token in one.new_token_ids] == expected_tokens(
+        TokenMemoryBackend(), PROMPTS["b"], 6
+    )
+
+
+def test_an_id_used_again_is_told_nothing_of_the_first() -> None:
+    backend = TokenMemoryBackend()
+    busy = engine(backend)
+    busy.add(request("a", PROMPTS["a"], 12))
+    busy.add(request("z", [3, 3], 12))
+    for _ in range(3):
+        busy.step()
+    busy.compact()  # lands the step in flight
+    busy.abort("a")
+    busy.add(request("a", [9, 9, 9], 3))
+    told = [token for output in drain(busy)["a"] for token in output.new_token_ids]
+    assert told == expected_tokens(backend, [9, 9, 9], 3)
+
+
+def test_requests_of_one_step_share_as_without() -> None:
+    def computed(*, overlap: bool) -> int:
+        backend = TokenMemoryBackend(num_blocks=200)
+        busy = engine(backend, strategy="vllm-like", overlap=overlap, index_as_computed=True)
+        busy.max_batched_tokens = 64
+        for name in "abcd":
+            busy.add(request(name, range(22), 3))
+        return sum(plan.num_prefill_tokens for plan, _ in steps(busy))
+
+    assert computed(overlap=True) == computed(overlap=False)
+
+
+def test_after_a_failed_step_nobody_says_what_it_did_not_reuse() -> None:
+    class Fails(TokenMemoryBackend):
+        calls = 0
+
+        def execute(self, plan: ExecutionPlan) -> StepResult:
+            self.calls += 1
+            if self.calls == 1:
+                raise RuntimeError("for once")
+            return super().execute(plan)
+
+    busy = engine(Fails(num_blocks=200))
+    busy.add(request("x", range(20), 3))
+    busy.add(request("y", [*range(20), 3], 3))
+    joined: dict[str, int] = {}
+    told: dict[str, int] = {}
+    while busy.has_work():
+        told |= {output.request_id: output.num_cached_tokens for output in busy.step()}
+        assert busy.last_plan is not None
+        joined |= {join.request_id: join.num_computed for join in busy.last_plan.joined}
+    assert told == joined
+
+
+def test_a_step_took_what_it_took_not_what_was_waited_for() -> None:
+    class Timed(TokenMemoryBackend):
+        def execute(self, plan: ExecutionPlan) -> StepResult:
+            busy.clock.advance(2.0)  # type: ignore[attr-defined]
+            return super().execute(plan)
+
+    busy = engine(Timed())
+    busy.add(request("a", range(8), 6))
+    while busy.has_work():
+        busy.step()
+        assert busy.last_step.duration_s == 2.0

@@ -91,6 +91,11 @@ class StepOutputs(Sequence[RequestOutput]):
         """What was noted so far stays as it is, and in front of what comes."""
         self._all()
 
+    def drop(self, request_id: str) -> None:
+        """Whatever was noted of a request is told to nobody."""
+        if self:
+            self._outputs = [one for one in self._all() if one.request_id != request_id]
+
     def __len__(self) -> int:
         return len(self._all())
 

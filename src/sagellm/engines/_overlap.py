@@ -11,13 +11,12 @@ memory), the step is planned when the one in flight has landed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepResult
-from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import RequestStatus
 from sagellm.engines._planner import Planner
@@ -30,7 +29,7 @@ ANY_TOKEN = 0
 
 
 class Ahead(NamedTuple):
-    """A step planned ahead, bound. `states`: those in decode that take part, in order of the plan."""
+    """A bound step. `states`: those in decode that take part, in order of the plan."""
 
     draft: Draft
     plan: ExecutionPlan
@@ -39,20 +38,18 @@ class Ahead(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A step that the backend computes. `states` as in `Ahead`; None where it was not planned ahead, so that
-    nobody can have left since."""
+    """A step that the backend computes. `states`: those in decode that take part, in order of the plan.
+    `future` gives its result, and the seconds that it took."""
 
     draft: Draft
     plan: ExecutionPlan
-    states: Sequence[RequestState] | None
+    states: Sequence[RequestState]
     began_s: float
-    future: Future[StepResult]
+    future: Future[tuple[StepResult, float]]
 
     def adjust(self, batch: DecodeBatch) -> None:
         """Who has ended since it was planned is none of its draft's any more."""
         draft, states = self.draft, self.states
-        if states is None:
-            return
         for name in [n for n, one in draft.chunks.items() if one.state.status is RequestStatus.FINISHED]:
             del draft.chunks[name]
         draft.decodes, draft.out, draft.places = batch, {}, None
@@ -64,7 +61,7 @@ class Flight:
     def settle(self, result: StepResult) -> tuple[ExecutionPlan, StepResult]:
         """Plan and result for those who are in its adjusted draft, in the batch's order."""
         plan, draft, states = self.plan, self.draft, self.states
-        if states is None or draft.places is None:
+        if draft.places is None:
             return plan, result
         place_of = {state: place for place, state in enumerate(states)}
         members = draft.decodes.states
@@ -84,13 +81,13 @@ class Pipeline:
 
     def __init__(
         self,
-        backend: InferenceBackend,
+        compute: Callable[[ExecutionPlan], tuple[StepResult, float]],
         planner: Planner,
         roster: Roster,
         kv: KVCacheManager,
         max_model_len: int,
     ) -> None:
-        self._backend = backend
+        self._compute = compute
         self._planner = planner
         self._roster = roster
         self._kv = kv
@@ -98,12 +95,10 @@ class Pipeline:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="sagellm-backend")
         self.flight: Flight | None = None
 
-    def submit(
-        self, draft: Draft, plan: ExecutionPlan, began_s: float, states: Sequence[RequestState] | None = None
-    ) -> Flight:
+    def submit(self, ahead: Ahead, began_s: float) -> Flight:
         """Have the backend compute a step; returns at once."""
-        future = self._worker.submit(self._backend.execute, plan)
-        self.flight = Flight(draft, plan, states, began_s, future)
+        future = self._worker.submit(self._compute, ahead.plan)
+        self.flight = Flight(*ahead, began_s, future)
         return self.flight
 
     def plan_ahead(self, view: SchedulingView) -> Ahead | None:
@@ -117,8 +112,12 @@ class Pipeline:
             planned = self._planner.plan_ahead(flight.plan.step + 1, view, ended, len(flight.plan.left))
             if planned is None:
                 return None
-            draft, plan = planned
-            taking_part = [one for one in self._roster.decodes.states if one.request_id not in draft.out]
+            return self.bound(*planned)
+
+    def bound(self, draft: Draft, plan: ExecutionPlan) -> Ahead:
+        """A plan with those who take part in it now."""
+        members = self._roster.decodes.states
+        taking_part = list(members) if draft.places is None else [members[i] for i in draft.places]
         return Ahead(draft, plan, taking_part)
 
     def _is_foreseeable(self, draft: Draft) -> bool:
@@ -129,7 +128,7 @@ class Pipeline:
 
     def grown_ahead(self) -> frozenset[str]:
         """Requests that have a block for a token that is not drawn yet."""
-        if self.flight is None or self.flight.states is None:
+        if self.flight is None:
             return frozenset()
         return frozenset(state.request_id for state in self.flight.draft.stretched.states)
 

@@ -86,9 +86,11 @@ class Planner:
     ) -> tuple[Draft, ExecutionPlan] | None:
         """The step behind one whose result is not known, the requests being as that will leave them. `ended`
         then end by their length; the first `num_told` rows that were left the backend knows of. None, and
-        nothing is bound, where requests would have to leave, or memory is short: that has to be seen.
+        nothing but evictions and the order of those that run has changed, where requests would have to leave,
+        or memory is short: that has to be seen.
         """
         draft = self.draft(step)
+        draft.may_bind = True
         draft.out = {state.request_id: state for state in ended}
         try:
             self._run(draft, view)
@@ -102,6 +104,7 @@ class Planner:
             self._seal(draft)
         except SageError:
             self._kv.rollback(draft)
+            self._keep_order(draft)
             return None
         return draft, self._freeze(draft, num_told)
 
@@ -110,7 +113,16 @@ class Planner:
             self._scheduler.run(draft, view)
         except Exception:
             self._kv.rollback(draft)
+            self._keep_order(draft)
             raise
+
+    def _keep_order(self, draft: Draft) -> None:
+        """The order of those that run outlives a draft that is thrown away: a pass that has sorted them looks
+        only at those who come."""
+        running = self._roster.running
+        if len(draft.running) == len(running) and set(draft.running) == set(running):
+            running[:] = draft.running
+            self._roster.num_new_running = 0
 
     def _check_running(self, draft: Draft) -> None:
         before, after = len(self._roster.running), len(draft.running)
@@ -182,6 +194,8 @@ class Planner:
             self._roster.enter(state)
             state.num_computed = chunk.start
             self._kv.admitted(chunk, again=state.scheduled_s is not None)
+            if not state.num_preemptions:  # also if the step in which it entered before has failed
+                state.num_cached = chunk.start
             if state.scheduled_s is None:
-                state.scheduled_s, state.num_cached = draft.now_s, chunk.start
+                state.scheduled_s = draft.now_s
                 self._events.emit(RequestScheduled(state.request_id, chunk.start, draft.now_s))

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from sagellm.core.errors import CapacityError
-from sagellm.core.plan import Draft, RequestState
+from sagellm.core.plan import Draft, ExecutionPlan, RequestState
 
 log = logging.getLogger("sagellm.engine")
 
@@ -49,12 +49,14 @@ class Recovery:
         """A smaller budget grows back, step by step."""
         self.token_budget = min(self._most, self.token_budget + self._most // 8 + 1)
 
-    def short_of_memory(self, draft: Draft, error: CapacityError) -> Sequence[RequestState]:
+    def short_of_memory(
+        self, draft: Draft, plan: ExecutionPlan, error: CapacityError
+    ) -> Sequence[RequestState]:
         """The next step tries half the tokens. Returns the requests that end: those of a step that keeps
-        failing with one token."""
-        if draft.num_tokens == 1:
+        failing with one token. Of the plan's requests some may have ended since, and are not in `draft`."""
+        if plan.num_tokens == 1:
             self._num_failures += 1
-        self.token_budget = max(1, draft.num_tokens // 2)
+        self.token_budget = max(1, plan.num_tokens // 2)
         log.warning(
             "device memory is short, next step computes %d tokens at most: %s", self.token_budget, error
         )
@@ -63,10 +65,10 @@ class Recovery:
         self._num_failures = 0
         return list(draft.scheduled())
 
-    def failed(self, draft: Draft) -> Sequence[RequestState]:
-        """Returns the request that ends, if it was alone; several are suspects."""
+    def failed(self, draft: Draft, plan: ExecutionPlan) -> Sequence[RequestState]:
+        """Returns the request that ends, if the step computed nothing else; several are suspects."""
         scheduled = list(draft.scheduled())
-        if len(scheduled) == 1:
+        if len(scheduled) == 1 and len(plan.decode_rows) + len(plan.prefills) == 1:
             self._suspects = [one for one in self._suspects if one is not scheduled[0]]
             return scheduled
         self._suspects = scheduled[::-1]

@@ -110,7 +110,7 @@ class Engine:
         )
         self._pipeline: Pipeline | None = None
         if overlap:
-            self._pipeline = Pipeline(backend, self._planner, self._roster, kv, self.max_model_len)
+            self._pipeline = Pipeline(self._compute, self._planner, self._roster, kv, self.max_model_len)
         self._num_steps = 0
         self._num_preemptions = 0
 
@@ -151,7 +151,11 @@ class Engine:
         state = self._roster.states.get(request_id)
         if state is None:
             return False
-        self._end(state, FinishReason.ABORT)
+        if self.kv.is_published(request_id):  # the step that computes it may still fail
+            self._settle()
+        if state.status is not RequestStatus.FINISHED:
+            self._end(state, FinishReason.ABORT)
+        self._outputs.drop(request_id)
         if not self._roster.states:  # no step will follow to tell of it
             self._emit_step(ExecutionPlan(self._num_steps), self.clock.now())
         return True
@@ -215,7 +219,7 @@ class Engine:
         draft, plan = self._planner.plan(self._num_steps, self)
         self.last_plan = plan
         if not plan.is_empty:
-            result = self._execute(draft, plan, lambda: self.backend.execute(plan))
+            result = self._execute(draft, plan, lambda: self._compute(plan))
             if result is not None:
                 self._committer.commit(draft, plan, result, self._outputs, self.clock.now())
         else:
@@ -238,7 +242,7 @@ class Engine:
                 self._num_steps += 1
                 self._emit_step(plan, began_s)
                 return self._take_outputs()
-            flight = pipeline.submit(draft, plan, began_s)
+            flight = pipeline.submit(pipeline.bound(draft, plan), began_s)
         self._land(pipeline, flight, None if self._recovery.isolates else pipeline.plan_ahead(self))
         return self._take_outputs()
 
@@ -250,7 +254,7 @@ class Engine:
         result = self._execute(draft, plan, flight.future.result, ahead.draft if ahead else None)
         if result is not None:
             if ahead is not None:
-                pipeline.submit(ahead.draft, ahead.plan, self.clock.now(), ahead.states)
+                pipeline.submit(ahead, self.clock.now())
             plan, result = flight.settle(result)
             now_s, grown = self.clock.now(), pipeline.grown_ahead()
             self._committer.commit(draft, plan, result, self._outputs, now_s, grown)
@@ -292,34 +296,38 @@ class Engine:
         return done
 
     def draft(self) -> Draft:
-        """What the next step could do, with the passes' decisions in it; nothing is bound, nothing moves."""
+        """What the next step could do, with the passes' decisions in it; nothing is bound, nothing moves. A
+        step in flight counts as not begun."""
         return self.scheduler.run(self._planner.draft(self._num_steps), self)
 
     def bind_early(self, draft: Draft) -> bool:
         return self.kv.bind_early(draft)
 
+    def _compute(self, plan: ExecutionPlan) -> tuple[StepResult, float]:
+        """The backend's answer, and the seconds that it took; on the backend's thread, if it has one."""
+        began_s = self.clock.now()
+        return self.backend.execute(plan), self.clock.now() - began_s
+
     def _execute(
         self,
         draft: Draft,
         plan: ExecutionPlan,
-        run: Callable[[], StepResult],
+        run: Callable[[], tuple[StepResult, float]],
         ahead: Draft | None = None,
     ) -> StepResult | None:
         """The backend's answer, or None after a failure that was dealt with; what was planned `ahead` is void
         then."""
-        began_s = self.clock.now()
         try:
-            result = run()
+            result, spent_s = run()
         except CapacityError as error:
             self._undo(draft, ahead)
-            self._end_all(self._recovery.short_of_memory(draft, error), str(error))
+            self._end_all(self._recovery.short_of_memory(draft, plan, error), str(error))
             return None
         except Exception as error:
             log.exception("step %d with %d requests failed", plan.step, draft.num_scheduled)
             self._undo(draft, ahead)
-            self._end_all(self._recovery.failed(draft), f"the backend failed: {error}")
+            self._end_all(self._recovery.failed(draft, plan), f"the backend failed: {error}")
             return None
-        spent_s = self.clock.now() - began_s
         self.last_step = StepFacts(spent_s, len(plan.decode_rows), plan.num_prefill_tokens)
         del self._roster.left[: len(plan.left)]
         self._recovery.succeeded()

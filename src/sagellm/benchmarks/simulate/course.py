@@ -54,7 +54,7 @@ class Course:
     def _on_step(self, step: StepDone) -> None:
         if not step.num_prefill_tokens and not step.num_decode_tokens:
             return
-        self._look()
+        self._look(len(self.ends_s))
         self.ends_s.append(self._now())
         self.durations_s.append(step.duration_s)
         self.prefill_tokens.append(step.num_prefill_tokens)
@@ -65,10 +65,10 @@ class Course:
     def leapt(self, leap: Leap) -> None:
         """Steps that the engine took at once."""
         moments_s, count = leap.moments_s, leap.num_steps
-        self._look()
         ends_s = array("d", moments_s[1:])
         self.durations_s.extend(map(sub, ends_s, moments_s))
         self.ends_s.extend(ends_s)
+        self._look(len(self.ends_s) - 1)
         for column, value in (
             (self.prefill_tokens, leap.num_prefill_tokens),
             (self.decode_tokens, leap.num_decodes),
@@ -79,12 +79,12 @@ class Course:
         self.running[-1] -= len(leap.ended)
         self.observe(leap.prefills)
 
-    def _look(self) -> None:
-        """At the KV pool, now and then."""
+    def _look(self, step: int) -> None:
+        """At the KV pool behind a step, now and then."""
         looked = self.kv_steps[-1] if self.kv_steps else -KV_EVERY
-        if len(self.ends_s) - looked >= KV_EVERY and self._block_states is not None:
+        if step - looked >= KV_EVERY and self._block_states is not None:
             active, cached, _ = self._block_states()
-            self.kv_steps.append(len(self.ends_s))
+            self.kv_steps.append(step)
             self.kv_active.append(active)
             self.kv_cached.append(cached)
 

@@ -80,6 +80,7 @@ class KVCacheManager:
         self._tables = DecodeTables(pool, self._make_room, with_quotas=quota is not None)
         self._donors = Donors(self._sequences, pool.block_size)
         self._registrar = Registrar(index, pool, self._tables, self.namespace_of)
+        self.is_published = self._registrar.saw
         self._publishes = index_as_computed and prefix_caching and window is None
         self._num_changes = 0
         self.pins = PinnedPrefixes(index, pool.total_blocks, max_pinned_share)
@@ -231,8 +232,8 @@ class KVCacheManager:
         self._tables.executed(draft)
 
     def foresee(self, chunks: Iterable[Chunk]) -> None:
-        """What a step computes that the backend has but not finished enters the index as `commit` will have
-        it, until that or `rollback`: a step that is bound meanwhile may reuse it, being executed later."""
+        """What the step in flight computes enters the index as `commit` will have it, until that or
+        `rollback`: a step that is bound meanwhile may reuse it, being executed later."""
         for chunk in chunks if self.prefix_caching else ():
             state = chunk.state
             whole = chunk.end >= state.num_prompt_tokens
@@ -272,6 +273,8 @@ class KVCacheManager:
         sequence = self._sequences[state.request_id]
         if keep:
             self._register(sequence, state.num_computed)
+        else:
+            self._registrar.discard(sequence)
         self.index.unpin(sequence.hit, Use(state.num_output_tokens, sequence.num_reused_blocks))
         try:
             self.pool.free(sequence.own)
@@ -279,7 +282,7 @@ class KVCacheManager:
             sequence.hit = self.index.pin(sequence.hit)
             raise
         del self._sequences[state.request_id]
-        self._registrar.settle(state.request_id)
+        self._registrar.forget(state.request_id)
         self._tables.leave(state)
         self._donors.leave(sequence)
         self._num_changes += 1
@@ -326,27 +329,25 @@ class KVCacheManager:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _account_of(self, state: RequestState) -> Account:
-        return NO_ACCOUNT if self.quota is None else self.quota.paying(state.request.account)
-
     def _admit(self, chunk: Chunk) -> None:
         state, wanted = chunk.state, chunk.hit
         assert wanted is not None
+        account = NO_ACCOUNT if self.quota is None else self.quota.paying(state.request.account)
         hit = self.index.pin(wanted)
         try:
             if hit.num_blocks != wanted.num_blocks or not self.is_current(wanted):
                 raise BookkeepingError(
                     f"{state.request_id}: a hit of {chunk.start} tokens shrank to {hit.num_tokens} by bind"
                 )
-            own = self.pool.allocate(0, state.request_id, self._account_of(state))
+            own = self.pool.allocate(0, state.request_id, account)
             assert own is not None
         except Exception:
             self.index.unpin(hit)
             raise
         ids = self.index.block_ids(hit)
-        sequence = SequenceKV(state, hit, ids, own, hit.num_blocks, hit.num_blocks)
-        self._sequences[state.request_id] = sequence
-        self._tables.enter(sequence)
+        made = SequenceKV(state, hit, ids, own, hit.num_blocks, hit.num_blocks)
+        self._sequences[state.request_id] = made
+        self._tables.enter(made)
 
     def _grow(self, chunk: Chunk) -> None:
         sequence = self._sequences[chunk.state.request_id]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.prefix_cache import InsertResult, PrefixHit, PrefixReuseIndex
 from sagellm.core.types import Namespace
@@ -44,7 +45,7 @@ class Registrar:
         self._pool = pool
         self._tables = tables
         self._namespace_of = namespace_of
-        self._published: dict[str, Published] = {}
+        self._published: dict[str, list[Published]] = {}
         self.num_changes = 0
 
     def register(self, sequence: SequenceKV, num_tokens: int) -> InsertResult | None:
@@ -84,20 +85,18 @@ class Registrar:
         state, hit, num_shared = sequence.state, sequence.hit, sequence.num_shared
         known = self._index.lookup(state.tokens, hit.namespace, num_tokens).num_blocks > num_shared
         result = None if known else self.register(sequence, num_tokens)
-        self._published[state.request_id] = Published(num_tokens, result, hit, num_shared)
+        records = self._published.setdefault(state.request_id, [])
+        records.append(Published(num_tokens, result, hit, num_shared))
 
     def saw(self, request_id: str) -> bool:
-        """Whether `publish` was called for the request in this step."""
+        """Whether others may reuse what the request has bound and not yet computed, or found such."""
         return request_id in self._published
 
     def withdraw(self, sequence: SequenceKV, start: int) -> None:
         """Undo `publish` of a chunk from `start` on, if it did anything. What came to use the blocks since
         must have been undone."""
-        published = self._published.get(sequence.state.request_id)
-        if published is None or published.num_tokens <= start:  # an earlier chunk's stands
-            return
-        del self._published[sequence.state.request_id]
-        if published.result is None:
+        published = self._pop(sequence.state.request_id, -1, start)
+        if published is None or published.result is None:  # an earlier chunk's stands
             return
         self.num_changes += 1
         entered = sequence.block_ids[published.num_shared : sequence.num_shared]
@@ -106,9 +105,34 @@ class Registrar:
         self._pool.hand_back(INDEX_OWNER, entered, sequence.own, 0)
         sequence.num_shared = published.num_shared
 
+    def discard(self, sequence: SequenceKV) -> None:
+        """Undo `publish` for a request whose KV is worthless, or never comes; not where others use it."""
+        while self.saw(sequence.state.request_id):
+            hit = sequence.hit
+            try:
+                self.withdraw(sequence, -1)
+            except BookkeepingError:
+                self._index.unpin(sequence.hit)
+                sequence.hit = hit
+                return
+
     def settle(self, request_id: str) -> bool:
-        """What the request published is computed, or the request ends; whether there was anything."""
-        return self._published.pop(request_id, None) is not None
+        """What the request published in the oldest step is computed; whether there was anything."""
+        return self._pop(request_id, 0) is not None
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._published.pop(request_id, None)
+
+    def _pop(self, request_id: str, place: int, start: int = -1) -> Published | None:
+        """The record at that place, taken out, if it reaches behind `start`."""
+        records = self._published.get(request_id)
+        if records is None or records[place].num_tokens <= start:
+            return None
+        found = records.pop(place)
+        if not records:
+            del self._published[request_id]
+        return found
 
     # -- inside, and for windows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from sagellm.core.plan import Draft
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
@@ -43,7 +43,7 @@ class QuietPass(Protocol):
 
 def knows_queues(order: Sequence[SchedulerPass]) -> bool:
     """Whether it is worth to ask while somebody waits or a prompt is computed."""
-    return all(hasattr(one, "quiet_until") for one in order)
+    return all(_promised(one, "quiet_until") is not None for one in order)
 
 
 def quiet(order: Sequence[SchedulerPass], draft: Draft, view: SchedulingView) -> Quiet | None:
@@ -51,12 +51,21 @@ def quiet(order: Sequence[SchedulerPass], draft: Draft, view: SchedulingView) ->
     quiet where it says so (`quiet = True`), nobody waits, nobody has just come and all decode."""
     found, alone = QUIET, not draft.waiting and not draft.num_new_running and not draft.chunks
     for one in order:
-        ask: Ask | None = getattr(one, "quiet_until", None)
+        ask: Ask | None = _promised(one, "quiet_until")
+        said = QUIET if ask is None and alone and _promised(one, "quiet") else None
         if ask is not None:
             said = ask(draft, view)
-        else:
-            said = QUIET if alone and getattr(one, "quiet", False) else None
         if said is None:
             return None
         found = found.and_also(said)
     return found
+
+
+def _promised(one: SchedulerPass, name: str) -> Any:
+    """The pass's promise of that name, or None: one that was made for another `__call__`, which a subclass
+    has replaced, does not count."""
+    made = "__init__" if name in getattr(one, "__dict__", {}) else name
+    classes = type(one).__mro__
+    made_by = next((place for place, cls in enumerate(classes) if made in vars(cls)), len(classes))
+    runs_by = next(place for place, cls in enumerate(classes) if "__call__" in vars(cls))
+    return getattr(one, name, None) if made_by <= runs_by else None

@@ -142,3 +142,22 @@ def test_a_pass_that_cannot_tell() -> None:
 
 def test_promises_are_joined() -> None:
     assert Quiet(3.0).and_also(Quiet(2.0, same_cache=True)) == Quiet(2.0, same_cache=True)
+
+
+def test_a_promise_is_made_for_one_call_and_not_for_another() -> None:
+    class Hurried(MemoryAwarePreemptionPass):
+        def __call__(self, draft: Draft, view: SchedulingView) -> None:
+            self.watermark = 0
+            super().__call__(draft, view)
+
+    class Knows(Hurried):
+        def quiet_until(self, draft: Draft, view: SchedulingView) -> Quiet | None:
+            return QUIET
+
+    class Renamed(MemoryAwarePreemptionPass):
+        name = "renamed"
+
+    desk = Desk(VllmLikePass())
+    for made, promised in ((Hurried(), False), (Knows(), True), (Renamed(), True)):
+        said = quiet([made], draft_of(desk), desk.view)
+        assert (said is not None) == promised
