@@ -81,16 +81,11 @@ class Registry(Generic[T]):
         return made
 
     def create(self, name: str, **options: Any) -> T:
-        """Make one; an option that it does not take, or a missing one, is answered with its parameters, a
-        value that it refuses with its reason, and a product without the members of the contract with what it
-        lacks."""
+        """Make one; an option that it does not take, or a missing one, is answered with its parameters, and
+        a product without the members of the contract with what it lacks."""
         plugin = self.get(name)
         self._check_options(name, self.options(name), options)
-        try:
-            made = plugin(**options)
-        except (TypeError, ValueError) as error:
-            simple = {key: one for key, one in options.items() if isinstance(one, bool | int | float | str)}
-            raise ConfigError(f"{self.kind} {name!r} with {simple}: {error}") from error
+        made = plugin(**options)
         self._check_contract(name, made)
         return made
 

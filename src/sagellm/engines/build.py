@@ -228,7 +228,7 @@ def build_passes(config: SchedulerConfig) -> list[SchedulerPass]:
     strangers = sorted(config.pass_options.keys() - set(config.passes))
     if strangers:
         raise ConfigError(f"scheduler.pass_options: {strangers[0]} is none of {', '.join(config.passes)}")
-    return [registry("pass").create(name, **config.pass_options.get(name, {})) for name in config.passes]
+    return [presets.make_pass(name, config.pass_options.get(name, {})) for name in config.passes]
 
 
 def swap_strategy(engine: Engine, name: str, **options: Mapping[str, Any]) -> None:

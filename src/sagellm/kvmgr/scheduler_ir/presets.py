@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sagellm.core.errors import UnknownNameError, nearest
+from sagellm.core.errors import ConfigError, UnknownNameError, nearest
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
 
@@ -53,4 +53,13 @@ def make(name: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> l
     for one in given:
         if one not in names:
             raise UnknownNameError(f"preset {name!r} has no pass {one!r}; it has {', '.join(names)}")
-    return [registry("pass").create(one, **{**known, **given.get(one, {})}) for one, known in recipe]
+    return [make_pass(one, {**known, **given.get(one, {})}) for one, known in recipe]
+
+
+def make_pass(name: str, options: Mapping[str, Any]) -> SchedulerPass:
+    """A new pass; `ConfigError` where it refuses the value of an option."""
+    try:
+        made: SchedulerPass = registry("pass").create(name, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"pass {name!r} with {dict(options)}: {error}") from error
+    return made

@@ -203,3 +203,19 @@ def test_the_token_budget_is_never_exceeded() -> None:
     assert _drafted(10, budget=19) == 0
     assert _drafted(10, budget=35) == 2
     assert _drafted(10, waiting=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("priority_based", {"age_s": "soon"}, "pass 'priority_based' with {'age_s': 'soon'}: "),
+        ("vllm_like", {"watermark": -1}, "watermark must be at least 0, got -1"),
+        ("chunked_prefill", {"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+    ],
+)
+def test_a_value_that_a_pass_refuses_is_an_error_of_the_configuration(
+    name: str, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_passes(SchedulerConfig(passes=(name,), pass_options={name: options}))
+    assert told in str(error.value)
