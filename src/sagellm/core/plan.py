@@ -30,7 +30,7 @@ NO_ROW = -1
 @dataclass(slots=True, eq=False)
 class RequestState:
     """Progress of one request through the engine; equal to itself alone. Only `engine.commit` and the KV
-    manager move it forward.
+    manager move it forward; planning ahead does too, and takes it back.
 
     `tokens` is the prompt followed by the output; the first `num_computed` of them have their KV in blocks.
     While it is `decoding` (a member of the kept batch) that is all but the last, and nobody counts.

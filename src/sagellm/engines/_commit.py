@@ -30,7 +30,7 @@ class End(Protocol):
 
 
 class Committer:
-    """The only one that moves requests forward."""
+    """The only one that moves requests forward for good."""
 
     def __init__(
         self, roster: Roster, kv: KVCacheManager, end: End, *, vocab_size: int, max_model_len: int

@@ -142,7 +142,8 @@ class Foresight:
     """The requests as the step in flight will leave them, with some token drawn for each; until it is undone.
 
     What that step computes stays in the index (`KVCacheManager.foresee`): it is committed next, or rolled
-    back.
+    back. Passes see columns, prompts and rows moved; `tokens` of those in decode before lack the one that is
+    being drawn.
     """
 
     def __init__(self, draft: Draft, roster: Roster, kv: KVCacheManager, max_model_len: int) -> None:

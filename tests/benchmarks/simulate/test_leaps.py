@@ -172,4 +172,7 @@ def test_whatever_comes(data: st.DataObject) -> None:
         kv__index_as_computed=draw(st.booleans()),
         kv__eviction=draw(st.sampled_from(["lru", "adaptive"])),
     )
-    both(chosen, made, rate=draw(st.sampled_from([5.0, 60.0])), until_s=draw(st.sampled_from([0.3, 1e9])))
+    story = both(
+        chosen, made, rate=draw(st.sampled_from([5.0, 60.0])), until_s=draw(st.sampled_from([0.3, 1e9]))
+    )
+    assert len(story.served) == count
