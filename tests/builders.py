@@ -12,7 +12,7 @@ from sagellm.core.events import EventBus
 from sagellm.core.plan import Draft
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 from sagellm.core.types import FinishReason, Namespace, Request, SamplingParams, Tokens
-from sagellm.engines.build import build_kv
+from sagellm.engines.build import build_kv, build_swap
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
@@ -36,6 +36,7 @@ def fake_engine(
         KVConfig(block_size=capability.block_size, prefix_caching=prefix_caching, **kv_options),
         capability.num_blocks,
         window=capability.sliding_window,
+        swap=build_swap(capability),
         clock=clock,
         events=events,
     )

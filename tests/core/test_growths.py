@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sagellm.core.plan import Growth, Growths
+from sagellm.core.growth import Growth, Growths
 
 
 def test_growths_in_columns_are_a_sequence_of_growth() -> None:

@@ -16,7 +16,7 @@ from sagellm.core.errors import CapacityError, PlanError
 from sagellm.core.plan import Draft, ExecutionPlan, StepResult
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import FinishReason, RequestOutput
-from sagellm.engines.build import build_kv
+from sagellm.engines.build import build_kv, build_swap
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, presets
@@ -28,7 +28,7 @@ def engine(
 ) -> Engine:
     capability = backend.capability()
     clock, config = ManualClock(), KVConfig(block_size=capability.block_size, **kv_options)
-    kv = build_kv(config, capability.num_blocks, clock=clock)
+    kv = build_kv(config, capability.num_blocks, swap=build_swap(capability), clock=clock)
     scheduler = BaseSchedulerIR(presets.make(strategy))
     return Engine(backend, kv, scheduler, max_batched_tokens=24, overlap=overlap, clock=clock)
 
@@ -140,7 +140,9 @@ def test_the_same_tokens_as_without(  # noqa: C901 - one story
 
     fails = data.draw(st.sampled_from([0.0, 0.0, 0.05]))
     block = data.draw(st.sampled_from([1, 2, 4]))
-    backend = Failing(num_blocks=data.draw(st.integers(60, 120)) // block, block_size=block, max_model_len=48)
+    num_host_blocks = data.draw(st.sampled_from([0, 0, 3, 40]))
+    num_blocks = data.draw(st.integers(32, 120)) // block
+    backend = Failing(num_blocks, block, max_model_len=48, num_host_blocks=num_host_blocks)
     reuse = data.draw(st.sampled_from([{}, {}, {"index_as_computed": True}, {"prefix_caching": False}]))
     busy = engine(backend, strategy=strategy, **reuse)
     expected: dict[str, list[int]] = {}
@@ -184,6 +186,7 @@ def test_the_same_tokens_as_without(  # noqa: C901 - one story
         mine = got.get(name, [])
         assert mine == (tokens[: len(mine)] if name in gone else tokens), name
     assert busy.kv.block_states().active == 0
+    assert busy.stats().host_blocks_used == 0
     assert not fails or len(gone) <= len(expected)
     busy.close()
 

@@ -87,6 +87,9 @@ class KVConfig(Section):
         description=f"share of the device's free memory for KV; none: {GPU_MEMORY_SHARE} on a GPU, "
         f"{CPU_MEMORY_SHARE} on a CPU",
     )
+    swap_space_gb: float = Field(
+        default=0.0, ge=0.0, le=1e6, description="host memory (GiB) for the KV of preempted requests"
+    )
     index: str = Field(default="radix", min_length=1, description="prefix index")
     pool: str = Field(default="free_list", min_length=1, description="block pool")
     eviction: str = Field(default="adaptive", min_length=1, description="eviction policy")

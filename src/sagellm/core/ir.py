@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from sagellm.core.plan import BlockCopy, Decision, Growth, Join, Placement, Prefill, Transfer
+from sagellm.core.growth import Growth
+from sagellm.core.plan import BlockCopy, Decision, Join, Placement, Prefill, Transfer
 
 LOCAL = "local"
 """The name of the instance where there is one only."""

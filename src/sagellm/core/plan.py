@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, overload
+from typing import NamedTuple, Protocol
 
+from sagellm.core.growth import Growth
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import (
     FinishReason,
@@ -163,7 +164,9 @@ class Draft:
     batch order, the parts of prompts that will be computed: of running requests whose prompt is not yet
     whole, and of those that are admitted. A running request in decode (`decodes`) computes its token without
     being named, unless it is `hold` or `preempt`ed. A request is in `chunks` at most once, and never also in
-    `preempted` or `rejected`. Who is taken out of `waiting` goes on waiting, unseen by the passes to come.
+    `preempted` or `rejected`. Of those preempted, the `swapped` (by id) have what they computed saved in host
+    memory, where there is room when they leave. Who is taken out of `waiting` goes on waiting, unseen by the
+    passes to come.
     `num_draft_tokens`: tokens that a speculative decoder may propose for each request in decode.
     `placements` says, by request id, which instances compute it, where that is not this one.
     """
@@ -178,6 +181,7 @@ class Draft:
     num_new_running: int = 0
     hits: dict[str, PrefixHit] = field(default_factory=dict)
     preempted: list[RequestState] = field(default_factory=list)
+    swapped: list[str] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
     copies: list[BlockCopy] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
@@ -308,14 +312,6 @@ class Placement:
     ffn: str = ""
 
 
-class Growth(NamedTuple):
-    """The block table of `row` holds `block_ids` from index `first` on. Applying it twice changes nothing."""
-
-    row: int
-    first: int
-    block_ids: tuple[int, ...]
-
-
 @dataclass(slots=True)
 class Stretched:
     """A block each for many requests in decode, in columns: what `bind` gave, and (`news`: rows, indices in
@@ -338,52 +334,6 @@ class Stretched:
         self.block_ids.clear()
         for column in self.news:
             column.clear()
-
-
-class Growths(Sequence[Growth]):
-    """One block more for each of many rows, in columns, then others: a sequence of `Growth`, made of the
-    columns when it is first looked at. Immutable; equal to a tuple of the same."""
-
-    __slots__ = ("_all", "block_ids", "others", "places", "rows")
-
-    def __init__(
-        self,
-        rows: Sequence[int],
-        places: Sequence[int],
-        block_ids: Sequence[int],
-        others: Sequence[Growth] = (),
-    ) -> None:
-        self.rows, self.places, self.block_ids = tuple(rows), tuple(places), tuple(block_ids)
-        self.others = tuple(others)
-        self._all: tuple[Growth, ...] | None = None
-
-    def _made(self) -> tuple[Growth, ...]:
-        if self._all is None:
-            singles = map(Growth, self.rows, self.places, zip(self.block_ids, strict=True))
-            self._all = (*singles, *self.others)
-        return self._all
-
-    def __len__(self) -> int:
-        return len(self.rows) + len(self.others)
-
-    def __iter__(self) -> Iterator[Growth]:
-        return iter(self._made())
-
-    @overload
-    def __getitem__(self, index: int) -> Growth: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Growth, ...]: ...
-    def __getitem__(self, index: int | slice) -> Growth | tuple[Growth, ...]:
-        return self._made()[index]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, tuple | Growths) and self._made() == tuple(other)
-
-    def __hash__(self) -> int:
-        return hash(self._made())
-
-    def __repr__(self) -> str:
-        return repr(self._made())
 
 
 @dataclass(frozen=True, slots=True)

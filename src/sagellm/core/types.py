@@ -380,6 +380,8 @@ class CapabilityDescriptor:
     """What a backend can do: read by the builder, the router and the simulator.
 
     `sliding_window`: no token in any layer attends further back; None where a layer sees everything.
+    `num_host_blocks`: blocks in host memory, tier 'dram'; `host_copy_s`: seconds to copy one there or back.
+    `prefill_token_s`: seconds for each token of a long prompt, 0 where that is not known.
     """
 
     device: str
@@ -393,6 +395,9 @@ class CapabilityDescriptor:
     memory_bytes: int = 0
     features: frozenset[str] = frozenset()
     sliding_window: int | None = None
+    num_host_blocks: int = 0
+    host_copy_s: float = 0.0
+    prefill_token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

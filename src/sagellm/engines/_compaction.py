@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sagellm.core.plan import ExecutionPlan, Growth, RequestState
+from sagellm.core.growth import Growth
+from sagellm.core.plan import ExecutionPlan, RequestState
 from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.kvmgr.kv_pool import as_copies, plan_compaction
 from sagellm.kvmgr.manager import KVCacheManager

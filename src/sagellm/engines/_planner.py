@@ -71,15 +71,23 @@ class Planner:
         self._roster.running[:] = draft.running
         self._roster.num_new_running = 0
         self._recovery.isolate(draft)
-        for state in draft.preempted:
-            self._preempt(state)
-            draft.out.pop(state.request_id, None)
+        self._take_out(draft)
         for request_id, reason in draft.rejected.items():
             self._end(self._roster.states[request_id], FinishReason.ERROR, error=reason)
             draft.out.pop(request_id, None)
         self._bind(draft)
         self._seal(draft)
         return draft, self._freeze(draft)
+
+    def _take_out(self, draft: Draft) -> None:
+        """Whom the passes preempt goes back to the queue; its KV is saved first, if it is to be."""
+        for state in draft.preempted:
+            name = state.request_id
+            if name in draft.swapped and not self._kv.swap_out(draft, state):
+                draft.swapped.remove(name)
+                draft.say("bind", state, "recompute", "there is no room in host memory")
+            self._preempt(state)
+            draft.out.pop(name, None)
 
     def plan_ahead(
         self, step: int, view: SchedulingView, ended: list[RequestState], num_told: int

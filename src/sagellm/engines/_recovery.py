@@ -37,6 +37,7 @@ class Recovery:
                 if state is not self._suspects[-1]:
                     draft.hold(state)
             draft.preempted.clear()
+            draft.swapped.clear()
 
     def succeeded(self) -> None:
         """A step was executed."""
@@ -66,9 +67,11 @@ class Recovery:
         return list(draft.scheduled())
 
     def failed(self, draft: Draft, plan: ExecutionPlan) -> Sequence[RequestState]:
-        """Returns the request that ends, if the step computed nothing else; several are suspects."""
+        """Returns the request that ends, if the step did nothing else; several are suspects, and so is one
+        beside others that were saved."""
         scheduled = list(draft.scheduled())
-        if len(scheduled) == 1 and len(plan.decode_rows) + len(plan.prefills) == 1:
+        alone = len(scheduled) == 1 and not draft.swapped
+        if alone and len(plan.decode_rows) + len(plan.prefills) == 1:
             self._suspects = [one for one in self._suspects if one is not scheduled[0]]
             return scheduled
         self._suspects = scheduled[::-1]

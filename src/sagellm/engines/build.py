@@ -26,11 +26,13 @@ from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
+from sagellm.core.types import CapabilityDescriptor
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
+from sagellm.kvmgr.kv_pool.free_list import GPUKVPool
 from sagellm.kvmgr.kv_pool.quota import QuotaManager
 from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
-from sagellm.kvmgr.manager import KVCacheManager
+from sagellm.kvmgr.manager import KVCacheManager, SwapSpace
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, presets
@@ -91,10 +93,13 @@ def build_kv(
     num_blocks: int,
     *,
     window: int | None = None,
+    swap: SwapSpace | None = None,
+    prefill_token_s: float = 0.0,
     clock: Clock | None = None,
     events: EventBus | None = None,
 ) -> KVCacheManager:
-    """Pool, quota, eviction policy and prefix index, joined by a manager. `window`: see `KVCacheManager`."""
+    """Pool, quota, eviction policy and prefix index, joined by a manager; `KVCacheManager` says what the
+    other arguments are."""
     clock, events = clock or MonotonicClock(), events or EventBus()
     _check_given(config.eviction_options)
     quota = build_quota(config, num_blocks)
@@ -119,6 +124,8 @@ def build_kv(
         window=window,
         sharing_groups={name: group for group, names in config.sharing_groups.items() for name in names},
         max_pinned_share=config.max_pinned_share,
+        swap=swap,
+        prefill_token_s=prefill_token_s,
         metrics=PrefixReuseMetrics(),
         misses=MissAttribution(events, clock) if config.miss_attribution else None,
         clock=clock,
@@ -152,6 +159,14 @@ def swap_policy(engine: Engine, name: str, **options: Any) -> None:
     _check_given(options)
     make_policy(name, capacity=capacity, clock=clock, **options)  # an error now, while nothing has changed
     engine.set_policy(lambda: make_policy(name, capacity=capacity, clock=clock, **options))
+
+
+def build_swap(capability: CapabilityDescriptor) -> SwapSpace | None:
+    """The backend's host blocks, or None where it has none."""
+    if not capability.num_host_blocks:
+        return None
+    host = GPUKVPool(capability.num_host_blocks, capability.block_size)
+    return SwapSpace(host, capability.host_copy_s)
 
 
 def build_quota(config: KVConfig, num_blocks: int) -> QuotaManager | None:
@@ -188,6 +203,7 @@ def build_backend(config: Config, *, progress: Progress | None = None) -> Infere
         block_size=config.kv.block_size,
         num_blocks=config.kv.num_blocks,
         kv_memory_fraction=config.kv.memory_fraction,
+        host_memory_bytes=int(config.kv.swap_space_gb * 2**30),
         max_num_seqs=config.scheduler.max_num_seqs,
         threads=config.engine.threads,
         seed=config.engine.seed,
@@ -208,7 +224,13 @@ def build_engine(
     events = events or EventBus()
     capability = backend.capability()
     kv = build_kv(
-        config.kv, capability.num_blocks, window=capability.sliding_window, clock=clock, events=events
+        config.kv,
+        capability.num_blocks,
+        window=capability.sliding_window,
+        swap=build_swap(capability),
+        prefill_token_s=capability.prefill_token_s,
+        clock=clock,
+        events=events,
     )
     return Engine(
         backend,

@@ -170,7 +170,8 @@ class Engine:
         misses = self.kv.misses.snapshot() if self.kv.misses is not None else None
         running, waiting = len(self._roster.running), len(self._roster.waiting)
         preemptions, steps = self._num_preemptions, self._num_steps
-        return EngineStats(running, waiting, *states, preemptions, steps, reuse, misses)
+        saved = self.kv.swap.num_used if self.kv.swap is not None else 0
+        return EngineStats(running, waiting, *states, preemptions, steps, reuse, misses, saved)
 
     def capability(self) -> CapabilityDescriptor:
         return self._capability
@@ -368,6 +369,8 @@ class Engine:
         """`keep`: whether what it computed may serve others."""
         if state.status is RequestStatus.RUNNING:
             self.kv.release(state, keep=keep)
+        else:
+            self.kv.forget(state)
         state.finish_reason = reason
         self._roster.end(state)
         if reason is not FinishReason.ABORT:

@@ -105,6 +105,8 @@ class _EngineCollector(Collector):
         preemptions = CounterMetricFamily("sagellm_preemptions", "Preempted requests", labels=(_LABEL,))
         preemptions.add_metric((self._model,), stats.num_preemptions)
         yield preemptions
+        text = "Blocks in host memory with KV of preempted requests"
+        yield self._gauge("kv_host_blocks_used", text, stats.host_blocks_used)
         if stats.reuse is not None:
             yield from self._reuse(stats.reuse)
         if stats.misses is not None:

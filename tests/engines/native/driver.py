@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sagellm.core.plan import ExecutionPlan, Growth, Join, Prefill, StepResult
+from sagellm.core.growth import Growth
+from sagellm.core.plan import ExecutionPlan, Join, Prefill, StepResult
 from sagellm.core.types import SamplingParams, TokenLogprob, Tokens
 from sagellm.engines.native.backend import NativeBackend
 

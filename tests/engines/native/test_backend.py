@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from sagellm.core.errors import CapacityError, ConfigError, PlanError
-from sagellm.core.plan import BlockCopy, ExecutionPlan, Growth, Join, Prefill
+from sagellm.core.growth import Growth
+from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, Prefill
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.native import precision
 from sagellm.engines.native.backend import NativeBackend

@@ -22,7 +22,7 @@ from sagellm.core.config import KVConfig
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
 from sagellm.core.types import Request, RequestOutput, SamplingParams, Tokens
-from sagellm.engines.build import build_kv
+from sagellm.engines.build import build_kv, build_swap
 from sagellm.engines.engine import Engine
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
@@ -32,6 +32,7 @@ from tests.tiny_models import TINY_MODELS, VOCAB, save_tiny
 
 BLOCK = 4
 MAX_LEN = 96
+HOST_BYTES = 1 << 18
 SAMPLING = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2),
@@ -43,12 +44,13 @@ SAMPLING = (
 
 @cache
 def backend(name: str, reference: bool) -> NativeBackend:
-    """One for the reference and one for the engines under test: a backend belongs to one engine at a time."""
+    """One for the reference and one for the engines under test: a backend belongs to one engine at a time. The
+    latter has host memory for some that are preempted."""
     folder = Path(mkdtemp(prefix="sagellm-"))
     save_tiny(folder, name)
     return NativeBackend(
         folder, device="cpu", dtype="float64", block_size=BLOCK, num_blocks=128, max_num_seqs=5,
-        max_model_len=MAX_LEN, threads=1,
+        max_model_len=MAX_LEN, host_memory_bytes=0 if reference else HOST_BYTES, threads=1,
     )  # fmt: skip
 
 
@@ -65,7 +67,7 @@ def engine(
 ) -> Engine:
     clock = ManualClock()
     config = KVConfig(block_size=BLOCK, prefix_caching=caching, eviction=eviction)
-    kv = build_kv(config, num_blocks, clock=clock)
+    kv = build_kv(config, num_blocks, swap=build_swap(backend(name, reference).capability()), clock=clock)
     pools = backend(name, reference)._kv
     for pool in (*pools.keys, *pools.values):  # whatever an earlier owner left behind must not be read
         pool.fill_(math.nan)

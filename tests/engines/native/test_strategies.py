@@ -57,6 +57,11 @@ def test_the_same_tokens_with_every_strategy(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", presets.PRESETS)
+def test_the_same_tokens_where_many_are_preempted(strategy: str) -> None:
+    check(presets.make(strategy), 14, 48)
+
+
+@pytest.mark.parametrize("strategy", presets.PRESETS)
 def test_the_same_tokens_where_scheduling_overlaps_execution(strategy: str) -> None:
     check(presets.make(strategy), 60, overlap=True)
 

@@ -11,11 +11,11 @@ from typing import TypeVar
 from hypothesis import strategies as st
 
 from sagellm.core.errors import CapacityError, RequestError
+from sagellm.core.growth import Growth
 from sagellm.core.plan import (
     BlockCopy,
     Decision,
     ExecutionPlan,
-    Growth,
     Join,
     Placement,
     Prefill,

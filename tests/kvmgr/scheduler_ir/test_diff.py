@@ -7,7 +7,8 @@ from itertools import pairwise
 
 from hypothesis import given, settings
 
-from sagellm.core.plan import BlockCopy, Decision, ExecutionPlan, Growth, Join, Placement, Prefill, Transfer
+from sagellm.core.growth import Growth
+from sagellm.core.plan import BlockCopy, Decision, ExecutionPlan, Join, Placement, Prefill, Transfer
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.kvmgr.scheduler_ir.diff import diff, diff_text
 from sagellm.kvmgr.scheduler_ir.rows import Row, Rows

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sagellm.core.errors import PlanError
+from sagellm.core.growth import Growth
 from sagellm.core.ir import DecodeOp, InstanceStep, JoinOp, Phase, PlaceOp, PrefillOp, TransferOp
-from sagellm.core.plan import BlockCopy, ExecutionPlan, Growth, Join, Placement, Prefill, Transfer
+from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, Placement, Prefill, Transfer
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.kvmgr.scheduler_ir.graph import IRGraph
 from sagellm.kvmgr.scheduler_ir.rows import Row, Rows

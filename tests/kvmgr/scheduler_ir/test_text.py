@@ -9,17 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagellm.core.errors import PlanError
+from sagellm.core.growth import Growth
 from sagellm.core.ir import InstanceStep, Phase
-from sagellm.core.plan import (
-    BlockCopy,
-    Decision,
-    ExecutionPlan,
-    Growth,
-    Join,
-    Placement,
-    Prefill,
-    Transfer,
-)
+from sagellm.core.plan import BlockCopy, Decision, ExecutionPlan, Join, Placement, Prefill, Transfer
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.kvmgr.scheduler_ir.graph import IRGraph
 from sagellm.kvmgr.scheduler_ir.rows import Row, Rows

@@ -22,7 +22,8 @@ from sagellm.core.types import (
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """An engine's load now. Blocks by state sum to the pool: in use, cached and unused, free."""
+    """An engine's load now. Blocks by state sum to the pool: in use, cached and unused, free.
+    `host_blocks_used`: blocks in host memory that hold what preempted requests have computed."""
 
     num_running: int
     num_waiting: int
@@ -33,6 +34,7 @@ class EngineStats:
     num_steps: int = 0
     reuse: PrefixReuseSnapshot | None = None
     misses: MissCounts | None = None
+    host_blocks_used: int = 0
 
 
 class InferenceBackend(Protocol):

@@ -23,7 +23,8 @@ class PrefixHit(NamedTuple):
     """What `lookup` found: the first `num_tokens` tokens stand in `num_blocks` blocks of the index.
 
     The manager may add a `tail`: tokens behind the whole blocks that a running request holds in its last,
-    partial block, and that can be copied from there; `num_tokens` counts them.
+    partial block, and that can be copied from there; or `num_swapped` tokens that it has in host memory, the
+    request having run before. `num_tokens` counts them.
 
     `node` is the index's own handle and `version` its state at look-up; neither means anything to a caller.
     A hit that is not pinned may be gone at the next `evict`. The ids of its blocks are fetched when asked for
@@ -37,6 +38,7 @@ class PrefixHit(NamedTuple):
     node: Any = None
     version: int = 0
     tail: SharedTail | None = None
+    num_swapped: int = 0
 
 
 class InsertResult(NamedTuple):

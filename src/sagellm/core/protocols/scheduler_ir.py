@@ -66,6 +66,22 @@ class BlockBudget:
         return self._left[account]
 
 
+class ReturnPrice(NamedTuple):
+    """What it takes to bring back a request that is preempted: seconds to compute again what it loses, or
+    `num_host_blocks`, of which `num_free` are free, and seconds of copies, there and back. Seconds are 0
+    where nobody knows them."""
+
+    num_host_blocks: int
+    num_free: int
+    recompute_s: float
+    swap_s: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room in host memory."""
+        return 0 < self.num_host_blocks <= self.num_free
+
+
 class KVQuotes(Protocol):
     """Prices in blocks, asked by passes before anything is bound. Nothing here changes state.
 
@@ -108,6 +124,10 @@ class KVQuotes(Protocol):
 
     def gain_of_preempting(self, state: RequestState) -> int:
         """Blocks that become available, at least, when a running request is preempted."""
+        ...
+
+    def price_to_return(self, state: RequestState) -> ReturnPrice:
+        """What a running request would need to go on, once it was preempted."""
         ...
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import CapacityError, ConfigError
 from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema
@@ -21,6 +22,7 @@ from sagellm.engines.native.kv_cache import LAYOUT, PagedKV
 from sagellm.engines.native.memory import kv_blocks
 from sagellm.engines.native.model import DecoderModel
 from sagellm.engines.native.precision import compute_dtype as fastest_dtype
+from sagellm.engines.native.return_costs import host_copy_s, prefill_token_s
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import sample
 from sagellm.engines.native.weights import Progress, check, load, parameters
@@ -37,9 +39,10 @@ class NativeBackend:
     `model` is a folder or a hub name. `dtype` "auto" is the checkpoint's; a dtype that this CPU only emulates
     is computed in float32 (see `precision`), unless `compute_dtype` says otherwise. The pool has `num_blocks`
     blocks, or as many as `kv_memory_bytes`, or `kv_memory_fraction` of what is available, hold, but never
-    more than `max_num_seqs` sequences of `max_model_len` tokens can use. `threads` defaults to one for each 8
-    M parameters, at most the cores that this process may use. `progress(bytes_done, bytes_total)` is called
-    while weights are loaded.
+    more than `max_num_seqs` sequences of `max_model_len` tokens can use. `host_memory_bytes`: for the KV of
+    requests that are preempted; what swapping and computing again take is measured then. `threads` defaults
+    to one for each 8 M parameters, at most the cores that this process may use. `progress(bytes_done,
+    bytes_total)` is called while weights are loaded.
 
     Raises `ModelError` for a model that cannot be served, before any memory is allocated; `CapacityError`
     where memory is too small; `ConfigError` for an option that makes no sense.
@@ -56,6 +59,7 @@ class NativeBackend:
         num_blocks: int | None = None,
         kv_memory_fraction: float | None = None,
         kv_memory_bytes: int | None = None,
+        host_memory_bytes: int = 0,
         max_num_seqs: int = 64,
         max_model_len: int | None = None,
         threads: int | None = None,
@@ -78,12 +82,17 @@ class NativeBackend:
             )
             self._kv = PagedKV(
                 self._spec.num_layers, blocks, block_size, self._spec.num_kv_heads, self._spec.head_dim,
-                self._device, self._compute_dtype,
+                self._device, self._compute_dtype, host_memory_bytes // self._schema.bytes_per_block,
             )  # fmt: skip
         self._planner = AttentionPlanner(self._kv)
         self._rows = BatchRows(
             max_num_seqs, self._max_model_len, blocks, block_size, self._spec.vocab_size, seed
         )
+        self._host_copy_s = self._prefill_token_s = 0.0
+        if self._kv.num_host_blocks:
+            clock, most = MonotonicClock(), min(self._max_model_len, blocks * block_size)
+            self._host_copy_s = host_copy_s(self._kv, clock)
+            self._prefill_token_s = prefill_token_s(self.execute, most, block_size, clock)
 
     def _load(
         self, folder: Path, dtype: str, compute_dtype: str, threads: int | None, progress: Progress | None
@@ -134,6 +143,9 @@ class NativeBackend:
             memory_bytes=self._kv.num_blocks * self._schema.bytes_per_block,
             features=FEATURES,
             sliding_window=_widest(self._spec.windows),
+            num_host_blocks=self._kv.num_host_blocks,
+            host_copy_s=self._host_copy_s,
+            prefill_token_s=self._prefill_token_s,
         )
 
     def get_kv_schema(self) -> KVCacheSchema:

@@ -15,21 +15,25 @@ from sagellm.core.errors import PlanError
 from sagellm.core.plan import BlockCopy
 
 LAYOUT = "layer.kv.block.token.head.dim"
-TIER = "hbm"
+TIER, HOST = "hbm", "dram"
 
 
 class PagedKV:
-    """`keys[i]` and `values[i]` are layer i's pools."""
+    """`keys[i]` and `values[i]` are layer i's pools; `host` holds, for each of these two lists, as many
+    blocks of each layer in host memory as were asked for."""
 
     def __init__(
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int,
-        device: torch.device, dtype: torch.dtype,
+        device: torch.device, dtype: torch.dtype, num_host_blocks: int = 0,
     ) -> None:  # fmt: skip
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(num_layers)]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(num_layers)]
+        self.num_host_blocks = num_host_blocks
+        shape, pinned = (num_host_blocks, *shape[1:]), device.type == "cuda"
+        self._host = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for _ in range(2 * num_layers)]
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store K and V [T, kv_heads, head_dim] at `slots` [T]: block id x block size + offset in the
@@ -46,11 +50,21 @@ class PagedKV:
             pool.index_fill_(0, ids, 0)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy whole blocks inside the pool, in order. Raises `PlanError` for a tier that is not this
-        pool.
+        """Copy whole blocks inside the pool, to host memory and back, in order. Raises `PlanError` for a tier
+        or a block that is not there, before anything is copied.
         """
         for copy in copies:
-            if copy.source_tier != TIER or copy.target_tier != TIER:
-                raise PlanError(f"{copy}: the native backend copies blocks within {TIER!r} only")
-            for pool in (*self.keys, *self.values):
-                pool[copy.target_block] = pool[copy.source_block]
+            self._check(copy, copy.source_tier, copy.source_block)
+            self._check(copy, copy.target_tier, copy.target_block)
+        tiers = {TIER: [*self.keys, *self.values], HOST: self._host}
+        for copy in copies:
+            pairs = zip(tiers[copy.source_tier], tiers[copy.target_tier], strict=True)
+            for source, target in pairs:  # on a GPU in the order of its stream, for pinned memory too
+                target[copy.target_block].copy_(source[copy.source_block], non_blocking=True)
+
+    def _check(self, copy: BlockCopy, tier: str, block: int) -> None:
+        sizes = {TIER: self.num_blocks, HOST: self.num_host_blocks}
+        if tier not in sizes:
+            raise PlanError(f"{copy}: the native backend has the tiers {', '.join(sizes)}")
+        if not 0 <= block < sizes[tier]:
+            raise PlanError(f"{copy}: there are {sizes[tier]} blocks in {tier}")

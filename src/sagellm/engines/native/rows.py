@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from sagellm.core.errors import PlanError
-from sagellm.core.plan import ExecutionPlan, Growth, Join
+from sagellm.core.growth import Growth
+from sagellm.core.plan import ExecutionPlan, Join
 from sagellm.engines.native.attention import AttentionPlanner, Span
 from sagellm.engines.native.model import StepInputs
 from sagellm.engines.native.sampler import RowSampler, request_seed

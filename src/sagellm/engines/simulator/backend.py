@@ -14,6 +14,9 @@ from sagellm.engines.simulator.cost_model import CostModel, StepShape
 StepListener = Callable[[StepShape, float], None]
 """Called with the shape of each step and its seconds, before the clock moves."""
 
+LONG_PROMPT = 2048
+"""Tokens of the chunk by which `prefill_token_s` is told."""
+
 
 class SimulatedBackend:
     """Implements `InferenceBackend` on a simulated clock: `execute` moves it by the price of the step.
@@ -33,6 +36,7 @@ class SimulatedBackend:
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
         vocab_size: int | None = None,
+        host_memory_bytes: int = 0,
         on_step: StepListener | None = None,
     ) -> None:
         model = cost_model.model
@@ -50,6 +54,9 @@ class SimulatedBackend:
             max_num_seqs,
             model.kv_schema(block_size),
             memory_bytes=cost_model.device.memory_bytes,
+            num_host_blocks=host_memory_bytes // self._bytes_per_block,
+            host_copy_s=cost_model.moves_s({("hbm", "dram"): self._bytes_per_block}),
+            prefill_token_s=cost_model.step_s(StepShape(prefills=((0, LONG_PROMPT),))) / LONG_PROMPT,
         )
         self._tokens: dict[int, int] = {}
         self._wants_logprobs: set[int] = set()

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.plan import ExecutionPlan, Join, StepResult
+from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, StepResult
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, TokenLogprob, Tokens
+
+_Slot = tuple[int, int] | None
+"""Token and position."""
 
 
 @dataclass(slots=True)
@@ -34,13 +37,15 @@ class TokenMemoryBackend:
         max_model_len: int = 128,
         vocab_size: int = 97,
         sliding_window: int | None = None,
+        num_host_blocks: int = 0,
     ) -> None:
         schema = KVCacheSchema(1, 1, 1, "int8", block_size, "tokens")
         self._capability = CapabilityDescriptor(
             "none", "int8", vocab_size, max_model_len, num_blocks, block_size, max_num_seqs, schema,
-            sliding_window=sliding_window,
+            sliding_window=sliding_window, num_host_blocks=num_host_blocks,
         )  # fmt: skip
-        self._memory: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
+        self._memory: list[_Slot] = [None] * (num_blocks * block_size)
+        self._tiers = {"hbm": self._memory, "dram": list[_Slot]([None] * (num_host_blocks * block_size))}
         self._rows: dict[int, _Row] = {}
 
     def capability(self) -> CapabilityDescriptor:
@@ -63,7 +68,7 @@ class TokenMemoryBackend:
         for growth in plan.grown:
             self._rows[growth.row].blocks[growth.first :] = growth.block_ids
         for copy in plan.copies:
-            self._copy(copy.source_block, copy.target_block)
+            self._copy(copy)
         for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
             self._compute(row, position, position + 1)
         for op in plan.prefills:
@@ -90,9 +95,12 @@ class TokenMemoryBackend:
         size = self._capability.block_size
         return row.blocks[position // size] * size + position % size
 
-    def _copy(self, source: int, target: int) -> None:
+    def _copy(self, copy: BlockCopy) -> None:
         size = self._capability.block_size
-        self._memory[target * size : (target + 1) * size] = self._memory[source * size : (source + 1) * size]
+        source, target = copy.source_block * size, copy.target_block * size
+        self._tiers[copy.target_tier][target : target + size] = self._tiers[copy.source_tier][
+            source : source + size
+        ]
 
     def _compute(self, row_id: int, start: int, end: int) -> None:
         row = self._rows[row_id]

@@ -2,5 +2,6 @@
 
 from sagellm.kvmgr.manager.manager import KVCacheManager
 from sagellm.kvmgr.manager.sequence import BlockStates, Fragmentation
+from sagellm.kvmgr.manager.swap import SwapSpace
 
-__all__ = ["BlockStates", "Fragmentation", "KVCacheManager"]
+__all__ = ["BlockStates", "Fragmentation", "KVCacheManager", "SwapSpace"]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError, CapacityError
-from sagellm.core.plan import Chunk, Draft, RequestState
+from sagellm.core.plan import BlockCopy, Chunk, Draft, RequestState
 from sagellm.core.protocols.eviction import Use
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
 from sagellm.core.protocols.prefix_cache import (
@@ -21,29 +21,28 @@ from sagellm.core.protocols.prefix_cache import (
     PrefixReuseIndex,
     ReuseRecorder,
 )
-from sagellm.core.protocols.scheduler_ir import BlockBudget
-from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Tokens
+from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
 from sagellm.kvmgr.manager.donors import Donors
 from sagellm.kvmgr.manager.hints import KVHints
 from sagellm.kvmgr.manager.pins import PinnedPrefixes
+from sagellm.kvmgr.manager.quotes import Quotes
 from sagellm.kvmgr.manager.registrar import Registrar
 from sagellm.kvmgr.manager.room import INDEX_OWNER, Room
-from sagellm.kvmgr.manager.sequence import BlockStates, Fragmentation, SequenceKV
+from sagellm.kvmgr.manager.sequence import Fragmentation, SequenceKV
+from sagellm.kvmgr.manager.swap import SwapSpace
 from sagellm.kvmgr.manager.tables import DecodeTables
-
-BEHIND_WINDOW = "behind the window"
-GROUP_PREFIX = "\0group:"
-"""No tenant's name begins like this: `Request` refuses NUL in it."""
+from sagellm.kvmgr.manager.windows import Windows
 
 
-class KVCacheManager:
-    """Implements `KVQuotes` for the passes and the books for the engine. One engine thread owns it.
+class KVCacheManager(Quotes):
+    """Implements `KVQuotes` for the passes (see `Quotes`), and the books for the engine. One thread owns it.
 
     With `prefix_caching=False` nothing is matched or kept: the slow twin of every reuse. `index_as_computed`:
     the blocks of a prompt enter the index with each chunk, not when all of it is computed. `window`: no token
     attends further back than that; blocks behind it are given up before anything cached is.
     `sharing_groups` maps tenants to the group with which they share their cache. `max_pinned_share` bounds
-    what `pin_prefix` may hold of the pool.
+    what `pin_prefix` may hold of the pool. `swap`: host memory for what preempted requests have computed;
+    `prefill_token_s`: seconds to compute a token of it again.
     """
 
     def __init__(
@@ -57,6 +56,8 @@ class KVCacheManager:
         window: int | None = None,
         sharing_groups: Mapping[str, str] | None = None,
         max_pinned_share: float = 0.25,
+        swap: SwapSpace | None = None,
+        prefill_token_s: float = 0.0,
         metrics: ReuseRecorder | None = None,
         misses: MissObserver | None = None,
         clock: Clock | None = None,
@@ -72,7 +73,8 @@ class KVCacheManager:
         self.block_size = pool.block_size
         self.prefix_caching = prefix_caching
         self.index_as_computed = index_as_computed
-        self.window = window
+        self.swap = swap
+        self.prefill_token_s = prefill_token_s
         self._sharing = dict(sharing_groups or {})
         self._now = (clock or MonotonicClock()).now
         self.hints = KVHints(index, self.namespace_of, self._now)
@@ -81,76 +83,17 @@ class KVCacheManager:
         self._donors = Donors(self._sequences, pool.block_size)
         self._registrar = Registrar(index, pool, self._tables, self.namespace_of)
         self.is_published = self._registrar.saw
+        self._windows = Windows(window, self._sequences, self._donors, self._registrar, pool, quota)
         self._publishes = index_as_computed and prefix_caching and window is None
         self._num_changes = 0
         self.pins = PinnedPrefixes(index, pool.total_blocks, max_pinned_share)
 
-    # -- quotes: nothing here changes state
-
-    def match(self, state: RequestState) -> PrefixHit:
-        """The longest reusable prefix, capped so that at least one token is left to compute."""
-        limit = len(state.tokens) - 1 if self.prefix_caching else 0
-        namespace = self.namespace_of(state.request.namespace)
-        if self.metrics is None:
-            hit = self.index.lookup(state.tokens, namespace, limit)
-        else:
-            began_s = self._now()
-            hit = self.index.lookup(state.tokens, namespace, limit)
-            self.metrics.observe_match(self._now() - began_s)
-        return hit if state.request.group is None else self._donors.lengthen(hit, state, limit)
-
-    def is_current(self, hit: PrefixHit) -> bool:
-        """Whether what the hit counts on outside the index (a running request's last block) is there."""
-        return hit.tail is None or hit.tail.request_id in self._sequences
-
-    def namespace_of(self, namespace: Namespace) -> Namespace:
-        """The namespace in the index: tenants of one sharing group have one together."""
-        group = self._sharing.get(namespace.tenant)
-        return namespace if group is None else namespace._replace(tenant=GROUP_PREFIX + group)
-
-    @property
-    def num_blocks(self) -> int:
-        return self.pool.total_blocks
+    # -- for the loop
 
     @property
     def version(self) -> int:
-        return self._num_changes + self._registrar.num_changes
-
-    def available_blocks(self) -> int:
-        return self.pool.num_free + self.index.num_evictable + self._num_behind_windows()
-
-    def budget(self) -> BlockBudget:
-        return BlockBudget(self.available_blocks(), None if self.quota is None else self._below_ceiling)
-
-    def max_blocks(self, account: Account) -> int:
-        """Blocks that one account can have at most."""
-        total = self.pool.total_blocks
-        return total if self.quota is None else min(total, self.quota.ceiling(self.quota.paying(account)))
-
-    def price_to_grow(self, state: RequestState, num_tokens: int) -> int:
-        held = len(self._sequences[state.request_id].block_ids)
-        return max(0, self._blocks_for(state.num_computed + num_tokens) - held)
-
-    def price_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
-        new = -(-(hit.num_tokens + num_tokens) // self.block_size) - hit.num_blocks
-        return new + self.index.num_unpinned_on_path(hit) if hit.num_blocks else new
-
-    def gain_of_preempting(self, state: RequestState) -> int:
-        sequence = self._sequences[state.request_id]
-        own = len(sequence.own.block_ids) - self._behind_window(sequence)
-        return own + self.index.num_held_alone(sequence.hit)
-
-    def block_states(self) -> BlockStates:
-        cached, free = self.index.num_evictable, self.pool.num_free
-        return BlockStates(self.pool.total_blocks - cached - free, cached, free)
-
-    def block_table(self, request_id: str) -> BlockIds:
-        """The blocks of a running request, in order of position."""
-        return self._sequences[request_id].block_ids
-
-    def num_slots(self, request_id: str) -> int:
-        """Tokens that the blocks of a running request can hold."""
-        return len(self._sequences[request_id].block_ids) * self.block_size
+        saved = 0 if self.swap is None else self.swap.num_changes
+        return self._num_changes + self._registrar.num_changes + saved
 
     @property
     def is_regular(self) -> bool:
@@ -190,8 +133,8 @@ class KVCacheManager:
             for chunk in chunks:
                 draft.bound[chunk.state.request_id] = chunk
                 self._grow(chunk)
-                if chunk.hit is not None and chunk.hit.tail is not None:
-                    draft.copies.append(self._donors.copy_of(chunk.hit.tail, chunk.state.request_id))
+                if chunk.hit is not None:
+                    draft.copies += self._copies_for(chunk.state.request_id, chunk.hit)
             if early and self._publishes:
                 self._publish(chunks)
         except Exception:
@@ -222,14 +165,35 @@ class KVCacheManager:
             self._attribute(state, hit, again=again)
 
     def rollback(self, draft: Draft) -> None:
-        """Undo a bind after a failed verify or execute; evictions stay."""
+        """Undo a bind after a failed verify or execute; evictions stay. Whom the draft preempted has nothing
+        in host memory."""
         self._undo(draft, 0, decodes=True)
+        if self.swap is not None:
+            self.swap.failed(draft.swapped)
+
+    def swap_out(self, draft: Draft, state: RequestState) -> bool:
+        """Plan the copies that save what the request is about to lose by preemption; False where there is no
+        room. Before anything is bound: they have to come before all other copies of the draft."""
+        if self.swap is None or not self.price_to_return(state).fits:
+            return False
+        table, first = self.block_table(state.request_id), self._first_lost(state)
+        draft.copies += self.swap.save(state.request_id, table, first, state.num_computed)
+        return True
+
+    def forget(self, state: RequestState) -> None:
+        """A request that waits will never run again."""
+        if self.swap is not None:
+            self.swap.drop(state.request_id)
 
     # -- moving forward
 
     def executed(self, draft: Draft) -> None:
         """The backend has done the step: it knows the tables of those in decode that took part."""
         self._tables.executed(draft)
+        if self.swap is not None and self.swap.num_used:
+            self.swap.written(draft.swapped)
+            for chunk in draft.admitted():
+                self.swap.drop(chunk.state.request_id)
 
     def foresee(self, chunks: Iterable[Chunk]) -> None:
         """What the step in flight computes enters the index as `commit` will have it, until that or
@@ -251,7 +215,7 @@ class KVCacheManager:
         if state.num_computed < prompt:
             if self.index_as_computed:
                 self._register(sequence, state.num_computed)
-        elif published or prompt > sequence.hit.num_tokens:
+        elif published or prompt > sequence.num_shared * self.block_size:
             self._register(sequence, prompt)
             group = state.request.group
             if group is not None and self.prefix_caching:
@@ -323,11 +287,19 @@ class KVCacheManager:
         self.pool.check({INDEX_OWNER: self.room.held()})
         for sequence in self._sequences.values():
             sequence.check(self.index.block_ids(sequence.hit))
+        if self.swap is not None:
+            self.swap.check()
 
     # -- inside: admission and growth
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def _copies_for(self, request_id: str, hit: PrefixHit) -> Iterable[BlockCopy]:
+        """What of a hit stands elsewhere than in the index."""
+        if hit.tail is not None:
+            return (self._donors.copy_of(hit.tail, request_id),)
+        if hit.num_swapped:
+            assert self.swap is not None
+            return self.swap.copies_back(hit, request_id, self.block_table(request_id))
+        return ()
 
     def _admit(self, chunk: Chunk) -> None:
         state, wanted = chunk.state, chunk.hit
@@ -363,8 +335,7 @@ class KVCacheManager:
     def _make_room(self, num_blocks: int, account: Account) -> None:
         """Have so many blocks free for the account, if that can be: behind windows first, then cached."""
         self._num_changes += 1
-        if self.window is not None:
-            self._drop_behind_windows(num_blocks, account)
+        self._windows.drop(num_blocks, account)
         self.room.make(num_blocks, account)
 
     def _undo(self, draft: Draft, num_bound: int, *, decodes: bool) -> None:
@@ -405,44 +376,5 @@ class KVCacheManager:
     def _attribute(self, state: RequestState, hit: PrefixHit, *, again: bool) -> None:
         if self.misses is not None:
             namespace = self.namespace_of(state.request.namespace)
-            self.misses.observe(self.index, state.tokens, namespace, hit.num_blocks, preempted=again)
-
-    # -- inside: sliding windows
-
-    def _behind_window(self, sequence: SequenceKV) -> int:
-        if self.window is None or sequence in self._donors:
-            return 0
-        return sequence.behind_window(self.window, self.block_size)
-
-    def _num_behind_windows(self, account: Account | None = None) -> int:
-        if self.window is None:
-            return 0
-        return sum(
-            self._behind_window(one)
-            for one in self._sequences.values()
-            if account is None or one.own.account == account
-        )
-
-    def _below_ceiling(self, account: Account) -> int:
-        """Blocks that an account could get if all others gave what they have."""
-        assert self.quota is not None
-        paying = self.quota.paying(account)
-        own = self.index.num_evictable_of(paying) + self._num_behind_windows(paying)
-        return self.quota.headroom(paying) + own
-
-    def _has_room(self, num_blocks: int, account: Account) -> bool:
-        if self.quota is not None and self.quota.headroom(account) < num_blocks:
-            return False
-        return self.pool.num_free >= num_blocks
-
-    def _drop_behind_windows(self, num_blocks: int, account: Account) -> None:
-        """Free blocks behind windows until the account has room; who gives any keeps none for the index. Not
-        from donors: somebody may be about to copy a block of theirs."""
-        for sequence in self._sequences.values():
-            if self._has_room(num_blocks, account):
-                return
-            dead = self._behind_window(sequence)
-            if dead:
-                self._registrar.free_first(sequence.own, dead, BEHIND_WINDOW)
-                sequence.num_shared += dead
-                sequence.is_windowed = True
+            had = hit.num_tokens // self.block_size
+            self.misses.observe(self.index, state.tokens, namespace, had, preempted=again)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from sagellm.core.errors import CapacityError
-from sagellm.core.plan import Draft, Growth, RequestState
+from sagellm.core.growth import Growth
+from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.kv_pool import KVPool
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, append_each
 from sagellm.kvmgr.manager.sequence import SequenceKV

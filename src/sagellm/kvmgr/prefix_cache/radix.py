@@ -95,10 +95,8 @@ class RadixPrefixCache(SimpleDoor):
             end = max(0, max_tokens) * TOKEN_BYTES
         step = self._step
         node, num_blocks = self._walk(root, data, end - end % step)
-        return _new_hit(
-            PrefixHit,
-            (num_blocks * self.block_size, num_blocks, tokens, namespace, node, self.tree.version, None),
-        )
+        num_tokens, version = num_blocks * self.block_size, self.tree.version
+        return _new_hit(PrefixHit, (num_tokens, num_blocks, tokens, namespace, node, version, None, 0))
 
     def block_ids(self, hit: PrefixHit) -> BlockIds:
         ids: BlockIds = array("i")
@@ -282,8 +280,8 @@ class RadixPrefixCache(SimpleDoor):
     # -- inside: hits and pins
 
     def _hit(self, tokens: Tokens, namespace: Namespace, node: Node | None, num_blocks: int) -> PrefixHit:
-        fields = (num_blocks * self.block_size, num_blocks, tokens, namespace, node, self.tree.version, None)
-        return _new_hit(PrefixHit, fields)
+        num_tokens, version = num_blocks * self.block_size, self.tree.version
+        return _new_hit(PrefixHit, (num_tokens, num_blocks, tokens, namespace, node, version, None, 0))
 
     def _current(self, hit: PrefixHit) -> PrefixHit:
         """The hit itself, or what is left of it if the tree changed since the look-up and nobody pins it."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NoReturn, TypedDict
 
 from sagellm.core.errors import PlanError, RequestError, nearest
+from sagellm.core.growth import Growth
 from sagellm.core.ir import (
     BOTH_PHASES,
     LOCAL,
@@ -26,7 +27,7 @@ from sagellm.core.ir import (
     RejectOp,
     TransferOp,
 )
-from sagellm.core.plan import BlockCopy, Decision, Growth, Join, Placement, Prefill, Transfer
+from sagellm.core.plan import BlockCopy, Decision, Join, Placement, Prefill, Transfer
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.kvmgr.scheduler_ir.graph import IRGraph
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sagellm.core.errors import PlanError
-from sagellm.core.plan import Draft, ExecutionPlan, Growth, RequestState
+from sagellm.core.growth import Growth
+from sagellm.core.plan import Draft, ExecutionPlan, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.kvmgr.scheduler_ir.batch import DecodeBatch
 from sagellm.kvmgr.scheduler_ir.freeze import freeze

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from sagellm.core.plan import Chunk, Draft, ExecutionPlan, Growth, Growths, Join, Prefill, Transfer
+from sagellm.core.growth import Growth, Growths
+from sagellm.core.plan import Chunk, Draft, ExecutionPlan, Join, Prefill, Transfer
 
 
 class BlockTables(Protocol):

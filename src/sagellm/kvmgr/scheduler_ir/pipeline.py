@@ -13,6 +13,7 @@ from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.protocols.scheduler_ir import (
     NO_STEP,
     BlockBudget,
+    ReturnPrice,
     SchedulerPass,
     SchedulingView,
     StepFacts,
@@ -190,6 +191,9 @@ class _SimpleView:
 
     def gain_of_preempting(self, state: RequestState) -> int:
         return -(-state.num_computed // self.requests[state.request_id].block_size)
+
+    def price_to_return(self, state: RequestState) -> ReturnPrice:
+        return ReturnPrice(0, 0, 0.0, 0.0)
 
 
 def _as_request(request: ScheduleRequest) -> Request:

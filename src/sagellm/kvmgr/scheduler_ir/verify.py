@@ -31,6 +31,9 @@ def _check_one_fate_each(draft: Draft) -> None:
     for state in draft.preempted:
         if state.status is not RequestStatus.RUNNING:
             raise PlanError(f"preempt {state.request_id}: it is {state.status.value}, not running")
+    for request_id in draft.swapped:
+        if fates.get(request_id) != "preempted":
+            raise PlanError(f"swap {request_id}: only who is preempted is saved, it is not")
     for request_id, state in draft.out.items():
         if not state.decoding or state.request_id != request_id:
             raise PlanError(f"{request_id} is left out of decode, and {state.request_id} is not in it")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit
-from sagellm.core.protocols.scheduler_ir import NO_STEP, BlockBudget, SchedulerPass, StepFacts
+from sagellm.core.protocols.scheduler_ir import NO_STEP, BlockBudget, ReturnPrice, SchedulerPass, StepFacts
 from sagellm.core.types import SLO, Namespace, Request, RequestStatus, SamplingParams, Tokens
 
 
@@ -25,6 +25,9 @@ class DeskView:
     cached: dict[str, int] = field(default_factory=dict)
     available: int = 1000
     num_matches: int = 0
+    num_host_free: int = 0
+    token_s: float = 0.0
+    copy_s: float = 0.0
 
     @property
     def kv(self) -> DeskView:
@@ -52,6 +55,12 @@ class DeskView:
 
     def gain_of_preempting(self, state: RequestState) -> int:
         return self._blocks(state.num_computed)
+
+    def price_to_return(self, state: RequestState) -> ReturnPrice:
+        num_blocks = self.gain_of_preempting(state)
+        return ReturnPrice(
+            num_blocks, self.num_host_free, state.num_computed * self.token_s, 2 * num_blocks * self.copy_s
+        )
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

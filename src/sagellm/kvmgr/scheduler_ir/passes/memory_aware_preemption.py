@@ -6,11 +6,19 @@ from __future__ import annotations
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import BlockBudget, SchedulingView
 from sagellm.kvmgr.scheduler_ir._queue import hit_of
+from sagellm.kvmgr.scheduler_ir._victims import VICTIMS, choose_victim
 from sagellm.kvmgr.scheduler_ir.quiet import QUIET, Quiet
+
+SWAPS = ("cost", "always", "never")
 
 
 class MemoryAwarePreemptionPass:
-    """Preemption by recompute, last in `draft.running` first; admission in order, nobody overtakes.
+    """Preemption of who comes later in `draft.running`; admission in order, nobody overtakes.
+
+    `victims` says who of those behind leaves, of the lowest priority among them (see `_victims.py`): `last`,
+    `newest`, `most_blocks`, `cheapest`. `swap` says whose KV is saved in host memory, where the backend has
+    room for it: by `cost`, where copying it there and back takes less time than computing it again; `always`;
+    `never`. That holds for those too whom a pass before this one preempts.
 
     A waiting request is admitted when its whole prompt fits and, while others run, `watermark` blocks for
     each of them are left, so that it does not push out at once what it joined. A step that preempts admits
@@ -20,8 +28,11 @@ class MemoryAwarePreemptionPass:
     name = "memory_aware_preemption"
     quiet = True
 
-    def __init__(self, watermark: int = 1) -> None:
-        self.watermark = watermark
+    def __init__(self, watermark: int = 1, victims: str = "last", swap: str = "cost") -> None:
+        for name, value, known in (("victims", victims, tuple(VICTIMS)), ("swap", swap, SWAPS)):
+            if value not in known:
+                raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
+        self.watermark, self.victims, self.swap = watermark, victims, swap
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
         budget = view.kv.budget()
@@ -37,6 +48,8 @@ class MemoryAwarePreemptionPass:
                 one.state.request_id: view.kv.price_to_grow(one.state, one.num_tokens) for one in chunks
             }
             self._fit_running(draft, view, budget, needs)
+        if draft.preempted and self.swap != "never":
+            self._save(draft, view)
         if admits:
             self._fit_admitted(draft, view, budget)
 
@@ -56,7 +69,7 @@ class MemoryAwarePreemptionPass:
     def _fit_running(
         self, draft: Draft, view: SchedulingView, budget: BlockBudget, needs: dict[str, int]
     ) -> None:
-        """Walk from the first to the last, preempting from the end."""
+        """Walk from the first to the last, preempting those behind."""
         keepers = [state for state in draft.running if state not in draft.preempted]
         for state in list(keepers):
             if state.request_id not in needs or not draft.computes(state):
@@ -66,11 +79,11 @@ class MemoryAwarePreemptionPass:
                 capped = budget.is_capped(state, price)
                 account = state.request.account
                 rivals = [one for one in keepers if one.request.account == account] if capped else keepers
-                if rivals[-1] is state:
+                victim = choose_victim(self.victims, rivals, state, view.kv)
+                if victim is None:
                     alone = not draft.preempted and len(rivals) == 1
                     self._give_up(draft, state, price, budget.left(state), alone=alone)
                     break
-                victim = rivals[-1]
                 keepers.remove(victim)
                 self._preempt(draft, victim, state)
                 budget.gain(victim, view.kv.gain_of_preempting(victim))
@@ -78,6 +91,21 @@ class MemoryAwarePreemptionPass:
     def _preempt(self, draft: Draft, victim: RequestState, winner: RequestState) -> None:
         draft.preempt(victim)
         draft.say(self.name, victim, "preempt", f"{winner.request_id} comes first and needs its blocks")
+
+    def _save(self, draft: Draft, view: SchedulingView) -> None:
+        """Have what the preempted have computed saved, where there is room for it and it pays."""
+        num_taken = 0
+        for state in draft.preempted:
+            price = view.kv.price_to_return(state)
+            price = price._replace(num_free=price.num_free - num_taken)
+            if state.request_id in draft.swapped or not price.fits:
+                continue
+            if self.swap == "cost" and 0 < price.recompute_s < price.swap_s:
+                continue
+            num_taken += price.num_host_blocks
+            draft.swapped.append(state.request_id)
+            cost = f"{price.swap_s * 1e3:.3g} ms to copy, {price.recompute_s * 1e3:.3g} ms to compute again"
+            draft.say(self.name, state, "swap", f"{price.num_host_blocks} blocks to host memory: {cost}")
 
     def _give_up(self, draft: Draft, state: RequestState, price: int, left: int, *, alone: bool) -> None:
         """Who is alone (in its account, where its ceiling is in the way) and does not fit can never go on;

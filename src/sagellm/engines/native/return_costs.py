@@ -1,0 +1,53 @@
+"""How long it takes to bring back what a preempted request has computed, measured at start-up: a block copied
+to host memory or back, a token of a prompt computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sagellm.core.clock import Clock
+from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, Prefill, StepResult
+from sagellm.core.types import SamplingParams, Tokens
+from sagellm.engines.native.kv_cache import HOST, TIER, PagedKV
+
+NUM_COPIES = 8
+PROMPT_TOKENS = 256
+REPEATS = 3
+
+
+def host_copy_s(kv: PagedKV, clock: Clock) -> float:
+    """Seconds to copy a block one way: the best of a few rounds there and back. Every block is zero before
+    and after."""
+    count = min(NUM_COPIES, kv.num_blocks, kv.num_host_blocks)
+    there = [BlockCopy(TIER, block, HOST, block) for block in range(count)]
+    back = [BlockCopy(HOST, block, TIER, block) for block in range(count)]
+    return _best_s(lambda: kv.copy_blocks([*there, *back]), clock, kv.keys[0].device) / (2 * count)
+
+
+def prefill_token_s(
+    execute: Callable[[ExecutionPlan], StepResult], max_tokens: int, block_size: int, clock: Clock
+) -> float:
+    """Seconds for each token of a prompt of some hundred tokens, if so many fit. Leaves no row behind; what
+    it writes into the first blocks is overwritten by whoever gets them."""
+    num_tokens = min(PROMPT_TOKENS, max_tokens)
+    blocks = tuple(range(-(-num_tokens // block_size)))
+    prompt, params = Tokens([0] * num_tokens).tobytes(), SamplingParams(max_tokens=1)
+    join = Join(0, "start-up", prompt, num_tokens, 0, blocks, params, frozenset())
+    prefill = Prefill(0, "start-up", 0, num_tokens, samples=True)  # the token drawn is waited for
+    plan = ExecutionPlan(0, joined=(join,), prefills=(prefill,))
+    spent_s = _best_s(lambda: execute(plan), clock)
+    execute(ExecutionPlan(0, left=(0,)))
+    return spent_s / num_tokens
+
+
+def _best_s(run: Callable[[], object], clock: Clock, device: torch.device | None = None) -> float:
+    best = float("inf")
+    for _ in range(REPEATS):
+        began_s = clock.now()
+        run()
+        if device is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, clock.now() - began_s)
+    return best

@@ -1,0 +1,102 @@
+"""Who leaves when memory is short, and whose KV is saved: golden decisions on one small scene."""
+
+from __future__ import annotations
+
+import pytest
+
+from sagellm.core.errors import ConfigError
+from sagellm.core.plan import Chunk, Draft
+from sagellm.kvmgr.scheduler_ir import presets
+from sagellm.kvmgr.scheduler_ir._victims import VICTIMS
+from tests.kvmgr.scheduler_ir.passes.desk import DeskView, admit, state
+
+SCENE = [  # name, tokens computed, arrival, priority
+    ("first", 8, 3.0, 0),
+    ("long", 80, 1.0, 0),
+    ("short", 12, 5.0, 0),
+    ("middle", 40, 9.0, 0),
+    ("last", 20, 4.0, 0),
+]
+"""In order of who comes first; blocks of four tokens, none free."""
+
+
+def decide(view: DeskView, scene: list[tuple[str, int, float, int]] = SCENE, **options: object) -> Draft:
+    """`first` needs one block more, nobody else anything."""
+    running = [
+        admit(state(name, length + 4, arrival_s=arrival_s, priority=priority), length)
+        for name, length, arrival_s, priority in scene
+    ]
+    draft = Draft(0, 10.0, 64, running, [])
+    draft.chunks["first"] = Chunk(running[0], 8, 4)
+    view.available = 0
+    presets.make_pass("memory_aware_preemption", options)(draft, view)
+    return draft
+
+
+def left(draft: Draft) -> list[str]:
+    return [one.request_id for one in draft.preempted]
+
+
+def test_each_policy_has_its_victim() -> None:
+    chosen = {name: left(decide(DeskView(), victims=name)) for name in VICTIMS}
+    assert chosen == {"last": ["last"], "newest": ["middle"], "most_blocks": ["long"], "cheapest": ["short"]}
+
+
+def test_the_cheapest_takes_the_least_time_to_come_back_for_each_block() -> None:
+    """Computing again takes 1 s a token; copying there and back 2 s a block, if there is room."""
+    scene = [*SCENE, ("ragged", 37, 0.0, 0), ("whole", 40, 0.0, 0)]
+    without, little = DeskView(token_s=1.0), DeskView(num_host_free=3, token_s=1.0, copy_s=1.0)
+    assert left(decide(without, scene, victims="cheapest")) == ["ragged"], "3.7 s a block"
+    assert left(decide(little, scene, victims="cheapest")) == ["short"], "2 s a block"
+
+
+@pytest.mark.parametrize("victims", VICTIMS)
+def test_only_who_comes_later_leaves_and_the_lowest_priority_first(victims: str) -> None:
+    scene = [SCENE[0], *((name, n, at, 1) for name, n, at, _ in SCENE[1:4]), ("last", 20, 4.0, 0)]
+    assert left(decide(DeskView(), scene, victims=victims)) == ["last"]
+    front = [("before", 90, 99.0, -1), *scene]
+    running = [admit(state(name, n + 4, arrival_s=at, priority=p), n) for name, n, at, p in front]
+    draft = Draft(0, 10.0, 64, running, [])
+    draft.chunks["first"] = Chunk(running[1], 8, 4)
+    presets.make_pass("memory_aware_preemption", {"victims": victims})(draft, DeskView(available=0))
+    assert left(draft) == ["last"], "nobody in front makes way"
+
+
+@pytest.mark.parametrize(
+    ("swap", "copy_s", "num_host_free", "saved"),
+    [
+        ("cost", 1.0, 5, ["last"]),  # 10 s against 20
+        ("cost", 2.1, 5, []),  # 21 s against 20
+        ("always", 2.1, 5, ["last"]),
+        ("always", 1.0, 4, []),  # five blocks
+        ("never", 0.0, 5, []),
+        ("cost", 0.0, 0, []),
+    ],
+)
+def test_swap_or_recompute(swap: str, copy_s: float, num_host_free: int, saved: list[str]) -> None:
+    view = DeskView(num_host_free=num_host_free, token_s=1.0, copy_s=copy_s)
+    draft = decide(view, swap=swap)
+    assert (left(draft), draft.swapped) == (["last"], saved)
+    said = [(one.action, one.reason) for one in draft.decisions if one.request_id == "last"]
+    assert [action for action, _ in said] == ["preempt"] + ["swap"] * len(saved)
+    if saved and copy_s == 1.0:
+        assert said[1][1] == "5 blocks to host memory: 1e+04 ms to copy, 2e+04 ms to compute again"
+
+
+def test_room_in_host_memory_is_counted_down() -> None:
+    """Two have to go for one block each needs; only the first finds room."""
+    view = DeskView(num_host_free=6, token_s=1.0)
+    running = [admit(state(name, 24), 20) for name in "abcd"]
+    draft = Draft(0, 0.0, 64, running, [])
+    draft.chunks["a"] = Chunk(running[0], 20, 4)
+    draft.preempted.append(running[2])  # by a pass before
+    view.available = -5
+    presets.make_pass("memory_aware_preemption", {})(draft, view)
+    assert left(draft) == ["c", "d"]
+    assert draft.swapped == ["c"]
+
+
+@pytest.mark.parametrize("options", [{"victims": "oldest"}, {"swap": "sometimes"}])
+def test_unknown_names_are_refused_with_those_there_are(options: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"is one of (last, newest|cost, always)"):
+        presets.make_pass("memory_aware_preemption", options)
