@@ -290,7 +290,8 @@ class Request:
     the scheduler lets the first compute it and the others reuse it. `eos_token_ids` end the request unless
     `params.ignore_eos`. `service_class` names the class whose share of KV memory the request uses;
     `retention` biases eviction for ranges of its prompt. `session_id` names what later KV hints may speak of;
-    `kv_hints` are done when the request ends, if it ran.
+    `kv_hints` are done when the request ends, if it ran. `scripted_output`: a simulated answer ends by itself
+    with so many tokens, which nobody who schedules may know.
     """
 
     request_id: str
@@ -306,6 +307,7 @@ class Request:
     retention: tuple[Retention, ...] = ()
     session_id: str | None = None
     kv_hints: KvHintsEnvelope | None = None
+    scripted_output: int | None = None
 
     def __post_init__(self) -> None:
         if not len(self.tokens):

@@ -19,6 +19,8 @@ def stop_reason(state: RequestState, token_id: int, max_model_len: int) -> Finis
             return FinishReason.STOP
         if token_id in state.request.eos_token_ids and not params.ignore_eos:
             return FinishReason.STOP
+    if generated == state.request.scripted_output:
+        return FinishReason.STOP
     full = len(state.tokens) >= max_model_len
     if full or (params.max_tokens is not None and generated >= params.max_tokens):
         return FinishReason.LENGTH

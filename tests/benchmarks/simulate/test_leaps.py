@@ -108,9 +108,16 @@ def blocked(count: int = 60, *, shared: Sequence[int] = (), tenants: int = 1) ->
 @pytest.mark.parametrize("strategy", sorted(PRESETS))
 @pytest.mark.parametrize("made", [blocked(), blocked(shared=[1]), blocked(tenants=3)], ids=KINDS)
 def test_nobody_sees_the_difference(strategy: str, made: Trace) -> None:
-    chosen = config(kv__num_blocks=30, scheduler__strategy=strategy, scheduler__max_batched_tokens=64)
+    """Where it predicts lengths, too short at first: somebody has to leave."""
+    options = {"admission": {"default_output": 5}} if strategy == "adaptive" else {}
+    chosen = config(
+        kv__num_blocks=30,
+        scheduler__strategy=strategy,
+        scheduler__max_batched_tokens=64,
+        scheduler__pass_options=options,
+    )
     story = both(chosen, made)
-    assert sum(story.leapt.values()) > 20
+    assert sum(story.leapt.values()) > 10
     assert any(isinstance(one, RequestPreempted) for one in story.events)
 
 

@@ -199,7 +199,7 @@ def test_requests_are_made_as_the_trace_says() -> None:
     made = trace(request(0, 20, 7, [1, 2], session="s", namespace="n"))
     work = workload(made, WorkloadSpec(high=HighPriority(1.0)), LONG)
     one = RequestMaker(work, VOCAB).make(0, 3.5, 7)
-    assert (len(one.tokens), one.params.max_tokens, one.params.ignore_eos) == (20, 7, True)
+    assert (len(one.tokens), one.scripted_output, one.params.max_tokens) == (20, 7, None)
     assert (one.arrival_s, one.priority, one.namespace.tenant, one.session_id) == (3.5, 1, "n", "s")
 
 

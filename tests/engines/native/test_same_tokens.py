@@ -44,8 +44,8 @@ SAMPLING = (
 
 @cache
 def backend(name: str, reference: bool) -> NativeBackend:
-    """One for the reference and one for the engines under test: a backend belongs to one engine at a time. The
-    latter has host memory for some that are preempted."""
+    """One for the reference and one for the engines under test: a backend belongs to one engine.
+    The second has host memory for some that are preempted."""
     folder = Path(mkdtemp(prefix="sagellm-"))
     save_tiny(folder, name)
     return NativeBackend(

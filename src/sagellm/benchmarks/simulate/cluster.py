@@ -18,7 +18,10 @@ from sagellm.benchmarks.simulate.workload import RequestMaker, Workload, output_
 from sagellm.core.errors import BookkeepingError, ConfigError, SageError
 from sagellm.core.events import RequestFinished
 from sagellm.core.protocols.router import Router
-from sagellm.core.types import FinishReason, Request, Tokens
+from sagellm.core.types import FinishReason, Request, SamplingParams, Tokens
+
+FIRST_TOKEN = SamplingParams(0.0, max_tokens=1, ignore_eos=True)
+"""What a prefill instance is asked for."""
 
 
 class Outcome(Enum):
@@ -134,7 +137,7 @@ class Cluster:
         instance = self._place(self._router, self._entry, request)
         served.prefill = served.decode = instance.name
         if instance.role == "prefill":
-            request = replace(request, params=self._maker.params(1))
+            request = replace(request, params=FIRST_TOKEN, scripted_output=None)
         self._submit(instance, request, now_s)
 
     def _place(self, router: Router, candidates: Sequence[Instance], request: Request) -> Instance:

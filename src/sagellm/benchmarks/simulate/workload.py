@@ -190,6 +190,9 @@ def _priorities(trace: Trace, requests: tuple[TraceRequest, ...], spec: Workload
     return tuple(made.tolist())
 
 
+GREEDY = SamplingParams(0.0, ignore_eos=True)
+
+
 class RequestMaker:
     """Makes requests for engines when they arrive, so that no more prompts exist than are under way."""
 
@@ -197,25 +200,19 @@ class RequestMaker:
         self._workload = workload
         self._content = PromptContent(workload.trace.block_tokens, vocab_size)
         self._slo = slo or SLO()
-        self._params: dict[int, SamplingParams] = {}
 
-    def make(self, number: int, arrival_s: float, max_tokens: int) -> Request:
-        """Request `number`, which came at `arrival_s` and is to draw `max_tokens` tokens."""
+    def make(self, number: int, arrival_s: float, num_tokens: int) -> Request:
+        """Request `number`, which came at `arrival_s` and will turn out to draw `num_tokens` tokens; it asks
+        for no number."""
         one = self._workload.requests[number]
         return Request(
             str(number),
             self._content.tokens(one.ids, one.num_input_tokens, number),
-            self.params(max_tokens),
+            GREEDY,
             arrival_s=arrival_s,
             priority=self._workload.priorities[number],
             namespace=one.namespace,
             slo=self._slo,
             session_id=one.session,
+            scripted_output=num_tokens,
         )
-
-    def params(self, max_tokens: int) -> SamplingParams:
-        """Greedy, exactly `max_tokens` long; one object for each length."""
-        found = self._params.get(max_tokens)
-        if found is None:
-            found = self._params[max_tokens] = SamplingParams(0.0, max_tokens=max_tokens, ignore_eos=True)
-        return found

@@ -68,8 +68,9 @@ class DecodeBatch:
         if not count:
             self._stops[:] = False
         params, length = state.request.params, len(state.tokens)
-        most = max_length if params.max_tokens is None else params.max_tokens + state.num_prompt_tokens
-        self._table[:, count] = (length - 1, num_slots - length + 1, min(max_length, most) - length)
+        limits = (params.max_tokens, state.request.scripted_output)
+        most = min([max_length, *(one + state.num_prompt_tokens for one in limits if one is not None)])
+        self._table[:, count] = (length - 1, num_slots - length + 1, most - length)
         stops = set(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= state.request.eos_token_ids
