@@ -9,20 +9,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sagellm.core.clock import ManualClock
+from sagellm.core.config import KVConfig
 from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.plan import BlockCopy, Draft, ExecutionPlan, StepResult
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 from sagellm.core.types import FinishReason, Namespace, Tokens
+from sagellm.engines.build import build_kv, build_swap
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.kv_pool.free_list import GPUKVPool
 from sagellm.kvmgr.manager import SwapSpace
-from sagellm.kvmgr.scheduler_ir import presets
+from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, presets
 from tests.builders import check_books, expected_tokens, fake_engine, request
 from tests.engines.kv_scenes import Preempt
 
 LONG, OTHER = list(range(10)), [50 + i for i in range(9)]
+
+
+class PreemptOnce:
+    """A pass that preempts "a" when it has 13 tokens, also where the step is planned a second time."""
+
+    name = "preempt_once"
+
+    def __call__(self, draft: Draft, view: SchedulingView) -> None:
+        for state in list(draft.running):
+            if state.request_id == "a" and len(state.tokens) >= 13 and not state.num_preemptions:
+                draft.preempt(state)
 
 
 class Flood:
@@ -44,6 +58,13 @@ def passes(*first: SchedulerPass, **options: object) -> list[SchedulerPass]:
         presets.make_pass("chunked_prefill", {}),
         presets.make_pass("memory_aware_preemption", options),
     ]
+
+
+def overlapped(backend: TokenMemoryBackend, chosen: Sequence[SchedulerPass], *, overlap: bool) -> Engine:
+    config, capability = KVConfig(block_size=4), backend.capability()
+    kv = build_kv(config, capability.num_blocks, swap=build_swap(capability), clock=ManualClock())
+    scheduler = BaseSchedulerIR(chosen)
+    return Engine(backend, kv, scheduler, max_batched_tokens=32, overlap=overlap, clock=ManualClock())
 
 
 def serve(engine: Engine) -> tuple[dict[str, list[int]], list[ExecutionPlan]]:
@@ -130,6 +151,60 @@ def test_a_step_that_fails_has_saved_nothing() -> None:
     assert got == {"a": expected_tokens(backend, LONG, 8), "b": expected_tokens(backend, OTHER, 8)}
 
 
+def test_without_a_prefix_cache_it_is_swapped_too() -> None:
+    backend = TokenMemoryBackend(num_blocks=32, num_host_blocks=8)
+    engine = fake_engine(backend, passes=passes(Preempt("a", 13)), prefix_caching=False)
+    engine.add(request("a", LONG, 8))
+    got, plans = serve(engine)
+    assert got["a"] == expected_tokens(backend, LONG, 8)
+    assert [len(plan.copies) for plan in plans if plan.copies] == [3, 3]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("for once"), CapacityError("for once")])
+@pytest.mark.parametrize("way", [("hbm", "dram"), ("dram", "hbm")])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_copies_that_always_fail_cost_nobody_anything(
+    error: Exception, way: tuple[str, str], *, overlap: bool
+) -> None:
+    class Fails(TokenMemoryBackend):
+        def execute(self, plan: ExecutionPlan) -> StepResult:
+            if way in tiers(plan):
+                raise error
+            return super().execute(plan)
+
+    backend, flood = Fails(num_blocks=32, num_host_blocks=8), Flood()
+    engine = overlapped(backend, passes(PreemptOnce(), flood), overlap=overlap)
+    flood.engine = engine
+    engine.add(request("a", LONG, 8))
+    engine.add(request("b", OTHER, 8))
+    got, _ = serve(engine)
+    assert got == {"a": expected_tokens(backend, LONG, 8), "b": expected_tokens(backend, OTHER, 8)}
+    assert engine.stats().host_blocks_used == 0
+    assert not engine.kv.is_published("a")
+
+
+def test_an_id_used_again_gets_nothing_of_the_request_before() -> None:
+    """It was aborted while the step was in flight that brings it back."""
+    backend, flood = TokenMemoryBackend(num_blocks=32, num_host_blocks=8), Flood()
+    engine = overlapped(backend, passes(PreemptOnce(), flood), overlap=True)
+    flood.engine = engine
+    engine.add(request("a", LONG, 12))
+    engine.add(request("b", OTHER, 20))
+    for _ in range(30):
+        engine.step()
+        flight = engine._pipeline.flight if engine._pipeline is not None else None
+        if flight is not None and ("dram", "hbm") in tiers(flight.plan):
+            break
+    else:
+        raise AssertionError("nothing was brought back")
+    engine.abort("a")
+    assert engine.stats().host_blocks_used == 0
+    other = [1, 1, 1, *range(40, 57)]
+    engine.add(request("a", other, 6))
+    got, _ = serve(engine)
+    assert got["a"] == expected_tokens(backend, other, 6)
+
+
 def test_an_aborted_request_leaves_host_memory() -> None:
     engine, _ = swapping(8)
     while not engine.stats().host_blocks_used:
@@ -156,7 +231,7 @@ def test_what_others_use_is_not_saved() -> None:
 
 def test_saved_blocks_continue_what_the_index_has() -> None:
     space, tokens = SwapSpace(GPUKVPool(8, 4)), Tokens(range(20))
-    copies = space.save("a", [7, 8, 9, 6], 2, 13)
+    copies = space.save("a", tokens, [7, 8, 9, 6], 2, 13)
     assert copies == [BlockCopy("hbm", 9, "dram", 0), BlockCopy("hbm", 6, "dram", 1)]
     hits = [PrefixHit(4 * count, count, tokens, Namespace()) for count in range(5)]
     longer = [space.lengthen(hit, "a", 19) for hit in hits]
@@ -164,10 +239,12 @@ def test_saved_blocks_continue_what_the_index_has() -> None:
     assert space.lengthen(hits[2], "a", 9).num_tokens == 9
     assert space.copies_back(longer[3], "a", [1, 2, 3, 4]) == [BlockCopy("dram", 1, "hbm", 4)]
     assert space.lengthen(hits[2], "b", 19) == hits[2]
+    again = hits[2]._replace(tokens=Tokens(range(20)))
+    assert space.lengthen(again, "a", 19) == again, "another request of that name"
     with pytest.raises(BookkeepingError, match="b counts on 5 tokens that nobody has saved"):
         space.copies_back(longer[2], "b", [1, 2, 3, 4])
     with pytest.raises(CapacityError, match="b: 7 host blocks asked for, 6 are free"):
-        space.save("b", range(7), 0, 28)
+        space.save("b", tokens, range(7), 0, 28)
     space.check()
     space.failed(["a"])
     assert space.num_used == 0

@@ -88,7 +88,10 @@ class KVConfig(Section):
         f"{CPU_MEMORY_SHARE} on a CPU",
     )
     swap_space_gb: float = Field(
-        default=0.0, ge=0.0, le=1e6, description="host memory (GiB) for the KV of preempted requests"
+        default=0.0,
+        ge=0.0,
+        le=16384.0,
+        description="host memory (GiB) for the KV of preempted requests; vllm-like computes it again",
     )
     index: str = Field(default="radix", min_length=1, description="prefix index")
     pool: str = Field(default="free_list", min_length=1, description="block pool")

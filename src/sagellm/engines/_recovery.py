@@ -68,9 +68,10 @@ class Recovery:
 
     def failed(self, draft: Draft, plan: ExecutionPlan) -> Sequence[RequestState]:
         """Returns the request that ends, if the step did nothing else; several are suspects, and so is one
-        beside others that were saved."""
+        where KV was to be saved or brought back, which the next step does not do again."""
         scheduled = list(draft.scheduled())
-        alone = len(scheduled) == 1 and not draft.swapped
+        swaps = draft.swapped or any(chunk.hit.num_swapped for chunk in draft.admitted() if chunk.hit)
+        alone = len(scheduled) == 1 and not swaps
         if alone and len(plan.decode_rows) + len(plan.prefills) == 1:
             self._suspects = [one for one in self._suspects if one is not scheduled[0]]
             return scheduled

@@ -165,6 +165,10 @@ def build_swap(capability: CapabilityDescriptor) -> SwapSpace | None:
     """The backend's host blocks, or None where it has none."""
     if not capability.num_host_blocks:
         return None
+    if capability.sliding_window is not None:
+        raise ConfigError(
+            "kv.swap_space_gb: what a model with sliding windows has computed is not swapped; leave it out"
+        )
     host = GPUKVPool(capability.num_host_blocks, capability.block_size)
     return SwapSpace(host, capability.host_copy_s)
 

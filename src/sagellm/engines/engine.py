@@ -342,6 +342,8 @@ class Engine:
         """After a failed execute: the books are as before the bind, admitted requests wait again."""
         for one in (ahead, draft) if ahead is not None else (draft,):
             self.kv.rollback(one)
+            if one is draft:
+                self.kv.give_up_saved(draft)
             for chunk in reversed(list(one.admitted())):
                 self._roster.leave(chunk.state)
                 self._roster.wait_again(chunk.state)
@@ -369,8 +371,7 @@ class Engine:
         """`keep`: whether what it computed may serve others."""
         if state.status is RequestStatus.RUNNING:
             self.kv.release(state, keep=keep)
-        else:
-            self.kv.forget(state)
+        self.kv.forget(state)
         state.finish_reason = reason
         self._roster.end(state)
         if reason is not FinishReason.ABORT:

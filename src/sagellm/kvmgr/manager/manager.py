@@ -177,11 +177,17 @@ class KVCacheManager(Quotes):
         if self.swap is None or not self.price_to_return(state).fits:
             return False
         table, first = self.block_table(state.request_id), self._first_lost(state)
-        draft.copies += self.swap.save(state.request_id, table, first, state.num_computed)
+        draft.copies += self.swap.save(state.request_id, state.tokens, table, first, state.num_computed)
         return True
 
+    def give_up_saved(self, draft: Draft) -> None:
+        """A step has failed, perhaps because of what it brought back: that is computed again."""
+        for chunk in draft.admitted():
+            if chunk.hit is not None and chunk.hit.num_swapped:
+                self.forget(chunk.state)
+
     def forget(self, state: RequestState) -> None:
-        """A request that waits will never run again."""
+        """What was saved of the request is given up; it has ended, or is to be computed again."""
         if self.swap is not None:
             self.swap.drop(state.request_id)
 
@@ -349,7 +355,7 @@ class KVCacheManager(Quotes):
             sequence = self._sequences.get(name)
             if sequence is None or sequence.state is not chunk.state:  # never reached, or ended since
                 continue
-            self._registrar.withdraw(sequence, chunk.start)
+            self._registrar.withdraw(sequence, -1 if chunk.admits else chunk.start)
             count = len(chunk.block_ids)
             if count:
                 self.pool.shrink(sequence.own, count)

@@ -46,8 +46,8 @@ class Quotes:
             began_s = self._now()
             hit = self.index.lookup(state.tokens, namespace, limit)
             self.metrics.observe_match(self._now() - began_s)
-        if self.swap is not None and self.prefix_caching:
-            hit = self.swap.lengthen(hit, state.request_id, limit)
+        if self.swap is not None:
+            hit = self.swap.lengthen(hit, state.request_id, len(state.tokens) - 1)
         if state.request.group is None or hit.num_swapped:
             return hit
         return self._donors.lengthen(hit, state, limit)
@@ -93,7 +93,7 @@ class Quotes:
         first = self._first_lost(state)
         recompute_s = max(0, state.num_computed - first * self.block_size) * self.prefill_token_s
         swap = self.swap
-        if swap is None or self.window is not None or not self.prefix_caching:
+        if swap is None or self.window is not None:
             return ReturnPrice(0, 0, recompute_s, 0.0)
         num_blocks = self._blocks_for(state.num_computed) - first
         return ReturnPrice(num_blocks, swap.num_free, recompute_s, 2 * num_blocks * swap.block_s)

@@ -16,6 +16,7 @@ from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.plan import BlockCopy
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.prefix_cache import PrefixHit
+from sagellm.core.types import Tokens
 
 DEVICE, HOST = "hbm", "dram"
 
@@ -23,8 +24,9 @@ DEVICE, HOST = "hbm", "dram"
 @dataclass(slots=True)
 class SavedKV:
     """`blocks` hold the KV of a request from block `first` of its table on, up to its first `num_tokens`
-    tokens. `is_written`: the step that copies them has been executed."""
+    tokens, which are the first of `tokens`. `is_written`: the step that copies them has been executed."""
 
+    tokens: Tokens
     blocks: Allocation
     first: int
     num_tokens: int
@@ -49,7 +51,9 @@ class SwapSpace:
     def num_used(self) -> int:
         return self._pool.total_blocks - self._pool.num_free
 
-    def save(self, request_id: str, table: Sequence[int], first: int, num_tokens: int) -> list[BlockCopy]:
+    def save(
+        self, request_id: str, tokens: Tokens, table: Sequence[int], first: int, num_tokens: int
+    ) -> list[BlockCopy]:
         """The copies that save the KV of the first `num_tokens` tokens from block `first` on. Until `written`
         it counts on a step that may still fail. Raises `CapacityError` where there is no room."""
         stop = -(-num_tokens // self._block_size)
@@ -58,7 +62,7 @@ class SwapSpace:
             raise CapacityError(
                 f"{request_id}: {stop - first} host blocks asked for, {self.num_free} are free"
             )
-        self._saved[request_id] = SavedKV(blocks, first, num_tokens)
+        self._saved[request_id] = SavedKV(tokens, blocks, first, num_tokens)
         self.num_changes += 1
         pairs = zip(table[first:stop], blocks.block_ids, strict=True)
         return [BlockCopy(DEVICE, source, HOST, target) for source, target in pairs]
@@ -85,9 +89,10 @@ class SwapSpace:
             self.num_changes += 1
 
     def lengthen(self, hit: PrefixHit, request_id: str, limit: int) -> PrefixHit:
-        """The hit, and what more is saved of the request: at most `limit` tokens in all."""
+        """The hit, and what more is saved of the request, not of another of that name: at most `limit` tokens
+        in all."""
         saved = self._saved.get(request_id)
-        if saved is None or saved.first > hit.num_blocks:
+        if saved is None or saved.tokens is not hit.tokens or saved.first > hit.num_blocks:
             return hit
         num_tokens = min(saved.num_tokens, limit)
         if num_tokens <= hit.num_tokens:

@@ -96,7 +96,9 @@ def test_room_in_host_memory_is_counted_down() -> None:
     assert draft.swapped == ["c"]
 
 
-@pytest.mark.parametrize("options", [{"victims": "oldest"}, {"swap": "sometimes"}])
-def test_unknown_names_are_refused_with_those_there_are(options: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"is one of (last, newest|cost, always)"):
+@pytest.mark.parametrize(
+    "options", [{"victims": "oldest"}, {"swap": "sometimes"}, {"watermark": "x"}, {"watermark": -3}]
+)
+def test_wrong_options_are_refused_with_what_there_is(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"is one of (last, newest|cost, always)|a number of blocks, 0 or"):
         presets.make_pass("memory_aware_preemption", options)

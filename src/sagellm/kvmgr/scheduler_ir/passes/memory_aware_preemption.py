@@ -29,6 +29,8 @@ class MemoryAwarePreemptionPass:
     quiet = True
 
     def __init__(self, watermark: int = 1, victims: str = "last", swap: str = "cost") -> None:
+        if type(watermark) is not int or watermark < 0:
+            raise ValueError(f"watermark is a number of blocks, 0 or more, got {watermark!r}")
         for name, value, known in (("victims", victims, tuple(VICTIMS)), ("swap", swap, SWAPS)):
             if value not in known:
                 raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")

@@ -135,7 +135,7 @@ class PriorityBasedPass:
         head = draft.waiting[0]
         if self.priority(head) <= self._lowest:
             return
-        if draft.preempted or any(chunk.admits for chunk in draft.chunks.values()):
+        if draft.preempted or draft.rejected or any(chunk.admits for chunk in draft.chunks.values()):
             return  # the step is decided already
         lower = [state for state in reversed(draft.running) if self._gives_way(state, head, draft.now_s)]
         if not lower:
