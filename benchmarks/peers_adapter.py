@@ -3,7 +3,8 @@
     python bench_engines.py run --models DIR --model S --out rows.jsonl --py-adapter .venv/bin/python \\
         --adapter benchmarks/peers_adapter.py --engines sagellm,sagellm-nopc,hf --py-hf PYTHON
 
-An engine name that ends in `-nopc` runs with the prefix cache off.
+An engine name that ends in `-nopc` runs with the prefix cache off, one that ends in `-torch` without CPU
+kernels.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Adapter:
             "kv.prefix_caching": not arguments.engine.endswith("-nopc"),
             "scheduler.max_num_seqs": MAX_NUM_SEQS,
             "engine.threads": arguments.threads,
+            "engine.kernels": "off" if arguments.engine.endswith("-torch") else "auto",
         }
         config = load_config(cli=wanted, environ={}).config
         self._engine = build_engine(config)
@@ -56,6 +58,7 @@ class Adapter:
             "dtype": capability.dtype,
             "max_batched_tokens": config.scheduler.max_batched_tokens,
             "prefix_caching": config.kv.prefix_caching,
+            "kernels": config.engine.kernels,
         }
 
     def configure(self, n_seqs: int, max_len: int) -> None:

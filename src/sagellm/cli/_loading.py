@@ -1,28 +1,111 @@
-"""A model in memory, with a progress bar on stderr while it loads."""
+"""A model in memory, with a progress bar on stderr while it loads, and what the start took in the log."""
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
+from sagellm.cli._machine import as_text
+from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.events import EventBus, StepDone
+
 if TYPE_CHECKING:
     from sagellm.core.config import Config
-    from sagellm.core.events import EventBus
     from sagellm.engines.llm import LLM
 
+PROCESS_STAT = Path("/proc/self/stat")
+log = logging.getLogger("sagellm.start")
 
-def load_llm(config: Config, events: EventBus | None = None) -> LLM:
-    """The configured model, ready to answer; errors are those of `build_llm`."""
+
+def load_llm(
+    config: Config,
+    events: EventBus | None = None,
+    *,
+    log_level: int = logging.DEBUG,
+    clock: Clock | None = None,
+) -> LLM:
+    """The configured model, ready to answer; errors are those of `build_llm`. What the start took, and then
+    the first step, is logged at `log_level`.
+    """
     from sagellm.engines.build import build_llm
 
     logging.basicConfig(level=config.log.level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    with loading_bar(config.model.name or "the demo model") as progress:
-        return build_llm(config, events=events, progress=progress)
+    clock, events, name = clock or MonotonicClock(), events or EventBus(), config.model.name
+    began_s, reading = clock.now(), _Reading(clock)
+    with loading_bar(name or "the demo model") as progress, _nothing_collected():
+        llm = build_llm(config, events=events, progress=reading.beside(progress))
+    took = f"loaded in {clock.now() - began_s:.2f} s, of which {reading}"
+    age_s = _process_age_s()
+    log.log(log_level, took if age_s is None else f"{took}; {age_s:.2f} s after the start of the process")
+    if log.isEnabledFor(log_level):
+        _tell_first_step(events, log_level)
+    return llm
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """No search for garbage while modules are imported: all they make is kept, and looking through it again
+    and again is a tenth of the time that importing torch takes.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _Reading:
+    """How long weights were read, by a listener to the progress of it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._began_s = self._ended_s = 0.0
+        self._bytes = 0
+
+    def beside(self, progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        """`progress`, listened to."""
+
+        def listen(done: int, total: int) -> None:
+            self._bytes, self._ended_s = done, self._clock.now()
+            self._began_s = self._began_s or self._ended_s
+            progress(done, total)
+
+        return listen
+
+    def __str__(self) -> str:
+        return f"{self._ended_s - self._began_s:.2f} s for {as_text(self._bytes)} of weights"
+
+
+def _tell_first_step(events: EventBus, log_level: int) -> None:
+    """Log how long the first step takes that computes anything, once."""
+
+    def tell(step: StepDone) -> None:
+        if step.num_prefill_tokens or step.num_decode_tokens:
+            unsubscribe()
+            tokens = f"{step.num_prefill_tokens} tokens of prompts"
+            log.log(log_level, f"the first step, with {tokens}, took {step.duration_s:.2f} s")
+
+    unsubscribe = events.subscribe(StepDone, tell)
+
+
+def _process_age_s() -> float | None:
+    """Seconds since this process was started, to the kernel's tick; None where the system does not say."""
+    if not PROCESS_STAT.exists() or not hasattr(time, "CLOCK_BOOTTIME"):
+        return None
+    fields = PROCESS_STAT.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 def _check_encodable(values: Iterable[Any]) -> None:
     """Bytes of an argument that are no text reach Python as halves of surrogate pairs."""
     for value in values:
-        for text in value if isinstance(value, list) else (str(value),):
+        for text in map(str, value if isinstance(value, list) else (value,)):
             try:
                 text.encode()
             except UnicodeEncodeError as error:

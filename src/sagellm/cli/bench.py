@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 from rich.console import Console
 
+from sagellm.cli._bench_engine import engine
 from sagellm.cli._bench_fairness import fairness
 from sagellm.cli._bench_lifetime import lifetime
 from sagellm.cli._options import OptionGroup, command, option
@@ -27,6 +28,7 @@ micro = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(micro, name="micro")
+app.command("engine")(engine)
 app.command("fairness")(fairness)
 app.command("lifetime")(lifetime)
 

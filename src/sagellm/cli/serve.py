@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,7 +45,7 @@ def serve(
         else nullcontext(),
     ):
         serving.serve(
-            load_llm(config, events),
+            load_llm(config, events, log_level=logging.INFO),
             listener=listener,
             log_level=config.log.level,
             api_key=server.api_key,

@@ -180,6 +180,9 @@ class EngineConfig(Section):
         default=None, ge=1, le=4096, description="CPU threads; none: by model size, one per core at most"
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of requests that bring none")
+    kernels: Literal["auto", "off"] = Field(
+        default="auto", description="CPU kernels, compiled when first needed; off: torch alone"
+    )
     overlap: bool = Field(default=False, description="plan the next step while one computes")
 
 

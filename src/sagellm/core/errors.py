@@ -14,6 +14,7 @@ SageError
 │   └── UnknownModelError
 ├── CapacityError          memory: the pool, the device
 ├── BookkeepingError       the KV books: a bug in the caller, never a full pool
+├── KernelError            a kernel that cannot be built, or not run on these inputs
 └── PlanError              a plan that the verifier refuses
 """
 
@@ -104,6 +105,10 @@ class CapacityError(SageError):
 
 class BookkeepingError(SageError):
     """The KV books were used wrongly: double free, foreign allocation, negative count, unpinned pin."""
+
+
+class KernelError(SageError):
+    """A kernel cannot be built here or cannot run on given inputs; the plain form of the operation can."""
 
 
 class PlanError(SageError):

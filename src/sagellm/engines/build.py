@@ -196,6 +196,7 @@ def model_source(config: Config) -> Path:
 def build_backend(config: Config, *, progress: Progress | None = None) -> InferenceBackend:
     """The native backend for the configured model; raises `ModelError` before it allocates anything."""
     try:
+        from sagellm.accel.fusion.cpu import cpu_kernels
         from sagellm.engines.native.backend import NativeBackend
     except ImportError as error:
         raise MissingExtraError("running a model", "native") from error
@@ -212,6 +213,7 @@ def build_backend(config: Config, *, progress: Progress | None = None) -> Infere
         threads=config.engine.threads,
         seed=config.engine.seed,
         progress=progress,
+        kernels=cpu_kernels if config.engine.kernels == "auto" else None,
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -209,3 +210,22 @@ def test_a_hub_name_is_fetched_with_only_what_is_needed(
     assert model_folder("org/name", revision="v2") == tmp_path
     assert (asked["name"], asked["revision"]) == ("org/name", "v2")
     assert "*.bin" not in asked["allow_patterns"]  # type: ignore[operator]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copied_parts_of_the_file_are_let_go(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Loading needs the memory of the model once: the mapped pages do not stay beside it."""
+    stored = torch.arange(24 << 20, dtype=torch.float32).view(-1, 1024)
+    save_file({"matrix": stored}, tmp_path / SINGLE_FILE)
+    checkpoint, target = Checkpoint(tmp_path), torch.ones(stored.shape, dtype=dtype)
+    before = mapped_file_bytes()
+    checkpoint.copy("matrix", target, dtype)
+    assert mapped_file_bytes() - before < stored.nbytes // 4
+    assert torch.equal(target, stored.to(dtype))
+
+
+def mapped_file_bytes() -> int:
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    [line] = [line for line in text.splitlines() if line.startswith("RssFile")]
+    return int(line.split()[1]) * 1024

@@ -67,7 +67,9 @@ def engine(
 ) -> Engine:
     clock = ManualClock()
     config = KVConfig(block_size=BLOCK, prefix_caching=caching, eviction=eviction)
-    kv = build_kv(config, num_blocks, swap=build_swap(backend(name, reference).capability()), clock=clock)
+    capability = backend(name, reference).capability()
+    swap = build_swap(capability) if capability.sliding_window is None else None
+    kv = build_kv(config, num_blocks, swap=swap, prefill_token_s=capability.prefill_token_s, clock=clock)
     pools = backend(name, reference)._kv
     for pool in (*pools.keys, *pools.values):  # whatever an earlier owner left behind must not be read
         pool.fill_(math.nan)

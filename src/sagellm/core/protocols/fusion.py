@@ -4,6 +4,7 @@ tolerance.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,3 +47,15 @@ class FusedKernel(Protocol):
     def reference(self, *inputs: Any) -> Any:
         """The same operation from plain operators; runs wherever the engine runs."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSet:
+    """What a machine has kernels for; where there is none, plain operators do it.
+
+    `linear`: `x W^T + bias` of x [T, in], weight [out, in] and maybe a bias. `attention`: of query, pools of
+    keys and values, spans, tables and maybe a window.
+    """
+
+    linear: Sequence[FusedKernel] = ()
+    attention: FusedKernel | None = None

@@ -11,17 +11,22 @@ worked out once per step and per distinct window (`plan_attention`) and used by 
   from a whole tile are never touched. A chunk that starts at position 0 uses the fresh K and V and reads no
   cache.
 
+A kernel (`core/protocols/fusion.py`) may take the decode rows, and the chunks where that is faster
+(`attention_choice`): it reads K and V where they lie, all sequences in one call.
+
 `attention_reference` is the slow twin: one token at a time, softmax written out.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sagellm.core.protocols.fusion import FusedKernel
 from sagellm.engines.native.kv_cache import PagedKV
 
 QUERY_TILE = 256
@@ -104,17 +109,39 @@ class PrefillPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """What layers with one window do in this step."""
+class KernelCall:
+    """Spans that a kernel takes: `spans` int64 [n, 4] (first row, tokens, start, first entry), `tables` int32
+    with the block ids of all.
+    """
 
+    kernel: FusedKernel
+    spans: torch.Tensor
+    tables: torch.Tensor
+    window: int | None
+
+    def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """[T, heads, head_dim] over one layer's pools; rows of other spans are undefined."""
+        answer: torch.Tensor = self.kernel.apply(query, keys, values, self.spans, self.tables, self.window)
+        return answer
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What layers with one window do in this step: `kernel`, if there is one, and torch for the rest."""
+
+    kernel: KernelCall | None
     decode: tuple[DecodeGroup, ...]
     prefill: tuple[PrefillPlan, ...]
 
 
 class AttentionPlanner:
-    """Makes an `AttentionPlan` per step; keeps the causal masks that tiles share."""
+    """Makes an `AttentionPlan` per step; keeps the causal masks that tiles share.
 
-    def __init__(self, kv: PagedKV) -> None:
+    `kernel` takes the decode rows and, where `chunks`, the prefill chunks; without one torch does all.
+    """
+
+    def __init__(self, kv: PagedKV, kernel: FusedKernel | None = None, *, chunks: bool = True) -> None:
+        self._kernel, self._chunks = kernel, chunks
         pool = kv.keys[0]
         self._block_size = kv.block_size
         self._device, self._dtype = pool.device, pool.dtype
@@ -122,13 +149,23 @@ class AttentionPlanner:
         self._group_tokens = max(1, GROUP_BYTES // bytes_per_token)
         self._masks: dict[int | None, torch.Tensor] = {}
 
+    @property
+    def reads_padding(self) -> bool:
+        """Whether attention reads behind a sequence's last token in its last block, which must be finite."""
+        return self._kernel is None
+
     def plan(self, decode: Sequence[Span], prefill: Sequence[Span], window: int | None) -> AttentionPlan:
         """`decode` spans hold one token each and come longest first; rows are numbered as the spans say."""
+        call = None
+        taken = [*decode, *prefill] if self._chunks else decode
+        if self._kernel is not None and taken:
+            call = _kernel_call(self._kernel, taken, window)
+            decode, prefill = (), () if self._chunks else prefill
         lengths = [min(span.end, window or span.end) for span in decode]
         groups = tuple(
             self._group(decode[start:stop], window) for start, stop in group_rows(lengths, self._group_tokens)
         )
-        return AttentionPlan(groups, tuple(self._chunk(span, window) for span in prefill))
+        return AttentionPlan(call, groups, tuple(self._chunk(span, window) for span in prefill))
 
     def _group(self, spans: Sequence[Span], window: int | None) -> DecodeGroup:
         bs = self._block_size
@@ -204,6 +241,14 @@ class AttentionPlanner:
         return known
 
 
+def _kernel_call(kernel: FusedKernel, spans: Sequence[Span], window: int | None) -> KernelCall:
+    tables, rows = array("i"), []
+    for span in spans:
+        rows.append((span.first_row, span.num_tokens, span.start, len(tables)))
+        tables.extend(span.block_ids)
+    return KernelCall(kernel, torch.tensor(rows), torch.frombuffer(tables, dtype=torch.int32), window)
+
+
 def group_rows(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
     """Cut rows, whose lengths fall, into `[start, stop)` groups padded to their first row.
 
@@ -228,7 +273,10 @@ def attend(
     `query` [T, heads, head_dim]; `key` and `value` [T, kv_heads, head_dim] are the new ones. Scale
     1/sqrt(head_dim).
     """
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if plan.kernel is not None:
+        out = plan.kernel(query, kv.keys[layer], kv.values[layer])
+    else:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for group in plan.decode:
         _decode(group, kv.keys[layer], kv.values[layer], query, out)
     for chunk in plan.prefill:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,15 +13,17 @@ import torch
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import CapacityError, ConfigError
 from sagellm.core.plan import ExecutionPlan, StepResult
+from sagellm.core.protocols.fusion import FusedKernel, KernelSet
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema
 from sagellm.engines.native.architectures import DTYPES, ModelSpec, read_config, read_spec
-from sagellm.engines.native.attention import AttentionPlanner
+from sagellm.engines.native.attention_choice import attention_planner
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV
-from sagellm.engines.native.memory import kv_blocks
+from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
 from sagellm.engines.native.model import DecoderModel
 from sagellm.engines.native.precision import compute_dtype as fastest_dtype
+from sagellm.engines.native.projection import Projection, project
 from sagellm.engines.native.return_costs import host_copy_s, prefill_token_s
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import sample
@@ -33,6 +35,9 @@ FEATURES = frozenset(
 )
 
 
+KernelSource = Callable[[], KernelSet]
+
+
 class NativeBackend:
     """Runs a Hugging Face model. Implements `InferenceBackend`; one thread at a time.
 
@@ -42,7 +47,8 @@ class NativeBackend:
     more than `max_num_seqs` sequences of `max_model_len` tokens can use. `host_memory_bytes`: for the KV of
     requests that are preempted; what swapping and computing again take is measured then. `threads` defaults
     to one for each 8 M parameters, at most the cores that this process may use. `progress(bytes_done,
-    bytes_total)` is called while weights are loaded.
+    bytes_total)` is called while weights are loaded. `kernels` is asked, on a CPU, for kernels that are
+    measured against torch's; where they multiply by the checkpoint's dtype, matrices stay in it.
 
     Raises `ModelError` for a model that cannot be served, before any memory is allocated; `CapacityError`
     where memory is too small; `ConfigError` for an option that makes no sense.
@@ -65,6 +71,7 @@ class NativeBackend:
         threads: int | None = None,
         seed: int = 0,
         progress: Progress | None = None,
+        kernels: KernelSource | None = None,
     ) -> None:
         _check_counts(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
         _check_counts(max_model_len=max_model_len, threads=threads)
@@ -73,18 +80,21 @@ class NativeBackend:
         self._device = _device(device)
         self._max_num_seqs = max_num_seqs
         self._max_model_len = _model_length(self._spec, max_model_len)
+        known = kernels() if kernels and self._device.type == "cpu" else KernelSet()
         with _memory_errors(self._device):
-            self._model = self._load(folder, dtype, compute_dtype, threads, progress)
+            self._model = self._load(folder, dtype, compute_dtype, threads, progress, known.linear)
             self._schema = self._kv_schema(block_size)
             most = max_num_seqs * math.ceil(self._max_model_len / block_size)
             blocks = num_blocks or kv_blocks(
                 self._device, self._schema.bytes_per_block, most, kv_memory_bytes, kv_memory_fraction
             )
+            check_host(host_memory_bytes)
+            check_fits(self._device, blocks, self._schema.bytes_per_block, host_memory_bytes)
             self._kv = PagedKV(
                 self._spec.num_layers, blocks, block_size, self._spec.num_kv_heads, self._spec.head_dim,
                 self._device, self._compute_dtype, host_memory_bytes // self._schema.bytes_per_block,
             )  # fmt: skip
-        self._planner = AttentionPlanner(self._kv)
+        self._planner = attention_planner(self._kv, self._spec.num_heads, known.attention)
         self._rows = BatchRows(
             max_num_seqs, self._max_model_len, blocks, block_size, self._spec.vocab_size, seed
         )
@@ -95,8 +105,9 @@ class NativeBackend:
             self._prefill_token_s = prefill_token_s(self.execute, most, block_size, clock)
 
     def _load(
-        self, folder: Path, dtype: str, compute_dtype: str, threads: int | None, progress: Progress | None
-    ) -> DecoderModel:
+        self, folder: Path, dtype: str, compute_dtype: str, threads: int | None, progress: Progress | None,
+        kernels: Sequence[FusedKernel],
+    ) -> DecoderModel:  # fmt: skip
         plan = parameters(self._spec)
         checkpoint = Checkpoint(folder)
         check(plan, checkpoint)
@@ -104,13 +115,18 @@ class NativeBackend:
         size = sum(math.prod(parameter.shape) for parameter in plan)
         torch.set_num_threads(threads or suitable_threads(size))
         if compute_dtype == "auto":
-            self._compute_dtype = fastest_dtype(self._dtype, self._device, size)
+            self._compute_dtype = fastest_dtype(self._dtype, self._device, size, widened=not kernels)
         else:
             self._compute_dtype = _torch_dtype(compute_dtype)
+        self._projection = Projection(kernels, self._compute_dtype, self._dtype)
         self._fingerprint = checkpoint.fingerprint()
-        weights = load(plan, checkpoint, self._device, self._dtype, self._compute_dtype, progress)
+        weights = load(
+            plan, checkpoint, self._device, self._dtype, self._compute_dtype, progress,
+            matrix_dtype=self._dtype if self._projection.uses_kernels else None,
+        )  # fmt: skip
         checkpoint.close()
-        return DecoderModel(self._spec, weights)
+        form = self._projection if self._projection.uses_kernels else project
+        return DecoderModel(self._spec, weights, self._compute_dtype, form)
 
     def _kv_schema(self, block_size: int) -> KVCacheSchema:
         spec = self._spec
@@ -179,7 +195,7 @@ class NativeBackend:
     def _logits(self, plan: ExecutionPlan) -> torch.Tensor:
         """Logits [S, vocab] of `plan.sample_rows`; the step's K and V are in the pool afterwards."""
         inputs = self._rows.inputs(plan, self._planner, set(self._spec.windows), self._device)
-        fresh = self._rows.fresh_last_blocks(plan)
+        fresh = self._rows.fresh_last_blocks(plan) if self._planner.reads_padding else ()
         if fresh:
             self._kv.clear_blocks(fresh)
         return self._model.forward(inputs, self._kv)

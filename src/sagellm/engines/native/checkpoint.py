@@ -2,7 +2,8 @@
 
 Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, raw data
 (https://github.com/huggingface/safetensors#format). Only headers are read when a checkpoint is opened; data
-pages are read when a tensor is copied, once, straight from the page cache.
+pages are read when a tensor is copied, once, straight from the page cache, and let go at once, so that the
+peak of memory while loading is what the model takes, not twice that.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 << 20
 _SAMPLE_BYTES = 64
+_COPIED_BYTES = 32 << 20
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -71,6 +73,25 @@ class Checkpoint:
         return torch.frombuffer(self._map(entry.path), dtype=dtype, count=count, offset=entry.begin).view(
             entry.shape
         )
+
+    def copy(self, name: str, target: torch.Tensor, dtype: torch.dtype) -> None:
+        """Store `name` in `target`, of the same shape, with no more precision than `dtype` has. Takes no
+        memory of the tensor's size beside `target`.
+        """
+        stored, entry = self.tensor(name), self.entries[name]
+        exact = torch.promote_types(stored.dtype, dtype) == dtype
+        rows = max(1, _COPIED_BYTES * len(stored) // max(1, stored.nbytes))
+        begin = entry.begin
+        for part, place in zip(torch.split(stored, rows), torch.split(target, rows), strict=True):
+            place.copy_(part if exact else part.to(dtype))
+            self._let_go(entry.path, begin, begin + part.nbytes)
+            begin += part.nbytes
+
+    def _let_go(self, path: Path, begin: int, end: int) -> None:
+        """Bytes that have been copied take no memory of this process any more."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            first = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map(path).madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def fingerprint(self) -> str:
         """A hash over names, shapes and a sample of each tensor's bytes: tells two fine-tunes apart, reads

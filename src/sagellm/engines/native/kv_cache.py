@@ -2,7 +2,8 @@
 
 One token is one row of a block, so a gather by block table gives [tokens, kv_heads, head_dim] without a
 transpose, and a run of consecutive blocks is a view. Attention reads padding behind a sequence's last token,
-and 0 x NaN would not be 0: so the pool is zeroed at birth, and a block when it becomes somebody's last.
+and 0 x NaN would not be 0: so the pool is zero at birth, and a block when it becomes somebody's last. On a
+CPU a block takes memory when it is first written (`host_pages`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import BlockCopy
+from sagellm.engines.native.host_pages import lazy_zeros
 
 LAYOUT = "layer.kv.block.token.head.dim"
 TIER, HOST = "hbm", "dram"
@@ -29,8 +31,8 @@ class PagedKV:
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(num_layers)]
+        self.keys = [_zeros(shape, device, dtype) for _ in range(num_layers)]
+        self.values = [_zeros(shape, device, dtype) for _ in range(num_layers)]
         self.num_host_blocks = num_host_blocks
         shape, pinned = (num_host_blocks, *shape[1:]), device.type == "cuda"
         self._host = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for _ in range(2 * num_layers)]
@@ -68,3 +70,9 @@ class PagedKV:
             raise PlanError(f"{copy}: the native backend has the tiers {', '.join(sizes)}")
         if not 0 <= block < sizes[tier]:
             raise PlanError(f"{copy}: there are {sizes[tier]} blocks in {tier}")
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    if device.type == "cpu":
+        return lazy_zeros(shape, dtype)
+    return torch.zeros(shape, device=device, dtype=dtype)

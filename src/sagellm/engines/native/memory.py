@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from sagellm.core.config import CPU_MEMORY_SHARE, GPU_MEMORY_SHARE
-from sagellm.core.errors import CapacityError
+from sagellm.core.errors import CapacityError, ConfigError
 
 _CGROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
@@ -76,3 +76,32 @@ def kv_blocks(
             f"give at least {bytes_per_block:,}, or a smaller block"
         )
     return blocks
+
+
+def check_fits(
+    device: torch.device, num_blocks: int, bytes_per_block: int, host_memory_bytes: int = 0
+) -> None:
+    """Raise `CapacityError` for more blocks than a CPU has memory for, beside what is set aside for preempted
+    requests: they would be given and, page by page, fail when they are written. Other devices refuse such a
+    pool themselves.
+    """
+    if device.type != "cpu":
+        return
+    most = max(0, available_bytes(device) - host_memory_bytes) // bytes_per_block
+    if num_blocks > most:
+        raise CapacityError(
+            f"{num_blocks:,} KV blocks are {num_blocks * bytes_per_block:,} bytes, more than is available on "
+            f"{device}: at most {most:,} blocks fit"
+        )
+
+
+def check_host(num_bytes: int) -> None:
+    """Raise `ConfigError` for a size of host memory that is none, `CapacityError` where there is not as
+    much."""
+    if num_bytes < 0:
+        raise ConfigError(f"kv.swap_space_gb must not be negative, got {num_bytes:,} bytes")
+    available = available_bytes(torch.device("cpu"))
+    if num_bytes > available:
+        raise CapacityError(
+            f"kv.swap_space_gb: {num_bytes / 2**30:.1f} GiB are asked for, {available / 2**30:.1f} are there"
+        )

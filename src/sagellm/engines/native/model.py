@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.attention import AttentionPlan, attend
 from sagellm.engines.native.kv_cache import PagedKV
-from sagellm.engines.native.projection import project
+from sagellm.engines.native.projection import Form, project
 from sagellm.engines.native.rope import RopeTable, apply_rope
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -52,11 +52,12 @@ class Affine:
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
+    project: Form
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [T, in] to [T, out]; strides are the product's own, see `project`."""
         assert self.weight is not None
-        return project(x, self.weight, self.bias)
+        return self.project(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +78,28 @@ class Layer:
 
 
 class DecoderModel:
-    """Weights and forward pass. `weights` are named as in `weights.parameters`, all of one dtype on one
-    device.
+    """Weights and forward pass. `weights` are named as in `weights.parameters`, on one device: vectors in
+    `dtype`, which is computed in, matrices in that or in what `project` multiplies by.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        project: Form = project,
+    ) -> None:
         self.spec = spec
+        self._dtype, self._project = dtype, project
         self._embed = weights["embed.weight"]
         self._positions = weights.get("positions.weight")
-        self._project_in = _affine(weights, "project_in")
-        self._project_out = _affine(weights, "project_out")
-        self._layers = [_layer(spec, weights, i) for i in range(spec.num_layers)]
-        self._final_norm = _affine(weights, "final_norm")
+        self._project_in = _affine(weights, "project_in", project)
+        self._project_out = _affine(weights, "project_out", project)
+        self._layers = [_layer(spec, weights, i, project) for i in range(spec.num_layers)]
+        self._final_norm = _affine(weights, "final_norm", project)
         self._head = self._embed if spec.tied else weights["head.weight"]
         self._activation = _ACTIVATIONS[spec.activation]
-        self._rope = RopeTable(spec.rope, self._embed.device, self._embed.dtype) if spec.rope else None
+        self._rope = RopeTable(spec.rope, self._embed.device, dtype) if spec.rope else None
 
     @torch.inference_mode()
     def forward(self, step: StepInputs, kv: PagedKV) -> torch.Tensor:
@@ -109,7 +117,7 @@ class DecoderModel:
         return self._logits(x)
 
     def _embedded(self, step: StepInputs) -> torch.Tensor:
-        x = F.embedding(step.tokens, self._embed)
+        x = F.embedding(step.tokens, self._embed).to(self._dtype)
         if self._project_in.weight is not None:
             x = self._project_in(x)
         if self._positions is not None:
@@ -155,14 +163,16 @@ class DecoderModel:
             x = self._norm(x, self._final_norm)
         if self._project_out.weight is not None:
             x = self._project_out(x)
-        logits = project(x, self._head).contiguous()
+        logits = self._project(x, self._head, None).contiguous()
         return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _affine(weights: Mapping[str, torch.Tensor], name: str) -> Affine:
-    return Affine(weights.get(f"{name}.weight"), weights.get(f"{name}.bias"))
+def _affine(weights: Mapping[str, torch.Tensor], name: str, project: Form) -> Affine:
+    return Affine(weights.get(f"{name}.weight"), weights.get(f"{name}.bias"), project)
 
 
-def _layer(spec: ModelSpec, weights: Mapping[str, torch.Tensor], index: int) -> Layer:
+def _layer(spec: ModelSpec, weights: Mapping[str, torch.Tensor], index: int, project: Form) -> Layer:
     names = ("attn_norm", "qkv", "q_norm", "k_norm", "out", "mlp_norm", "up", "down")
-    return Layer(spec.windows[index], *(_affine(weights, f"layers.{index}.{name}") for name in names))
+    return Layer(
+        spec.windows[index], *(_affine(weights, f"layers.{index}.{name}", project) for name in names)
+    )

@@ -2,8 +2,9 @@
 
 CPUs without bf16 or fp16 instructions (AVX-512 alone, AVX2, NEON) emulate those GEMMs at a quarter of the
 fp32 speed, or less. There a checkpoint in half precision is computed in float32: each weight keeps its value,
-takes twice the memory, and sums, softmax and KV cache are float32 (more exact than the checkpoint's own
-precision). Whether this pays is measured, not looked up: a few milliseconds at start.
+and sums, softmax and KV cache are float32 (more exact than the checkpoint's own precision). The matrices take
+twice the memory, unless there is a kernel that reads them as they are. Whether this pays is measured, not
+looked up: a few milliseconds at start.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ _WORTH = 1.5
 _MEMORY_SHARE = 0.5
 
 
-def compute_dtype(dtype: torch.dtype, device: torch.device, num_parameters: int) -> torch.dtype:
-    """`dtype`, or float32 where that is faster on this CPU and the weights in float32 take at most half of
-    what memory is available.
+def compute_dtype(
+    dtype: torch.dtype, device: torch.device, num_parameters: int, *, widened: bool = True
+) -> torch.dtype:
+    """`dtype`, or float32 where that is faster on this CPU and, if the weights have to be `widened` for it,
+    they take at most half of what memory is available in float32.
     """
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return dtype
-    if num_parameters * torch.float32.itemsize > _MEMORY_SHARE * available_bytes(device):
+    if widened and num_parameters * torch.float32.itemsize > _MEMORY_SHARE * available_bytes(device):
         return dtype
     threads = torch.get_num_threads()
     # One thread and its own clock: other processes on the same cores then do not change the outcome.

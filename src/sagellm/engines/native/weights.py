@@ -2,8 +2,8 @@
 
 Projections that read the same input are one parameter here (Q, K and V; gate and up), so that each is one
 GEMM. A `Parameter` lists the checkpoint's pieces of it, stacked by rows. `check` compares all pieces with the
-checkpoint's headers; only then does `load` allocate, and every piece is copied once, from the mapped file to
-its place.
+checkpoint's headers; only then does `load` allocate, and every piece is copied once, from the file to its
+place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.checkpoint import Checkpoint
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) as loading goes on."""
+"""Called with (bytes done, bytes in all) as loading begins, with 0 done, and goes on."""
 
 _SHOWN = 4
 
@@ -158,30 +158,30 @@ def load(
     dtype: torch.dtype,
     compute_dtype: torch.dtype,
     progress: Progress | None = None,
+    *,
+    matrix_dtype: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
-    """All parameters by name, rounded to `dtype` and held in `compute_dtype` on `device`. Call `check`
-    first.
+    """All parameters by name on `device`, rounded to `dtype` and held in `compute_dtype`, matrices in
+    `matrix_dtype` where it is given. Call `check` first.
     """
     total = sum(_bytes(checkpoint, parameter) for parameter in plan)
     done = 0
+    if progress is not None:
+        progress(done, total)
     loaded: dict[str, torch.Tensor] = {}
     for parameter in plan:
-        target = torch.empty(parameter.shape, dtype=compute_dtype, device=device)
+        held = matrix_dtype if matrix_dtype and len(parameter.shape) > 1 else compute_dtype
+        target = torch.empty(parameter.shape, dtype=held, device=device)
         row = 0
         for piece in parameter.pieces:
-            stored = checkpoint.tensor(_stored_name(checkpoint, piece.name) or piece.name)
-            target[row : row + piece.shape[0]].copy_(_rounded(stored, dtype))
+            name = _stored_name(checkpoint, piece.name) or piece.name
+            checkpoint.copy(name, target[row : row + piece.shape[0]], dtype)
             row += piece.shape[0]
         loaded[parameter.name] = target
         done += _bytes(checkpoint, parameter)
         if progress is not None:
             progress(done, total)
     return loaded
-
-
-def _rounded(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`stored` with no more precision than `dtype` has; a wider or equal `dtype` needs no copy."""
-    return stored if torch.promote_types(stored.dtype, dtype) == dtype else stored.to(dtype)
 
 
 def _stored_name(checkpoint: Checkpoint, name: str) -> str | None:

@@ -1,0 +1,38 @@
+"""CPU kernels in C++ with intrinsics, built by the system's compiler when they are first needed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from sagellm.accel.fusion.cpu.attention import CpuPagedAttention, attention_kernel
+from sagellm.accel.fusion.cpu.cpu_level import cpu_level
+from sagellm.accel.fusion.cpu.library import compiled, find_compiler
+from sagellm.accel.fusion.cpu.linear import CpuLinear, linear_kernels
+from sagellm.core.errors import KernelError
+from sagellm.core.protocols.fusion import KernelSet
+
+SOURCES = ("linear", "attention")
+log = logging.getLogger("sagellm.kernels")
+
+__all__ = ["CpuLinear", "CpuPagedAttention", "cpu_kernels"]
+
+
+def cpu_kernels() -> KernelSet:
+    """The kernels for this CPU, built now, side by side, where the user's cache does not have them.
+
+    Empty where they cannot be built; a warning then says why.
+    """
+    try:
+        level = cpu_level()
+        started_s = time.monotonic()
+        compiler = find_compiler()
+        with ThreadPoolExecutor() as pool:
+            linear, attention = pool.map(lambda name: compiled(name, level, compiler), SOURCES)
+        kernels = KernelSet(linear_kernels(linear, level), attention_kernel(attention))
+    except KernelError as error:
+        log.warning("CPU kernels are off, torch does all: %s", error)
+        return KernelSet()
+    log.debug("CPU kernels for %s from %s (%.2f s)", level.name, linear.parent, time.monotonic() - started_s)
+    return kernels

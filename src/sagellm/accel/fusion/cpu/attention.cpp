@@ -1,0 +1,131 @@
+// Causal attention over paged keys and values in float32, bfloat16 or float16, with online softmax. Sums are float32.
+// A span of one token is split by keys, a longer one by tokens and kv heads; how depends on the span alone: its result
+// does not depend on what else is in the job or on the number of threads. No exception leaves the C interface.
+
+#include <atomic>
+
+#include "one_token.h"
+#include "query_tiles.h"
+
+enum Outcome : int32_t { DONE = 0, NO_MEMORY = 1, NO_KERNEL = 2, BAD_SPAN = 3, BAD_BLOCK = 4 };
+
+#define EXPORTED __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int64_t LEAST_WORK = 1 << 15;  // weights times dims for which other threads are not woken up
+
+int64_t first_key(const Attention &job, const Span &span) { return job.first_key(span.start); }
+
+int64_t num_tasks(const Attention &job, const Span &span) {
+    if (span.tokens == 1) return one_token::splits(job, span);
+    const int64_t tokens = query_tiles::share(job, span);
+    return (span.tokens + tokens - 1) / tokens * job.kv_heads;
+}
+
+// What a caller may get wrong is refused before any memory is touched by it.
+Outcome check(const Attention &job) {
+    for (int64_t i = 0; i < job.num_spans; i++) {
+        const Span &span = job.spans[i];
+        if (span.tokens < 1 || span.first_row < 0 || span.first_row > job.num_rows - span.tokens) return BAD_SPAN;
+        if (span.start < 0 || span.table < 0 || span.start > INT64_MAX / 2 - span.tokens) return BAD_SPAN;
+        const int64_t blocks = (span.start + span.tokens + job.block_size - 1) / job.block_size;
+        if (span.table > job.num_entries - blocks) return BAD_SPAN;
+        for (int64_t b = first_key(job, span) / job.block_size; b < blocks; b++) {
+            const int32_t block = job.tables[span.table + b];
+            if (block < 0 || block >= job.num_blocks) return BAD_BLOCK;
+        }
+    }
+    return DONE;
+}
+
+// Of a span of one token: where its parts begin, and how many of them are to be done. Who does the last one finishes.
+struct Progress {
+    int64_t first_part, left;
+};
+
+// The tasks of all spans: those of long spans first, their last tokens, which see most, before their first.
+void list_tasks(const Attention &job, Task *to, Progress *progress) {
+    for (int64_t i = 0; i < job.num_spans; i++) {
+        const Span &span = job.spans[i];
+        if (span.tokens == 1) continue;
+        const int64_t step = query_tiles::share(job, span);
+        for (int64_t first = (span.tokens - 1) / step * step; first >= 0; first -= step)
+            for (int64_t head = 0; head < job.kv_heads; head++)
+                *to++ = {i, head, first, span.tokens - first < step ? span.tokens : first + step};
+    }
+    int64_t part = 0;
+    for (int64_t i = 0; i < job.num_spans; i++) {
+        const Span &span = job.spans[i];
+        if (span.tokens > 1) continue;
+        const int64_t end = span.start + 1, step = one_token::SPLIT;
+        progress[i] = {part, one_token::splits(job, span)};
+        part += progress[i].left;
+        for (int64_t first = first_key(job, span); first < end; first += step)
+            *to++ = {i, -1, first, end - first < step ? end : first + step};
+    }
+}
+
+struct Totals {
+    int64_t tasks = 0, tile_tasks = 0, parts = 0, work = 0;
+};
+
+Totals add_up(const Attention &job) {
+    Totals sum;
+    for (int64_t i = 0; i < job.num_spans; i++) {
+        const Span &span = job.spans[i];
+        const int64_t count = num_tasks(job, span);
+        sum.tasks += count;
+        (span.tokens == 1 ? sum.parts : sum.tile_tasks) += count;
+        sum.work += span.tokens * (span.start + span.tokens) * job.heads * job.head_dim;
+    }
+    return sum;
+}
+
+template <typename T>
+bool run(const Attention &job, int32_t threads) {
+    static thread_local Scratch task_memory, progress_memory, part_memory, thread_memory;
+    const Totals sum = add_up(job);
+    const size_t part_bytes = one_token::Sums::bytes(job);
+    auto *tasks = static_cast<Task *>(task_memory.at_least(size_t(sum.tasks) * sizeof(Task)));
+    auto *progress = static_cast<Progress *>(progress_memory.at_least(size_t(job.num_spans) * sizeof(Progress)));
+    auto *parts = static_cast<char *>(part_memory.at_least(size_t(sum.parts) * part_bytes));
+    if (!tasks || !progress || (sum.parts && !parts)) return false;
+    list_tasks(job, tasks, progress);
+    const size_t query_bytes = sum.parts ? part_bytes : 0;
+    const size_t tile_bytes = sum.tile_tasks ? query_tiles::Buffers::bytes(job) : 0;
+    std::atomic<bool> failed{false};
+    std::atomic<int64_t> next{0};
+    const int32_t useful = sum.work < LEAST_WORK ? 1 : sum.tasks < threads ? int32_t(sum.tasks) : threads;
+#pragma omp parallel num_threads(useful) if (useful > 1)
+    {
+        void *memory = thread_memory.at_least(query_bytes > tile_bytes ? query_bytes : tile_bytes);
+        if (!memory) failed = true;
+        // Tasks are taken, not dealt: a thread that another process holds up takes fewer.
+        for (int64_t at; !failed && (at = next.fetch_add(1)) < sum.tasks;) {
+            if (at < sum.tile_tasks) {
+                query_tiles::run<T>(job, tasks[at], memory);
+                continue;
+            }
+            const int64_t span = tasks[at].span, part = at - sum.tile_tasks;
+            one_token::run<T>(job, tasks[at], static_cast<float *>(memory),
+                              one_token::Sums(job, parts + size_t(part) * part_bytes));
+            if (__atomic_sub_fetch(&progress[span].left, 1, __ATOMIC_ACQ_REL) == 0)
+                one_token::finish(job, job.spans[span], parts + size_t(progress[span].first_part) * part_bytes);
+        }
+    }
+    return !failed;
+}
+
+}  // namespace
+
+extern "C" EXPORTED int32_t sagellm_paged_attention(const Attention *job, int32_t threads) {
+    const Outcome outcome = check(*job);
+    if (outcome != DONE || job->num_spans == 0) return outcome;
+    switch (job->pool_type) {
+        case FLOAT32: return run<float>(*job, threads) ? DONE : NO_MEMORY;
+        case BFLOAT16: return run<BFloat16>(*job, threads) ? DONE : NO_MEMORY;
+        case FLOAT16: return run<Float16>(*job, threads) ? DONE : NO_MEMORY;
+        default: return NO_KERNEL;
+    }
+}

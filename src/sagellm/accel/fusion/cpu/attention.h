@@ -1,0 +1,163 @@
+// What the attention kernels work on: the job, its spans and tasks, and the running softmax of one row.
+
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "numbers.h"
+#include "scratch.h"
+#include "vector.h"
+
+// A pool [block, token, kv head, dim]; strides are in elements, the dims of a head are contiguous.
+struct Pool {
+    const void *data;
+    int64_t block_stride, token_stride, head_stride;
+};
+
+// `tokens` rows of the query from `first_row` on, at positions `start` and up of a sequence whose block table
+// begins at entry `table`.
+struct Span {
+    int64_t first_row, tokens, start, table;
+};
+
+// Every row of a span attends to the keys of its sequence up to its own position, where `window` is not 0 to that many
+// of them. Rows of no span are left as they are. Strides as in `Pool`.
+struct Attention {
+    const void *query;
+    void *out;
+    Pool keys, values;
+    const int32_t *tables;
+    const Span *spans;
+    int64_t num_rows, num_blocks, num_entries, num_spans;
+    int64_t heads, kv_heads, head_dim, block_size, window;
+    int64_t query_row_stride, query_head_stride, out_row_stride, out_head_stride;
+    float scale;
+    int32_t query_type, pool_type;
+
+    int64_t group() const { return heads / kv_heads; }
+    int64_t padded_dim() const { return (head_dim + WIDTH - 1) / WIDTH * WIDTH; }
+    // Keys that the query at `position` sees: [first_key, position].
+    int64_t first_key(int64_t position) const { return window && position >= window ? position + 1 - window : 0; }
+};
+
+// A part of the work: of `span`, the rows of tokens [first, last) and one kv head; or, where `kv_head` is -1, its keys
+// [first, last) and all heads.
+struct Task {
+    int64_t span, kv_head, first, last;
+};
+
+constexpr float LOG2_E = 1.44269504f;
+#define UNROLL_ALL _Pragma("GCC unroll 32")
+
+template <typename X>
+void widen_row(const X *from, int64_t count, float scale, float *to) {
+    for (int64_t i = 0; i < count; i++) to[i] = as_float(from[i]) * scale;
+}
+
+// A head's query at `row` as floats, times scale and log2(e), so that 2^score is the weight of a key. Zeros up to the
+// padded dim.
+inline void load_query(const Attention &job, int64_t row, int64_t head, float *to) {
+    const int64_t at = row * job.query_row_stride + head * job.query_head_stride;
+    const float scale = job.scale * LOG2_E;
+    std::memset(to, 0, size_t(job.padded_dim()) * sizeof *to);
+    switch (job.query_type) {
+        case FLOAT32: return widen_row(static_cast<const float *>(job.query) + at, job.head_dim, scale, to);
+        case BFLOAT16: return widen_row(static_cast<const BFloat16 *>(job.query) + at, job.head_dim, scale, to);
+        default: return widen_row(static_cast<const Float16 *>(job.query) + at, job.head_dim, scale, to);
+    }
+}
+
+template <typename X>
+void narrow_row(const float *from, int64_t count, float divisor, X *to) {
+    for (int64_t i = 0; i < count; i++) round_to(from[i] / divisor, to[i]);
+}
+
+// The sums over a row's keys, divided by the sum of their weights, as its output.
+inline void store_out(const Attention &job, int64_t row, int64_t head, const float *sums, float weight) {
+    const int64_t at = row * job.out_row_stride + head * job.out_head_stride;
+    switch (job.query_type) {
+        case FLOAT32: return narrow_row(sums, job.head_dim, weight, static_cast<float *>(job.out) + at);
+        case BFLOAT16: return narrow_row(sums, job.head_dim, weight, static_cast<BFloat16 *>(job.out) + at);
+        default: return narrow_row(sums, job.head_dim, weight, static_cast<Float16 *>(job.out) + at);
+    }
+}
+
+// Where the keys [first, first + count) of a span lie in a pool, for kv head 0.
+template <typename T>
+void find_keys(const Attention &job, const Pool &pool, const Span &span, int64_t first, int64_t count, const T **at) {
+    const int32_t *block = job.tables + span.table + first / job.block_size;
+    int64_t token = first % job.block_size;
+    const T *data = static_cast<const T *>(pool.data);
+    for (int64_t i = 0; i < count; i++) {
+        at[i] = data + *block * pool.block_stride + token * pool.token_stride;
+        if (++token == job.block_size) token = 0, block++;
+    }
+}
+
+// The running softmax of one row (Milakov and Gimelshein 2018): the greatest score so far, and the sum of all weights
+// relative to it, lane by lane.
+struct Softmax {
+    float greatest;
+    float weights[WIDTH];
+
+    void begin() { greatest = -__builtin_inff(), save(weights, zero()); }
+    float weight() const { return total(load(weights)); }
+
+    // Weights are relative to this: where all scores are -inf, each of them is 0.
+    static float origin(float greatest) { return greatest == -__builtin_inff() ? 0.0f : greatest; }
+    static float power(float x) {
+        float lanes[WIDTH];
+        save(lanes, power_of_two(all(x)));
+        return lanes[0];
+    }
+};
+
+// The greatest of scores [first, last), which are whole vectors.
+inline float greatest_score(const float *scores, int64_t first, int64_t last) {
+    Vector most = load(scores + first);
+#pragma GCC unroll 4
+    for (int64_t i = first + WIDTH; i < last; i += WIDTH) most = greater_of(most, load(scores + i));
+    return greatest_of(most);
+}
+
+// Turns scores [first, last) into weights relative to `origin`; returns `sum` and these, lane by lane.
+inline Vector weigh(float *scores, int64_t first, int64_t last, Vector origin, Vector sum) {
+#pragma GCC unroll 4
+    for (int64_t i = first; i < last; i += WIDTH) {
+        const Vector weights = power_of_two(difference(load(scores + i), origin));
+        save(scores + i, weights);
+        sum = multiply_add(weights, all(1.0f), sum);
+    }
+    return sum;
+}
+
+// Turns scores [low[m], high[m]) of ROWS rows, TILE apart, into weights. Those beside them, in the vectors that they
+// lie in, become 0. `factors` are for what was summed before; 1 for a row that has no scores.
+template <int ROWS, int64_t TILE>
+void add_scores(float *scores, const int64_t *low, const int64_t *high, Softmax *rows, float *factors) {
+    float changes[(ROWS + WIDTH - 1) / WIDTH * WIDTH] = {};
+    for (int m = 0; m < ROWS; m++, scores += TILE) {
+        if (low[m] >= high[m]) continue;
+        const int64_t first = low[m] / WIDTH * WIDTH, last = (high[m] + WIDTH - 1) / WIDTH * WIDTH;
+        for (int64_t i = first; i < low[m]; i++) scores[i] = -__builtin_inff();
+        for (int64_t i = high[m]; i < last; i++) scores[i] = -__builtin_inff();
+        // Both ends known to the compiler: it unrolls the loop.
+        const bool whole = first == 0 && last == TILE;
+        const float found = whole ? greatest_score(scores, 0, TILE) : greatest_score(scores, first, last);
+        const float before = rows[m].greatest;
+        rows[m].greatest = found > before ? found : before;
+        changes[m] = before - Softmax::origin(rows[m].greatest);
+    }
+    for (int m = 0; m < ROWS; m += WIDTH) save(changes + m, power_of_two(load(changes + m)));
+    scores -= ROWS * TILE;
+    for (int m = 0; m < ROWS; m++, scores += TILE) {
+        factors[m] = changes[m];
+        if (low[m] >= high[m]) continue;
+        const int64_t first = low[m] / WIDTH * WIDTH, last = (high[m] + WIDTH - 1) / WIDTH * WIDTH;
+        const Vector origin = all(Softmax::origin(rows[m].greatest));
+        const Vector sum = multiply(load(rows[m].weights), all(factors[m]));
+        const bool whole = first == 0 && last == TILE;
+        save(rows[m].weights, whole ? weigh(scores, 0, TILE, origin, sum) : weigh(scores, first, last, origin, sum));
+    }
+}

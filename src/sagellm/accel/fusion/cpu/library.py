@@ -1,0 +1,133 @@
+"""The kernels' shared libraries: each compiled once for its source, compiler and instruction set, and kept.
+
+They lie in the user's cache folder. A name holds a hash of what the library was made from, so that nothing
+is ever rebuilt in place, and a library appears by a rename, so that it is whole or not there: processes that
+start at once may both compile, and one that is killed leaves a file that nobody reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sagellm.accel.fusion.cpu.cpu_level import CpuLevel
+from sagellm.core.errors import KernelError
+
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+"""Warnings are for the tests: GCC 12 warns about its own intrinsics."""
+THREADS = "-fopenmp"
+COMPILE_TIMEOUT_S = 120.0
+_SOURCES = Path(__file__).parent
+_COMPILERS = ("g++", "c++", "clang++")
+_SHOWN_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A C++ compiler: the command line it begins with, and what it says of itself."""
+
+    command: tuple[str, ...]
+    version: str
+
+
+def find_compiler(environ: Mapping[str, str] | None = None) -> Compiler:
+    """The compiler that CXX names, or the first of g++, c++ and clang++ on PATH. Raises `KernelError` if
+    none runs.
+    """
+    env = os.environ if environ is None else environ
+    named = shlex.split(env.get("CXX", ""))
+    for command in [named] if named else [[name] for name in _COMPILERS]:
+        program = shutil.which(command[0], path=env.get("PATH"))
+        if program is None:
+            continue
+        asked = _run([program, *command[1:], "--version"])
+        if asked.returncode == 0:
+            return Compiler((program, *command[1:]), asked.stdout)
+    wanted = shlex.join(named) if named else ", ".join(_COMPILERS)
+    raise KernelError(f"no C++ compiler ({wanted}) on PATH: install g++, or name one in CXX")
+
+
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Where the user's built kernels are kept; made if need be, for the user alone.
+
+    Raises `KernelError` for a folder that others could write to: what lies there is run.
+    """
+    env = os.environ if environ is None else environ
+    root = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    folder = Path(root) / "sagellm" / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.stat()
+    except OSError as error:
+        raise KernelError(f"no cache folder for kernels: {error}; set XDG_CACHE_HOME") from error
+    others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if others or (hasattr(os, "getuid") and found.st_uid != os.getuid()):
+        raise KernelError(f"{folder} belongs to, or can be written by, others: set XDG_CACHE_HOME")
+    return folder
+
+
+def compiled(source: str, level: CpuLevel, compiler: Compiler, *, folder: Path | None = None) -> Path:
+    """The library of `source`.cpp for `level`, from `folder` (default: `cache_folder`) or compiled into it.
+
+    Raises `KernelError` where it does not compile or the folder cannot be written.
+    """
+    folder = folder or cache_folder()
+    flags = (*FLAGS, *level.compiler_flags)
+    target = folder / f"{source}-{level.name}-{_digest(compiler, flags)}.so"
+    if target.exists():
+        return target
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=folder)
+    except OSError as error:
+        raise KernelError(f"{folder} cannot be written: {error}; set XDG_CACHE_HOME") from error
+    os.close(handle)
+    unfinished = Path(name)
+    try:
+        _compile(_SOURCES / f"{source}.cpp", compiler, flags, unfinished)
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return target
+
+
+def loaded(path: Path) -> ctypes.CDLL:
+    """Raises `KernelError` for what is no library of this machine."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelError(f"{path} cannot be loaded ({error}): delete it") from error
+
+
+def _compile(source: Path, compiler: Compiler, flags: Sequence[str], target: Path) -> None:
+    """With threads, or without where this compiler has no OpenMP."""
+    for threads in ((THREADS,), ()):
+        made = _run([*compiler.command, *flags, *threads, str(source), "-o", str(target)])
+        if made.returncode == 0:
+            return
+    raise KernelError(f"{compiler.command[0]} failed: {made.stderr.strip()[:_SHOWN_CHARS]}")
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, timeout=COMPILE_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelError(f"{command[0]} cannot be run: {error}") from error
+
+
+def _digest(compiler: Compiler, flags: Sequence[str]) -> str:
+    digest = hashlib.sha256(repr((compiler, tuple(flags), platform.machine())).encode())
+    for source in sorted((*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h"))):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:24]

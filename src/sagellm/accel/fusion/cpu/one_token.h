@@ -1,0 +1,206 @@
+// One query token over a run of its keys, all heads of it (flash decoding: Dao, Haziza, Massa and Sizov 2023). What
+// costs is reading K and V: they come from memory once, and meet all query heads of their kv head.
+
+#pragma once
+#include "attention.h"
+
+namespace one_token {
+
+constexpr int64_t TILE = 16;    // keys whose scores are made before their values are read
+constexpr int64_t SPLIT = 128;  // keys of one task
+constexpr int MOST_ROWS = WIDTH == 16 ? 4 : 2;
+constexpr int VECTORS = 4;
+static_assert(TILE % WIDTH == 0 && TILE % 4 == 0, "scores are whole vectors, made four at a time");
+
+// Query rows of one kv head, filled up to what the kernels are made for.
+inline int64_t padded_group(const Attention &job) {
+    const int64_t rows = job.group();
+    return rows == 1 ? 1 : (rows + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS;
+}
+
+// Sums over a run of keys: of weights times values, and the softmax of each row.
+struct Sums {
+    float *values;
+    Softmax *softmax;
+    static int64_t rows(const Attention &job) { return job.kv_heads * padded_group(job); }
+    static size_t bytes(const Attention &job) {
+        return size_t(rows(job)) * (size_t(job.padded_dim()) * sizeof(float) + sizeof(Softmax));
+    }
+    Sums(const Attention &job, void *at) {
+        values = static_cast<float *>(at);
+        softmax = reinterpret_cast<Softmax *>(values + rows(job) * job.padded_dim());
+    }
+    void begin(const Attention &job) {
+        std::memset(values, 0, size_t(rows(job) * job.padded_dim()) * sizeof *values);
+        for (int64_t row = 0; row < rows(job); row++) softmax[row].begin();
+    }
+};
+
+// One head's rows of a tile of keys or values.
+template <typename T>
+struct Rows {
+    const T *const *at;
+    int64_t offset;
+    const T *operator[](int64_t i) const { return at[i] + offset; }
+};
+
+// Scores of ROWS query rows and `count` keys, four keys at a time; meanwhile `ahead` comes from memory.
+template <typename T, int ROWS>
+void score(const Attention &job, const float *query, Rows<T> keys, Rows<T> ahead, int64_t count, float *scores) {
+    const int64_t dim = job.head_dim, row_size = job.padded_dim(), whole = dim / WIDTH * WIDTH;
+    for (int64_t j = 0; j < count; j += 4) {
+        const T *from[4];
+        Vector sums[ROWS][4];
+        UNROLL_ALL for (int i = 0; i < 4; i++) from[i] = keys[j + i < count ? j + i : count - 1];
+        UNROLL_ALL for (int m = 0; m < ROWS; m++) UNROLL_ALL for (int i = 0; i < 4; i++) sums[m][i] = zero();
+        for (int64_t i = j; i < j + 4 && i < count; i++)
+            for (int64_t d = 0; d < dim; d += int64_t(64 / sizeof(T))) __builtin_prefetch(ahead[i] + d);
+        for (int64_t d = 0; d < whole; d += WIDTH) {
+            Vector key[4];
+            UNROLL_ALL for (int i = 0; i < 4; i++) key[i] = load(from[i] + d);
+            UNROLL_ALL for (int m = 0; m < ROWS; m++) {
+                const Vector row = load(query + m * row_size + d);
+                UNROLL_ALL for (int i = 0; i < 4; i++) sums[m][i] = multiply_add(row, key[i], sums[m][i]);
+            }
+        }
+        if (whole < dim) {
+            UNROLL_ALL for (int i = 0; i < 4; i++) {
+                const Vector key = load_part(from[i] + whole, dim - whole);
+                UNROLL_ALL for (int m = 0; m < ROWS; m++)
+                    sums[m][i] = multiply_add(load(query + m * row_size + whole), key, sums[m][i]);
+            }
+        }
+        UNROLL_ALL for (int m = 0; m < ROWS; m++) totals(sums[m], scores + m * TILE + j);
+    }
+}
+
+// What `count` values of one head are multiplied by: weights of ROWS rows, and factors of the sums that they go to.
+struct Weights {
+    const float *of, *factors;
+    int64_t count;
+};
+
+// Adds weighted values to COUNT vectors of the sums of ROWS rows; of the last vector `dims` are there. Meanwhile
+// `ahead` comes from memory.
+template <typename T, int ROWS, int COUNT>
+void add_vectors(Rows<T> values, Rows<T> ahead, Weights weights, int64_t dims, int64_t row_size, float *sums) {
+    Vector sum[ROWS][COUNT];
+    UNROLL_ALL for (int m = 0; m < ROWS; m++) UNROLL_ALL for (int v = 0; v < COUNT; v++)
+        sum[m][v] = multiply(load(sums + m * row_size + v * WIDTH), all(weights.factors[m]));
+    for (int64_t j = 0; j < weights.count; j++) {
+        Vector value[COUNT];
+        UNROLL_ALL for (int v = 0; v < COUNT; v++) {
+            __builtin_prefetch(ahead[j] + v * WIDTH);
+            value[v] = COUNT > 1 || dims == WIDTH ? load(values[j] + v * WIDTH) : load_part(values[j], dims);
+        }
+        UNROLL_ALL for (int m = 0; m < ROWS; m++) {
+            const Vector weight = all(weights.of[m * TILE + j]);
+            UNROLL_ALL for (int v = 0; v < COUNT; v++) sum[m][v] = multiply_add(weight, value[v], sum[m][v]);
+        }
+    }
+    UNROLL_ALL for (int m = 0; m < ROWS; m++) UNROLL_ALL for (int v = 0; v < COUNT; v++)
+        save(sums + m * row_size + v * WIDTH, sum[m][v]);
+}
+
+template <typename T, int ROWS>
+void add_values(const Attention &job, Rows<T> values, Rows<T> ahead, Weights weights, float *sums) {
+    const int64_t size = job.padded_dim();
+    int64_t d = 0;
+    for (; d + VECTORS * WIDTH <= job.head_dim; d += VECTORS * WIDTH)
+        add_vectors<T, ROWS, VECTORS>({values.at, values.offset + d}, {ahead.at, ahead.offset + d}, weights, WIDTH,
+                                      size, sums + d);
+    for (; d < job.head_dim; d += WIDTH)
+        add_vectors<T, ROWS, 1>({values.at, values.offset + d}, {ahead.at, ahead.offset + d}, weights,
+                                job.head_dim - d < WIDTH ? job.head_dim - d : WIDTH, size, sums + d);
+}
+
+// A tile's keys and values for the query rows of one kv head; `ahead` are the keys that come next.
+template <typename T, int ROWS>
+void head(const Attention &job, int64_t kv_head, const float *query, Rows<T> keys, Rows<T> values, Rows<T> ahead,
+          int64_t count, Sums sums) {
+    alignas(64) float scores[ROWS * TILE];
+    const int64_t rows = padded_group(job);
+    for (int64_t row = kv_head * rows; row < (kv_head + 1) * rows; row += ROWS) {
+        const int64_t at = row * job.padded_dim();
+        float factors[ROWS];
+        int64_t low[ROWS], high[ROWS];
+        for (int m = 0; m < ROWS; m++) low[m] = 0, high[m] = count;
+        score<T, ROWS>(job, query + at, keys, values, count, scores);
+        add_scores<ROWS, TILE>(scores, low, high, sums.softmax + row, factors);
+        add_values<T, ROWS>(job, values, ahead, {scores, factors, count}, sums.values + at);
+    }
+}
+
+// Where the keys and values of a tile lie; the last ones again where there are fewer.
+template <typename T>
+struct Places {
+    const T *keys[TILE], *values[TILE];
+    int64_t count;
+    Places(const Attention &job, const Span &span, int64_t first, int64_t last) {
+        count = last - first < TILE ? last - first : TILE;
+        if (count <= 0) return;
+        find_keys(job, job.keys, span, first, count, keys);
+        find_keys(job, job.values, span, first, count, values);
+        for (int64_t i = count; i < TILE; i++) keys[i] = keys[count - 1], values[i] = values[count - 1];
+    }
+};
+
+// Keys [task.first, task.last) of a span that holds one token. `query` is room for its rows.
+template <typename T, int ROWS>
+void run(const Attention &job, const Task &task, float *query, Sums sums) {
+    const Span &span = job.spans[task.span];
+    const int64_t group = job.group(), rows = padded_group(job), size = job.padded_dim();
+    std::memset(query, 0, size_t(Sums::rows(job) * size) * sizeof *query);
+    for (int64_t h = 0; h < job.heads; h++)
+        load_query(job, span.first_row, h, query + (h / group * rows + h % group) * size);
+    sums.begin(job);
+    Places<T> places(job, span, task.first, task.last);
+    for (int64_t first = task.first; first < task.last; first += TILE) {
+        Places<T> next(job, span, first + TILE, task.last);
+        const T *const *following = next.count > 0 ? next.keys : places.keys;
+        for (int64_t h = 0; h < job.kv_heads; h++) {
+            const int64_t key = h * job.keys.head_stride;
+            const bool last = h + 1 == job.kv_heads;
+            head<T, ROWS>(job, h, query, {places.keys, key}, {places.values, h * job.values.head_stride},
+                          {last ? following : places.keys, last ? 0 : key + job.keys.head_stride}, places.count, sums);
+        }
+        places = next;
+    }
+}
+
+template <typename T>
+void run(const Attention &job, const Task &task, float *query, Sums sums) {
+    const int64_t rows = padded_group(job);
+    if (rows == 1) return run<T, 1>(job, task, query, sums);
+    if (rows == 2) return run<T, 2>(job, task, query, sums);
+    return run<T, MOST_ROWS>(job, task, query, sums);
+}
+
+// Tasks that a span of one token is cut into.
+inline int64_t splits(const Attention &job, const Span &span) {
+    return (span.start + 1 - job.first_key(span.start) + SPLIT - 1) / SPLIT;
+}
+
+// The output of a span from the sums over its parts, which lie one behind the other; changes the first.
+inline void finish(const Attention &job, const Span &span, char *parts) {
+    const int64_t group = job.group(), size = job.padded_dim(), count = splits(job, span);
+    const Sums whole(job, parts);
+    for (int64_t head = 0; head < job.heads; head++) {
+        const int64_t row = head / group * padded_group(job) + head % group;
+        float *values = whole.values + row * size, greatest = whole.softmax[row].greatest;
+        float weight = whole.softmax[row].weight();
+        for (int64_t i = 1; i < count; i++) {
+            const Sums part(job, parts + size_t(i) * Sums::bytes(job));
+            const float before = greatest, other = part.softmax[row].greatest;
+            greatest = other > before ? other : before;
+            const float origin = Softmax::origin(greatest);
+            const float factor = Softmax::power(before - origin), other_factor = Softmax::power(other - origin);
+            weight = weight * factor + part.softmax[row].weight() * other_factor;
+            for (int64_t d = 0; d < size; d++)
+                values[d] = values[d] * factor + part.values[row * size + d] * other_factor;
+        }
+        store_out(job, span.first_row, head, values, weight);
+    }
+}
+
+}  // namespace one_token

@@ -1,0 +1,257 @@
+// A tile of queries over its keys, one kv head (FlashAttention-2: Dao 2023). The query heads of the kv head are rows
+// of one matrix. Keys go by tiles, which are widened to float32 and laid out in cache once for all rows: first the
+// scores of all rows, whose keys stay in L1, then weights times values.
+
+#pragma once
+#include "attention.h"
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
+namespace query_tiles {
+
+constexpr int64_t MOST_ROWS = 480;
+constexpr int64_t MOST_BYTES = 480 << 10;  // of a task's rows: they stay in L2
+constexpr int64_t KEYS = 64;
+constexpr int PANEL = 6;  // rows at a time: sums of 6 rows and 4 vectors fill the registers (2 where there are 16)
+constexpr int VECTORS = WIDTH == 16 ? 4 : 2;
+
+// Query tokens of one task at most.
+inline int64_t tile_tokens(const Attention &job) {
+    const int64_t row_bytes = (2 * job.padded_dim() + KEYS) * int64_t(sizeof(float));
+    const int64_t rows = MOST_BYTES / row_bytes < MOST_ROWS ? MOST_BYTES / row_bytes : MOST_ROWS;
+    return rows < job.group() ? 1 : rows / job.group();
+}
+
+// Query tokens of each task of a span but the last: equal shares.
+inline int64_t share(const Attention &job, const Span &span) {
+    const int64_t most = tile_tokens(job), tasks = (span.tokens + most - 1) / most;
+    return (span.tokens + tasks - 1) / tasks;
+}
+
+// A thread's buffers. Rows: packed queries, panel by panel, in a panel dim by dim; scores; sums; softmax. Keys: one
+// dim of all keys behind the other; values: one key behind the other.
+struct Buffers {
+    float *query, *scores, *sums, *keys, *values, *row;
+    Softmax *softmax;
+    int64_t *positions;
+
+    static int64_t rows(const Attention &job) {
+        return (tile_tokens(job) * job.group() + PANEL - 1) / PANEL * PANEL;
+    }
+    static size_t bytes(const Attention &job) {
+        const int64_t dim = job.padded_dim(), floats = rows(job) * (2 * dim + KEYS) + 2 * KEYS * dim + 4 * dim;
+        return size_t(floats) * sizeof(float) + size_t(rows(job)) * (sizeof(Softmax) + sizeof(int64_t));
+    }
+    Buffers(const Attention &job, void *at) {
+        const int64_t dim = job.padded_dim(), count = rows(job);
+        query = static_cast<float *>(at);
+        scores = query + count * dim;
+        sums = scores + count * KEYS;
+        keys = sums + count * dim;
+        values = keys + KEYS * dim;
+        row = values + KEYS * dim;
+        positions = reinterpret_cast<int64_t *>(row + 4 * dim);
+        softmax = reinterpret_cast<Softmax *>(positions + count);
+    }
+};
+
+// A task: rows of tokens [first, last) of a span, `rows` of them without those that fill up the last panel.
+struct Tile {
+    const Attention &job;
+    const Span &span;
+    int64_t kv_head, first, rows;
+};
+
+// The keys [low, high) of a key tile that begins at `key` which the query at `position` sees; none if low >= high.
+inline int64_t low_of(const Attention &job, int64_t position, int64_t key) {
+    const int64_t from = job.first_key(position) - key;
+    return from > 0 ? from : 0;
+}
+inline int64_t high_of(int64_t position, int64_t key) { return position + 1 - key < KEYS ? position + 1 - key : KEYS; }
+
+inline void pack_query(const Tile &tile, Buffers &to) {
+    const int64_t dim = tile.job.padded_dim(), group = tile.job.group();
+    std::memset(to.query, 0, size_t(Buffers::rows(tile.job) * dim) * sizeof *to.query);
+    for (int64_t row = 0; row < Buffers::rows(tile.job); row++) {
+        const int64_t token = tile.first + (row < tile.rows ? row : tile.rows - 1) / group;
+        to.positions[row] = tile.span.start + token;
+        to.softmax[row].begin();
+        if (row >= tile.rows) continue;
+        load_query(tile.job, tile.span.first_row + token, tile.kv_head * group + row % group, to.row);
+        float *lane = to.query + row / PANEL * PANEL * dim + row % PANEL;
+        for (int64_t d = 0; d < tile.job.head_dim; d++) lane[d * PANEL] = to.row[d];
+    }
+}
+
+// Four rows of floats, turned: to[d * KEYS + i] = from[i * size + d].
+inline void turn(const float *from, int64_t size, float *to) {
+#if defined(__SSE__)
+    for (int64_t d = 0; d < size; d += 4) {
+        __m128 a = _mm_loadu_ps(from + d), b = _mm_loadu_ps(from + size + d);
+        __m128 c = _mm_loadu_ps(from + 2 * size + d), e = _mm_loadu_ps(from + 3 * size + d);
+        _MM_TRANSPOSE4_PS(a, b, c, e);
+        _mm_storeu_ps(to + d * KEYS, a), _mm_storeu_ps(to + (d + 1) * KEYS, b);
+        _mm_storeu_ps(to + (d + 2) * KEYS, c), _mm_storeu_ps(to + (d + 3) * KEYS, e);
+    }
+#else
+    for (int64_t d = 0; d < size; d++)
+        for (int64_t i = 0; i < 4; i++) to[d * KEYS + i] = from[i * size + d];
+#endif
+}
+
+// A row of `dim` elements as floats, zeros up to the padded dim.
+template <typename T>
+void widen(const T *from, int64_t dim, float *to) {
+    const int64_t whole = dim / WIDTH * WIDTH;
+    for (int64_t d = 0; d < whole; d += WIDTH) save(to + d, load(from + d));
+    if (whole < dim) save(to + whole, load_part(from + whole, dim - whole));
+}
+
+// Where the keys of one tile, at most KEYS, and their values lie.
+template <typename T>
+struct Places {
+    const T *keys[KEYS], *values[KEYS];
+    int64_t first, count;
+
+    Places(const Tile &tile, int64_t from, int64_t end) : first(from) {
+        const Attention &job = tile.job;
+        count = end - first < KEYS ? end - first : KEYS;
+        if (count <= 0) return;
+        const int64_t key = tile.kv_head * job.keys.head_stride, value = tile.kv_head * job.values.head_stride;
+        find_keys(job, job.keys, tile.span, first, count, keys);
+        find_keys(job, job.values, tile.span, first, count, values);
+        for (int64_t i = 0; i < count; i++) keys[i] += key, values[i] += value;
+    }
+
+    // The i-th of `of` equal shares, on its way into L2.
+    void prefetch(int64_t i, int64_t of, int64_t dim) const {
+        for (int64_t j = i * count / of; j < (i + 1) * count / of; j++)
+            for (int64_t d = 0; d < dim; d += int64_t(64 / sizeof(T)))
+                __builtin_prefetch(keys[j] + d, 0, 2), __builtin_prefetch(values[j] + d, 0, 2);
+    }
+};
+
+// A tile's keys and values as floats; keys of zeros up to KEYS.
+template <typename T>
+void pack_keys(const Attention &job, const Places<T> &from, Buffers &to) {
+    const int64_t dim = job.head_dim, size = job.padded_dim();
+    for (int64_t j = 0; j < KEYS; j += 4) {
+        for (int64_t i = j; i < j + 4; i++) {
+            float *key = to.row + (i - j) * size;
+            if (i < from.count) {
+                widen(from.keys[i], dim, key);
+                widen(from.values[i], dim, to.values + i * size);
+            } else {
+                std::memset(key, 0, size_t(size) * sizeof *key);
+            }
+        }
+        turn(to.row, size, to.keys + j);
+    }
+}
+
+// Scores of a panel's rows and all keys of the tile.
+inline void score(const float *query, const float *keys, int64_t dim, float *scores) {
+    for (int64_t key = 0; key < KEYS; key += VECTORS * WIDTH) {
+        Vector sum[PANEL][VECTORS];
+        UNROLL_ALL for (int m = 0; m < PANEL; m++) UNROLL_ALL for (int v = 0; v < VECTORS; v++) sum[m][v] = zero();
+        for (int64_t d = 0; d < dim; d++) {
+            Vector column[VECTORS];
+            UNROLL_ALL for (int v = 0; v < VECTORS; v++) column[v] = load(keys + d * KEYS + key + v * WIDTH);
+            UNROLL_ALL for (int m = 0; m < PANEL; m++) {
+                const Vector row = all(query[d * PANEL + m]);
+                UNROLL_ALL for (int v = 0; v < VECTORS; v++) sum[m][v] = multiply_add(row, column[v], sum[m][v]);
+            }
+        }
+        UNROLL_ALL for (int m = 0; m < PANEL; m++) UNROLL_ALL for (int v = 0; v < VECTORS; v++)
+            save(scores + m * KEYS + key + v * WIDTH, sum[m][v]);
+    }
+}
+
+// Adds weighted values of keys [low, high) to COUNT vectors of the sums of ROWS rows, which are scaled first.
+template <int ROWS, int COUNT>
+void add_vectors(const float *values, const float *weights, const float *factors, int64_t low, int64_t high,
+                 int64_t size, float *sums) {
+    Vector sum[ROWS][COUNT];
+    UNROLL_ALL for (int m = 0; m < ROWS; m++) UNROLL_ALL for (int v = 0; v < COUNT; v++)
+        sum[m][v] = multiply(load(sums + m * size + v * WIDTH), all(factors[m]));
+    for (int64_t j = low; j < high; j++) {
+        Vector value[COUNT];
+        UNROLL_ALL for (int v = 0; v < COUNT; v++) value[v] = load(values + j * size + v * WIDTH);
+        UNROLL_ALL for (int m = 0; m < ROWS; m++) {
+            const Vector weight = all(weights[m * KEYS + j]);
+            UNROLL_ALL for (int v = 0; v < COUNT; v++) sum[m][v] = multiply_add(weight, value[v], sum[m][v]);
+        }
+    }
+    UNROLL_ALL for (int m = 0; m < ROWS; m++) UNROLL_ALL for (int v = 0; v < COUNT; v++)
+        save(sums + m * size + v * WIDTH, sum[m][v]);
+}
+
+template <int ROWS>
+void add_values(const float *values, const float *weights, const float *factors, int64_t low, int64_t high,
+                int64_t size, float *sums) {
+    int64_t d = 0;
+    for (; d + VECTORS * WIDTH <= size; d += VECTORS * WIDTH)
+        add_vectors<ROWS, VECTORS>(values + d, weights, factors, low, high, size, sums + d);
+    for (; d < size; d += WIDTH) add_vectors<ROWS, 1>(values + d, weights, factors, low, high, size, sums + d);
+}
+
+// Weights of a panel's rows, from their scores, times the values of the key tile at `key`. A row takes no part in
+// keys that it does not see, whose values may be inf or NaN: what all rows see goes together, the rest row by row.
+inline void add_panel(const Attention &job, Buffers &buffers, int64_t row, int64_t key) {
+    static const float ones[1] = {1.0f};
+    const int64_t size = job.padded_dim();
+    float *weights = buffers.scores + row * KEYS, *sums = buffers.sums + row * size, factors[PANEL];
+    int64_t low[PANEL], high[PANEL], from = 0, to = KEYS;
+    for (int m = 0; m < PANEL; m++) {
+        low[m] = low_of(job, buffers.positions[row + m], key), high[m] = high_of(buffers.positions[row + m], key);
+        from = low[m] > from ? low[m] : from;
+        to = high[m] < to ? high[m] : to;
+    }
+    if (to < from) to = from;
+    add_scores<PANEL, KEYS>(weights, low, high, buffers.softmax + row, factors);
+    add_values<PANEL>(buffers.values, weights, factors, from, to, size, sums);
+    for (int m = 0; m < PANEL; m++) {
+        const float *mine = weights + m * KEYS;
+        const int64_t before = high[m] < from ? high[m] : from, after = low[m] > to ? low[m] : to;
+        if (low[m] < before) add_values<1>(buffers.values, mine, ones, low[m], before, size, sums + m * size);
+        if (after < high[m]) add_values<1>(buffers.values, mine, ones, after, high[m], size, sums + m * size);
+    }
+}
+
+// The rows whose panels see something of the key tile at `key`: [first, last).
+inline void visible_rows(const Tile &tile, const Buffers &buffers, int64_t key, int64_t &first, int64_t &last) {
+    first = 0, last = tile.rows;
+    while (first < last && high_of(buffers.positions[first + PANEL - 1], key) <= 0) first += PANEL;
+    while (last > first && low_of(tile.job, buffers.positions[(last - 1) / PANEL * PANEL], key) >= KEYS)
+        last = (last - 1) / PANEL * PANEL;
+}
+
+template <typename T>
+void run(const Attention &job, const Task &task, void *memory) {
+    Buffers buffers(job, memory);
+    const Tile tile = {job, job.spans[task.span], task.kv_head, task.first, (task.last - task.first) * job.group()};
+    const int64_t size = job.padded_dim(), end = tile.span.start + task.last;
+    pack_query(tile, buffers);
+    std::memset(buffers.sums, 0, size_t(Buffers::rows(job) * size) * sizeof *buffers.sums);
+    Places<T> places(tile, job.first_key(buffers.positions[0]), end);
+    while (places.count > 0) {
+        const Places<T> next(tile, places.first + KEYS, end);
+        int64_t first, last;
+        pack_keys(job, places, buffers);
+        visible_rows(tile, buffers, places.first, first, last);
+        const int64_t panels = (last - first + PANEL - 1) / PANEL;
+        for (int64_t i = 0, row = first; i < panels; i++, row += PANEL) {
+            next.prefetch(i, panels, job.head_dim);
+            score(buffers.query + row * size, buffers.keys, job.head_dim, buffers.scores + row * KEYS);
+        }
+        for (int64_t row = first; row < last; row += PANEL) add_panel(job, buffers, row, places.first);
+        places = next;
+    }
+    for (int64_t row = 0; row < tile.rows; row++)
+        store_out(job, tile.span.first_row + buffers.positions[row] - tile.span.start,
+                  tile.kv_head * job.group() + row % job.group(), buffers.sums + row * size,
+                  buffers.softmax[row].weight());
+}
+
+}  // namespace query_tiles

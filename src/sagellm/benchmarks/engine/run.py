@@ -1,0 +1,277 @@
+"""Run the workloads on one engine; the report, as JSON and as tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from sagellm.benchmarks._results import Environment, figure, table
+from sagellm.benchmarks.engine._process import CpuTimes, others_share, peak_resident_bytes, resident_bytes
+from sagellm.benchmarks.engine.cold_start import cold_start
+from sagellm.benchmarks.engine.peer_rows import Comparison, Figure, Row, compare
+from sagellm.benchmarks.engine.session import Job, Session
+from sagellm.benchmarks.engine.workloads import COLD_CODE, COLD_START, SECONDS, WORKLOADS, Metric, Workload
+from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.config import Config
+from sagellm.core.errors import ConfigError
+from sagellm.core.types import CapabilityDescriptor
+from sagellm.engines.build import build_engine
+
+FORMAT = "sagellm.bench.engine/1"
+COLUMNS = ("workload", "median", "", "least", "most", "TTFT s", "overhead", "resident MB", "others", "runs")
+WARM_UP = Job([1, 2, 3] * 21, 8)
+MB = 1e6
+
+SETTINGS = ("model.", "kv.", "scheduler.", "engine.")
+RESIDENT = ("resident memory after decode-8", "b8")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure on which configured model; `label` is the model's name in rows."""
+
+    config: Config
+    label: str
+    names: Sequence[str]
+    repeats: int = 3
+    workloads: Sequence[Workload] = WORKLOADS
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise ConfigError(f"--repeats {self.repeats}: measure at least once")
+        if not self.names:
+            raise ConfigError(f"no workload is left to measure: {', '.join(w.name for w in self.workloads)}")
+
+    @property
+    def threads(self) -> int:
+        assert self.config.engine.threads is not None
+        return self.config.engine.threads
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One repeat of one workload. Shares are 0 to 1, None where the system does not tell."""
+
+    name: str
+    code: str
+    metric: Metric
+    repeat: int
+    values: Mapping[str, float]
+    resident_bytes: int | None
+    others: float | None
+    overhead: float | None = None
+    num_steps: int | None = None
+
+    @property
+    def value(self) -> float:
+        return self.values[self.metric.key]
+
+
+@dataclass(slots=True)
+class Report:
+    """All that was measured so far, and the peers' rows to stand beside it."""
+
+    plan: Plan
+    environment: Environment
+    peer_rows: Sequence[Row] = ()
+    measured: list[Measured] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    capability: dict[str, Any] = field(default_factory=dict)
+
+    def by_workload(self) -> dict[str, list[Measured]]:
+        groups: dict[str, list[Measured]] = {}
+        for one in self.measured:
+            groups.setdefault(one.name, []).append(one)
+        return groups
+
+    def figures(self) -> list[Figure]:
+        """The median of each workload's metric, and the memory after a batch of eight."""
+        groups = self.by_workload()
+        made = [_figure(name, runs) for name, runs in groups.items()]
+        title, code = RESIDENT
+        resident = _resident_mb([one for one in self.measured if one.code == code])
+        if resident is not None:
+            made.append(Figure(title, code, "rss_mb", "MB", resident, higher_is_better=False))
+        return made
+
+    def comparisons(self) -> list[Comparison]:
+        return compare(self.figures(), self.peer_rows)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a repeat in the harness's form, so that a later run can be compared with this one."""
+        return [_harness_row(self.plan, one) for one in self.measured]
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as JSON values; `FORMAT` says which form."""
+        return {
+            "format": FORMAT,
+            "environment": dataclasses.asdict(self.environment),
+            "model": self.plan.label,
+            "threads": self.plan.threads,
+            "settings": _changed(self.plan.config),
+            "capability": self.capability,
+            "figures": [dataclasses.asdict(one) for one in self.figures()],
+            "comparisons": [dataclasses.asdict(one) for one in self.comparisons()],
+            "left_out": self.left_out,
+            "peak_resident_mb": round(peak_resident_bytes() / MB, 1),
+            "rows": self.rows(),
+        }
+
+
+def run(
+    report: Report, *, clock: Clock | None = None, on_run: Callable[[str], None] = lambda what: None
+) -> None:
+    """Measure into `report`, the cold start first. What was measured before an error stays in it."""
+    clock, plan = clock or MonotonicClock(), report.plan
+    if COLD_START in plan.names:
+        for repeat in range(plan.repeats):
+            on_run(f"{COLD_START}, {repeat + 1} of {plan.repeats}")
+            report.measured.append(_measure_cold(plan, repeat, clock))
+    chosen = [workload for workload in plan.workloads if workload.name in plan.names]
+    if not chosen:
+        return
+    on_run("loading the model")
+    engine = build_engine(plan.config)
+    report.capability = _facts(engine.capability())
+    try:
+        session = Session(engine, clock)
+        session.run([WARM_UP] * 4)
+        for workload in _that_fit(chosen, session.max_model_len, report):
+            for repeat in range(plan.repeats):
+                on_run(f"{workload.name}, {repeat + 1} of {plan.repeats}")
+                report.measured.append(_measure(workload, session, repeat))
+    finally:
+        engine.close()
+
+
+def _facts(capability: CapabilityDescriptor) -> dict[str, Any]:
+    schema = capability.kv_schema
+    return {
+        "device": capability.device,
+        "dtype": capability.dtype,
+        "kv_dtype": None if schema is None else schema.dtype,
+        "block_size": capability.block_size,
+        "num_blocks": capability.num_blocks,
+        "max_num_seqs": capability.max_num_seqs,
+        "max_model_len": capability.max_model_len,
+    }
+
+
+def _changed(config: Config) -> dict[str, Any]:
+    """What of the engine's settings is not as by default; the model's place is nobody's business."""
+    default = Config().flat()
+    return {
+        key: value
+        for key, value in config.flat().items()
+        if key.startswith(SETTINGS) and key != "model.name" and value != default[key]
+    }
+
+
+def _that_fit(workloads: Sequence[Workload], most_tokens: int, report: Report) -> Iterator[Workload]:
+    for workload in workloads:
+        if workload.longest <= most_tokens:
+            yield workload
+        else:
+            room = f"needs a context of {workload.longest} tokens; here are {most_tokens}"
+            report.left_out[workload.name] = f"{room} (model, --max-model-len, KV memory)"
+
+
+def _measure(workload: Workload, session: Session, repeat: int) -> Measured:
+    before = CpuTimes.now()
+    values = workload.run(session, repeat)
+    others = others_share(before, CpuTimes.now())
+    steps = session.steps
+    return Measured(
+        workload.name, workload.code, workload.metric, repeat, values, resident_bytes(), others,
+        steps.overhead, steps.num_steps,
+    )  # fmt: skip
+
+
+def _measure_cold(plan: Plan, repeat: int, clock: Clock) -> Measured:
+    before = CpuTimes.now()
+    values = cold_start(plan.config, clock)
+    others, resident = others_share(before, CpuTimes.now()), int(values.pop("resident_bytes"))
+    return Measured(COLD_START, COLD_CODE, SECONDS, repeat, values, resident or None, others)
+
+
+def _figure(name: str, runs: Sequence[Measured]) -> Figure:
+    metric = runs[0].metric
+    value = median(one.value for one in runs)
+    return Figure(name, runs[0].code, metric.key, metric.unit, value, metric.higher_is_better)
+
+
+def _harness_row(plan: Plan, one: Measured) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "engine": "sagellm",
+        "model": plan.label,
+        "threads": plan.threads,
+        "workload": one.code,
+        "rep": one.repeat,
+        **{key: round(value, 5) for key, value in one.values.items()},
+    }
+    if one.resident_bytes is not None:
+        row["rss_mb"] = round(one.resident_bytes / MB)
+    for key, share in (("others", one.others), ("overhead", one.overhead)):
+        if share is not None:
+            row[key] = round(share, 4)
+    return row if one.num_steps is None else {**row, "num_steps": one.num_steps}
+
+
+def tables(report: Report) -> Iterator[Table]:
+    """Our medians, and beside them each peer's with the ratio, if there are any."""
+    plan = report.plan
+    title = f"model {plan.label}, {plan.threads} threads: medians; overhead is what of a step was not execute"
+    yield table(title, COLUMNS, [_line(runs) for runs in report.by_workload().values()], num_names=1)
+    comparisons = report.comparisons()
+    if comparisons:
+        yield _comparison_table(comparisons)
+
+
+def _line(runs: Sequence[Measured]) -> list[str]:
+    values = [one.value for one in runs]
+    rates = [figure(value) for value in (median(values), min(values), max(values))]
+    first = _median_of([one.values.get("ttft") for one in runs])
+    overhead, others = (_median_of([getattr(one, name) for one in runs]) for name in ("overhead", "others"))
+    resident = _resident_mb(runs)
+    return [
+        runs[0].name, rates[0], runs[0].metric.unit, *rates[1:],
+        "" if first is None else figure(first),
+        "" if overhead is None else f"{overhead:.1%}",
+        "" if resident is None else figure(resident),
+        "" if others is None else f"{others:.0%}",
+        str(len(runs)),
+    ]  # fmt: skip
+
+
+def _resident_mb(runs: Sequence[Measured]) -> float | None:
+    """The most after any of these runs."""
+    known = [one.resident_bytes / MB for one in runs if one.resident_bytes]
+    return max(known, default=None)
+
+
+def _median_of(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _comparison_table(comparisons: Sequence[Comparison]) -> Table:
+    peers = list(dict.fromkeys(one.peer for one in comparisons))
+    found = {(one.figure.title, one.peer): one for one in comparisons}
+    figures = {one.figure.title: one.figure for one in comparisons}
+    rows = []
+    for title, ours in figures.items():
+        cells = [_cell(found.get((title, peer))) for peer in peers]
+        rows.append([title, ours.unit, figure(ours.value), *cells])
+    title = "beside peers: their median (how many times better ours is; below 1: worse)"
+    return table(title, ("workload", "", "ours", *peers), rows, num_names=2)
+
+
+def _cell(one: Comparison | None) -> str:
+    if one is None:
+        return "-"
+    return figure(one.peer_value) + ("" if one.ratio is None else f" ({one.ratio:.2f})")

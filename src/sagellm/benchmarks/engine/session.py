@@ -1,0 +1,107 @@
+"""One engine under measurement: batches in, arrival times out, and what of a step was not computing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sagellm.core.clock import Clock
+from sagellm.core.errors import SageError
+from sagellm.core.types import FinishReason, Request, RequestOutput, SamplingParams, Tokens
+from sagellm.engines.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request: its prompt, and how many tokens it gets, whatever they are."""
+
+    prompt: Sequence[int]
+    num_outputs: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """When each token of a request came, in seconds after its batch was sent."""
+
+    times_s: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    num_cached: int = 0
+
+    @property
+    def first_s(self) -> float:
+        return self.times_s[0]
+
+    @property
+    def last_s(self) -> float:
+        return self.times_s[-1]
+
+
+@dataclass(slots=True)
+class StepTime:
+    """What steps took, and what of it the backend took to compute them."""
+
+    num_steps: int = 0
+    total_s: float = 0.0
+    execute_s: float = 0.0
+
+    @property
+    def overhead(self) -> float:
+        """The share of the steps that was not `execute`, 0 to 1; 0 where planning went on beside it."""
+        return max(0.0, 1.0 - self.execute_s / self.total_s) if self.total_s else 0.0
+
+
+class Session:
+    """An engine, greedy, end of sequence ignored, as every engine of the harness is measured."""
+
+    def __init__(self, engine: Engine, clock: Clock) -> None:
+        self._engine, self._clock = engine, clock
+        self._ids = itertools.count()
+        self.steps = StepTime()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._engine.capability().vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._engine.max_model_len
+
+    def begin(self) -> None:
+        """Nothing is cached, and steps are counted anew."""
+        self._engine.kv.clear_cache()
+        self.steps = StepTime()
+
+    def run(self, jobs: Sequence[Job]) -> list[Answer]:
+        """Send all at once; the answers in order. Raises `SageError` for one that the engine could not
+        give."""
+        began_s = self._clock.now()
+        answers: dict[str, Answer] = {}
+        for job in jobs:
+            request_id = f"bench-{next(self._ids)}"
+            answers[request_id] = Answer()
+            params = SamplingParams(temperature=0.0, max_tokens=job.num_outputs, ignore_eos=True)
+            self._engine.add(Request(request_id, Tokens(job.prompt), params))
+        while self._engine.has_work():
+            outputs = self._step()
+            now_s = self._clock.now() - began_s
+            for output in outputs:
+                _take(answers[output.request_id], output, now_s)
+        return list(answers.values())
+
+    def _step(self) -> Sequence[RequestOutput]:
+        before, began_s = self._engine.last_step, self._clock.now()
+        outputs = self._engine.step()
+        self.steps.num_steps += 1
+        self.steps.total_s += self._clock.now() - began_s
+        if self._engine.last_step is not before:  # a step may have nothing to execute
+            self.steps.execute_s += self._engine.last_step.duration_s
+        return outputs
+
+
+def _take(answer: Answer, output: RequestOutput, now_s: float) -> None:
+    if output.finish_reason is FinishReason.ERROR:
+        raise SageError(f"the engine gave up a request: {output.error}")
+    answer.token_ids += output.new_token_ids
+    answer.times_s += [now_s] * len(output.new_token_ids)
+    answer.num_cached = output.num_cached_tokens

@@ -1,0 +1,123 @@
+"""`sagellm bench engine`: a whole engine on fixed workloads, alone or beside other engines' rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from sagellm.cli._options import ModelOption, command
+from sagellm.cli._settings import Settings
+from sagellm.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sagellm.benchmarks.engine.run import Report
+    from sagellm.benchmarks.engine.shapes import Shape
+    from sagellm.core.config import Config
+
+_ONLY_HELP = "Only these workloads, as a,b; prefill and decode mean all sizes of one; default: all."
+
+
+@command
+def engine(
+    model: ModelOption = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Random weights instead of a model: S (184 M), M (596 M), tiny."),
+    ] = None,
+    only: Annotated[str | None, typer.Option(metavar="NAMES", help=_ONLY_HELP)] = None,
+    repeats: Annotated[int, typer.Option(metavar="N", help="Times that each workload runs.")] = 3,
+    compare: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Rows of the peers' harness to stand beside; may be repeated."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the results there as JSON.")
+    ] = None,
+    *,
+    settings: Settings,
+) -> None:
+    """Measure the engine: prefill, decode by batch, offline throughput, conversations, long context, cold
+    start.
+
+    Every core is used unless --threads says otherwise. "others" is the share of the machine that other
+    processes took meanwhile: where it is not near 0, compare nothing.
+    """
+    from sagellm.benchmarks._results import check_writable, environment
+    from sagellm.benchmarks.engine.peer_rows import read_peers
+    from sagellm.benchmarks.engine.run import Plan, Report, run
+    from sagellm.benchmarks.engine.workloads import chosen_names
+
+    names = chosen_names([word.strip() for word in only.split(",")] if only is not None else [])
+    random_shape, label = _model_or_shape(model, shape)
+    config = _configured(settings, model)
+    peers = read_peers(compare or [], label, Plan(config, label, names, repeats).threads)
+    if out is not None:
+        check_writable(out)
+    with Console(stderr=True).status("") as status, _model_there(random_shape, config) as there:
+        report = Report(Plan(there, label, names, repeats), environment(datetime.now(UTC)), peers)
+        try:
+            run(report, on_run=status.update)
+        finally:
+            status.stop()
+            _show(report, out)
+    if only is not None and report.left_out:
+        [(name, reason), *_] = report.left_out.items()
+        raise ConfigError(f"{name} {reason}")
+
+
+def _model_or_shape(model: str | None, shape: str | None) -> tuple[Shape | None, str]:
+    """The shape, if one is asked for, and the model's name in rows."""
+    from sagellm.benchmarks.engine.shapes import shape_named
+    from sagellm.engines.build import DEMO_NAME
+
+    if shape is None:
+        return None, Path(model).name if model else DEMO_NAME
+    if model is not None:
+        raise ConfigError("--shape makes a model of random weights: leave out --model, or --shape")
+    return shape_named(shape), shape_named(shape).label
+
+
+@contextmanager
+def _model_there(shape: Shape | None, config: Config) -> Iterator[Config]:
+    """The configuration of a model that is there; random weights are gone afterwards."""
+    from sagellm.benchmarks.engine.shapes import write_model
+
+    if shape is None:
+        yield config
+        return
+    with TemporaryDirectory(prefix="sagellm-bench-") as folder:
+        write_model(shape, Path(folder))
+        yield config.model_copy(update={"model": config.model.model_copy(update={"name": folder})})
+
+
+def _configured(settings: Settings, model: str | None) -> Config:
+    """The configuration, with every core where nobody chose a number of threads."""
+    from sagellm.benchmarks._results import num_cores
+
+    config = settings.load(model=model).config
+    if config.engine.threads is not None:
+        return config
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"threads": num_cores()})})
+
+
+def _show(report: Report, out: Path | None) -> None:
+    from sagellm.benchmarks._results import console, write_json
+    from sagellm.benchmarks.engine.run import tables
+
+    if not report.measured:
+        return
+    if out is not None:
+        write_json(out, report.as_json())
+    terminal = console()
+    for table in tables(report):
+        terminal.print(table)
+        terminal.print()
+    for name, reason in report.left_out.items():
+        terminal.print(f"left out: {name} {reason}")

@@ -1,0 +1,74 @@
+"""Whether an attention kernel is used, and for what.
+
+Decode rows are the kernel's by rule: torch has to gather the blocks of every row, which reads and writes the
+context once more. For prefill chunks it is measured at start, one chunk behind a context of the model's own
+shape: where torch multiplies bfloat16 by instructions for it, widening may be slower.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from sagellm.core.protocols.fusion import FusedKernel
+from sagellm.engines.native.attention import AttentionPlanner, Span, attend
+from sagellm.engines.native.kv_cache import PagedKV
+
+CONTEXT, CHUNK, _REPEATS = 384, 128, 2
+
+
+def attention_planner(kv: PagedKV, num_heads: int, kernel: FusedKernel | None) -> AttentionPlanner:
+    """With `kernel` for what it does better here, or without where it does not support the pool."""
+    if kernel is None or not _supported(kernel, kv, num_heads):
+        return AttentionPlanner(kv)
+    return AttentionPlanner(kv, kernel, chunks=chunks_pay(kernel, kv, num_heads))
+
+
+def chunks_pay(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> bool:
+    """Whether a prefill chunk is faster by `kernel`: one thread's own clock, so that others do not tip it."""
+    small = _like(kv, -(-(CONTEXT + CHUNK) // kv.block_size))
+    span = Span(0, CHUNK, CONTEXT, range(small.num_blocks))
+    query = _query(kv, CHUNK, num_heads)
+    key = torch.ones(CHUNK, *small.keys[0].shape[2:], dtype=query.dtype)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        by_torch, by_kernel = (
+            _cpu_s(partial(attend, planner.plan([], [span], None), small, 0, query, key, key))
+            for planner in (AttentionPlanner(small), AttentionPlanner(small, kernel))
+        )
+    finally:
+        torch.set_num_threads(threads)
+    return by_kernel < by_torch
+
+
+def _supported(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> bool:
+    spans, tables = torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0, dtype=torch.int32)
+    return kernel.supports(_query(kv, 1, num_heads), kv.keys[0], kv.values[0], spans, tables).usable
+
+
+def _query(kv: PagedKV, rows: int, num_heads: int) -> torch.Tensor:
+    pool = kv.keys[0]
+    return torch.ones(rows, num_heads, pool.shape[3], dtype=pool.dtype)
+
+
+def _like(kv: PagedKV, num_blocks: int) -> PagedKV:
+    """One layer of another number of blocks, written once: memory that nobody wrote to is read too fast."""
+    pool = kv.keys[0]
+    _, block_size, kv_heads, head_dim = pool.shape
+    small = PagedKV(1, num_blocks, block_size, kv_heads, head_dim, pool.device, pool.dtype)
+    for own in (*small.keys, *small.values):
+        own.fill_(1.0)
+    return small
+
+
+def _cpu_s(run: Callable[[], object]) -> float:
+    best = float("inf")
+    for _ in range(_REPEATS):
+        start = time.thread_time()
+        run()
+        best = min(best, time.thread_time() - start)
+    return best

@@ -1,0 +1,276 @@
+"""The C++ attention kernel against its plain twin in float64, on every instruction set that this CPU has."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sagellm.accel.fusion.cpu import cpu_kernels
+from sagellm.accel.fusion.cpu.attention import attention_kernel, paged_attention
+from sagellm.accel.fusion.cpu.cpu_level import LEVELS, CpuLevel, this_cpu_flags
+from sagellm.accel.fusion.cpu.library import compiled, find_compiler
+from sagellm.core.errors import KernelError
+from sagellm.core.protocols.fusion import FusedKernel
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1e-2, 1.6e-2), torch.float16: (2e-3, 2e-3)}
+
+
+@pytest.fixture(scope="module")
+def kernel() -> FusedKernel:
+    found = cpu_kernels().attention
+    if found is None:
+        pytest.skip("no C++ compiler")
+    return found
+
+
+@dataclass
+class Scene:
+    """Inputs of the kernel; `args` in its order."""
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    spans: torch.Tensor
+    tables: torch.Tensor
+    window: int | None = None
+
+    @property
+    def args(self) -> tuple[torch.Tensor | int | None, ...]:
+        return self.query, self.keys, self.values, self.spans, self.tables, self.window
+
+
+def scene(
+    parts: list[tuple[int, int]], *, heads: int = 4, kv_heads: int = 2, dim: int = 16, block_size: int = 4,
+    dtype: torch.dtype = torch.float32, pool_dtype: torch.dtype = torch.float32, window: int | None = None,
+    seed: int = 0, shared: bool = False,
+) -> Scene:  # fmt: skip
+    """`parts`: (start, tokens) of each span. Blocks are scattered; where `shared`, sequences may have the
+    same ones. What no sequence reads, padding too, is NaN.
+    """
+    chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    needed = [-(-(start + tokens) // block_size) for start, tokens in parts]
+    num_blocks = sum(needed) + 2
+    free = chance.sample(range(num_blocks), num_blocks)
+    spans: list[tuple[int, ...]] = []
+    tables: list[int] = []
+    row = 0
+    shape = (num_blocks, block_size, kv_heads, dim)
+    keys, values = torch.full(shape, math.nan), torch.full(shape, math.nan)
+    for (start, tokens), count in zip(parts, needed, strict=True):
+        own = chance.choices(range(num_blocks), k=count) if shared else [free.pop() for _ in range(count)]
+        spans.append((row, tokens, start, len(tables)))
+        tables += own
+        row += tokens
+        at = torch.arange(start + tokens)
+        blocks = torch.tensor(own)[at // block_size]
+        for pool in (keys, values):
+            pool[blocks, at % block_size] = torch.randn(len(at), kv_heads, dim, generator=generator)
+    query = torch.randn(row, heads, dim, generator=generator).to(dtype)
+    return Scene(
+        query, keys.to(pool_dtype), values.to(pool_dtype), torch.tensor(spans),
+        torch.tensor(tables, dtype=torch.int32), window,
+    )  # fmt: skip
+
+
+def compare(kernel: FusedKernel, made: Scene, slack: float = 0.0) -> torch.Tensor:
+    """In float64, so that the only rounding is the kernel's."""
+    doubles = (made.query.double(), made.keys.double(), made.values.double())
+    expected = paged_attention(*doubles, made.spans, made.tables, made.window)
+    found: torch.Tensor = kernel.apply(*made.args)
+    assert found.dtype == made.query.dtype
+    absolute, relative = (bound + slack for bound in TOLERANCES[found.dtype])
+    torch.testing.assert_close(found.double(), expected, atol=absolute, rtol=relative, equal_nan=True)
+    return found
+
+
+def check_shapes(kernel: FusedKernel) -> None:
+    for dim in (16, 24, 64, 80, 100, 128, 256):
+        compare(kernel, scene([(0, 1), (37, 1), (3, 20)], dim=dim, seed=dim))
+    for group in (1, 2, 3, 4, 5, 7, 8, 12):
+        compare(kernel, scene([(200, 1), (60, 9)], heads=3 * group, kv_heads=3, seed=group))
+    for block_size in (1, 3, 16, 17, 64):
+        compare(kernel, scene([(130, 1), (70, 90), (0, 70)], block_size=block_size, window=65))
+    for dtype in DTYPES:
+        for pool_dtype in DTYPES:
+            compare(kernel, scene([(150, 1), (0, 33)], dim=72, dtype=dtype, pool_dtype=pool_dtype))
+
+
+def test_shapes_and_dtypes(kernel: FusedKernel) -> None:
+    check_shapes(kernel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [level for level in LEVELS if level.cpu_flags <= this_cpu_flags()])
+def test_every_level_of_this_cpu(level: CpuLevel) -> None:
+    check_shapes(attention_kernel(compiled("attention", level, find_compiler())))
+
+
+@pytest.mark.parametrize("start", [0, 15, 16, 126, 127, 128, 129, 255, 300, 1023, 2047, 4095])
+def test_lengths(kernel: FusedKernel, start: int) -> None:
+    """One token after so many others: one part of keys, several, and their borders."""
+    compare(kernel, scene([(start, 1), (start // 2, 1)], block_size=16))
+
+
+def test_a_long_prompt_and_chunks_of_it(kernel: FusedKernel) -> None:
+    whole = scene([(0, 700)], heads=6, kv_heads=2, block_size=16)
+    expected = compare(kernel, whole)
+    for first, tokens in ((0, 300), (300, 1), (301, 399)):
+        part = Scene(
+            whole.query[first : first + tokens], whole.keys, whole.values,
+            torch.tensor([(0, tokens, first, 0)]), whole.tables,
+        )  # fmt: skip
+        found = kernel.apply(*part.args)
+        torch.testing.assert_close(found, expected[first : first + tokens], atol=2e-6, rtol=2e-6)
+
+
+@settings(max_examples=60)
+@given(
+    parts=st.lists(
+        st.tuples(st.integers(0, 300), st.one_of(st.just(1), st.integers(1, 60))), min_size=1, max_size=4
+    ),
+    kv_heads=st.integers(1, 4),
+    group=st.integers(1, 9),
+    dim=st.integers(1, 140),
+    block_size=st.integers(1, 20),
+    dtype=st.sampled_from(DTYPES),
+    pool_dtype=st.sampled_from(DTYPES),
+    window=st.none() | st.integers(1, 200),
+    threads=st.integers(1, 2),
+    seed=st.integers(0, 99),
+    shared=st.booleans(),
+    strided=st.booleans(),
+)
+def test_any_tables_and_strides(
+    kernel: FusedKernel, parts: list[tuple[int, int]], kv_heads: int, group: int, dim: int, block_size: int,
+    dtype: torch.dtype, pool_dtype: torch.dtype, window: int | None, threads: int, seed: int, shared: bool,
+    strided: bool,
+) -> None:  # fmt: skip
+    made = scene(
+        parts, heads=kv_heads * group, kv_heads=kv_heads, dim=dim, block_size=block_size, dtype=dtype,
+        pool_dtype=pool_dtype, window=window, seed=seed, shared=shared,
+    )  # fmt: skip
+    if strided:  # the query is a part of fused heads, keys and values are two halves of one pool
+        made.query = torch.cat([made.query, made.query], dim=1)[:, : kv_heads * group]
+        both = torch.cat([made.keys, made.values], dim=2)
+        made.keys, made.values = both[:, :, :kv_heads], both[:, :, kv_heads:]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        compare(kernel, made)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_span_does_not_depend_on_its_company(kernel: FusedKernel) -> None:
+    """The same bits alone, among others, and on another number of threads."""
+    together = scene([(400, 1), (90, 50), (33, 1), (0, 300)], dim=64, block_size=16)
+    found = kernel.apply(*together.args)
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            for i in range(4):
+                alone = kernel.apply(*together.args[:3], together.spans[i : i + 1], together.tables)
+                first, tokens = together.spans[i, :2].tolist()
+                assert torch.equal(alone[first : first + tokens], found[first : first + tokens])
+        finally:
+            torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("window", [None, 7, 40])
+def test_nan_and_inf_reach_whoever_sees_them(kernel: FusedKernel, bad: float, window: int | None) -> None:
+    """And nobody else: no query before them in their own chunk, none whose window is past them."""
+    chance = random.Random(5)
+    reached = 0
+    for seed in range(12):
+        made = scene([(150, 1), (20, 90), (0, 70)], dim=24, window=window, seed=seed)
+        pool = (made.keys, made.values)[seed % 2]
+        for _ in range(3):
+            entry = chance.randrange(len(made.tables))
+            pool[made.tables[entry], chance.randrange(4), chance.randrange(2), chance.randrange(24)] = bad
+        if seed % 3 == 0:
+            made.query[chance.randrange(len(made.query)), chance.randrange(4), 3] = bad
+        if seed % 4 == 3:
+            made.keys[made.tables[0]] = bad
+        found = compare(kernel, made)
+        assert found.isfinite().any()
+        reached += int((~found.isfinite()).sum())
+    assert reached
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 30.0, 300.0])
+def test_scores_of_any_size(kernel: FusedKernel, scale: float) -> None:
+    """Weights that underflow, rows where one key takes all. Float32 knows a score of 1,000 to 1e-4."""
+    made = scene([(300, 1), (0, 100), (77, 40)], dim=32)
+    made.query *= scale
+    compare(kernel, made, slack=2e-6 * scale)
+
+
+def test_keys_that_are_all_the_same(kernel: FusedKernel) -> None:
+    same = scene([(500, 1), (0, 64)])
+    same.keys[:] = 1.0
+    compare(kernel, same)
+
+
+@pytest.mark.parametrize("value", [65504.0, 65519.0, 65520.0, 1e-8, 3e-8, 6.1e-5, -6.0e-8, 0.1, 2049.0, 1e30])
+def test_outputs_are_rounded_as_torch_does(kernel: FusedKernel, value: float) -> None:
+    """One key: its value is the output, in the query's dtype."""
+    for dtype in DTYPES:
+        made = scene([(0, 1)], dim=16, dtype=dtype)
+        made.values[:] = value
+        assert torch.equal(kernel.apply(*made.args), torch.full((1, 4, 16), value).to(dtype))
+
+
+def test_what_leads_outside_is_refused(kernel: FusedKernel) -> None:
+    good = scene([(9, 3), (5, 1)])
+    num_blocks = len(good.keys)
+    bad_spans: list[tuple[int, ...]] = [
+        (2, 3, 9, 0), (-1, 1, 5, 3), (0, 0, 5, 0), (0, 1, -1, 0), (0, 1, 40, 0), (0, 1, 5, 4), (0, 1, 5, -1),
+        (0, 1, 2**62, 0), (2**62, 1, 5, 0), (0, 2**62, 5, 0),
+    ]  # fmt: skip
+    for span in bad_spans:
+        with pytest.raises(KernelError, match="a span is not within"):
+            kernel.apply(*good.args[:3], torch.tensor([span]), good.tables)
+    for block in (-1, num_blocks, 2**31 - 1):
+        tables = good.tables.clone()
+        tables[1] = block
+        with pytest.raises(KernelError, match="outside the pool"):
+            kernel.apply(*good.args[:4], tables)
+
+
+def test_what_is_not_supported_is_named(kernel: FusedKernel) -> None:
+    q, k, v, spans, tables, _ = scene([(9, 3), (5, 1)]).args
+    assert isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)  # noqa: PT018
+    assert isinstance(spans, torch.Tensor) and isinstance(tables, torch.Tensor)  # noqa: PT018
+    cases: list[tuple[tuple[object, ...], str]] = [
+        ((q, k), "takes query, keys, values, spans, tables"),
+        ((q.double(), k, v, spans, tables), "no kernel for torch.float64"),
+        ((q, k, v.half(), spans, tables), "no kernel for torch.float32 over torch.float32 and torch.float16"),
+        ((q, k, v[:3], spans, tables), "are no query and pools"),
+        ((q[:, :, :8], k, v, spans, tables), "are no query and pools"),
+        ((q[:, :3], k, v, spans, tables), "make no groups"),
+        ((q, k.transpose(1, 3), v.transpose(1, 3), spans, tables), "are no query and pools"),
+        ((q, k.mT.contiguous().mT, v, spans, tables), "not contiguous"),
+        ((q, k, v, spans.int(), tables), "spans are contiguous int64"),
+        ((q, k, v, spans, tables.long()), "tables are contiguous int32"),
+        ((q, k, v, spans, tables, 0), "shows nothing"),
+        ((q.clone().requires_grad_(), k, v, spans, tables), "has no gradient"),
+        ((q.to("meta"), k, v, spans, tables), "runs on a CPU"),
+    ]
+    for inputs, reason in cases:
+        assert not kernel.supports(*inputs).usable
+        with pytest.raises(KernelError, match=reason):
+            kernel.apply(*inputs)
+
+
+def test_no_spans_is_no_work(kernel: FusedKernel) -> None:
+    made = scene([(0, 1)])
+    assert kernel.apply(*made.args[:3], torch.zeros(0, 4, dtype=torch.int64), made.tables).shape == (1, 4, 16)

@@ -1,0 +1,138 @@
+"""The engine with and without CPU kernels: the same tokens, the same logits but for the order of sums."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from sagellm.accel.fusion.cpu import cpu_kernels
+from sagellm.core.config import Config
+from sagellm.core.protocols.fusion import KernelSet
+from sagellm.engines.build import build_backend, build_engine, load_config
+from sagellm.engines.native import projection
+from sagellm.engines.native.backend import KernelSource
+from sagellm.engines.native.projection import MEASURED_ROWS, Form, Projection, project
+from tests.engines.native.driver import Driver, RecordingBackend, Running
+from tests.tiny_models import VOCAB, save_tiny
+
+MODELS = ("llama-head80-tied", "llama-biases", "mistral-window", "qwen3", "opt-post-norm-projected")
+LOGIT_TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def kernels() -> KernelSet:
+    found = cpu_kernels()
+    if not found.linear:
+        pytest.skip("no C++ compiler")
+    return found
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels win every measurement, the last one that is given most clearly."""
+
+    def last(forms: Sequence[tuple[str, Form]], dtype: torch.dtype, weight: torch.Tensor) -> list[object]:
+        return [forms[-1]] * len(MEASURED_ROWS)
+
+    monkeypatch.setattr(projection, "_fastest", last)
+
+
+def generate(folder: Path, dtype: str, kernels: KernelSource | None) -> list[Running]:
+    """Three prompts of 5, 21 and 40 tokens, whole and in chunks; all compute in float32."""
+    backend = RecordingBackend(
+        folder, num_blocks=64, max_num_seqs=6, block_size=8, threads=1, dtype=dtype, compute_dtype="float32",
+        kernels=kernels,
+    )  # fmt: skip
+    done: list[Running] = []
+    for chunks in ((10_000,), (1, 7, 16)):
+        driver = Driver(backend, chunks)
+        generator = torch.Generator().manual_seed(1)
+        for length in (5, 21, 40):
+            done.append(driver.add(torch.randint(3, VOCAB, (length,), generator=generator).tolist(), 12))
+            driver.step()
+        driver.run()
+    return done
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_tokens_with_kernels_on_and_off(
+    name: str, dtype: str, kernels: KernelSet, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, name)
+    plain = generate(tmp_path, dtype, None)
+    for kernel in kernels.linear:
+        used = KernelSet([kernel], kernels.attention)
+        for mine, theirs in zip(generate(tmp_path, dtype, lambda u=used: u), plain, strict=True):  # type: ignore[misc]
+            assert mine.outputs == theirs.outputs
+            for ours, reference in zip(mine.logits, theirs.logits, strict=True):
+                torch.testing.assert_close(ours, reference, atol=LOGIT_TOLERANCE, rtol=0)
+
+
+@pytest.mark.usefixtures("always")
+def test_matrices_stay_as_they_are_stored(kernels: KernelSet, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama-biases")
+    backend = RecordingBackend(
+        tmp_path, num_blocks=8, threads=1, dtype="bfloat16", compute_dtype="float32",
+        kernels=lambda: kernels,
+    )  # fmt: skip
+    layer = backend._model._layers[0]
+    assert layer.up.weight is not None
+    assert layer.up.bias is not None
+    assert layer.mlp_norm.weight is not None
+    assert layer.up.weight.dtype == torch.bfloat16
+    assert layer.up.bias.dtype == layer.mlp_norm.weight.dtype == torch.float32
+    assert backend.get_kv_schema().dtype == "float32"
+    assert backend.capability().dtype == "bfloat16"
+
+
+def test_the_measured_table(kernels: KernelSet) -> None:
+    """Some winner for each size; each of them gives the product."""
+    chosen = Projection(kernels.linear, torch.float32, torch.bfloat16)
+    assert tuple(chosen.table) == MEASURED_ROWS
+    assert set(chosen.table.values()) <= {"torch", *(kernel.name for kernel in kernels.linear)}
+    for rows in (0, 1, 5, 13, 128, 129, 200):
+        x, weight = torch.randn(rows, 48), torch.randn(20, 48).bfloat16()
+        torch.testing.assert_close(chosen(x, weight, None), project(x, weight), atol=1e-4, rtol=1e-4)
+
+
+def test_without_a_kernel_for_these_dtypes_nothing_is_measured(
+    kernels: KernelSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(projection, "_fastest", None)
+    assert not Projection(kernels.linear, torch.float64, torch.float64).uses_kernels
+    assert not Projection((), torch.float32, torch.bfloat16).uses_kernels
+
+
+def test_the_setting_turns_them_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def none() -> KernelSet:
+        asked.append("kernels")
+        return KernelSet()
+
+    monkeypatch.setattr("sagellm.accel.fusion.cpu.cpu_kernels", none)
+    for value in ("auto", "off"):
+        build_backend(settings(value)).close()
+    assert asked == ["kernels"]
+
+
+def test_without_a_compiler_the_engine_says_so_and_uses_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with caplog.at_level(logging.WARNING):
+        engine = build_engine(settings("auto"))
+    assert [record.name for record in caplog.records] == ["sagellm.kernels"]
+    engine.close()
+
+
+def settings(kernels: str) -> Config:
+    given = {"engine.kernels": kernels, "kv.num_blocks": 8, "model.max_model_len": 64, "engine.threads": 1}
+    return load_config(cli=given, environ={}).config
