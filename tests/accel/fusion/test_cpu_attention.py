@@ -109,7 +109,8 @@ def test_shapes_and_dtypes(kernel: FusedKernel) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [level for level in LEVELS if level.cpu_flags <= this_cpu_flags()])
 def test_every_level_of_this_cpu(level: CpuLevel) -> None:
-    check_shapes(attention_kernel(compiled("attention", level, find_compiler())))
+    made, helping = (compiled(name, level, find_compiler()) for name in ("attention", "linear"))
+    check_shapes(attention_kernel(made, threads_of=helping))
 
 
 @pytest.mark.parametrize("start", [0, 15, 16, 126, 127, 128, 129, 255, 300, 1023, 2047, 4095])

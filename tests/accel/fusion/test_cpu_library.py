@@ -67,13 +67,6 @@ def test_what_a_killed_builder_left_is_not_taken(tmp_path: Path) -> None:
     assert runs(tmp_path) == 2
 
 
-def test_a_compiler_without_openmp_builds_for_one_thread(tmp_path: Path) -> None:
-    body = 'case "$*" in *-fopenmp*) echo no such flag >&2; exit 1;; esac; echo whole > "$target"'
-    assert (
-        compiled("linear", PLAIN, scripted_compiler(tmp_path, body), folder=tmp_path).read_text() == "whole\n"
-    )
-
-
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
@@ -125,7 +118,7 @@ def test_every_level_compiles(tmp_path: Path) -> None:
 def test_under_sanitizers(name: str, level: CpuLevel, tmp_path: Path) -> None:
     """Buffers of exact size on the heap: a read or write beside them ends the program."""
     program, check = tmp_path / "check", Path(__file__).parent / f"{name}_check.cpp"
-    flags = ["-std=c++17", "-O1", "-g", "-fopenmp", *level.compiler_flags]
+    flags = ["-std=c++20", "-O1", "-g", "-pthread", *level.compiler_flags]
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     source = ["-w", f"-I{Path(library.__file__).parent}", str(check), "-o", str(program)]
     built = [*find_compiler().command, *flags, *sanitizers, *source]
@@ -133,3 +126,17 @@ def test_under_sanitizers(name: str, level: CpuLevel, tmp_path: Path) -> None:
     done = subprocess.run([program], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "compared" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_helpers_under_sanitizers(sanitizer: str, tmp_path: Path) -> None:
+    """Regions of four callers at a time, each task of each done once; also where no helper can begin."""
+    program, check = tmp_path / "check", Path(__file__).parent / "threads_check.cpp"
+    flags = ["-std=c++20", "-O1", "-g", "-pthread", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    source = ["-w", f"-I{Path(library.__file__).parent}", str(check), "-o", str(program)]
+    built = [*find_compiler().command, *flags, *source]
+    subprocess.run(built, check=True, capture_output=True, timeout=200)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "40000 regions" in done.stdout

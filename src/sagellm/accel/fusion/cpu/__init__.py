@@ -30,7 +30,7 @@ def cpu_kernels() -> KernelSet:
         compiler = find_compiler()
         with ThreadPoolExecutor() as pool:
             linear, attention = pool.map(lambda name: compiled(name, level, compiler), SOURCES)
-        kernels = KernelSet(linear_kernels(linear, level), attention_kernel(attention))
+        kernels = KernelSet(linear_kernels(linear, level), attention_kernel(attention, threads_of=linear))
     except KernelError as error:
         log.warning("CPU kernels are off, torch does all: %s", error)
         return KernelSet()

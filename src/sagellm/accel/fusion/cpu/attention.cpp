@@ -6,6 +6,7 @@
 
 #include "one_token.h"
 #include "query_tiles.h"
+#include "threads.h"
 
 enum Outcome : int32_t { DONE = 0, NO_MEMORY = 1, NO_KERNEL = 2, BAD_SPAN = 3, BAD_BLOCK = 4 };
 
@@ -97,8 +98,7 @@ bool run(const Attention &job, int32_t threads) {
     std::atomic<bool> failed{false};
     std::atomic<int64_t> next{0};
     const int32_t useful = sum.work < LEAST_WORK ? 1 : sum.tasks < threads ? int32_t(sum.tasks) : threads;
-#pragma omp parallel num_threads(useful) if (useful > 1)
-    {
+    threads::together(useful, [&] {
         void *memory = thread_memory.at_least(query_bytes > tile_bytes ? query_bytes : tile_bytes);
         if (!memory) failed = true;
         // Tasks are taken, not dealt: a thread that another process holds up takes fewer.
@@ -113,11 +113,14 @@ bool run(const Attention &job, int32_t threads) {
             if (__atomic_sub_fetch(&progress[span].left, 1, __ATOMIC_ACQ_REL) == 0)
                 one_token::finish(job, job.spans[span], parts + size_t(progress[span].first_part) * part_bytes);
         }
-    }
+    });
     return !failed;
 }
 
 }  // namespace
+
+// Helpers are those of another library from now on: there is one set of them in a process.
+extern "C" EXPORTED void sagellm_share_threads(threads::Together together) { threads::shared() = together; }
 
 extern "C" EXPORTED int32_t sagellm_paged_attention(const Attention *job, int32_t threads) {
     const Outcome outcome = check(*job);

@@ -170,9 +170,16 @@ def paged_attention(
     return out
 
 
-def attention_kernel(path: Path) -> CpuPagedAttention:
-    """The kernel of the library at `path`; raises `KernelError` if it cannot be loaded."""
-    function = loaded(path).sagellm_paged_attention
+def attention_kernel(path: Path, *, threads_of: Path) -> CpuPagedAttention:
+    """The kernel of the library at `path`, which is helped by the threads of the one at `threads_of`; raises
+    `KernelError` if one of them cannot be loaded.
+    """
+    library, helping = loaded(path), loaded(threads_of)
+    helping.sagellm_threads.restype = ctypes.c_void_p
+    library.sagellm_share_threads.argtypes = (ctypes.c_void_p,)
+    library.sagellm_share_threads.restype = None
+    library.sagellm_share_threads(helping.sagellm_threads())
+    function = library.sagellm_paged_attention
     function.argtypes = (ctypes.c_void_p, ctypes.c_int32)
     function.restype = ctypes.c_int32
     return CpuPagedAttention(function)

@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "form.h"
+#include "threads.h"
 
 namespace few_rows {
 
@@ -116,11 +117,12 @@ bool run(const Linear &job, int32_t threads) {
     pack<Form, X>(job, x);
     std::atomic<int64_t> next{0};
     // Tasks are taken, not dealt: a thread that another process holds up takes fewer.
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    for (int64_t first; (first = next.fetch_add(OUTPUTS_PER_TASK)) < job.outputs;) {
-        const int64_t left = job.outputs - first;
-        tasks<Form, X>(x, job, first, first + (left < OUTPUTS_PER_TASK ? left : OUTPUTS_PER_TASK));
-    }
+    threads::together(threads, [&] {
+        for (int64_t first; (first = next.fetch_add(OUTPUTS_PER_TASK)) < job.outputs;) {
+            const int64_t left = job.outputs - first;
+            tasks<Form, X>(x, job, first, first + (left < OUTPUTS_PER_TASK ? left : OUTPUTS_PER_TASK));
+        }
+    });
     return true;
 }
 

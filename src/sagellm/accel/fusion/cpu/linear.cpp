@@ -12,6 +12,9 @@ enum Outcome : int32_t { DONE = 0, NO_MEMORY = 1, NO_KERNEL = 2 };
 
 extern "C" {
 
+// For other libraries.
+EXPORTED threads::Together sagellm_threads() { return threads::shared(); }
+
 // For few rows, where reading the weight is what costs.
 EXPORTED int32_t sagellm_linear_few(const Linear *job, int32_t threads) {
     if (job->rows <= 0 || job->outputs <= 0) return DONE;

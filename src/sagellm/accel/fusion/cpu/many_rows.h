@@ -6,11 +6,13 @@
 #include <atomic>
 
 #include "form.h"
+#include "threads.h"
 
 namespace many_rows {
 
 constexpr int64_t CHUNK_BYTES = 512 << 10;
 constexpr int64_t CHUNK_INPUTS = 1024;
+constexpr int64_t STEPS_PER_TASK = 16;
 constexpr int64_t OUTPUTS_PER_TASK = 96;
 // Sums that fill the registers but for one step's operands: 32 with AVX-512, else 16.
 constexpr int SUMS = WIDTH == 16 ? 24 : 12;
@@ -135,13 +137,14 @@ bool run_lanes(const Linear &job, int32_t threads) {
     auto *x = static_cast<float *>(packed_rows.at_least(size_t(rows * inputs) * sizeof(float)));
     if (!x && inputs > 0) return false;
     std::atomic<bool> failed{false};
-    std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-#pragma omp for
-        for (int64_t step = 0; step < steps; step++)
-            for (int64_t row = 0; row < rows; row += LANES)
-                pack<Form, LANES>(job, row, step * Form::STEP, x + row * inputs + step * Form::STEP * LANES);
+    std::atomic<int64_t> next{0}, next_step{0};
+    threads::together(threads, [&] {
+        for (int64_t step; (step = next_step.fetch_add(STEPS_PER_TASK)) < steps;)
+            for (int64_t end = std::min(steps, step + STEPS_PER_TASK); step < end; step++)
+                for (int64_t row = 0; row < rows; row += LANES)
+                    pack<Form, LANES>(job, row, step * Form::STEP, x + row * inputs + step * Form::STEP * LANES);
+    });
+    threads::together(threads, [&] {
         auto *weights = static_cast<float *>(tile_weights.at_least(SUMS / VECTORS * CHUNK_INPUTS * sizeof(float)));
         if (!weights) failed = true;
         // Tasks are taken, not dealt: a thread that another process holds up takes fewer.
@@ -151,7 +154,7 @@ bool run_lanes(const Linear &job, int32_t threads) {
                                 output, job.outputs - output < OUTPUTS_PER_TASK ? job.outputs
                                                                                  : output + OUTPUTS_PER_TASK);
         }
-    }
+    });
     return !failed;
 }
 
