@@ -3,7 +3,8 @@
     python tools/check_docs.py            compare
     python tools/check_docs.py --write    write the program's output into the documents
 
-A document shows output in a fenced block under a line `<!-- output of: sagellm run --help -->`.
+A document shows output in a fenced block under a line `<!-- output of: sagellm run --help -->`, and figures
+in a table under a line `<!-- table of: benchmarks/results/FILE.json -->`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from engines_table import table
 from sagellm.core.ports import SagePorts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +30,7 @@ BLOCK = re.compile(
     r"(<!-- output of: (?P<command>[^\n]+?) -->\n+```\w*\n)(?P<shown>.*?)(?P<end>^```$)",
     re.DOTALL | re.MULTILINE,
 )
+TABLE = re.compile(r"(<!-- table of: (?P<file>[^\n]+?) -->\n+)(?P<shown>(?:^\|.*\n)*)", re.MULTILINE)
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 # Assembled from pieces, so that this file does not hold what it forbids.
@@ -94,6 +97,7 @@ def _stale_outputs(*, write: bool) -> Iterator[str]:
     for path in _files(".md"):
         text = _text(path)
         fresh = BLOCK.sub(lambda found: found[1] + _output_of(found["command"]) + found["end"], text)
+        fresh = TABLE.sub(lambda found: found[1] + table(ROOT / found["file"]), fresh)
         if fresh == text:
             continue
         if write:
