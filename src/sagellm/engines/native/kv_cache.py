@@ -21,8 +21,7 @@ TIER, HOST = "hbm", "dram"
 
 
 class PagedKV:
-    """`keys[i]` and `values[i]` are layer i's pools; `host` holds, for each of these two lists, as many
-    blocks of each layer in host memory as were asked for."""
+    """`keys[i]` and `values[i]` are layer i's pools. `num_host_blocks`: those of tier "dram", the host."""
 
     def __init__(
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int,
