@@ -24,7 +24,7 @@ TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1e-2, 1.6e-2), torch
 
 @pytest.fixture(scope="module")
 def kernel() -> FusedKernel:
-    found = cpu_kernels().attention
+    found = cpu_kernels(2).attention
     if found is None:
         pytest.skip("no C++ compiler")
     return found
@@ -110,7 +110,7 @@ def test_shapes_and_dtypes(kernel: FusedKernel) -> None:
 @pytest.mark.parametrize("level", [level for level in LEVELS if level.cpu_flags <= this_cpu_flags()])
 def test_every_level_of_this_cpu(level: CpuLevel) -> None:
     made, helping = (compiled(name, level, find_compiler()) for name in ("attention", "linear"))
-    check_shapes(attention_kernel(made, threads_of=helping))
+    check_shapes(attention_kernel(made, 2, threads_of=helping))
 
 
 @pytest.mark.parametrize("start", [0, 15, 16, 126, 127, 128, 129, 255, 300, 1023, 2047, 4095])
@@ -143,14 +143,13 @@ def test_a_long_prompt_and_chunks_of_it(kernel: FusedKernel) -> None:
     dtype=st.sampled_from(DTYPES),
     pool_dtype=st.sampled_from(DTYPES),
     window=st.none() | st.integers(1, 200),
-    threads=st.integers(1, 2),
     seed=st.integers(0, 99),
     shared=st.booleans(),
     strided=st.booleans(),
 )
 def test_any_tables_and_strides(
     kernel: FusedKernel, parts: list[tuple[int, int]], kv_heads: int, group: int, dim: int, block_size: int,
-    dtype: torch.dtype, pool_dtype: torch.dtype, window: int | None, threads: int, seed: int, shared: bool,
+    dtype: torch.dtype, pool_dtype: torch.dtype, window: int | None, seed: int, shared: bool,
     strided: bool,
 ) -> None:  # fmt: skip
     made = scene(
@@ -161,28 +160,20 @@ def test_any_tables_and_strides(
         made.query = torch.cat([made.query, made.query], dim=1)[:, : kv_heads * group]
         both = torch.cat([made.keys, made.values], dim=2)
         made.keys, made.values = both[:, :, :kv_heads], both[:, :, kv_heads:]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        compare(kernel, made)
-    finally:
-        torch.set_num_threads(before)
+    compare(kernel, made)
 
 
 def test_a_span_does_not_depend_on_its_company(kernel: FusedKernel) -> None:
     """The same bits alone, among others, and on another number of threads."""
     together = scene([(400, 1), (90, 50), (33, 1), (0, 300)], dim=64, block_size=16)
     found = kernel.apply(*together.args)
-    before = torch.get_num_threads()
     for threads in (1, 2):
-        torch.set_num_threads(threads)
-        try:
-            for i in range(4):
-                alone = kernel.apply(*together.args[:3], together.spans[i : i + 1], together.tables)
-                first, tokens = together.spans[i, :2].tolist()
-                assert torch.equal(alone[first : first + tokens], found[first : first + tokens])
-        finally:
-            torch.set_num_threads(before)
+        other = cpu_kernels(threads).attention
+        assert other is not None
+        for i in range(4):
+            alone = other.apply(*together.args[:3], together.spans[i : i + 1], together.tables)
+            first, tokens = together.spans[i, :2].tolist()
+            assert torch.equal(alone[first : first + tokens], found[first : first + tokens])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -1,11 +1,9 @@
-"""The C++ linear kernels against plain torch, on every instruction set that this CPU has."""
+"""The C++ linear kernel against plain torch, on every instruction set that this CPU has."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,23 +13,23 @@ from hypothesis import strategies as st
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.accel.fusion.cpu.cpu_level import LEVELS, CpuLevel, cpu_level, this_cpu_flags
 from sagellm.accel.fusion.cpu.library import compiled, find_compiler
-from sagellm.accel.fusion.cpu.linear import linear_kernels
+from sagellm.accel.fusion.cpu.linear import CpuLinear, PackedMatrix, linear_kernel
 from sagellm.core.errors import KernelError
-from sagellm.core.protocols.fusion import FusedKernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ATOL, RTOL = 2e-5, 2e-5
 SHAPES = (
     (1, 1, 1), (1, 7, 5), (2, 48, 64), (3, 49, 100), (8, 97, 1024), (9, 13, 33), (15, 24, 31), (16, 25, 32),
-    (17, 12, 1025), (33, 11, 2048), (47, 100, 96), (130, 95, 40), (300, 13, 2080),
+    (17, 12, 1025), (33, 11, 2048), (47, 100, 96), (130, 95, 40), (300, 13, 2080), (400, 130, 515),
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Sequence[FusedKernel]:
-    found = cpu_kernels().linear
-    if not found:
+@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "helped"])
+def kernel(request: pytest.FixtureRequest) -> CpuLinear:
+    found = cpu_kernels(request.param).linear
+    if found is None:
         pytest.skip("no C++ compiler")
+    assert isinstance(found, CpuLinear)
     return found
 
 
@@ -45,38 +43,72 @@ def tensors(
     return x, weight.to(dtype), torch.randn(outputs, generator=generator)
 
 
-def compare(kernel: FusedKernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def packed(kernel: CpuLinear, weight: torch.Tensor, pieces: int = 1) -> PackedMatrix:
+    """Stored in so many pieces, whose ends are no ends of panels."""
+    outputs, inputs = weight.shape
+    matrix = kernel.empty(outputs, inputs, weight.dtype)
+    row = 0
+    for piece in torch.tensor_split(weight, pieces):
+        matrix.store(row, piece)
+        row += len(piece)
+    return matrix
+
+
+def compare(kernel: CpuLinear, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """In float64, so that the only rounding is the kernel's."""
     expected = torch.nn.functional.linear(
         x.double(), weight.double(), None if bias is None else bias.double()
     )
-    found = kernel.apply(x, weight, bias)
+    found = kernel.apply(x, packed(kernel, weight, pieces=3), bias)
     assert found.dtype == x.dtype
     torch.testing.assert_close(found.double(), expected, atol=ATOL, rtol=RTOL, equal_nan=True)
 
 
-def check_shapes(kernels: Sequence[FusedKernel]) -> int:
+def check_shapes(kernel: CpuLinear) -> int:
     compared = 0
-    for kernel in kernels:
-        for dtype in DTYPES:
-            for shape in SHAPES:
-                x, weight, bias = tensors(*shape, dtype)
-                if not kernel.supports(x, weight).usable:
-                    continue
-                compare(kernel, x, weight, None)
-                compare(kernel, x, weight, bias)
-                compared += 1
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            x, weight, bias = tensors(*shape, dtype)
+            compare(kernel, x, weight, None)
+            compare(kernel, x, weight, bias)
+            compared += 1
     return compared
 
 
-def test_shapes_and_dtypes(kernels: Sequence[FusedKernel]) -> None:
-    assert check_shapes(kernels) == len(SHAPES) * (3 + 2)  # the second kernel leaves float32 weights to torch
+def test_shapes_and_dtypes(kernel: CpuLinear) -> None:
+    assert check_shapes(kernel) == 3 * len(SHAPES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [level for level in LEVELS if level.cpu_flags <= this_cpu_flags()])
 def test_every_level_of_this_cpu(level: CpuLevel) -> None:
-    assert check_shapes(linear_kernels(compiled("linear", level, find_compiler()), level)) == len(SHAPES) * 5
+    built = compiled("linear", level, find_compiler())
+    assert check_shapes(linear_kernel(built, level, 2)) == 3 * len(SHAPES)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bfloat16_by_its_own_instruction(kernel: CpuLinear, shape: tuple[int, int, int]) -> None:
+    if not kernel.multiplies(torch.bfloat16, torch.bfloat16):
+        pytest.skip("this CPU does not multiply bfloat16")
+    x, weight, bias = (tensor.bfloat16() for tensor in tensors(*shape, torch.bfloat16))
+    for added in (None, bias):
+        exact = None if added is None else added.double()
+        expected = kernel.reference(x.double(), packed(kernel, weight), exact)
+        found = kernel.apply(x, packed(kernel, weight), added)
+        torch.testing.assert_close(found, expected.bfloat16(), atol=1e-2, rtol=1.6e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_whatever_is_beside_it(kernel: CpuLinear, dtype: torch.dtype) -> None:
+    x, weight, bias = tensors(400, 70, 515, dtype)
+    if kernel.multiplies(torch.bfloat16, dtype):
+        x, bias = x.bfloat16(), bias.bfloat16()
+    matrix = packed(kernel, weight)
+    whole = kernel.apply(x, matrix, bias)
+    for count in (1, 2, 6, 7, 13, 30, 385):
+        for first in (0, 400 - count):
+            part = kernel.apply(x[first : first + count], matrix, bias)
+            assert torch.equal(part, whole[first : first + count])
 
 
 @settings(max_examples=150)
@@ -85,82 +117,88 @@ def test_every_level_of_this_cpu(level: CpuLevel) -> None:
     outputs=st.integers(0, 130),
     inputs=st.integers(0, 300),
     dtype=st.sampled_from(DTYPES),
-    layout=st.sampled_from(["rows", "columns", "strided", "repeated"]),
+    repeated=st.booleans(),
     gap=st.integers(0, 3),
     with_bias=st.booleans(),
-    threads=st.integers(1, 2),
-    which=st.integers(0, 1),
 )
 def test_any_strides(
-    kernels: Sequence[FusedKernel], rows: int, outputs: int, inputs: int, dtype: torch.dtype, layout: str,
-    gap: int, with_bias: bool, threads: int, which: int,
+    kernel: CpuLinear, rows: int, outputs: int, inputs: int, dtype: torch.dtype, repeated: bool, gap: int,
+    with_bias: bool,
 ) -> None:  # fmt: skip
     wide = tensors(2 * rows, outputs, 2 * inputs + gap, dtype, seed=rows)
-    x, weight = wide[0][:rows, :inputs], wide[1][:, gap : gap + inputs]
-    if layout == "columns":
-        x = x.t().contiguous().t()
-    elif layout == "strided":
-        x = wide[0][::2, : 2 * inputs : 2]
-    elif layout == "repeated":
+    x, weight = wide[0][::2, gap : gap + inputs], wide[1][:, gap : gap + inputs]
+    if repeated and rows:
         x = wide[0][:1, :inputs].expand(rows, inputs)
-    if not kernels[which].supports(x, weight).usable:
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        compare(kernels[which], x, weight, wide[2] if with_bias else None)
-    finally:
-        torch.set_num_threads(before)
+    compare(kernel, x, weight, wide[2] if with_bias else None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_nan_and_inf_stay_where_they_belong(
-    kernels: Sequence[FusedKernel], dtype: torch.dtype, bad: float
-) -> None:
+def test_nan_and_inf_stay_where_they_belong(kernel: CpuLinear, dtype: torch.dtype, bad: float) -> None:
     """Also behind the end of a row: an odd number of inputs, whose neighbour is the next row's first."""
     chance = random.Random(3)
-    for kernel in kernels:
-        for rows, outputs, inputs in ((1, 9, 33), (5, 26, 95), (20, 30, 64)):
-            x, weight, bias = tensors(rows, outputs, inputs, dtype)
-            if not kernel.supports(x, weight).usable:
-                continue
-            for tensor in (x, weight):
-                tensor[chance.randrange(len(tensor)), chance.randrange(inputs)] = bad
-            weight[outputs // 2, 0] = bad
-            compare(kernel, x, weight, bias)
+    for rows, outputs, inputs in ((1, 9, 33), (5, 26, 95), (20, 30, 64)):
+        x, weight, bias = tensors(rows, outputs, inputs, dtype)
+        for tensor in (x, weight):
+            tensor[chance.randrange(len(tensor)), chance.randrange(inputs)] = bad
+        weight[outputs // 2, 0] = bad
+        compare(kernel, x, weight, bias)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_nan_and_inf_in_pairs_of_bfloat16(kernel: CpuLinear, bad: float) -> None:
+    if not kernel.multiplies(torch.bfloat16, torch.bfloat16):
+        pytest.skip("this CPU does not multiply bfloat16")
+    for rows, inputs in ((1, 33), (20, 33), (20, 64)):
+        x, weight, _ = (tensor.bfloat16() for tensor in tensors(rows, 26, inputs, torch.bfloat16))
+        x[0, inputs - 1] = weight[7, 0] = bad
+        expected = torch.nn.functional.linear(x.double(), weight.double())
+        found = kernel.apply(x, packed(kernel, weight)).double()
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_half_precision_number_is_widened_exactly(
-    kernels: Sequence[FusedKernel], dtype: torch.dtype
-) -> None:
+def test_every_half_precision_number_is_widened_exactly(kernel: CpuLinear, dtype: torch.dtype) -> None:
     """All 65,536 bit patterns, subnormals, infinities and NaN among them, as weights of one input."""
     weight = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)[:, None]
-    for kernel in kernels:
-        found = kernel.apply(torch.ones(1, 1), weight)[0]
-        torch.testing.assert_close(found, weight[:, 0].float(), atol=0, rtol=0, equal_nan=True)
+    found = kernel.apply(torch.ones(1, 1), packed(kernel, weight))[0]
+    torch.testing.assert_close(found, weight[:, 0].float(), atol=0, rtol=0, equal_nan=True)
 
 
-def test_what_is_not_supported_is_named(kernels: Sequence[FusedKernel]) -> None:
-    few, many = kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (130, 33), (64, 64), (63, 2)])
+def test_rows_are_read_back(kernel: CpuLinear, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape).to(dtype)
+    matrix = packed(kernel, weight, pieces=2)
+    index = torch.randint(shape[0], (50,), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(matrix.rows(index), weight[index])
+    assert torch.equal(matrix.rows(torch.arange(shape[0])), weight)
+
+
+def test_what_is_not_supported_is_named(kernel: CpuLinear) -> None:
     x, weight, bias = tensors(4, 6, 8, torch.bfloat16)
-    cases: list[tuple[FusedKernel, tuple[torch.Tensor, ...], str]] = [
-        (few, (x.double(), weight), "no kernel for torch.float64"),
-        (many, (x, weight.float()), "no kernel for torch.float32 times torch.float32"),
-        (few, (x, weight[:, :5]), "make no linear layer"),
-        (few, (x[0], weight), "make no linear layer"),
-        (few, (x, weight.t().contiguous().t()), "rows of the weight are not contiguous"),
-        (few, (x, weight, bias[:3]), "the bias is not 6"),
-        (few, (x, weight, bias.bfloat16()), "the bias is not 6"),
-        (few, (x.requires_grad_(), weight), "has no gradient"),
+    matrix = packed(kernel, weight)
+    cases: list[tuple[tuple[object, ...], str]] = [
+        ((x.double(), matrix), "no kernel for torch.float64"),
+        ((x[:, :5], matrix), "make no linear layer"),
+        ((x[0], matrix), "make no linear layer"),
+        ((x.t().contiguous().t(), matrix), "rows of x are not contiguous"),
+        ((x, matrix, bias[:3]), "the bias is not 6"),
+        ((x, matrix, bias.bfloat16()), "the bias is not 6"),
+        ((x.clone().requires_grad_(), matrix), "has no gradient"),
     ]
-    for kernel, inputs, reason in cases:
+    for inputs, reason in cases:
         with pytest.raises(KernelError, match=reason):
             kernel.apply(*inputs)
+    for first, rows in ((0, weight.float()), (0, weight[:, :5]), (0, weight[0])):
+        with pytest.raises(KernelError, match=r"rows of 8 .* are packed"):
+            matrix.store(first, rows)
+    for first in (-1, 1):
+        with pytest.raises(KernelError, match=f"6 rows from {first} on are not in 6"):
+            matrix.store(first, weight)
 
 
-def test_the_best_level_is_taken(tmp_path: Path) -> None:
+def test_the_best_level_is_taken() -> None:
     everything = {flag for level in LEVELS for flag in level.cpu_flags}
     names = [cpu_level(flags).name for flags in (everything, everything - {"avx512_bf16"}, {"avx2"}, ())]
     assert names == ["avx512_bf16", "avx512", "plain", "plain"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,10 @@ import torch
 
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.core.config import Config
-from sagellm.core.protocols.fusion import KernelSet
+from sagellm.core.protocols.fusion import KernelSet, KernelSource, LinearKernel
 from sagellm.engines.build import build_backend, build_engine, load_config
 from sagellm.engines.native import projection
-from sagellm.engines.native.backend import KernelSource
-from sagellm.engines.native.projection import MEASURED_ROWS, Form, Projection, project
+from sagellm.engines.native.projection import MEASURED_ROWS, Race, packing_pays, race
 from tests.engines.native.driver import Driver, RecordingBackend, Running
 from tests.tiny_models import VOCAB, save_tiny
 
@@ -25,20 +23,22 @@ LOGIT_TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def kernels() -> KernelSet:
-    found = cpu_kernels()
-    if not found.linear:
+    found = cpu_kernels(1)
+    if found.linear is None:
         pytest.skip("no C++ compiler")
     return found
 
 
+@pytest.fixture(scope="module")
+def linear(kernels: KernelSet) -> LinearKernel:
+    assert kernels.linear is not None
+    return kernels.linear
+
+
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels win every measurement, the last one that is given most clearly."""
-
-    def last(forms: Sequence[tuple[str, Form]], dtype: torch.dtype, weight: torch.Tensor) -> list[object]:
-        return [forms[-1]] * len(MEASURED_ROWS)
-
-    monkeypatch.setattr(projection, "_fastest", last)
+    """The kernel wins every measurement."""
+    monkeypatch.setattr(projection, "race", lambda *_: Race({1: (2.0, 1.0)}))
 
 
 def generate(folder: Path, dtype: str, kernels: KernelSource | None) -> list[Running]:
@@ -66,12 +66,10 @@ def test_the_same_tokens_with_kernels_on_and_off(
 ) -> None:
     save_tiny(tmp_path, name)
     plain = generate(tmp_path, dtype, None)
-    for kernel in kernels.linear:
-        used = KernelSet([kernel], kernels.attention)
-        for mine, theirs in zip(generate(tmp_path, dtype, lambda u=used: u), plain, strict=True):  # type: ignore[misc]
-            assert mine.outputs == theirs.outputs
-            for ours, reference in zip(mine.logits, theirs.logits, strict=True):
-                torch.testing.assert_close(ours, reference, atol=LOGIT_TOLERANCE, rtol=0)
+    for mine, theirs in zip(generate(tmp_path, dtype, lambda _: kernels), plain, strict=True):
+        assert mine.outputs == theirs.outputs
+        for ours, reference in zip(mine.logits, theirs.logits, strict=True):
+            torch.testing.assert_close(ours, reference, atol=LOGIT_TOLERANCE, rtol=0)
 
 
 @pytest.mark.usefixtures("always")
@@ -79,47 +77,66 @@ def test_matrices_stay_as_they_are_stored(kernels: KernelSet, tmp_path: Path) ->
     save_tiny(tmp_path, "llama-biases")
     backend = RecordingBackend(
         tmp_path, num_blocks=8, threads=1, dtype="bfloat16", compute_dtype="float32",
-        kernels=lambda: kernels,
+        kernels=lambda _: kernels,
     )  # fmt: skip
     layer = backend._model._layers[0]
-    assert layer.up.weight is not None
     assert layer.up.bias is not None
     assert layer.mlp_norm.weight is not None
-    assert layer.up.weight.dtype == torch.bfloat16
+    assert layer.up.matrix.dtype == torch.bfloat16
     assert layer.up.bias.dtype == layer.mlp_norm.weight.dtype == torch.float32
     assert backend.get_kv_schema().dtype == "float32"
     assert backend.capability().dtype == "bfloat16"
 
 
-def test_the_measured_table(kernels: KernelSet) -> None:
-    """Some winner for each size; each of them gives the product."""
-    chosen = Projection(kernels.linear, torch.float32, torch.bfloat16)
-    assert tuple(chosen.table) == MEASURED_ROWS
-    assert set(chosen.table.values()) <= {"torch", *(kernel.name for kernel in kernels.linear)}
-    for rows in (0, 1, 5, 13, 128, 129, 200):
-        x, weight = torch.randn(rows, 48), torch.randn(20, 48).bfloat16()
-        torch.testing.assert_close(chosen(x, weight, None), project(x, weight), atol=1e-4, rtol=1e-4)
+def test_the_race(linear: LinearKernel) -> None:
+    """Every size is measured, and the whole decides."""
+    found = race(linear, torch.float32, torch.bfloat16)
+    assert tuple(found.seconds) == MEASURED_ROWS
+    assert all(seconds > 0 for both in found.seconds.values() for seconds in both)
+    assert Race({1: (4.0, 1.0), 8: (1.0, 1.0)}).speedup == 2
+
+
+@pytest.mark.parametrize("kernel_s", [0.5, 2.0])
+def test_matrices_are_packed_where_that_is_faster(
+    linear: LinearKernel, kernel_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(projection, "race", lambda *_: Race({1: (1.0, kernel_s)}))
+    assert packing_pays(linear, torch.float32, torch.bfloat16) == (kernel_s < 1)
 
 
 def test_without_a_kernel_for_these_dtypes_nothing_is_measured(
-    kernels: KernelSet, monkeypatch: pytest.MonkeyPatch
+    linear: LinearKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(projection, "_fastest", None)
-    assert not Projection(kernels.linear, torch.float64, torch.float64).uses_kernels
-    assert not Projection((), torch.float32, torch.bfloat16).uses_kernels
+    monkeypatch.setattr(projection, "race", None)
+    assert not packing_pays(linear, torch.float64, torch.float64)
+    assert not packing_pays(None, torch.float32, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("always")
+def test_threads_are_the_kernels_own(kernels: KernelSet, tmp_path: Path) -> None:
+    """Torch has one where it has nothing large to do, and all of them where it has."""
+    save_tiny(tmp_path, "llama-biases")
+    before = torch.get_num_threads()
+    try:
+        for source, expected in ((lambda _: kernels, 1), (None, 2)):
+            RecordingBackend(tmp_path, num_blocks=8, threads=2, dtype="bfloat16", compute_dtype="float32",
+                             kernels=source).close()  # fmt: skip
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_setting_turns_them_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    asked: list[int] = []
 
-    def none() -> KernelSet:
-        asked.append("kernels")
+    def none(threads: int) -> KernelSet:
+        asked.append(threads)
         return KernelSet()
 
     monkeypatch.setattr("sagellm.accel.fusion.cpu.cpu_kernels", none)
     for value in ("auto", "off"):
         build_backend(settings(value)).close()
-    assert asked == ["kernels"]
+    assert asked == [1]
 
 
 def test_without_a_compiler_the_engine_says_so_and_uses_torch(

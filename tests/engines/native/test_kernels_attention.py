@@ -24,7 +24,7 @@ KV_HEADS, HEADS, DIM, BLOCK_SIZE = 2, 6, 24, 4
 
 @pytest.fixture(scope="module")
 def kernel() -> FusedKernel:
-    found = cpu_kernels().attention
+    found = cpu_kernels(1).attention
     if found is None:
         pytest.skip("no C++ compiler")
     return found
@@ -70,9 +70,9 @@ def test_a_step_by_kernel_and_by_both(
 
 
 def test_without_support_for_the_pool_torch_does_all(kernel: FusedKernel) -> None:
-    assert attention_planner(pool(dtype=torch.float64), HEADS, kernel).reads_padding
-    assert attention_planner(pool(), HEADS, None).reads_padding
-    assert not attention_planner(pool(), HEADS, kernel).reads_padding
+    assert attention_planner(pool(dtype=torch.float64), HEADS, kernel, kernel).reads_padding
+    assert attention_planner(pool(), HEADS, None, None).reads_padding
+    assert not attention_planner(pool(), HEADS, kernel, kernel).reads_padding
 
 
 @pytest.mark.parametrize("torch_is_slow", [True, False])
@@ -80,8 +80,8 @@ def test_who_does_chunks_is_measured(
     kernel: FusedKernel, torch_is_slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter([2.0, 1.0] if torch_is_slow else [1.0, 2.0])  # torch is asked first
-    monkeypatch.setattr(attention_choice, "_cpu_s", lambda run: (run(), next(times))[1])
-    plan = attention_planner(pool(), HEADS, kernel).plan((), [Span(0, 3, 0, [0])], None)
+    monkeypatch.setattr(attention_choice, "cpu_s", lambda run, _: (run(), next(times))[1])
+    plan = attention_planner(pool(), HEADS, kernel, kernel).plan((), [Span(0, 3, 0, [0])], None)
     assert (plan.kernel is None) != torch_is_slow
     assert bool(plan.prefill) != torch_is_slow
 
@@ -97,7 +97,7 @@ def generate(folder: Path, kernels: KernelSet) -> list[Running]:
     """Prompts of 5 to 70 tokens, whole, in chunks and preempted, over a pool of NaN."""
     backend = RecordingBackend(
         folder, num_blocks=96, max_num_seqs=6, block_size=8, threads=1, dtype="float32",
-        kernels=lambda: kernels,
+        kernels=lambda _: kernels,
     )  # fmt: skip
     for each in (*backend._kv.keys, *backend._kv.values):  # whatever an earlier owner left must not be read
         each.fill_(math.nan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sagellm.engines.native.projection import FEWEST_ROWS, MOST_ROWS, project
+from sagellm.engines.native.projection import FEWEST_ROWS, MOST_ROWS, Dense
 
 
 @pytest.mark.parametrize("rows", [0, 1, FEWEST_ROWS - 1, FEWEST_ROWS, 32, MOST_ROWS, MOST_ROWS + 1])
@@ -17,4 +17,11 @@ def test_project_is_a_linear_layer(rows: int, with_bias: bool) -> None:
     expected = torch.nn.functional.linear(
         x.double(), weight.double(), None if bias is None else bias.double()
     )
-    torch.testing.assert_close(project(x, weight, bias).double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(Dense(weight).multiply(x, bias).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_dense_matrix_is_filled_and_read_by_rows() -> None:
+    matrix, values = Dense(torch.zeros(5, 3)), torch.arange(6.0).view(2, 3)
+    matrix.store(3, values)
+    assert matrix.shape == (5, 3)
+    assert matrix.rows(torch.tensor([4, 0, 3])).tolist() == [[3, 4, 5], [0, 0, 0], [0, 1, 2]]

@@ -4,7 +4,7 @@ tolerance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,13 +49,56 @@ class FusedKernel(Protocol):
         ...
 
 
+class Zeros(Protocol):
+    """Gives a tensor of zeros; where it lies is the caller's matter."""
+
+    def __call__(self, shape: tuple[int, ...], /, *, dtype: Any) -> Any: ...
+
+
+class Matrix(Protocol):
+    """A weight [outputs, inputs] in the form in which it is multiplied by."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    def store(self, first: int, rows: Any) -> None:
+        """`rows` [n, inputs], of `dtype`, become the outputs [first, first + n)."""
+        ...
+
+    def rows(self, index: Any) -> Any:
+        """Those outputs' weights, [len(index), inputs]."""
+        ...
+
+    def multiply(self, x: Any, bias: Any = None) -> Any:
+        """`x W^T + bias`, [T, outputs] of `x` [T, inputs] and maybe a bias [outputs]."""
+        ...
+
+
+class LinearKernel(FusedKernel, Protocol):
+    """`x W^T + bias`: inputs are x [T, in], a matrix that `empty` gave, and maybe a bias [out]."""
+
+    def multiplies(self, dtype: Any, weight_dtype: Any) -> bool:
+        """Whether it takes x of `dtype` and matrices of `weight_dtype`."""
+        ...
+
+    def empty(self, outputs: int, inputs: int, dtype: Any, zeros: Zeros) -> Matrix:
+        """A matrix of zeros, to be filled by `store`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class KernelSet:
     """What a machine has kernels for; where there is none, plain operators do it.
 
-    `linear`: `x W^T + bias` of x [T, in], weight [out, in] and maybe a bias. `attention`: of query, pools of
-    keys and values, spans, tables and maybe a window.
+    `attention`: of query, pools of keys and values, spans, tables and maybe a window.
     """
 
-    linear: Sequence[FusedKernel] = ()
+    linear: LinearKernel | None = None
     attention: FusedKernel | None = None
+
+
+KernelSource = Callable[[int], KernelSet]
+"""Gives the kernels on so many threads."""

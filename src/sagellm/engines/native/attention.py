@@ -154,6 +154,11 @@ class AttentionPlanner:
         """Whether attention reads behind a sequence's last token in its last block, which must be finite."""
         return self._kernel is None
 
+    @property
+    def all_by_kernel(self) -> bool:
+        """Whether torch has nothing to do in attention."""
+        return self._kernel is not None and self._chunks
+
     def plan(self, decode: Sequence[Span], prefill: Sequence[Span], window: int | None) -> AttentionPlan:
         """`decode` spans hold one token each and come longest first; rows are numbered as the spans say."""
         call = None

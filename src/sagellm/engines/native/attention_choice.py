@@ -7,8 +7,6 @@ shape: where torch multiplies bfloat16 by instructions for it, widening may be s
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,32 +14,33 @@ import torch
 from sagellm.core.protocols.fusion import FusedKernel
 from sagellm.engines.native.attention import AttentionPlanner, Span, attend
 from sagellm.engines.native.kv_cache import PagedKV
+from sagellm.engines.native.timing import cpu_s, one_thread
 
 CONTEXT, CHUNK, _REPEATS = 384, 128, 2
 
 
-def attention_planner(kv: PagedKV, num_heads: int, kernel: FusedKernel | None) -> AttentionPlanner:
-    """With `kernel` for what it does better here, or without where it does not support the pool."""
-    if kernel is None or not _supported(kernel, kv, num_heads):
+def attention_planner(
+    kv: PagedKV, num_heads: int, kernel: FusedKernel | None, alone: FusedKernel | None
+) -> AttentionPlanner:
+    """With `kernel` for what it does better here, or without where it does not support the pool; `alone` is
+    the kernel on one thread, which is measured.
+    """
+    if kernel is None or alone is None or not _supported(kernel, kv, num_heads):
         return AttentionPlanner(kv)
-    return AttentionPlanner(kv, kernel, chunks=chunks_pay(kernel, kv, num_heads))
+    return AttentionPlanner(kv, kernel, chunks=chunks_pay(alone, kv, num_heads))
 
 
 def chunks_pay(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> bool:
-    """Whether a prefill chunk is faster by `kernel`: one thread's own clock, so that others do not tip it."""
+    """Whether a prefill chunk is faster by `kernel`, which is one of one thread."""
     small = _like(kv, -(-(CONTEXT + CHUNK) // kv.block_size))
     span = Span(0, CHUNK, CONTEXT, range(small.num_blocks))
     query = _query(kv, CHUNK, num_heads)
     key = torch.ones(CHUNK, *small.keys[0].shape[2:], dtype=query.dtype)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         by_torch, by_kernel = (
-            _cpu_s(partial(attend, planner.plan([], [span], None), small, 0, query, key, key))
+            cpu_s(partial(attend, planner.plan([], [span], None), small, 0, query, key, key), _REPEATS)
             for planner in (AttentionPlanner(small), AttentionPlanner(small, kernel))
         )
-    finally:
-        torch.set_num_threads(threads)
     return by_kernel < by_torch
 
 
@@ -63,12 +62,3 @@ def _like(kv: PagedKV, num_blocks: int) -> PagedKV:
     for own in (*small.keys, *small.values):
         own.fill_(1.0)
     return small
-
-
-def _cpu_s(run: Callable[[], object]) -> float:
-    best = float("inf")
-    for _ in range(_REPEATS):
-        start = time.thread_time()
-        run()
-        best = min(best, time.thread_time() - start)
-    return best

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import CapacityError, ConfigError
 from sagellm.core.plan import ExecutionPlan, StepResult
-from sagellm.core.protocols.fusion import FusedKernel, KernelSet
+from sagellm.core.protocols.fusion import KernelSet, KernelSource
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema
 from sagellm.engines.native.architectures import DTYPES, ModelSpec, read_config, read_spec
 from sagellm.engines.native.attention_choice import attention_planner
@@ -23,19 +23,16 @@ from sagellm.engines.native.kv_cache import LAYOUT, PagedKV
 from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
 from sagellm.engines.native.model import DecoderModel
 from sagellm.engines.native.precision import compute_dtype as fastest_dtype
-from sagellm.engines.native.projection import Projection, project
+from sagellm.engines.native.projection import packing_pays
 from sagellm.engines.native.return_costs import host_copy_s, prefill_token_s
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import sample
-from sagellm.engines.native.weights import Progress, check, load, parameters
+from sagellm.engines.native.weights import Parameter, Progress, check, load, parameters
 
 PARAMETERS_PER_THREAD = 8_000_000
 FEATURES = frozenset(
     {"chunked_prefill", "prefix_reuse", "mixed_batch", "logprobs", "penalties", "sliding_window"}
 )
-
-
-KernelSource = Callable[[], KernelSet]
 
 
 class NativeBackend:
@@ -48,7 +45,8 @@ class NativeBackend:
     requests that are preempted; what swapping and computing again take is measured then. `threads` defaults
     to one for each 8 M parameters, at most the cores that this process may use. `progress(bytes_done,
     bytes_total)` is called while weights are loaded. `kernels` is asked, on a CPU, for kernels that are
-    measured against torch's; where they multiply by the checkpoint's dtype, matrices stay in it.
+    measured against torch's; where they are faster, matrices stay in the checkpoint's dtype, and threads
+    are the kernels' own: torch, whose idle threads spin, has one.
 
     Raises `ModelError` for a model that cannot be served, before any memory is allocated; `CapacityError`
     where memory is too small; `ConfigError` for an option that makes no sense.
@@ -80,9 +78,16 @@ class NativeBackend:
         self._device = _device(device)
         self._max_num_seqs = max_num_seqs
         self._max_model_len = _model_length(self._spec, max_model_len)
-        known = kernels() if kernels and self._device.type == "cpu" else KernelSet()
+        plan = parameters(self._spec)
+        self._num_parameters = sum(math.prod(parameter.shape) for parameter in plan)
+        threads = threads or suitable_threads(self._num_parameters)
+        torch.set_num_threads(threads)
+        known = alone = KernelSet()
+        if kernels and self._device.type == "cpu":
+            known = kernels(threads)
+            alone = kernels(1) if known != KernelSet() else known
         with _memory_errors(self._device):
-            self._model = self._load(folder, dtype, compute_dtype, threads, progress, known.linear)
+            self._model = self._load(folder, plan, dtype, compute_dtype, progress, known, alone)
             self._schema = self._kv_schema(block_size)
             most = max_num_seqs * math.ceil(self._max_model_len / block_size)
             blocks = num_blocks or kv_blocks(
@@ -94,7 +99,9 @@ class NativeBackend:
                 self._spec.num_layers, blocks, block_size, self._spec.num_kv_heads, self._spec.head_dim,
                 self._device, self._compute_dtype, host_memory_bytes // self._schema.bytes_per_block,
             )  # fmt: skip
-        self._planner = attention_planner(self._kv, self._spec.num_heads, known.attention)
+        self._planner = attention_planner(self._kv, self._spec.num_heads, known.attention, alone.attention)
+        if self._packed and self._planner.all_by_kernel:
+            torch.set_num_threads(1)
         self._rows = BatchRows(
             max_num_seqs, self._max_model_len, blocks, block_size, self._spec.vocab_size, seed
         )
@@ -105,28 +112,26 @@ class NativeBackend:
             self._prefill_token_s = prefill_token_s(self.execute, most, block_size, clock)
 
     def _load(
-        self, folder: Path, dtype: str, compute_dtype: str, threads: int | None, progress: Progress | None,
-        kernels: Sequence[FusedKernel],
+        self, folder: Path, plan: list[Parameter], dtype: str, compute_dtype: str, progress: Progress | None,
+        known: KernelSet, alone: KernelSet,
     ) -> DecoderModel:  # fmt: skip
-        plan = parameters(self._spec)
         checkpoint = Checkpoint(folder)
         check(plan, checkpoint)
         self._dtype = _torch_dtype(self._spec.dtype if dtype == "auto" else dtype)
-        size = sum(math.prod(parameter.shape) for parameter in plan)
-        torch.set_num_threads(threads or suitable_threads(size))
         if compute_dtype == "auto":
-            self._compute_dtype = fastest_dtype(self._dtype, self._device, size, widened=not kernels)
+            self._compute_dtype = fastest_dtype(
+                self._dtype, self._device, self._num_parameters, widened=known.linear is None
+            )
         else:
             self._compute_dtype = _torch_dtype(compute_dtype)
-        self._projection = Projection(kernels, self._compute_dtype, self._dtype)
+        self._packed = packing_pays(alone.linear, self._compute_dtype, self._dtype)
         self._fingerprint = checkpoint.fingerprint()
         weights = load(
             plan, checkpoint, self._device, self._dtype, self._compute_dtype, progress,
-            matrix_dtype=self._dtype if self._projection.uses_kernels else None,
+            kernel=known.linear if self._packed else None,
         )  # fmt: skip
         checkpoint.close()
-        form = self._projection if self._projection.uses_kernels else project
-        return DecoderModel(self._spec, weights, self._compute_dtype, form)
+        return DecoderModel(self._spec, weights, self._compute_dtype, self._device)
 
     def _kv_schema(self, block_size: int) -> KVCacheSchema:
         spec = self._spec

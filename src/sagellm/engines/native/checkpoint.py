@@ -74,16 +74,15 @@ class Checkpoint:
             entry.shape
         )
 
-    def copy(self, name: str, target: torch.Tensor, dtype: torch.dtype) -> None:
-        """Store `name` in `target`, of the same shape, with no more precision than `dtype` has. Takes no
-        memory of the tensor's size beside `target`.
+    def parts(self, name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """The values of `name` in `dtype`, some rows at a time: copy each before the next is asked for. No
+        memory of the whole tensor's size is taken.
         """
         stored, entry = self.tensor(name), self.entries[name]
-        exact = torch.promote_types(stored.dtype, dtype) == dtype
         rows = max(1, _COPIED_BYTES * len(stored) // max(1, stored.nbytes))
         begin = entry.begin
-        for part, place in zip(torch.split(stored, rows), torch.split(target, rows), strict=True):
-            place.copy_(part if exact else part.to(dtype))
+        for part in torch.split(stored, rows):
+            yield part.to(dtype)
             self._let_go(entry.path, begin, begin + part.nbytes)
             begin += part.nbytes
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from sagellm.core.protocols.fusion import Matrix
 from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.attention import AttentionPlan, attend
 from sagellm.engines.native.kv_cache import PagedKV
-from sagellm.engines.native.projection import Form, project
 from sagellm.engines.native.rope import RopeTable, apply_rope
+from sagellm.engines.native.weights import Weights
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -47,17 +48,24 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Linear:
+    """A projection: a matrix and maybe a bias."""
+
+    matrix: Matrix
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [T, in] to [T, out]; strides are the product's own."""
+        product: torch.Tensor = self.matrix.multiply(x, self.bias)
+        return product
+
+
+@dataclass(frozen=True, slots=True)
 class Affine:
-    """A weight and maybe a bias: a projection, or the scale and shift of a norm (both None: not affine)."""
+    """The scale and shift of a norm; both None: not affine."""
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
-    project: Form
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [T, in] to [T, out]; strides are the product's own, see `project`."""
-        assert self.weight is not None
-        return self.project(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,38 +76,32 @@ class Layer:
 
     window: int | None
     attn_norm: Affine
-    qkv: Affine
+    qkv: Linear
     q_norm: Affine
     k_norm: Affine
-    out: Affine
+    out: Linear
     mlp_norm: Affine
-    up: Affine
-    down: Affine
+    up: Linear
+    down: Linear
 
 
 class DecoderModel:
-    """Weights and forward pass. `weights` are named as in `weights.parameters`, on one device: vectors in
-    `dtype`, which is computed in, matrices in that or in what `project` multiplies by.
+    """Weights and forward pass. `weights` are named as in `weights.parameters`, on one device; their tensors
+    are in `dtype`, which is computed in.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Mapping[str, torch.Tensor],
-        dtype: torch.dtype,
-        project: Form = project,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
-        self._dtype, self._project = dtype, project
-        self._embed = weights["embed.weight"]
-        self._positions = weights.get("positions.weight")
-        self._project_in = _affine(weights, "project_in", project)
-        self._project_out = _affine(weights, "project_out", project)
-        self._layers = [_layer(spec, weights, i, project) for i in range(spec.num_layers)]
-        self._final_norm = _affine(weights, "final_norm", project)
-        self._head = self._embed if spec.tied else weights["head.weight"]
+        self._dtype = dtype
+        self._embed = weights.matrices["embed"]
+        self._positions = weights.tensors.get("positions.weight")
+        self._project_in = weights.matrices.get("project_in")
+        self._project_out = weights.matrices.get("project_out")
+        self._layers = [_layer(spec, weights, i) for i in range(spec.num_layers)]
+        self._final_norm = _affine(weights, "final_norm")
+        self._head = self._embed if spec.tied else weights.matrices["head"]
         self._activation = _ACTIVATIONS[spec.activation]
-        self._rope = RopeTable(spec.rope, self._embed.device, dtype) if spec.rope else None
+        self._rope = RopeTable(spec.rope, device, dtype) if spec.rope else None
 
     @torch.inference_mode()
     def forward(self, step: StepInputs, kv: PagedKV) -> torch.Tensor:
@@ -117,9 +119,9 @@ class DecoderModel:
         return self._logits(x)
 
     def _embedded(self, step: StepInputs) -> torch.Tensor:
-        x = F.embedding(step.tokens, self._embed).to(self._dtype)
-        if self._project_in.weight is not None:
-            x = self._project_in(x)
+        x: torch.Tensor = self._embed.rows(step.tokens).to(self._dtype)
+        if self._project_in is not None:
+            x = self._project_in.multiply(x)
         if self._positions is not None:
             x = x + F.embedding(step.positions + self.spec.position_offset, self._positions)
         return x
@@ -161,18 +163,25 @@ class DecoderModel:
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         if self.spec.final_norm:
             x = self._norm(x, self._final_norm)
-        if self._project_out.weight is not None:
-            x = self._project_out(x)
-        logits = self._project(x, self._head, None).contiguous()
+        if self._project_out is not None:
+            x = self._project_out.multiply(x)
+        logits: torch.Tensor = self._head.multiply(x).contiguous()
         return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _affine(weights: Mapping[str, torch.Tensor], name: str, project: Form) -> Affine:
-    return Affine(weights.get(f"{name}.weight"), weights.get(f"{name}.bias"), project)
+def _affine(weights: Weights, name: str) -> Affine:
+    return Affine(weights.tensors.get(f"{name}.weight"), weights.tensors.get(f"{name}.bias"))
 
 
-def _layer(spec: ModelSpec, weights: Mapping[str, torch.Tensor], index: int, project: Form) -> Layer:
-    names = ("attn_norm", "qkv", "q_norm", "k_norm", "out", "mlp_norm", "up", "down")
+def _layer(spec: ModelSpec, weights: Weights, index: int) -> Layer:
+    def norm(name: str) -> Affine:
+        return _affine(weights, f"layers.{index}.{name}")
+
+    def linear(name: str) -> Linear:
+        full = f"layers.{index}.{name}"
+        return Linear(weights.matrices[full], weights.tensors.get(f"{full}.bias"))
+
     return Layer(
-        spec.windows[index], *(_affine(weights, f"layers.{index}.{name}", project) for name in names)
-    )
+        spec.windows[index], norm("attn_norm"), linear("qkv"), norm("q_norm"), norm("k_norm"), linear("out"),
+        norm("mlp_norm"), linear("up"), linear("down"),
+    )  # fmt: skip

@@ -9,11 +9,10 @@ looked up: a few milliseconds at start.
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from sagellm.engines.native.memory import available_bytes
+from sagellm.engines.native.timing import cpu_s, one_thread
 
 _ROWS, _INPUTS, _OUTPUTS, _REPEATS = 64, 1024, 2048, 3
 _WORTH = 1.5
@@ -30,22 +29,12 @@ def compute_dtype(
         return dtype
     if widened and num_parameters * torch.float32.itemsize > _MEMORY_SHARE * available_bytes(device):
         return dtype
-    threads = torch.get_num_threads()
-    # One thread and its own clock: other processes on the same cores then do not change the outcome.
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         return torch.float32 if _gemm_s(dtype) > _WORTH * _gemm_s(torch.float32) else dtype
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _gemm_s(dtype: torch.dtype) -> float:
     """CPU seconds of the fastest of a few GEMMs of 64 rows (a decode batch, or a short prompt)."""
     x = torch.ones(_ROWS, _INPUTS, dtype=dtype)
     weight = torch.ones(_OUTPUTS, _INPUTS, dtype=dtype)
-    best = float("inf")
-    for _ in range(_REPEATS):
-        start = time.thread_time()
-        torch.nn.functional.linear(x, weight)
-        best = min(best, time.thread_time() - start)
-    return best
+    return cpu_s(lambda: torch.nn.functional.linear(x, weight), _REPEATS)

@@ -10,16 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from sagellm.core.errors import MissingWeightsError, WeightShapeError
+from sagellm.core.protocols.fusion import LinearKernel, Matrix
 from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.checkpoint import Checkpoint
+from sagellm.engines.native.host_pages import lazy_zeros
+from sagellm.engines.native.projection import Dense
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) as loading begins, with 0 done, and goes on."""
 
+EMBEDDING = "embed.weight"
 _SHOWN = 4
 
 
@@ -37,6 +42,12 @@ class Parameter:
 
     name: str
     pieces: tuple[Piece, ...]
+    is_multiplied: bool = False
+    """By the tokens of a step; a table may be only looked up."""
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.is_multiplied or self.name == EMBEDDING
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,7 +61,11 @@ def parameters(spec: ModelSpec) -> list[Parameter]:
     `final_norm`, `project_out`, `head`; each followed by `.weight` or `.bias`.
     """
     plan = _opt_parameters(spec) if spec.rope is None else _rope_parameters(spec)
-    return [Parameter(name, pieces) for name, pieces in plan]
+    looked_up = {"positions.weight"} if spec.tied else {"positions.weight", EMBEDDING}
+    return [
+        Parameter(name, pieces, is_multiplied=len(pieces[0].shape) > 1 and name not in looked_up)
+        for name, pieces in plan
+    ]
 
 
 Plan = Iterator[tuple[str, tuple[Piece, ...]]]
@@ -151,6 +166,14 @@ def check(plan: list[Parameter], checkpoint: Checkpoint) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model's parameters: `matrices` by name without `.weight`, all others in `tensors`."""
+
+    matrices: dict[str, Matrix]
+    tensors: dict[str, torch.Tensor]
+
+
 def load(
     plan: list[Parameter],
     checkpoint: Checkpoint,
@@ -159,29 +182,53 @@ def load(
     compute_dtype: torch.dtype,
     progress: Progress | None = None,
     *,
-    matrix_dtype: torch.dtype | None = None,
-) -> dict[str, torch.Tensor]:
-    """All parameters by name on `device`, rounded to `dtype` and held in `compute_dtype`, matrices in
-    `matrix_dtype` where it is given. Call `check` first.
+    kernel: LinearKernel | None = None,
+) -> Weights:
+    """All parameters on `device`, rounded to `dtype` and held in `compute_dtype`; with a `kernel`, matrices
+    are in its form, and in `dtype`. Call `check` first.
     """
     total = sum(_bytes(checkpoint, parameter) for parameter in plan)
     done = 0
     if progress is not None:
         progress(done, total)
-    loaded: dict[str, torch.Tensor] = {}
+    weights = Weights({}, {})
     for parameter in plan:
-        held = matrix_dtype if matrix_dtype and len(parameter.shape) > 1 else compute_dtype
-        target = torch.empty(parameter.shape, dtype=held, device=device)
-        row = 0
-        for piece in parameter.pieces:
-            name = _stored_name(checkpoint, piece.name) or piece.name
-            checkpoint.copy(name, target[row : row + piece.shape[0]], dtype)
-            row += piece.shape[0]
-        loaded[parameter.name] = target
+        if parameter.is_matrix:
+            matrix = _empty(parameter, device, compute_dtype if kernel is None else dtype, kernel)
+            _fill(matrix.store, parameter, checkpoint, dtype)
+            weights.matrices[parameter.name.removesuffix(".weight")] = matrix
+        else:
+            tensor = torch.empty(parameter.shape, dtype=compute_dtype, device=device)
+            _fill(partial(_copy, tensor), parameter, checkpoint, dtype)
+            weights.tensors[parameter.name] = tensor
         done += _bytes(checkpoint, parameter)
         if progress is not None:
             progress(done, total)
-    return loaded
+    return weights
+
+
+def _empty(
+    parameter: Parameter, device: torch.device, dtype: torch.dtype, kernel: LinearKernel | None
+) -> Matrix:
+    outputs, inputs = parameter.shape
+    if kernel is None or not parameter.is_multiplied:
+        return Dense(torch.empty(outputs, inputs, dtype=dtype, device=device))
+    return kernel.empty(outputs, inputs, dtype, partial(lazy_zeros, huge=True))
+
+
+def _fill(
+    store: Callable[[int, torch.Tensor], None], parameter: Parameter, checkpoint: Checkpoint,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    row = 0
+    for piece in parameter.pieces:
+        for part in checkpoint.parts(_stored_name(checkpoint, piece.name) or piece.name, dtype):
+            store(row, part)
+            row += len(part)
+
+
+def _copy(target: torch.Tensor, first: int, rows: torch.Tensor) -> None:
+    target[first : first + len(rows)].copy_(rows)
 
 
 def _stored_name(checkpoint: Checkpoint, name: str) -> str | None:

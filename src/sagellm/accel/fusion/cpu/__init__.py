@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from sagellm.accel.fusion.cpu.attention import CpuPagedAttention, attention_kernel
 from sagellm.accel.fusion.cpu.cpu_level import cpu_level
 from sagellm.accel.fusion.cpu.library import compiled, find_compiler
-from sagellm.accel.fusion.cpu.linear import CpuLinear, linear_kernels
+from sagellm.accel.fusion.cpu.linear import CpuLinear, linear_kernel
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSet
 
@@ -19,10 +19,9 @@ log = logging.getLogger("sagellm.kernels")
 __all__ = ["CpuLinear", "CpuPagedAttention", "cpu_kernels"]
 
 
-def cpu_kernels() -> KernelSet:
-    """The kernels for this CPU, built now, side by side, where the user's cache does not have them.
-
-    Empty where they cannot be built; a warning then says why.
+def cpu_kernels(threads: int) -> KernelSet:
+    """The kernels for this CPU on so many threads, built now, side by side, where the user's cache does not
+    have them. Empty where they cannot be built; a warning then says why.
     """
     try:
         level = cpu_level()
@@ -30,7 +29,9 @@ def cpu_kernels() -> KernelSet:
         compiler = find_compiler()
         with ThreadPoolExecutor() as pool:
             linear, attention = pool.map(lambda name: compiled(name, level, compiler), SOURCES)
-        kernels = KernelSet(linear_kernels(linear, level), attention_kernel(attention, threads_of=linear))
+        kernels = KernelSet(
+            linear_kernel(linear, level, threads), attention_kernel(attention, threads, threads_of=linear)
+        )
     except KernelError as error:
         log.warning("CPU kernels are off, torch does all: %s", error)
         return KernelSet()

@@ -69,7 +69,7 @@ class CpuPagedAttention:
 
     A token attends to the last `window` positions of its sequence up to its own, or to all of them, scaled by
     1/sqrt(head_dim). The result is [T, heads, head_dim] in the query's dtype; rows of no span are undefined.
-    It runs on as many threads as torch does. A span's result depends neither on their number nor on other
+    It runs on at most `threads` threads. A span's result depends neither on their number nor on other
     spans, and nothing behind a sequence's last position is read.
     """
 
@@ -81,8 +81,8 @@ class CpuPagedAttention:
     )
     """For values of about unit size, and scores of up to about 30. Sums are float32, in another order."""
 
-    def __init__(self, function: Callable[[object, int], int]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[[object, int], int], threads: int) -> None:
+        self._function, self._threads = function, threads
 
     def supports(self, *inputs: Any) -> KernelSupport:
         reason = _obstacle(*inputs)
@@ -113,7 +113,7 @@ class CpuPagedAttention:
             num_blocks, len(tables), len(spans), heads, kv_heads, head_dim, block_size, window or 0,
             query.stride()[:2], out.stride()[:2], head_dim**-0.5, _TYPES[query.dtype], _TYPES[keys.dtype],
         )  # fmt: skip
-        code = self._function(ctypes.byref(job), torch.get_num_threads())
+        code = self._function(ctypes.byref(job), self._threads)
         if code:
             raise KernelError(f"{self.name}: {_ERRORS[code]}")
         return out
@@ -170,8 +170,8 @@ def paged_attention(
     return out
 
 
-def attention_kernel(path: Path, *, threads_of: Path) -> CpuPagedAttention:
-    """The kernel of the library at `path`, which is helped by the threads of the one at `threads_of`; raises
+def attention_kernel(path: Path, threads: int, *, threads_of: Path) -> CpuPagedAttention:
+    """The kernel of the library at `path` on so many threads, those of the one at `threads_of`; raises
     `KernelError` if one of them cannot be loaded.
     """
     library, helping = loaded(path), loaded(threads_of)
@@ -182,4 +182,4 @@ def attention_kernel(path: Path, *, threads_of: Path) -> CpuPagedAttention:
     function = library.sagellm_paged_attention
     function.argtypes = (ctypes.c_void_p, ctypes.c_int32)
     function.restype = ctypes.c_int32
-    return CpuPagedAttention(function)
+    return CpuPagedAttention(function, threads)

@@ -1,18 +1,20 @@
-"""A linear layer whose weights stay in half precision: `x W^T + bias` by the C++ kernels of this folder.
+"""A linear layer by the C++ kernel of this folder: `x W^T + bias`, W in panels, in the number format of its
+checkpoint.
 
-Two kernels with the same result: one for few rows, which reads the weight from memory once and does little
-else, and one for many, which widens it in cache. Which of them, or torch, is faster for how many rows is the
-caller's to measure (`engines/native/projection.py`).
+One kernel for any number of rows: for few, reading W is all that costs, and panels are one stream of memory;
+for many, a block of a panel stays in L1 while all rows meet it. A row's result has the same bits whatever
+the rows beside it, and on any number of threads.
 
-They are called through ctypes and not as torch operators, which nothing here would trace. Measured: a call
-costs 15 us, through `torch.library` with a Python implementation 17 to 24. An operator in C++ costs 5, which
-is 1 % of a decode step of 61 calls and 50 ms, but 15 s of compiling against torch's headers instead of 2.
+It is called through ctypes and not as a torch operator, which nothing here would trace. Measured: a call
+costs 15 us, through `torch.library` with a Python implementation 17 to 24. An operator in C++ costs 5, but
+15 s of compiling against torch's headers instead of 2.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +23,42 @@ import torch
 from sagellm.accel.fusion.cpu.cpu_level import CpuLevel
 from sagellm.accel.fusion.cpu.library import loaded
 from sagellm.core.errors import KernelError
-from sagellm.core.protocols.fusion import KernelSupport, Tolerance
+from sagellm.core.protocols.fusion import KernelSupport, Tolerance, Zeros
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_GROUPS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
 _ERRORS = {1: "no memory for its buffers", 2: "it has no kernel for these dtypes"}
 _USABLE = KernelSupport(usable=True)
-_FLOATS = frozenset({torch.float32})
-_HALVES = frozenset({torch.bfloat16, torch.float16})
 
 
 class _Job(ctypes.Structure):
-    """`struct Linear` of form.h."""
+    """`struct Linear` of packed.h."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
+        ("panels", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("outputs", ctypes.c_int64),
         ("inputs", ctypes.c_int64),
-        ("x_row_stride", ctypes.c_int64),
-        ("x_column_stride", ctypes.c_int64),
-        ("weight_stride", ctypes.c_int64),
-        ("y_row_stride", ctypes.c_int64),
-        ("y_column_stride", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("y_stride", ctypes.c_int64),
         ("x_type", ctypes.c_int32),
+        ("weight_type", ctypes.c_int32),
+    )
+
+
+class _Packing(ctypes.Structure):
+    """`struct Packing` of packed.h."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("panels", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+        ("weight_stride", ctypes.c_int64),
+        ("first", ctypes.c_int64),
         ("weight_type", ctypes.c_int32),
     )
 
@@ -54,14 +66,44 @@ class _Job(ctypes.Structure):
 _Function = Callable[[object, int], int]
 
 
-class CpuLinear:
-    """One of the two kernels. Implements `FusedKernel`; inputs are `x` [T, in], `weight` [out, in] and
-    `bias` [out] or None, the result is [T, out] in x's dtype.
-
-    `weight_dtypes` says for each dtype of x which ones a weight may have. Where `transposed`, the result is
-    the view of an [out, T] tensor. It runs on as many threads as torch does.
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMatrix:
+    """A matrix [outputs, inputs] in panels [panel, group, output, input of the group], zeros where they end.
+    Implements `Matrix`.
     """
 
+    kernel: CpuLinear
+    panels: torch.Tensor
+    shape: tuple[int, int]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.panels.dtype
+
+    def store(self, first: int, rows: torch.Tensor) -> None:
+        """`rows` [n, inputs] become the outputs [first, first + n). Raises `KernelError` if they do not
+        fit.
+        """
+        self.kernel.pack(self, first, rows)
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """Those outputs' weights, [len(index), inputs]."""
+        panel = self.panels.shape[2]
+        picked = self.panels[index // panel, :, index % panel]
+        return picked.reshape(len(index), -1)[:, : self.shape[1]]
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`x` [T, inputs] times this, as [T, outputs]."""
+        return self.kernel.apply(x, self, bias)
+
+
+class CpuLinear:
+    """Implements `LinearKernel`: inputs are `x` [T, in], a `PackedMatrix` [out, in] and `bias` [out] or None,
+    the result is [T, out] in x's dtype. `weight_dtypes` says for each dtype of x which ones a matrix may
+    have. It runs on at most `threads` threads.
+    """
+
+    name = "linear"
     tolerances: tuple[Tolerance, ...] = (
         Tolerance("float32", 2e-5, 2e-5),
         Tolerance("bfloat16", 1e-2, 1.6e-2),
@@ -70,16 +112,25 @@ class CpuLinear:
 
     def __init__(
         self,
-        name: str,
-        function: _Function,
+        run: _Function,
+        pack: _Function,
+        panel: int,
         weight_dtypes: Mapping[torch.dtype, frozenset[torch.dtype]],
-        *,
-        transposed: bool,
+        threads: int,
     ) -> None:
-        self.name = name
-        self._function = function
+        self._run, self._pack = run, pack
+        self._panel, self._threads = panel, threads
         self._weight_dtypes = weight_dtypes
-        self._transposed = transposed
+
+    def multiplies(self, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
+        return weight_dtype in self._weight_dtypes.get(dtype, ())
+
+    def empty(
+        self, outputs: int, inputs: int, dtype: torch.dtype, zeros: Zeros = torch.zeros
+    ) -> PackedMatrix:
+        group = _GROUPS[dtype]
+        shape = (-(-outputs // self._panel), -(-inputs // group), self._panel, group)
+        return PackedMatrix(self, zeros(shape, dtype=dtype), (outputs, inputs))
 
     def supports(self, *inputs: Any) -> KernelSupport:
         reason = self._obstacle(*inputs)
@@ -95,58 +146,71 @@ class CpuLinear:
     def reference(self, *inputs: Any) -> torch.Tensor:
         return _reference(*inputs)
 
-    def _computed(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        rows, inputs = x.shape
-        outputs = weight.shape[0]
-        shape = (outputs, rows) if self._transposed else (rows, outputs)
-        y = x.new_empty(shape)
-        strides = (1, rows) if self._transposed else (outputs, 1)
-        job = _Job(
-            x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
-            rows, outputs, inputs, *x.stride(), weight.stride(0), *strides, _TYPES[x.dtype],
-            _TYPES[weight.dtype],
+    def pack(self, matrix: PackedMatrix, first: int, rows: torch.Tensor) -> None:
+        """See `PackedMatrix.store`."""
+        inputs = matrix.shape[1]
+        if rows.dtype != matrix.dtype or rows.ndim != 2 or rows.shape[1] != inputs or not rows.is_cpu:
+            raise KernelError(
+                f"rows of {inputs} {matrix.dtype} are packed, not {rows.dtype} {list(rows.shape)}"
+            )
+        if not 0 <= first <= first + len(rows) <= matrix.shape[0]:
+            raise KernelError(f"{len(rows)} rows from {first} on are not in {matrix.shape[0]}")
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        job = _Packing(
+            rows.data_ptr(), matrix.panels.data_ptr(), len(rows), inputs, rows.stride(0), first,
+            _TYPES[rows.dtype],
         )  # fmt: skip
-        code = self._function(ctypes.byref(job), torch.get_num_threads())
+        self._pack(ctypes.byref(job), self._threads)
+
+    def _computed(
+        self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        outputs, inputs = matrix.shape
+        y = x.new_empty(len(x), outputs)
+        job = _Job(
+            x.data_ptr(), matrix.panels.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
+            len(x), outputs, inputs, x.stride(0), outputs, _TYPES[x.dtype], _TYPES[matrix.panels.dtype],
+        )  # fmt: skip
+        code = self._run(ctypes.byref(job), self._threads)
         if code:
             raise KernelError(f"{self.name}: {_ERRORS[code]}")
-        return y.t() if self._transposed else y
+        return y
 
-    def _obstacle(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str:
+    def _obstacle(self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None) -> str:
         """What stands in the way; empty where nothing does."""
-        if weight.dtype not in self._weight_dtypes.get(x.dtype, ()):
-            return f"{self.name} has no kernel for {x.dtype} times {weight.dtype}"
-        if not (x.is_cpu and weight.is_cpu):
-            return f"{self.name} runs on a CPU; x is on {x.device}, the weight on {weight.device}"
-        if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
-            return f"shapes {list(x.shape)} and {list(weight.shape)} make no linear layer"
-        if weight.stride(1) != 1:
-            return "the rows of the weight are not contiguous"
+        if matrix.dtype not in self._weight_dtypes.get(x.dtype, ()):
+            return f"linear has no kernel for {x.dtype} times {matrix.dtype}"
+        if not x.is_cpu:
+            return f"linear runs on a CPU; x is on {x.device}"
+        if x.ndim != 2 or x.shape[1] != matrix.shape[1]:
+            return f"shapes {list(x.shape)} and {list(matrix.shape)} make no linear layer"
+        if x.stride(1) != 1 and x.shape[1] > 1:
+            return "the rows of x are not contiguous"
         if bias is not None and (
-            bias.dtype != x.dtype or bias.shape != weight.shape[:1] or not bias.is_contiguous()
+            bias.dtype != x.dtype or bias.shape != matrix.shape[:1] or not bias.is_contiguous()
         ):
-            return f"the bias is not {weight.shape[0]} contiguous values of {x.dtype}"
-        if (x.requires_grad or weight.requires_grad) and torch.is_grad_enabled():
-            return f"{self.name} has no gradient"
+            return f"the bias is not {matrix.shape[0]} contiguous values of {x.dtype}"
+        if x.requires_grad and torch.is_grad_enabled():
+            return "linear has no gradient"
         return ""
 
 
-def _reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _reference(x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+    weight = matrix.rows(torch.arange(matrix.shape[0]))
     return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
 
-def linear_kernels(path: Path, level: CpuLevel) -> Sequence[CpuLinear]:
-    """The kernels of the library at `path`, which was compiled for `level`; raises `KernelError` if it cannot
+def linear_kernel(path: Path, level: CpuLevel, threads: int) -> CpuLinear:
+    """The kernel of the library at `path`, which was compiled for `level`; raises `KernelError` if it cannot
     be loaded.
     """
     library = loaded(path)
-    few, many = library.sagellm_linear_few, library.sagellm_linear_many
-    for function in (few, many):
+    for function in (library.sagellm_linear, library.sagellm_pack):
         function.argtypes = (ctypes.c_void_p, ctypes.c_int32)
         function.restype = ctypes.c_int32
+    library.sagellm_panel.restype = ctypes.c_int64
     pairs = {torch.bfloat16: frozenset({torch.bfloat16})} if level.name == "avx512_bf16" else {}
-    return (
-        CpuLinear("linear_few", few, {torch.float32: _FLOATS | _HALVES, **pairs}, transposed=False),
-        CpuLinear("linear_many", many, {torch.float32: _HALVES}, transposed=True),
+    weight_dtypes = {torch.float32: frozenset(_TYPES), **pairs}
+    return CpuLinear(
+        library.sagellm_linear, library.sagellm_pack, library.sagellm_panel(), weight_dtypes, threads
     )
