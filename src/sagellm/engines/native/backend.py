@@ -13,7 +13,7 @@ import torch
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import CapacityError, ConfigError
 from sagellm.core.plan import ExecutionPlan, StepResult
-from sagellm.core.protocols.fusion import FusedKernel, KernelSet
+from sagellm.core.protocols.fusion import KernelSet
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema
 from sagellm.engines.native.architectures import DTYPES, ModelSpec, read_config, read_spec
 from sagellm.engines.native.attention_choice import attention_planner
@@ -82,7 +82,7 @@ class NativeBackend:
         self._max_model_len = _model_length(self._spec, max_model_len)
         known = kernels() if kernels and self._device.type == "cpu" else KernelSet()
         with _memory_errors(self._device):
-            self._model = self._load(folder, dtype, compute_dtype, threads, progress, known.linear)
+            self._model = self._load(folder, dtype, compute_dtype, threads, progress, known)
             self._schema = self._kv_schema(block_size)
             most = max_num_seqs * math.ceil(self._max_model_len / block_size)
             blocks = num_blocks or kv_blocks(
@@ -106,7 +106,7 @@ class NativeBackend:
 
     def _load(
         self, folder: Path, dtype: str, compute_dtype: str, threads: int | None, progress: Progress | None,
-        kernels: Sequence[FusedKernel],
+        kernels: KernelSet,
     ) -> DecoderModel:  # fmt: skip
         plan = parameters(self._spec)
         checkpoint = Checkpoint(folder)
@@ -115,10 +115,10 @@ class NativeBackend:
         size = sum(math.prod(parameter.shape) for parameter in plan)
         torch.set_num_threads(threads or suitable_threads(size))
         if compute_dtype == "auto":
-            self._compute_dtype = fastest_dtype(self._dtype, self._device, size, widened=not kernels)
+            self._compute_dtype = fastest_dtype(self._dtype, self._device, size, widened=not kernels.linear)
         else:
             self._compute_dtype = _torch_dtype(compute_dtype)
-        self._projection = Projection(kernels, self._compute_dtype, self._dtype)
+        self._projection = Projection(kernels.linear, self._compute_dtype, self._dtype)
         self._fingerprint = checkpoint.fingerprint()
         weights = load(
             plan, checkpoint, self._device, self._dtype, self._compute_dtype, progress,
@@ -126,7 +126,7 @@ class NativeBackend:
         )  # fmt: skip
         checkpoint.close()
         form = self._projection if self._projection.uses_kernels else project
-        return DecoderModel(self._spec, weights, self._compute_dtype, form)
+        return DecoderModel(self._spec, weights, self._compute_dtype, form, kernels)
 
     def _kv_schema(self, block_size: int) -> KVCacheSchema:
         spec = self._spec
