@@ -99,6 +99,13 @@ void put(T *to, Vector v, int64_t left) {
     std::memcpy(to, part, size_t(left) * sizeof *to);
 }
 
+// Calls `body(i, left)` for each vector from `first` to `last`; the compiler knows that all but the last are whole.
+template <typename Body>
+inline void by_vectors(int64_t first, int64_t last, const Body &body) {
+    for (; last - first >= WIDTH; first += WIDTH) body(first, WIDTH);
+    if (first < last) body(first, last - first);
+}
+
 // Squares are added to four sums in turn: one alone would wait for itself.
 struct Squares {
     Vector next = zero(), second = zero(), third = zero(), last = zero();
@@ -115,45 +122,45 @@ struct Squares {
 };
 
 template <typename T>
+void norm(const T *x, const T *weight, float scale, int64_t count, T *y) {
+    by_vectors(0, count, [&](int64_t i, int64_t left) {
+        put(y + i, multiply(multiply(take(x + i, left), all(scale)), take(weight + i, left)), left);
+    });
+}
+
+template <typename T>
 void add_norm(const AddNorm &job, int64_t row) {
     T *x = static_cast<T *>(job.x) + row * job.x_stride;
     const T *delta = job.delta ? static_cast<const T *>(job.delta) + row * job.delta_stride : nullptr;
-    const T *weight = static_cast<const T *>(job.weight);
     T *y = static_cast<T *>(job.y) + row * job.y_stride;
-    const int64_t columns = job.columns;
     Squares squares;
-    for (int64_t i = 0; i < columns; i += WIDTH) {
-        const int64_t left = columns - i;
-        if (delta) put(x + i, take(x + i, left) + take(delta + i, left), left);
-        squares.add(take(x + i, left));
-    }
-    const Vector scale = all(squares.scale(columns, job.eps));
-    for (int64_t i = 0; i < columns; i += WIDTH) {
-        const Vector normed = multiply(take(x + i, columns - i), scale);
-        put(y + i, multiply(normed, take(weight + i, columns - i)), columns - i);
-    }
+    if (delta)
+        by_vectors(0, job.columns, [&](int64_t i, int64_t left) {
+            put(x + i, take(x + i, left) + take(delta + i, left), left);
+            squares.add(take(x + i, left));
+        });
+    else
+        by_vectors(0, job.columns, [&](int64_t i, int64_t left) { squares.add(take(x + i, left)); });
+    norm(x, static_cast<const T *>(job.weight), squares.scale(job.columns, job.eps), job.columns, y);
 }
 
 // RMSNorm of one head in place.
 template <typename T>
 void norm_head(T *head, const T *weight, int64_t dim, float eps) {
     Squares squares;
-    for (int64_t i = 0; i < dim; i += WIDTH) squares.add(take(head + i, dim - i));
-    const Vector scale = all(squares.scale(dim, eps));
-    for (int64_t i = 0; i < dim; i += WIDTH)
-        put(head + i, multiply(multiply(take(head + i, dim - i), scale), take(weight + i, dim - i)), dim - i);
+    by_vectors(0, dim, [&](int64_t i, int64_t left) { squares.add(take(head + i, left)); });
+    norm(head, weight, squares.scale(dim, eps), dim, head);
 }
 
 // The halves of a head are the pairs that are rotated (Su et al. 2021).
 template <typename T>
 void rotate_head(T *head, const T *cos, const T *sin, int64_t half) {
-    for (int64_t i = 0; i < half; i += WIDTH) {
-        const int64_t left = half - i;
+    by_vectors(0, half, [&](int64_t i, int64_t left) {
         const Vector c = take(cos + i, left), s = take(sin + i, left);
         const Vector a = take(head + i, left), b = take(head + half + i, left);
         put(head + i, difference(multiply(a, c), multiply(b, s)), left);
         put(head + half + i, multiply_add(a, s, multiply(b, c)), left);
-    }
+    });
 }
 
 template <typename T>
@@ -162,7 +169,7 @@ void copy_head(const T *from, T *to, int64_t dim) {
 }
 template <typename T, typename P>
 void copy_head(const T *from, P *to, int64_t dim) {
-    for (int64_t i = 0; i < dim; i += WIDTH) put(to + i, take(from + i, dim - i), dim - i);
+    by_vectors(0, dim, [&](int64_t i, int64_t left) { put(to + i, take(from + i, left), left); });
 }
 
 template <typename P>
@@ -202,10 +209,9 @@ template <typename T>
 void gated(const Gated &job, int64_t row, int64_t first, int64_t last) {
     const T *gate = static_cast<const T *>(job.gate) + row * job.gate_stride, *up = gate + job.columns;
     T *y = static_cast<T *>(job.y) + row * job.y_stride;
-    for (int64_t i = first; i < last; i += WIDTH) {
-        const int64_t left = last - i;
+    by_vectors(first, last, [&](int64_t i, int64_t left) {
         const Vector g = take(gate + i, left);
         const Vector silu = g / (all(1.0f) + exponential(difference(zero(), g)));
         put(y + i, multiply(silu, take(up + i, left)), left);
-    }
+    });
 }
