@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,45 @@ def test_the_same_tokens_with_kernels_on_and_off(
         assert mine.outputs == theirs.outputs
         for ours, reference in zip(mine.logits, theirs.logits, strict=True):
             torch.testing.assert_close(ours, reference, atol=LOGIT_TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_logits_with_what_lies_between_matrices_by_kernels(
+    name: str, dtype: str, kernels: KernelSet, tmp_path: Path
+) -> None:
+    """Of one token and of chunks, in the dtype that is computed in; half precision rounds less often here."""
+    save_tiny(tmp_path, name)
+    steps: list[list[torch.Tensor]] = []
+    for used in (replace(kernels, linear=None, attention=None), KernelSet()):
+        backend = RecordingBackend(
+            tmp_path, num_blocks=64, block_size=8, threads=2, dtype=dtype, compute_dtype=dtype,
+            kernels=lambda _, k=used: k,  # type: ignore[misc]
+        )  # fmt: skip
+        driver = Driver(backend, (1, 7, 30))
+        driver.add(list(range(3, 43)), 1)
+        driver.add(list(range(40, 20, -1)), 1)
+        running = list(driver.joining)
+        driver.run()
+        steps.append([logits for sequence in running for logits in sequence.logits])
+    bound = {"float32": LOGIT_TOLERANCE, "bfloat16": 0.1, "float16": 0.0125}[dtype]
+    for ours, reference in zip(*steps, strict=True):
+        torch.testing.assert_close(ours, reference, atol=bound * float(reference.abs().max()), rtol=0)
+
+
+def test_who_does_what_lies_between_matrices(kernels: KernelSet, tmp_path: Path) -> None:
+    """What a model does not have, or not in a dtype of the kernels, is torch's."""
+    fields = ("add_rms_norm", "rope_to_cache", "silu_and_mul")
+    expected = {("qwen3", "float32"): (True, True, True), ("qwen3", "float64"): (False, False, False)}
+    expected |= {("opt-post-norm-projected", "bfloat16"): (False, True, False)}
+    for (name, dtype), usable in expected.items():
+        (tmp_path / name).mkdir(exist_ok=True)
+        save_tiny(tmp_path / name, name)
+        backend = RecordingBackend(
+            tmp_path / name, num_blocks=8, dtype=dtype, compute_dtype=dtype, kernels=lambda _: kernels
+        )
+        used = backend._model._kernels
+        assert tuple(getattr(used, field) is not None for field in fields) == usable
 
 
 @pytest.mark.usefixtures("always")

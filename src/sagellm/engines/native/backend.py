@@ -131,7 +131,7 @@ class NativeBackend:
             kernel=known.linear if self._packed else None,
         )  # fmt: skip
         checkpoint.close()
-        return DecoderModel(self._spec, weights, self._compute_dtype, self._device)
+        return DecoderModel(self._spec, weights, self._compute_dtype, self._device, known)
 
     def _kv_schema(self, block_size: int) -> KVCacheSchema:
         spec = self._spec

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from sagellm.core.protocols.fusion import Matrix
+from sagellm.core.protocols.fusion import KernelSet, Matrix
 from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.attention import AttentionPlan, attend
+from sagellm.engines.native.glue_choice import glue_of
 from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.rope import RopeTable, apply_rope
 from sagellm.engines.native.weights import Weights
@@ -29,6 +30,11 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
 }
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""The cos and sin of a step's positions, each [T, dim / 2]."""
+Stream = tuple[torch.Tensor, torch.Tensor | None]
+"""The residual stream [T, hidden], and what is still to be added to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +93,17 @@ class Layer:
 
 class DecoderModel:
     """Weights and forward pass. `weights` are named as in `weights.parameters`, on one device; their tensors
-    are in `dtype`, which is computed in.
+    are in `dtype`, which is computed in. `kernels` do what lies between the matrices, where they support
+    this model.
+
+    The residual stream `x` and what the last sublayer adds to it, `delta`, are kept apart until the next
+    norm, which takes both in one pass.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, device: torch.device,
+        kernels: KernelSet | None = None,
+    ) -> None:  # fmt: skip
         self.spec = spec
         self._dtype = dtype
         self._embed = weights.matrices["embed"]
@@ -102,21 +115,22 @@ class DecoderModel:
         self._head = self._embed if spec.tied else weights.matrices["head"]
         self._activation = _ACTIVATIONS[spec.activation]
         self._rope = RopeTable(spec.rope, device, dtype) if spec.rope else None
+        self._kernels = glue_of(kernels or KernelSet(), spec, dtype, device)
 
     @torch.inference_mode()
     def forward(self, step: StepInputs, kv: PagedKV) -> torch.Tensor:
         """Logits [S, vocab] of the sampled rows, float32 (float64 for a float64 model); new K and V go to
         `kv`.
         """
-        x = self._embedded(step)
+        x, delta = self._embedded(step), None
         angles = self._rope.cos_sin(step.positions, step.max_position) if self._rope else None
         last = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
-            x = self._attention(layer, i, x, step, kv, angles)
+            x, delta = self._attention(layer, i, x, delta, step, kv, angles)
             if i == last:
-                x = x[step.sampled]
-            x = self._mlp(layer, x)
-        return self._logits(x)
+                x, delta = _sum(x, delta)[step.sampled], None
+            x, delta = self._mlp(layer, x, delta)
+        return self._logits(x, delta)
 
     def _embedded(self, step: StepInputs) -> torch.Tensor:
         x: torch.Tensor = self._embed.rows(step.tokens).to(self._dtype)
@@ -127,32 +141,62 @@ class DecoderModel:
         return x
 
     def _attention(
-        self, layer: Layer, index: int, x: torch.Tensor, step: StepInputs, kv: PagedKV,
-        angles: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> torch.Tensor:  # fmt: skip
+        self, layer: Layer, index: int, x: torch.Tensor, delta: torch.Tensor | None, step: StepInputs,
+        kv: PagedKV, angles: Angles | None,
+    ) -> Stream:  # fmt: skip
         spec = self.spec
-        qkv = layer.qkv(self._norm(x, layer.attn_norm) if spec.pre_norm else x)
+        qkv = layer.qkv(self._entering(x, delta, layer.attn_norm))
         heads = qkv.contiguous().view(len(x), -1, spec.head_dim)
+        self._rope_to_cache(layer, heads, angles, step.slots, kv, index)
+        query, key, value = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        mixed = attend(step.attention[layer.window], kv, index, query, key, value)
+        return self._leaving(x, layer.out(mixed.flatten(1)), layer.attn_norm)
+
+    def _mlp(self, layer: Layer, x: torch.Tensor, delta: torch.Tensor | None) -> Stream:
+        wide = self._activated(layer.up(self._entering(x, delta, layer.mlp_norm)))
+        return self._leaving(x, layer.down(wide), layer.mlp_norm)
+
+    def _entering(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Affine) -> torch.Tensor:
+        """What a sublayer reads; `x` takes in `delta`."""
+        if self._kernels.add_rms_norm is not None:
+            normed: torch.Tensor = self._kernels.add_rms_norm.apply(x, delta, norm.weight, self.spec.norm_eps)
+            return normed
+        if delta is not None:
+            x.add_(delta)
+        return self._norm(x, norm) if self.spec.pre_norm else x
+
+    def _leaving(self, x: torch.Tensor, delta: torch.Tensor, norm: Affine) -> Stream:
+        return (x, delta) if self.spec.pre_norm else (self._norm(x + delta, norm), None)
+
+    def _rope_to_cache(
+        self, layer: Layer, heads: torch.Tensor, angles: Angles | None, slots: torch.Tensor, kv: PagedKV,
+        index: int,
+    ) -> None:  # fmt: skip
+        """Norm and rotate queries and keys, in place, and store keys and values."""
+        spec, norms = self.spec, (layer.q_norm, layer.k_norm)
+        if self._kernels.rope_to_cache is not None:
+            cos, sin = angles or (None, None)
+            self._kernels.rope_to_cache.apply(
+                heads, cos, sin, *(norm.weight for norm in norms), spec.norm_eps, slots, kv.keys[index],
+                kv.values[index],
+            )  # fmt: skip
+            return
         query, key, value = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if spec.qk_norm:
-            query.copy_(self._norm(query, layer.q_norm))
-            key.copy_(self._norm(key, layer.k_norm))
+            for part, norm in zip((query, key), norms, strict=True):
+                part.copy_(self._norm(part, norm))
         if angles is not None:
             apply_rope(heads[:, : spec.num_heads + spec.num_kv_heads], *angles)
-        kv.write(index, step.slots, key, value)
-        mixed = attend(step.attention[layer.window], kv, index, query, key, value)
-        x = x + layer.out(mixed.flatten(1))
-        return x if spec.pre_norm else self._norm(x, layer.attn_norm)
+        kv.write(index, slots, key, value)
 
-    def _mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        wide = layer.up(self._norm(x, layer.mlp_norm) if self.spec.pre_norm else x)
-        if self.spec.gated_mlp:
-            gate, up = wide.chunk(2, dim=-1)
-            wide = self._activation(gate).mul_(up)
-        else:
-            wide = self._activation(wide)
-        x = x + layer.down(wide)
-        return x if self.spec.pre_norm else self._norm(x, layer.mlp_norm)
+    def _activated(self, wide: torch.Tensor) -> torch.Tensor:
+        if self._kernels.silu_and_mul is not None:
+            product: torch.Tensor = self._kernels.silu_and_mul.apply(wide)
+            return product
+        if not self.spec.gated_mlp:
+            return self._activation(wide)
+        gate, up = wide.chunk(2, dim=-1)
+        return self._activation(gate).mul_(up)
 
     def _norm(self, x: torch.Tensor, norm: Affine) -> torch.Tensor:
         """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) or LayerNorm over the last dimension."""
@@ -160,13 +204,16 @@ class DecoderModel:
             return F.rms_norm(x, x.shape[-1:], norm.weight, self.spec.norm_eps)
         return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, self.spec.norm_eps)
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        if self.spec.final_norm:
-            x = self._norm(x, self._final_norm)
+    def _logits(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        x = self._entering(x, delta, self._final_norm) if self.spec.final_norm else _sum(x, delta)
         if self._project_out is not None:
             x = self._project_out.multiply(x)
         logits: torch.Tensor = self._head.multiply(x).contiguous()
         return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _sum(x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    return x if delta is None else x + delta
 
 
 def _affine(weights: Weights, name: str) -> Affine:

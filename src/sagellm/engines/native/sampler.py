@@ -1,9 +1,9 @@
 """From logits to tokens, for the rows of one step at once, each row with its own `SamplingParams`.
 
 Order of operations as `SamplingParams` promises: logit_bias, min_tokens mask, penalties, temperature, top_k,
-top_p, min_p, draw. What no row asks for costs nothing. The draw is the inverse of the distribution function,
-in float64, at one uniform number per token; that number is a hash of (seed, output position), so neither the
-batch nor a preemption changes what a request gets.
+top_p, min_p, draw. What no row asks for costs nothing. The draw (`draw.py`) is at one uniform number per
+token; that number is a hash of (seed, output position), so neither the batch nor a preemption changes what a
+request gets.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sagellm.core.types import SamplingParams, TokenLogprob
+from sagellm.engines.native.draw import draw, greatest
 
 NO_TOKEN = -1
 _MASK64 = (1 << 64) - 1
@@ -102,12 +103,15 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSampler]) -> Sample:
     asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     raw = logits[asked].log_softmax(-1) if asked else None
     _adjust(logits, rows)
-    best, tokens = logits.max(-1)
-    drawing = [i for i, row in enumerate(rows) if not row.params.greedy]
+    best, ids = greatest(logits)
+    answer = Sample(torch.where(best.isfinite(), ids, NO_TOKEN).tolist())
+    drawing = [i for i, row in enumerate(rows) if not row.params.greedy and answer.token_ids[i] != NO_TOKEN]
     if drawing:
         chosen = logits if len(drawing) == len(rows) else logits[drawing]
-        tokens[drawing] = _draw(chosen, [rows[i] for i in drawing])
-    answer = Sample(torch.where(best.isfinite(), tokens, NO_TOKEN).tolist())
+        points = [uniform(rows[i].seed, rows[i].num_outputs) for i in drawing]
+        drawn = draw(chosen, best[drawing], [rows[i].params for i in drawing], points)
+        for i, token_id in zip(drawing, drawn, strict=True):
+            answer.token_ids[i] = token_id
     if raw is not None:
         for i, row_logprobs in zip(asked, raw, strict=True):
             answer.logprobs[i] = _logprob(row_logprobs, answer.token_ids[i], rows[i].params.logprobs or 0)
@@ -135,54 +139,6 @@ def _penalize(logits: torch.Tensor, params: SamplingParams, seen: torch.Tensor, 
         logits.copy_(torch.where(seen, scaled, logits))
     if params.presence_penalty or params.frequency_penalty:
         logits.sub_(params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
-
-
-def _draw(logits: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
-    """One token id per row, [S]: temperature, filters, inverse distribution function over ids in ascending
-    order.
-    """
-    device = logits.device
-
-    def column(values: Iterable[float]) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=torch.float64, device=device)[:, None]
-
-    scores = logits.double()
-    scores = (scores - scores.amax(-1, keepdim=True)) / column(row.params.temperature for row in rows)
-    scores = _filter_top(scores, rows)
-    if any(row.params.min_p > 0 for row in rows):
-        floor = column(math.log(row.params.min_p) if row.params.min_p > 0 else -math.inf for row in rows)
-        scores.masked_fill_(scores < floor, -math.inf)
-    cumulative = scores.exp_().cumsum(-1)
-    points = column(uniform(row.seed, row.num_outputs) for row in rows) * cumulative[:, -1:]
-    # The last id with any mass is the limit: rounding must not step over it into a filtered tail.
-    limit = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
-    return torch.minimum(torch.searchsorted(cumulative, points, right=True), limit)[:, 0]
-
-
-def _filter_top(scores: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
-    """top_k, then top_p (Holtzman et al. 2020, arXiv:1904.09751) on what is left; the rows that use neither
-    are left alone. Ties are broken by the smaller id. A token stays if the mass before it is under top_p: the
-    first always.
-    """
-    vocab = scores.shape[-1]
-    used = [i for i, row in enumerate(rows) if 0 < row.params.top_k < vocab or row.params.top_p < 1.0]
-    if not used:
-        return scores
-    part = scores[used]
-    ordered, ids = part.sort(dim=-1, descending=True, stable=True)
-    limits = [rows[i].params.top_k if rows[i].params.top_k > 0 else vocab for i in used]
-    rank = torch.arange(vocab, device=scores.device)
-    ordered.masked_fill_(rank >= torch.tensor(limits, device=scores.device)[:, None], -math.inf)
-    mass = ordered.softmax(-1)
-    before = mass.cumsum(-1) - mass
-    top_p = torch.tensor([rows[i].params.top_p for i in used], dtype=torch.float64, device=scores.device)[
-        :, None
-    ]
-    cut = (before >= top_p) & (top_p < 1.0)
-    cut[:, 0] = False
-    ordered.masked_fill_(cut, -math.inf)
-    scores[used] = part.scatter_(-1, ids, ordered)
-    return scores
 
 
 def _logprob(logprobs: torch.Tensor, token_id: int, top: int) -> TokenLogprob:
