@@ -37,7 +37,8 @@ class FusedKernel(Protocol):
         ...
 
     def apply(self, *inputs: Any) -> Any:
-        """The result within `tolerances` of `reference`; inputs are not changed.
+        """The result within `tolerances` of `reference`; inputs are not changed but those that the operation
+        is to change (`KernelSet` says which).
 
         Where `supports` says no it raises `SageError` with that reason and computes nothing: whoever calls
         decides to use the twin, so that a slow path is never taken unseen.
@@ -55,7 +56,20 @@ class KernelSet:
 
     `linear`: `x W^T + bias` of x [T, in], weight [out, in] and maybe a bias. `attention`: of query, pools of
     keys and values, spans, tables and maybe a window.
+
+    `add_rms_norm`: of x [T, n], delta [T, n] or None, weight [n] and eps; x becomes x + delta, the result is
+    its RMSNorm. `rope_to_cache`: of heads [T, query + 2 kv heads, dim], cos and sin [T, dim / 2] or None,
+    query and key weight [dim] or None, eps, slots int64 [T], pools of keys and values; queries and keys are
+    normed and rotated in place, keys and values stored at the slots. `silu_and_mul`: of [T, 2 n], gate
+    beside up.
+
+    `draw`: token ids int64 [S] of logits float32 [S, vocab] and, float64 [S, 5], temperature, top_k (0: all),
+    top_p, min_p and a uniform number.
     """
 
     linear: Sequence[FusedKernel] = ()
     attention: FusedKernel | None = None
+    add_rms_norm: FusedKernel | None = None
+    rope_to_cache: FusedKernel | None = None
+    silu_and_mul: FusedKernel | None = None
+    draw: FusedKernel | None = None

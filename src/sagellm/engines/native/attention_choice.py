@@ -2,7 +2,8 @@
 
 Decode rows are the kernel's by rule: torch has to gather the blocks of every row, which reads and writes the
 context once more. For prefill chunks it is measured at start, one chunk behind a context of the model's own
-shape: where torch multiplies bfloat16 by instructions for it, widening may be slower.
+shape: where torch multiplies bfloat16 by instructions for it, or on a GPU by a kernel of its own, ours may be
+slower.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from sagellm.engines.native.attention import AttentionPlanner, Span, attend
 from sagellm.engines.native.kv_cache import PagedKV
 
 CONTEXT, CHUNK, _REPEATS = 384, 128, 2
+_NOTHING = (((0, 4), torch.int64), ((0,), torch.int32))
 
 
 def attention_planner(kv: PagedKV, num_heads: int, kernel: FusedKernel | None) -> AttentionPlanner:
@@ -28,16 +30,19 @@ def attention_planner(kv: PagedKV, num_heads: int, kernel: FusedKernel | None) -
 
 
 def chunks_pay(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> bool:
-    """Whether a prefill chunk is faster by `kernel`: one thread's own clock, so that others do not tip it."""
+    """Whether a prefill chunk is faster by `kernel`: on a CPU by one thread's own clock, so that others do
+    not tip it.
+    """
     small = _like(kv, -(-(CONTEXT + CHUNK) // kv.block_size))
     span = Span(0, CHUNK, CONTEXT, range(small.num_blocks))
     query = _query(kv, CHUNK, num_heads)
-    key = torch.ones(CHUNK, *small.keys[0].shape[2:], dtype=query.dtype)
+    key = query.new_ones(CHUNK, *small.keys[0].shape[2:])
+    seconds = _cuda_s if query.is_cuda else _cpu_s
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         by_torch, by_kernel = (
-            _cpu_s(partial(attend, planner.plan([], [span], None), small, 0, query, key, key))
+            seconds(partial(attend, planner.plan([], [span], None), small, 0, query, key, key))
             for planner in (AttentionPlanner(small), AttentionPlanner(small, kernel))
         )
     finally:
@@ -46,13 +51,14 @@ def chunks_pay(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> bool:
 
 
 def _supported(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> bool:
-    spans, tables = torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0, dtype=torch.int32)
-    return kernel.supports(_query(kv, 1, num_heads), kv.keys[0], kv.values[0], spans, tables).usable
+    query = _query(kv, 1, num_heads)
+    spans, tables = (query.new_zeros(shape, dtype=dtype) for shape, dtype in _NOTHING)
+    return kernel.supports(query, kv.keys[0], kv.values[0], spans, tables).usable
 
 
 def _query(kv: PagedKV, rows: int, num_heads: int) -> torch.Tensor:
     pool = kv.keys[0]
-    return torch.ones(rows, num_heads, pool.shape[3], dtype=pool.dtype)
+    return pool.new_ones(rows, num_heads, pool.shape[3])
 
 
 def _like(kv: PagedKV, num_blocks: int) -> PagedKV:
@@ -71,4 +77,15 @@ def _cpu_s(run: Callable[[], object]) -> float:
         start = time.thread_time()
         run()
         best = min(best, time.thread_time() - start)
+    return best
+
+
+def _cuda_s(run: Callable[[], object]) -> float:
+    best = float("inf")
+    for _ in range(_REPEATS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
     return best

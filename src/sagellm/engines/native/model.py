@@ -102,9 +102,9 @@ class DecoderModel:
         self._rope = RopeTable(spec.rope, self._embed.device, dtype) if spec.rope else None
 
     @torch.inference_mode()
-    def forward(self, step: StepInputs, kv: PagedKV) -> torch.Tensor:
-        """Logits [S, vocab] of the sampled rows, float32 (float64 for a float64 model); new K and V go to
-        `kv`.
+    def forward(self, step: StepInputs, kv: PagedKV, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [S, vocab] of the sampled rows, float32 (float64 for a float64 model), also written to `out`
+        where it is given; new K and V go to `kv`.
         """
         x = self._embedded(step)
         angles = self._rope.cos_sin(step.positions, step.max_position) if self._rope else None
@@ -114,7 +114,10 @@ class DecoderModel:
             if i == last:
                 x = x[step.sampled]
             x = self._mlp(layer, x)
-        return self._logits(x)
+        logits = self._logits(x)
+        return (
+            logits.to(torch.promote_types(logits.dtype, torch.float32)) if out is None else out.copy_(logits)
+        )
 
     def _embedded(self, step: StepInputs) -> torch.Tensor:
         x = F.embedding(step.tokens, self._embed).to(self._dtype)
@@ -163,8 +166,7 @@ class DecoderModel:
             x = self._norm(x, self._final_norm)
         if self._project_out.weight is not None:
             x = self._project_out(x)
-        logits = self._project(x, self._head, None).contiguous()
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return self._project(x, self._head, None).contiguous()
 
 
 def _affine(weights: Mapping[str, torch.Tensor], name: str, project: Form) -> Affine:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -94,8 +94,13 @@ class Sample:
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
 
 
-def sample(logits: torch.Tensor, rows: Sequence[RowSampler]) -> Sample:
-    """Draw one token per row from `logits` [len(rows), vocab], which are used up. Does not count the tokens.
+Draw = Callable[[torch.Tensor, Sequence[RowSampler]], torch.Tensor]
+"""Token ids [S], on the device, of logits [S, vocab] and rows that are not greedy."""
+
+
+def sample(logits: torch.Tensor, rows: Sequence[RowSampler], draw: Draw | None = None) -> Sample:
+    """Draw one token per row from `logits` [len(rows), vocab], which are used up, by a kernel's `draw` where
+    one is given. Does not count the tokens.
 
     A row whose logits are not numbers, so that nothing can be drawn, gets `NO_TOKEN`.
     """
@@ -106,7 +111,7 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSampler]) -> Sample:
     drawing = [i for i, row in enumerate(rows) if not row.params.greedy]
     if drawing:
         chosen = logits if len(drawing) == len(rows) else logits[drawing]
-        tokens[drawing] = _draw(chosen, [rows[i] for i in drawing])
+        tokens[drawing] = (draw or _draw)(chosen, [rows[i] for i in drawing])
     answer = Sample(torch.where(best.isfinite(), tokens, NO_TOKEN).tolist())
     if raw is not None:
         for i, row_logprobs in zip(asked, raw, strict=True):
