@@ -29,7 +29,7 @@ from sagellm.engines.native.projection import Projection, project
 from sagellm.engines.native.return_costs import host_copy_s, prefill_token_s
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import sample
-from sagellm.engines.native.weights import Progress, check, load, parameters
+from sagellm.engines.native.weights import Progress, check, load, parameters, read_bytes
 
 PARAMETERS_PER_THREAD = 8_000_000
 FEATURES = frozenset(
@@ -137,6 +137,7 @@ class NativeBackend:
             matrix_dtype=self._dtype if self._projection.uses_kernels else None,
         )  # fmt: skip
         checkpoint.close()
+        self._weight_bytes = read_bytes(weights, tied=self._spec.tied)
         form = self._projection if self._projection.uses_kernels else project
         return DecoderModel(self._spec, weights, self._compute_dtype, form)
 
@@ -189,6 +190,7 @@ class NativeBackend:
             num_host_blocks=self._kv.num_host_blocks,
             host_copy_s=self._host_copy_s,
             prefill_token_s=self._prefill_token_s,
+            weight_bytes=self._weight_bytes,
         )
 
     def get_kv_schema(self) -> KVCacheSchema:

@@ -8,7 +8,7 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -192,3 +192,11 @@ def _stored_name(checkpoint: Checkpoint, name: str) -> str | None:
 def _bytes(checkpoint: Checkpoint, parameter: Parameter) -> int:
     names = (_stored_name(checkpoint, piece.name) for piece in parameter.pieces)
     return sum(checkpoint.entries[name].end - checkpoint.entries[name].begin for name in names if name)
+
+
+def read_bytes(weights: Mapping[str, torch.Tensor], *, tied: bool) -> int:
+    """Bytes of what every step reads whole: not the embeddings, of which it looks rows up, unless they are
+    `tied` to the head.
+    """
+    rows = {"positions.weight"} | (set() if tied else {"embed.weight"})
+    return sum(tensor.nbytes for name, tensor in weights.items() if name not in rows)
