@@ -49,7 +49,7 @@ def test_a_model_by_its_folder(cli: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--shape", "XL"], "there is no shape 'XL': use S, M, tiny"),
+        (["--shape", "XL"], "there is no shape 'XL': use S, M, 8B, tiny"),
         (["--shape", "S", "--model", "m"], "leave out --model, or --shape"),
         (["--only", "nope"], "there is no workload 'nope': use cold-start"),
         (["--only", ""], "there is no workload ''"),

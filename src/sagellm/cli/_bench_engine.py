@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from sagellm.benchmarks.engine.shapes import Shape
     from sagellm.core.config import Config
 
-_ONLY_HELP = "Only these workloads, as a,b; prefill and decode mean all sizes of one; default: all."
+_ONLY_HELP = (
+    "Only these workloads, as a,b; prefill and decode mean all sizes of one; default: all but throughput."
+)
 
 
 @command
@@ -29,7 +31,9 @@ def engine(
     model: ModelOption = None,
     shape: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Random weights instead of a model: S (184 M), M (596 M), tiny."),
+        typer.Option(
+            metavar="NAME", help="Random weights instead of a model: S (184 M), M (596 M), 8B, tiny."
+        ),
     ] = None,
     only: Annotated[str | None, typer.Option(metavar="NAMES", help=_ONLY_HELP)] = None,
     repeats: Annotated[int, typer.Option(metavar="N", help="Times that each workload runs.")] = 3,

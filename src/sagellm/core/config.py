@@ -181,7 +181,10 @@ class EngineConfig(Section):
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of requests that bring none")
     kernels: Literal["auto", "off"] = Field(
-        default="auto", description="CPU kernels, compiled when first needed; off: torch alone"
+        default="auto", description="kernels, compiled when first needed; off: torch alone"
+    )
+    cuda_graphs: bool = Field(
+        default=True, description="record decode steps on a GPU at start (with kernels)"
     )
     overlap: bool = Field(default=False, description="plan the next step while one computes")
 

@@ -384,6 +384,7 @@ class CapabilityDescriptor:
     `sliding_window`: no token in any layer attends further back; None where a layer sees everything.
     `num_host_blocks`: blocks in host memory, tier 'dram'; `host_copy_s`: seconds to copy one there or back.
     `prefill_token_s`: seconds for each token of a long prompt, 0 where that is not known.
+    `weight_bytes`: what a step reads of the weights at least, 0 where there are none.
     """
 
     device: str
@@ -400,6 +401,7 @@ class CapabilityDescriptor:
     num_host_blocks: int = 0
     host_copy_s: float = 0.0
     prefill_token_s: float = 0.0
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,7 +197,9 @@ def build_backend(config: Config, *, progress: Progress | None = None) -> Infere
     """The native backend for the configured model; raises `ModelError` before it allocates anything."""
     try:
         from sagellm.accel.fusion.cpu import cpu_kernels
+        from sagellm.accel.fusion.triton import triton_kernels
         from sagellm.engines.native.backend import NativeBackend
+        from sagellm.engines.native.cuda_graphs import cuda_capture
     except ImportError as error:
         raise MissingExtraError("running a model", "native") from error
     return NativeBackend(
@@ -214,6 +216,8 @@ def build_backend(config: Config, *, progress: Progress | None = None) -> Infere
         seed=config.engine.seed,
         progress=progress,
         kernels=cpu_kernels if config.engine.kernels == "auto" else None,
+        cuda_kernels=triton_kernels if config.engine.kernels == "auto" else None,
+        capture=cuda_capture if config.engine.cuda_graphs else None,
     )
 
 

@@ -15,7 +15,7 @@ from sagellm.benchmarks.engine.cold_start import cold_start
 from sagellm.benchmarks.engine.peer_rows import read_peers
 from sagellm.benchmarks.engine.run import Plan, Report, run, tables
 from sagellm.benchmarks.engine.shapes import SHAPES, write_model
-from sagellm.benchmarks.engine.workloads import Decode, LongContext, MultiTurn, Offline, Prefill
+from sagellm.benchmarks.engine.workloads import Decode, LongContext, MultiTurn, Offline, Prefill, Throughput
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError, SageError
@@ -26,6 +26,7 @@ SMALL = (
     Decode("decode-8", "b8", 8, 12, 6),
     Offline("offline", "c", 5, prompt_tokens=(5, 20), output_tokens=(2, 9)),
     MultiTurn("multi-turn", "d", waves=2, together=2, turns=3, new_tokens=(20, 30), num_outputs=4),
+    Throughput("throughput", "t", 4, (5, 20)),
     LongContext("long-context", "e", 500, 3),
 )
 NAMES = [workload.name for workload in SMALL]
@@ -60,6 +61,8 @@ def test_every_workload_that_fits_ran_as_often_as_asked(report: Report) -> None:
         assert one.value > 0
         assert one.overhead is not None
         assert 0 < one.overhead < 1
+        assert one.roofline is not None
+        assert 0 < one.roofline < 1
         assert one.num_steps
     turns = [one.values["hit"] for one in report.measured if one.name == "multi-turn"]
     assert all(0.3 < share < 0.9 for share in turns)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sagellm.benchmarks.engine._process import CpuTimes, others_share, peak_resident_bytes, resident_bytes
@@ -94,3 +96,15 @@ def test_memory_of_this_process() -> None:
         assert (resident_bytes() or 0) - now > 50 << 20
         assert peak_resident_bytes() >= len(held)
     assert peak_resident_bytes() > 1 << 20
+
+
+def test_roofline_is_weights_once_a_step_and_the_kv_of_all_contexts() -> None:
+    session, backend = timed_session()
+    capability = replace(backend.capability(), weight_bytes=1000)
+    assert StepTime().roofline(capability, 1.0) is None
+    session.run([Job([5, 6, 7], 3)])
+    assert session.steps.tokens_read == 3 + 4 + 5  # a prompt, then each token and all before it
+    assert capability.kv_schema is not None
+    read = 3 * 1000 + 12 * capability.kv_schema.bytes_per_token
+    assert session.steps.roofline(capability, 1e4) == pytest.approx(read / 1e4 / session.steps.total_s)
+    assert session.steps.roofline(backend.capability(), 1e4) is None

@@ -20,11 +20,12 @@ from sagellm.engines.native.weights import check, parameters
 SMALL = replace(SHAPES["tiny"], vocab_size=1000, hidden_size=64)
 
 
-def test_the_engine_finds_every_tensor(tmp_path: Path) -> None:
-    write_model(SMALL, tmp_path)
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_engine_finds_every_tensor(tmp_path: Path, tied: bool) -> None:
+    write_model(replace(SMALL, tied=tied), tmp_path)
     spec, checkpoint = read_spec(read_config(tmp_path)), Checkpoint(tmp_path)
     check(parameters(spec), checkpoint)
-    assert (spec.vocab_size, spec.num_layers, spec.tied, spec.dtype) == (1000, 2, True, "bfloat16")
+    assert (spec.vocab_size, spec.num_layers, spec.tied, spec.dtype) == (1000, 2, tied, "bfloat16")
     assert {entry.dtype for entry in checkpoint.entries.values()} == {"BF16"}
 
 
@@ -62,7 +63,7 @@ def test_rounding_is_torchs() -> None:
 
 
 def test_an_unknown_shape() -> None:
-    with pytest.raises(ConfigError, match="no shape 'XL': use S, M, tiny"):
+    with pytest.raises(ConfigError, match="no shape 'XL': use S, M, 8B, tiny"):
         shape_named("XL")
 
 

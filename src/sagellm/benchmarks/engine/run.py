@@ -21,9 +21,22 @@ from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import CapabilityDescriptor
 from sagellm.engines.build import build_engine
+from sagellm.engines.native.bandwidth import read_bandwidth
 
 FORMAT = "sagellm.bench.engine/1"
-COLUMNS = ("workload", "median", "", "least", "most", "TTFT s", "overhead", "resident MB", "others", "runs")
+COLUMNS = (
+    "workload",
+    "median",
+    "",
+    "least",
+    "most",
+    "TTFT s",
+    "overhead",
+    "roofline",
+    "resident MB",
+    "others",
+    "runs",
+)
 WARM_UP = Job([1, 2, 3] * 21, 8)
 MB = 1e6
 
@@ -66,6 +79,7 @@ class Measured:
     others: float | None
     overhead: float | None = None
     num_steps: int | None = None
+    roofline: float | None = None
 
     @property
     def value(self) -> float:
@@ -137,14 +151,17 @@ def run(
         return
     on_run("loading the model")
     engine = build_engine(plan.config)
-    report.capability = _facts(engine.capability())
+    capability = engine.capability()
+    report.capability = _facts(capability)
     try:
+        bandwidth = read_bandwidth(capability.device)
+        report.capability["read_GBs"] = round(bandwidth / 1e9, 1)
         session = Session(engine, clock)
         session.run([WARM_UP] * 4)
         for workload in _that_fit(chosen, session.max_model_len, report):
             for repeat in range(plan.repeats):
                 on_run(f"{workload.name}, {repeat + 1} of {plan.repeats}")
-                report.measured.append(_measure(workload, session, repeat))
+                report.measured.append(_measure(workload, session, repeat, capability, bandwidth))
     finally:
         engine.close()
 
@@ -159,6 +176,7 @@ def _facts(capability: CapabilityDescriptor) -> dict[str, Any]:
         "num_blocks": capability.num_blocks,
         "max_num_seqs": capability.max_num_seqs,
         "max_model_len": capability.max_model_len,
+        "weight_bytes": capability.weight_bytes,
     }
 
 
@@ -181,14 +199,16 @@ def _that_fit(workloads: Sequence[Workload], most_tokens: int, report: Report) -
             report.left_out[workload.name] = f"{room} (model, --max-model-len, KV memory)"
 
 
-def _measure(workload: Workload, session: Session, repeat: int) -> Measured:
+def _measure(
+    workload: Workload, session: Session, repeat: int, capability: CapabilityDescriptor, bandwidth: float
+) -> Measured:
     before = CpuTimes.now()
     values = workload.run(session, repeat)
     others = others_share(before, CpuTimes.now())
     steps = session.steps
     return Measured(
         workload.name, workload.code, workload.metric, repeat, values, resident_bytes(), others,
-        steps.overhead, steps.num_steps,
+        steps.overhead, steps.num_steps, steps.roofline(capability, bandwidth),
     )  # fmt: skip
 
 
@@ -216,7 +236,7 @@ def _harness_row(plan: Plan, one: Measured) -> dict[str, Any]:
     }
     if one.resident_bytes is not None:
         row["rss_mb"] = round(one.resident_bytes / MB)
-    for key, share in (("others", one.others), ("overhead", one.overhead)):
+    for key, share in (("others", one.others), ("overhead", one.overhead), ("roofline", one.roofline)):
         if share is not None:
             row[key] = round(share, 4)
     return row if one.num_steps is None else {**row, "num_steps": one.num_steps}
@@ -225,7 +245,10 @@ def _harness_row(plan: Plan, one: Measured) -> dict[str, Any]:
 def tables(report: Report) -> Iterator[Table]:
     """Our medians, and beside them each peer's with the ratio, if there are any."""
     plan = report.plan
-    title = f"model {plan.label}, {plan.threads} threads: medians; overhead is what of a step was not execute"
+    title = (
+        f"model {plan.label}, {plan.threads} threads: medians; overhead is what of a step was not execute, "
+        "roofline what reading weights and KV takes of it"
+    )
     yield table(title, COLUMNS, [_line(runs) for runs in report.by_workload().values()], num_names=1)
     comparisons = report.comparisons()
     if comparisons:
@@ -236,12 +259,15 @@ def _line(runs: Sequence[Measured]) -> list[str]:
     values = [one.value for one in runs]
     rates = [figure(value) for value in (median(values), min(values), max(values))]
     first = _median_of([one.values.get("ttft") for one in runs])
-    overhead, others = (_median_of([getattr(one, name) for one in runs]) for name in ("overhead", "others"))
+    overhead, roofline, others = (
+        _median_of([getattr(one, name) for one in runs]) for name in ("overhead", "roofline", "others")
+    )
     resident = _resident_mb(runs)
     return [
         runs[0].name, rates[0], runs[0].metric.unit, *rates[1:],
         "" if first is None else figure(first),
         "" if overhead is None else f"{overhead:.1%}",
+        "" if roofline is None else f"{roofline:.0%}",
         "" if resident is None else figure(resident),
         "" if others is None else f"{others:.0%}",
         str(len(runs)),

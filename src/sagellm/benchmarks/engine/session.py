@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 
 from sagellm.core.clock import Clock
 from sagellm.core.errors import SageError
-from sagellm.core.types import FinishReason, Request, RequestOutput, SamplingParams, Tokens
+from sagellm.core.plan import ExecutionPlan
+from sagellm.core.types import (
+    CapabilityDescriptor,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Tokens,
+)
 from sagellm.engines.engine import Engine
 
 
@@ -39,16 +47,27 @@ class Answer:
 
 @dataclass(slots=True)
 class StepTime:
-    """What steps took, and what of it the backend took to compute them."""
+    """What steps took, and what of it the backend took to compute them; how many tokens' KV they read."""
 
     num_steps: int = 0
     total_s: float = 0.0
     execute_s: float = 0.0
+    tokens_read: int = 0
 
     @property
     def overhead(self) -> float:
         """The share of the steps that was not `execute`, 0 to 1; 0 where planning went on beside it."""
         return max(0.0, 1.0 - self.execute_s / self.total_s) if self.total_s else 0.0
+
+    def roofline(self, capability: CapabilityDescriptor, bandwidth: float) -> float | None:
+        """The share of the steps' time, 0 to 1, that reading the weights once a step, and the KV of every
+        sequence in it, takes at `bandwidth` bytes per second; None where there is nothing to read.
+        """
+        schema = capability.kv_schema
+        if not self.total_s or not capability.weight_bytes or schema is None:
+            return None
+        read = self.num_steps * capability.weight_bytes + self.tokens_read * schema.bytes_per_token
+        return read / bandwidth / self.total_s
 
 
 class Session:
@@ -58,6 +77,7 @@ class Session:
         self._engine, self._clock = engine, clock
         self._ids = itertools.count()
         self.steps = StepTime()
+        self._window = engine.capability().sliding_window
 
     @property
     def vocab_size(self) -> int:
@@ -96,7 +116,19 @@ class Session:
         self.steps.total_s += self._clock.now() - began_s
         if self._engine.last_step is not before:  # a step may have nothing to execute
             self.steps.execute_s += self._engine.last_step.duration_s
+            if self._engine.last_plan is not None:
+                self.steps.tokens_read += _tokens_read(self._engine.last_plan, self._window)
         return outputs
+
+
+def _tokens_read(plan: ExecutionPlan, window: int | None) -> int:
+    """Tokens whose KV the step reads; those of a chunk read the same ones."""
+    contexts = [position + 1 for position in plan.decode_positions]
+    if window is not None:
+        contexts = [min(window, context) for context in contexts]
+    return sum(contexts) + sum(
+        op.num_tokens + (op.start if window is None else min(window, op.start)) for op in plan.prefills
+    )
 
 
 def _take(answer: Answer, output: RequestOutput, now_s: float) -> None:

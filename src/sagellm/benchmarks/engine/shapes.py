@@ -23,7 +23,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama-like decoder with tied embeddings. `label` is the harness's name of it."""
+    """A Llama-like decoder. `label` is the harness's name of it, where the harness has it."""
 
     label: str
     vocab_size: int
@@ -33,6 +33,7 @@ class Shape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    tied: bool = True
 
     def config(self) -> dict[str, Any]:
         """config.json."""
@@ -49,7 +50,7 @@ class Shape:
             "max_position_embeddings": MAX_POSITIONS,
             "rms_norm_eps": 1e-6,
             "rope_theta": 10_000.0,
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": self.tied,
             "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
@@ -63,6 +64,8 @@ class Shape:
         hidden, inner = self.hidden_size, self.intermediate_size
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         yield "model.embed_tokens.weight", (self.vocab_size, hidden)
+        if not self.tied:
+            yield "lm_head.weight", (self.vocab_size, hidden)
         yield "model.norm.weight", (hidden,)
         for i in range(self.num_layers):
             layer = f"model.layers.{i}."
@@ -80,9 +83,10 @@ class Shape:
 SHAPES: Mapping[str, Shape] = {
     "S": Shape("S", 32_000, 1024, 12, 3072, 16, 8, 64),
     "M": Shape("M", 151_936, 1024, 28, 3072, 16, 8, 128),
+    "8B": Shape("8B", 128_256, 4096, 32, 14_336, 32, 8, 128, tied=False),
     "tiny": Shape("T", 32_000, 256, 2, 512, 4, 2, 64),
 }
-"""184 M parameters; 596 M, as Qwen3-0.6B has; 9.4 M, for trying things out."""
+"""184 M parameters; 596 M, as Qwen3-0.6B has; 8.0 G, as Llama-3-8B has; 9.4 M, for trying things out."""
 
 
 def shape_named(name: str) -> Shape:

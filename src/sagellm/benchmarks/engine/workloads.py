@@ -164,16 +164,7 @@ class Offline(Workload):
         for _ in range(self.num_requests):
             prompt = draws.tokens(draws.between(self.prompt_tokens))
             jobs.append(Job(prompt, draws.between(self.output_tokens)))
-        answers = session.run(jobs)
-        total_s = max(answer.last_s for answer in answers)
-        num_outputs = sum(job.num_outputs for job in jobs)
-        return {
-            "out_tps": num_outputs / total_s,
-            "total": total_s,
-            "out_tokens": num_outputs,
-            "prompt_tokens": sum(len(job.prompt) for job in jobs),
-            "ttft": fmean(answer.first_s for answer in answers),
-        }
+        return _offline(session, jobs)
 
 
 @dataclass(frozen=True)
@@ -218,6 +209,19 @@ class MultiTurn(Workload):
         }
 
 
+def _offline(session: Session, jobs: Sequence[Job]) -> Values:
+    answers = session.run(jobs)
+    total_s = max(answer.last_s for answer in answers)
+    num_outputs = sum(job.num_outputs for job in jobs)
+    return {
+        "out_tps": num_outputs / total_s,
+        "total": total_s,
+        "out_tokens": num_outputs,
+        "prompt_tokens": sum(len(job.prompt) for job in jobs),
+        "ttft": fmean(answer.first_s for answer in answers),
+    }
+
+
 def _spoken(answer: Answer, vocab_size: int) -> list[int]:
     """The answer as history; a token that no prompt may hold is another one there, as in the harness."""
     first = min(FIRST_TOKEN, vocab_size // 2)
@@ -232,6 +236,35 @@ def _decode_rate(answers: Sequence[Answer]) -> float:
     return count / (end_s - begin_s) if count else 0.0
 
 
+@dataclass(frozen=True)
+class Throughput(Workload):
+    """The offline benchmark of nano-vllm (`bench.py`): its random prompts and output lengths, from the same
+    seed for repeat 0. Greedy here; a forward pass costs the same.
+    """
+
+    name: str
+    code: str
+    num_requests: int = 256
+    tokens: tuple[int, int] = (100, 1024)
+    metric: ClassVar[Metric] = OUTPUT_RATE
+
+    @property
+    def longest(self) -> int:
+        return 2 * self.tokens[1]
+
+    def run(self, session: Session, repeat: int) -> Values:
+        session.begin()
+        return self.send(session, Draws(Random(repeat), session.vocab_size))
+
+    def send(self, session: Session, draws: Draws) -> Values:
+        largest = min(10_000, draws.vocab_size - 1)
+        prompts = []
+        for _ in range(self.num_requests):
+            length = draws.between(self.tokens)
+            prompts.append([draws.between((0, largest)) for _ in range(length)])
+        return _offline(session, [Job(prompt, draws.between(self.tokens)) for prompt in prompts])
+
+
 WORKLOADS: tuple[Workload, ...] = (
     Prefill("prefill-512", "a512", 512),
     Prefill("prefill-2048", "a2048", 2048),
@@ -242,18 +275,22 @@ WORKLOADS: tuple[Workload, ...] = (
     Offline("offline", "c", 48, prompt_tokens=(50, 300), output_tokens=(50, 200)),
     MultiTurn("multi-turn", "d", waves=3, together=4, turns=4, new_tokens=(100, 200), num_outputs=32),
     LongContext("long-context", "e", 16_384, 64),
+    Throughput("throughput", "t"),
 )
+BY_NAME_ONLY = frozenset({"throughput"})
+"""Not run unless asked for: minutes on a GPU, hours on a CPU."""
 COLD_START, COLD_CODE = "cold-start", "cold"
 
 
 def chosen_names(only: Sequence[str]) -> list[str]:
-    """Workloads by name, by the harness's code or by kind (`prefill`, `decode`), in our order; all for none.
+    """Workloads by name, by the harness's code or by kind (`prefill`, `decode`), in our order; for none
+    all but `BY_NAME_ONLY`.
 
     Raises `ConfigError` with the names for one that is unknown.
     """
     known = {COLD_START: COLD_CODE, **{one.name: one.code for one in WORKLOADS}}
     if not only:
-        return list(known)
+        return [name for name in known if name not in BY_NAME_ONLY]
     for word in only:
         if not any(_is_meant(word, name, code) for name, code in known.items()):
             raise ConfigError(f"there is no workload {word!r}: use {', '.join(known)}, prefill, decode")

@@ -65,6 +65,9 @@ class Matrix(Protocol):
     @property
     def dtype(self) -> Any: ...
 
+    @property
+    def nbytes(self) -> int: ...
+
     def store(self, first: int, rows: Any) -> None:
         """`rows` [n, inputs], of `dtype`, become the outputs [first, first + n)."""
         ...
@@ -101,6 +104,9 @@ class KernelSet:
     query and key weight [dim] or None, eps, slots int64 [T], pools of keys and values; queries and keys are
     normed and rotated in place, keys and values stored at the slots. `silu_and_mul`: of [T, 2 n], gate
     beside up.
+
+    `draw`: token ids int64 [S] of logits float32 [S, vocab] and, float64 [S, 5], temperature, top_k (0: all),
+    top_p, min_p and a uniform number.
     """
 
     linear: LinearKernel | None = None
@@ -108,6 +114,7 @@ class KernelSet:
     add_rms_norm: FusedKernel | None = None
     rope_to_cache: FusedKernel | None = None
     silu_and_mul: FusedKernel | None = None
+    draw: FusedKernel | None = None
 
 
 KernelSource = Callable[[int], KernelSet]

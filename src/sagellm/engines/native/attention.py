@@ -27,6 +27,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sagellm.core.protocols.fusion import FusedKernel
+from sagellm.engines.native.host_copies import moved
 from sagellm.engines.native.kv_cache import PagedKV
 
 QUERY_TILE = 256
@@ -111,18 +112,24 @@ class PrefillPlan:
 @dataclass(frozen=True, slots=True)
 class KernelCall:
     """Spans that a kernel takes: `spans` int64 [n, 4] (first row, tokens, start, first entry), `tables` int32
-    with the block ids of all.
+    with the block ids of all. Their rows are the first `num_rows` of the flat batch.
     """
 
     kernel: FusedKernel
     spans: torch.Tensor
     tables: torch.Tensor
     window: int | None
+    num_rows: int
 
     def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """[T, heads, head_dim] over one layer's pools; rows of other spans are undefined."""
-        answer: torch.Tensor = self.kernel.apply(query, keys, values, self.spans, self.tables, self.window)
-        return answer
+        own = query[: self.num_rows]
+        answer: torch.Tensor = self.kernel.apply(own, keys, values, self.spans, self.tables, self.window)
+        if len(own) == len(query):
+            return answer
+        out = query.new_empty(query.shape)
+        out[: len(own)] = answer
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +157,11 @@ class AttentionPlanner:
         self._masks: dict[int | None, torch.Tensor] = {}
 
     @property
+    def kernel(self) -> FusedKernel | None:
+        """What takes the decode rows."""
+        return self._kernel
+
+    @property
     def reads_padding(self) -> bool:
         """Whether attention reads behind a sequence's last token in its last block, which must be finite."""
         return self._kernel is None
@@ -164,7 +176,7 @@ class AttentionPlanner:
         call = None
         taken = [*decode, *prefill] if self._chunks else decode
         if self._kernel is not None and taken:
-            call = _kernel_call(self._kernel, taken, window)
+            call = _kernel_call(self._kernel, taken, window, self._device)
             decode, prefill = (), () if self._chunks else prefill
         lengths = [min(span.end, window or span.end) for span in decode]
         groups = tuple(
@@ -246,12 +258,16 @@ class AttentionPlanner:
         return known
 
 
-def _kernel_call(kernel: FusedKernel, spans: Sequence[Span], window: int | None) -> KernelCall:
+def _kernel_call(
+    kernel: FusedKernel, spans: Sequence[Span], window: int | None, device: torch.device
+) -> KernelCall:
     tables, rows = array("i"), []
     for span in spans:
         rows.append((span.first_row, span.num_tokens, span.start, len(tables)))
         tables.extend(span.block_ids)
-    return KernelCall(kernel, torch.tensor(rows), torch.frombuffer(tables, dtype=torch.int32), window)
+    ids = torch.frombuffer(tables, dtype=torch.int32)
+    num_rows = spans[-1].first_row + spans[-1].num_tokens
+    return KernelCall(kernel, moved(torch.tensor(rows), device), moved(ids, device), window, num_rows)
 
 
 def group_rows(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:

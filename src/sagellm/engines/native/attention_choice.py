@@ -2,7 +2,8 @@
 
 Decode rows are the kernel's by rule: torch has to gather the blocks of every row, which reads and writes the
 context once more. For prefill chunks it is measured at start, one chunk behind a context of the model's own
-shape: where torch multiplies bfloat16 by instructions for it, widening may be slower.
+shape: where torch multiplies bfloat16 by instructions for it, or on a GPU by a kernel of its own, ours may be
+slower.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import torch
 from sagellm.core.protocols.fusion import FusedKernel
 from sagellm.engines.native.attention import AttentionPlanner, Span, attend
 from sagellm.engines.native.kv_cache import PagedKV
-from sagellm.engines.native.timing import cpu_s, one_thread
+from sagellm.engines.native.timing import cpu_s, cuda_s, one_thread
 
 CONTEXT, CHUNK, _REPEATS = 384, 128, 2
+_NOTHING = (((0, 4), torch.int64), ((0,), torch.int32))
 
 
 def attention_planner(
@@ -31,27 +33,29 @@ def attention_planner(
 
 
 def chunks_pay(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> bool:
-    """Whether a prefill chunk is faster by `kernel`, which is one of one thread."""
+    """Whether a prefill chunk is faster by `kernel`, which on a CPU is one of one thread."""
     small = _like(kv, -(-(CONTEXT + CHUNK) // kv.block_size))
     span = Span(0, CHUNK, CONTEXT, range(small.num_blocks))
     query = _query(kv, CHUNK, num_heads)
-    key = torch.ones(CHUNK, *small.keys[0].shape[2:], dtype=query.dtype)
+    key = query.new_ones(CHUNK, *small.keys[0].shape[2:])
+    seconds = cuda_s if query.is_cuda else cpu_s
     with one_thread():
         by_torch, by_kernel = (
-            cpu_s(partial(attend, planner.plan([], [span], None), small, 0, query, key, key), _REPEATS)
+            seconds(partial(attend, planner.plan([], [span], None), small, 0, query, key, key), _REPEATS)
             for planner in (AttentionPlanner(small), AttentionPlanner(small, kernel))
         )
     return by_kernel < by_torch
 
 
 def _supported(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> bool:
-    spans, tables = torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0, dtype=torch.int32)
-    return kernel.supports(_query(kv, 1, num_heads), kv.keys[0], kv.values[0], spans, tables).usable
+    query = _query(kv, 1, num_heads)
+    spans, tables = (query.new_zeros(shape, dtype=dtype) for shape, dtype in _NOTHING)
+    return kernel.supports(query, kv.keys[0], kv.values[0], spans, tables).usable
 
 
 def _query(kv: PagedKV, rows: int, num_heads: int) -> torch.Tensor:
     pool = kv.keys[0]
-    return torch.ones(rows, num_heads, pool.shape[3], dtype=pool.dtype)
+    return pool.new_ones(rows, num_heads, pool.shape[3])
 
 
 def _like(kv: PagedKV, num_blocks: int) -> PagedKV:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -18,6 +18,8 @@ from sagellm.core.types import CapabilityDescriptor, KVCacheSchema
 from sagellm.engines.native.architectures import DTYPES, ModelSpec, read_config, read_spec
 from sagellm.engines.native.attention_choice import attention_planner
 from sagellm.engines.native.checkpoint import Checkpoint
+from sagellm.engines.native.cuda_graphs import Capture, DecodeGraphs
+from sagellm.engines.native.cuda_sampling import KernelDraw
 from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV
 from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
@@ -35,6 +37,9 @@ FEATURES = frozenset(
 )
 
 
+CaptureSource = Callable[[torch.device], Capture | None]
+
+
 class NativeBackend:
     """Runs a Hugging Face model. Implements `InferenceBackend`; one thread at a time.
 
@@ -46,7 +51,9 @@ class NativeBackend:
     to one for each 8 M parameters, at most the cores that this process may use. `progress(bytes_done,
     bytes_total)` is called while weights are loaded. `kernels` is asked, on a CPU, for kernels that are
     measured against torch's; where they are faster, matrices stay in the checkpoint's dtype, and threads
-    are the kernels' own: torch, whose idle threads spin, has one.
+    are the kernels' own: torch, whose idle threads spin, has one. `cuda_kernels` is asked on a CUDA device;
+    with its attention, decode steps are recorded at start by what `capture` gives for the device, if
+    anything.
 
     Raises `ModelError` for a model that cannot be served, before any memory is allocated; `CapacityError`
     where memory is too small; `ConfigError` for an option that makes no sense.
@@ -70,6 +77,8 @@ class NativeBackend:
         seed: int = 0,
         progress: Progress | None = None,
         kernels: KernelSource | None = None,
+        cuda_kernels: Callable[[], KernelSet] | None = None,
+        capture: CaptureSource | None = None,
     ) -> None:
         _check_counts(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
         _check_counts(max_model_len=max_model_len, threads=threads)
@@ -86,6 +95,9 @@ class NativeBackend:
         if kernels and self._device.type == "cpu":
             known = kernels(threads)
             alone = kernels(1) if known != KernelSet() else known
+        elif cuda_kernels and self._device.type == "cuda":
+            known = alone = cuda_kernels()
+        recording = capture(self._device) if capture and known.attention else None
         with _memory_errors(self._device):
             self._model = self._load(folder, plan, dtype, compute_dtype, progress, known, alone)
             self._schema = self._kv_schema(block_size)
@@ -98,10 +110,15 @@ class NativeBackend:
             self._kv = PagedKV(
                 self._spec.num_layers, blocks, block_size, self._spec.num_kv_heads, self._spec.head_dim,
                 self._device, self._compute_dtype, host_memory_bytes // self._schema.bytes_per_block,
+                has_scratch=recording is not None,
             )  # fmt: skip
-        self._planner = attention_planner(self._kv, self._spec.num_heads, known.attention, alone.attention)
+            self._planner = attention_planner(
+                self._kv, self._spec.num_heads, known.attention, alone.attention
+            )
+            self._graphs = self._recorded(recording)
         if self._packed and self._planner.all_by_kernel:
             torch.set_num_threads(1)
+        self._draw = KernelDraw(known.draw) if known.draw and self._compute_dtype != torch.float64 else None
         self._rows = BatchRows(
             max_num_seqs, self._max_model_len, blocks, block_size, self._spec.vocab_size, seed
         )
@@ -131,7 +148,23 @@ class NativeBackend:
             kernel=known.linear if self._packed else None,
         )  # fmt: skip
         checkpoint.close()
+        self._weight_bytes = weights.read_bytes
         return DecoderModel(self._spec, weights, self._compute_dtype, self._device, known)
+
+    def _recorded(self, capture: Capture | None) -> DecodeGraphs | None:
+        """Decode steps of every batch size; None where a kernel does not do all of their attention."""
+        kernel = self._planner.kernel
+        if capture is None or kernel is None:
+            return None
+        with self._current_device():
+            return DecodeGraphs(
+                self._model, self._kv, kernel, capture, self._max_num_seqs, self._max_model_len,
+                set(self._spec.windows),
+            )  # fmt: skip
+
+    def _current_device(self) -> AbstractContextManager[object]:
+        """Kernels and graphs run on a thread's current device, which begins as the first."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _kv_schema(self, block_size: int) -> KVCacheSchema:
         spec = self._spec
@@ -167,6 +200,7 @@ class NativeBackend:
             num_host_blocks=self._kv.num_host_blocks,
             host_copy_s=self._host_copy_s,
             prefill_token_s=self._prefill_token_s,
+            weight_bytes=self._weight_bytes,
         )
 
     def get_kv_schema(self) -> KVCacheSchema:
@@ -179,7 +213,7 @@ class NativeBackend:
         both cases KV of rows that the plan does not name is untouched, and the step's rows may run or join
         again.
         """
-        with _memory_errors(self._device):
+        with _memory_errors(self._device), self._current_device():
             self._rows.apply(plan, self._device)
             self._kv.copy_blocks(plan.copies)
             if not plan.num_tokens:
@@ -192,13 +226,15 @@ class NativeBackend:
         if not rows:
             return StepResult(plan.step)
         with torch.inference_mode():
-            drawn = sample(logits, self._rows.samplers(rows))
+            drawn = sample(logits, self._rows.samplers(rows), self._draw)
             self._rows.advance(rows, drawn.token_ids)
         logprobs = {rows[i]: entry for i, entry in drawn.logprobs.items()}
         return StepResult(plan.step, tuple(drawn.token_ids), logprobs)
 
     def _logits(self, plan: ExecutionPlan) -> torch.Tensor:
         """Logits [S, vocab] of `plan.sample_rows`; the step's K and V are in the pool afterwards."""
+        if self._graphs is not None and self._graphs.takes(plan):
+            return self._graphs.logits(plan, self._rows)
         inputs = self._rows.inputs(plan, self._planner, set(self._spec.windows), self._device)
         fresh = self._rows.fresh_last_blocks(plan) if self._planner.reads_padding else ()
         if fresh:
@@ -207,7 +243,7 @@ class NativeBackend:
 
     def close(self) -> None:
         """Give the memory of weights and KV back. Nothing else may be called afterwards."""
-        del self._model, self._kv, self._planner, self._rows
+        del self._model, self._kv, self._planner, self._rows, self._graphs
 
 
 def suitable_threads(num_parameters: int) -> int:

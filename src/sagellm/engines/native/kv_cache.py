@@ -21,14 +21,16 @@ TIER, HOST = "hbm", "dram"
 
 
 class PagedKV:
-    """`keys[i]` and `values[i]` are layer i's pools. `num_host_blocks`: those of tier "dram", the host."""
+    """`keys[i]` and `values[i]` are layer i's pools. `num_host_blocks`: those of tier "dram", the host.
+    `scratch_block` lies behind the pool's blocks where `has_scratch`: rows that are padding write there.
+    """
 
     def __init__(
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int,
-        device: torch.device, dtype: torch.dtype, num_host_blocks: int = 0,
+        device: torch.device, dtype: torch.dtype, num_host_blocks: int = 0, *, has_scratch: bool = False,
     ) -> None:  # fmt: skip
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        self.num_blocks = num_blocks
+        shape = (num_blocks + has_scratch, block_size, num_kv_heads, head_dim)
+        self.num_blocks = self.scratch_block = num_blocks
         self.block_size = block_size
         self.keys = [_zeros(shape, device, dtype) for _ in range(num_layers)]
         self.values = [_zeros(shape, device, dtype) for _ in range(num_layers)]

@@ -118,9 +118,9 @@ class DecoderModel:
         self._kernels = glue_of(kernels or KernelSet(), spec, dtype, device)
 
     @torch.inference_mode()
-    def forward(self, step: StepInputs, kv: PagedKV) -> torch.Tensor:
-        """Logits [S, vocab] of the sampled rows, float32 (float64 for a float64 model); new K and V go to
-        `kv`.
+    def forward(self, step: StepInputs, kv: PagedKV, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [S, vocab] of the sampled rows, float32 (float64 for a float64 model), also written to `out`
+        where it is given; new K and V go to `kv`.
         """
         x, delta = self._embedded(step), None
         angles = self._rope.cos_sin(step.positions, step.max_position) if self._rope else None
@@ -130,7 +130,10 @@ class DecoderModel:
             if i == last:
                 x, delta = _sum(x, delta)[step.sampled], None
             x, delta = self._mlp(layer, x, delta)
-        return self._logits(x, delta)
+        logits = self._logits(x, delta)
+        return (
+            logits.to(torch.promote_types(logits.dtype, torch.float32)) if out is None else out.copy_(logits)
+        )
 
     def _embedded(self, step: StepInputs) -> torch.Tensor:
         x: torch.Tensor = self._embed.rows(step.tokens).to(self._dtype)
@@ -209,7 +212,7 @@ class DecoderModel:
         if self._project_out is not None:
             x = self._project_out.multiply(x)
         logits: torch.Tensor = self._head.multiply(x).contiguous()
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return logits
 
 
 def _sum(x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:

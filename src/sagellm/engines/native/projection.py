@@ -51,6 +51,10 @@ class Dense:
     def dtype(self) -> torch.dtype:
         return self.weight.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
     def store(self, first: int, rows: torch.Tensor) -> None:
         self.weight[first : first + len(rows)].copy_(rows)
 

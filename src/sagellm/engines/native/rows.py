@@ -17,6 +17,7 @@ from sagellm.core.errors import PlanError
 from sagellm.core.growth import Growth
 from sagellm.core.plan import ExecutionPlan, Join
 from sagellm.engines.native.attention import AttentionPlanner, Span
+from sagellm.engines.native.host_copies import moved
 from sagellm.engines.native.model import StepInputs
 from sagellm.engines.native.sampler import RowSampler, request_seed
 
@@ -27,7 +28,7 @@ class Row:
 
     request_id: str
     tokens: array[int]
-    table: list[int]
+    table: array[int]
     sampler: RowSampler
 
 
@@ -66,14 +67,14 @@ class BatchRows:
         seed = request_seed(self._seed, join.request_id) if params.seed is None else params.seed
         prompt, outputs = tokens[: join.num_prompt_tokens], tokens[join.num_prompt_tokens :]
         sampler = RowSampler.of(params, seed, prompt, outputs, join.eos_token_ids, self._vocab_size, device)
-        self._rows[join.row] = Row(join.request_id, tokens, list(join.block_ids), sampler)
+        self._rows[join.row] = Row(join.request_id, tokens, array("i", join.block_ids), sampler)
 
     def _grow(self, growth: Growth) -> None:
         row = self._row(growth.row)
         self._check_blocks(row.request_id, growth.block_ids)
         if growth.first > len(row.table):
             raise PlanError(f"{row.request_id} grows at block {growth.first} of a table of {len(row.table)}")
-        row.table[growth.first : growth.first + len(growth.block_ids)] = growth.block_ids
+        row.table[growth.first : growth.first + len(growth.block_ids)] = array("i", growth.block_ids)
 
     def _check_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
         if block_ids and (min(block_ids) < 0 or max(block_ids) >= self._num_blocks):
@@ -111,13 +112,19 @@ class BatchRows:
             positions.extend(range(span.start, span.end))
             slots.extend(self._slots(span))
         return StepInputs(
-            tokens=torch.frombuffer(tokens, dtype=torch.int32).to(device),
-            positions=torch.frombuffer(positions, dtype=torch.long).to(device),
+            tokens=moved(torch.frombuffer(tokens, dtype=torch.int32), device),
+            positions=moved(torch.frombuffer(positions, dtype=torch.long), device),
             max_position=max(span.end for span in spans) - 1,
-            slots=torch.frombuffer(slots, dtype=torch.long).to(device),
-            sampled=self._sampled(plan, order, prefill).to(device),
+            slots=moved(torch.frombuffer(slots, dtype=torch.long), device),
+            sampled=moved(self._sampled(plan, order, prefill), device),
             attention={window: planner.plan(decode, prefill, window) for window in windows},
         )
+
+    def decodes(self, plan: ExecutionPlan) -> tuple[list[int], list[Span]]:
+        """The token and the span of each of `plan.decode_rows`, which are the flat rows in that order."""
+        places = list(zip(plan.decode_rows, plan.decode_positions, strict=True))
+        spans = [self._span(i, row, position, 1) for i, (row, position) in enumerate(places)]
+        return [self._rows[row].tokens[position] for row, position in places], spans
 
     def _span(self, first_row: int, row: int, start: int, num_tokens: int) -> Span:
         known = self._row(row)

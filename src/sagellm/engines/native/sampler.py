@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -95,8 +95,15 @@ class Sample:
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
 
 
-def sample(logits: torch.Tensor, rows: Sequence[RowSampler]) -> Sample:
-    """Draw one token per row from `logits` [len(rows), vocab], which are used up. Does not count the tokens.
+Draw = Callable[[torch.Tensor, torch.Tensor, Sequence[SamplingParams], Sequence[float]], torch.Tensor]
+"""Token ids [S] of logits [S, vocab], the best [S] of each, and uniform numbers [S], for rows that are not
+greedy; of rows whose best is not finite, any.
+"""
+
+
+def sample(logits: torch.Tensor, rows: Sequence[RowSampler], by_kernel: Draw | None = None) -> Sample:
+    """Draw one token per row from `logits` [len(rows), vocab], which are used up, `by_kernel` where one is
+    given. Does not count the tokens.
 
     A row whose logits are not numbers, so that nothing can be drawn, gets `NO_TOKEN`.
     """
@@ -104,18 +111,29 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSampler]) -> Sample:
     raw = logits[asked].log_softmax(-1) if asked else None
     _adjust(logits, rows)
     best, ids = greatest(logits)
-    answer = Sample(torch.where(best.isfinite(), ids, NO_TOKEN).tolist())
-    drawing = [i for i, row in enumerate(rows) if not row.params.greedy and answer.token_ids[i] != NO_TOKEN]
+    drawing = [i for i, row in enumerate(rows) if not row.params.greedy]
     if drawing:
         chosen = logits if len(drawing) == len(rows) else logits[drawing]
         points = [uniform(rows[i].seed, rows[i].num_outputs) for i in drawing]
-        drawn = draw(chosen, best[drawing], [rows[i].params for i in drawing], points)
-        for i, token_id in zip(drawing, drawn, strict=True):
-            answer.token_ids[i] = token_id
+        ids[drawing] = (by_kernel or _drawn)(chosen, best[drawing], [rows[i].params for i in drawing], points)
+    answer = Sample(torch.where(best.isfinite(), ids, NO_TOKEN).tolist())
     if raw is not None:
         for i, row_logprobs in zip(asked, raw, strict=True):
             answer.logprobs[i] = _logprob(row_logprobs, answer.token_ids[i], rows[i].params.logprobs or 0)
     return answer
+
+
+def _drawn(
+    logits: torch.Tensor, best: torch.Tensor, params: Sequence[SamplingParams], points: Sequence[float]
+) -> torch.Tensor:
+    """`Draw` by torch."""
+    ids = torch.zeros(len(params), dtype=torch.long)
+    finite = best.isfinite().nonzero()[:, 0].tolist()
+    if len(finite) < len(params):
+        logits, best = logits[finite], best[finite]
+    drawn = draw(logits, best, [params[i] for i in finite], [points[i] for i in finite])
+    ids[finite] = torch.tensor(drawn, dtype=torch.long)
+    return ids.to(logits.device)
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[RowSampler]) -> None:

@@ -173,6 +173,13 @@ class Weights:
     matrices: dict[str, Matrix]
     tensors: dict[str, torch.Tensor]
 
+    @property
+    def read_bytes(self) -> int:
+        """Of what every step reads whole: not tables, of which it looks rows up."""
+        untied = {"embed"} if "head" in self.matrices else set()
+        matrices = sum(matrix.nbytes for name, matrix in self.matrices.items() if name not in untied)
+        return matrices + sum(t.nbytes for name, t in self.tensors.items() if name != "positions.weight")
+
 
 def load(
     plan: list[Parameter],

@@ -318,7 +318,9 @@ def silu_and_mul(wide: torch.Tensor) -> torch.Tensor:
 def glue_kernels(
     path: Path, threads: int, *, threads_of: Path
 ) -> tuple[CpuAddRmsNorm, CpuRopeToCache, CpuSiluAndMul]:
-    """The kernels of the library at `path` on so many threads, those of the one at `threads_of`; raises `KernelError` if one of them cannot be loaded."""
+    """The kernels of the library at `path` on so many threads, those of the one at `threads_of`; raises
+    `KernelError` if one of them cannot be loaded.
+    """
     library, helping = loaded(path), loaded(threads_of)
     helping.sagellm_threads.restype = ctypes.c_void_p
     library.sagellm_share_threads.argtypes = (ctypes.c_void_p,)

@@ -80,6 +80,10 @@ class PackedMatrix:
     def dtype(self) -> torch.dtype:
         return self.panels.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return self.panels.nbytes
+
     def store(self, first: int, rows: torch.Tensor) -> None:
         """`rows` [n, inputs] become the outputs [first, first + n). Raises `KernelError` if they do not
         fit.

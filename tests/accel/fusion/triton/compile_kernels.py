@@ -1,0 +1,96 @@
+"""Compiles every Triton kernel to machine code for the compute capabilities given as arguments (80, 90, ...).
+
+Triton's compiler needs no GPU, so this finds what the interpreter lets pass: types, shapes, shared memory.
+Run by test_compile.py in a process of its own, because the interpreter is chosen when Triton is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from sagellm.accel.fusion.triton.attention_kernels import attention_kernel, reduce_kernel
+    from sagellm.accel.fusion.triton.draw_kernels import draw_kernel
+    from sagellm.accel.fusion.triton.glue_kernels import (
+        add_rms_norm_kernel,
+        rope_to_cache_kernel,
+        silu_and_mul_kernel,
+    )
+
+SHARED_BYTES = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
+"""What a program may have, by compute capability (CUDA C++ programming guide, "technical specifications")."""
+
+Case = tuple[Any, Mapping[str, str], Mapping[str, Any]]
+
+
+def attention(dtype: str, dim: int, group: int, *, one_token: bool, splits: int) -> Case:
+    out = "*fp32" if splits > 1 else f"*{dtype}"
+    pointers = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
+    pointers |= {"spans": "*i64", "tables": "*i32", "out": out, "tops": "*fp32", "totals": "*fp32"}
+    bytes_per_key = dim * (4 if dtype == "fp32" else 2)
+    constants = {
+        "KV_HEADS": 8, "GROUP": group, "PACKED": triton.next_power_of_2(group), "DIM": dim,
+        "DIMS": triton.next_power_of_2(dim), "BLOCK_SIZE": 16, "ROWS": 16 if one_token else 64,
+        "TILE": max(16, min(64, 16_384 // bytes_per_key)), "SPLITS": splits, "ONE_TOKEN": one_token,
+    }  # fmt: skip
+    return attention_kernel, pointers | {"scale": "fp32"}, constants
+
+
+def glue(dtype: str) -> Iterator[Case]:
+    own = f"*{dtype}"
+    names = ("x", "delta", "weight", "out")
+    yield (
+        add_rms_norm_kernel,
+        dict.fromkeys(names, own) | {"eps": "fp32"},
+        {"COLUMNS": 4096, "PADDED": 4096, "ADDS": True},
+    )
+    rotated = ("heads", "cos", "sin", "query_weight", "key_weight", "keys", "values")
+    constants = {
+        "QUERY_HEADS": 16, "KV_HEADS": 8, "DIM": 128, "HALF": 64, "BLOCK_SIZE": 16, "HEADS": 16,
+        "TURNS": True, "NORMS_QUERY": True, "NORMS_KEY": True,
+    }  # fmt: skip
+    yield rope_to_cache_kernel, dict.fromkeys(rotated, own) | {"slots": "*i64", "eps": "fp32"}, constants
+    yield silu_and_mul_kernel, {"wide": own, "out": own}, {"TILE": 1024}
+
+
+def cases(*, every: bool) -> Iterator[Case]:
+    for dtype, dim, group in [("bf16", 128, 2), *([("fp32", 128, 4), ("fp16", 256, 8)] if every else [])]:
+        yield attention(dtype, dim, group, one_token=True, splits=8)
+        yield attention(dtype, dim, group, one_token=False, splits=1)
+    pointers = {"parts": "*fp32", "tops": "*fp32", "totals": "*fp32", "out": "*bf16"}
+    yield reduce_kernel, pointers, {"DIM": 128, "DIMS": 128, "SPLITS": 8}
+    for dtype in ("bf16", "fp32") if every else ("bf16",):
+        yield from glue(dtype)
+    yield draw_kernel, {"logits": "*fp32", "params": "*fp64", "tokens": "*i64"}, {"TILE": 4096}
+
+
+def compiled(case: Case, capability: int) -> str:
+    """Compile one; returns a line about it."""
+    kernel, types, constants = case
+    names = [param.name for param in kernel.params]
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in types if types[name][0] == "*"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    assert "cubin" in made.asm
+    assert made.metadata.shared <= SHARED_BYTES[capability], (kernel.__name__, made.metadata.shared)
+    return f"{kernel.__name__} sm_{capability}: {made.metadata.shared} bytes of shared memory"
+
+
+def main() -> None:
+    capabilities = [int(argument) for argument in sys.argv[1:]]
+    for capability in capabilities:
+        for case in cases(every=len(capabilities) > 1):
+            print(compiled(case, capability), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Recorded decode steps, as far as a CPU can tell: recording is there running the same work again."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sagellm.accel.fusion.cpu import cpu_kernels
+from sagellm.core.plan import ExecutionPlan, Prefill
+from sagellm.core.protocols.fusion import FusedKernel, KernelSet
+from sagellm.engines.native.attention import Span
+from sagellm.engines.native.cuda_graphs import Capture, buckets, cuda_capture
+from sagellm.engines.native.cuda_inputs import DecodeInputs
+from sagellm.engines.native.kv_cache import PagedKV
+from tests.engines.native.driver import Driver, RecordingBackend, Running
+from tests.tiny_models import TINY_MODELS, VOCAB, save_tiny
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def kernel() -> FusedKernel:
+    found = cpu_kernels(1).attention
+    if found is None:
+        pytest.skip("no C++ compiler")
+    return found
+
+
+@given(st.integers(1, 1024))
+def test_buckets_hold_every_batch_and_little_padding(max_rows: int) -> None:
+    sizes = buckets(max_rows)
+    assert sizes == sorted(set(sizes))
+    assert (sizes[0], sizes[-1]) == (1, max_rows)
+    for smaller, larger in pairwise(sizes):
+        assert larger <= (2 if smaller < 16 else 1.5) * smaller
+    assert len(sizes) <= 20
+
+
+def test_only_cuda_devices_record() -> None:
+    assert cuda_capture(CPU) is None
+
+
+@given(
+    starts=st.lists(st.integers(0, 63), max_size=5),
+    padding=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+def test_what_is_filled_in_is_what_the_model_gets(starts: list[int], padding: int, seed: int) -> None:
+    kv = PagedKV(1, 90, 4, 2, 8, CPU, torch.float32, has_scratch=True)
+    inputs = DecodeInputs(kv, None, (None, 7), 8, 64)  # type: ignore[arg-type]  # it is not called
+    inputs.fill([5] * 8, [Span(i, 1, 63, range(16)) for i in range(8)], 8)  # an earlier step's
+    rows = len(starts) + padding
+    step = inputs.step(rows)
+    blocks = torch.randperm(90, generator=torch.Generator().manual_seed(seed)).tolist()
+    tables = [array("i", [blocks.pop() for _ in range(start // 4 + 1)]) for start in starts]
+    spans = [Span(i, 1, start, table) for i, (start, table) in enumerate(zip(starts, tables, strict=True))]
+    inputs.fill(list(range(7, 7 + len(starts))), spans, rows)
+
+    assert step.tokens.tolist() == [*range(7, 7 + len(starts)), *[0] * padding]
+    assert step.positions.tolist() == [*starts, *[0] * padding]
+    scratch = kv.scratch_block * 4
+    own = [table[start // 4] * 4 + start % 4 for start, table in zip(starts, tables, strict=True)]
+    assert step.slots.tolist() == [*own, *[scratch] * padding]
+    assert step.sampled.tolist() == list(range(rows))
+    for window in (None, 7):
+        call = step.attention[window].kernel
+        assert call is not None
+        assert (call.window, call.num_rows) == (window, rows)
+        assert call.spans[:, :3].tolist() == [
+            [i, 1, start] for i, start in enumerate([*starts, *[0] * padding])
+        ]
+        firsts = call.spans[:, 3].tolist()
+        for table, first in zip([*tables, *[[kv.scratch_block]] * padding], firsts, strict=True):
+            assert call.tables[first : first + len(table)].tolist() == list(table)
+
+
+class Recorder:
+    """Captures by running; counts what is run again."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def __call__(self, device: torch.device) -> Capture:
+        return self.capture
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], object]:
+        work()
+
+        def replay() -> None:
+            self.replays += 1
+            work()
+
+        return replay
+
+
+def generate(folder: Path, kernel: FusedKernel, recorder: Recorder | None) -> list[Running]:
+    """Batches of one to five, prompts in between, preemption, over a pool of NaN."""
+    backend = RecordingBackend(
+        folder, num_blocks=96, max_num_seqs=6, block_size=8, threads=1, dtype="float32",
+        kernels=lambda _: KernelSet(attention=kernel), capture=recorder,
+    )  # fmt: skip
+    for pool in (*backend._kv.keys, *backend._kv.values):  # whatever an earlier owner left must not be read
+        pool.fill_(math.nan)
+    driver, generator, done = Driver(backend, (7, 30)), torch.Generator().manual_seed(2), []
+    for length in (5, 21, 70, 1, 9):
+        done.append(driver.add(torch.randint(3, VOCAB, (length,), generator=generator).tolist(), 12))
+        for _ in range(4):
+            driver.step()
+    driver.preempt(done[-1])
+    driver.run()
+    return done
+
+
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_the_same_tokens_with_graphs_on_and_off(name: str, kernel: FusedKernel, tmp_path: Path) -> None:
+    save_tiny(tmp_path, name)
+    recorder = Recorder()
+    with_graphs, without = generate(tmp_path, kernel, recorder), generate(tmp_path, kernel, None)
+    assert recorder.replays > 10
+    for one, other in zip(with_graphs, without, strict=True):
+        assert one.outputs == other.outputs
+        for ours, theirs in zip(one.logits, other.logits, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_steps_with_prompts_are_not_recorded(kernel: FusedKernel, tmp_path: Path) -> None:
+    save_tiny(tmp_path, min(TINY_MODELS))
+    backend = RecordingBackend(
+        tmp_path, num_blocks=8, max_num_seqs=2, threads=1, dtype="float32", capture=Recorder(),
+        kernels=lambda _: KernelSet(attention=kernel),
+    )  # fmt: skip
+    assert backend._graphs is not None
+    assert backend.capability().num_blocks == 8, "the scratch block is nobody's"
+    prefill = Prefill(1, "b", 0, 4, samples=True)
+    assert backend._graphs.takes(ExecutionPlan(0, decode_rows=(0,), decode_positions=(3,)))
+    assert not backend._graphs.takes(ExecutionPlan(0, decode_rows=(0,), prefills=(prefill,)))
+    assert not backend._graphs.takes(ExecutionPlan(0))
+
+
+def test_without_an_attention_kernel_nothing_is_recorded(tmp_path: Path) -> None:
+    save_tiny(tmp_path, min(TINY_MODELS))
+    recorder = Recorder()
+    backend = RecordingBackend(
+        tmp_path, num_blocks=8, threads=1, kernels=lambda _: KernelSet(), capture=recorder
+    )
+    assert backend._graphs is None
+    assert backend._kv.keys[0].shape[0] == 8
