@@ -1,8 +1,8 @@
 """What a decoder does between its matrices, each in one pass by the C++ kernels of this folder.
 
 Residual add and RMSNorm; rotary embedding (with the norms of queries and keys that Qwen3 has) and KV write;
-gated activation. At batch 1 an operator of torch takes 1 to 13 us and little of that is work: a call here is
-3 us. The slow twins are the same operations in plain torch.
+gated activation. At batch 1 these take torch 14, 23 and 5 us, little of which is work; a call here is 6 to 8,
+most of it Python. The slow twins are the same operations in plain torch.
 """
 
 from __future__ import annotations
