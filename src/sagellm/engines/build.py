@@ -197,9 +197,12 @@ def build_backend(config: Config, *, progress: Progress | None = None) -> Infere
     """The native backend for the configured model; raises `ModelError` before it allocates anything."""
     try:
         from sagellm.accel.fusion.cpu import cpu_kernels
+        from sagellm.accel.quantization.round_to_nearest import RoundToNearest
+        from sagellm.accel.quantization.weight_format import weight_format
         from sagellm.engines.native.backend import NativeBackend
     except ImportError as error:
         raise MissingExtraError("running a model", "native") from error
+    bits = {"none": None, "int8": 8, "int4": 4}[config.model.quantization]
     return NativeBackend(
         model_source(config),
         device=config.model.device,
@@ -214,6 +217,8 @@ def build_backend(config: Config, *, progress: Progress | None = None) -> Infere
         seed=config.engine.seed,
         progress=progress,
         kernels=cpu_kernels if config.engine.kernels == "auto" else None,
+        quantizer=None if bits is None else RoundToNearest(bits),
+        formats=weight_format,
     )
 
 

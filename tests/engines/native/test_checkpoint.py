@@ -42,7 +42,7 @@ def folder(pristine: Path, tmp_path: Path) -> Path:
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     plan, checkpoint = parameters(read_spec(read_config(folder))), Checkpoint(folder)
     check(plan, checkpoint)
-    return load(plan, checkpoint, CPU, dtype, dtype)
+    return load(plan, checkpoint, CPU, dtype, dtype).tensors
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -89,7 +89,7 @@ def test_names_without_their_first_word_are_found(folder: Path) -> None:
 
 def test_values_are_rounded_to_the_dtype_and_held_in_the_compute_dtype(folder: Path) -> None:
     plan, checkpoint = parameters(read_spec(read_config(folder))), Checkpoint(folder)
-    rounded = load(plan, checkpoint, CPU, torch.bfloat16, torch.float32)["embed.weight"]
+    rounded = load(plan, checkpoint, CPU, torch.bfloat16, torch.float32).tensors["embed.weight"]
     assert rounded.dtype == torch.float32
     assert torch.equal(rounded, loaded(folder)["embed.weight"].bfloat16().float())
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sagellm.core.protocols.quantization import QuantizedMatrix
+
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
@@ -49,13 +51,22 @@ class FusedKernel(Protocol):
         ...
 
 
+class QuantizedKernel(FusedKernel, Protocol):
+    """`x W^T + bias` for a packed W: inputs are x [T, in], what `pack` gave, and maybe a bias."""
+
+    def pack(self, matrix: QuantizedMatrix) -> Any:
+        """The matrix as the kernel reads it; raises `KernelError` for one that it has no form for."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class KernelSet:
     """What a machine has kernels for; where there is none, plain operators do it.
 
     `linear`: `x W^T + bias` of x [T, in], weight [out, in] and maybe a bias. `attention`: of query, pools of
-    keys and values, spans, tables and maybe a window.
+    keys and values, spans, tables and maybe a window. `quantized`: as `QuantizedKernel` says.
     """
 
     linear: Sequence[FusedKernel] = ()
     attention: FusedKernel | None = None
+    quantized: QuantizedKernel | None = None

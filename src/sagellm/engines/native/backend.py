@@ -13,7 +13,8 @@ import torch
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import CapacityError, ConfigError
 from sagellm.core.plan import ExecutionPlan, StepResult
-from sagellm.core.protocols.fusion import FusedKernel, KernelSet
+from sagellm.core.protocols.fusion import KernelSet
+from sagellm.core.protocols.quantization import FormatSource, WeightQuantizer
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema
 from sagellm.engines.native.architectures import DTYPES, ModelSpec, read_config, read_spec
 from sagellm.engines.native.attention_choice import attention_planner
@@ -24,6 +25,7 @@ from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
 from sagellm.engines.native.model import DecoderModel
 from sagellm.engines.native.precision import compute_dtype as fastest_dtype
 from sagellm.engines.native.projection import Projection, project
+from sagellm.engines.native.quantized import quantization_of
 from sagellm.engines.native.return_costs import host_copy_s, prefill_token_s
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import sample
@@ -48,7 +50,8 @@ class NativeBackend:
     requests that are preempted; what swapping and computing again take is measured then. `threads` defaults
     to one for each 8 M parameters, at most the cores that this process may use. `progress(bytes_done,
     bytes_total)` is called while weights are loaded. `kernels` is asked, on a CPU, for kernels that are
-    measured against torch's; where they multiply by the checkpoint's dtype, matrices stay in it.
+    measured against torch's; where they multiply by the checkpoint's dtype, matrices stay in it. `quantizer`
+    makes matrices smaller as they are loaded; `formats` reads those that a checkpoint stores quantized.
 
     Raises `ModelError` for a model that cannot be served, before any memory is allocated; `CapacityError`
     where memory is too small; `ConfigError` for an option that makes no sense.
@@ -72,17 +75,21 @@ class NativeBackend:
         seed: int = 0,
         progress: Progress | None = None,
         kernels: KernelSource | None = None,
+        quantizer: WeightQuantizer | None = None,
+        formats: FormatSource | None = None,
     ) -> None:
         _check_counts(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
         _check_counts(max_model_len=max_model_len, threads=threads)
         folder = model_folder(model)
-        self._spec = read_spec(read_config(folder))
+        model_config = read_config(folder)
+        self._spec = read_spec(model_config)
+        self._quantization = quantization_of(model_config, quantizer, formats)
         self._device = _device(device)
         self._max_num_seqs = max_num_seqs
         self._max_model_len = _model_length(self._spec, max_model_len)
         known = kernels() if kernels and self._device.type == "cpu" else KernelSet()
         with _memory_errors(self._device):
-            self._model = self._load(folder, dtype, compute_dtype, threads, progress, known.linear)
+            self._model = self._load(folder, dtype, compute_dtype, threads, progress, known)
             self._schema = self._kv_schema(block_size)
             most = max_num_seqs * math.ceil(self._max_model_len / block_size)
             blocks = num_blocks or kv_blocks(
@@ -106,27 +113,28 @@ class NativeBackend:
 
     def _load(
         self, folder: Path, dtype: str, compute_dtype: str, threads: int | None, progress: Progress | None,
-        kernels: Sequence[FusedKernel],
+        kernels: KernelSet,
     ) -> DecoderModel:  # fmt: skip
         plan = parameters(self._spec)
         checkpoint = Checkpoint(folder)
-        check(plan, checkpoint)
+        check(plan, checkpoint, self._quantization.stored)
         self._dtype = _torch_dtype(self._spec.dtype if dtype == "auto" else dtype)
         size = sum(math.prod(parameter.shape) for parameter in plan)
         torch.set_num_threads(threads or suitable_threads(size))
         if compute_dtype == "auto":
-            self._compute_dtype = fastest_dtype(self._dtype, self._device, size, widened=not kernels)
+            self._compute_dtype = fastest_dtype(self._dtype, self._device, size, widened=not kernels.linear)
         else:
             self._compute_dtype = _torch_dtype(compute_dtype)
-        self._projection = Projection(kernels, self._compute_dtype, self._dtype)
-        self._fingerprint = checkpoint.fingerprint()
-        weights = load(
+        self._projection = Projection(kernels.linear, self._compute_dtype, self._dtype)
+        self._fingerprint = checkpoint.fingerprint() + self._quantization.label
+        held = load(
             plan, checkpoint, self._device, self._dtype, self._compute_dtype, progress,
             matrix_dtype=self._dtype if self._projection.uses_kernels else None,
+            quantization=self._quantization, kernel=kernels.quantized,
         )  # fmt: skip
         checkpoint.close()
         form = self._projection if self._projection.uses_kernels else project
-        return DecoderModel(self._spec, weights, self._compute_dtype, form)
+        return DecoderModel(self._spec, held.tensors, self._compute_dtype, form, held.forms)
 
     def _kv_schema(self, block_size: int) -> KVCacheSchema:
         spec = self._spec

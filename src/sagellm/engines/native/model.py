@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch.nn import functional as F
@@ -79,7 +80,8 @@ class Layer:
 
 class DecoderModel:
     """Weights and forward pass. `weights` are named as in `weights.parameters`, on one device: vectors in
-    `dtype`, which is computed in, matrices in that or in what `project` multiplies by.
+    `dtype`, which is computed in, matrices in that or in what `project` multiplies by, or what the form for
+    their name in `forms` does. Without a head of its own the model ends in its embedding.
     """
 
     def __init__(
@@ -88,16 +90,22 @@ class DecoderModel:
         weights: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
         project: Form = project,
+        forms: Mapping[str, Form] = MappingProxyType({}),
     ) -> None:
         self.spec = spec
-        self._dtype, self._project = dtype, project
+        self._dtype = dtype
         self._embed = weights["embed.weight"]
         self._positions = weights.get("positions.weight")
-        self._project_in = _affine(weights, "project_in", project)
-        self._project_out = _affine(weights, "project_out", project)
-        self._layers = [_layer(spec, weights, i, project) for i in range(spec.num_layers)]
-        self._final_norm = _affine(weights, "final_norm", project)
-        self._head = self._embed if spec.tied else weights["head.weight"]
+
+        def affine(name: str) -> Affine:
+            return Affine(
+                weights.get(f"{name}.weight"), weights.get(f"{name}.bias"), forms.get(name, project)
+            )
+
+        self._project_in, self._project_out = affine("project_in"), affine("project_out")
+        self._layers = [_layer(spec, i, affine) for i in range(spec.num_layers)]
+        self._final_norm = affine("final_norm")
+        self._head = affine("head") if "head.weight" in weights else Affine(self._embed, None, project)
         self._activation = _ACTIVATIONS[spec.activation]
         self._rope = RopeTable(spec.rope, self._embed.device, dtype) if spec.rope else None
 
@@ -163,16 +171,10 @@ class DecoderModel:
             x = self._norm(x, self._final_norm)
         if self._project_out.weight is not None:
             x = self._project_out(x)
-        logits = self._project(x, self._head, None).contiguous()
+        logits = self._head(x).contiguous()
         return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _affine(weights: Mapping[str, torch.Tensor], name: str, project: Form) -> Affine:
-    return Affine(weights.get(f"{name}.weight"), weights.get(f"{name}.bias"), project)
-
-
-def _layer(spec: ModelSpec, weights: Mapping[str, torch.Tensor], index: int, project: Form) -> Layer:
+def _layer(spec: ModelSpec, index: int, affine: Callable[[str], Affine]) -> Layer:
     names = ("attn_norm", "qkv", "q_norm", "k_norm", "out", "mlp_norm", "up", "down")
-    return Layer(
-        spec.windows[index], *(_affine(weights, f"layers.{index}.{name}", project) for name in names)
-    )
+    return Layer(spec.windows[index], *(affine(f"layers.{index}.{name}") for name in names))

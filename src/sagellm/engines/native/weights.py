@@ -3,7 +3,7 @@
 Projections that read the same input are one parameter here (Q, K and V; gate and up), so that each is one
 GEMM. A `Parameter` lists the checkpoint's pieces of it, stacked by rows. `check` compares all pieces with the
 checkpoint's headers; only then does `load` allocate, and every piece is copied once, from the file to its
-place.
+place. A piece may be stored quantized (`WeightFormat`), or be quantized on its way.
 """
 
 from __future__ import annotations
@@ -13,13 +13,20 @@ from dataclasses import dataclass
 
 import torch
 
-from sagellm.core.errors import MissingWeightsError, WeightShapeError
+from sagellm.core.errors import MissingWeightsError, UnsupportedModelError, WeightShapeError
+from sagellm.core.protocols.fusion import QuantizedKernel
+from sagellm.core.protocols.quantization import QuantizedMatrix, StoredTensor, WeightFormat
 from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.checkpoint import Checkpoint
+from sagellm.engines.native.quantized import Held, Holder, Quantization
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) as loading begins, with 0 done, and goes on."""
 
+EMBEDDING, HEAD = "embed.weight", "head.weight"
+LOOKED_UP = (EMBEDDING, "positions.weight")
+"""Matrices that nothing is multiplied by: these are never held quantized."""
+AS_STORED = Quantization()
 _SHOWN = 4
 
 
@@ -132,22 +139,25 @@ def _head(spec: ModelSpec) -> Plan:
         yield "head.weight", (Piece("lm_head.weight", (spec.vocab_size, spec.embed_dim)),)
 
 
-def check(plan: list[Parameter], checkpoint: Checkpoint) -> None:
-    """Raise unless the checkpoint has every piece in its shape; reads headers only.
+def check(plan: list[Parameter], checkpoint: Checkpoint, stored: WeightFormat | None = None) -> None:
+    """Raise unless the checkpoint has every piece in its shape, as it is or in the format `stored`; reads
+    headers only.
 
     `MissingWeightsError` names the missing tensors, `WeightShapeError` the tensor, expected and found shape.
     """
-    pieces = [piece for parameter in plan for piece in parameter.pieces]
-    missing = [piece.name for piece in pieces if _stored_name(checkpoint, piece.name) is None]
+    wanted = [
+        one for parameter in plan for piece in parameter.pieces for one in _stored(piece, checkpoint, stored)
+    ]
+    missing = [name for name, tensor in wanted if not tensor.optional and not _stored_name(checkpoint, name)]
     if missing:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise MissingWeightsError(f"{checkpoint.folder} lacks {', '.join(missing[:_SHOWN])}{more}")
-    for piece in pieces:
-        found = checkpoint.entries[_stored_name(checkpoint, piece.name) or ""].shape
-        if found != piece.shape:
+    for name, tensor in wanted:
+        found = _stored_name(checkpoint, name)
+        if found is not None and checkpoint.entries[found].shape != tensor.shape:
             raise WeightShapeError(
-                f"{piece.name}: config.json implies shape {list(piece.shape)}, "
-                f"the checkpoint has {list(found)}"
+                f"{name}: config.json implies shape {list(tensor.shape)}, "
+                f"the checkpoint has {list(checkpoint.entries[found].shape)}"
             )
 
 
@@ -160,28 +170,88 @@ def load(
     progress: Progress | None = None,
     *,
     matrix_dtype: torch.dtype | None = None,
-) -> dict[str, torch.Tensor]:
+    quantization: Quantization = AS_STORED,
+    kernel: QuantizedKernel | None = None,
+) -> Held:
     """All parameters by name on `device`, rounded to `dtype` and held in `compute_dtype`, matrices in
-    `matrix_dtype` where it is given. Call `check` first.
+    `matrix_dtype` where it is given, or quantized, as `quantization` says, and packed for `kernel`. Call
+    `check` first. Beside the model there is never more in memory than one of its matrices.
     """
-    total = sum(_bytes(checkpoint, parameter) for parameter in plan)
+    total = sum(_bytes(checkpoint, parameter, quantization.stored) for parameter in plan)
     done = 0
     if progress is not None:
         progress(done, total)
-    loaded: dict[str, torch.Tensor] = {}
+    holder = Holder(
+        kernel, device, dtype=matrix_dtype or compute_dtype, rounded_to=dtype, computed_in=compute_dtype
+    )
     for parameter in plan:
-        held = matrix_dtype if matrix_dtype and len(parameter.shape) > 1 else compute_dtype
-        target = torch.empty(parameter.shape, dtype=held, device=device)
-        row = 0
-        for piece in parameter.pieces:
-            name = _stored_name(checkpoint, piece.name) or piece.name
-            checkpoint.copy(name, target[row : row + piece.shape[0]], dtype)
-            row += piece.shape[0]
-        loaded[parameter.name] = target
-        done += _bytes(checkpoint, parameter)
+        _take(parameter, checkpoint, holder, quantization, dtype, compute_dtype)
+        done += _bytes(checkpoint, parameter, quantization.stored)
         if progress is not None:
             progress(done, total)
-    return loaded
+    if HEAD not in holder.held.tensors and quantization.quantizer is not None:
+        embed = holder.held.tensors[EMBEDDING]
+        holder.take(HEAD, [quantization.quantizer.quantized(HEAD, embed)])
+    return holder.held
+
+
+def _take(
+    parameter: Parameter, checkpoint: Checkpoint, holder: Holder, quantization: Quantization,
+    dtype: torch.dtype, compute_dtype: torch.dtype,
+) -> None:  # fmt: skip
+    name, is_matrix = parameter.name, len(parameter.shape) > 1
+    is_multiplied = is_matrix and name not in LOOKED_UP
+    matrices = [_matrix(piece, checkpoint, quantization.stored) for piece in parameter.pieces]
+    quantized = [matrix for matrix in matrices if matrix is not None]
+    if is_multiplied and len(quantized) == len(matrices):
+        return holder.take(name, quantized)
+    quantizer = quantization.quantizer if is_multiplied else None
+    held = dtype if quantizer else holder.dtype if is_matrix else compute_dtype
+    target = torch.empty(parameter.shape, dtype=held, device=None if quantizer else holder.device)
+    row = 0
+    for piece, matrix in zip(parameter.pieces, matrices, strict=True):
+        place = target[row : row + piece.shape[0]]
+        if matrix is None:
+            checkpoint.copy(_stored_name(checkpoint, piece.name) or piece.name, place, dtype)
+        else:
+            place.copy_(matrix.values().to(dtype))
+        row += piece.shape[0]
+    if quantizer:
+        return holder.take(name, [quantizer.quantized(name, target)])
+    holder.held.tensors[name] = target
+    return None
+
+
+def _matrix(piece: Piece, checkpoint: Checkpoint, stored: WeightFormat | None) -> QuantizedMatrix | None:
+    """The piece as its quantized tensors have it; None for one that is not quantized."""
+    if stored is None or not _is_quantized(piece, checkpoint, stored):
+        return None
+    module = piece.name.removesuffix("weight")
+    names = {name: _stored_name(checkpoint, name) for name, _ in _stored(piece, checkpoint, stored)}
+    tensors = {name.removeprefix(module): checkpoint.tensor(found) for name, found in names.items() if found}
+    try:
+        matrix = stored.matrix(tensors, piece.shape[0], piece.shape[1])
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{module.removesuffix('.')}: {error}") from error
+    for found in names.values():
+        if found:
+            checkpoint.let_go(found)
+    return matrix
+
+
+def _is_quantized(piece: Piece, checkpoint: Checkpoint, stored: WeightFormat) -> bool:
+    module = piece.name.removesuffix("weight")
+    return len(piece.shape) == 2 and _stored_name(checkpoint, module + stored.marker) is not None
+
+
+def _stored(
+    piece: Piece, checkpoint: Checkpoint, stored: WeightFormat | None
+) -> list[tuple[str, StoredTensor]]:
+    """The tensors of the checkpoint that make the piece, by name."""
+    if stored is None or not _is_quantized(piece, checkpoint, stored):
+        return [(piece.name, StoredTensor(piece.shape))]
+    module = piece.name.removesuffix("weight")
+    return [(module + name, tensor) for name, tensor in stored.tensors(*piece.shape).items()]
 
 
 def _stored_name(checkpoint: Checkpoint, name: str) -> str | None:
@@ -189,6 +259,7 @@ def _stored_name(checkpoint: Checkpoint, name: str) -> str | None:
     return next((form for form in (name, name.removeprefix("model.")) if form in checkpoint), None)
 
 
-def _bytes(checkpoint: Checkpoint, parameter: Parameter) -> int:
-    names = (_stored_name(checkpoint, piece.name) for piece in parameter.pieces)
+def _bytes(checkpoint: Checkpoint, parameter: Parameter, stored: WeightFormat | None) -> int:
+    tensors = [one for piece in parameter.pieces for one in _stored(piece, checkpoint, stored)]
+    names = [_stored_name(checkpoint, name) for name, _ in tensors]
     return sum(checkpoint.entries[name].end - checkpoint.entries[name].begin for name in names if name)

@@ -10,13 +10,14 @@ from sagellm.accel.fusion.cpu.attention import CpuPagedAttention, attention_kern
 from sagellm.accel.fusion.cpu.cpu_level import cpu_level
 from sagellm.accel.fusion.cpu.library import compiled, find_compiler
 from sagellm.accel.fusion.cpu.linear import CpuLinear, linear_kernels
+from sagellm.accel.fusion.cpu.quantized import CpuQuantizedLinear, quantized_kernel
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSet
 
-SOURCES = ("linear", "attention")
+SOURCES = ("linear", "attention", "quantized")
 log = logging.getLogger("sagellm.kernels")
 
-__all__ = ["CpuLinear", "CpuPagedAttention", "cpu_kernels"]
+__all__ = ["CpuLinear", "CpuPagedAttention", "CpuQuantizedLinear", "cpu_kernels"]
 
 
 def cpu_kernels() -> KernelSet:
@@ -29,8 +30,12 @@ def cpu_kernels() -> KernelSet:
         started_s = time.monotonic()
         compiler = find_compiler()
         with ThreadPoolExecutor() as pool:
-            linear, attention = pool.map(lambda name: compiled(name, level, compiler), SOURCES)
-        kernels = KernelSet(linear_kernels(linear, level), attention_kernel(attention, threads_of=linear))
+            linear, attention, quantized = pool.map(lambda name: compiled(name, level, compiler), SOURCES)
+        kernels = KernelSet(
+            linear_kernels(linear, level),
+            attention_kernel(attention, threads_of=linear),
+            quantized_kernel(quantized, threads_of=linear),
+        )
     except KernelError as error:
         log.warning("CPU kernels are off, torch does all: %s", error)
         return KernelSet()
