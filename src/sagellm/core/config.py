@@ -42,6 +42,10 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
         default="auto", description="number format of weights and KV; auto: what the model's config.json says"
     )
+    quantization: Literal["none", "int8", "int4"] = Field(
+        default="none",
+        description="weights in fewer bits, made when they are loaded; a quantized checkpoint needs none",
+    )
     device: str = Field(
         default="auto",
         pattern=r"^[a-z]+(:\d+)?$",

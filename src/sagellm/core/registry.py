@@ -24,6 +24,7 @@ from sagellm.core.protocols.interconnect import DomesticCommBackend
 from sagellm.core.protocols.kv_pool import KVPool
 from sagellm.core.protocols.lifetime import LifetimePredictor
 from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
+from sagellm.core.protocols.quantization import WeightFormat
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ KINDS: Mapping[str, tuple[str, str]] = {
     "index": ("sagellm.kvmgr.prefix_cache", "sagellm.indexes"),
     "pool": ("sagellm.kvmgr.kv_pool", "sagellm.pools"),
     "backend": ("sagellm.engines", "sagellm.backends"),
+    "weight_format": ("sagellm.accel.quantization.formats", "sagellm.weight_formats"),
     "interconnect": ("sagellm.comm.interconnect", "sagellm.interconnects"),
     "trace_format": ("sagellm.benchmarks.traces", "sagellm.trace_formats"),
 }
@@ -49,6 +51,7 @@ CONTRACTS: Mapping[str, type] = {
     "index": PrefixReuseIndex,
     "pool": KVPool,
     "backend": InferenceBackend,
+    "weight_format": WeightFormat,
     "interconnect": DomesticCommBackend,
 }
 """The protocol whose members a plug-in of that kind must have."""

@@ -198,10 +198,13 @@ def build_backend(config: Config, *, progress: Progress | None = None) -> Infere
     try:
         from sagellm.accel.fusion.cpu import cpu_kernels
         from sagellm.accel.fusion.triton import triton_kernels
+        from sagellm.accel.quantization.round_to_nearest import RoundToNearest
+        from sagellm.accel.quantization.weight_format import weight_format
         from sagellm.engines.native.backend import NativeBackend
         from sagellm.engines.native.cuda_graphs import cuda_capture
     except ImportError as error:
         raise MissingExtraError("running a model", "native") from error
+    bits = {"none": None, "int8": 8, "int4": 4}[config.model.quantization]
     return NativeBackend(
         model_source(config),
         device=config.model.device,
@@ -218,6 +221,8 @@ def build_backend(config: Config, *, progress: Progress | None = None) -> Infere
         kernels=cpu_kernels if config.engine.kernels == "auto" else None,
         cuda_kernels=triton_kernels if config.engine.kernels == "auto" else None,
         capture=cuda_capture if config.engine.cuda_graphs else None,
+        quantizer=None if bits is None else RoundToNearest(bits),
+        formats=weight_format,
     )
 
 

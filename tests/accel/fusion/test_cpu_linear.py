@@ -200,6 +200,7 @@ def test_what_is_not_supported_is_named(kernel: CpuLinear) -> None:
 
 def test_the_best_level_is_taken() -> None:
     everything = {flag for level in LEVELS for flag in level.cpu_flags}
-    names = [cpu_level(flags).name for flags in (everything, everything - {"avx512_bf16"}, {"avx2"}, ())]
-    assert names == ["avx512_bf16", "avx512", "plain", "plain"]
+    older, oldest = everything - {"avx512_bf16"}, everything - {"avx512_bf16", "avx512_vnni"}
+    names = [cpu_level(flags).name for flags in (everything, older, oldest, {"avx2"}, ())]
+    assert names == ["avx512_bf16", "avx512_vnni", "avx512", "plain", "plain"]
     assert cpu_level({"avx2", "fma", "f16c", "avx512f"}).name == "avx2"

@@ -99,7 +99,6 @@ def test_length_after_stretching(rope: dict[str, Any], length: int) -> None:
         (changed(rope_scaling={"type": "llama3", "factor": 8.0}), "low_freq_factor, high_freq_factor"),
         (changed(rope_scaling={"type": "linear"}), "linear.*factor"),
         (changed(partial_rotary_factor=0.5), "partial_rotary_factor"),
-        (changed(quantization_config={"quant_method": "gptq"}), "gptq"),
         (changed(dtype="float8_e4m3fn"), "float8_e4m3fn.*bfloat16"),
         (changed(num_key_value_heads=3), "4 heads.*3 KV heads"),
         (changed(hidden_size="64", head_dim=16), "hidden_size"),

@@ -15,12 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sagellm.core.errors import MissingWeightsError, ModelError, UnsupportedModelError, WeightShapeError
-from sagellm.engines.native import weights
 from sagellm.engines.native.architectures import read_config, read_spec
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.engines.native.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from sagellm.engines.native.hub import model_folder
-from sagellm.engines.native.weights import Weights, check, load, parameters
+from sagellm.engines.native.loading import Loading, Weights
+from sagellm.engines.native.projection import Dense
+from sagellm.engines.native.weights import check, parameters
 from tests.tiny_models import save_tiny
 
 CPU = torch.device("cpu")
@@ -42,13 +43,16 @@ def folder(pristine: Path, tmp_path: Path) -> Path:
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     plan, checkpoint = parameters(read_spec(read_config(folder))), Checkpoint(folder)
     check(plan, checkpoint)
-    return values(load(plan, checkpoint, CPU, dtype, dtype))
+    return values(Loading(checkpoint, CPU, dtype, dtype).weights(plan))
 
 
 def values(weights: Weights) -> dict[str, torch.Tensor]:
     """All parameters, matrices without `.weight`."""
-    whole = {name: m.rows(torch.arange(m.shape[0])) for name, m in weights.matrices.items()}
-    return whole | weights.tensors
+    matrices = {name: m for name, m in weights.matrices.items() if isinstance(m, Dense)}
+    assert matrices.keys() == weights.matrices.keys()
+    assert isinstance(weights.embedding, Dense)
+    whole = {name: matrix.weight for name, matrix in matrices.items()}
+    return whole | weights.tensors | {"embed": weights.embedding.weight}
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -62,8 +66,7 @@ def no_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("weights were allocated before the checkpoint was checked")
 
-    monkeypatch.setattr(weights, "load", refuse)
-    monkeypatch.setattr("sagellm.engines.native.backend.load", refuse)
+    monkeypatch.setattr(Loading, "weights", refuse)
 
 
 def test_shards_load_as_one_file_does(folder: Path, tmp_path: Path) -> None:
@@ -95,7 +98,7 @@ def test_names_without_their_first_word_are_found(folder: Path) -> None:
 
 def test_values_are_rounded_to_the_dtype_and_held_in_the_compute_dtype(folder: Path) -> None:
     plan, checkpoint = parameters(read_spec(read_config(folder))), Checkpoint(folder)
-    rounded = values(load(plan, checkpoint, CPU, torch.bfloat16, torch.float32))["embed"]
+    rounded = values(Loading(checkpoint, CPU, torch.bfloat16, torch.float32).weights(plan))["embed"]
     assert rounded.dtype == torch.float32
     assert torch.equal(rounded, loaded(folder)["embed"].bfloat16().float())
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sagellm.accel.fusion.cpu import cpu_kernels
+from sagellm.accel.fusion.cpu.linear import PackedMatrix
 from sagellm.core.config import Config
 from sagellm.core.protocols.fusion import KernelSet, KernelSource, LinearKernel
 from sagellm.engines.build import build_backend, build_engine, load_config
@@ -122,6 +123,7 @@ def test_matrices_stay_as_they_are_stored(kernels: KernelSet, tmp_path: Path) ->
     layer = backend._model._layers[0]
     assert layer.up.bias is not None
     assert layer.mlp_norm.weight is not None
+    assert isinstance(layer.up.matrix, PackedMatrix)
     assert layer.up.matrix.dtype == torch.bfloat16
     assert layer.up.bias.dtype == layer.mlp_norm.weight.dtype == torch.float32
     assert backend.get_kv_schema().dtype == "float32"

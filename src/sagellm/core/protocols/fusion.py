@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sagellm.core.protocols.quantization import QuantizedMatrix
+
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
@@ -63,10 +65,18 @@ class Matrix(Protocol):
     def shape(self) -> tuple[int, int]: ...
 
     @property
-    def dtype(self) -> Any: ...
+    def nbytes(self) -> int: ...
+
+    def multiply(self, x: Any, bias: Any = None) -> Any:
+        """`x W^T + bias`, [T, outputs] of `x` [T, inputs] and maybe a bias [outputs]."""
+        ...
+
+
+class StoredMatrix(Matrix, Protocol):
+    """One whose values are a checkpoint's own."""
 
     @property
-    def nbytes(self) -> int: ...
+    def dtype(self) -> Any: ...
 
     def store(self, first: int, rows: Any) -> None:
         """`rows` [n, inputs], of `dtype`, become the outputs [first, first + n)."""
@@ -74,10 +84,6 @@ class Matrix(Protocol):
 
     def rows(self, index: Any) -> Any:
         """Those outputs' weights, [len(index), inputs]."""
-        ...
-
-    def multiply(self, x: Any, bias: Any = None) -> Any:
-        """`x W^T + bias`, [T, outputs] of `x` [T, inputs] and maybe a bias [outputs]."""
         ...
 
 
@@ -88,8 +94,16 @@ class LinearKernel(FusedKernel, Protocol):
         """Whether it takes x of `dtype` and matrices of `weight_dtype`."""
         ...
 
-    def empty(self, outputs: int, inputs: int, dtype: Any, zeros: Zeros) -> Matrix:
+    def empty(self, outputs: int, inputs: int, dtype: Any, zeros: Zeros) -> StoredMatrix:
         """A matrix of zeros, to be filled by `store`."""
+        ...
+
+
+class QuantizedKernel(FusedKernel, Protocol):
+    """`x W^T + bias` for a packed W: inputs are x [T, in], what `pack` gave, and maybe a bias."""
+
+    def pack(self, matrix: QuantizedMatrix) -> Any:
+        """The matrix as the kernel reads it; raises `KernelError` for one that it has no form for."""
         ...
 
 
@@ -97,7 +111,8 @@ class LinearKernel(FusedKernel, Protocol):
 class KernelSet:
     """What a machine has kernels for; where there is none, plain operators do it.
 
-    `attention`: of query, pools of keys and values, spans, tables and maybe a window.
+    `linear` and `quantized` as their contracts say. `attention`: of query, pools of keys and values, spans,
+    tables and maybe a window.
 
     `add_rms_norm`: of x [T, n], delta [T, n] or None, weight [n] and eps; x becomes x + delta, the result is
     its RMSNorm. `rope_to_cache`: of heads [T, query + 2 kv heads, dim], cos and sin [T, dim / 2] or None,
@@ -115,6 +130,7 @@ class KernelSet:
     rope_to_cache: FusedKernel | None = None
     silu_and_mul: FusedKernel | None = None
     draw: FusedKernel | None = None
+    quantized: QuantizedKernel | None = None
 
 
 KernelSource = Callable[[int], KernelSet]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sagellm.core.types import Tokens
+
+if TYPE_CHECKING:
+    import torch
 
 
 class QuantTarget(str, Enum):
@@ -94,3 +97,101 @@ class KVQuantizer(Protocol):
         ...
 
     def decode(self, packed: Any) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedMatrix:
+    """A matrix [outputs, inputs] as whole numbers: each value is (code - zero) scale.
+
+    `codes` [outputs, inputs] are uint8, of `bits` bits. `scales` [outputs, groups], float16, bfloat16 or
+    float32, and `zeros` [outputs, groups], uint8, are those of `group_size` columns of the codes, the last
+    group's of what is left; without zeros each is 2^(bits - 1). Column j of the codes is input `order[j]`
+    (int64 [inputs], each input once); without an order, j. Raises `ValueError` for what does not fit.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    bits: int
+    group_size: int
+    zeros: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        outputs, inputs = self.codes.shape
+        if self.bits not in (4, 8) or self.group_size < 1:
+            raise ValueError(f"{self.bits} bits in groups of {self.group_size}: use 4 or 8, and at least 1")
+        expected = (outputs, -(-inputs // self.group_size))
+        for name, tensor in (("scales", self.scales), ("zeros", self.zeros)):
+            if tensor is not None and tuple(tensor.shape) != expected:
+                raise ValueError(f"{name} of shape {list(tensor.shape)}, not {list(expected)}")
+        if self.order is not None and tuple(self.order.shape) != (inputs,):
+            raise ValueError(f"an order of {list(self.order.shape)} for {inputs} inputs")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def zero(self) -> int:
+        """What every zero is where there are no `zeros`."""
+        return 1 << (self.bits - 1)
+
+    def values(self) -> torch.Tensor:
+        """The matrix in float32, inputs in their own order: what the codes mean."""
+        inputs = self.codes.shape[1]
+
+        def spread(groups: torch.Tensor) -> torch.Tensor:
+            return groups.float().repeat_interleave(self.group_size, dim=1)[:, :inputs]
+
+        zeros = self.zero if self.zeros is None else spread(self.zeros)
+        found = (self.codes.float() - zeros) * spread(self.scales)
+        return found if self.order is None else found[:, self.order.argsort()]
+
+
+class WeightQuantizer(Protocol):
+    """Quantizes the matrices of a model while it is loaded, one by one. `name` tells its results from
+    others'.
+    """
+
+    name: str
+
+    def quantized(self, name: str, weight: torch.Tensor) -> QuantizedMatrix:
+        """`weight` [outputs, inputs], the model's parameter `name`; left as it is. The same bytes for the
+        same weight. Raises `ModelError` for values that are not finite or too large for a scale.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint that is part of a quantized matrix; its shape, and whether it may be
+    missing.
+    """
+
+    shape: tuple[int, ...]
+    optional: bool = False
+
+
+class WeightFormat(Protocol):
+    """How a checkpoint stores quantized matrices; made from its `quantization_config`.
+
+    A matrix is quantized where the checkpoint has its tensor `marker`. The constructor raises
+    `UnsupportedModelError` for a configuration that it cannot read, and says what would work.
+    """
+
+    marker: str
+
+    def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
+        """What is stored for a matrix of this shape, by name behind the module's."""
+        ...
+
+    def matrix(self, stored: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> QuantizedMatrix:
+        """The matrix of these tensors, which are not kept. Raises `UnsupportedModelError` for values that
+        make none.
+        """
+        ...
+
+
+FormatSource = Callable[[Mapping[str, Any]], WeightFormat]
+"""Gives the format for a `quantization_config`; raises `UnsupportedModelError` where there is none."""

@@ -124,13 +124,6 @@ def read_spec(config: Config) -> ModelSpec:
     """The `ModelSpec` of a parsed config.json. Raises `UnsupportedModelError` naming what is not
     supported.
     """
-    if quantization := config.get("quantization_config"):
-        method = (
-            quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        )
-        raise UnsupportedModelError(
-            f"quantized checkpoints ({method}) are not supported: use the float32, bfloat16 or float16 one"
-        )
     names = config.get("architectures") or [_architecture_of_type(config)]
     for name in names:
         if name in _READERS:

@@ -14,6 +14,7 @@ from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import CapacityError, ConfigError
 from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.protocols.fusion import KernelSet, KernelSource
+from sagellm.core.protocols.quantization import FormatSource, WeightQuantizer
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema
 from sagellm.engines.native.architectures import DTYPES, ModelSpec, read_config, read_spec
 from sagellm.engines.native.attention_choice import attention_planner
@@ -22,14 +23,16 @@ from sagellm.engines.native.cuda_graphs import Capture, DecodeGraphs
 from sagellm.engines.native.cuda_sampling import KernelDraw
 from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV
+from sagellm.engines.native.loading import Loading, Progress
 from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
 from sagellm.engines.native.model import DecoderModel
 from sagellm.engines.native.precision import compute_dtype as fastest_dtype
 from sagellm.engines.native.projection import packing_pays
+from sagellm.engines.native.quantized import quantization_of
 from sagellm.engines.native.return_costs import host_copy_s, prefill_token_s
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import sample
-from sagellm.engines.native.weights import Parameter, Progress, check, load, parameters
+from sagellm.engines.native.weights import Parameter, check, parameters
 
 PARAMETERS_PER_THREAD = 8_000_000
 FEATURES = frozenset(
@@ -53,7 +56,8 @@ class NativeBackend:
     measured against torch's; where they are faster, matrices stay in the checkpoint's dtype, and threads
     are the kernels' own: torch, whose idle threads spin, has one. `cuda_kernels` is asked on a CUDA device;
     with its attention, decode steps are recorded at start by what `capture` gives for the device, if
-    anything.
+    anything. `quantizer` makes matrices smaller as they are loaded; `formats` reads those that a checkpoint
+    stores quantized.
 
     Raises `ModelError` for a model that cannot be served, before any memory is allocated; `CapacityError`
     where memory is too small; `ConfigError` for an option that makes no sense.
@@ -79,11 +83,15 @@ class NativeBackend:
         kernels: KernelSource | None = None,
         cuda_kernels: Callable[[], KernelSet] | None = None,
         capture: CaptureSource | None = None,
+        quantizer: WeightQuantizer | None = None,
+        formats: FormatSource | None = None,
     ) -> None:
         _check_counts(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
         _check_counts(max_model_len=max_model_len, threads=threads)
         folder = model_folder(model)
-        self._spec = read_spec(read_config(folder))
+        model_config = read_config(folder)
+        self._spec = read_spec(model_config)
+        self._quantization = quantization_of(model_config, quantizer, formats)
         self._device = _device(device)
         self._max_num_seqs = max_num_seqs
         self._max_model_len = _model_length(self._spec, max_model_len)
@@ -133,7 +141,7 @@ class NativeBackend:
         known: KernelSet, alone: KernelSet,
     ) -> DecoderModel:  # fmt: skip
         checkpoint = Checkpoint(folder)
-        check(plan, checkpoint)
+        check(plan, checkpoint, self._quantization.stored)
         self._dtype = _torch_dtype(self._spec.dtype if dtype == "auto" else dtype)
         if compute_dtype == "auto":
             self._compute_dtype = fastest_dtype(
@@ -142,11 +150,12 @@ class NativeBackend:
         else:
             self._compute_dtype = _torch_dtype(compute_dtype)
         self._packed = packing_pays(alone.linear, self._compute_dtype, self._dtype)
-        self._fingerprint = checkpoint.fingerprint()
-        weights = load(
-            plan, checkpoint, self._device, self._dtype, self._compute_dtype, progress,
-            kernel=known.linear if self._packed else None,
+        self._fingerprint = checkpoint.fingerprint() + self._quantization.label
+        loading = Loading(
+            checkpoint, self._device, self._dtype, self._compute_dtype, self._quantization,
+            known.linear if self._packed else None, known.quantized,
         )  # fmt: skip
+        weights = loading.weights(plan, progress)
         checkpoint.close()
         self._weight_bytes = weights.read_bytes
         return DecoderModel(self._spec, weights, self._compute_dtype, self._device, known)

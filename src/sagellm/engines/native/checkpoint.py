@@ -26,7 +26,9 @@ INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 << 20
 _SAMPLE_BYTES = 64
 _COPIED_BYTES = 32 << 20
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
+_DTYPES = _FLOATS | _INTEGERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Checkpoint:
         entry = self.entries[name]
         if entry.dtype not in _DTYPES:
             raise UnsupportedModelError(
-                f"tensor {name} has dtype {entry.dtype}; supported are {', '.join(_DTYPES)} (not quantized)"
+                f"tensor {name} has dtype {entry.dtype}; supported are {', '.join(_DTYPES)}"
             )
         dtype = _DTYPES[entry.dtype]
         count = math.prod(entry.shape)
@@ -76,9 +78,14 @@ class Checkpoint:
 
     def parts(self, name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """The values of `name` in `dtype`, some rows at a time: copy each before the next is asked for. No
-        memory of the whole tensor's size is taken.
+        memory of the whole tensor's size is taken. Raises `UnsupportedModelError` for one of whole numbers.
         """
         stored, entry = self.tensor(name), self.entries[name]
+        if entry.dtype not in _FLOATS:
+            raise UnsupportedModelError(
+                f"tensor {name} has dtype {entry.dtype}, but config.json says nothing of quantization; "
+                f"weights are {', '.join(_FLOATS)}"
+            )
         rows = max(1, _COPIED_BYTES * len(stored) // max(1, stored.nbytes))
         begin = entry.begin
         for part in torch.split(stored, rows):
@@ -91,6 +98,11 @@ class Checkpoint:
         if hasattr(mmap, "MADV_DONTNEED"):
             first = begin // mmap.PAGESIZE * mmap.PAGESIZE
             self._map(path).madvise(mmap.MADV_DONTNEED, first, end - first)
+
+    def let_go(self, name: str) -> None:
+        """The pages of `name`, which has been read, take no memory of this process any more."""
+        entry = self.entries[name]
+        self._let_go(entry.path, entry.begin, entry.end)
 
     def fingerprint(self) -> str:
         """A hash over names, shapes and a sample of each tensor's bytes: tells two fine-tunes apart, reads

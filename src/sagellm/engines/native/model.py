@@ -17,8 +17,8 @@ from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.attention import AttentionPlan, attend
 from sagellm.engines.native.glue_choice import glue_of
 from sagellm.engines.native.kv_cache import PagedKV
+from sagellm.engines.native.loading import Weights
 from sagellm.engines.native.rope import RopeTable, apply_rope
-from sagellm.engines.native.weights import Weights
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -92,9 +92,8 @@ class Layer:
 
 
 class DecoderModel:
-    """Weights and forward pass. `weights` are named as in `weights.parameters`, on one device; their tensors
-    are in `dtype`, which is computed in. `kernels` do what lies between the matrices, where they support
-    this model.
+    """Weights and forward pass. `weights` are on one device, their tensors in `dtype`, which is computed in.
+    `kernels` do what lies between the matrices, where they support this model.
 
     The residual stream `x` and what the last sublayer adds to it, `delta`, are kept apart until the next
     norm, which takes both in one pass.
@@ -106,13 +105,13 @@ class DecoderModel:
     ) -> None:  # fmt: skip
         self.spec = spec
         self._dtype = dtype
-        self._embed = weights.matrices["embed"]
+        self._embed = weights.embedding
         self._positions = weights.tensors.get("positions.weight")
         self._project_in = weights.matrices.get("project_in")
         self._project_out = weights.matrices.get("project_out")
         self._layers = [_layer(spec, weights, i) for i in range(spec.num_layers)]
         self._final_norm = _affine(weights, "final_norm")
-        self._head = self._embed if spec.tied else weights.matrices["head"]
+        self._head = weights.matrices["head"]
         self._activation = _ACTIVATIONS[spec.activation]
         self._rope = RopeTable(spec.rope, device, dtype) if spec.rope else None
         self._kernels = glue_of(kernels or KernelSet(), spec, dtype, device)

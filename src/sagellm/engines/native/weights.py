@@ -1,28 +1,19 @@
-"""The parameters of a model: which tensors of a checkpoint they are made of, and loading them.
+"""The parameters of a model, and which tensors of a checkpoint they are made of.
 
 Projections that read the same input are one parameter here (Q, K and V; gate and up), so that each is one
-GEMM. A `Parameter` lists the checkpoint's pieces of it, stacked by rows. `check` compares all pieces with the
-checkpoint's headers; only then does `load` allocate, and every piece is copied once, from the file to its
-place.
+GEMM. A `Parameter` lists the checkpoint's pieces of it, stacked by rows; a piece may be stored quantized
+(`WeightFormat`). `check` compares all pieces with the checkpoint's headers. `loading` makes them tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-
-import torch
 
 from sagellm.core.errors import MissingWeightsError, WeightShapeError
-from sagellm.core.protocols.fusion import LinearKernel, Matrix
+from sagellm.core.protocols.quantization import StoredTensor, WeightFormat
 from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.checkpoint import Checkpoint
-from sagellm.engines.native.host_pages import lazy_zeros
-from sagellm.engines.native.projection import Dense
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) as loading begins, with 0 done, and goes on."""
 
 EMBEDDING = "embed.weight"
 _SHOWN = 4
@@ -147,102 +138,47 @@ def _head(spec: ModelSpec) -> Plan:
         yield "head.weight", (Piece("lm_head.weight", (spec.vocab_size, spec.embed_dim)),)
 
 
-def check(plan: list[Parameter], checkpoint: Checkpoint) -> None:
-    """Raise unless the checkpoint has every piece in its shape; reads headers only.
+def check(plan: list[Parameter], checkpoint: Checkpoint, stored: WeightFormat | None = None) -> None:
+    """Raise unless the checkpoint has every piece in its shape, as it is or in the format `stored`; reads
+    headers only.
 
     `MissingWeightsError` names the missing tensors, `WeightShapeError` the tensor, expected and found shape.
     """
-    pieces = [piece for parameter in plan for piece in parameter.pieces]
-    missing = [piece.name for piece in pieces if _stored_name(checkpoint, piece.name) is None]
+    wanted = [
+        one
+        for parameter in plan
+        for piece in parameter.pieces
+        for one in stored_tensors(piece, checkpoint, stored)
+    ]
+    missing = [name for name, tensor in wanted if not tensor.optional and not stored_name(checkpoint, name)]
     if missing:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise MissingWeightsError(f"{checkpoint.folder} lacks {', '.join(missing[:_SHOWN])}{more}")
-    for piece in pieces:
-        found = checkpoint.entries[_stored_name(checkpoint, piece.name) or ""].shape
-        if found != piece.shape:
+    for name, tensor in wanted:
+        found = stored_name(checkpoint, name)
+        if found is not None and checkpoint.entries[found].shape != tensor.shape:
             raise WeightShapeError(
-                f"{piece.name}: config.json implies shape {list(piece.shape)}, "
-                f"the checkpoint has {list(found)}"
+                f"{name}: config.json implies shape {list(tensor.shape)}, "
+                f"the checkpoint has {list(checkpoint.entries[found].shape)}"
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A model's parameters: `matrices` by name without `.weight`, all others in `tensors`."""
-
-    matrices: dict[str, Matrix]
-    tensors: dict[str, torch.Tensor]
-
-    @property
-    def read_bytes(self) -> int:
-        """Of what every step reads whole: not tables, of which it looks rows up."""
-        untied = {"embed"} if "head" in self.matrices else set()
-        matrices = sum(matrix.nbytes for name, matrix in self.matrices.items() if name not in untied)
-        return matrices + sum(t.nbytes for name, t in self.tensors.items() if name != "positions.weight")
+def is_quantized(piece: Piece, checkpoint: Checkpoint, stored: WeightFormat) -> bool:
+    """Whether the checkpoint has the piece in the format `stored`."""
+    module = piece.name.removesuffix("weight")
+    return len(piece.shape) == 2 and stored_name(checkpoint, module + stored.marker) is not None
 
 
-def load(
-    plan: list[Parameter],
-    checkpoint: Checkpoint,
-    device: torch.device,
-    dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    progress: Progress | None = None,
-    *,
-    kernel: LinearKernel | None = None,
-) -> Weights:
-    """All parameters on `device`, rounded to `dtype` and held in `compute_dtype`; with a `kernel`, matrices
-    are in its form, and in `dtype`. Call `check` first.
-    """
-    total = sum(_bytes(checkpoint, parameter) for parameter in plan)
-    done = 0
-    if progress is not None:
-        progress(done, total)
-    weights = Weights({}, {})
-    for parameter in plan:
-        if parameter.is_matrix:
-            matrix = _empty(parameter, device, compute_dtype if kernel is None else dtype, kernel)
-            _fill(matrix.store, parameter, checkpoint, dtype)
-            weights.matrices[parameter.name.removesuffix(".weight")] = matrix
-        else:
-            tensor = torch.empty(parameter.shape, dtype=compute_dtype, device=device)
-            _fill(partial(_copy, tensor), parameter, checkpoint, dtype)
-            weights.tensors[parameter.name] = tensor
-        done += _bytes(checkpoint, parameter)
-        if progress is not None:
-            progress(done, total)
-    return weights
+def stored_tensors(
+    piece: Piece, checkpoint: Checkpoint, stored: WeightFormat | None
+) -> list[tuple[str, StoredTensor]]:
+    """The tensors of the checkpoint that make the piece, by name."""
+    if stored is None or not is_quantized(piece, checkpoint, stored):
+        return [(piece.name, StoredTensor(piece.shape))]
+    module = piece.name.removesuffix("weight")
+    return [(module + name, tensor) for name, tensor in stored.tensors(*piece.shape).items()]
 
 
-def _empty(
-    parameter: Parameter, device: torch.device, dtype: torch.dtype, kernel: LinearKernel | None
-) -> Matrix:
-    outputs, inputs = parameter.shape
-    if kernel is None or not parameter.is_multiplied:
-        return Dense(torch.empty(outputs, inputs, dtype=dtype, device=device))
-    return kernel.empty(outputs, inputs, dtype, partial(lazy_zeros, huge=True))
-
-
-def _fill(
-    store: Callable[[int, torch.Tensor], None], parameter: Parameter, checkpoint: Checkpoint,
-    dtype: torch.dtype,
-) -> None:  # fmt: skip
-    row = 0
-    for piece in parameter.pieces:
-        for part in checkpoint.parts(_stored_name(checkpoint, piece.name) or piece.name, dtype):
-            store(row, part)
-            row += len(part)
-
-
-def _copy(target: torch.Tensor, first: int, rows: torch.Tensor) -> None:
-    target[first : first + len(rows)].copy_(rows)
-
-
-def _stored_name(checkpoint: Checkpoint, name: str) -> str | None:
+def stored_name(checkpoint: Checkpoint, name: str) -> str | None:
     """The name under which the checkpoint has `name`: some were saved without the leading `model.`."""
     return next((form for form in (name, name.removeprefix("model.")) if form in checkpoint), None)
-
-
-def _bytes(checkpoint: Checkpoint, parameter: Parameter) -> int:
-    names = (_stored_name(checkpoint, piece.name) for piece in parameter.pieces)
-    return sum(checkpoint.entries[name].end - checkpoint.entries[name].begin for name in names if name)

@@ -11,13 +11,14 @@ from sagellm.accel.fusion.cpu.cpu_level import cpu_level
 from sagellm.accel.fusion.cpu.glue import glue_kernels
 from sagellm.accel.fusion.cpu.library import compiled, find_compiler
 from sagellm.accel.fusion.cpu.linear import CpuLinear, linear_kernel
+from sagellm.accel.fusion.cpu.quantized import CpuQuantizedLinear, quantized_kernel
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSet
 
-SOURCES = ("linear", "attention", "glue")
+SOURCES = ("linear", "attention", "glue", "quantized")
 log = logging.getLogger("sagellm.kernels")
 
-__all__ = ["CpuLinear", "CpuPagedAttention", "cpu_kernels"]
+__all__ = ["CpuLinear", "CpuPagedAttention", "CpuQuantizedLinear", "cpu_kernels"]
 
 
 def cpu_kernels(threads: int) -> KernelSet:
@@ -29,11 +30,13 @@ def cpu_kernels(threads: int) -> KernelSet:
         started_s = time.monotonic()
         compiler = find_compiler()
         with ThreadPoolExecutor() as pool:
-            linear, attention, glue = pool.map(lambda name: compiled(name, level, compiler), SOURCES)
+            paths = list(pool.map(lambda name: compiled(name, level, compiler), SOURCES))
+        linear, attention, glue, quantized = paths
         kernels = KernelSet(
             linear_kernel(linear, level, threads),
             attention_kernel(attention, threads, threads_of=linear),
             *glue_kernels(glue, threads, threads_of=linear),
+            quantized=quantized_kernel(quantized, threads, threads_of=linear),
         )
     except KernelError as error:
         log.warning("CPU kernels are off, torch does all: %s", error)

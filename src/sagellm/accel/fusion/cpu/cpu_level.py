@@ -25,7 +25,8 @@ _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 LEVELS = (
-    _level("avx512_bf16", *_AVX512, "avx512_bf16"),
+    _level("avx512_bf16", *_AVX512, "avx512_vnni", "avx512_bf16"),
+    _level("avx512_vnni", *_AVX512, "avx512_vnni"),
     _level("avx512", *_AVX512),
     _level("avx2", *_AVX2),
     _level("plain"),

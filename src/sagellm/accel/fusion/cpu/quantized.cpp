@@ -1,0 +1,52 @@
+// y = x W^T + bias for weights in 8 or 4 bits with scales in float16 or float32; x and y are float32, bfloat16 or
+// float16. No exception leaves the C interface.
+
+#include "quantized.h"
+
+enum Outcome : int32_t { DONE = 0, NO_MEMORY = 1, NO_KERNEL = 2 };
+
+// All else is hidden, so that libraries for two levels in one process share nothing.
+#define EXPORTED __attribute__((visibility("default")))
+
+namespace {
+
+template <typename Form, typename Scale>
+int32_t by_x(const Quantized &job, int32_t x_type, int32_t threads) {
+    switch (x_type) {
+        case FLOAT32: return quantized::run<Form, Scale, float>(job, threads) ? DONE : NO_MEMORY;
+        case BFLOAT16: return quantized::run<Form, Scale, BFloat16>(job, threads) ? DONE : NO_MEMORY;
+        case FLOAT16: return quantized::run<Form, Scale, Float16>(job, threads) ? DONE : NO_MEMORY;
+        default: return NO_KERNEL;
+    }
+}
+
+template <typename Form>
+int32_t by_scale(const Quantized &job, int32_t x_type, int32_t threads) {
+    switch (job.scale_type) {
+        case FLOAT32: return by_x<Form, float>(job, x_type, threads);
+        case FLOAT16: return by_x<Form, Float16>(job, x_type, threads);
+        default: return NO_KERNEL;
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Regions of work are done by the threads of another library, `together` of its `sagellm_threads`.
+EXPORTED void sagellm_share_threads(threads::Together together) { threads::shared() = together; }
+
+// The matrix apart from the rest: it is the same in every call, and each argument costs the caller time.
+EXPORTED int32_t sagellm_linear_quantized(const Matrix *matrix, const void *x, const void *bias, void *y, int64_t rows,
+                                          int64_t x_row_stride, int64_t x_column_stride, int32_t x_type,
+                                          int32_t threads) {
+    if (rows <= 0 || matrix->outputs <= 0) return DONE;
+    const Quantized job = {*matrix, x, bias, y, rows, x_row_stride, x_column_stride};
+    switch (job.bits) {
+        case 8: return by_scale<quantized::Eight>(job, x_type, threads);
+        case 4: return by_scale<quantized::Four>(job, x_type, threads);
+        default: return NO_KERNEL;
+    }
+}
+
+}  // extern "C"

@@ -1,0 +1,248 @@
+"""A linear layer whose weights are 8- or 4-bit codes with scales by groups: `x W^T + bias` by the C++ kernel.
+
+x is quantized as well, each row by groups of 32 inputs to 8 bits (`quantized_rows`), as llama.cpp does for
+its `q8_0` and `q4_0`: products are then of whole numbers, one instruction for 64 of them where the CPU has
+VNNI. One kernel for any number of rows: reading the codes is what one row costs, and for many rows they are
+unpacked once for 64. A row's result has the same bits in any batch and on any number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from sagellm.accel.fusion.cpu.library import loaded
+from sagellm.core.errors import KernelError
+from sagellm.core.protocols.fusion import KernelSupport, Tolerance
+from sagellm.core.protocols.quantization import QuantizedMatrix
+
+GROUP, PANEL = 32, 16
+_FOURS = GROUP // 4
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SCALES = (torch.float32, torch.float16)
+_ERRORS = {1: "no memory for its buffers", 2: "it has no kernel for these dtypes"}
+_USABLE = KernelSupport(usable=True)
+_LEAST = 1e-30
+"""A group of x that is smaller than this everywhere is zeros."""
+
+
+class _Matrix(ctypes.Structure):
+    """`struct Matrix` of quantized.h."""
+
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("outputs", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+        ("groups_per_scale", ctypes.c_int64),
+        ("scale_type", ctypes.c_int32),
+        ("bits", ctypes.c_int32),
+    )
+
+
+_ARGUMENTS = (
+    *(ctypes.c_void_p,) * 4,  # matrix, x, bias, y
+    *(ctypes.c_int64,) * 3,  # rows, strides of x
+    *(ctypes.c_int32,) * 2,  # type of x, threads
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A matrix as the kernel reads it, in panels of 16 outputs; the last one is filled up with zero scales.
+
+    `codes` are uint8 [panels, groups of 32, bytes]: see quantized.h. `scales` and `zeros` are [panels, scale
+    groups, 16], `order` is int32 [inputs].
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    order: torch.Tensor | None
+    bits: int
+    group_size: int
+    outputs: int
+    inputs: int
+    matrix: _Matrix = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        addresses = (
+            self.codes.data_ptr(),
+            self.scales.data_ptr(),
+            _address(self.zeros),
+            _address(self.order),
+        )
+        groups_per_scale = -(-min(self.group_size, self.inputs) // GROUP)
+        sizes = (self.outputs, self.inputs, groups_per_scale, _TYPES[self.scales.dtype], self.bits)
+        object.__setattr__(self, "matrix", _Matrix(*addresses, *sizes))
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.codes, self.scales, self.zeros, self.order)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def unpacked(self) -> QuantizedMatrix:
+        """What was packed; scales that were bfloat16 are float32."""
+        panels, groups = self.codes.shape[:2]
+        fours = self.codes
+        if self.bits == 4:
+            fours = torch.cat([fours & 15, fours >> 4], dim=2)
+        lanes = fours.view(panels, groups, _FOURS, PANEL, 4).permute(0, 3, 1, 2, 4)
+        codes = lanes.reshape(panels * PANEL, groups * GROUP)[: self.outputs, : self.inputs]
+        order = None if self.order is None else self.order.long()
+        scales, zeros = self._by_output(self.scales), None
+        if self.zeros is not None:
+            zeros = self._by_output(self.zeros)
+        return QuantizedMatrix(codes, scales, self.bits, self.group_size, zeros, order)
+
+    def _by_output(self, panels: torch.Tensor) -> torch.Tensor:
+        return panels.transpose(1, 2).flatten(0, 1)[: self.outputs]
+
+
+class CpuQuantizedLinear:
+    """Implements `QuantizedKernel`; inputs are `x` [T, in] in float32, bfloat16 or float16, a `PackedWeight`
+    and `bias` [out] or None, the result is [T, out] in x's dtype.
+
+    A group of x that holds a NaN or an infinity makes all of its row's result NaN. It runs on at most
+    `threads` threads.
+    """
+
+    name = "linear_quantized"
+    tolerances: tuple[Tolerance, ...] = (
+        Tolerance("float32", 2e-5, 2e-5),
+        Tolerance("bfloat16", 1e-2, 1.6e-2),
+        Tolerance("float16", 2e-3, 2e-3),
+    )
+    """For sums of about unit size, against the twin, which quantizes x in the same way."""
+
+    def __init__(self, function: Callable[..., int], threads: int) -> None:
+        self._function, self._threads = function, threads
+
+    def pack(self, matrix: QuantizedMatrix) -> PackedWeight:
+        """Groups are multiples of 32 columns, or one group has them all."""
+        outputs, inputs = matrix.shape
+        if matrix.group_size % GROUP and matrix.group_size < inputs:
+            raise KernelError(
+                f"{self.name} has no form for groups of {matrix.group_size}: multiples of {GROUP}"
+            )
+        scales = matrix.scales if matrix.scales.dtype in _SCALES else matrix.scales.float()
+        return PackedWeight(
+            _packed_codes(matrix.codes, matrix.bits),
+            _by_panel(scales),
+            None if matrix.zeros is None else _by_panel(matrix.zeros),
+            None if matrix.order is None else matrix.order.int(),
+            matrix.bits, matrix.group_size, outputs, inputs,
+        )  # fmt: skip
+
+    def supports(self, *inputs: Any) -> KernelSupport:
+        reason = _obstacle(*inputs)
+        return KernelSupport(usable=False, reason=reason) if reason else _USABLE
+
+    def apply(self, *inputs: Any) -> torch.Tensor:
+        """Raises `KernelError` where `supports` says no, and where memory runs out."""
+        reason = _obstacle(*inputs)
+        if reason:
+            raise KernelError(reason)
+        return self._computed(*inputs)
+
+    def reference(self, *inputs: Any) -> torch.Tensor:
+        return quantized_linear(*inputs)
+
+    def _computed(
+        self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        rows = x.shape[0]
+        y = x.new_empty((rows, weight.outputs))
+        code = self._function(
+            ctypes.byref(weight.matrix), x.data_ptr(), _address(bias), y.data_ptr(), rows, *x.stride(),
+            _TYPES[x.dtype], self._threads,
+        )  # fmt: skip
+        if code:
+            raise KernelError(f"{self.name}: {_ERRORS[code]}")
+        return y
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _obstacle(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> str:
+    """What stands in the way; empty where nothing does."""
+    if x.dtype not in _TYPES:
+        return f"{CpuQuantizedLinear.name} has no kernel for {x.dtype}"
+    if not (x.is_cpu and weight.codes.is_cpu):
+        return f"{CpuQuantizedLinear.name} runs on a CPU; x is on {x.device}"
+    if x.ndim != 2 or x.shape[1] != weight.inputs:
+        return f"shapes {list(x.shape)} and {[weight.outputs, weight.inputs]} make no linear layer"
+    if bias is not None and (
+        bias.dtype != x.dtype or bias.shape != (weight.outputs,) or not bias.is_contiguous()
+    ):
+        return f"the bias is not {weight.outputs} contiguous values of {x.dtype}"
+    if x.requires_grad and torch.is_grad_enabled():
+        return f"{CpuQuantizedLinear.name} has no gradient"
+    return ""
+
+
+def _packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    outputs, inputs = codes.shape
+    padded = F.pad(codes, (0, -inputs % GROUP, 0, -outputs % PANEL))
+    panels, groups = padded.shape[0] // PANEL, padded.shape[1] // GROUP
+    lanes = padded.view(panels, PANEL, groups, GROUP).view(torch.int32)  # four codes as one word
+    words = lanes.permute(0, 2, 3, 1).contiguous()
+    fours = words.view(torch.uint8).view(panels, groups, _FOURS, 4 * PANEL)
+    if bits == 4:
+        fours = fours[:, :, : _FOURS // 2] | fours[:, :, _FOURS // 2 :] << 4
+    return fours.flatten(2)
+
+
+def _by_panel(groups: torch.Tensor) -> torch.Tensor:
+    """[outputs, groups] as [panels, groups, 16]."""
+    padded = F.pad(groups, (0, 0, 0, -len(groups) % PANEL))
+    return padded.view(len(padded) // PANEL, PANEL, groups.shape[1]).transpose(1, 2).contiguous()
+
+
+def quantized_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [T, in] as whole numbers from -127 to 127 and scales, both float32 [T, groups, 32 or 1]; inputs
+    are filled up with zeros to a multiple of 32.
+    """
+    padded = F.pad(x.float(), (0, -x.shape[1] % GROUP))
+    groups = padded.view(len(x), padded.shape[1] // GROUP, GROUP)
+    most = groups.abs().amax(2, keepdim=True)
+    inverse = torch.where(most > _LEAST, torch.full_like(most, 127.0) / most, 0.0)
+    whole = torch.round(groups * inverse)
+    finite = most.isfinite()
+    return torch.where(finite, whole, 0.0), torch.where(finite, most / 127.0, torch.nan)
+
+
+def quantized_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The same from plain operators: the product of what the codes of both sides mean, in float64."""
+    matrix = weight.unpacked()
+    ordered = x if matrix.order is None else x[:, matrix.order]
+    whole, scales = quantized_rows(ordered)
+    rows = (whole * scales.double()).flatten(1)[:, : weight.inputs]
+    in_place = QuantizedMatrix(matrix.codes, matrix.scales, matrix.bits, matrix.group_size, matrix.zeros)
+    product = F.linear(rows, in_place.values().double())
+    return (product if bias is None else product + bias.double()).to(x.dtype)
+
+
+def quantized_kernel(path: Path, threads: int, *, threads_of: Path) -> CpuQuantizedLinear:
+    """The kernel of the library at `path` on so many threads, those of the one at `threads_of`; raises
+    `KernelError` if one of them cannot be loaded.
+    """
+    library, helping = loaded(path), loaded(threads_of)
+    helping.sagellm_threads.restype = ctypes.c_void_p
+    library.sagellm_share_threads.argtypes = (ctypes.c_void_p,)
+    library.sagellm_share_threads.restype = None
+    library.sagellm_share_threads(helping.sagellm_threads())
+    function = library.sagellm_linear_quantized
+    function.argtypes = _ARGUMENTS
+    function.restype = ctypes.c_int32
+    return CpuQuantizedLinear(function, threads)

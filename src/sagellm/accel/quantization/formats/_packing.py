@@ -1,0 +1,50 @@
+"""Codes that lie side by side in 32-bit words, the first in the lowest bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sagellm.core.errors import UnsupportedModelError
+from sagellm.core.protocols.quantization import QuantizedMatrix
+
+
+def unpacked(words: torch.Tensor, bits: int, *, places: Sequence[int] | None = None) -> torch.Tensor:
+    """The codes of int32 `words` [rows, n], uint8 [rows, n x 32 / bits]. `places[i]` is where in its word's
+    run the i-th field belongs; without, the i-th.
+    """
+    per_word, mask = 32 // bits, (1 << bits) - 1
+    codes = torch.empty(*words.shape, per_word, dtype=torch.uint8, device=words.device)
+    for i in range(per_word):
+        codes[..., places[i] if places else i] = (words >> (bits * i)) & mask
+    return codes.flatten(1)
+
+
+def order_of(group_of: torch.Tensor, group_size: int) -> torch.Tensor | None:
+    """The order that brings inputs of the same group together, from the group of each input (int [inputs]);
+    None where they lie together already.
+
+    Raises `UnsupportedModelError` where a group but the last has more or fewer inputs than `group_size`.
+    """
+    expected = torch.arange(len(group_of), device=group_of.device) // group_size
+    if torch.equal(group_of.long(), expected):
+        return None
+    order = group_of.long().argsort(stable=True)
+    if not torch.equal(group_of.long()[order], expected):
+        raise UnsupportedModelError(f"g_idx does not deal {len(group_of)} inputs into groups of {group_size}")
+    return order
+
+
+def ordered(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group_size: int,
+    group_of: torch.Tensor | None,
+) -> QuantizedMatrix:  # fmt: skip
+    """The matrix of codes [outputs, inputs] in the inputs' own order, where input k is of group
+    `group_of[k]`, or of k / group_size.
+    """
+    order = None if group_of is None else order_of(group_of, group_size)
+    codes = codes if order is None else codes[:, order]
+    if not scales.isfinite().all():
+        raise UnsupportedModelError("scales that are not finite")
+    return QuantizedMatrix(codes.contiguous(), scales.clone(), bits, group_size, zeros, order)

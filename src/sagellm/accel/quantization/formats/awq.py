@@ -1,0 +1,58 @@
+"""AWQ checkpoints (Lin et al. 2023, arXiv:2306.00978) as AutoAWQ's `gemm` version writes them.
+
+`qweight` int32 [inputs, outputs / 8] and `qzeros` int32 [groups, outputs / 8], both packed along the outputs;
+`scales` [groups, outputs]. The eight fields of a word, lowest first, are outputs 0, 2, 4, 6, 1, 3, 5, 7 of
+eight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sagellm.accel.quantization.formats._packing import ordered, unpacked
+from sagellm.core.errors import UnsupportedModelError
+from sagellm.core.protocols.quantization import QuantizedMatrix, StoredTensor
+
+_BITS, _PLACES = 4, (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+class AWQ:
+    """Implements `WeightFormat`."""
+
+    marker = "qweight"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        bits = config.get("bits", config.get("w_bit"))
+        version = str(config.get("version", "gemm")).lower()
+        if bits != _BITS or version != "gemm":
+            raise UnsupportedModelError(
+                f"AWQ with {bits} bits, version {version!r}, cannot be read: use one with 4 bits, version "
+                "gemm"
+            )
+        self._has_zeros = bool(config.get("zero_point", True))
+        self._group_size = config.get("group_size", config.get("q_group_size", 128))
+
+    def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
+        groups, words = -(-inputs // self._group(inputs)), -(-outputs // len(_PLACES))
+        return {
+            "qweight": StoredTensor((inputs, words)),
+            "qzeros": StoredTensor((groups, words), optional=not self._has_zeros),
+            "scales": StoredTensor((groups, outputs)),
+        }
+
+    def matrix(self, stored: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> QuantizedMatrix:
+        codes = unpacked(stored["qweight"], _BITS, places=_PLACES)[:, :outputs].t()
+        zeros = None
+        if "qzeros" in stored:
+            zeros = unpacked(stored["qzeros"], _BITS, places=_PLACES)[:, :outputs].t().contiguous()
+        scales = stored["scales"].t().contiguous()
+        return ordered(codes, scales, zeros, _BITS, self._group(inputs), None)
+
+    def _group(self, inputs: int) -> int:
+        return inputs if self._group_size in (-1, None) else int(self._group_size)
+
+
+PLUGIN = AWQ

@@ -1,0 +1,95 @@
+"""Checkpoints of the compressed-tensors library, as llm-compressor writes them: whole numbers of 4 or 8 bits.
+
+`pack-quantized`: `weight_packed` int32 [outputs, inputs x bits / 32], packed along the inputs, each code plus
+2^(bits - 1); `weight_scale` [outputs, groups]; where asymmetric `weight_zero_point` int32 [outputs x bits /
+32, groups], packed along the outputs in the same way; `weight_g_idx` where `actorder` is group;
+`weight_shape`. `int-quantized`: `weight` int8 [outputs, inputs], `weight_scale` and maybe `weight_zero_point`
+int8 as above.
+
+Activations that are to be quantized per token are quantized by groups by the kernel, which is finer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sagellm.accel.quantization.formats._packing import ordered, unpacked
+from sagellm.core.errors import UnsupportedModelError
+from sagellm.core.protocols.quantization import QuantizedMatrix, StoredTensor
+
+_PACKED, _PLAIN = "pack-quantized", "int-quantized"
+_READABLE = "use a checkpoint of pack-quantized int4 or int8 weights, or of int-quantized int8 weights"
+
+
+class CompressedTensors:
+    """Implements `WeightFormat`."""
+
+    marker = "weight_scale"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        weights = [_only(group, config) for group in (config.get("config_groups") or {}).values()]
+        if not weights or any(one != weights[0] for one in weights):
+            raise UnsupportedModelError(
+                f"compressed-tensors with {len(weights)} different groups: {_READABLE}"
+            )
+        self._form, self._bits, self._symmetric, self._group_size = weights[0]
+
+    def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
+        groups, per_word = -(-inputs // self._group(inputs)), 32 // self._bits
+        scale = {"weight_scale": StoredTensor((outputs, groups))}
+        if self._form == _PLAIN:
+            zero = StoredTensor((outputs, groups), optional=self._symmetric)
+            return {"weight": StoredTensor((outputs, inputs)), "weight_zero_point": zero, **scale}
+        zero = StoredTensor((-(-outputs // per_word), groups), optional=self._symmetric)
+        return {
+            "weight_packed": StoredTensor((outputs, -(-inputs // per_word))),
+            "weight_zero_point": zero,
+            "weight_g_idx": StoredTensor((inputs,), optional=True),
+            **scale,
+        }
+
+    def matrix(self, stored: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> QuantizedMatrix:
+        stored_zeros, zeros = stored.get("weight_zero_point"), None
+        if self._form == _PLAIN:
+            codes = _shifted(stored["weight"])
+            if stored_zeros is not None:
+                zeros = _shifted(stored_zeros)
+        else:
+            codes = unpacked(stored["weight_packed"], self._bits)[:, :inputs]
+            if stored_zeros is not None:
+                zeros = unpacked(stored_zeros.t().contiguous(), self._bits)[:, :outputs].t().contiguous()
+        scales = stored["weight_scale"]
+        return ordered(codes, scales, zeros, self._bits, self._group(inputs), stored.get("weight_g_idx"))
+
+    def _group(self, inputs: int) -> int:
+        return self._group_size or inputs
+
+
+def _only(group: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, int, bool, int | None]:
+    """Form, bits, whether symmetric, and group size (None: a channel) of a group's weights."""
+    weights = group.get("weights") or {}
+    form, bits = group.get("format") or config.get("format"), weights.get("num_bits")
+    strategy, inputs = weights.get("strategy"), group.get("input_activations") or {}
+    readable = (form, bits) in ((_PACKED, 4), (_PACKED, 8), (_PLAIN, 8)) and weights.get("type") == "int"
+    if not readable or strategy not in ("channel", "group"):
+        raise UnsupportedModelError(
+            f"compressed-tensors {form!r} with {weights.get('type')}{bits} weights by {strategy}: "
+            f"{_READABLE}, by channel or group"
+        )
+    if inputs and (inputs.get("num_bits") != 8 or inputs.get("type") != "int" or not inputs.get("dynamic")):
+        raise UnsupportedModelError(
+            "compressed-tensors with activations that are not dynamic int8 cannot be computed: " + _READABLE
+        )
+    group_size = int(weights["group_size"]) if strategy == "group" else None
+    return str(form), 4 if bits == 4 else 8, bool(weights.get("symmetric", True)), group_size
+
+
+def _shifted(signed: torch.Tensor) -> torch.Tensor:
+    """int8 as uint8 codes of the same order."""
+    return signed.view(torch.uint8) ^ 128
+
+
+PLUGIN = CompressedTensors

@@ -1,0 +1,61 @@
+"""GPTQ checkpoints (Frantar et al. 2022, arXiv:2210.17323) as AutoGPTQ and GPTQModel write them.
+
+`qweight` int32 [inputs x bits / 32, outputs], packed along the inputs; `qzeros` int32 [groups, outputs x bits
+/ 32], packed along the outputs; `scales` [groups, outputs]; `g_idx` int32 [inputs], the group of each input,
+which `desc_act` leaves in no order. In the first version of the format a zero is stored less one, in as many
+bits: 0 stands there as all ones. `checkpoint_format: gptq_v2` stores it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sagellm.accel.quantization.formats._packing import ordered, unpacked
+from sagellm.core.errors import UnsupportedModelError
+from sagellm.core.protocols.quantization import QuantizedMatrix, StoredTensor
+
+_FORMATS = {"gptq": 1, "gptq_v2": 0}
+_BITS = (4, 8)
+
+
+class GPTQ:
+    """Implements `WeightFormat`."""
+
+    marker = "qweight"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        bits, form = config.get("bits"), config.get("checkpoint_format") or "gptq"
+        if bits not in _BITS or form not in _FORMATS:
+            raise UnsupportedModelError(
+                f"GPTQ with {bits} bits, checkpoint_format {form!r}, cannot be read: use a checkpoint with 4 "
+                f"or 8 bits in {' or '.join(_FORMATS)}"
+            )
+        self._bits, self._group_size = int(bits), config.get("group_size", 128)
+        self._stored_less = _FORMATS[form]
+
+    def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
+        groups, per_word = -(-inputs // self._group(inputs)), 32 // self._bits
+        return {
+            "qweight": StoredTensor((-(-inputs // per_word), outputs)),
+            "qzeros": StoredTensor((groups, -(-outputs // per_word))),
+            "scales": StoredTensor((groups, outputs)),
+            "g_idx": StoredTensor((inputs,), optional=True),
+        }
+
+    def matrix(self, stored: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> QuantizedMatrix:
+        codes = unpacked(stored["qweight"].t().contiguous(), self._bits)[:, :inputs]
+        zeros = unpacked(stored["qzeros"], self._bits)[:, :outputs] + self._stored_less
+        zeros &= (1 << self._bits) - 1
+        scales = stored["scales"].t().contiguous()
+        return ordered(
+            codes, scales, zeros.t().contiguous(), self._bits, self._group(inputs), stored.get("g_idx")
+        )
+
+    def _group(self, inputs: int) -> int:
+        return inputs if self._group_size in (-1, None) else int(self._group_size)
+
+
+PLUGIN = GPTQ

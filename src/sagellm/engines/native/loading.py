@@ -1,0 +1,180 @@
+"""From a checkpoint's files to a model's weights: every piece is copied once, from the file to its place, in
+the form in which it is multiplied by. Beside the model no more than one of its matrices is ever in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from sagellm.core.errors import KernelError, UnsupportedModelError
+from sagellm.core.protocols.fusion import LinearKernel, Matrix, QuantizedKernel, StoredMatrix
+from sagellm.core.protocols.quantization import QuantizedMatrix
+from sagellm.engines.native.checkpoint import Checkpoint
+from sagellm.engines.native.host_pages import lazy_zeros
+from sagellm.engines.native.projection import Dense
+from sagellm.engines.native.quantized import AS_STORED, Quantization, packed
+from sagellm.engines.native.weights import (
+    EMBEDDING,
+    Parameter,
+    Piece,
+    is_quantized,
+    stored_name,
+    stored_tensors,
+)
+
+log = logging.getLogger("sagellm.quantization")
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) as loading begins, with 0 done, and goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model's parameters: `matrices` by name without `.weight`, the `head` among them, and all others in
+    `tensors`. Where the head is tied, it is the embedding, unless that is quantized for it.
+    """
+
+    embedding: StoredMatrix
+    matrices: dict[str, Matrix]
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def read_bytes(self) -> int:
+        """Of what every step reads whole: not tables, of which it looks rows up."""
+        tensors = (tensor.nbytes for name, tensor in self.tensors.items() if name != "positions.weight")
+        return sum(matrix.nbytes for matrix in self.matrices.values()) + sum(tensors)
+
+
+@dataclass(slots=True)
+class Loading:
+    """How parameters are held on `device`: rounded to `dtype` and in `compute_dtype`; with a `linear` kernel,
+    matrices are in its form, and in `dtype`; quantized ones, as `quantization` says, in that of `quantized`.
+    """
+
+    checkpoint: Checkpoint
+    device: torch.device
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    quantization: Quantization = AS_STORED
+    linear: LinearKernel | None = None
+    quantized: QuantizedKernel | None = None
+    _warned: bool = False
+
+    def weights(self, plan: Sequence[Parameter], progress: Progress | None = None) -> Weights:
+        """Of the model that `plan` describes, which `weights.check` has found in the checkpoint."""
+        sizes = [self._stored_bytes(parameter) for parameter in plan]
+        report = progress or (lambda done, total: None)
+        matrices: dict[str, Matrix] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        embedding: StoredMatrix | None = None
+        report(0, sum(sizes))
+        for i, parameter in enumerate(plan):
+            if parameter.name == EMBEDDING:
+                embedding = self._values(parameter)
+            elif parameter.is_multiplied:
+                matrices[parameter.name.removesuffix(".weight")] = self._matrix(parameter)
+            else:
+                tensors[parameter.name] = self._tensor(parameter)
+            report(sum(sizes[: i + 1]), sum(sizes))
+        assert embedding is not None
+        if "head" not in matrices:
+            matrices["head"] = self._tied_head(embedding)
+        return Weights(embedding, matrices, tensors)
+
+    def _tied_head(self, embedding: StoredMatrix) -> Matrix:
+        quantizer = self.quantization.quantizer
+        if quantizer is None:
+            return embedding
+        whole = embedding.rows(torch.arange(embedding.shape[0], device=self.device))
+        return self._packed("head.weight", [quantizer.quantized("head.weight", whole)])
+
+    def _matrix(self, parameter: Parameter) -> Matrix:
+        codes = [self._codes(piece) for piece in parameter.pieces]
+        quantized = [matrix for matrix in codes if matrix is not None]
+        if len(quantized) == len(codes):
+            return self._packed(parameter.name, quantized)
+        if self.quantization.quantizer is None:
+            return self._values(parameter)
+        whole = torch.empty(parameter.shape, dtype=self.dtype)
+        self._fill(partial(_copy, whole), parameter)
+        return self._packed(parameter.name, [self.quantization.quantizer.quantized(parameter.name, whole)])
+
+    def _packed(self, name: str, pieces: Sequence[QuantizedMatrix]) -> Matrix:
+        """For the kernel, or where it cannot be, as what the codes mean."""
+        try:
+            return packed(pieces, self.quantized, self.compute_dtype)
+        except KernelError as error:
+            if not self._warned:
+                log.warning("%s is held dequantized: %s", name, error)
+                self._warned = True
+        plain = self._empty((sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]), multiplied=True)
+        row = 0
+        for piece in pieces:
+            plain.store(row, piece.values().to(self.dtype).to(plain.dtype))
+            row += piece.shape[0]
+        return plain
+
+    def _values(self, parameter: Parameter) -> StoredMatrix:
+        is_own = parameter.name != EMBEDDING or self.quantization.quantizer is None
+        matrix = self._empty(parameter.shape, multiplied=parameter.is_multiplied and is_own)
+        self._fill(matrix.store, parameter)
+        return matrix
+
+    def _tensor(self, parameter: Parameter) -> torch.Tensor:
+        tensor = torch.empty(parameter.shape, dtype=self.compute_dtype, device=self.device)
+        self._fill(partial(_copy, tensor), parameter)
+        return tensor
+
+    def _empty(self, shape: Sequence[int], *, multiplied: bool) -> StoredMatrix:
+        outputs, inputs = shape
+        if self.linear is not None and multiplied:
+            return self.linear.empty(outputs, inputs, self.dtype, partial(lazy_zeros, huge=True))
+        dtype = self.compute_dtype if self.linear is None else self.dtype
+        return Dense(torch.empty(outputs, inputs, dtype=dtype, device=self.device))
+
+    def _fill(self, store: Callable[[int, torch.Tensor], None], parameter: Parameter) -> None:
+        row = 0
+        for piece in parameter.pieces:
+            for part in self._parts(piece):
+                store(row, part)
+                row += len(part)
+
+    def _parts(self, piece: Piece) -> Iterator[torch.Tensor]:
+        """The rows of a piece, some at a time; whole where it is stored quantized."""
+        codes = self._codes(piece)
+        if codes is not None:
+            yield codes.values().to(self.dtype)
+        else:
+            name = stored_name(self.checkpoint, piece.name) or piece.name
+            yield from self.checkpoint.parts(name, self.dtype)
+
+    def _codes(self, piece: Piece) -> QuantizedMatrix | None:
+        """The piece as its quantized tensors have it; None for one that is not quantized."""
+        stored, checkpoint = self.quantization.stored, self.checkpoint
+        if stored is None or not is_quantized(piece, checkpoint, stored):
+            return None
+        module = piece.name.removesuffix("weight")
+        names = {name: stored_name(checkpoint, name) for name, _ in stored_tensors(piece, checkpoint, stored)}
+        tensors = {name.removeprefix(module): checkpoint.tensor(at) for name, at in names.items() if at}
+        try:
+            matrix = stored.matrix(tensors, piece.shape[0], piece.shape[1])
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{module.removesuffix('.')}: {error}") from error
+        for found in filter(None, names.values()):
+            checkpoint.let_go(found)
+        return matrix
+
+    def _stored_bytes(self, parameter: Parameter) -> int:
+        stored, entries = self.quantization.stored, self.checkpoint.entries
+        tensors = [one for p in parameter.pieces for one in stored_tensors(p, self.checkpoint, stored)]
+        names = [stored_name(self.checkpoint, name) for name, _ in tensors]
+        return sum(entries[name].end - entries[name].begin for name in names if name)
+
+
+def _copy(target: torch.Tensor, first: int, rows: torch.Tensor) -> None:
+    target[first : first + len(rows)].copy_(rows)
