@@ -83,7 +83,7 @@ Totals add_up(const Attention &job) {
     return sum;
 }
 
-template <typename T>
+template <typename Form>
 bool run(const Attention &job, int32_t threads) {
     static thread_local Scratch task_memory, progress_memory, part_memory, thread_memory;
     const Totals sum = add_up(job);
@@ -104,11 +104,11 @@ bool run(const Attention &job, int32_t threads) {
         // Tasks are taken, not dealt: a thread that another process holds up takes fewer.
         for (int64_t at; !failed && (at = next.fetch_add(1)) < sum.tasks;) {
             if (at < sum.tile_tasks) {
-                query_tiles::run<T>(job, tasks[at], memory);
+                query_tiles::run<Form>(job, tasks[at], memory);
                 continue;
             }
             const int64_t span = tasks[at].span, part = at - sum.tile_tasks;
-            one_token::run<T>(job, tasks[at], static_cast<float *>(memory),
+            one_token::run<Form>(job, tasks[at], static_cast<float *>(memory),
                               one_token::Sums(job, parts + size_t(part) * part_bytes));
             if (__atomic_sub_fetch(&progress[span].left, 1, __ATOMIC_ACQ_REL) == 0)
                 one_token::finish(job, job.spans[span], parts + size_t(progress[span].first_part) * part_bytes);
@@ -125,10 +125,13 @@ extern "C" EXPORTED void sagellm_share_threads(threads::Together together) { thr
 extern "C" EXPORTED int32_t sagellm_paged_attention(const Attention *job, int32_t threads) {
     const Outcome outcome = check(*job);
     if (outcome != DONE || job->num_spans == 0) return outcome;
+#if defined(__AVX512BF16__)
+    if (job->query_type == BFLOAT16 && job->pool_type == BFLOAT16) return run<Pairs>(*job, threads) ? DONE : NO_MEMORY;
+#endif
     switch (job->pool_type) {
-        case FLOAT32: return run<float>(*job, threads) ? DONE : NO_MEMORY;
-        case BFLOAT16: return run<BFloat16>(*job, threads) ? DONE : NO_MEMORY;
-        case FLOAT16: return run<Float16>(*job, threads) ? DONE : NO_MEMORY;
+        case FLOAT32: return run<Floats<float>>(*job, threads) ? DONE : NO_MEMORY;
+        case BFLOAT16: return run<Floats<BFloat16>>(*job, threads) ? DONE : NO_MEMORY;
+        case FLOAT16: return run<Floats<Float16>>(*job, threads) ? DONE : NO_MEMORY;
         default: return NO_KERNEL;
     }
 }

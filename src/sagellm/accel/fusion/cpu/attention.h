@@ -9,6 +9,8 @@
 #include "scratch.h"
 #include "vector.h"
 
+constexpr float LOG2_E = 1.44269504f;
+
 // A pool [block, token, kv head, dim]; strides are in elements, the dims of a head are contiguous.
 struct Pool {
     const void *data;
@@ -36,6 +38,8 @@ struct Attention {
     int32_t query_type, pool_type;
 
     int64_t group() const { return heads / kv_heads; }
+    // What a score is multiplied by for 2^score to be the weight of a key.
+    float factor() const { return scale * LOG2_E; }
     int64_t padded_dim() const { return (head_dim + WIDTH - 1) / WIDTH * WIDTH; }
     // Keys that the query at `position` sees: [first_key, position].
     int64_t first_key(int64_t position) const { return window && position >= window ? position + 1 - window : 0; }
@@ -47,25 +51,85 @@ struct Task {
     int64_t span, kv_head, first, last;
 };
 
-constexpr float LOG2_E = 1.44269504f;
 #define UNROLL_ALL _Pragma("GCC unroll 32")
 
 template <typename X>
-void widen_row(const X *from, int64_t count, float scale, float *to) {
-    for (int64_t i = 0; i < count; i++) to[i] = as_float(from[i]) * scale;
+void widen_row(const X *from, int64_t count, float *to) {
+    for (int64_t i = 0; i < count; i++) to[i] = as_float(from[i]);
 }
 
-// A head's query at `row` as floats, times scale and log2(e), so that 2^score is the weight of a key. Zeros up to the
-// padded dim.
-inline void load_query(const Attention &job, int64_t row, int64_t head, float *to) {
-    const int64_t at = row * job.query_row_stride + head * job.query_head_stride;
-    const float scale = job.scale * LOG2_E;
-    std::memset(to, 0, size_t(job.padded_dim()) * sizeof *to);
-    switch (job.query_type) {
-        case FLOAT32: return widen_row(static_cast<const float *>(job.query) + at, job.head_dim, scale, to);
-        case BFLOAT16: return widen_row(static_cast<const BFloat16 *>(job.query) + at, job.head_dim, scale, to);
-        default: return widen_row(static_cast<const Float16 *>(job.query) + at, job.head_dim, scale, to);
+// How numbers of query and pool are multiplied. In cache they lie in words of 32 bits, GROUP numbers each: of a key's
+// or query's dims, of a dim's values, of a row's weights. `words` are of consecutive numbers, the first `count` of them
+// and zeros; `across` are of the same dims of GROUP keys; `without` leaves those of keys [low, high), the first of the
+// word being `key`. `save_weights` returns the i-th weights and their followers as they are multiplied.
+template <typename T>
+struct Floats {
+    typedef T Number;
+    static constexpr int64_t GROUP = 1;
+
+    static Vector add(Vector a, Vector b, Vector sum) { return multiply_add(a, b, sum); }
+    static Vector words(const T *from) { return load(from); }
+    static Vector words(const T *from, int64_t count) { return load_part(from, count); }
+    static Vector across(const T *key, const T *) { return load(key); }
+    static Vector across(const T *key, const T *, int64_t count) { return load_part(key, count); }
+    static Vector without(Vector values, int64_t, int64_t, int64_t) { return values; }
+    static Vector save_weights(float *to, int64_t i, Vector weights) {
+        save(to + i, weights);
+        return weights;
     }
+    static void load_query(const Attention &job, int64_t at, float *to) {
+        switch (job.query_type) {
+            case FLOAT32: return widen_row(static_cast<const float *>(job.query) + at, job.head_dim, to);
+            case BFLOAT16: return widen_row(static_cast<const BFloat16 *>(job.query) + at, job.head_dim, to);
+            default: return widen_row(static_cast<const Float16 *>(job.query) + at, job.head_dim, to);
+        }
+    }
+};
+
+#if defined(__AVX512BF16__)
+// Query and pool are bfloat16: one instruction multiplies pairs and adds in float32. Weights are rounded to bfloat16,
+// as in FlashAttention, and so is their sum's every term: a row's weights add up to 1.
+struct Pairs {
+    typedef BFloat16 Number;
+    static constexpr int64_t GROUP = 2;
+
+    static Vector add(Vector a, Vector b, Vector sum) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+    static Vector words(const BFloat16 *from) { return load(reinterpret_cast<const float *>(from)); }
+    static Vector words(const BFloat16 *from, int64_t count) {
+        return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16((__mmask32(1) << count) - 1, from));
+    }
+    static Vector pair(__m256i first, __m256i second) {
+        const __m512i low = _mm512_cvtepu16_epi32(first), high = _mm512_cvtepu16_epi32(second);
+        return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+    static Vector across(const BFloat16 *first, const BFloat16 *second) {
+        return pair(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(first)),
+                    _mm256_loadu_si256(reinterpret_cast<const __m256i *>(second)));
+    }
+    static Vector across(const BFloat16 *first, const BFloat16 *second, int64_t count) {
+        const __mmask16 there = __mmask16((1u << count) - 1);
+        return pair(_mm256_maskz_loadu_epi16(there, first), _mm256_maskz_loadu_epi16(there, second));
+    }
+    static Vector without(Vector values, int64_t key, int64_t low, int64_t high) {
+        const uint32_t seen = (key < low ? 0u : 0xffffu) | (key + 1 < high ? 0xffff0000u : 0u);
+        return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(values), _mm512_set1_epi32(int32_t(seen))));
+    }
+    static Vector save_weights(float *to, int64_t i, Vector weights) {
+        const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(weights);
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + i / GROUP), rounded);
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
+    }
+    static void load_query(const Attention &job, int64_t at, float *to) {
+        std::memcpy(to, static_cast<const BFloat16 *>(job.query) + at, size_t(job.head_dim) * sizeof(BFloat16));
+    }
+};
+#endif
+
+// A head's query at `row` in words, zeros up to the padded dim.
+template <typename Form>
+void load_query(const Attention &job, int64_t row, int64_t head, float *to) {
+    std::memset(to, 0, size_t(job.padded_dim()) * sizeof *to);
+    Form::load_query(job, row * job.query_row_stride + head * job.query_head_stride, to);
 }
 
 template <typename X>
@@ -121,20 +185,20 @@ inline float greatest_score(const float *scores, int64_t first, int64_t last) {
     return greatest_of(most);
 }
 
-// Turns scores [first, last) into weights relative to `origin`; returns `sum` and these, lane by lane.
-inline Vector weigh(float *scores, int64_t first, int64_t last, Vector origin, Vector sum) {
+// Turns scores [first, last) into words of weights relative to `origin`; returns `sum` and these, lane by lane.
+template <typename Form>
+Vector weigh(float *scores, int64_t first, int64_t last, Vector origin, Vector sum) {
 #pragma GCC unroll 4
     for (int64_t i = first; i < last; i += WIDTH) {
         const Vector weights = power_of_two(difference(load(scores + i), origin));
-        save(scores + i, weights);
-        sum = multiply_add(weights, all(1.0f), sum);
+        sum = multiply_add(Form::save_weights(scores, i, weights), all(1.0f), sum);
     }
     return sum;
 }
 
 // Turns scores [low[m], high[m]) of ROWS rows, TILE apart, into weights. Those beside them, in the vectors that they
 // lie in, become 0. `factors` are for what was summed before; 1 for a row that has no scores.
-template <int ROWS, int64_t TILE>
+template <typename Form, int ROWS, int64_t TILE>
 void add_scores(float *scores, const int64_t *low, const int64_t *high, Softmax *rows, float *factors) {
     float changes[(ROWS + WIDTH - 1) / WIDTH * WIDTH] = {};
     for (int m = 0; m < ROWS; m++, scores += TILE) {
@@ -158,6 +222,7 @@ void add_scores(float *scores, const int64_t *low, const int64_t *high, Softmax 
         const Vector origin = all(Softmax::origin(rows[m].greatest));
         const Vector sum = multiply(load(rows[m].weights), all(factors[m]));
         const bool whole = first == 0 && last == TILE;
-        save(rows[m].weights, whole ? weigh(scores, 0, TILE, origin, sum) : weigh(scores, first, last, origin, sum));
+        save(rows[m].weights,
+             whole ? weigh<Form>(scores, 0, TILE, origin, sum) : weigh<Form>(scores, first, last, origin, sum));
     }
 }

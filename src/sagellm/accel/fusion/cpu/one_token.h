@@ -45,9 +45,10 @@ struct Rows {
 };
 
 // Scores of ROWS query rows and `count` keys, four keys at a time; meanwhile `ahead` comes from memory.
-template <typename T, int ROWS>
+template <typename Form, int ROWS, typename T>
 void score(const Attention &job, const float *query, Rows<T> keys, Rows<T> ahead, int64_t count, float *scores) {
-    const int64_t dim = job.head_dim, row_size = job.padded_dim(), whole = dim / WIDTH * WIDTH;
+    constexpr int64_t GROUP = Form::GROUP, STEP = WIDTH * GROUP;
+    const int64_t dim = job.head_dim, row_size = job.padded_dim(), whole = dim / STEP * STEP;
     for (int64_t j = 0; j < count; j += 4) {
         const T *from[4];
         Vector sums[ROWS][4];
@@ -55,23 +56,25 @@ void score(const Attention &job, const float *query, Rows<T> keys, Rows<T> ahead
         UNROLL_ALL for (int m = 0; m < ROWS; m++) UNROLL_ALL for (int i = 0; i < 4; i++) sums[m][i] = zero();
         for (int64_t i = j; i < j + 4 && i < count; i++)
             for (int64_t d = 0; d < dim; d += int64_t(64 / sizeof(T))) __builtin_prefetch(ahead[i] + d);
-        for (int64_t d = 0; d < whole; d += WIDTH) {
+        for (int64_t d = 0; d < whole; d += STEP) {
             Vector key[4];
-            UNROLL_ALL for (int i = 0; i < 4; i++) key[i] = load(from[i] + d);
+            UNROLL_ALL for (int i = 0; i < 4; i++) key[i] = Form::words(from[i] + d);
             UNROLL_ALL for (int m = 0; m < ROWS; m++) {
-                const Vector row = load(query + m * row_size + d);
-                UNROLL_ALL for (int i = 0; i < 4; i++) sums[m][i] = multiply_add(row, key[i], sums[m][i]);
+                const Vector row = load(query + m * row_size + d / GROUP);
+                UNROLL_ALL for (int i = 0; i < 4; i++) sums[m][i] = Form::add(row, key[i], sums[m][i]);
             }
         }
         if (whole < dim) {
             UNROLL_ALL for (int i = 0; i < 4; i++) {
-                const Vector key = load_part(from[i] + whole, dim - whole);
+                const Vector key = Form::words(from[i] + whole, dim - whole);
                 UNROLL_ALL for (int m = 0; m < ROWS; m++)
-                    sums[m][i] = multiply_add(load(query + m * row_size + whole), key, sums[m][i]);
+                    sums[m][i] = Form::add(load(query + m * row_size + whole / GROUP), key, sums[m][i]);
             }
         }
         UNROLL_ALL for (int m = 0; m < ROWS; m++) totals(sums[m], scores + m * TILE + j);
     }
+    UNROLL_ALL for (int m = 0; m < ROWS; m++) for (int64_t j = 0; j < TILE; j += WIDTH)
+        save(scores + m * TILE + j, multiply(load(scores + m * TILE + j), all(job.factor())));
 }
 
 // What `count` values of one head are multiplied by: weights of ROWS rows, and factors of the sums that they go to.
@@ -82,40 +85,42 @@ struct Weights {
 
 // Adds weighted values to COUNT vectors of the sums of ROWS rows; of the last vector `dims` are there. Meanwhile
 // `ahead` comes from memory.
-template <typename T, int ROWS, int COUNT>
+template <typename Form, int ROWS, int COUNT, typename T>
 void add_vectors(Rows<T> values, Rows<T> ahead, Weights weights, int64_t dims, int64_t row_size, float *sums) {
     Vector sum[ROWS][COUNT];
     UNROLL_ALL for (int m = 0; m < ROWS; m++) UNROLL_ALL for (int v = 0; v < COUNT; v++)
         sum[m][v] = multiply(load(sums + m * row_size + v * WIDTH), all(weights.factors[m]));
-    for (int64_t j = 0; j < weights.count; j++) {
+    for (int64_t j = 0; j < weights.count; j += Form::GROUP) {
+        const T *first = values[j], *last = values[j + Form::GROUP - 1];
         Vector value[COUNT];
         UNROLL_ALL for (int v = 0; v < COUNT; v++) {
-            __builtin_prefetch(ahead[j] + v * WIDTH);
-            value[v] = COUNT > 1 || dims == WIDTH ? load(values[j] + v * WIDTH) : load_part(values[j], dims);
+            UNROLL_ALL for (int i = 0; i < Form::GROUP; i++) __builtin_prefetch(ahead[j + i] + v * WIDTH);
+            value[v] = COUNT > 1 || dims == WIDTH ? Form::across(first + v * WIDTH, last + v * WIDTH)
+                                                  : Form::across(first, last, dims);
         }
         UNROLL_ALL for (int m = 0; m < ROWS; m++) {
-            const Vector weight = all(weights.of[m * TILE + j]);
-            UNROLL_ALL for (int v = 0; v < COUNT; v++) sum[m][v] = multiply_add(weight, value[v], sum[m][v]);
+            const Vector weight = all(weights.of[m * TILE + j / Form::GROUP]);
+            UNROLL_ALL for (int v = 0; v < COUNT; v++) sum[m][v] = Form::add(weight, value[v], sum[m][v]);
         }
     }
     UNROLL_ALL for (int m = 0; m < ROWS; m++) UNROLL_ALL for (int v = 0; v < COUNT; v++)
         save(sums + m * row_size + v * WIDTH, sum[m][v]);
 }
 
-template <typename T, int ROWS>
+template <typename Form, int ROWS, typename T>
 void add_values(const Attention &job, Rows<T> values, Rows<T> ahead, Weights weights, float *sums) {
     const int64_t size = job.padded_dim();
     int64_t d = 0;
     for (; d + VECTORS * WIDTH <= job.head_dim; d += VECTORS * WIDTH)
-        add_vectors<T, ROWS, VECTORS>({values.at, values.offset + d}, {ahead.at, ahead.offset + d}, weights, WIDTH,
+        add_vectors<Form, ROWS, VECTORS, T>({values.at, values.offset + d}, {ahead.at, ahead.offset + d}, weights, WIDTH,
                                       size, sums + d);
     for (; d < job.head_dim; d += WIDTH)
-        add_vectors<T, ROWS, 1>({values.at, values.offset + d}, {ahead.at, ahead.offset + d}, weights,
+        add_vectors<Form, ROWS, 1, T>({values.at, values.offset + d}, {ahead.at, ahead.offset + d}, weights,
                                 job.head_dim - d < WIDTH ? job.head_dim - d : WIDTH, size, sums + d);
 }
 
 // A tile's keys and values for the query rows of one kv head; `ahead` are the keys that come next.
-template <typename T, int ROWS>
+template <typename Form, int ROWS, typename T>
 void head(const Attention &job, int64_t kv_head, const float *query, Rows<T> keys, Rows<T> values, Rows<T> ahead,
           int64_t count, Sums sums) {
     alignas(64) float scores[ROWS * TILE];
@@ -125,9 +130,9 @@ void head(const Attention &job, int64_t kv_head, const float *query, Rows<T> key
         float factors[ROWS];
         int64_t low[ROWS], high[ROWS];
         for (int m = 0; m < ROWS; m++) low[m] = 0, high[m] = count;
-        score<T, ROWS>(job, query + at, keys, values, count, scores);
-        add_scores<ROWS, TILE>(scores, low, high, sums.softmax + row, factors);
-        add_values<T, ROWS>(job, values, ahead, {scores, factors, count}, sums.values + at);
+        score<Form, ROWS>(job, query + at, keys, values, count, scores);
+        add_scores<Form, ROWS, TILE>(scores, low, high, sums.softmax + row, factors);
+        add_values<Form, ROWS>(job, values, ahead, {scores, factors, count}, sums.values + at);
     }
 }
 
@@ -146,13 +151,14 @@ struct Places {
 };
 
 // Keys [task.first, task.last) of a span that holds one token. `query` is room for its rows.
-template <typename T, int ROWS>
+template <typename Form, int ROWS>
 void run(const Attention &job, const Task &task, float *query, Sums sums) {
+    typedef typename Form::Number T;
     const Span &span = job.spans[task.span];
     const int64_t group = job.group(), rows = padded_group(job), size = job.padded_dim();
     std::memset(query, 0, size_t(Sums::rows(job) * size) * sizeof *query);
     for (int64_t h = 0; h < job.heads; h++)
-        load_query(job, span.first_row, h, query + (h / group * rows + h % group) * size);
+        load_query<Form>(job, span.first_row, h, query + (h / group * rows + h % group) * size);
     sums.begin(job);
     Places<T> places(job, span, task.first, task.last);
     for (int64_t first = task.first; first < task.last; first += TILE) {
@@ -161,19 +167,19 @@ void run(const Attention &job, const Task &task, float *query, Sums sums) {
         for (int64_t h = 0; h < job.kv_heads; h++) {
             const int64_t key = h * job.keys.head_stride;
             const bool last = h + 1 == job.kv_heads;
-            head<T, ROWS>(job, h, query, {places.keys, key}, {places.values, h * job.values.head_stride},
+            head<Form, ROWS, T>(job, h, query, {places.keys, key}, {places.values, h * job.values.head_stride},
                           {last ? following : places.keys, last ? 0 : key + job.keys.head_stride}, places.count, sums);
         }
         places = next;
     }
 }
 
-template <typename T>
+template <typename Form>
 void run(const Attention &job, const Task &task, float *query, Sums sums) {
     const int64_t rows = padded_group(job);
-    if (rows == 1) return run<T, 1>(job, task, query, sums);
-    if (rows == 2) return run<T, 2>(job, task, query, sums);
-    return run<T, MOST_ROWS>(job, task, query, sums);
+    if (rows == 1) return run<Form, 1>(job, task, query, sums);
+    if (rows == 2) return run<Form, 2>(job, task, query, sums);
+    return run<Form, MOST_ROWS>(job, task, query, sums);
 }
 
 // Tasks that a span of one token is cut into.

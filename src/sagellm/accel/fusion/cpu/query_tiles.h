@@ -1,6 +1,6 @@
 // A tile of queries over its keys, one kv head (FlashAttention-2: Dao 2023). The query heads of the kv head are rows
-// of one matrix. Keys go by tiles, which are widened to float32 and laid out in cache once for all rows: first the
-// scores of all rows, whose keys stay in L1, then weights times values.
+// of one matrix. Keys go by tiles, which are laid out in cache once for all rows, as words of `Floats` or `Pairs`: first
+// the scores of all rows, whose keys stay in L1, then weights times values.
 
 #pragma once
 #include "attention.h"
@@ -29,8 +29,8 @@ inline int64_t share(const Attention &job, const Span &span) {
     return (span.tokens + tasks - 1) / tasks;
 }
 
-// A thread's buffers. Rows: packed queries, panel by panel, in a panel dim by dim; scores; sums; softmax. Keys: one
-// dim of all keys behind the other; values: one key behind the other.
+// A thread's buffers. Rows: packed queries, panel by panel, in a panel word by word; scores; sums; softmax. Keys: one
+// word of all keys behind the other; values: one key, or group of them, behind the other.
 struct Buffers {
     float *query, *scores, *sums, *keys, *values, *row;
     Softmax *softmax;
@@ -70,7 +70,8 @@ inline int64_t low_of(const Attention &job, int64_t position, int64_t key) {
 }
 inline int64_t high_of(int64_t position, int64_t key) { return position + 1 - key < KEYS ? position + 1 - key : KEYS; }
 
-inline void pack_query(const Tile &tile, Buffers &to) {
+template <typename Form>
+void pack_query(const Tile &tile, Buffers &to) {
     const int64_t dim = tile.job.padded_dim(), group = tile.job.group();
     std::memset(to.query, 0, size_t(Buffers::rows(tile.job) * dim) * sizeof *to.query);
     for (int64_t row = 0; row < Buffers::rows(tile.job); row++) {
@@ -78,13 +79,13 @@ inline void pack_query(const Tile &tile, Buffers &to) {
         to.positions[row] = tile.span.start + token;
         to.softmax[row].begin();
         if (row >= tile.rows) continue;
-        load_query(tile.job, tile.span.first_row + token, tile.kv_head * group + row % group, to.row);
+        load_query<Form>(tile.job, tile.span.first_row + token, tile.kv_head * group + row % group, to.row);
         float *lane = to.query + row / PANEL * PANEL * dim + row % PANEL;
-        for (int64_t d = 0; d < tile.job.head_dim; d++) lane[d * PANEL] = to.row[d];
+        for (int64_t d = 0; d < dim; d++) lane[d * PANEL] = to.row[d];
     }
 }
 
-// Four rows of floats, turned: to[d * KEYS + i] = from[i * size + d].
+// Four rows of words, turned: to[d * KEYS + i] = from[i * size + d].
 inline void turn(const float *from, int64_t size, float *to) {
 #if defined(__SSE__)
     for (int64_t d = 0; d < size; d += 4) {
@@ -100,12 +101,21 @@ inline void turn(const float *from, int64_t size, float *to) {
 #endif
 }
 
-// A row of `dim` elements as floats, zeros up to the padded dim.
-template <typename T>
-void widen(const T *from, int64_t dim, float *to) {
+// The words of a key, zeros up to a whole vector.
+template <typename Form>
+void pack_key(const typename Form::Number *from, int64_t dim, float *to) {
+    constexpr int64_t STEP = WIDTH * Form::GROUP;
+    const int64_t whole = dim / STEP * STEP;
+    for (int64_t d = 0; d < whole; d += STEP) save(to + d / Form::GROUP, Form::words(from + d));
+    if (whole < dim) save(to + whole / Form::GROUP, Form::words(from + whole, dim - whole));
+}
+
+// The words of GROUP keys' values, zeros up to a whole vector.
+template <typename Form>
+void pack_values(const typename Form::Number *first, const typename Form::Number *second, int64_t dim, float *to) {
     const int64_t whole = dim / WIDTH * WIDTH;
-    for (int64_t d = 0; d < whole; d += WIDTH) save(to + d, load(from + d));
-    if (whole < dim) save(to + whole, load_part(from + whole, dim - whole));
+    for (int64_t d = 0; d < whole; d += WIDTH) save(to + d, Form::across(first + d, second + d));
+    if (whole < dim) save(to + whole, Form::across(first + whole, second + whole, dim - whole));
 }
 
 // Where the keys of one tile, at most KEYS, and their values lie.
@@ -132,73 +142,82 @@ struct Places {
     }
 };
 
-// A tile's keys and values as floats; keys of zeros up to KEYS.
-template <typename T>
-void pack_keys(const Attention &job, const Places<T> &from, Buffers &to) {
-    const int64_t dim = job.head_dim, size = job.padded_dim();
+// A tile's keys, of zeros up to KEYS, and values.
+template <typename Form>
+void pack_tile(const Attention &job, const Places<typename Form::Number> &from, Buffers &to) {
+    constexpr int64_t STEP = WIDTH * Form::GROUP;
+    const int64_t dim = job.head_dim, size = job.padded_dim(), words = (dim + STEP - 1) / STEP * WIDTH;
     for (int64_t j = 0; j < KEYS; j += 4) {
         for (int64_t i = j; i < j + 4; i++) {
-            float *key = to.row + (i - j) * size;
-            if (i < from.count) {
-                widen(from.keys[i], dim, key);
-                widen(from.values[i], dim, to.values + i * size);
-            } else {
-                std::memset(key, 0, size_t(size) * sizeof *key);
-            }
+            float *key = to.row + (i - j) * words;
+            if (i < from.count)
+                pack_key<Form>(from.keys[i], dim, key);
+            else
+                std::memset(key, 0, size_t(words) * sizeof *key);
         }
-        turn(to.row, size, to.keys + j);
+        turn(to.row, words, to.keys + j);
+    }
+    for (int64_t i = 0; i < from.count; i += Form::GROUP) {
+        const int64_t last = i + Form::GROUP <= from.count ? i + Form::GROUP - 1 : i;
+        pack_values<Form>(from.values[i], from.values[last], dim, to.values + i / Form::GROUP * size);
     }
 }
 
-// Scores of a panel's rows and all keys of the tile.
-inline void score(const float *query, const float *keys, int64_t dim, float *scores) {
+// Scores of a panel's rows and all keys of the tile, from `words` of each, times `factor`.
+template <typename Form>
+void score(const float *query, const float *keys, int64_t words, float factor, float *scores) {
     for (int64_t key = 0; key < KEYS; key += VECTORS * WIDTH) {
         Vector sum[PANEL][VECTORS];
         UNROLL_ALL for (int m = 0; m < PANEL; m++) UNROLL_ALL for (int v = 0; v < VECTORS; v++) sum[m][v] = zero();
-        for (int64_t d = 0; d < dim; d++) {
+        for (int64_t d = 0; d < words; d++) {
             Vector column[VECTORS];
             UNROLL_ALL for (int v = 0; v < VECTORS; v++) column[v] = load(keys + d * KEYS + key + v * WIDTH);
             UNROLL_ALL for (int m = 0; m < PANEL; m++) {
                 const Vector row = all(query[d * PANEL + m]);
-                UNROLL_ALL for (int v = 0; v < VECTORS; v++) sum[m][v] = multiply_add(row, column[v], sum[m][v]);
+                UNROLL_ALL for (int v = 0; v < VECTORS; v++) sum[m][v] = Form::add(row, column[v], sum[m][v]);
             }
         }
         UNROLL_ALL for (int m = 0; m < PANEL; m++) UNROLL_ALL for (int v = 0; v < VECTORS; v++)
-            save(scores + m * KEYS + key + v * WIDTH, sum[m][v]);
+            save(scores + m * KEYS + key + v * WIDTH, multiply(sum[m][v], all(factor)));
     }
 }
 
-// Adds weighted values of keys [low, high) to COUNT vectors of the sums of ROWS rows, which are scaled first.
-template <int ROWS, int COUNT>
+// Adds weighted values of keys [low, high) to COUNT vectors of the sums of ROWS rows, which are scaled first. Where
+// there are several rows, these are whole groups.
+template <typename Form, int ROWS, int COUNT>
 void add_vectors(const float *values, const float *weights, const float *factors, int64_t low, int64_t high,
                  int64_t size, float *sums) {
     Vector sum[ROWS][COUNT];
     UNROLL_ALL for (int m = 0; m < ROWS; m++) UNROLL_ALL for (int v = 0; v < COUNT; v++)
         sum[m][v] = multiply(load(sums + m * size + v * WIDTH), all(factors[m]));
-    for (int64_t j = low; j < high; j++) {
+    for (int64_t j = low / Form::GROUP; j * Form::GROUP < high; j++) {
         Vector value[COUNT];
-        UNROLL_ALL for (int v = 0; v < COUNT; v++) value[v] = load(values + j * size + v * WIDTH);
+        UNROLL_ALL for (int v = 0; v < COUNT; v++) {
+            value[v] = load(values + j * size + v * WIDTH);
+            if constexpr (ROWS == 1) value[v] = Form::without(value[v], j * Form::GROUP, low, high);
+        }
         UNROLL_ALL for (int m = 0; m < ROWS; m++) {
             const Vector weight = all(weights[m * KEYS + j]);
-            UNROLL_ALL for (int v = 0; v < COUNT; v++) sum[m][v] = multiply_add(weight, value[v], sum[m][v]);
+            UNROLL_ALL for (int v = 0; v < COUNT; v++) sum[m][v] = Form::add(weight, value[v], sum[m][v]);
         }
     }
     UNROLL_ALL for (int m = 0; m < ROWS; m++) UNROLL_ALL for (int v = 0; v < COUNT; v++)
         save(sums + m * size + v * WIDTH, sum[m][v]);
 }
 
-template <int ROWS>
+template <typename Form, int ROWS>
 void add_values(const float *values, const float *weights, const float *factors, int64_t low, int64_t high,
                 int64_t size, float *sums) {
     int64_t d = 0;
     for (; d + VECTORS * WIDTH <= size; d += VECTORS * WIDTH)
-        add_vectors<ROWS, VECTORS>(values + d, weights, factors, low, high, size, sums + d);
-    for (; d < size; d += WIDTH) add_vectors<ROWS, 1>(values + d, weights, factors, low, high, size, sums + d);
+        add_vectors<Form, ROWS, VECTORS>(values + d, weights, factors, low, high, size, sums + d);
+    for (; d < size; d += WIDTH) add_vectors<Form, ROWS, 1>(values + d, weights, factors, low, high, size, sums + d);
 }
 
 // Weights of a panel's rows, from their scores, times the values of the key tile at `key`. A row takes no part in
-// keys that it does not see, whose values may be inf or NaN: what all rows see goes together, the rest row by row.
-inline void add_panel(const Attention &job, Buffers &buffers, int64_t row, int64_t key) {
+// keys that it does not see, whose values may be inf or NaN: groups that all rows see go together, the rest row by row.
+template <typename Form>
+void add_panel(const Attention &job, Buffers &buffers, int64_t row, int64_t key) {
     static const float ones[1] = {1.0f};
     const int64_t size = job.padded_dim();
     float *weights = buffers.scores + row * KEYS, *sums = buffers.sums + row * size, factors[PANEL];
@@ -208,14 +227,15 @@ inline void add_panel(const Attention &job, Buffers &buffers, int64_t row, int64
         from = low[m] > from ? low[m] : from;
         to = high[m] < to ? high[m] : to;
     }
+    from = (from + Form::GROUP - 1) / Form::GROUP * Form::GROUP, to = to / Form::GROUP * Form::GROUP;
     if (to < from) to = from;
-    add_scores<PANEL, KEYS>(weights, low, high, buffers.softmax + row, factors);
-    add_values<PANEL>(buffers.values, weights, factors, from, to, size, sums);
+    add_scores<Form, PANEL, KEYS>(weights, low, high, buffers.softmax + row, factors);
+    add_values<Form, PANEL>(buffers.values, weights, factors, from, to, size, sums);
     for (int m = 0; m < PANEL; m++) {
         const float *mine = weights + m * KEYS;
         const int64_t before = high[m] < from ? high[m] : from, after = low[m] > to ? low[m] : to;
-        if (low[m] < before) add_values<1>(buffers.values, mine, ones, low[m], before, size, sums + m * size);
-        if (after < high[m]) add_values<1>(buffers.values, mine, ones, after, high[m], size, sums + m * size);
+        if (low[m] < before) add_values<Form, 1>(buffers.values, mine, ones, low[m], before, size, sums + m * size);
+        if (after < high[m]) add_values<Form, 1>(buffers.values, mine, ones, after, high[m], size, sums + m * size);
     }
 }
 
@@ -227,25 +247,27 @@ inline void visible_rows(const Tile &tile, const Buffers &buffers, int64_t key, 
         last = (last - 1) / PANEL * PANEL;
 }
 
-template <typename T>
+template <typename Form>
 void run(const Attention &job, const Task &task, void *memory) {
+    typedef Places<typename Form::Number> Places;
     Buffers buffers(job, memory);
     const Tile tile = {job, job.spans[task.span], task.kv_head, task.first, (task.last - task.first) * job.group()};
     const int64_t size = job.padded_dim(), end = tile.span.start + task.last;
-    pack_query(tile, buffers);
+    const int64_t words = (job.head_dim + Form::GROUP - 1) / Form::GROUP;
+    pack_query<Form>(tile, buffers);
     std::memset(buffers.sums, 0, size_t(Buffers::rows(job) * size) * sizeof *buffers.sums);
-    Places<T> places(tile, job.first_key(buffers.positions[0]), end);
+    Places places(tile, job.first_key(buffers.positions[0]), end);
     while (places.count > 0) {
-        const Places<T> next(tile, places.first + KEYS, end);
+        const Places next(tile, places.first + KEYS, end);
         int64_t first, last;
-        pack_keys(job, places, buffers);
+        pack_tile<Form>(job, places, buffers);
         visible_rows(tile, buffers, places.first, first, last);
         const int64_t panels = (last - first + PANEL - 1) / PANEL;
         for (int64_t i = 0, row = first; i < panels; i++, row += PANEL) {
             next.prefetch(i, panels, job.head_dim);
-            score(buffers.query + row * size, buffers.keys, job.head_dim, buffers.scores + row * KEYS);
+            score<Form>(buffers.query + row * size, buffers.keys, words, job.factor(), buffers.scores + row * KEYS);
         }
-        for (int64_t row = first; row < last; row += PANEL) add_panel(job, buffers, row, places.first);
+        for (int64_t row = first; row < last; row += PANEL) add_panel<Form>(job, buffers, row, places.first);
         places = next;
     }
     for (int64_t row = 0; row < tile.rows; row++)
