@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from sagellm.accel.fusion.triton.attention import FEWEST_ROWS, tile_sizes
     from sagellm.accel.fusion.triton.attention_kernels import attention_kernel, reduce_kernel
     from sagellm.accel.fusion.triton.draw_kernels import draw_kernel
     from sagellm.accel.fusion.triton.glue_kernels import (
@@ -35,11 +36,12 @@ def attention(dtype: str, dim: int, group: int, *, one_token: bool, splits: int)
     out = "*fp32" if splits > 1 else f"*{dtype}"
     pointers = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
     pointers |= {"spans": "*i64", "tables": "*i32", "out": out, "tops": "*fp32", "totals": "*fp32"}
-    bytes_per_key = dim * (4 if dtype == "fp32" else 2)
+    padded = triton.next_power_of_2(dim)
+    tile, rows = tile_sizes(padded * (4 if dtype == "fp32" else 2))
     constants = {
         "KV_HEADS": 8, "GROUP": group, "PACKED": triton.next_power_of_2(group), "DIM": dim,
-        "DIMS": triton.next_power_of_2(dim), "BLOCK_SIZE": 16, "ROWS": 16 if one_token else 64,
-        "TILE": max(16, min(64, 16_384 // bytes_per_key)), "SPLITS": splits, "ONE_TOKEN": one_token,
+        "DIMS": padded, "BLOCK_SIZE": 16, "ROWS": FEWEST_ROWS if one_token else rows, "TILE": tile,
+        "SPLITS": splits, "ONE_TOKEN": one_token,
     }  # fmt: skip
     return attention_kernel, pointers | {"scale": "fp32"}, constants
 
@@ -62,7 +64,10 @@ def glue(dtype: str) -> Iterator[Case]:
 
 
 def cases(*, every: bool) -> Iterator[Case]:
-    for dtype, dim, group in [("bf16", 128, 2), *([("fp32", 128, 4), ("fp16", 256, 8)] if every else [])]:
+    for dtype, dim, group in [
+        ("bf16", 128, 2),
+        *([("fp32", 128, 4), ("fp32", 256, 8), ("fp16", 80, 5)] if every else []),
+    ]:
         yield attention(dtype, dim, group, one_token=True, splits=8)
         yield attention(dtype, dim, group, one_token=False, splits=1)
     pointers = {"parts": "*fp32", "tops": "*fp32", "totals": "*fp32", "out": "*bf16"}

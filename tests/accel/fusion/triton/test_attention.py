@@ -42,7 +42,7 @@ def test_groups_of_query_heads(group: int) -> None:
     compare(attention([(70, 1), (11, 9)], heads=3 * group, kv_heads=3, seed=group))
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 48])
+@pytest.mark.parametrize("block_size", [1, 48])
 @pytest.mark.parametrize("window", [None, 1, 65])
 def test_block_sizes_and_windows(block_size: int, window: int | None) -> None:
     compare(attention([(90, 1), (12, 1), (0, 1)], block_size=block_size, window=window))
@@ -50,7 +50,7 @@ def test_block_sizes_and_windows(block_size: int, window: int | None) -> None:
 
 
 @pytest.mark.parametrize("start", [0, 63, 64, 300, 4095])
-@pytest.mark.parametrize("processors", [1, 32])
+@pytest.mark.parametrize("processors", [1, 16])
 def test_lengths(start: int, processors: int) -> None:
     """Keys in one part and in up to 32, most of them empty where there are few keys."""
     compare(attention([(start, 1), (start // 2, 1)], block_size=16), processors)
@@ -85,7 +85,7 @@ def check_step(processors: int, kv_heads: int, group: int, **scene: Any) -> None
     compare(attention(heads=kv_heads * group, kv_heads=kv_heads, **scene), processors)
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @any_step
 def test_any_step(**step: Any) -> None:
     check_step(**step)
@@ -100,14 +100,13 @@ def test_any_step_thoroughly(**step: Any) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["query", "keys", "values"])
-@pytest.mark.parametrize("processors", [1, 12])
-def test_nan_and_inf_go_where_the_twin_takes_them(name: str, bad: float, processors: int) -> None:
-    """In the first token, which all of its sequence see, and in none of another."""
+def test_nan_and_inf_go_where_the_twin_takes_them(name: str, bad: float) -> None:
+    """In the first token, which all of its sequence see, in another split than the last; nowhere else."""
     scene = attention([(80, 1), (0, 1), (33, 1)], dim=8)
     first = int(scene.tables[int(scene.spans[0, 3])])
     place = (0, 1, 2) if name == "query" else (first, 0, 1, 2)
     getattr(scene, name)[place] = bad
-    found = compare(scene, processors)
+    found = compare(scene, processors=12)
     assert found[1:].isfinite().all()
 
 

@@ -33,7 +33,7 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kernels_compile_for_every_generation(tmp_path: Path) -> None:
-    assert len(compile_for(tmp_path, 80, 86, 89, 90, 100)) == 5 * 14
+    assert len(compile_for(tmp_path, 80, 86, 89, 90, 100)) == 5 * 16
 
 
 def test_without_triton_there_are_no_kernels(

@@ -27,7 +27,7 @@ ROW = st.tuples(
 )
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     rows=st.lists(ROW, min_size=1, max_size=2),
     vocab=st.sampled_from([1, 7, 300, 5000]),

@@ -15,10 +15,10 @@ from sagellm.accel.fusion.triton._launch import DTYPES, device_obstacle, refuse
 from sagellm.accel.fusion.triton.attention_kernels import attention_kernel, reduce_kernel
 from sagellm.core.protocols.fusion import KernelSupport, Tolerance
 
-CHUNK_ROWS, FEWEST_ROWS = 64, 16
-"""Rows of a tile of queries: of chunks, and the fewest that a matrix unit takes."""
+FEWEST_ROWS, MOST_ROWS = 16, 64
+"""Of a tile of queries or keys; a matrix unit takes no fewer."""
 MOST_SPLITS, PROGRAMS_PER_PROCESSOR = 32, 2
-_TILE_BYTES = 16_384
+_KEY_BYTES, _QUERY_BYTES = 16_384, 32_768
 _NO_WINDOW = 2**30
 
 
@@ -73,7 +73,8 @@ class TritonPagedAttention:
         group = heads // kv_heads
         packed, dims = triton.next_power_of_2(group), triton.next_power_of_2(dim)
         one_token = len(spans) == num_rows  # a span has at least one
-        rows = max(FEWEST_ROWS, packed if one_token else max(packed, CHUNK_ROWS))
+        keys_of_tile, queries = tile_sizes(dims * keys.element_size())
+        rows = max(packed, FEWEST_ROWS if one_token else queries)
         tiles = len(spans) if one_token else num_rows // (rows // packed) + len(spans)
         splits = self._splits(tiles * kv_heads, query.device)
         parts, tops, totals = out, out, out
@@ -84,7 +85,7 @@ class TritonPagedAttention:
             query, keys, values, spans, tables, parts, tops, totals, *query.stride()[:2], *keys.stride()[:3],
             *values.stride()[:3], len(spans), window or _NO_WINDOW, dim**-0.5,
             KV_HEADS=kv_heads, GROUP=group, PACKED=packed, DIM=dim, DIMS=max(dims, 16), BLOCK_SIZE=block_size,
-            ROWS=rows, TILE=_tile(dims * keys.element_size()), SPLITS=splits, ONE_TOKEN=one_token,
+            ROWS=rows, TILE=keys_of_tile, SPLITS=splits, ONE_TOKEN=one_token,
         )  # fmt: skip
         if splits > 1:
             reduce_kernel[(num_rows * heads,)](parts, tops, totals, out, DIM=dim, DIMS=dims, SPLITS=splits)
@@ -102,9 +103,12 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
-def _tile(bytes_per_key: int) -> int:
-    """Keys of a tile: K and V of a few tiles have to fit into shared memory."""
-    return max(16, min(64, _TILE_BYTES // bytes_per_key))
+def tile_sizes(bytes_per_head: int) -> tuple[int, int]:
+    """Keys of a tile, and rows of queries of a chunk's: what fits into the 99 KiB of shared memory that the
+    smaller devices have.
+    """
+    keys, queries = (size // bytes_per_head for size in (_KEY_BYTES, _QUERY_BYTES))
+    return max(FEWEST_ROWS, min(MOST_ROWS, keys)), max(FEWEST_ROWS, min(MOST_ROWS, queries))
 
 
 def _obstacle(

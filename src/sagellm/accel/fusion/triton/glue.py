@@ -45,6 +45,8 @@ class TritonAddRmsNorm:
         """Raises `KernelError` where `supports` says no."""
         refuse(self._obstacle(x, delta, weight, eps))
         rows, columns = x.shape
+        if delta is not None and delta.stride(1) != 1:  # as a projection may return it
+            delta = delta.contiguous()
         out = x.new_empty(rows, columns)
         padded = triton.next_power_of_2(columns)
         if rows:
@@ -67,8 +69,8 @@ class TritonAddRmsNorm:
             return "rows of x and the weight must be contiguous"
         if delta is None:
             return device_obstacle(x, weight)
-        if delta.dtype is not x.dtype or delta.shape != x.shape or delta.stride(1) != 1:
-            return f"delta is {delta.dtype} {list(delta.shape)}, strides {delta.stride()}; x is {x.dtype}"
+        if delta.dtype is not x.dtype or delta.shape != x.shape:
+            return f"delta is {delta.dtype} {list(delta.shape)}, x {x.dtype} {list(x.shape)}"
         return device_obstacle(x, weight, delta)
 
 
@@ -150,6 +152,8 @@ class TritonSiluAndMul:
     def apply(self, wide: torch.Tensor) -> torch.Tensor:
         """Raises `KernelError` where `supports` says no."""
         refuse(self._obstacle(wide))
+        if wide.stride(1) != 1:  # as a projection may return it
+            wide = wide.contiguous()
         rows, columns = wide.shape[0], wide.shape[1] // 2
         out = wide.new_empty(rows, columns)
         if out.numel():
@@ -163,8 +167,8 @@ class TritonSiluAndMul:
     def _obstacle(self, wide: torch.Tensor) -> str:
         if wide.dtype not in DTYPES:
             return f"no kernel for {wide.dtype}"
-        if wide.ndim != 2 or wide.shape[1] % 2 or wide.stride(1) != 1:
-            return f"{list(wide.shape)}, strides {wide.stride()}, are no contiguous rows of gate and up"
+        if wide.ndim != 2 or wide.shape[1] % 2:
+            return f"{list(wide.shape)} are no rows of gate and up"
         return device_obstacle(wide)
 
 
