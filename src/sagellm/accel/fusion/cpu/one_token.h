@@ -6,7 +6,7 @@
 
 namespace one_token {
 
-constexpr int64_t TILE = 16;    // keys whose scores are made before their values are read
+constexpr int64_t TILE = 64;    // keys whose scores are made before their values are read
 constexpr int64_t SPLIT = 128;  // keys of one task
 constexpr int MOST_ROWS = WIDTH == 16 ? 4 : 2;
 constexpr int VECTORS = 4;
