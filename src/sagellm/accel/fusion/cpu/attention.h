@@ -70,8 +70,13 @@ struct Floats {
     static Vector add(Vector a, Vector b, Vector sum) { return multiply_add(a, b, sum); }
     static Vector words(const T *from) { return load(from); }
     static Vector words(const T *from, int64_t count) { return load_part(from, count); }
-    static Vector across(const T *key, const T *) { return load(key); }
-    static Vector across(const T *key, const T *, int64_t count) { return load_part(key, count); }
+    template <int COUNT>
+    static void across(const T *key, const T *, Vector (&to)[COUNT]) {
+        UNROLL_ALL for (int v = 0; v < COUNT; v++) to[v] = load(key + v * WIDTH);
+    }
+    static Vector across(const T *key, const T *, int64_t count) {
+        return count == WIDTH ? load(key) : load_part(key, count);
+    }
     static Vector without(Vector values, int64_t, int64_t, int64_t) { return values; }
     static Vector weigh(Vector x, float *to, int64_t i, Vector sum) {
         const Vector weights = power_of_two(x);
@@ -103,9 +108,19 @@ struct Pairs {
         const __m512i low = _mm512_cvtepu16_epi32(first), high = _mm512_cvtepu16_epi32(second);
         return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
     }
-    static Vector across(const BFloat16 *first, const BFloat16 *second) {
-        return pair(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(first)),
-                    _mm256_loadu_si256(reinterpret_cast<const __m256i *>(second)));
+    // Two vectors at a time by one permutation each.
+    template <int COUNT>
+    static void across(const BFloat16 *first, const BFloat16 *second, Vector (&to)[COUNT]) {
+        const __m512i dims = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512i low = _mm512_or_si512(dims, _mm512_slli_epi32(_mm512_add_epi32(dims, _mm512_set1_epi32(32)), 16));
+        const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+        UNROLL_ALL for (int v = 0; v + 1 < COUNT; v += 2) {
+            const __m512i a = _mm512_loadu_si512(first + v * WIDTH), b = _mm512_loadu_si512(second + v * WIDTH);
+            to[v] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, low, b));
+            to[v + 1] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, high, b));
+        }
+        constexpr int64_t last = COUNT - 1;
+        if constexpr (COUNT % 2 == 1) to[last] = across(first + last * WIDTH, second + last * WIDTH, WIDTH);
     }
     static Vector across(const BFloat16 *first, const BFloat16 *second, int64_t count) {
         const __mmask16 there = __mmask16((1u << count) - 1);
@@ -142,6 +157,16 @@ template <typename X>
 void narrow_row(const float *from, int64_t count, float divisor, X *to) {
     for (int64_t i = 0; i < count; i++) round_to(from[i] / divisor, to[i]);
 }
+
+#if defined(__AVX512BF16__)
+inline void narrow_row(const float *from, int64_t count, float divisor, BFloat16 *to) {
+    int64_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH)
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + i),
+                            (__m256i)_mm512_cvtneps_pbh(_mm512_div_ps(load(from + i), all(divisor))));
+    for (; i < count; i++) round_to(from[i] / divisor, to[i]);
+}
+#endif
 
 // The sums over a row's keys, divided by the sum of their weights, as its output.
 inline void store_out(const Attention &job, int64_t row, int64_t head, const float *sums, float weight) {

@@ -76,9 +76,15 @@ int64_t high_of(int64_t position, int64_t key) {
     return position + 1 - key < KEYS<Form> ? position + 1 - key : KEYS<Form>;
 }
 
+// Of a query's or key's dims.
+template <typename Form>
+int64_t num_words(const Attention &job) {
+    return (job.head_dim + Form::GROUP - 1) / Form::GROUP;
+}
+
 template <typename Form>
 void pack_query(const Tile &tile, Buffers &to) {
-    const int64_t dim = tile.job.padded_dim(), group = tile.job.group();
+    const int64_t dim = tile.job.padded_dim(), group = tile.job.group(), words = num_words<Form>(tile.job);
     std::memset(to.query, 0, size_t(Buffers::rows(tile.job) * dim) * sizeof *to.query);
     for (int64_t row = 0; row < Buffers::rows(tile.job); row++) {
         const int64_t token = tile.first + (row < tile.rows ? row : tile.rows - 1) / group;
@@ -87,7 +93,7 @@ void pack_query(const Tile &tile, Buffers &to) {
         if (row >= tile.rows) continue;
         load_query<Form>(tile.job, tile.span.first_row + token, tile.kv_head * group + row % group, to.row);
         float *lane = to.query + row / PANEL * PANEL * dim + row % PANEL;
-        for (int64_t d = 0; d < dim; d++) lane[d * PANEL] = to.row[d];
+        for (int64_t d = 0; d < words; d++) lane[d * PANEL] = to.row[d];
     }
 }
 
@@ -120,9 +126,14 @@ void pack_key(const typename Form::Number *from, int64_t dim, float *to) {
 // The words of GROUP keys' values, zeros up to a whole vector.
 template <typename Form>
 void pack_values(const typename Form::Number *first, const typename Form::Number *second, int64_t dim, float *to) {
-    const int64_t whole = dim / WIDTH * WIDTH;
-    for (int64_t d = 0; d < whole; d += WIDTH) save(to + d, Form::across(first + d, second + d));
-    if (whole < dim) save(to + whole, Form::across(first + whole, second + whole, dim - whole));
+    int64_t d = 0;
+    for (; d + 2 * WIDTH <= dim; d += 2 * WIDTH) {
+        Vector both[2];
+        Form::across(first + d, second + d, both);
+        save(to + d, both[0]), save(to + d + WIDTH, both[1]);
+    }
+    for (; d < dim; d += WIDTH)
+        save(to + d, Form::across(first + d, second + d, dim - d < WIDTH ? dim - d : WIDTH));
 }
 
 // Where the keys of one tile, at most KEYS, and their values lie.
@@ -261,7 +272,7 @@ void run(const Attention &job, const Task &task, void *memory) {
     Buffers buffers(job, memory);
     const Tile tile = {job, job.spans[task.span], task.kv_head, task.first, (task.last - task.first) * job.group()};
     const int64_t size = job.padded_dim(), end = tile.span.start + task.last;
-    const int64_t words = (job.head_dim + Form::GROUP - 1) / Form::GROUP;
+    const int64_t words = num_words<Form>(job);
     pack_query<Form>(tile, buffers);
     std::memset(buffers.sums, 0, size_t(Buffers::rows(job) * size) * sizeof *buffers.sums);
     Places<Form> places(tile, job.first_key(buffers.positions[0]), end);
