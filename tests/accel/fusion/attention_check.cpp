@@ -73,7 +73,7 @@ void fill(Numbers &pool, const Attention &job, const Scene &scene) {
 
 // One head of one row; false where it is wrong.
 bool agrees(const Attention &job, const Span &span, int64_t token, int64_t head, const Numbers &query,
-            const Numbers &keys, const Numbers &values, const float *out) {
+            const Numbers &keys, const Numbers &values, const char *out) {
     const int64_t position = span.start + token, dim = job.head_dim, row = span.first_row + token;
     const float *q = &query.values[size_t((row * job.heads + head) * dim)];
     std::vector<double> sums(size_t(dim), 0.0);
@@ -89,9 +89,12 @@ bool agrees(const Attention &job, const Span &span, int64_t token, int64_t head,
         for (int64_t d = 0; d < dim; d++) sums[size_t(d)] += weight * values.values[at + size_t(d)];
     }
     for (int64_t d = 0; d < dim; d++) {
-        const float found = out[(row * job.heads + head) * dim + d];
+        const int64_t i = (row * job.heads + head) * dim + d;
+        const bool halves = query.type == BFLOAT16;
+        const float found = halves ? as_float(reinterpret_cast<const BFloat16 *>(out)[i])
+                                   : reinterpret_cast<const float *>(out)[i];
         const double expected = sums[size_t(d)] / total;
-        if (!(std::fabs(found - expected) <= 1e-4 * (1 + std::fabs(expected)))) {
+        if (!(std::fabs(found - expected) <= (halves ? 1e-2 : 1e-4) * (1 + std::fabs(expected)))) {
             std::printf("row %ld head %ld dim %ld: %g, not %g\n", long(row), long(head), long(d), found, expected);
             return false;
         }
@@ -99,21 +102,21 @@ bool agrees(const Attention &job, const Span &span, int64_t token, int64_t head,
     return true;
 }
 
-bool one(int32_t pool_type) {
+bool one(int32_t query_type, int32_t pool_type) {
     const int64_t kv_heads = between(1, 3), group = between(1, 5), dim = between(1, 70), block_size = between(1, 9);
     const int64_t heads = kv_heads * group, num_blocks = between(1, 40), size = kv_heads * dim;
     const Scene seen = scene(block_size, num_blocks);
     const int64_t slots = num_blocks * block_size, window = between(0, 1) ? 0 : between(1, 100);
-    Numbers query(seen.rows * heads * dim, FLOAT32), keys(slots * size, pool_type), values(slots * size, pool_type);
+    Numbers query(seen.rows * heads * dim, query_type), keys(slots * size, pool_type), values(slots * size, pool_type);
     for (int64_t i = 0; i < seen.rows * heads * dim; i++) query.draw(i);
-    std::unique_ptr<float[]> out(new float[size_t(seen.rows * heads * dim)]);
+    std::unique_ptr<char[]> out(new char[size_t(seen.rows * heads * dim) * (query_type == FLOAT32 ? 4 : 2)]);
     std::unique_ptr<int32_t[]> tables(new int32_t[seen.tables.size()]);
     std::copy(seen.tables.begin(), seen.tables.end(), tables.get());
     const Attention job = {query.bytes.get(), out.get(), {keys.bytes.get(), block_size * size, size, dim},
                            {values.bytes.get(), block_size * size, size, dim}, tables.get(), seen.spans.data(),
                            seen.rows, num_blocks, int64_t(seen.tables.size()), int64_t(seen.spans.size()),
                            heads, kv_heads, dim, block_size, window, heads * dim, dim, heads * dim, dim,
-                           1.0f / std::sqrt(float(dim)), FLOAT32, pool_type};
+                           1.0f / std::sqrt(float(dim)), query_type, pool_type};
     fill(keys, job, seen);
     fill(values, job, seen);
     if (sagellm_paged_attention(&job, int32_t(between(1, 2))) != DONE) return false;
@@ -127,8 +130,8 @@ bool one(int32_t pool_type) {
 }  // namespace
 
 int main() {
-    for (int i = 0; i < 150; i++)
-        if (!one(i % 3)) return 1;
-    std::printf("150 jobs compared\n");
+    for (int i = 0; i < 200; i++)
+        if (!one(i % 4 == 3 ? BFLOAT16 : FLOAT32, i % 4 == 3 ? BFLOAT16 : i % 4)) return 1;
+    std::printf("200 jobs compared\n");
     return 0;
 }

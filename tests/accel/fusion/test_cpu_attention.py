@@ -131,6 +131,27 @@ def test_a_long_prompt_and_chunks_of_it(kernel: FusedKernel) -> None:
         torch.testing.assert_close(found, expected[first : first + tokens], atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize("window", [None, 1, 2, 33, 128])
+def test_pairs_of_bfloat16(kernel: FusedKernel, window: int | None) -> None:
+    """Dims and keys that are odd or few, tiles that end anywhere, windows that begin within a pair."""
+    chance = random.Random(window or 0)
+    for seed in range(24):
+        group, dim = chance.choice((1, 2, 3, 4, 5, 8)), chance.choice((1, 2, 15, 17, 31, 33, 47, 64, 65, 128))
+        parts = [(chance.randrange(150), 1), (chance.randrange(150), chance.randrange(2, 40)), (126, 4)]
+        made = scene(
+            parts, heads=2 * group, dim=dim, window=window, seed=seed, dtype=torch.bfloat16,
+            pool_dtype=torch.bfloat16,
+        )  # fmt: skip
+        compare(kernel, made)
+
+
+def test_weights_of_bfloat16_add_up_to_one(kernel: FusedKernel) -> None:
+    """What all keys have in common comes out as it is: weights and their sum are rounded alike."""
+    made = scene([(700, 1), (0, 300)], dim=32, dtype=torch.bfloat16, pool_dtype=torch.bfloat16)
+    made.values[:] = 1.0
+    assert torch.equal(kernel.apply(*made.args), torch.ones_like(made.query))
+
+
 @settings(max_examples=60)
 @given(
     parts=st.lists(
@@ -163,9 +184,12 @@ def test_any_tables_and_strides(
     compare(kernel, made)
 
 
-def test_a_span_does_not_depend_on_its_company(kernel: FusedKernel) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_span_does_not_depend_on_its_company(kernel: FusedKernel, dtype: torch.dtype) -> None:
     """The same bits alone, among others, and on another number of threads."""
-    together = scene([(400, 1), (90, 50), (33, 1), (0, 300)], dim=64, block_size=16)
+    together = scene(
+        [(400, 1), (90, 50), (33, 1), (0, 300)], dim=64, block_size=16, dtype=dtype, pool_dtype=dtype
+    )
     found = kernel.apply(*together.args)
     for threads in (1, 2):
         other = cpu_kernels(threads).attention
@@ -178,16 +202,20 @@ def test_a_span_does_not_depend_on_its_company(kernel: FusedKernel) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("window", [None, 7, 40])
-def test_nan_and_inf_reach_whoever_sees_them(kernel: FusedKernel, bad: float, window: int | None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_and_inf_reach_whoever_sees_them(
+    kernel: FusedKernel, bad: float, window: int | None, dtype: torch.dtype
+) -> None:
     """And nobody else: no query before them in their own chunk, none whose window is past them."""
     chance = random.Random(5)
     reached = 0
     for seed in range(12):
-        made = scene([(150, 1), (20, 90), (0, 70)], dim=24, window=window, seed=seed)
+        parts, dim = [(150, 1), (20, 90), (0, 70)], (24, 23)[seed % 2]
+        made = scene(parts, dim=dim, window=window, seed=seed, dtype=dtype, pool_dtype=dtype)
         pool = (made.keys, made.values)[seed % 2]
         for _ in range(3):
             entry = chance.randrange(len(made.tables))
-            pool[made.tables[entry], chance.randrange(4), chance.randrange(2), chance.randrange(24)] = bad
+            pool[made.tables[entry], chance.randrange(4), chance.randrange(2), chance.randrange(dim)] = bad
         if seed % 3 == 0:
             made.query[chance.randrange(len(made.query)), chance.randrange(4), 3] = bad
         if seed % 4 == 3:
@@ -199,9 +227,10 @@ def test_nan_and_inf_reach_whoever_sees_them(kernel: FusedKernel, bad: float, wi
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 30.0, 300.0])
-def test_scores_of_any_size(kernel: FusedKernel, scale: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_of_any_size(kernel: FusedKernel, scale: float, dtype: torch.dtype) -> None:
     """Weights that underflow, rows where one key takes all. Float32 knows a score of 1,000 to 1e-4."""
-    made = scene([(300, 1), (0, 100), (77, 40)], dim=32)
+    made = scene([(300, 1), (0, 100), (77, 40)], dim=32, dtype=dtype, pool_dtype=dtype)
     made.query *= scale
     compare(kernel, made, slack=2e-6 * scale)
 

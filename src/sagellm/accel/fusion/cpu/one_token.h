@@ -6,7 +6,7 @@
 
 namespace one_token {
 
-constexpr int64_t TILE = 16;    // keys whose scores are made before their values are read
+constexpr int64_t TILE = 64;    // keys whose scores are made before their values are read
 constexpr int64_t SPLIT = 128;  // keys of one task
 constexpr int MOST_ROWS = WIDTH == 16 ? 4 : 2;
 constexpr int VECTORS = 4;
@@ -93,11 +93,12 @@ void add_vectors(Rows<T> values, Rows<T> ahead, Weights weights, int64_t dims, i
     for (int64_t j = 0; j < weights.count; j += Form::GROUP) {
         const T *first = values[j], *last = values[j + Form::GROUP - 1];
         Vector value[COUNT];
-        UNROLL_ALL for (int v = 0; v < COUNT; v++) {
-            UNROLL_ALL for (int i = 0; i < Form::GROUP; i++) __builtin_prefetch(ahead[j + i] + v * WIDTH);
-            value[v] = COUNT > 1 || dims == WIDTH ? Form::across(first + v * WIDTH, last + v * WIDTH)
-                                                  : Form::across(first, last, dims);
-        }
+        UNROLL_ALL for (int v = 0; v < COUNT; v++) UNROLL_ALL for (int i = 0; i < Form::GROUP; i++)
+            __builtin_prefetch(ahead[j + i] + v * WIDTH);
+        if (COUNT > 1 || dims == WIDTH)
+            Form::across(first, last, value);
+        else
+            value[0] = Form::across(first, last, dims);
         UNROLL_ALL for (int m = 0; m < ROWS; m++) {
             const Vector weight = all(weights.of[m * TILE + j / Form::GROUP]);
             UNROLL_ALL for (int v = 0; v < COUNT; v++) sum[m][v] = Form::add(weight, value[v], sum[m][v]);
@@ -112,8 +113,8 @@ void add_values(const Attention &job, Rows<T> values, Rows<T> ahead, Weights wei
     const int64_t size = job.padded_dim();
     int64_t d = 0;
     for (; d + VECTORS * WIDTH <= job.head_dim; d += VECTORS * WIDTH)
-        add_vectors<Form, ROWS, VECTORS, T>({values.at, values.offset + d}, {ahead.at, ahead.offset + d}, weights, WIDTH,
-                                      size, sums + d);
+        add_vectors<Form, ROWS, VECTORS, T>({values.at, values.offset + d}, {ahead.at, ahead.offset + d}, weights,
+                                            WIDTH, size, sums + d);
     for (; d < job.head_dim; d += WIDTH)
         add_vectors<Form, ROWS, 1, T>({values.at, values.offset + d}, {ahead.at, ahead.offset + d}, weights,
                                 job.head_dim - d < WIDTH ? job.head_dim - d : WIDTH, size, sums + d);

@@ -12,13 +12,16 @@ namespace query_tiles {
 
 constexpr int64_t MOST_ROWS = 480;
 constexpr int64_t MOST_BYTES = 480 << 10;  // of a task's rows: they stay in L2
-constexpr int64_t KEYS = 64;
+constexpr int64_t MOST_KEYS = 128;
 constexpr int PANEL = 6;  // rows at a time: sums of 6 rows and 4 vectors fill the registers (2 where there are 16)
 constexpr int VECTORS = WIDTH == 16 ? 4 : 2;
+// Of a tile: as many as make half of L1 from a head of 64 dims.
+template <typename Form>
+constexpr int64_t KEYS = 64 * Form::GROUP;
 
 // Query tokens of one task at most.
 inline int64_t tile_tokens(const Attention &job) {
-    const int64_t row_bytes = (2 * job.padded_dim() + KEYS) * int64_t(sizeof(float));
+    const int64_t row_bytes = (2 * job.padded_dim() + MOST_KEYS) * int64_t(sizeof(float));
     const int64_t rows = MOST_BYTES / row_bytes < MOST_ROWS ? MOST_BYTES / row_bytes : MOST_ROWS;
     return rows < job.group() ? 1 : rows / job.group();
 }
@@ -40,17 +43,17 @@ struct Buffers {
         return (tile_tokens(job) * job.group() + PANEL - 1) / PANEL * PANEL;
     }
     static size_t bytes(const Attention &job) {
-        const int64_t dim = job.padded_dim(), floats = rows(job) * (2 * dim + KEYS) + 2 * KEYS * dim + 4 * dim;
+        const int64_t dim = job.padded_dim(), floats = rows(job) * (2 * dim + MOST_KEYS) + 2 * MOST_KEYS * dim + 4 * dim;
         return size_t(floats) * sizeof(float) + size_t(rows(job)) * (sizeof(Softmax) + sizeof(int64_t));
     }
     Buffers(const Attention &job, void *at) {
         const int64_t dim = job.padded_dim(), count = rows(job);
         query = static_cast<float *>(at);
         scores = query + count * dim;
-        sums = scores + count * KEYS;
+        sums = scores + count * MOST_KEYS;
         keys = sums + count * dim;
-        values = keys + KEYS * dim;
-        row = values + KEYS * dim;
+        values = keys + MOST_KEYS * dim;
+        row = values + MOST_KEYS * dim;
         positions = reinterpret_cast<int64_t *>(row + 4 * dim);
         softmax = reinterpret_cast<Softmax *>(positions + count);
     }
@@ -68,11 +71,20 @@ inline int64_t low_of(const Attention &job, int64_t position, int64_t key) {
     const int64_t from = job.first_key(position) - key;
     return from > 0 ? from : 0;
 }
-inline int64_t high_of(int64_t position, int64_t key) { return position + 1 - key < KEYS ? position + 1 - key : KEYS; }
+template <typename Form>
+int64_t high_of(int64_t position, int64_t key) {
+    return position + 1 - key < KEYS<Form> ? position + 1 - key : KEYS<Form>;
+}
+
+// Of a query's or key's dims.
+template <typename Form>
+int64_t num_words(const Attention &job) {
+    return (job.head_dim + Form::GROUP - 1) / Form::GROUP;
+}
 
 template <typename Form>
 void pack_query(const Tile &tile, Buffers &to) {
-    const int64_t dim = tile.job.padded_dim(), group = tile.job.group();
+    const int64_t dim = tile.job.padded_dim(), group = tile.job.group(), words = num_words<Form>(tile.job);
     std::memset(to.query, 0, size_t(Buffers::rows(tile.job) * dim) * sizeof *to.query);
     for (int64_t row = 0; row < Buffers::rows(tile.job); row++) {
         const int64_t token = tile.first + (row < tile.rows ? row : tile.rows - 1) / group;
@@ -81,23 +93,24 @@ void pack_query(const Tile &tile, Buffers &to) {
         if (row >= tile.rows) continue;
         load_query<Form>(tile.job, tile.span.first_row + token, tile.kv_head * group + row % group, to.row);
         float *lane = to.query + row / PANEL * PANEL * dim + row % PANEL;
-        for (int64_t d = 0; d < dim; d++) lane[d * PANEL] = to.row[d];
+        for (int64_t d = 0; d < words; d++) lane[d * PANEL] = to.row[d];
     }
 }
 
 // Four rows of words, turned: to[d * KEYS + i] = from[i * size + d].
-inline void turn(const float *from, int64_t size, float *to) {
+template <typename Form>
+void turn(const float *from, int64_t size, float *to) {
 #if defined(__SSE__)
     for (int64_t d = 0; d < size; d += 4) {
         __m128 a = _mm_loadu_ps(from + d), b = _mm_loadu_ps(from + size + d);
         __m128 c = _mm_loadu_ps(from + 2 * size + d), e = _mm_loadu_ps(from + 3 * size + d);
         _MM_TRANSPOSE4_PS(a, b, c, e);
-        _mm_storeu_ps(to + d * KEYS, a), _mm_storeu_ps(to + (d + 1) * KEYS, b);
-        _mm_storeu_ps(to + (d + 2) * KEYS, c), _mm_storeu_ps(to + (d + 3) * KEYS, e);
+        _mm_storeu_ps(to + d * KEYS<Form>, a), _mm_storeu_ps(to + (d + 1) * KEYS<Form>, b);
+        _mm_storeu_ps(to + (d + 2) * KEYS<Form>, c), _mm_storeu_ps(to + (d + 3) * KEYS<Form>, e);
     }
 #else
     for (int64_t d = 0; d < size; d++)
-        for (int64_t i = 0; i < 4; i++) to[d * KEYS + i] = from[i * size + d];
+        for (int64_t i = 0; i < 4; i++) to[d * KEYS<Form> + i] = from[i * size + d];
 #endif
 }
 
@@ -113,20 +126,26 @@ void pack_key(const typename Form::Number *from, int64_t dim, float *to) {
 // The words of GROUP keys' values, zeros up to a whole vector.
 template <typename Form>
 void pack_values(const typename Form::Number *first, const typename Form::Number *second, int64_t dim, float *to) {
-    const int64_t whole = dim / WIDTH * WIDTH;
-    for (int64_t d = 0; d < whole; d += WIDTH) save(to + d, Form::across(first + d, second + d));
-    if (whole < dim) save(to + whole, Form::across(first + whole, second + whole, dim - whole));
+    int64_t d = 0;
+    for (; d + 2 * WIDTH <= dim; d += 2 * WIDTH) {
+        Vector both[2];
+        Form::across(first + d, second + d, both);
+        save(to + d, both[0]), save(to + d + WIDTH, both[1]);
+    }
+    for (; d < dim; d += WIDTH)
+        save(to + d, Form::across(first + d, second + d, dim - d < WIDTH ? dim - d : WIDTH));
 }
 
 // Where the keys of one tile, at most KEYS, and their values lie.
-template <typename T>
+template <typename Form>
 struct Places {
-    const T *keys[KEYS], *values[KEYS];
+    typedef typename Form::Number T;
+    const T *keys[KEYS<Form>], *values[KEYS<Form>];
     int64_t first, count;
 
     Places(const Tile &tile, int64_t from, int64_t end) : first(from) {
         const Attention &job = tile.job;
-        count = end - first < KEYS ? end - first : KEYS;
+        count = end - first < KEYS<Form> ? end - first : KEYS<Form>;
         if (count <= 0) return;
         const int64_t key = tile.kv_head * job.keys.head_stride, value = tile.kv_head * job.values.head_stride;
         find_keys(job, job.keys, tile.span, first, count, keys);
@@ -144,10 +163,10 @@ struct Places {
 
 // A tile's keys, of zeros up to KEYS, and values.
 template <typename Form>
-void pack_tile(const Attention &job, const Places<typename Form::Number> &from, Buffers &to) {
+void pack_tile(const Attention &job, const Places<Form> &from, Buffers &to) {
     constexpr int64_t STEP = WIDTH * Form::GROUP;
     const int64_t dim = job.head_dim, size = job.padded_dim(), words = (dim + STEP - 1) / STEP * WIDTH;
-    for (int64_t j = 0; j < KEYS; j += 4) {
+    for (int64_t j = 0; j < KEYS<Form>; j += 4) {
         for (int64_t i = j; i < j + 4; i++) {
             float *key = to.row + (i - j) * words;
             if (i < from.count)
@@ -155,7 +174,7 @@ void pack_tile(const Attention &job, const Places<typename Form::Number> &from, 
             else
                 std::memset(key, 0, size_t(words) * sizeof *key);
         }
-        turn(to.row, words, to.keys + j);
+        turn<Form>(to.row, words, to.keys + j);
     }
     for (int64_t i = 0; i < from.count; i += Form::GROUP) {
         const int64_t last = i + Form::GROUP <= from.count ? i + Form::GROUP - 1 : i;
@@ -166,19 +185,19 @@ void pack_tile(const Attention &job, const Places<typename Form::Number> &from, 
 // Scores of a panel's rows and all keys of the tile, from `words` of each, times `factor`.
 template <typename Form>
 void score(const float *query, const float *keys, int64_t words, float factor, float *scores) {
-    for (int64_t key = 0; key < KEYS; key += VECTORS * WIDTH) {
+    for (int64_t key = 0; key < KEYS<Form>; key += VECTORS * WIDTH) {
         Vector sum[PANEL][VECTORS];
         UNROLL_ALL for (int m = 0; m < PANEL; m++) UNROLL_ALL for (int v = 0; v < VECTORS; v++) sum[m][v] = zero();
         for (int64_t d = 0; d < words; d++) {
             Vector column[VECTORS];
-            UNROLL_ALL for (int v = 0; v < VECTORS; v++) column[v] = load(keys + d * KEYS + key + v * WIDTH);
+            UNROLL_ALL for (int v = 0; v < VECTORS; v++) column[v] = load(keys + d * KEYS<Form> + key + v * WIDTH);
             UNROLL_ALL for (int m = 0; m < PANEL; m++) {
                 const Vector row = all(query[d * PANEL + m]);
                 UNROLL_ALL for (int v = 0; v < VECTORS; v++) sum[m][v] = Form::add(row, column[v], sum[m][v]);
             }
         }
         UNROLL_ALL for (int m = 0; m < PANEL; m++) UNROLL_ALL for (int v = 0; v < VECTORS; v++)
-            save(scores + m * KEYS + key + v * WIDTH, multiply(sum[m][v], all(factor)));
+            save(scores + m * KEYS<Form> + key + v * WIDTH, multiply(sum[m][v], all(factor)));
     }
 }
 
@@ -197,7 +216,7 @@ void add_vectors(const float *values, const float *weights, const float *factors
             if constexpr (ROWS == 1) value[v] = Form::without(value[v], j * Form::GROUP, low, high);
         }
         UNROLL_ALL for (int m = 0; m < ROWS; m++) {
-            const Vector weight = all(weights[m * KEYS + j]);
+            const Vector weight = all(weights[m * KEYS<Form> + j]);
             UNROLL_ALL for (int v = 0; v < COUNT; v++) sum[m][v] = Form::add(weight, value[v], sum[m][v]);
         }
     }
@@ -220,19 +239,19 @@ template <typename Form>
 void add_panel(const Attention &job, Buffers &buffers, int64_t row, int64_t key) {
     static const float ones[1] = {1.0f};
     const int64_t size = job.padded_dim();
-    float *weights = buffers.scores + row * KEYS, *sums = buffers.sums + row * size, factors[PANEL];
-    int64_t low[PANEL], high[PANEL], from = 0, to = KEYS;
+    float *weights = buffers.scores + row * KEYS<Form>, *sums = buffers.sums + row * size, factors[PANEL];
+    int64_t low[PANEL], high[PANEL], from = 0, to = KEYS<Form>;
     for (int m = 0; m < PANEL; m++) {
-        low[m] = low_of(job, buffers.positions[row + m], key), high[m] = high_of(buffers.positions[row + m], key);
+        low[m] = low_of(job, buffers.positions[row + m], key), high[m] = high_of<Form>(buffers.positions[row + m], key);
         from = low[m] > from ? low[m] : from;
         to = high[m] < to ? high[m] : to;
     }
     from = (from + Form::GROUP - 1) / Form::GROUP * Form::GROUP, to = to / Form::GROUP * Form::GROUP;
     if (to < from) to = from;
-    add_scores<Form, PANEL, KEYS>(weights, low, high, buffers.softmax + row, factors);
+    add_scores<Form, PANEL, KEYS<Form>>(weights, low, high, buffers.softmax + row, factors);
     add_values<Form, PANEL>(buffers.values, weights, factors, from, to, size, sums);
     for (int m = 0; m < PANEL; m++) {
-        const float *mine = weights + m * KEYS;
+        const float *mine = weights + m * KEYS<Form>;
         const int64_t before = high[m] < from ? high[m] : from, after = low[m] > to ? low[m] : to;
         if (low[m] < before) add_values<Form, 1>(buffers.values, mine, ones, low[m], before, size, sums + m * size);
         if (after < high[m]) add_values<Form, 1>(buffers.values, mine, ones, after, high[m], size, sums + m * size);
@@ -240,32 +259,33 @@ void add_panel(const Attention &job, Buffers &buffers, int64_t row, int64_t key)
 }
 
 // The rows whose panels see something of the key tile at `key`: [first, last).
-inline void visible_rows(const Tile &tile, const Buffers &buffers, int64_t key, int64_t &first, int64_t &last) {
+template <typename Form>
+void visible_rows(const Tile &tile, const Buffers &buffers, int64_t key, int64_t &first, int64_t &last) {
     first = 0, last = tile.rows;
-    while (first < last && high_of(buffers.positions[first + PANEL - 1], key) <= 0) first += PANEL;
-    while (last > first && low_of(tile.job, buffers.positions[(last - 1) / PANEL * PANEL], key) >= KEYS)
+    while (first < last && high_of<Form>(buffers.positions[first + PANEL - 1], key) <= 0) first += PANEL;
+    while (last > first && low_of(tile.job, buffers.positions[(last - 1) / PANEL * PANEL], key) >= KEYS<Form>)
         last = (last - 1) / PANEL * PANEL;
 }
 
 template <typename Form>
 void run(const Attention &job, const Task &task, void *memory) {
-    typedef Places<typename Form::Number> Places;
     Buffers buffers(job, memory);
     const Tile tile = {job, job.spans[task.span], task.kv_head, task.first, (task.last - task.first) * job.group()};
     const int64_t size = job.padded_dim(), end = tile.span.start + task.last;
-    const int64_t words = (job.head_dim + Form::GROUP - 1) / Form::GROUP;
+    const int64_t words = num_words<Form>(job);
     pack_query<Form>(tile, buffers);
     std::memset(buffers.sums, 0, size_t(Buffers::rows(job) * size) * sizeof *buffers.sums);
-    Places places(tile, job.first_key(buffers.positions[0]), end);
+    Places<Form> places(tile, job.first_key(buffers.positions[0]), end);
     while (places.count > 0) {
-        const Places next(tile, places.first + KEYS, end);
+        const Places<Form> next(tile, places.first + KEYS<Form>, end);
         int64_t first, last;
         pack_tile<Form>(job, places, buffers);
-        visible_rows(tile, buffers, places.first, first, last);
+        visible_rows<Form>(tile, buffers, places.first, first, last);
         const int64_t panels = (last - first + PANEL - 1) / PANEL;
         for (int64_t i = 0, row = first; i < panels; i++, row += PANEL) {
             next.prefetch(i, panels, job.head_dim);
-            score<Form>(buffers.query + row * size, buffers.keys, words, job.factor(), buffers.scores + row * KEYS);
+            float *scores = buffers.scores + row * KEYS<Form>;
+            score<Form>(buffers.query + row * size, buffers.keys, words, job.factor(), scores);
         }
         for (int64_t row = first; row < last; row += PANEL) add_panel<Form>(job, buffers, row, places.first);
         places = next;
