@@ -1,11 +1,12 @@
-"""llama.cpp's quantized models beside `sagellm bench engine --quant`: decode at batch 1, and what its logits lose.
+"""llama.cpp's quantized models beside `sagellm bench engine --quant`: decode at batch 1, and what its logits
+lose.
 
     PEER_PYTHON benchmarks/peers_quantized.py --gguf S.gguf --model S --threads 1 --out rows.jsonl
     sagellm bench engine --model S --quant int8 --only decode-1 --threads 1 --compare rows.jsonl
 
-Runs in an environment with llama-cpp-python and numpy, without sageLLM. The file is the bfloat16 one that the peers'
-harness writes; llama.cpp's own quantizer makes the others from it, into a temporary folder. Prompts are those of
-workload b1 and of `logit_error.py`. Rows have the harness's form; formats are measured in turns.
+Runs in an environment with llama-cpp-python and numpy, without sageLLM. The file is the bfloat16 one that the
+peers' harness writes; llama.cpp's own quantizer makes the others from it, into a temporary folder. Prompts
+are those of workload b1 and of `logit_error.py`. Rows have the harness's form; formats are measured in turns.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Model:
     """One file in llama.cpp, one sequence at a time."""
 
     def __init__(self, path: Path, threads: int) -> None:
-        import llama_cpp
+        import llama_cpp  # type: ignore[import-not-found]
 
         self._cpp = llama_cpp
         self._model = llama_cpp.llama_model_load_from_file(
@@ -49,7 +50,7 @@ class Model:
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
 
     def forget(self) -> None:
-        self._cpp.llama_memory_clear(self._cpp.llama_get_memory(self._context), True)  # noqa: FBT003 - C's
+        self._cpp.llama_memory_clear(self._cpp.llama_get_memory(self._context), True)
 
     def logits(self, token_ids: Sequence[int]) -> Any:
         """After these tokens, which follow those before: float32 [vocab]."""
@@ -117,7 +118,8 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--gguf", type=Path, required=True, help="the model in bfloat16")
     parser.add_argument("--model", required=True, help="its name in rows")
     parser.add_argument("--threads", type=int, default=1)

@@ -160,7 +160,9 @@ def test_whole_numbers_without_a_word_in_the_configuration_are_refused(tmp_path:
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match=r"dtype I8, but config.json says nothing of quantization"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"dtype I8, but config.json says nothing of quantization"
+    ):
         backend(folder)
 
 
