@@ -30,7 +30,8 @@ bool one(int32_t bits) {
     for (auto &value : x) value = normal(chance);
     for (int64_t k = 0; k < inputs; k++) order[size_t(k)] = int32_t(inputs - 1 - k);
     const Matrix matrix = {codes.data(), scales.data(), with_zeros ? zeros.data() : nullptr,
-                           with_order ? order.data() : nullptr, outputs, inputs, per, FLOAT32, bits};
+                           with_order ? order.data() : nullptr, outputs, inputs, per, FLOAT32, bits,
+                           between(0, 1) ? 8 : 16};
     const int64_t row_stride = columns ? 1 : inputs, column_stride = columns ? rows : 1;
     if (sagellm_linear_quantized(&matrix, x.data(), bias.data(), y.data(), rows, row_stride, column_stride, FLOAT32,
                                  int32_t(between(1, 2))) != DONE)

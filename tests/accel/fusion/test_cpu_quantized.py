@@ -40,7 +40,7 @@ def kernel(request: pytest.FixtureRequest) -> CpuQuantizedLinear:
 
 def matrix(
     outputs: int, inputs: int, bits: int, group_size: int = 32, *, zeros: bool = False, order: bool = False,
-    scales: torch.dtype = torch.float16, seed: int = 0,
+    scales: torch.dtype = torch.float16, activation_bits: int = 16, seed: int = 0,
 ) -> QuantizedMatrix:  # fmt: skip
     """Every code and zero that there is; results are of about unit size."""
     generator = torch.Generator().manual_seed(seed)
@@ -53,6 +53,7 @@ def matrix(
         group_size,
         torch.randint(0, 1 << bits, groups, dtype=torch.uint8, generator=generator) if zeros else None,
         torch.randperm(inputs, generator=generator) if order else None,
+        activation_bits,
     )
 
 
@@ -71,7 +72,7 @@ def check_shapes(kernel: CpuQuantizedLinear) -> int:
     for rows, outputs, inputs in SHAPES:
         x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows))
         for bits in (4, 8):
-            compare(kernel, x, matrix(outputs, inputs, bits))
+            compare(kernel, x, matrix(outputs, inputs, bits, activation_bits=8))
             compare(
                 kernel, x, matrix(outputs, inputs, bits, 64, zeros=True, order=True, scales=torch.float32)
             )
@@ -99,6 +100,7 @@ def test_every_level_of_this_cpu(level: CpuLevel) -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     scales=st.sampled_from(SCALES),
     bits=st.sampled_from([4, 8]),
+    activation_bits=st.sampled_from([8, 16]),
     group_size=st.sampled_from([32, 64, 128, 1 << 20]),
     zeros=st.booleans(),
     order=st.booleans(),
@@ -107,7 +109,7 @@ def test_every_level_of_this_cpu(level: CpuLevel) -> None:
 )
 def test_anything(
     kernel: CpuQuantizedLinear, rows: int, outputs: int, inputs: int, dtype: torch.dtype, scales: torch.dtype,
-    bits: int, group_size: int, zeros: bool, order: bool, layout: str, with_bias: bool,
+    bits: int, activation_bits: int, group_size: int, zeros: bool, order: bool, layout: str, with_bias: bool,
 ) -> None:  # fmt: skip
     wide = torch.randn(2 * rows + 1, 2 * inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
     x = wide[:rows, :inputs]
@@ -118,7 +120,10 @@ def test_anything(
     elif layout == "repeated":
         x = wide[:1, :inputs].expand(rows, inputs)
     bias = torch.randn(outputs, generator=torch.Generator().manual_seed(1)).to(dtype) if with_bias else None
-    weight = matrix(outputs, inputs, bits, group_size, zeros=zeros, order=order, scales=scales, seed=inputs)
+    weight = matrix(
+        outputs, inputs, bits, group_size, zeros=zeros, order=order, scales=scales,
+        activation_bits=activation_bits, seed=inputs,
+    )  # fmt: skip
     compare(kernel, x, weight, bias)
 
 
@@ -162,10 +167,11 @@ def test_tiny_and_huge_rows(kernel: CpuQuantizedLinear, size: float) -> None:
     )
 
 
-def test_the_twin_rounds_x_to_the_nearest_of_255() -> None:
+@pytest.mark.parametrize(("bits", "most"), [(8, 127), (16, 32512)])
+def test_the_twin_rounds_x_to_the_nearest_step(bits: int, most: int) -> None:
     x = torch.randn(4, 70, generator=torch.Generator().manual_seed(5))
-    whole, scales = quantized_rows(x)
-    assert whole.abs().max() == 127
+    whole, scales = quantized_rows(x, bits)
+    assert whole.abs().max() == most
     values = (whole * scales).flatten(1)[:, :70]
     assert ((values - x).abs() <= 0.5001 * scales.expand_as(whole).flatten(1)[:, :70]).all()
 
@@ -195,6 +201,7 @@ def test_a_matrix_that_does_not_fit_together_is_refused() -> None:
     assert good.order is not None
     for changes, words in (
         ({"bits": 3}, "use 4 or 8"),
+        ({"activation_bits": 4}, "use 8 or 16"),
         ({"group_size": 0}, "at least 1"),
         ({"scales": good.scales[:, :2]}, "scales of shape"),
         ({"zeros": good.zeros[:3]}, "zeros of shape"),

@@ -1,9 +1,10 @@
 """Weights to the nearest code, by groups of 32 inputs, with the scale that leaves the least squared error.
 
 The value of largest size in a group is given the end of the range that has one code more (as llama.cpp's
-`q4_0` does); with four bits its place is then tried out from 5.5 to 9.25 instead of 8, since a group's error
-is often less when that one value is cut off or the range is not used up. Relative error of normal weights: 8
-bits 0.0053, 4 bits 0.0814; `q4_0`'s is 0.0861.
+`q4_0` does), and its place there is tried out: with four bits from 5.5 to 9.25, since a group's error is
+often less when that one value is cut off or the range is not used up; with eight from 120.5 to 128, since of
+sixteen nearly equal scales one fits the other 31 values best. Relative error of normal weights: 8 bits
+0.0048, 4 bits 0.0814; `q8_0` has 0.0054 and `q4_0` 0.0861.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sagellm.core.protocols.quantization import QuantizedMatrix
 GROUP_SIZE = 32
 HEAD = "head.weight"
 _HEAD_BITS = 8
-_PLACES = {8: (128.0,), 4: tuple(i / 4 for i in range(22, 38))}
+_PLACES = {8: tuple(128 - i / 2 for i in range(16)), 4: tuple(i / 4 for i in range(22, 38))}
 _CHUNK = 1 << 18
 
 
@@ -53,7 +54,7 @@ class RoundToNearest:
                 (_rounded(values, scale, bits) + (1 << bits - 1)).flatten(1)[:, :inputs].to(torch.uint8)
             )
             scales[part] = scale[..., 0]
-        return QuantizedMatrix(codes, scales, bits, GROUP_SIZE)
+        return QuantizedMatrix(codes, scales, bits, GROUP_SIZE, activation_bits=8 if bits == 4 else 16)
 
 
 def _scales(values: torch.Tensor, bits: int, places: Sequence[float]) -> torch.Tensor:
@@ -62,8 +63,6 @@ def _scales(values: torch.Tensor, bits: int, places: Sequence[float]) -> torch.T
     """
     largest = values.gather(-1, values.abs().argmax(-1, keepdim=True))
     best = (largest / -places[0]).half()
-    if len(places) == 1:
-        return best
     least = _squared_error(values, best, bits)
     for place in places[1:]:
         scale = (largest / -place).half()

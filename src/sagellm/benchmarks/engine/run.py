@@ -13,6 +13,7 @@ from rich.table import Table
 from sagellm.benchmarks._results import Environment, figure, table
 from sagellm.benchmarks.engine._process import CpuTimes, others_share, peak_resident_bytes, resident_bytes
 from sagellm.benchmarks.engine.cold_start import cold_start
+from sagellm.benchmarks.engine.logit_error import LOGIT_ERROR, LOGIT_ERROR_CODE, logit_error
 from sagellm.benchmarks.engine.peer_rows import Comparison, Figure, Row, compare
 from sagellm.benchmarks.engine.session import Job, Session
 from sagellm.benchmarks.engine.workloads import COLD_CODE, COLD_START, SECONDS, WORKLOADS, Metric, Workload
@@ -37,6 +38,7 @@ COLUMNS = (
     "others",
     "runs",
 )
+LOGIT_DISTANCE = Metric("rel_l2", "rel. L2", higher_is_better=False)
 WARM_UP = Job([1, 2, 3] * 21, 8)
 MB = 1e6
 
@@ -59,6 +61,15 @@ class Plan:
             raise ConfigError(f"--repeats {self.repeats}: measure at least once")
         if not self.names:
             raise ConfigError(f"no workload is left to measure: {', '.join(w.name for w in self.workloads)}")
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.config.model.quantization != "none"
+
+    @property
+    def engine(self) -> str:
+        """Our name in rows: a quantized model is another engine's."""
+        return f"sagellm-{self.config.model.quantization}" if self.is_quantized else "sagellm"
 
     @property
     def threads(self) -> int:
@@ -146,6 +157,10 @@ def run(
         for repeat in range(plan.repeats):
             on_run(f"{COLD_START}, {repeat + 1} of {plan.repeats}")
             report.measured.append(_measure_cold(plan, repeat, clock))
+    if plan.is_quantized:
+        on_run(LOGIT_ERROR)
+        values = {LOGIT_DISTANCE.key: logit_error(plan.config)}
+        report.measured.append(Measured(LOGIT_ERROR, LOGIT_ERROR_CODE, LOGIT_DISTANCE, 0, values, None, None))
     chosen = [workload for workload in plan.workloads if workload.name in plan.names]
     if not chosen:
         return
@@ -227,7 +242,7 @@ def _figure(name: str, runs: Sequence[Measured]) -> Figure:
 
 def _harness_row(plan: Plan, one: Measured) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "engine": "sagellm",
+        "engine": plan.engine,
         "model": plan.label,
         "threads": plan.threads,
         "workload": one.code,
@@ -245,9 +260,10 @@ def _harness_row(plan: Plan, one: Measured) -> dict[str, Any]:
 def tables(report: Report) -> Iterator[Table]:
     """Our medians, and beside them each peer's with the ratio, if there are any."""
     plan = report.plan
+    held = f" in {plan.config.model.quantization}" if plan.is_quantized else ""
     title = (
-        f"model {plan.label}, {plan.threads} threads: medians; overhead is what of a step was not execute, "
-        "roofline what reading weights and KV takes of it"
+        f"model {plan.label}{held}, {plan.threads} threads: medians; overhead is what of a step was not "
+        "execute, roofline what reading weights and KV takes of it"
     )
     yield table(title, COLUMNS, [_line(runs) for runs in report.by_workload().values()], num_names=1)
     comparisons = report.comparisons()

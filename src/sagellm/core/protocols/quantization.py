@@ -106,7 +106,8 @@ class QuantizedMatrix:
     `codes` [outputs, inputs] are uint8, of `bits` bits. `scales` [outputs, groups], float16, bfloat16 or
     float32, and `zeros` [outputs, groups], uint8, are those of `group_size` columns of the codes, the last
     group's of what is left; without zeros each is 2^(bits - 1). Column j of the codes is input `order[j]`
-    (int64 [inputs], each input once); without an order, j. Raises `ValueError` for what does not fit.
+    (int64 [inputs], each input once); without an order, j. Activations may be rounded to
+    `activation_bits`. Raises `ValueError` for what does not fit.
     """
 
     codes: torch.Tensor
@@ -115,11 +116,14 @@ class QuantizedMatrix:
     group_size: int
     zeros: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    activation_bits: int = 16
 
     def __post_init__(self) -> None:
         outputs, inputs = self.codes.shape
         if self.bits not in (4, 8) or self.group_size < 1:
             raise ValueError(f"{self.bits} bits in groups of {self.group_size}: use 4 or 8, and at least 1")
+        if self.activation_bits not in (8, 16):
+            raise ValueError(f"activations in {self.activation_bits} bits: use 8 or 16")
         expected = (outputs, -(-inputs // self.group_size))
         for name, tensor in (("scales", self.scales), ("zeros", self.zeros)):
             if tensor is not None and tuple(tensor.shape) != expected:

@@ -12,10 +12,10 @@ import torch
 
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import CapacityError, ConfigError
-from sagellm.core.plan import ExecutionPlan, StepResult
+from sagellm.core.plan import ExecutionPlan, Join, Prefill, StepResult
 from sagellm.core.protocols.fusion import KernelSet, KernelSource
 from sagellm.core.protocols.quantization import FormatSource, WeightQuantizer
-from sagellm.core.types import CapabilityDescriptor, KVCacheSchema
+from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, SamplingParams, Tokens
 from sagellm.engines.native.architectures import DTYPES, ModelSpec, read_config, read_spec
 from sagellm.engines.native.attention_choice import attention_planner
 from sagellm.engines.native.checkpoint import Checkpoint
@@ -249,6 +249,21 @@ class NativeBackend:
         if fresh:
             self._kv.clear_blocks(fresh)
         return self._model.forward(inputs, self._kv)
+
+    def prompt_logits(self, prompt: Sequence[int]) -> torch.Tensor:
+        """Logits [vocab] after a prompt, in float32 on the CPU, so that models can be compared. It runs in
+        the first row and blocks, while no request does, and leaves no row behind.
+        """
+        count = len(prompt)
+        blocks = tuple(range(math.ceil(count / self._kv.block_size)))
+        params = SamplingParams(max_tokens=1)
+        join = Join(0, "probe", Tokens(prompt).tobytes(), count, 0, blocks, params, frozenset())
+        plan = ExecutionPlan(0, joined=(join,), prefills=(Prefill(0, "probe", 0, count, samples=True),))
+        with _memory_errors(self._device):
+            self._rows.apply(plan, self._device)
+            logits = self._logits(plan)[0]
+            self._rows.apply(ExecutionPlan(0, left=(0,)), self._device)
+        return logits.float().cpu()
 
     def close(self) -> None:
         """Give the memory of weights and KV back. Nothing else may be called afterwards."""

@@ -26,6 +26,7 @@ inline Ints widened(const uint8_t *from) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
 }
 inline Ints product(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
+inline Ints sum_of(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Vector floats(Ints v) { return _mm512_cvtepi32_ps(v); }
 inline void save_bytes(int8_t *to, Vector whole) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(whole)));
@@ -55,6 +56,7 @@ inline Ints widened(const uint8_t *from) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from)));
 }
 inline Ints product(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
+inline Ints sum_of(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 inline Vector floats(Ints v) { return _mm256_cvtepi32_ps(v); }
 inline void save_bytes(int8_t *to, Vector whole) {
     for (int64_t i = 0; i < WIDTH; i++) to[i] = int8_t(whole[i]);
@@ -81,6 +83,7 @@ inline Bytes high_halves(Bytes v) { return v >> 4; }
 inline Ints all_ints(int32_t value) { return Ints{value, value, value, value}; }
 inline Ints widened(const uint8_t *from) { return Ints{from[0], from[1], from[2], from[3]}; }
 inline Ints product(Ints a, Ints b) { return a * b; }
+inline Ints sum_of(Ints a, Ints b) { return a + b; }
 inline Vector floats(Ints v) { return Vector{float(v[0]), float(v[1]), float(v[2]), float(v[3])}; }
 inline void save_bytes(int8_t *to, Vector whole) {
     for (int64_t i = 0; i < WIDTH; i++) to[i] = int8_t(whole[i]);

@@ -10,21 +10,21 @@ enum Outcome : int32_t { DONE = 0, NO_MEMORY = 1, NO_KERNEL = 2 };
 
 namespace {
 
-template <typename Form, typename Scale>
+template <typename Form, typename Scale, int XBYTES>
 int32_t by_x(const Quantized &job, int32_t x_type, int32_t threads) {
     switch (x_type) {
-        case FLOAT32: return quantized::run<Form, Scale, float>(job, threads) ? DONE : NO_MEMORY;
-        case BFLOAT16: return quantized::run<Form, Scale, BFloat16>(job, threads) ? DONE : NO_MEMORY;
-        case FLOAT16: return quantized::run<Form, Scale, Float16>(job, threads) ? DONE : NO_MEMORY;
+        case FLOAT32: return quantized::run<Form, Scale, XBYTES, float>(job, threads) ? DONE : NO_MEMORY;
+        case BFLOAT16: return quantized::run<Form, Scale, XBYTES, BFloat16>(job, threads) ? DONE : NO_MEMORY;
+        case FLOAT16: return quantized::run<Form, Scale, XBYTES, Float16>(job, threads) ? DONE : NO_MEMORY;
         default: return NO_KERNEL;
     }
 }
 
-template <typename Form>
+template <typename Form, int XBYTES>
 int32_t by_scale(const Quantized &job, int32_t x_type, int32_t threads) {
     switch (job.scale_type) {
-        case FLOAT32: return by_x<Form, float>(job, x_type, threads);
-        case FLOAT16: return by_x<Form, Float16>(job, x_type, threads);
+        case FLOAT32: return by_x<Form, float, XBYTES>(job, x_type, threads);
+        case FLOAT16: return by_x<Form, Float16, XBYTES>(job, x_type, threads);
         default: return NO_KERNEL;
     }
 }
@@ -42,9 +42,11 @@ EXPORTED int32_t sagellm_linear_quantized(const Matrix *matrix, const void *x, c
                                           int32_t threads) {
     if (rows <= 0 || matrix->outputs <= 0) return DONE;
     const Quantized job = {*matrix, x, bias, y, rows, x_row_stride, x_column_stride};
-    switch (job.bits) {
-        case 8: return by_scale<quantized::Eight>(job, x_type, threads);
-        case 4: return by_scale<quantized::Four>(job, x_type, threads);
+    switch (job.bits * 100 + job.activation_bits) {
+        case 816: return by_scale<quantized::Eight, 2>(job, x_type, threads);
+        case 808: return by_scale<quantized::Eight, 1>(job, x_type, threads);
+        case 416: return by_scale<quantized::Four, 2>(job, x_type, threads);
+        case 408: return by_scale<quantized::Four, 1>(job, x_type, threads);
         default: return NO_KERNEL;
     }
 }

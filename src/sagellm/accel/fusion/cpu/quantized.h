@@ -1,6 +1,7 @@
-// y = x W^T + bias for a W of 8- or 4-bit codes. x is quantized too, each row by groups of 32 inputs, to 8 bits and a
-// scale, so that what is multiplied are whole numbers. The same arithmetic for any number of rows: what a row gives
-// does not depend on the others.
+// y = x W^T + bias for a W of 8- or 4-bit codes. x is quantized too, each row by groups of 32 inputs, to 8 or 16 bits
+// and a scale, so that what is multiplied are whole numbers. The same arithmetic for any number of rows: what a row
+// gives does not depend on the others. 16 bits are a high and a low byte: twice the products, which nobody notices
+// while W comes from memory.
 //
 // W lies in panels of 16 outputs, and in a panel group by group: for each four of the 32 inputs of a group there are 16
 // times four codes, a vector. Codes of four bits lie two in a byte: fours 0 to 3 in the low halves, 4 to 7 in the high.
@@ -26,7 +27,7 @@ struct Matrix {
     const uint8_t *zeros;
     const int32_t *order;
     int64_t outputs, inputs, groups_per_scale;
-    int32_t scale_type, bits;
+    int32_t scale_type, bits, activation_bits;
 };
 
 // Strides are in elements; y is [rows, outputs], of x's type as the bias is; a null bias is none.
@@ -50,7 +51,7 @@ struct Factor {
     int32_t minus_sum;
 };
 
-// x as the kernel reads it: in each block of rows, group by group, its rows.
+// x as the kernel reads it: in each block of rows, group by group, its rows; in a row the high bytes, then the low.
 struct Packed {
     int8_t *codes;
     Factor *factors;
@@ -79,7 +80,7 @@ struct Four {
 };
 
 // The sums of a panel for a block of rows: `sums` is [rows, 16].
-template <typename Form, typename Scale>
+template <typename Form, typename Scale, int XBYTES>
 void panel(const Quantized &job, const Packed &x, int64_t rows, int64_t index, float *sums) {
     const int64_t groups = groups_of(job), per = job.groups_per_scale, scale_groups = (groups + per - 1) / per;
     const uint8_t *codes = job.codes + index * groups * Form::BYTES;
@@ -95,11 +96,17 @@ void panel(const Quantized &job, const Packed &x, int64_t rows, int64_t index, f
             const Vector scale = load(scales + part * WIDTH);
             const Ints zero = zeros ? widened(zeros + part * WIDTH) : all_ints(Form::ZERO);
             const Factor *factor = x.factors + g * rows;
-            const int8_t *from = x.codes + g * rows * GROUP;
+            const int8_t *from = x.codes + g * rows * GROUP * XBYTES;
             float *to = sums + part * WIDTH;
-            for (int64_t row = 0; row < rows; row++, factor++, from += GROUP, to += PANEL) {
+            for (int64_t row = 0; row < rows; row++, factor++, from += GROUP * XBYTES, to += PANEL) {
                 Ints sum = product(zero, all_ints(factor->minus_sum));
-                UNROLL for (int64_t i = 0; i < FOURS; i++) sum = dot(w[i], from + 4 * i, sum);
+                if constexpr (XBYTES == 2) {
+                    Ints high = all_ints(0);
+                    UNROLL for (int64_t i = 0; i < FOURS; i++) high = dot(w[i], from + 4 * i, high);
+                    sum = sum_of(sum, product(high, all_ints(256)));
+                }
+                const int8_t *low = from + GROUP * (XBYTES - 1);
+                UNROLL for (int64_t i = 0; i < FOURS; i++) sum = dot(w[i], low + 4 * i, sum);
                 save(to, multiply_add(floats(sum), multiply(scale, all(factor->scale)), load(to)));
             }
         }
@@ -107,8 +114,10 @@ void panel(const Quantized &job, const Packed &x, int64_t rows, int64_t index, f
     }
 }
 
-// One group of a row: amax / 127 is one step. A NaN or an infinity makes the scale NaN, and with it all sums of the row.
-inline Factor quantize(const float *values, int8_t *codes) {
+// One group of a row: its largest value is 127 steps, or 127 x 256. A NaN or an infinity makes the scale NaN, and with
+// it all sums of the row.
+template <int XBYTES>
+Factor quantize(const float *values, int8_t *codes) {
     Vector most = zero(), finite = zero();
     for (int64_t i = 0; i < GROUP; i += WIDTH) {
         const Vector v = load(values + i);
@@ -117,17 +126,24 @@ inline Factor quantize(const float *values, int8_t *codes) {
     }
     const float amax = greatest_of(most);
     if (total(finite) != 0.0f) {
-        std::memset(codes, 0, GROUP);
+        std::memset(codes, 0, GROUP * XBYTES);
         return {NAN, 0};
     }
-    const Vector inverse = all(amax > 1e-30f ? 127.0f / amax : 0.0f);
+    constexpr float STEPS = XBYTES == 2 ? 127.0f * 256.0f : 127.0f;
+    const Vector inverse = all(amax > 1e-30f ? STEPS / amax : 0.0f);
     Vector sum = zero();
     for (int64_t i = 0; i < GROUP; i += WIDTH) {
         const Vector whole = nearest(multiply(load(values + i), inverse));
-        save_bytes(codes + i, whole);
         sum = difference(sum, whole);
+        if constexpr (XBYTES == 2) {  // the low byte is -128 to 127: half a step up, so that 128 is not a tie
+            const Vector high = nearest(multiply_add(whole, all(1.0f / 256), all(1.0f / 512)));
+            save_bytes(codes + i, high);
+            save_bytes(codes + GROUP + i, multiply_add(high, all(-256.0f), whole));
+        } else {
+            save_bytes(codes + i, whole);
+        }
     }
-    return {amax / 127.0f, int32_t(total(sum))};
+    return {amax / STEPS, int32_t(total(sum))};
 }
 
 template <typename X>
@@ -146,19 +162,20 @@ void values_of(const Quantized &job, int64_t row, int64_t first, float *to) {
 
 inline int64_t rows_in_block(const Quantized &job, int64_t first) { return std::min(MOST_ROWS, job.rows - first); }
 
-inline Packed block(const Quantized &job, const Packed &x, int64_t first) {
-    return {x.codes + first * groups_of(job) * GROUP, x.factors + first * groups_of(job)};
+template <int XBYTES>
+Packed block(const Quantized &job, const Packed &x, int64_t first) {
+    return {x.codes + first * groups_of(job) * GROUP * XBYTES, x.factors + first * groups_of(job)};
 }
 
-template <typename X>
+template <typename X, int XBYTES>
 void pack_row(const Quantized &job, int64_t row, const Packed &x) {
     const int64_t first = row / MOST_ROWS * MOST_ROWS, rows = rows_in_block(job, first);
-    const Packed to = block(job, x, first);
+    const Packed to = block<XBYTES>(job, x, first);
     for (int64_t g = 0; g < groups_of(job); g++) {
         float values[GROUP];
         values_of<X>(job, row, g * GROUP, values);
         const int64_t place = g * rows + row - first;
-        to.factors[place] = quantize(values, to.codes + place * GROUP);
+        to.factors[place] = quantize<XBYTES>(values, to.codes + place * GROUP * XBYTES);
     }
 }
 
@@ -184,14 +201,14 @@ void shared_out(int64_t tasks, int32_t threads, const Task &task) {
 }
 
 // False where there is no memory for the packed rows.
-template <typename Form, typename Scale, typename X>
+template <typename Form, typename Scale, int XBYTES, typename X>
 bool run(const Quantized &job, int32_t threads) {
     static thread_local Scratch code_scratch, factor_scratch;
     const size_t groups = size_t(job.rows * groups_of(job));
-    const Packed x = {static_cast<int8_t *>(code_scratch.at_least(groups * GROUP)),
+    const Packed x = {static_cast<int8_t *>(code_scratch.at_least(groups * GROUP * XBYTES)),
                       static_cast<Factor *>(factor_scratch.at_least(groups * sizeof(Factor)))};
     if (groups && !(x.codes && x.factors)) return false;
-    shared_out(job.rows, job.rows < 4 ? 1 : threads, [&](int64_t row) { pack_row<X>(job, row, x); });
+    shared_out(job.rows, job.rows < 4 ? 1 : threads, [&](int64_t row) { pack_row<X, XBYTES>(job, row, x); });
     const int64_t panels = (job.outputs + PANEL - 1) / PANEL;
     const int64_t stripes = (panels + PANELS_PER_TASK - 1) / PANELS_PER_TASK;
     const int64_t blocks = (job.rows + MOST_ROWS - 1) / MOST_ROWS;
@@ -200,7 +217,7 @@ bool run(const Quantized &job, int32_t threads) {
         const int64_t begin = task % stripes * PANELS_PER_TASK, end = std::min(panels, begin + PANELS_PER_TASK);
         alignas(64) float sums[MOST_ROWS * PANEL];
         for (int64_t index = begin; index < end; index++) {
-            panel<Form, Scale>(job, block(job, x, first), rows, index, sums);
+            panel<Form, Scale, XBYTES>(job, block<XBYTES>(job, x, first), rows, index, sums);
             finish<X>(job, first, rows, index, sums);
         }
     });

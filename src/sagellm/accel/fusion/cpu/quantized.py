@@ -1,9 +1,9 @@
 """A linear layer whose weights are 8- or 4-bit codes with scales by groups: `x W^T + bias` by the C++ kernel.
 
-x is quantized as well, each row by groups of 32 inputs to 8 bits (`quantized_rows`), as llama.cpp does for
-its `q8_0` and `q4_0`: products are then of whole numbers, one instruction for 64 of them where the CPU has
-VNNI. One kernel for any number of rows: reading the codes is what one row costs, and for many rows they are
-unpacked once for 64. A row's result has the same bits in any batch and on any number of threads.
+x is quantized as well, each row by groups of 32 inputs to 8 or 16 bits (`quantized_rows`), as llama.cpp does
+for its `q8_0` and `q4_0`: products are then of whole numbers, one instruction for 64 of them where the CPU
+has VNNI. One kernel for any number of rows: reading the codes is what one row costs, and for many rows they
+are unpacked once for 64. A row's result has the same bits in any batch and on any number of threads.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SCALES = (torch.float32, torch.float16)
 _ERRORS = {1: "no memory for its buffers", 2: "it has no kernel for these dtypes"}
 _USABLE = KernelSupport(usable=True)
+_STEPS = {8: 127.0, 16: 127.0 * 256.0}
 _LEAST = 1e-30
 """A group of x that is smaller than this everywhere is zeros."""
 
@@ -45,6 +46,7 @@ class _Matrix(ctypes.Structure):
         ("groups_per_scale", ctypes.c_int64),
         ("scale_type", ctypes.c_int32),
         ("bits", ctypes.c_int32),
+        ("activation_bits", ctypes.c_int32),
     )
 
 
@@ -68,6 +70,7 @@ class PackedWeight:
     zeros: torch.Tensor | None
     order: torch.Tensor | None
     bits: int
+    activation_bits: int
     group_size: int
     outputs: int
     inputs: int
@@ -81,8 +84,9 @@ class PackedWeight:
             _address(self.order),
         )
         groups_per_scale = -(-min(self.group_size, self.inputs) // GROUP)
-        sizes = (self.outputs, self.inputs, groups_per_scale, _TYPES[self.scales.dtype], self.bits)
-        object.__setattr__(self, "matrix", _Matrix(*addresses, *sizes))
+        sizes = (self.outputs, self.inputs, groups_per_scale, _TYPES[self.scales.dtype])
+        matrix = _Matrix(*addresses, *sizes, self.bits, self.activation_bits)
+        object.__setattr__(self, "matrix", matrix)
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +105,7 @@ class PackedWeight:
         scales, zeros = self._by_output(self.scales), None
         if self.zeros is not None:
             zeros = self._by_output(self.zeros)
-        return QuantizedMatrix(codes, scales, self.bits, self.group_size, zeros, order)
+        return QuantizedMatrix(codes, scales, self.bits, self.group_size, zeros, order, self.activation_bits)
 
     def _by_output(self, panels: torch.Tensor) -> torch.Tensor:
         return panels.transpose(1, 2).flatten(0, 1)[: self.outputs]
@@ -139,7 +143,7 @@ class CpuQuantizedLinear:
             _by_panel(scales),
             None if matrix.zeros is None else _by_panel(matrix.zeros),
             None if matrix.order is None else matrix.order.int(),
-            matrix.bits, matrix.group_size, outputs, inputs,
+            matrix.bits, matrix.activation_bits, matrix.group_size, outputs, inputs,
         )  # fmt: skip
 
     def supports(self, *inputs: Any) -> KernelSupport:
@@ -209,24 +213,25 @@ def _by_panel(groups: torch.Tensor) -> torch.Tensor:
     return padded.view(len(padded) // PANEL, PANEL, groups.shape[1]).transpose(1, 2).contiguous()
 
 
-def quantized_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [T, in] as whole numbers from -127 to 127 and scales, both float32 [T, groups, 32 or 1]; inputs
+def quantized_rows(x: torch.Tensor, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [T, in] as whole numbers of 8 or 16 bits and scales, both float32 [T, groups, 32 or 1]; inputs
     are filled up with zeros to a multiple of 32.
     """
     padded = F.pad(x.float(), (0, -x.shape[1] % GROUP))
     groups = padded.view(len(x), padded.shape[1] // GROUP, GROUP)
+    steps = _STEPS[bits]
     most = groups.abs().amax(2, keepdim=True)
-    inverse = torch.where(most > _LEAST, torch.full_like(most, 127.0) / most, 0.0)
+    inverse = torch.where(most > _LEAST, torch.full_like(most, steps) / most, 0.0)
     whole = torch.round(groups * inverse)
     finite = most.isfinite()
-    return torch.where(finite, whole, 0.0), torch.where(finite, most / 127.0, torch.nan)
+    return torch.where(finite, whole, 0.0), torch.where(finite, most / steps, torch.nan)
 
 
 def quantized_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The same from plain operators: the product of what the codes of both sides mean, in float64."""
     matrix = weight.unpacked()
     ordered = x if matrix.order is None else x[:, matrix.order]
-    whole, scales = quantized_rows(ordered)
+    whole, scales = quantized_rows(ordered, matrix.activation_bits)
     rows = (whole * scales.double()).flatten(1)[:, : weight.inputs]
     in_place = QuantizedMatrix(matrix.codes, matrix.scales, matrix.bits, matrix.group_size, matrix.zeros)
     product = F.linear(rows, in_place.values().double())

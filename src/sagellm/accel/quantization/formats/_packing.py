@@ -38,13 +38,17 @@ def order_of(group_of: torch.Tensor, group_size: int) -> torch.Tensor | None:
 
 def ordered(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group_size: int,
-    group_of: torch.Tensor | None,
+    group_of: torch.Tensor | None, *, activation_bits: int | None = None,
 ) -> QuantizedMatrix:  # fmt: skip
     """The matrix of codes [outputs, inputs] in the inputs' own order, where input k is of group
-    `group_of[k]`, or of k / group_size.
+    `group_of[k]`, or of k / group_size. Activations have 16 bits unless it is said otherwise; beside codes of
+    four bits 8, whose rounding is lost in theirs.
     """
     order = None if group_of is None else order_of(group_of, group_size)
     codes = codes if order is None else codes[:, order]
     if not scales.isfinite().all():
         raise UnsupportedModelError("scales that are not finite")
-    return QuantizedMatrix(codes.contiguous(), scales.clone(), bits, group_size, zeros, order)
+    activation_bits = activation_bits or (8 if bits == 4 else 16)
+    return QuantizedMatrix(
+        codes.contiguous(), scales.clone(), bits, group_size, zeros, order, activation_bits
+    )

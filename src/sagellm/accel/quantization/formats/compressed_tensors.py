@@ -35,7 +35,7 @@ class CompressedTensors:
             raise UnsupportedModelError(
                 f"compressed-tensors with {len(weights)} different groups: {_READABLE}"
             )
-        self._form, self._bits, self._symmetric, self._group_size = weights[0]
+        self._form, self._bits, self._symmetric, self._group_size, self._activation_bits = weights[0]
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
         groups, per_word = -(-inputs // self._group(inputs)), 32 // self._bits
@@ -62,14 +62,21 @@ class CompressedTensors:
             if stored_zeros is not None:
                 zeros = unpacked(stored_zeros.t().contiguous(), self._bits)[:, :outputs].t().contiguous()
         scales = stored["weight_scale"]
-        return ordered(codes, scales, zeros, self._bits, self._group(inputs), stored.get("weight_g_idx"))
+        return ordered(
+            codes, scales, zeros, self._bits, self._group(inputs), stored.get("weight_g_idx"),
+            activation_bits=self._activation_bits,
+        )  # fmt: skip
 
     def _group(self, inputs: int) -> int:
         return self._group_size or inputs
 
 
-def _only(group: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, int, bool, int | None]:
-    """Form, bits, whether symmetric, and group size (None: a channel) of a group's weights."""
+def _only(
+    group: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[str, int, bool, int | None, int | None]:
+    """Form, bits, whether symmetric, group size (None: a channel) and bits of activations, if it says
+    them.
+    """
     weights = group.get("weights") or {}
     form, bits = group.get("format") or config.get("format"), weights.get("num_bits")
     strategy, inputs = weights.get("strategy"), group.get("input_activations") or {}
@@ -84,7 +91,13 @@ def _only(group: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, int
             "compressed-tensors with activations that are not dynamic int8 cannot be computed: " + _READABLE
         )
     group_size = int(weights["group_size"]) if strategy == "group" else None
-    return str(form), 4 if bits == 4 else 8, bool(weights.get("symmetric", True)), group_size
+    return (
+        str(form),
+        4 if bits == 4 else 8,
+        bool(weights.get("symmetric", True)),
+        group_size,
+        8 if inputs else None,
+    )
 
 
 def _shifted(signed: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,12 @@ class GPTQ:
                 f"GPTQ with {bits} bits, checkpoint_format {form!r}, cannot be read: use a checkpoint with 4 "
                 f"or 8 bits in {' or '.join(_FORMATS)}"
             )
+        if any(
+            not pattern.startswith("-:") for pattern in config.get("dynamic") or ()
+        ):  # "-:" leaves one out
+            raise UnsupportedModelError(
+                "GPTQ with bits that differ by module (dynamic) cannot be read: use one without"
+            )
         self._bits, self._group_size = int(bits), config.get("group_size", 128)
         self._stored_less = _FORMATS[form]
 
