@@ -199,7 +199,7 @@ def build_backend(config: Config, *, progress: Progress | None = None) -> Infere
         from sagellm.accel.fusion.cpu import cpu_kernels
         from sagellm.accel.fusion.triton import triton_kernels
         from sagellm.engines.native.backend import NativeBackend
-        from sagellm.engines.native.cuda_graphs import cuda_capture
+        from sagellm.engines.native.recorded_steps import cuda_capture
     except ImportError as error:
         raise MissingExtraError("running a model", "native") from error
     return NativeBackend(
@@ -217,7 +217,7 @@ def build_backend(config: Config, *, progress: Progress | None = None) -> Infere
         progress=progress,
         kernels=cpu_kernels if config.engine.kernels == "auto" else None,
         cuda_kernels=triton_kernels if config.engine.kernels == "auto" else None,
-        capture=cuda_capture if config.engine.cuda_graphs else None,
+        capture=cuda_capture if config.engine.recorded_steps else None,
     )
 
 

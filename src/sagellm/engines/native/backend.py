@@ -13,12 +13,11 @@ import torch
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import CapacityError, ConfigError
 from sagellm.core.plan import ExecutionPlan, StepResult
-from sagellm.core.protocols.fusion import KernelSet, KernelSource
+from sagellm.core.protocols.fusion import Capture, KernelSet, KernelSource
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema
 from sagellm.engines.native.architectures import DTYPES, ModelSpec, read_config, read_spec
 from sagellm.engines.native.attention_choice import attention_planner
 from sagellm.engines.native.checkpoint import Checkpoint
-from sagellm.engines.native.cuda_graphs import Capture, DecodeGraphs
 from sagellm.engines.native.cuda_sampling import KernelDraw
 from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV
@@ -26,6 +25,7 @@ from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
 from sagellm.engines.native.model import DecoderModel
 from sagellm.engines.native.precision import compute_dtype as fastest_dtype
 from sagellm.engines.native.projection import packing_pays
+from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps, buckets
 from sagellm.engines.native.return_costs import host_copy_s, prefill_token_s
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import sample
@@ -51,9 +51,9 @@ class NativeBackend:
     to one for each 8 M parameters, at most the cores that this process may use. `progress(bytes_done,
     bytes_total)` is called while weights are loaded. `kernels` is asked, on a CPU, for kernels that are
     measured against torch's; where they are faster, matrices stay in the checkpoint's dtype, and threads
-    are the kernels' own: torch, whose idle threads spin, has one. `cuda_kernels` is asked on a CUDA device;
-    with its attention, decode steps are recorded at start by what `capture` gives for the device, if
-    anything.
+    are the kernels' own: torch, whose idle threads spin, has one. `cuda_kernels` is asked on a CUDA device.
+    With an attention kernel decode steps are recorded: at start by what `capture` gives for the device, or,
+    where it gives nothing, by the kernels themselves as a batch size first comes; without `capture` none is.
 
     Raises `ModelError` for a model that cannot be served, before any memory is allocated; `CapacityError`
     where memory is too small; `ConfigError` for an option that makes no sense.
@@ -115,7 +115,7 @@ class NativeBackend:
             self._planner = attention_planner(
                 self._kv, self._spec.num_heads, known.attention, alone.attention
             )
-            self._graphs = self._recorded(recording)
+            self._steps = self._recorded(recording, known.record if capture else None)
         if self._packed and self._planner.all_by_kernel:
             torch.set_num_threads(1)
         self._draw = KernelDraw(known.draw) if known.draw and self._compute_dtype != torch.float64 else None
@@ -151,16 +151,21 @@ class NativeBackend:
         self._weight_bytes = weights.read_bytes
         return DecoderModel(self._spec, weights, self._compute_dtype, self._device, known)
 
-    def _recorded(self, capture: Capture | None) -> DecodeGraphs | None:
-        """Decode steps of every batch size; None where a kernel does not do all of their attention."""
-        kernel = self._planner.kernel
+    def _recorded(self, at_start: Capture | None, when_run: Capture | None) -> RecordedSteps | None:
+        """Decode steps of every batch size, or of few rows; None where a kernel does not do all of their
+        attention.
+        """
+        kernel, capture, most = self._planner.kernel, at_start or when_run, self._max_num_seqs
         if capture is None or kernel is None:
             return None
+        sizes = buckets(most) if at_start else range(1, min(most, MOST_CPU_ROWS) + 1)
         with self._current_device():
-            return DecodeGraphs(
-                self._model, self._kv, kernel, capture, self._max_num_seqs, self._max_model_len,
-                set(self._spec.windows),
-            )  # fmt: skip
+            steps = RecordedSteps(
+                self._model, self._kv, kernel, capture, sizes, self._max_model_len, set(self._spec.windows)
+            )
+            if at_start:
+                steps.record_all()
+        return steps
 
     def _current_device(self) -> AbstractContextManager[object]:
         """Kernels and graphs run on a thread's current device, which begins as the first."""
@@ -233,8 +238,8 @@ class NativeBackend:
 
     def _logits(self, plan: ExecutionPlan) -> torch.Tensor:
         """Logits [S, vocab] of `plan.sample_rows`; the step's K and V are in the pool afterwards."""
-        if self._graphs is not None and self._graphs.takes(plan):
-            return self._graphs.logits(plan, self._rows)
+        if self._steps is not None and self._steps.takes(plan):
+            return self._steps.logits(plan, self._rows)
         inputs = self._rows.inputs(plan, self._planner, set(self._spec.windows), self._device)
         fresh = self._rows.fresh_last_blocks(plan) if self._planner.reads_padding else ()
         if fresh:
@@ -243,7 +248,7 @@ class NativeBackend:
 
     def close(self) -> None:
         """Give the memory of weights and KV back. Nothing else may be called afterwards."""
-        del self._model, self._kv, self._planner, self._rows, self._graphs
+        del self._model, self._kv, self._planner, self._rows, self._steps
 
 
 def suitable_threads(num_parameters: int) -> int:

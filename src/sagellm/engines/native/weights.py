@@ -19,7 +19,7 @@ from sagellm.core.protocols.fusion import LinearKernel, Matrix
 from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.host_pages import lazy_zeros
-from sagellm.engines.native.projection import Dense
+from sagellm.engines.native.projection import Dense, look_up
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) as loading begins, with 0 done, and goes on."""
@@ -219,7 +219,8 @@ def _empty(
 ) -> Matrix:
     outputs, inputs = parameter.shape
     if kernel is None or not parameter.is_multiplied:
-        return Dense(torch.empty(outputs, inputs, dtype=dtype, device=device))
+        weight = torch.empty(outputs, inputs, dtype=dtype, device=device)
+        return Dense(weight, look_up if kernel is None else kernel.gather)
     return kernel.empty(outputs, inputs, dtype, partial(lazy_zeros, huge=True))
 
 
