@@ -135,7 +135,8 @@ def test_the_same_tokens_with_graphs_on_and_off(name: str, kernel: FusedKernel, 
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
-RECORDED = {"llama-head80-tied", "llama-biases", "mistral-window", "qwen3"}
+RECORDED = {"llama", "llama-head80-tied", "mistral-window", "qwen2", "qwen3"}
+BY_TORCH = {"llama-biases", "opt-post-norm-projected"}  # their activations
 
 
 @pytest.fixture
@@ -168,7 +169,7 @@ def by_kernels(folder: Path, dtype: str, capture: CaptureSource | None) -> tuple
 
 @pytest.mark.usefixtures("always", "kernel")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", sorted(RECORDED | {"opt-post-norm-projected"}))
+@pytest.mark.parametrize("name", sorted(RECORDED | BY_TORCH))
 def test_kernels_run_again_give_the_same_bits(name: str, dtype: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, name)
     recorded, sizes = by_kernels(tmp_path, dtype, cuda_capture)
