@@ -51,7 +51,7 @@ def test_a_gpu_gives_a_cpus_tokens_in_float32(name: str, tmp_path: Path) -> None
 def test_graphs_change_no_token(dtype: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     recorded, launched = (
-        tokens_of(tmp_path, VOCAB, "cuda", dtype, engine__cuda_graphs=graphs) for graphs in (True, False)
+        tokens_of(tmp_path, VOCAB, "cuda", dtype, engine__recorded_steps=graphs) for graphs in (True, False)
     )
     if dtype == "float32":
         assert recorded == launched

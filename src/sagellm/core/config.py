@@ -187,8 +187,8 @@ class EngineConfig(Section):
     kernels: Literal["auto", "off"] = Field(
         default="auto", description="kernels, compiled when first needed; off: torch alone"
     )
-    cuda_graphs: bool = Field(
-        default=True, description="record decode steps on a GPU at start (with kernels)"
+    recorded_steps: bool = Field(
+        default=True, description="record decode steps and replay them (with kernels; on CPUs up to 8 rows)"
     )
     overlap: bool = Field(default=False, description="plan the next step while one computes")
 

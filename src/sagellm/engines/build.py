@@ -201,7 +201,7 @@ def build_backend(config: Config, *, progress: Progress | None = None) -> Infere
         from sagellm.accel.quantization.round_to_nearest import RoundToNearest
         from sagellm.accel.quantization.weight_format import weight_format
         from sagellm.engines.native.backend import NativeBackend
-        from sagellm.engines.native.cuda_graphs import cuda_capture
+        from sagellm.engines.native.recorded_steps import cuda_capture
     except ImportError as error:
         raise MissingExtraError("running a model", "native") from error
     bits = {"none": None, "int8": 8, "int4": 4}[config.model.quantization]
@@ -220,7 +220,7 @@ def build_backend(config: Config, *, progress: Progress | None = None) -> Infere
         progress=progress,
         kernels=cpu_kernels if config.engine.kernels == "auto" else None,
         cuda_kernels=triton_kernels if config.engine.kernels == "auto" else None,
-        capture=cuda_capture if config.engine.cuda_graphs else None,
+        capture=cuda_capture if config.engine.recorded_steps else None,
         quantizer=None if bits is None else RoundToNearest(bits),
         formats=weight_format,
     )

@@ -85,7 +85,7 @@ bool one(int32_t weight_type) {
     std::unique_ptr<float[]> y(new float[size_t(rows * outputs)]);
     const bool with_bias = between(0, 1);
     const Linear job = {x.bytes.get(), panels.get(), with_bias ? bias.bytes.get() : nullptr, y.get(), rows, outputs,
-                        inputs, inputs, outputs, FLOAT32, weight_type};
+                        inputs, inputs, outputs, FLOAT32, weight_type, FLOAT32};
     return sagellm_linear(&job, threads) == DONE &&
            agrees(job, x, weight, with_bias ? bias.values.get() : nullptr, y.get());
 }
@@ -99,9 +99,9 @@ bool in_pairs() {
     std::unique_ptr<uint16_t[]> rounded(new uint16_t[size_t(rows * outputs)]);
     std::unique_ptr<float[]> y(new float[size_t(rows * outputs)]);
     const Linear job = {x.bytes.get(), panels.get(), nullptr, rounded.get(), rows, outputs, inputs, inputs, outputs,
-                        BFLOAT16, BFLOAT16};
+                        BFLOAT16, BFLOAT16, BFLOAT16};
     const Linear exact = {x.values.get(), panels.get(), nullptr, y.get(), rows, outputs, inputs, inputs, outputs,
-                          FLOAT32, BFLOAT16};
+                          FLOAT32, BFLOAT16, FLOAT32};
     if (sagellm_linear(&job, 2) != DONE || sagellm_linear(&exact, 2) != DONE) return false;
     for (int64_t i = 0; i < rows * outputs; i++)
         if (!(std::fabs(as_float(BFloat16{rounded[i]}) - y[i]) <= 0.01f * std::fabs(y[i]) + 1e-3f)) return false;

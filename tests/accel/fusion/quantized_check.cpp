@@ -33,9 +33,8 @@ bool one(int32_t bits) {
                            with_order ? order.data() : nullptr, outputs, inputs, per, FLOAT32, bits,
                            between(0, 1) ? 8 : 16};
     const int64_t row_stride = columns ? 1 : inputs, column_stride = columns ? rows : 1;
-    if (sagellm_linear_quantized(&matrix, x.data(), bias.data(), y.data(), rows, row_stride, column_stride, FLOAT32,
-                                 int32_t(between(1, 2))) != DONE)
-        return false;
+    const Rows job = {&matrix, x.data(), bias.data(), y.data(), rows, row_stride, column_stride, FLOAT32, FLOAT32};
+    if (sagellm_linear_quantized(&job, int32_t(between(1, 2))) != DONE) return false;
     for (int64_t m = 0; m < rows; m++)
         for (int64_t n = 0; n < outputs; n++) {
             double sum = 0.5, size = 1.0;

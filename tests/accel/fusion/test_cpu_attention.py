@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.accel.fusion.cpu.attention import attention_kernel, paged_attention
+from sagellm.accel.fusion.cpu.calls import Caller
 from sagellm.accel.fusion.cpu.cpu_level import LEVELS, CpuLevel, this_cpu_flags
 from sagellm.accel.fusion.cpu.library import compiled, find_compiler
 from sagellm.core.errors import KernelError
@@ -110,7 +111,7 @@ def test_shapes_and_dtypes(kernel: FusedKernel) -> None:
 @pytest.mark.parametrize("level", [level for level in LEVELS if level.cpu_flags <= this_cpu_flags()])
 def test_every_level_of_this_cpu(level: CpuLevel) -> None:
     made, helping = (compiled(name, level, find_compiler()) for name in ("attention", "linear"))
-    check_shapes(attention_kernel(made, 2, threads_of=helping))
+    check_shapes(attention_kernel(made, Caller(2), threads_of=helping))
 
 
 @pytest.mark.parametrize("start", [0, 15, 16, 126, 127, 128, 129, 255, 300, 1023, 2047, 4095])

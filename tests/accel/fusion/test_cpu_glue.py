@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from sagellm.accel.fusion.cpu import cpu_kernels
+from sagellm.accel.fusion.cpu.calls import Caller
 from sagellm.accel.fusion.cpu.cpu_level import LEVELS, CpuLevel, this_cpu_flags
 from sagellm.accel.fusion.cpu.glue import add_rms_norm, glue_kernels, rope_to_cache, silu_and_mul
 from sagellm.accel.fusion.cpu.library import compiled, find_compiler
@@ -181,7 +182,7 @@ def test_shapes_and_dtypes(kernels: Kernels) -> None:
 @pytest.mark.parametrize("level", [level for level in LEVELS if level.cpu_flags <= this_cpu_flags()])
 def test_every_level_of_this_cpu(level: CpuLevel) -> None:
     made, helping = (compiled(name, level, find_compiler()) for name in ("glue", "linear"))
-    found = Kernels(*glue_kernels(made, 2, threads_of=helping))
+    found = Kernels(*glue_kernels(made, Caller(2), threads_of=helping))
     check_shapes(found)
     check_special(found)
 

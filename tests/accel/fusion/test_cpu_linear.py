@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagellm.accel.fusion.cpu import cpu_kernels
+from sagellm.accel.fusion.cpu.calls import Caller
 from sagellm.accel.fusion.cpu.cpu_level import LEVELS, CpuLevel, cpu_level, this_cpu_flags
 from sagellm.accel.fusion.cpu.library import compiled, find_compiler
 from sagellm.accel.fusion.cpu.linear import CpuLinear, PackedMatrix, linear_kernel
@@ -83,7 +84,7 @@ def test_shapes_and_dtypes(kernel: CpuLinear) -> None:
 @pytest.mark.parametrize("level", [level for level in LEVELS if level.cpu_flags <= this_cpu_flags()])
 def test_every_level_of_this_cpu(level: CpuLevel) -> None:
     built = compiled("linear", level, find_compiler())
-    assert check_shapes(linear_kernel(built, level, 2)) == 3 * len(SHAPES)
+    assert check_shapes(linear_kernel(built, level, Caller(2))) == 3 * len(SHAPES)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -173,6 +174,64 @@ def test_rows_are_read_back(kernel: CpuLinear, dtype: torch.dtype, shape: tuple[
     index = torch.randint(shape[0], (50,), generator=torch.Generator().manual_seed(1))
     assert torch.equal(matrix.rows(index), weight[index])
     assert torch.equal(matrix.rows(torch.arange(shape[0])), weight)
+
+
+@pytest.mark.parametrize("to", [None, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (70, 33), (200, 64)])
+def test_rows_are_looked_up(
+    kernel: CpuLinear, dtype: torch.dtype, to: torch.dtype | None, shape: tuple[int, int]
+) -> None:
+    table = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    table[-1, -1], table[0, 0] = math.inf, math.nan
+    matrix, wanted = packed(kernel, table), to or dtype
+    for count in (0, 1, 5, 300):
+        index = torch.randint(0, shape[0], (count,), generator=torch.Generator().manual_seed(count))
+        expected = table[index].to(wanted)
+        for found in (
+            kernel.gather(table, index, wanted),
+            matrix.rows(index, to),
+            matrix.rows(index.int(), to),
+        ):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_that_are_not_there_are_not_read(kernel: CpuLinear) -> None:
+    table = torch.ones(40, 3)
+    matrix = packed(kernel, table)
+    for bad in (-1, 40, 1 << 40):
+        for look_up in (matrix.rows, lambda index: kernel.gather(table, index, torch.float32)):
+            with pytest.raises(KernelError, match="outside the table"):
+                look_up(torch.tensor([0, bad]))
+    with pytest.raises(KernelError, match=r"not as torch\.float16"):
+        matrix.rows(torch.tensor([0]), torch.float16)
+    with pytest.raises(KernelError, match="at integers"):
+        matrix.rows(torch.tensor([0.0]))
+    with pytest.raises(KernelError, match="no contiguous table"):
+        kernel.gather(table.t(), torch.tensor([0]), torch.float32)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_of_bfloat16_are_not_rounded_into_a_float32_out(
+    kernel: CpuLinear, shape: tuple[int, int, int]
+) -> None:
+    if not kernel.multiplies(torch.bfloat16, torch.bfloat16):
+        pytest.skip("this CPU does not multiply bfloat16")
+    x, weight, bias = tensors(*shape, torch.bfloat16)
+    x, bias, matrix = x.bfloat16(), bias.bfloat16(), packed(kernel, weight)
+    for added in (None, bias):
+        out = torch.full((len(x), len(weight)), math.nan)
+        assert matrix.multiply(x, added, out) is out
+        assert torch.equal(out.bfloat16(), matrix.multiply(x, added))
+        exact = kernel.reference(x, matrix, added, torch.empty_like(out))
+        torch.testing.assert_close(out, exact, atol=ATOL, rtol=RTOL)
+
+
+def test_an_out_that_does_not_fit_is_named(kernel: CpuLinear) -> None:
+    matrix, x = packed(kernel, torch.ones(4, 3)), torch.ones(2, 3)
+    for out in (torch.empty(2, 3), torch.empty(4, 2).t(), torch.empty(2, 4, dtype=torch.bfloat16)):
+        with pytest.raises(KernelError, match=r"out is no contiguous \[2, 4\]"):
+            matrix.multiply(x, None, out)
 
 
 def test_what_is_not_supported_is_named(kernel: CpuLinear) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagellm.accel.fusion.cpu import CpuQuantizedLinear, cpu_kernels
+from sagellm.accel.fusion.cpu.calls import Caller
 from sagellm.accel.fusion.cpu.cpu_level import LEVELS, CpuLevel, this_cpu_flags
 from sagellm.accel.fusion.cpu.library import compiled, find_compiler
 from sagellm.accel.fusion.cpu.quantized import quantized_kernel, quantized_rows
@@ -89,7 +90,7 @@ def test_shapes(kernel: CpuQuantizedLinear) -> None:
 def test_every_level_of_this_cpu(level: CpuLevel) -> None:
     compiler = find_compiler()
     linear, quantized = (compiled(name, level, compiler) for name in ("linear", "quantized"))
-    assert check_shapes(quantized_kernel(quantized, 2, threads_of=linear)) == 4 * len(SHAPES)
+    assert check_shapes(quantized_kernel(quantized, Caller(2), threads_of=linear)) == 4 * len(SHAPES)
 
 
 @settings(max_examples=150)

@@ -67,8 +67,10 @@ class Matrix(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def multiply(self, x: Any, bias: Any = None) -> Any:
-        """`x W^T + bias`, [T, outputs] of `x` [T, inputs] and maybe a bias [outputs]."""
+    def multiply(self, x: Any, bias: Any = None, out: Any = None) -> Any:
+        """`x W^T + bias`, [T, outputs] of `x` [T, inputs] and maybe a bias [outputs]; it is `out`,
+        contiguous, of x's dtype or float32, where that is given.
+        """
         ...
 
 
@@ -82,13 +84,15 @@ class StoredMatrix(Matrix, Protocol):
         """`rows` [n, inputs], of `dtype`, become the outputs [first, first + n)."""
         ...
 
-    def rows(self, index: Any) -> Any:
-        """Those outputs' weights, [len(index), inputs]."""
+    def rows(self, index: Any, dtype: Any = None) -> Any:
+        """Those outputs' weights, [len(index), inputs], in `dtype`: the matrix's, which is the default,
+        or one that it is multiplied in.
+        """
         ...
 
 
 class LinearKernel(FusedKernel, Protocol):
-    """`x W^T + bias`: inputs are x [T, in], a matrix that `empty` gave, and maybe a bias [out]."""
+    """`x W^T + bias`: inputs are x [T, in], a matrix that `empty` gave, and maybe a bias [out] and `out`."""
 
     def multiplies(self, dtype: Any, weight_dtype: Any) -> bool:
         """Whether it takes x of `dtype` and matrices of `weight_dtype`."""
@@ -98,9 +102,18 @@ class LinearKernel(FusedKernel, Protocol):
         """A matrix of zeros, to be filled by `store`."""
         ...
 
+    def gather(self, table: Any, index: Any, dtype: Any) -> Any:
+        """Rows `index` [n] of a contiguous `table` [m, k], as [n, k] in its dtype or in float32."""
+        ...
+
+
+Work = Callable[[], object]
+Capture = Callable[[Work], Work | None]
+"""Runs some work on fixed tensors and returns what runs it again; None where it cannot be run again so."""
+
 
 class QuantizedKernel(FusedKernel, Protocol):
-    """`x W^T + bias` for a packed W: inputs are x [T, in], what `pack` gave, and maybe a bias."""
+    """`x W^T + bias` for a packed W: inputs are x [T, in], what `pack` gave, and maybe a bias and `out`."""
 
     def pack(self, matrix: QuantizedMatrix) -> Any:
         """The matrix as the kernel reads it; raises `KernelError` for one that it has no form for."""
@@ -122,6 +135,8 @@ class KernelSet:
 
     `draw`: token ids int64 [S] of logits float32 [S, vocab] and, float64 [S, 5], temperature, top_k (0: all),
     top_p, min_p and a uniform number.
+
+    `record` captures work that is done by these kernels alone.
     """
 
     linear: LinearKernel | None = None
@@ -131,6 +146,7 @@ class KernelSet:
     silu_and_mul: FusedKernel | None = None
     draw: FusedKernel | None = None
     quantized: QuantizedKernel | None = None
+    record: Capture | None = None
 
 
 KernelSource = Callable[[int], KernelSet]

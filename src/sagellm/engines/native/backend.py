@@ -13,13 +13,12 @@ import torch
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import CapacityError, ConfigError
 from sagellm.core.plan import ExecutionPlan, Join, Prefill, StepResult
-from sagellm.core.protocols.fusion import KernelSet, KernelSource
+from sagellm.core.protocols.fusion import Capture, KernelSet, KernelSource
 from sagellm.core.protocols.quantization import FormatSource, WeightQuantizer
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, SamplingParams, Tokens
 from sagellm.engines.native.architectures import DTYPES, ModelSpec, read_config, read_spec
 from sagellm.engines.native.attention_choice import attention_planner
 from sagellm.engines.native.checkpoint import Checkpoint
-from sagellm.engines.native.cuda_graphs import Capture, DecodeGraphs
 from sagellm.engines.native.cuda_sampling import KernelDraw
 from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV
@@ -29,6 +28,7 @@ from sagellm.engines.native.model import DecoderModel
 from sagellm.engines.native.precision import compute_dtype as fastest_dtype
 from sagellm.engines.native.projection import packing_pays
 from sagellm.engines.native.quantized import quantization_of
+from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps, buckets
 from sagellm.engines.native.return_costs import host_copy_s, prefill_token_s
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import sample
@@ -54,10 +54,11 @@ class NativeBackend:
     to one for each 8 M parameters, at most the cores that this process may use. `progress(bytes_done,
     bytes_total)` is called while weights are loaded. `kernels` is asked, on a CPU, for kernels that are
     measured against torch's; where they are faster, matrices stay in the checkpoint's dtype, and threads
-    are the kernels' own: torch, whose idle threads spin, has one. `cuda_kernels` is asked on a CUDA device;
-    with its attention, decode steps are recorded at start by what `capture` gives for the device, if
-    anything. `quantizer` makes matrices smaller as they are loaded; `formats` reads those that a checkpoint
-    stores quantized.
+    are the kernels' own: torch, whose idle threads spin, has one. `cuda_kernels` is asked on a CUDA device.
+    With an attention kernel decode steps are recorded: at start by what `capture` gives for the device, or,
+    where it gives nothing, by the kernels themselves as a batch size first comes; without `capture` none is.
+    `quantizer` makes matrices smaller as they are loaded; `formats` reads those that a checkpoint stores
+    quantized.
 
     Raises `ModelError` for a model that cannot be served, before any memory is allocated; `CapacityError`
     where memory is too small; `ConfigError` for an option that makes no sense.
@@ -99,12 +100,7 @@ class NativeBackend:
         self._num_parameters = sum(math.prod(parameter.shape) for parameter in plan)
         threads = threads or suitable_threads(self._num_parameters)
         torch.set_num_threads(threads)
-        known = alone = KernelSet()
-        if kernels and self._device.type == "cpu":
-            known = kernels(threads)
-            alone = kernels(1) if known != KernelSet() else known
-        elif cuda_kernels and self._device.type == "cuda":
-            known = alone = cuda_kernels()
+        known, alone = _kernels(self._device, threads, kernels, cuda_kernels)
         recording = capture(self._device) if capture and known.attention else None
         with _memory_errors(self._device):
             self._model = self._load(folder, plan, dtype, compute_dtype, progress, known, alone)
@@ -113,28 +109,36 @@ class NativeBackend:
             blocks = num_blocks or kv_blocks(
                 self._device, self._schema.bytes_per_block, most, kv_memory_bytes, kv_memory_fraction
             )
-            check_host(host_memory_bytes)
-            check_fits(self._device, blocks, self._schema.bytes_per_block, host_memory_bytes)
-            self._kv = PagedKV(
-                self._spec.num_layers, blocks, block_size, self._spec.num_kv_heads, self._spec.head_dim,
-                self._device, self._compute_dtype, host_memory_bytes // self._schema.bytes_per_block,
-                has_scratch=recording is not None,
-            )  # fmt: skip
+            self._kv = self._pool(blocks, block_size, host_memory_bytes, has_scratch=recording is not None)
             self._planner = attention_planner(
                 self._kv, self._spec.num_heads, known.attention, alone.attention
             )
-            self._graphs = self._recorded(recording)
+            self._steps = self._recorded(recording, known.record if capture else None)
         if self._packed and self._planner.all_by_kernel:
             torch.set_num_threads(1)
         self._draw = KernelDraw(known.draw) if known.draw and self._compute_dtype != torch.float64 else None
         self._rows = BatchRows(
             max_num_seqs, self._max_model_len, blocks, block_size, self._spec.vocab_size, seed
         )
+        self._measure_returning()
+
+    def _pool(self, blocks: int, block_size: int, host_memory_bytes: int, *, has_scratch: bool) -> PagedKV:
+        check_host(host_memory_bytes)
+        check_fits(self._device, blocks, self._schema.bytes_per_block, host_memory_bytes)
+        return PagedKV(
+            self._spec.num_layers, blocks, block_size, self._spec.num_kv_heads, self._spec.head_dim,
+            self._device, self._compute_dtype, host_memory_bytes // self._schema.bytes_per_block,
+            has_scratch=has_scratch,
+        )  # fmt: skip
+
+    def _measure_returning(self) -> None:
+        """What swapping a preempted request and computing it again take, where there is room for swapping."""
         self._host_copy_s = self._prefill_token_s = 0.0
         if self._kv.num_host_blocks:
-            clock, most = MonotonicClock(), min(self._max_model_len, blocks * block_size)
+            clock = MonotonicClock()
+            most = min(self._max_model_len, self._kv.num_blocks * self._kv.block_size)
             self._host_copy_s = host_copy_s(self._kv, clock)
-            self._prefill_token_s = prefill_token_s(self.execute, most, block_size, clock)
+            self._prefill_token_s = prefill_token_s(self.execute, most, self._kv.block_size, clock)
 
     def _load(
         self, folder: Path, plan: list[Parameter], dtype: str, compute_dtype: str, progress: Progress | None,
@@ -160,16 +164,21 @@ class NativeBackend:
         self._weight_bytes = weights.read_bytes
         return DecoderModel(self._spec, weights, self._compute_dtype, self._device, known)
 
-    def _recorded(self, capture: Capture | None) -> DecodeGraphs | None:
-        """Decode steps of every batch size; None where a kernel does not do all of their attention."""
-        kernel = self._planner.kernel
+    def _recorded(self, at_start: Capture | None, when_run: Capture | None) -> RecordedSteps | None:
+        """Decode steps of every batch size, or of few rows; None where a kernel does not do all of their
+        attention.
+        """
+        kernel, capture, most = self._planner.kernel, at_start or when_run, self._max_num_seqs
         if capture is None or kernel is None:
             return None
+        sizes = buckets(most) if at_start else range(1, min(most, MOST_CPU_ROWS) + 1)
         with self._current_device():
-            return DecodeGraphs(
-                self._model, self._kv, kernel, capture, self._max_num_seqs, self._max_model_len,
-                set(self._spec.windows),
-            )  # fmt: skip
+            steps = RecordedSteps(
+                self._model, self._kv, kernel, capture, sizes, self._max_model_len, set(self._spec.windows)
+            )
+            if at_start:
+                steps.record_all()
+        return steps
 
     def _current_device(self) -> AbstractContextManager[object]:
         """Kernels and graphs run on a thread's current device, which begins as the first."""
@@ -242,8 +251,8 @@ class NativeBackend:
 
     def _logits(self, plan: ExecutionPlan) -> torch.Tensor:
         """Logits [S, vocab] of `plan.sample_rows`; the step's K and V are in the pool afterwards."""
-        if self._graphs is not None and self._graphs.takes(plan):
-            return self._graphs.logits(plan, self._rows)
+        if self._steps is not None and self._steps.takes(plan):
+            return self._steps.logits(plan, self._rows)
         inputs = self._rows.inputs(plan, self._planner, set(self._spec.windows), self._device)
         fresh = self._rows.fresh_last_blocks(plan) if self._planner.reads_padding else ()
         if fresh:
@@ -267,7 +276,18 @@ class NativeBackend:
 
     def close(self) -> None:
         """Give the memory of weights and KV back. Nothing else may be called afterwards."""
-        del self._model, self._kv, self._planner, self._rows, self._graphs
+        del self._model, self._kv, self._planner, self._rows, self._steps
+
+
+def _kernels(
+    device: torch.device, threads: int, on_cpu: KernelSource | None, on_cuda: Callable[[], KernelSet] | None
+) -> tuple[KernelSet, KernelSet]:
+    """Those for `device`, and the same to be measured: on a CPU, of one thread."""
+    if on_cpu and device.type == "cpu":
+        known = on_cpu(threads)
+        return known, on_cpu(1) if known != KernelSet() else known
+    known = on_cuda() if on_cuda and device.type == "cuda" else KernelSet()
+    return known, known
 
 
 def suitable_threads(num_parameters: int) -> int:

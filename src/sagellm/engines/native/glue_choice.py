@@ -11,6 +11,7 @@ import torch
 
 from sagellm.core.protocols.fusion import FusedKernel, KernelSet
 from sagellm.engines.native.architectures import ModelSpec
+from sagellm.engines.native.projection import LookUp, look_up
 
 
 def glue_of(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> KernelSet:
@@ -45,6 +46,12 @@ def glue_of(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device: tor
         rope_to_cache=_usable(kernels.rope_to_cache, *rotation) if can_rotate else None,
         silu_and_mul=_usable(kernels.silu_and_mul, wide) if can_gate else None,
     )
+
+
+def look_up_of(kernels: KernelSet, dtype: torch.dtype) -> LookUp:
+    """How rows of a table in `dtype` are looked up: by the kernel, or by torch."""
+    linear = kernels.linear
+    return linear.gather if linear is not None and linear.multiplies(dtype, dtype) else look_up
 
 
 def _usable(kernel: FusedKernel | None, *inputs: object) -> FusedKernel | None:

@@ -16,7 +16,7 @@ from sagellm.core.protocols.fusion import LinearKernel, Matrix, QuantizedKernel,
 from sagellm.core.protocols.quantization import QuantizedMatrix
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.host_pages import lazy_zeros
-from sagellm.engines.native.projection import Dense
+from sagellm.engines.native.projection import Dense, look_up
 from sagellm.engines.native.quantized import AS_STORED, Quantization, packed
 from sagellm.engines.native.weights import (
     EMBEDDING,
@@ -135,7 +135,8 @@ class Loading:
         if self.linear is not None and multiplied:
             return self.linear.empty(outputs, inputs, self.dtype, partial(lazy_zeros, huge=True))
         dtype = self.compute_dtype if self.linear is None else self.dtype
-        return Dense(torch.empty(outputs, inputs, dtype=dtype, device=self.device))
+        weight = torch.empty(outputs, inputs, dtype=dtype, device=self.device)
+        return Dense(weight, look_up if self.linear is None else self.linear.gather)
 
     def _fill(self, store: Callable[[int, torch.Tensor], None], parameter: Parameter) -> None:
         row = 0

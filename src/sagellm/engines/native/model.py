@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from sagellm.core.protocols.fusion import KernelSet, Matrix
 from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.attention import AttentionPlan, attend
-from sagellm.engines.native.glue_choice import glue_of
+from sagellm.engines.native.glue_choice import glue_of, look_up_of
 from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.loading import Weights
 from sagellm.engines.native.rope import RopeTable, apply_rope
@@ -40,7 +40,7 @@ Stream = tuple[torch.Tensor, torch.Tensor | None]
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """One step as tensors. `tokens`, `positions` and KV `slots` are [T]; logits are made for rows `sampled`
-    [S].
+    [S], or for all (None).
 
     `attention` holds one plan per distinct window of the model.
     """
@@ -49,7 +49,7 @@ class StepInputs:
     positions: torch.Tensor
     max_position: int
     slots: torch.Tensor
-    sampled: torch.Tensor
+    sampled: torch.Tensor | None
     attention: Mapping[int | None, AttentionPlan]
 
 
@@ -113,29 +113,35 @@ class DecoderModel:
         self._final_norm = _affine(weights, "final_norm")
         self._head = weights.matrices["head"]
         self._activation = _ACTIVATIONS[spec.activation]
-        self._rope = RopeTable(spec.rope, device, dtype) if spec.rope else None
+        look_up = look_up_of(kernels or KernelSet(), dtype)
+        self._rope = RopeTable(spec.rope, device, dtype, look_up) if spec.rope else None
         self._kernels = glue_of(kernels or KernelSet(), spec, dtype, device)
+
+    def reach(self, max_position: int) -> None:
+        """Make now what steps up to this position look up."""
+        if self._rope is not None:
+            self._rope.reach(max_position)
 
     @torch.inference_mode()
     def forward(self, step: StepInputs, kv: PagedKV, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [S, vocab] of the sampled rows, float32 (float64 for a float64 model), also written to `out`
-        where it is given; new K and V go to `kv`.
+        """Logits [S, vocab] of the sampled rows, float32 (float64 for a float64 model), in `out` where it is
+        given; new K and V go to `kv`.
         """
         x, delta = self._embedded(step), None
         angles = self._rope.cos_sin(step.positions, step.max_position) if self._rope else None
         last = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
             x, delta = self._attention(layer, i, x, delta, step, kv, angles)
-            if i == last:
+            if i == last and step.sampled is not None:
                 x, delta = _sum(x, delta)[step.sampled], None
             x, delta = self._mlp(layer, x, delta)
-        logits = self._logits(x, delta)
-        return (
-            logits.to(torch.promote_types(logits.dtype, torch.float32)) if out is None else out.copy_(logits)
-        )
+        if out is None:
+            dtype = torch.promote_types(self._dtype, torch.float32)
+            out = x.new_empty(len(x), self.spec.vocab_size, dtype=dtype)
+        return self._logits(x, delta, out)
 
     def _embedded(self, step: StepInputs) -> torch.Tensor:
-        x: torch.Tensor = self._embed.rows(step.tokens).to(self._dtype)
+        x: torch.Tensor = self._embed.rows(step.tokens, self._dtype)
         if self._project_in is not None:
             x = self._project_in.multiply(x)
         if self._positions is not None:
@@ -206,11 +212,11 @@ class DecoderModel:
             return F.rms_norm(x, x.shape[-1:], norm.weight, self.spec.norm_eps)
         return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, self.spec.norm_eps)
 
-    def _logits(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    def _logits(self, x: torch.Tensor, delta: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
         x = self._entering(x, delta, self._final_norm) if self.spec.final_norm else _sum(x, delta)
         if self._project_out is not None:
             x = self._project_out.multiply(x)
-        logits: torch.Tensor = self._head.multiply(x).contiguous()
+        logits: torch.Tensor = self._head.multiply(x, None, out)
         return logits
 
 

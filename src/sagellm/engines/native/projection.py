@@ -13,6 +13,7 @@ plain form is as fast or faster.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,11 +38,20 @@ def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return torch.addmm(bias[:, None], weight, columns).t()
 
 
+def look_up(table: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows `index` of `table` in `dtype`."""
+    return F.embedding(index, table).to(dtype)
+
+
+LookUp = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Dense:
     """A matrix as torch has it. Implements `Matrix`."""
 
     weight: torch.Tensor
+    look_up: LookUp = look_up
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,12 +68,15 @@ class Dense:
     def store(self, first: int, rows: torch.Tensor) -> None:
         self.weight[first : first + len(rows)].copy_(rows)
 
-    def rows(self, index: torch.Tensor) -> torch.Tensor:
-        return F.embedding(index, self.weight)
+    def rows(self, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self.look_up(self.weight, index, dtype or self.dtype)
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """As `project`."""
-        return project(x, self.weight, bias)
+        product = project(x, self.weight, bias)
+        return product if out is None else out.copy_(product)
 
 
 @dataclass(frozen=True, slots=True)

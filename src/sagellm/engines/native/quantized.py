@@ -75,8 +75,10 @@ class PackedCodes:
         size: int = self.packed.nbytes
         return size
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        product: torch.Tensor = self.kernel.apply(x, self.packed, bias)
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        product: torch.Tensor = self.kernel.apply(x, self.packed, bias, out)
         return product
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from sagellm.core.errors import UnsupportedModelError
+from sagellm.engines.native.projection import LookUp, look_up
 
 VARIANTS = ("default", "linear", "dynamic", "llama3", "yarn")
 _FIRST_TABLE = 1024
@@ -172,8 +173,11 @@ class RopeTable:
     Angles are float32, as in the reference, whatever `dtype` the model computes in.
     """
 
-    def __init__(self, spec: RopeSpec, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: RopeSpec, device: torch.device, dtype: torch.dtype, look_up: LookUp = look_up
+    ) -> None:
         self._spec = spec
+        self._look_up = look_up
         self._device = device
         self._dtype = dtype
         self._frequencies = inverse_frequencies(spec)
@@ -181,11 +185,15 @@ class RopeTable:
 
     def cos_sin(self, positions: torch.Tensor, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The cos and sin of `positions` [T], each [T, dim / 2]; none of them is over `max_position`."""
-        if max_position >= len(self._cos):
-            self._grow(max(_FIRST_TABLE, 1 << max_position.bit_length()))
-        return self._cos[positions], self._sin[positions]
+        self.reach(max_position)
+        look_up, dtype = self._look_up, self._dtype
+        return look_up(self._cos, positions, dtype), look_up(self._sin, positions, dtype)
 
-    def _grow(self, length: int) -> None:
+    def reach(self, max_position: int) -> None:
+        """Have cos and sin of positions up to this one."""
+        if max_position < len(self._cos):
+            return
+        length = max(_FIRST_TABLE, 1 << max_position.bit_length())
         angles = self._angles(torch.arange(length, dtype=torch.float32))
         scale = self._spec.attention_factor
         self._cos = (angles.cos() * scale).to(self._device, self._dtype)

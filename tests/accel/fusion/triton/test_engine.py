@@ -11,10 +11,9 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from sagellm.accel.fusion.triton import triton_kernels
-from sagellm.core.protocols.fusion import KernelSet
+from sagellm.core.protocols.fusion import Capture, KernelSet, Work
 from sagellm.core.types import SamplingParams
 from sagellm.engines.native import attention_choice
-from sagellm.engines.native.cuda_graphs import Capture, Work
 from tests.engines.native.driver import Driver, RecordingBackend, Running
 from tests.tiny_models import VOCAB, save_tiny
 

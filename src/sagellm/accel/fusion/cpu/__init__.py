@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from sagellm.accel.fusion.cpu.attention import CpuPagedAttention, attention_kernel
+from sagellm.accel.fusion.cpu.calls import Caller, recording
 from sagellm.accel.fusion.cpu.cpu_level import cpu_level
 from sagellm.accel.fusion.cpu.glue import glue_kernels
 from sagellm.accel.fusion.cpu.library import compiled, find_compiler
@@ -32,11 +33,13 @@ def cpu_kernels(threads: int) -> KernelSet:
         with ThreadPoolExecutor() as pool:
             paths = list(pool.map(lambda name: compiled(name, level, compiler), SOURCES))
         linear, attention, glue, quantized = paths
+        caller = Caller(threads)
         kernels = KernelSet(
-            linear_kernel(linear, level, threads),
-            attention_kernel(attention, threads, threads_of=linear),
-            *glue_kernels(glue, threads, threads_of=linear),
-            quantized=quantized_kernel(quantized, threads, threads_of=linear),
+            linear_kernel(linear, level, caller),
+            attention_kernel(attention, caller, threads_of=linear),
+            *glue_kernels(glue, caller, threads_of=linear),
+            quantized=quantized_kernel(quantized, caller, threads_of=linear),
+            record=recording(linear, caller),
         )
     except KernelError as error:
         log.warning("CPU kernels are off, torch does all: %s", error)

@@ -6,23 +6,17 @@ One call does all sequences of a step, decode rows and prefill chunks. `paged_at
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sagellm.accel.fusion.cpu.calls import Caller, Function
 from sagellm.accel.fusion.cpu.library import loaded
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSupport, Tolerance
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_ERRORS = {
-    1: "no memory for its buffers",
-    2: "it has no kernel for these dtypes",
-    3: "a span is not within the query's rows and the block tables",
-    4: "a block table names a block outside the pool",
-}
 _USABLE = KernelSupport(usable=True)
 SPAN_FIELDS = ("first_row", "num_tokens", "start", "first_entry")
 
@@ -69,8 +63,8 @@ class CpuPagedAttention:
 
     A token attends to the last `window` positions of its sequence up to its own, or to all of them, scaled by
     1/sqrt(head_dim). The result is [T, heads, head_dim] in the query's dtype; rows of no span are undefined.
-    It runs on at most `threads` threads. A span's result depends neither on their number nor on other
-    spans, and nothing behind a sequence's last position is read.
+    A span's result depends neither on the number of threads nor on other spans, and nothing behind a
+    sequence's last position is read.
     """
 
     name = "paged_attention"
@@ -81,8 +75,8 @@ class CpuPagedAttention:
     )
     """For values of about unit size, and scores of up to about 30. Sums are float32, in another order."""
 
-    def __init__(self, function: Callable[[object, int], int], threads: int) -> None:
-        self._function, self._threads = function, threads
+    def __init__(self, function: Function, caller: Caller) -> None:
+        self._function, self._call = function, caller
 
     def supports(self, *inputs: Any) -> KernelSupport:
         reason = _obstacle(*inputs)
@@ -113,9 +107,7 @@ class CpuPagedAttention:
             num_blocks, len(tables), len(spans), heads, kv_heads, head_dim, block_size, window or 0,
             query.stride()[:2], out.stride()[:2], head_dim**-0.5, _TYPES[query.dtype], _TYPES[keys.dtype],
         )  # fmt: skip
-        code = self._function(ctypes.byref(job), self._threads)
-        if code:
-            raise KernelError(f"{self.name}: {_ERRORS[code]}")
+        self._call(self.name, self._function, job, query, keys, values, spans, tables, out)
         return out
 
 
@@ -170,8 +162,8 @@ def paged_attention(
     return out
 
 
-def attention_kernel(path: Path, threads: int, *, threads_of: Path) -> CpuPagedAttention:
-    """The kernel of the library at `path` on so many threads, those of the one at `threads_of`; raises
+def attention_kernel(path: Path, caller: Caller, *, threads_of: Path) -> CpuPagedAttention:
+    """The kernel of the library at `path`, on the threads of the one at `threads_of`; raises
     `KernelError` if one of them cannot be loaded.
     """
     library, helping = loaded(path), loaded(threads_of)
@@ -182,4 +174,4 @@ def attention_kernel(path: Path, threads: int, *, threads_of: Path) -> CpuPagedA
     function = library.sagellm_paged_attention
     function.argtypes = (ctypes.c_void_p, ctypes.c_int32)
     function.restype = ctypes.c_int32
-    return CpuPagedAttention(function, threads)
+    return CpuPagedAttention(function, caller)

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from sagellm.accel.fusion.cpu.calls import Caller, Function
 from sagellm.accel.fusion.cpu.library import loaded
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSupport, Tolerance
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_ERRORS = {2: "it has no kernel for these dtypes", 5: "a slot is outside the pool"}
 _USABLE = KernelSupport(usable=True)
 TOLERANCES = (
     Tolerance("float32", 2e-5, 2e-5),
@@ -74,19 +73,16 @@ class _Gated(ctypes.Structure):
     )
 
 
-_Function = Callable[[object, int], int]
-
-
 class _GlueKernel(ABC):
-    """What the kernels here have in common; each runs on at most `threads` threads, and what it gives a
-    row depends neither on their number nor on other rows.
+    """What the kernels here have in common; what each gives a row depends neither on the number of
+    threads nor on other rows.
     """
 
     name: str
     tolerances: tuple[Tolerance, ...] = TOLERANCES
 
-    def __init__(self, function: _Function, threads: int) -> None:
-        self._function, self._threads = function, threads
+    def __init__(self, function: Function, caller: Caller) -> None:
+        self._function, self._call = function, caller
 
     def supports(self, *inputs: Any) -> KernelSupport:
         reason = self._obstacle(*inputs)
@@ -101,10 +97,8 @@ class _GlueKernel(ABC):
         if reason:
             raise KernelError(f"{self.name}: {reason}")
 
-    def _run(self, job: ctypes.Structure) -> None:
-        code = self._function(ctypes.byref(job), self._threads)
-        if code:
-            raise KernelError(f"{self.name}: {_ERRORS[code]}")
+    def _run(self, job: ctypes.Structure, *kept: object) -> None:
+        self._call(self.name, self._function, job, *kept)
 
 
 class CpuAddRmsNorm(_GlueKernel):
@@ -128,7 +122,7 @@ class CpuAddRmsNorm(_GlueKernel):
             x.data_ptr(), at, weight.data_ptr(), y.data_ptr(), rows, columns, x.stride(0), stride, columns,
             eps, _TYPES[x.dtype],
         )  # fmt: skip
-        self._run(job)
+        self._run(job, x, delta, weight, y)
         return y
 
     def reference(self, *inputs: Any) -> torch.Tensor:
@@ -180,7 +174,7 @@ class CpuRopeToCache(_GlueKernel):
             heads.stride(0), 0 if cos is None else cos.stride(0), num_blocks, block_size, eps,
             _TYPES[heads.dtype], _TYPES[keys.dtype],
         )  # fmt: skip
-        self._run(job)
+        self._run(job, heads, cos, sin, query_weight, key_weight, slots, keys, values)
 
     def reference(self, *inputs: Any) -> None:
         rope_to_cache(*inputs)
@@ -230,7 +224,7 @@ class CpuSiluAndMul(_GlueKernel):
             y = wide.new_empty((columns, rows))
             answer = y.t()
             job = _Gated(wide.data_ptr(), y.data_ptr(), 1, columns * rows, 0, 0, _TYPES[wide.dtype])
-        self._run(job)
+        self._run(job, wide, y)
         return answer
 
     def reference(self, *inputs: Any) -> torch.Tensor:
@@ -316,9 +310,9 @@ def silu_and_mul(wide: torch.Tensor) -> torch.Tensor:
 
 
 def glue_kernels(
-    path: Path, threads: int, *, threads_of: Path
+    path: Path, caller: Caller, *, threads_of: Path
 ) -> tuple[CpuAddRmsNorm, CpuRopeToCache, CpuSiluAndMul]:
-    """The kernels of the library at `path` on so many threads, those of the one at `threads_of`; raises
+    """The kernels of the library at `path`, on the threads of the one at `threads_of`; raises
     `KernelError` if one of them cannot be loaded.
     """
     library, helping = loaded(path), loaded(threads_of)
@@ -331,4 +325,4 @@ def glue_kernels(
         function.argtypes = (ctypes.c_void_p, ctypes.c_int32)
         function.restype = ctypes.c_int32
     norm, rotate, gate = functions
-    return CpuAddRmsNorm(norm, threads), CpuRopeToCache(rotate, threads), CpuSiluAndMul(gate, threads)
+    return CpuAddRmsNorm(norm, caller), CpuRopeToCache(rotate, caller), CpuSiluAndMul(gate, caller)

@@ -1,10 +1,11 @@
 // y = x W^T + bias for weights that stay in the number format of their checkpoint: float32, bfloat16 or float16.
-// Sums are float32, and so are x and y, but where the CPU multiplies bfloat16: there x and y may be bfloat16. The
-// instruction set is the one that the compiler is told to use. No exception leaves the C interface.
+// Sums are float32, and so are x and y, but where the CPU multiplies bfloat16: there x may be bfloat16, and y with
+// it. The instruction set is the one that the compiler is told to use. No exception leaves the C interface.
 
 #include "packed.h"
+#include "replay.h"
 
-enum Outcome : int32_t { DONE = 0, NO_MEMORY = 1, NO_KERNEL = 2 };
+enum Outcome : int32_t { DONE = 0, NO_MEMORY = 1, NO_KERNEL = 2, BAD_INDEX = 6 };
 
 // All else is hidden, so that libraries for two levels in one process share nothing.
 #define EXPORTED __attribute__((visibility("default")))
@@ -30,10 +31,13 @@ EXPORTED int32_t sagellm_pack(const Packing *job, int32_t threads) {
 EXPORTED int32_t sagellm_linear(const Linear *job, int32_t threads) {
     if (job->rows <= 0 || job->outputs <= 0) return DONE;
 #if defined(__AVX512BF16__)
-    if (job->x_type == BFLOAT16 && job->weight_type == BFLOAT16)
-        return packed::run<packed::Pairs>(*job, threads) ? DONE : NO_MEMORY;
+    if (job->x_type == BFLOAT16 && job->weight_type == BFLOAT16) switch (job->y_type) {
+            case FLOAT32: return packed::run<packed::Pairs, float>(*job, threads) ? DONE : NO_MEMORY;
+            case BFLOAT16: return packed::run<packed::Pairs, BFloat16>(*job, threads) ? DONE : NO_MEMORY;
+            default: return NO_KERNEL;
+        }
 #endif
-    if (job->x_type != FLOAT32) return NO_KERNEL;
+    if (job->x_type != FLOAT32 || job->y_type != FLOAT32) return NO_KERNEL;
     switch (job->weight_type) {
         case FLOAT32: return packed::run<packed::Floats<float>>(*job, threads) ? DONE : NO_MEMORY;
         case BFLOAT16: return packed::run<packed::Floats<BFloat16>>(*job, threads) ? DONE : NO_MEMORY;
@@ -41,5 +45,25 @@ EXPORTED int32_t sagellm_linear(const Linear *job, int32_t threads) {
         default: return NO_KERNEL;
     }
 }
+
+// Indices are checked before anything is written.
+EXPORTED int32_t sagellm_gather(const Gather *job, int32_t threads) {
+    for (int64_t row = 0; row < job->rows; row++)
+        if (job->index[row] < 0 || job->index[row] >= job->outputs) return BAD_INDEX;
+    if (job->y_type != job->type && job->y_type != FLOAT32) return NO_KERNEL;
+    const bool is_same = job->type == job->y_type;
+    switch (job->type) {
+        case FLOAT32: packed::gather<float, float>(*job, threads); return DONE;
+        case BFLOAT16:
+            is_same ? packed::gather<BFloat16, BFloat16>(*job, threads) : packed::gather<BFloat16, float>(*job, threads);
+            return DONE;
+        case FLOAT16:
+            is_same ? packed::gather<Float16, Float16>(*job, threads) : packed::gather<Float16, float>(*job, threads);
+            return DONE;
+        default: return NO_KERNEL;
+    }
+}
+
+EXPORTED int32_t sagellm_replay(Replay *job, int32_t threads) { return replay(*job, threads); }
 
 }  // extern "C"

@@ -13,13 +13,14 @@ costs 15 us, through `torch.library` with a Python implementation 17 to 24. An o
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sagellm.accel.fusion.cpu.calls import Caller, Function
 from sagellm.accel.fusion.cpu.cpu_level import CpuLevel
 from sagellm.accel.fusion.cpu.library import loaded
 from sagellm.core.errors import KernelError
@@ -27,7 +28,6 @@ from sagellm.core.protocols.fusion import KernelSupport, Tolerance, Zeros
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _GROUPS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
-_ERRORS = {1: "no memory for its buffers", 2: "it has no kernel for these dtypes"}
 _USABLE = KernelSupport(usable=True)
 
 
@@ -46,6 +46,7 @@ class _Job(ctypes.Structure):
         ("y_stride", ctypes.c_int64),
         ("x_type", ctypes.c_int32),
         ("weight_type", ctypes.c_int32),
+        ("y_type", ctypes.c_int32),
     )
 
 
@@ -63,7 +64,17 @@ class _Packing(ctypes.Structure):
     )
 
 
-_Function = Callable[[object, int], int]
+class _Gather(ctypes.Structure):
+    """`struct Gather` of packed.h."""
+
+    _fields_ = (
+        ("table", ctypes.c_void_p),
+        ("index", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "outputs", "inputs", "panel", "group")),
+        ("type", ctypes.c_int32),
+        ("y_type", ctypes.c_int32),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,21 +101,23 @@ class PackedMatrix:
         """
         self.kernel.pack(self, first, rows)
 
-    def rows(self, index: torch.Tensor) -> torch.Tensor:
-        """Those outputs' weights, [len(index), inputs]."""
-        panel = self.panels.shape[2]
-        picked = self.panels[index // panel, :, index % panel]
-        return picked.reshape(len(index), -1)[:, : self.shape[1]]
+    def rows(self, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Those outputs' weights, [len(index), inputs], in `dtype`: the matrix's, which is the default, or
+        float32. Raises `KernelError` for an index that is none of an output.
+        """
+        return self.kernel.rows(self, index, dtype or self.dtype)
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`x` [T, inputs] times this, as [T, outputs]."""
-        return self.kernel.apply(x, self, bias)
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`x` [T, inputs] times this, as [T, outputs]; that is `out`, of x's dtype or float32, if given."""
+        return self.kernel.apply(x, self, bias, out)
 
 
 class CpuLinear:
-    """Implements `LinearKernel`: inputs are `x` [T, in], a `PackedMatrix` [out, in] and `bias` [out] or None,
-    the result is [T, out] in x's dtype. `weight_dtypes` says for each dtype of x which ones a matrix may
-    have. It runs on at most `threads` threads.
+    """Implements `LinearKernel`: inputs are `x` [T, in], a `PackedMatrix` [out, in] `bias` [out] or None and
+    maybe `out`, the result is [T, out] in x's dtype, or `out`, which may be float32. `weight_dtypes` says for
+    each dtype of x which ones a matrix may have.
     """
 
     name = "linear"
@@ -116,14 +129,15 @@ class CpuLinear:
 
     def __init__(
         self,
-        run: _Function,
-        pack: _Function,
+        run: Function,
+        pack: Function,
+        gather: Function,
         panel: int,
         weight_dtypes: Mapping[torch.dtype, frozenset[torch.dtype]],
-        threads: int,
+        caller: Caller,
     ) -> None:
-        self._run, self._pack = run, pack
-        self._panel, self._threads = panel, threads
+        self._run, self._pack, self._gather = run, pack, gather
+        self._panel, self._call = panel, caller
         self._weight_dtypes = weight_dtypes
 
     def multiplies(self, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
@@ -164,23 +178,54 @@ class CpuLinear:
             rows.data_ptr(), matrix.panels.data_ptr(), len(rows), inputs, rows.stride(0), first,
             _TYPES[rows.dtype],
         )  # fmt: skip
-        self._pack(ctypes.byref(job), self._threads)
+        self._call("pack", self._pack, job, rows, matrix)
+
+    def rows(self, matrix: PackedMatrix, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See `PackedMatrix.rows`."""
+        return self._gathered(matrix.panels, matrix.shape, index, dtype)
+
+    def gather(self, table: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows `index` [n] of a contiguous `table` [m, k], as [n, k] in its dtype or in float32. Raises
+        `KernelError` for what is no such table and for an index that is no row's.
+        """
+        if table.ndim != 2 or not table.is_contiguous() or not table.is_cpu:
+            raise KernelError(f"no contiguous table on a CPU: {list(table.shape)} on {table.device}")
+        return self._gathered(table[:, :, None, None], (len(table), table.shape[1]), index, dtype)
+
+    def _gathered(
+        self, panels: torch.Tensor, shape: tuple[int, int], index: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        if panels.dtype not in _TYPES or dtype not in (panels.dtype, torch.float32):
+            raise KernelError(f"rows of {panels.dtype} are read as such or as float32, not as {dtype}")
+        if index.ndim != 1 or not index.is_cpu or index.is_floating_point():
+            raise KernelError(f"rows are read at integers [n], not at {index.dtype} {list(index.shape)}")
+        index = index if index.dtype == torch.int64 and index.is_contiguous() else index.long().contiguous()
+        y = panels.new_empty((len(index), shape[1]), dtype=dtype)
+        job = _Gather(
+            panels.data_ptr(), index.data_ptr(), y.data_ptr(), len(index), *shape, *panels.shape[2:],
+            _TYPES[panels.dtype], _TYPES[dtype],
+        )  # fmt: skip
+        self._call("gather", self._gather, job, panels, index, y)
+        return y
 
     def _computed(
-        self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         outputs, inputs = matrix.shape
-        y = x.new_empty(len(x), outputs)
+        y = x.new_empty(len(x), outputs) if out is None else out
         job = _Job(
             x.data_ptr(), matrix.panels.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
             len(x), outputs, inputs, x.stride(0), outputs, _TYPES[x.dtype], _TYPES[matrix.panels.dtype],
+            _TYPES[y.dtype],
         )  # fmt: skip
-        code = self._run(ctypes.byref(job), self._threads)
-        if code:
-            raise KernelError(f"{self.name}: {_ERRORS[code]}")
+        self._call(self.name, self._run, job, x, matrix, bias, y)
         return y
 
-    def _obstacle(self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None) -> str:
+    def _obstacle(
+        self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> str:  # fmt: skip
         """What stands in the way; empty where nothing does."""
         if matrix.dtype not in self._weight_dtypes.get(x.dtype, ()):
             return f"linear has no kernel for {x.dtype} times {matrix.dtype}"
@@ -194,27 +239,38 @@ class CpuLinear:
             bias.dtype != x.dtype or bias.shape != matrix.shape[:1] or not bias.is_contiguous()
         ):
             return f"the bias is not {matrix.shape[0]} contiguous values of {x.dtype}"
+        if out is not None and not _takes(out, x, matrix):
+            return f"out is no contiguous [{len(x)}, {matrix.shape[0]}] of {x.dtype} or float32"
         if x.requires_grad and torch.is_grad_enabled():
             return "linear has no gradient"
         return ""
 
 
-def _reference(x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _takes(out: torch.Tensor, x: torch.Tensor, matrix: PackedMatrix) -> bool:
+    fits = out.shape == (len(x), matrix.shape[0]) and out.is_contiguous() and out.is_cpu
+    return fits and out.dtype in (x.dtype, torch.float32)
+
+
+def _reference(
+    x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
     weight = matrix.rows(torch.arange(matrix.shape[0]))
-    return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+    if out is None:
+        return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+    bias = None if bias is None else bias.to(out.dtype)
+    return out.copy_(torch.nn.functional.linear(x.to(out.dtype), weight.to(out.dtype), bias))
 
 
-def linear_kernel(path: Path, level: CpuLevel, threads: int) -> CpuLinear:
+def linear_kernel(path: Path, level: CpuLevel, caller: Caller) -> CpuLinear:
     """The kernel of the library at `path`, which was compiled for `level`; raises `KernelError` if it cannot
     be loaded.
     """
     library = loaded(path)
-    for function in (library.sagellm_linear, library.sagellm_pack):
+    functions = (library.sagellm_linear, library.sagellm_pack, library.sagellm_gather)
+    for function in functions:
         function.argtypes = (ctypes.c_void_p, ctypes.c_int32)
         function.restype = ctypes.c_int32
     library.sagellm_panel.restype = ctypes.c_int64
     pairs = {torch.bfloat16: frozenset({torch.bfloat16})} if level.name == "avx512_bf16" else {}
     weight_dtypes = {torch.float32: frozenset(_TYPES), **pairs}
-    return CpuLinear(
-        library.sagellm_linear, library.sagellm_pack, library.sagellm_panel(), weight_dtypes, threads
-    )
+    return CpuLinear(*functions, library.sagellm_panel(), weight_dtypes, caller)

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "numbers.h"
 #include "scratch.h"
@@ -15,7 +16,7 @@
 #include "vector.h"
 
 // y[rows, outputs] = x[rows, inputs] W^T + bias, W in panels. Strides are in elements; columns of x and y are
-// contiguous; y and bias are of x's type; a null bias is none.
+// contiguous; bias is of x's type, a null one is none; y is of x's type or float32.
 struct Linear {
     const void *x;
     const void *panels;
@@ -23,7 +24,7 @@ struct Linear {
     void *y;
     int64_t rows, outputs, inputs;
     int64_t x_stride, y_stride;
-    int32_t x_type, weight_type;
+    int32_t x_type, weight_type, y_type;
 };
 
 // Rows [0, rows) of `weight` become the outputs [first, first + rows) of `panels`. Rows are contiguous.
@@ -34,6 +35,16 @@ struct Packing {
     int32_t weight_type;
 };
 
+// y[rows, inputs]: of each row the weights of output `index` of `table`, which has panels of `panel` outputs, in each
+// of them groups of `group` inputs; one and one: a plain table. y is of the table's type or float32.
+struct Gather {
+    const void *table;
+    const int64_t *index;
+    void *y;
+    int64_t rows, outputs, inputs, panel, group;
+    int32_t type, y_type;
+};
+
 namespace packed {
 
 // Sums that fill the registers but for the weights of a step and one number of x: 32 with AVX-512, else 16.
@@ -41,7 +52,7 @@ constexpr int VECTORS = WIDTH == 16 ? 4 : 2;
 constexpr int64_t PANEL = VECTORS * WIDTH;
 constexpr int64_t MOST_TILE_ROWS = 6;
 constexpr int64_t BLOCK_BYTES = 16 << 10;
-constexpr int64_t CHUNK_ROWS = 384;
+constexpr int64_t CHUNK_ROWS = 384, GATHERED_ALONE = 16;
 constexpr int64_t AHEAD_BYTES = 4096, LINE = 64;
 
 // An array that is indexed by a variable is not kept in registers: loops over sums are unrolled, all of them.
@@ -163,12 +174,12 @@ void rows_of(int64_t rows, const typename Form::X *x, int64_t stride, const type
 }
 
 // The sums of a panel as y's columns from `output` on.
-template <typename X>
+template <typename X, typename Y>
 void store(const Linear &job, const float *sums, int64_t first_row, int64_t rows, int64_t output) {
     const int64_t count = std::min(PANEL, job.outputs - output);
     const X *bias = job.bias ? static_cast<const X *>(job.bias) + output : nullptr;
     for (int64_t row = 0; row < rows; row++, sums += PANEL) {
-        X *y = static_cast<X *>(job.y) + (first_row + row) * job.y_stride + output;
+        Y *y = static_cast<Y *>(job.y) + (first_row + row) * job.y_stride + output;
         int64_t n = 0;
         for (; !bias && n + WIDTH <= count; n += WIDTH) round_to(load(sums + n), y + n);
         for (; n < count; n++) ::round_to(sums[n] + (bias ? as_float(bias[n]) : 0.0f), y[n]);
@@ -176,7 +187,7 @@ void store(const Linear &job, const float *sums, int64_t first_row, int64_t rows
 }
 
 // Rows [first, first + rows) of one panel. A row's sums are added in the order of its inputs whatever the rows beside.
-template <typename Form>
+template <typename Form, typename Y>
 void task(const Linear &job, int64_t first, int64_t rows, int64_t panel, float *sums) {
     typedef typename Form::Weight W;
     const auto *x = static_cast<const typename Form::X *>(job.x) + first * job.x_stride;
@@ -193,11 +204,11 @@ void task(const Linear &job, int64_t first, int64_t rows, int64_t panel, float *
                           std::min(block, job.inputs - k), !k, {next, lines}, sums + row * PANEL);
         k += block;
     } while (k < job.inputs);
-    store<typename Form::X>(job, sums, first, rows, panel * PANEL);
+    store<typename Form::X, Y>(job, sums, first, rows, panel * PANEL);
 }
 
 // False where there is no memory for the sums.
-template <typename Form>
+template <typename Form, typename Y = float>
 bool run(const Linear &job, int32_t threads) {
     static thread_local Scratch scratch;
     const int64_t panels = (job.outputs + PANEL - 1) / PANEL, chunks = (job.rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
@@ -209,7 +220,7 @@ bool run(const Linear &job, int32_t threads) {
         if (!sums) failed = true;
         for (int64_t at; !failed && (at = next.fetch_add(1)) < panels * chunks;) {
             const int64_t row = at / panels * CHUNK_ROWS;
-            task<Form>(job, row, std::min(CHUNK_ROWS, job.rows - row), at % panels, sums);
+            task<Form, Y>(job, row, std::min(CHUNK_ROWS, job.rows - row), at % panels, sums);
         }
     });
     return !failed;
@@ -232,6 +243,35 @@ void pack(const Packing &job, int32_t threads) {
                         to[k * PANEL + n % PANEL * GROUP<W> + i] = from[(n - begin) * job.weight_stride + k + i];
         }
     });
+}
+
+// Y is W or float.
+template <typename W, typename Y>
+void copy(const W *from, int64_t count, Y *to) {
+    if constexpr (std::is_same_v<W, Y>)
+        std::memcpy(to, from, size_t(count) * sizeof *to);
+    else
+        for (int64_t i = 0; i < count; i++) to[i] = as_float(from[i]);
+}
+
+template <typename W, typename Y>
+void gather(const Gather &job, int32_t threads) {
+    const int64_t groups = (job.inputs + job.group - 1) / job.group, step = job.panel * job.group;
+    std::atomic<int64_t> next{0};
+    const auto work = [&] {
+        for (int64_t row; (row = next.fetch_add(1)) < job.rows;) {
+            const int64_t panel = job.index[row] / job.panel, place = job.index[row] % job.panel;
+            const W *from = static_cast<const W *>(job.table) + panel * groups * step + place * job.group;
+            Y *to = static_cast<Y *>(job.y) + row * job.inputs;
+            if (job.panel == 1) {
+                copy(from, job.inputs, to);
+                continue;
+            }
+            for (int64_t k = 0; k < job.inputs; k += job.group, from += step)
+                copy(from, std::min(job.group, job.inputs - k), to + k);
+        }
+    };
+    threads::together(job.rows < GATHERED_ALONE ? 1 : threads, work);
 }
 
 }  // namespace packed

@@ -11,8 +11,9 @@ enum Outcome : int32_t { DONE = 0, NO_MEMORY = 1, NO_KERNEL = 2 };
 namespace {
 
 template <typename Form, typename Scale, int XBYTES>
-int32_t by_x(const Quantized &job, int32_t x_type, int32_t threads) {
-    switch (x_type) {
+int32_t by_x(const Quantized &job, int32_t threads) {
+    if (job.y_type != job.x_type && job.y_type != FLOAT32) return NO_KERNEL;
+    switch (job.x_type) {
         case FLOAT32: return quantized::run<Form, Scale, XBYTES, float>(job, threads) ? DONE : NO_MEMORY;
         case BFLOAT16: return quantized::run<Form, Scale, XBYTES, BFloat16>(job, threads) ? DONE : NO_MEMORY;
         case FLOAT16: return quantized::run<Form, Scale, XBYTES, Float16>(job, threads) ? DONE : NO_MEMORY;
@@ -21,10 +22,10 @@ int32_t by_x(const Quantized &job, int32_t x_type, int32_t threads) {
 }
 
 template <typename Form, int XBYTES>
-int32_t by_scale(const Quantized &job, int32_t x_type, int32_t threads) {
+int32_t by_scale(const Quantized &job, int32_t threads) {
     switch (job.scale_type) {
-        case FLOAT32: return by_x<Form, float, XBYTES>(job, x_type, threads);
-        case FLOAT16: return by_x<Form, Float16, XBYTES>(job, x_type, threads);
+        case FLOAT32: return by_x<Form, float, XBYTES>(job, threads);
+        case FLOAT16: return by_x<Form, Float16, XBYTES>(job, threads);
         default: return NO_KERNEL;
     }
 }
@@ -36,17 +37,15 @@ extern "C" {
 // Regions of work are done by the threads of another library, `together` of its `sagellm_threads`.
 EXPORTED void sagellm_share_threads(threads::Together together) { threads::shared() = together; }
 
-// The matrix apart from the rest: it is the same in every call, and each argument costs the caller time.
-EXPORTED int32_t sagellm_linear_quantized(const Matrix *matrix, const void *x, const void *bias, void *y, int64_t rows,
-                                          int64_t x_row_stride, int64_t x_column_stride, int32_t x_type,
-                                          int32_t threads) {
-    if (rows <= 0 || matrix->outputs <= 0) return DONE;
-    const Quantized job = {*matrix, x, bias, y, rows, x_row_stride, x_column_stride};
+// The matrix apart from the rest: it is the same in every call.
+EXPORTED int32_t sagellm_linear_quantized(const Rows *rows, int32_t threads) {
+    if (rows->rows <= 0 || rows->matrix->outputs <= 0) return DONE;
+    const Quantized job = {*rows->matrix, *rows};
     switch (job.bits * 100 + job.activation_bits) {
-        case 816: return by_scale<quantized::Eight, 2>(job, x_type, threads);
-        case 808: return by_scale<quantized::Eight, 1>(job, x_type, threads);
-        case 416: return by_scale<quantized::Four, 2>(job, x_type, threads);
-        case 408: return by_scale<quantized::Four, 1>(job, x_type, threads);
+        case 816: return by_scale<quantized::Eight, 2>(job, threads);
+        case 808: return by_scale<quantized::Eight, 1>(job, threads);
+        case 416: return by_scale<quantized::Four, 2>(job, threads);
+        case 408: return by_scale<quantized::Four, 1>(job, threads);
         default: return NO_KERNEL;
     }
 }

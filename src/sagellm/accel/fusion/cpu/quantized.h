@@ -30,13 +30,17 @@ struct Matrix {
     int32_t scale_type, bits, activation_bits;
 };
 
-// Strides are in elements; y is [rows, outputs], of x's type as the bias is; a null bias is none.
-struct Quantized : Matrix {
+// Strides are in elements; y is [rows, outputs], of x's type as the bias is, or float32; a null bias is none.
+struct Rows {
+    const Matrix *matrix;
     const void *x;
     const void *bias;
     void *y;
     int64_t rows, x_row_stride, x_column_stride;
+    int32_t x_type, y_type;
 };
+
+struct Quantized : Matrix, Rows {};
 
 namespace quantized {
 
@@ -179,7 +183,7 @@ void pack_row(const Quantized &job, int64_t row, const Packed &x) {
     }
 }
 
-template <typename X>
+template <typename X, typename Y>
 void finish(const Quantized &job, int64_t first, int64_t rows, int64_t index, const float *sums) {
     const int64_t outputs = std::min(PANEL, job.outputs - index * PANEL);
     for (int64_t row = 0; row < rows; row++)
@@ -187,7 +191,7 @@ void finish(const Quantized &job, int64_t first, int64_t rows, int64_t index, co
             const int64_t output = index * PANEL + n;
             const float value = sums[row * PANEL + n];
             const float bias = job.bias ? as_float(static_cast<const X *>(job.bias)[output]) : 0.0f;
-            round_to(value + bias, static_cast<X *>(job.y)[(first + row) * job.outputs + output]);
+            round_to(value + bias, static_cast<Y *>(job.y)[(first + row) * job.outputs + output]);
         }
 }
 
@@ -218,7 +222,8 @@ bool run(const Quantized &job, int32_t threads) {
         alignas(64) float sums[MOST_ROWS * PANEL];
         for (int64_t index = begin; index < end; index++) {
             panel<Form, Scale, XBYTES>(job, block<XBYTES>(job, x, first), rows, index, sums);
-            finish<X>(job, first, rows, index, sums);
+            job.y_type == FLOAT32 ? finish<X, float>(job, first, rows, index, sums)
+                                  : finish<X, X>(job, first, rows, index, sums);
         }
     });
     return true;

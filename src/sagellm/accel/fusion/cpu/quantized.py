@@ -9,7 +9,6 @@ are unpacked once for 64. A row's result has the same bits in any batch and on a
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from sagellm.accel.fusion.cpu.calls import Caller, Function
 from sagellm.accel.fusion.cpu.library import loaded
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSupport, Tolerance
@@ -26,7 +26,6 @@ GROUP, PANEL = 32, 16
 _FOURS = GROUP // 4
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SCALES = (torch.float32, torch.float16)
-_ERRORS = {1: "no memory for its buffers", 2: "it has no kernel for these dtypes"}
 _USABLE = KernelSupport(usable=True)
 _STEPS = {8: 127.0, 16: 127.0 * 256.0}
 _LEAST = 1e-30
@@ -50,11 +49,15 @@ class _Matrix(ctypes.Structure):
     )
 
 
-_ARGUMENTS = (
-    *(ctypes.c_void_p,) * 4,  # matrix, x, bias, y
-    *(ctypes.c_int64,) * 3,  # rows, strides of x
-    *(ctypes.c_int32,) * 2,  # type of x, threads
-)
+class _Rows(ctypes.Structure):
+    """`struct Rows` of quantized.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("matrix", "x", "bias", "y")),
+        *((name, ctypes.c_int64) for name in ("rows", "x_row_stride", "x_column_stride")),
+        ("x_type", ctypes.c_int32),
+        ("y_type", ctypes.c_int32),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,8 +130,8 @@ class CpuQuantizedLinear:
     )
     """For sums of about unit size, against the twin, which quantizes x in the same way."""
 
-    def __init__(self, function: Callable[..., int], threads: int) -> None:
-        self._function, self._threads = function, threads
+    def __init__(self, function: Function, caller: Caller) -> None:
+        self._function, self._call = function, caller
 
     def pack(self, matrix: QuantizedMatrix) -> PackedWeight:
         """Groups are multiples of 32 columns, or one group has them all."""
@@ -161,16 +164,16 @@ class CpuQuantizedLinear:
         return quantized_linear(*inputs)
 
     def _computed(
-        self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         rows = x.shape[0]
-        y = x.new_empty((rows, weight.outputs))
-        code = self._function(
-            ctypes.byref(weight.matrix), x.data_ptr(), _address(bias), y.data_ptr(), rows, *x.stride(),
-            _TYPES[x.dtype], self._threads,
+        y = x.new_empty((rows, weight.outputs)) if out is None else out
+        job = _Rows(
+            ctypes.addressof(weight.matrix), x.data_ptr(), _address(bias), y.data_ptr(), rows, *x.stride(),
+            _TYPES[x.dtype], _TYPES[y.dtype],
         )  # fmt: skip
-        if code:
-            raise KernelError(f"{self.name}: {_ERRORS[code]}")
+        self._call(self.name, self._function, job, weight, x, bias, y)
         return y
 
 
@@ -178,7 +181,9 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _obstacle(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> str:
+def _obstacle(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> str:
     """What stands in the way; empty where nothing does."""
     if x.dtype not in _TYPES:
         return f"{CpuQuantizedLinear.name} has no kernel for {x.dtype}"
@@ -190,6 +195,11 @@ def _obstacle(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None =
         bias.dtype != x.dtype or bias.shape != (weight.outputs,) or not bias.is_contiguous()
     ):
         return f"the bias is not {weight.outputs} contiguous values of {x.dtype}"
+    if out is not None and (
+        out.shape != (len(x), weight.outputs) or out.dtype not in (x.dtype, torch.float32)
+        or not (out.is_contiguous() and out.is_cpu)
+    ):  # fmt: skip
+        return f"out is no contiguous [{len(x)}, {weight.outputs}] of {x.dtype} or float32"
     if x.requires_grad and torch.is_grad_enabled():
         return f"{CpuQuantizedLinear.name} has no gradient"
     return ""
@@ -227,7 +237,9 @@ def quantized_rows(x: torch.Tensor, bits: int = 8) -> tuple[torch.Tensor, torch.
     return torch.where(finite, whole, 0.0), torch.where(finite, most / steps, torch.nan)
 
 
-def quantized_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def quantized_linear(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """The same from plain operators: the product of what the codes of both sides mean, in float64."""
     matrix = weight.unpacked()
     ordered = x if matrix.order is None else x[:, matrix.order]
@@ -235,10 +247,11 @@ def quantized_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor |
     rows = (whole * scales.double()).flatten(1)[:, : weight.inputs]
     in_place = QuantizedMatrix(matrix.codes, matrix.scales, matrix.bits, matrix.group_size, matrix.zeros)
     product = F.linear(rows, in_place.values().double())
-    return (product if bias is None else product + bias.double()).to(x.dtype)
+    product = product if bias is None else product + bias.double()
+    return product.to(x.dtype) if out is None else out.copy_(product)
 
 
-def quantized_kernel(path: Path, threads: int, *, threads_of: Path) -> CpuQuantizedLinear:
+def quantized_kernel(path: Path, caller: Caller, *, threads_of: Path) -> CpuQuantizedLinear:
     """The kernel of the library at `path` on so many threads, those of the one at `threads_of`; raises
     `KernelError` if one of them cannot be loaded.
     """
@@ -248,6 +261,6 @@ def quantized_kernel(path: Path, threads: int, *, threads_of: Path) -> CpuQuanti
     library.sagellm_share_threads.restype = None
     library.sagellm_share_threads(helping.sagellm_threads())
     function = library.sagellm_linear_quantized
-    function.argtypes = _ARGUMENTS
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int32)
     function.restype = ctypes.c_int32
-    return CpuQuantizedLinear(function, threads)
+    return CpuQuantizedLinear(function, caller)

@@ -1,5 +1,8 @@
-"""Decode steps recorded once for each bucket of batch sizes and replayed: a step's several hundred launches
-become one, where launching them takes longer than computing them (CUDA graphs).
+"""Decode steps recorded once for each batch size and replayed: a step's hundreds of kernels become one call,
+where to begin them takes long beside what they compute.
+
+On a GPU (CUDA graphs) batches are padded to buckets, all of which are recorded at start. On a CPU, for few
+rows only, the kernels' own calls are recorded (`KernelSet.record`) as a batch size first comes.
 """
 
 from __future__ import annotations
@@ -7,23 +10,20 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 
 from sagellm.core.plan import ExecutionPlan
-from sagellm.core.protocols.fusion import FusedKernel
-from sagellm.engines.native.cuda_inputs import DecodeInputs
+from sagellm.core.protocols.fusion import Capture, FusedKernel, Work
+from sagellm.engines.native.decode_inputs import DecodeInputs
 from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.model import DecoderModel
 from sagellm.engines.native.rows import BatchRows
 
-Work = Callable[[], object]
-Capture = Callable[[Work], Work]
-"""Runs some work on fixed tensors and returns what runs it again."""
-
 log = logging.getLogger("sagellm.kernels")
+MOST_CPU_ROWS = 8
 _WARM_UPS = 2
 
 
@@ -60,34 +60,54 @@ def cuda_capture(device: torch.device) -> Capture | None:
     return capture
 
 
-class DecodeGraphs:
-    """The decode steps of up to `max_rows` rows, recorded at the beginning, the largest first: the others'
-    memory fits into its.
+class RecordedSteps:
+    """The decode steps of up to `sizes[-1]` rows, each padded to one of the ascending `sizes` and recorded
+    when it is first run.
     """
 
     def __init__(
-        self, model: DecoderModel, kv: PagedKV, kernel: FusedKernel, capture: Capture, max_rows: int,
+        self, model: DecoderModel, kv: PagedKV, kernel: FusedKernel, capture: Capture, sizes: Sequence[int],
         max_length: int, windows: Iterable[int | None],
     ) -> None:  # fmt: skip
+        self._model, self._kv, self._capture, self._sizes = model, kv, capture, sizes
+        self._last_position = max_length - 1
+        self._inputs = DecodeInputs(kv, kernel, windows, sizes[-1], max_length)
+        self._logits = torch.empty(sizes[-1], model.spec.vocab_size, device=kv.keys[0].device)
+        self._replays: dict[int, Work | None] = {}
+
+    def record_all(self) -> None:
+        """Now, on padding alone, the largest first: the others' memory fits into its."""
         began_s = time.monotonic()
-        self._sizes = buckets(max_rows)
-        self._inputs = DecodeInputs(kv, kernel, windows, max_rows, max_length)
-        self._logits = torch.empty(max_rows, model.spec.vocab_size, device=kv.keys[0].device)
-        self._inputs.fill((), (), max_rows)
-        self._replays: dict[int, Work] = {}
+        self._inputs.fill((), (), self._sizes[-1])
         for size in reversed(self._sizes):
-            step, out = self._inputs.step(size), self._logits[:size]
-            self._replays[size] = capture(partial(model.forward, step, kv, out))
+            self._record(size)
         log.info("recorded decode steps of %s rows in %.1f s", self._sizes, time.monotonic() - began_s)
 
     def takes(self, plan: ExecutionPlan) -> bool:
-        """Whether the plan's step is recorded: one token of each row."""
-        return bool(plan.decode_rows) and not plan.prefills
+        """Whether the plan's step is recorded, or may be: one token of each row."""
+        rows = len(plan.decode_rows)
+        if not rows or plan.prefills or rows > self._sizes[-1]:
+            return False
+        size = self._size(rows)
+        return size not in self._replays or self._replays[size] is not None
 
     def logits(self, plan: ExecutionPlan, rows: BatchRows) -> torch.Tensor:
         """Logits [S, vocab] of the plan's rows, in memory that the next step writes to."""
         tokens, spans = rows.decodes(plan)
-        size = self._sizes[bisect_left(self._sizes, len(spans))]
+        size = self._size(len(spans))
         self._inputs.fill(tokens, spans, size)
-        self._replays[size]()
+        replay = self._replays.get(size)
+        if replay is None:
+            self._record(size)
+        else:
+            replay()
         return self._logits[: len(spans)]
+
+    def _size(self, rows: int) -> int:
+        return self._sizes[bisect_left(self._sizes, rows)]
+
+    def _record(self, size: int) -> None:
+        """By running the step on the inputs as they are."""
+        self._model.reach(self._last_position)
+        work = partial(self._model.forward, self._inputs.step(size), self._kv, self._logits[:size])
+        self._replays[size] = self._capture(work)

@@ -1,4 +1,4 @@
-"""A decode step's inputs at fixed addresses, as a recorded graph wants them."""
+"""A decode step's inputs at fixed addresses, as a recorded step wants them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DecodeInputs:
         most_entries = max_rows * -(-max_length // kv.block_size)
         size = _FIELDS * max_rows + -(-most_entries // 2)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._device = torch.zeros(size, dtype=torch.int64, device=device)
+        self._device = self._host if device.type == "cpu" else self._host.to(device)
         head = self._host[: _FIELDS * max_rows].view(_FIELDS, max_rows).numpy()
         self._tokens, self._positions, self._slots = head[:3]
         self._spans = head[3:].reshape(max_rows, 4)
@@ -45,10 +45,9 @@ class DecodeInputs:
         tokens, positions, slots = (self._device[i * most : i * most + rows] for i in range(3))
         spans = self._device[3 * most : 3 * most + 4 * rows].view(rows, 4)
         tables = self._device[_FIELDS * most :].view(torch.int32)
-        sampled = torch.arange(rows, device=self._device.device)
         calls = {window: KernelCall(self._kernel, spans, tables, window, rows) for window in self._windows}
         plans = {window: AttentionPlan(call, (), ()) for window, call in calls.items()}
-        return StepInputs(tokens, positions, self._max_length - 1, slots, sampled, plans)
+        return StepInputs(tokens, positions, self._max_length - 1, slots, None, plans)
 
     def fill(self, tokens: Sequence[int], spans: Sequence[Span], rows: int) -> None:
         """`tokens[i]` is row i's, which `spans[i]` places; the others up to `rows` are padding."""
@@ -72,5 +71,6 @@ class DecodeInputs:
             field[:count], field[count:rows] = values, idle
         self._spans[:rows, 0], self._spans[:rows, 1] = range(rows), 1
         self._tables[: len(tables)] = tables
-        used = _FIELDS * self._max_rows + -(-len(tables) // 2)
-        self._device[:used].copy_(self._host[:used], non_blocking=True)
+        if self._device is not self._host:
+            used = _FIELDS * self._max_rows + -(-len(tables) // 2)
+            self._device[:used].copy_(self._host[:used], non_blocking=True)

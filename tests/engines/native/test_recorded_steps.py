@@ -15,12 +15,16 @@ from hypothesis import strategies as st
 
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.core.plan import ExecutionPlan, Prefill
-from sagellm.core.protocols.fusion import FusedKernel, KernelSet
+from sagellm.core.protocols.fusion import Capture, FusedKernel, KernelSet
+from sagellm.core.types import SamplingParams
+from sagellm.engines.native import attention_choice, projection
 from sagellm.engines.native.attention import Span
-from sagellm.engines.native.cuda_graphs import Capture, buckets, cuda_capture
-from sagellm.engines.native.cuda_inputs import DecodeInputs
+from sagellm.engines.native.backend import CaptureSource
+from sagellm.engines.native.decode_inputs import DecodeInputs
 from sagellm.engines.native.kv_cache import PagedKV
-from tests.engines.native.driver import Driver, RecordingBackend, Running
+from sagellm.engines.native.projection import Race
+from sagellm.engines.native.recorded_steps import buckets, cuda_capture
+from tests.engines.native.driver import GREEDY, Driver, RecordingBackend, Running
 from tests.tiny_models import TINY_MODELS, VOCAB, save_tiny
 
 CPU = torch.device("cpu")
@@ -69,7 +73,7 @@ def test_what_is_filled_in_is_what_the_model_gets(starts: list[int], padding: in
     scratch = kv.scratch_block * 4
     own = [table[start // 4] * 4 + start % 4 for start, table in zip(starts, tables, strict=True)]
     assert step.slots.tolist() == [*own, *[scratch] * padding]
-    assert step.sampled.tolist() == list(range(rows))
+    assert step.sampled is None
     for window in (None, 7):
         call = step.attention[window].kernel
         assert call is not None
@@ -131,18 +135,67 @@ def test_the_same_tokens_with_graphs_on_and_off(name: str, kernel: FusedKernel, 
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
+RECORDED = {"llama", "llama-head80-tied", "mistral-window", "qwen2", "qwen3"}
+BY_TORCH = {"llama-biases", "opt-post-norm-projected"}  # their activations
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels win every measurement."""
+    monkeypatch.setattr(projection, "race", lambda *_: Race({1: (2.0, 1.0)}))
+    monkeypatch.setattr(attention_choice, "chunks_pay", lambda *_: True)
+
+
+def by_kernels(folder: Path, dtype: str, capture: CaptureSource | None) -> tuple[list[Running], set[int]]:
+    """Batches of one to ten over a pool of NaN, and which of them are recorded."""
+    backend = RecordingBackend(
+        folder, num_blocks=128, max_num_seqs=10, block_size=8, threads=2, dtype=dtype, kernels=cpu_kernels,
+        capture=capture,
+    )  # fmt: skip
+    for pool in (*backend._kv.keys, *backend._kv.values):
+        pool.fill_(math.nan)
+    driver, generator = Driver(backend, (7, 30)), torch.Generator().manual_seed(2)
+    done: list[Running] = []
+    for length in (5, 21, 70, 1, 9, 8, 3, 16, 2, 4):
+        prompt = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+        params = SamplingParams(temperature=0.7, seed=length, presence_penalty=0.5) if length == 9 else GREEDY
+        done.append(driver.add(prompt, 25 - 2 * len(done), params))
+        driver.step()
+    driver.preempt(done[1])
+    driver.run()
+    replays = backend._steps._replays if backend._steps else {}
+    return done, {rows for rows, replay in replays.items() if replay is not None}
+
+
+@pytest.mark.usefixtures("always", "kernel")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", sorted(RECORDED | BY_TORCH))
+def test_kernels_run_again_give_the_same_bits(name: str, dtype: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, name)
+    recorded, sizes = by_kernels(tmp_path, dtype, cuda_capture)
+    plain, none = by_kernels(tmp_path, dtype, None)
+    assert not none
+    if name in RECORDED:
+        assert {2, 3, 8} <= sizes <= set(range(1, 9))
+    else:
+        assert not sizes, "torch computes in every step of it"
+    for one, other in zip(recorded, plain, strict=True):
+        assert one.outputs == other.outputs
+        assert all(map(torch.equal, one.logits, other.logits))
+
+
 def test_steps_with_prompts_are_not_recorded(kernel: FusedKernel, tmp_path: Path) -> None:
     save_tiny(tmp_path, min(TINY_MODELS))
     backend = RecordingBackend(
         tmp_path, num_blocks=8, max_num_seqs=2, threads=1, dtype="float32", capture=Recorder(),
         kernels=lambda _: KernelSet(attention=kernel),
     )  # fmt: skip
-    assert backend._graphs is not None
+    assert backend._steps is not None
     assert backend.capability().num_blocks == 8, "the scratch block is nobody's"
     prefill = Prefill(1, "b", 0, 4, samples=True)
-    assert backend._graphs.takes(ExecutionPlan(0, decode_rows=(0,), decode_positions=(3,)))
-    assert not backend._graphs.takes(ExecutionPlan(0, decode_rows=(0,), prefills=(prefill,)))
-    assert not backend._graphs.takes(ExecutionPlan(0))
+    assert backend._steps.takes(ExecutionPlan(0, decode_rows=(0,), decode_positions=(3,)))
+    assert not backend._steps.takes(ExecutionPlan(0, decode_rows=(0,), prefills=(prefill,)))
+    assert not backend._steps.takes(ExecutionPlan(0))
 
 
 def test_without_an_attention_kernel_nothing_is_recorded(tmp_path: Path) -> None:
@@ -151,5 +204,5 @@ def test_without_an_attention_kernel_nothing_is_recorded(tmp_path: Path) -> None
     backend = RecordingBackend(
         tmp_path, num_blocks=8, threads=1, kernels=lambda _: KernelSet(), capture=recorder
     )
-    assert backend._graphs is None
+    assert backend._steps is None
     assert backend._kv.keys[0].shape[0] == 8
