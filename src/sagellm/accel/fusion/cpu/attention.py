@@ -73,7 +73,9 @@ class CpuPagedAttention:
         Tolerance("bfloat16", 1e-2, 1.6e-2),
         Tolerance("float16", 2e-3, 2e-3),
     )
-    """For values of about unit size, and scores of up to about 30. Sums are float32, in another order."""
+    """For values of about unit size, and scores of up to about 30. Sums are float32, in another order;
+    weights are rounded to bfloat16 where query and pool are bfloat16 and the CPU multiplies pairs of it.
+    """
 
     def __init__(self, function: Function, caller: Caller) -> None:
         self._function, self._call = function, caller

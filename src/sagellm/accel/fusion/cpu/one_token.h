@@ -93,8 +93,8 @@ void add_vectors(Rows<T> values, Rows<T> ahead, Weights weights, int64_t dims, i
     for (int64_t j = 0; j < weights.count; j += Form::GROUP) {
         const T *first = values[j], *last = values[j + Form::GROUP - 1];
         Vector value[COUNT];
-        UNROLL_ALL for (int v = 0; v < COUNT; v++) UNROLL_ALL for (int i = 0; i < Form::GROUP; i++)
-            __builtin_prefetch(ahead[j + i] + v * WIDTH);
+        UNROLL_ALL for (int64_t d = 0; d < COUNT * WIDTH; d += int64_t(64 / sizeof(T)))
+            UNROLL_ALL for (int i = 0; i < Form::GROUP; i++) __builtin_prefetch(ahead[j + i] + d);
         if (COUNT > 1 || dims == WIDTH)
             Form::across(first, last, value);
         else

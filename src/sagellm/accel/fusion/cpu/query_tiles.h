@@ -15,7 +15,7 @@ constexpr int64_t MOST_BYTES = 480 << 10;  // of a task's rows: they stay in L2
 constexpr int64_t MOST_KEYS = 128;
 constexpr int PANEL = 6;  // rows at a time: sums of 6 rows and 4 vectors fill the registers (2 where there are 16)
 constexpr int VECTORS = WIDTH == 16 ? 4 : 2;
-// Of a tile: as many as make half of L1 from a head of 64 dims.
+// Of a tile: 16 KiB of keys from a head of 64 dims.
 template <typename Form>
 constexpr int64_t KEYS = 64 * Form::GROUP;
 
