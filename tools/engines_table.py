@@ -1,6 +1,6 @@
 """The table of a results file of the peers' harness, in Markdown: what README.md shows.
 
-python tools/engines_table.py benchmarks/results/2026-11-21-engines-S.json
+python tools/engines_table.py benchmarks/results/2026-11-22-engines-S.json
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ NAMES = {
     "hf": "transformers",
 }
 COLUMNS = (
-    ("prefill 512 / 2048, tok/s", (("a512", "prefill_tps"), ("a2048", "prefill_tps"))),
+    ("prefill 512 / 2048 / 8192, tok/s", tuple((name, "prefill_tps") for name in ("a512", "a2048", "a8192"))),
     ("decode, batch 1 / 8 / 32, tok/s", tuple((name, "decode_tps") for name in ("b1", "b8", "b32"))),
     ("48 mixed sequences, tok/s", (("c", "out_tps"),)),
     ("12 conversations x 4 turns, s", (("d", "total"),)),
+    ("16,384 tokens + 64, s", (("e", "total"),)),
     ("memory at batch 8, MB", (("b8", "rss_mb"),)),
     ("cold start, s", (("cold", "total"),)),
 )
