@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,3 +92,46 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_cannot_be_read_is_refused_with_what_could(config: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
         weight_format(config)
+
+
+def test_a_checkpoint_cannot_name_code_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for method in ("evil:F", "evil", "logging.config:dictConfig", "_packing"):
+        with pytest.raises(UnsupportedModelError, match="use one by awq, compressed-tensors, gptq"):
+            weight_format({"quant_method": method})
+
+
+@pytest.mark.parametrize("size", [0, -5, "abc", [32], True, 1.5])
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+def test_a_group_size_that_is_none_is_named(method: str, size: object) -> None:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": size}
+    groups = {"config_groups": {"group_0": {"weights": weights}}, "format": "pack-quantized"}
+    with pytest.raises(UnsupportedModelError, match="use -1 or a positive number"):
+        weight_format({"quant_method": method, "bits": 4, "group_size": size, **groups})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "gptq", "bits": 4, "dynamic": 5},
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": ["gptq"]},
+        {"quant_method": "compressed-tensors", "config_groups": [1]},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": None}},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": "W8A8"}},
+    ],
+)
+def test_a_configuration_of_other_types_is_one_line(config: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match="quantization_config is none that"):
+        weight_format(config)
+
+
+def test_what_reorders_inputs_needs_its_order() -> None:
+    gptq = weight_format({"quant_method": "gptq", "bits": 4, "desc_act": True}).tensors(32, 256)
+    assert not gptq["g_idx"].optional
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": "group"}
+    config = {"config_groups": {"group_0": {"weights": weights}}, "format": "pack-quantized"}
+    packed = weight_format({"quant_method": "compressed-tensors", **config})
+    assert not packed.tensors(32, 256)["weight_g_idx"].optional
+    with pytest.raises(UnsupportedModelError, match="without them"):
+        weight_format({"quant_method": "compressed-tensors", **config, "transform_config": {"R4": {}}})

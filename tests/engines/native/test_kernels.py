@@ -161,9 +161,13 @@ def test_threads_are_the_kernels_own(kernels: KernelSet, tmp_path: Path) -> None
     before = torch.get_num_threads()
     try:
         for source, expected in ((lambda _: kernels, 1), (None, 2)):
-            RecordingBackend(tmp_path, num_blocks=8, threads=2, dtype="bfloat16", compute_dtype="float32",
-                             kernels=source).close()  # fmt: skip
+            torch.set_num_threads(3)
+            made = RecordingBackend(
+                tmp_path, num_blocks=8, threads=2, dtype="bfloat16", compute_dtype="float32", kernels=source
+            )
             assert torch.get_num_threads() == expected
+            made.close()
+            assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
 

@@ -133,7 +133,7 @@ def test_without_a_kernel_it_says_so_once(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         backend(tmp_path, 8, None)
     assert [record.name for record in caplog.records] == ["sagellm.quantization"]
-    assert "held dequantized: there is no kernel" in caplog.text
+    assert "the first): there is no kernel" in caplog.text
 
 
 def test_double_precision_has_no_kernel(

@@ -17,11 +17,12 @@ from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.core.plan import ExecutionPlan, Prefill
 from sagellm.core.protocols.fusion import Capture, FusedKernel, KernelSet
 from sagellm.core.types import SamplingParams
-from sagellm.engines.native import attention_choice, projection
+from sagellm.engines.native import attention_choice, projection, recorded_steps, rope
 from sagellm.engines.native.attention import Span
 from sagellm.engines.native.backend import CaptureSource
 from sagellm.engines.native.decode_inputs import DecodeInputs
 from sagellm.engines.native.kv_cache import PagedKV
+from sagellm.engines.native.model import DecoderModel
 from sagellm.engines.native.projection import Race
 from sagellm.engines.native.recorded_steps import buckets, cuda_capture
 from tests.engines.native.driver import GREEDY, Driver, RecordingBackend, Running
@@ -62,7 +63,7 @@ def test_what_is_filled_in_is_what_the_model_gets(starts: list[int], padding: in
     inputs = DecodeInputs(kv, None, (None, 7), 8, 64)  # type: ignore[arg-type]  # it is not called
     inputs.fill([5] * 8, [Span(i, 1, 63, range(16)) for i in range(8)], 8)  # an earlier step's
     rows = len(starts) + padding
-    step = inputs.step(rows)
+    step = inputs.step(rows, 63)
     blocks = torch.randperm(90, generator=torch.Generator().manual_seed(seed)).tolist()
     tables = [array("i", [blocks.pop() for _ in range(start // 4 + 1)]) for start in starts]
     spans = [Span(i, 1, start, table) for i, (start, table) in enumerate(zip(starts, tables, strict=True))]
@@ -182,6 +183,35 @@ def test_kernels_run_again_give_the_same_bits(name: str, dtype: str, tmp_path: P
     for one, other in zip(recorded, plain, strict=True):
         assert one.outputs == other.outputs
         assert all(map(torch.equal, one.logits, other.logits))
+
+
+@pytest.mark.usefixtures("always", "kernel")
+def test_rows_that_outgrow_the_tables_are_recorded_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(tmp_path, "qwen3")
+    lengths: list[int] = []
+    reach = DecoderModel.reach
+
+    def counted(self: DecoderModel, max_position: int) -> None:
+        lengths.append(max_position)
+        reach(self, max_position)
+
+    monkeypatch.setattr(DecoderModel, "reach", counted)
+    monkeypatch.setattr(recorded_steps, "_FIRST_LENGTH", 8)
+    monkeypatch.setattr(rope, "_FIRST_TABLE", 8)
+    done: list[Running] = []
+    for capture in (cuda_capture, None):
+        backend = RecordingBackend(
+            tmp_path, num_blocks=32, block_size=8, threads=1, dtype="bfloat16", kernels=cpu_kernels,
+            capture=capture,
+        )  # fmt: skip
+        driver = Driver(backend)
+        done.append(driver.add([5, 6, 7], 60))
+        driver.run()
+    assert lengths == [7, 17, 37, 77]
+    assert done[0].outputs == done[1].outputs
+    assert all(map(torch.equal, done[0].logits, done[1].logits))
 
 
 def test_steps_with_prompts_are_not_recorded(kernel: FusedKernel, tmp_path: Path) -> None:

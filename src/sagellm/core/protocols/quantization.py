@@ -169,12 +169,13 @@ class WeightQuantizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint that is part of a quantized matrix; its shape, and whether it may be
-    missing.
+    """A tensor of a checkpoint that is part of a quantized matrix: its shape, whether it may be missing, and
+    its dtypes as safetensors names them (none given: any).
     """
 
     shape: tuple[int, ...]
     optional: bool = False
+    dtypes: tuple[str, ...] = ()
 
 
 class WeightFormat(Protocol):

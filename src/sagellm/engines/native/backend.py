@@ -54,7 +54,8 @@ class NativeBackend:
     to one for each 8 M parameters, at most the cores that this process may use. `progress(bytes_done,
     bytes_total)` is called while weights are loaded. `kernels` is asked, on a CPU, for kernels that are
     measured against torch's; where they are faster, matrices stay in the checkpoint's dtype, and threads
-    are the kernels' own: torch, whose idle threads spin, has one. `cuda_kernels` is asked on a CUDA device.
+    are the kernels' own: torch, whose idle threads spin, has one, in the whole process until `close`.
+    `cuda_kernels` is asked on a CUDA device.
     With an attention kernel decode steps are recorded: at start by what `capture` gives for the device, or,
     where it gives nothing, by the kernels themselves as a batch size first comes; without `capture` none is.
     `quantizer` makes matrices smaller as they are loaded; `formats` reads those that a checkpoint stores
@@ -99,6 +100,7 @@ class NativeBackend:
         plan = parameters(self._spec)
         self._num_parameters = sum(math.prod(parameter.shape) for parameter in plan)
         threads = threads or suitable_threads(self._num_parameters)
+        self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(threads)
         known, alone = _kernels(self._device, threads, kernels, cuda_kernels)
         recording = capture(self._device) if capture and known.attention else None
@@ -169,7 +171,7 @@ class NativeBackend:
         attention.
         """
         kernel, capture, most = self._planner.kernel, at_start or when_run, self._max_num_seqs
-        if capture is None or kernel is None:
+        if capture is None or kernel is None or not (at_start or self._packed):
             return None
         sizes = buckets(most) if at_start else range(1, min(most, MOST_CPU_ROWS) + 1)
         with self._current_device():
@@ -275,7 +277,10 @@ class NativeBackend:
         return logits.float().cpu()
 
     def close(self) -> None:
-        """Give the memory of weights and KV back. Nothing else may be called afterwards."""
+        """Give the memory of weights and KV back, and torch its threads. Nothing else may be called
+        afterwards.
+        """
+        torch.set_num_threads(self._torch_threads)
         del self._model, self._kv, self._planner, self._rows, self._steps
 
 

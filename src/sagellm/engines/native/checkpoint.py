@@ -83,8 +83,8 @@ class Checkpoint:
         stored, entry = self.tensor(name), self.entries[name]
         if entry.dtype not in _FLOATS:
             raise UnsupportedModelError(
-                f"tensor {name} has dtype {entry.dtype}, but config.json says nothing of quantization; "
-                f"weights are {', '.join(_FLOATS)}"
+                f"tensor {name} has dtype {entry.dtype}, and neither config.json nor scales beside it say "
+                f"what its numbers mean; weights are {', '.join(_FLOATS)}"
             )
         rows = max(1, _COPIED_BYTES * len(stored) // max(1, stored.nbytes))
         begin = entry.begin

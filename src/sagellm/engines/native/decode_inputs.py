@@ -27,7 +27,7 @@ class DecodeInputs:
         self, kv: PagedKV, kernel: FusedKernel, windows: Iterable[int | None], max_rows: int, max_length: int
     ) -> None:
         self._kernel, self._windows = kernel, tuple(windows)
-        self._max_rows, self._max_length = max_rows, max_length
+        self._max_rows = max_rows
         self._block_size, self._scratch = kv.block_size, kv.scratch_block
         device = kv.keys[0].device
         most_entries = max_rows * -(-max_length // kv.block_size)
@@ -39,15 +39,15 @@ class DecodeInputs:
         self._spans = head[3:].reshape(max_rows, 4)
         self._tables = self._host[_FIELDS * max_rows :].view(torch.int32).numpy()
 
-    def step(self, rows: int) -> StepInputs:
-        """The inputs of `rows` rows, always the same tensors."""
+    def step(self, rows: int, max_position: int) -> StepInputs:
+        """The inputs of `rows` rows at positions up to `max_position`, always the same tensors."""
         most = self._max_rows
         tokens, positions, slots = (self._device[i * most : i * most + rows] for i in range(3))
         spans = self._device[3 * most : 3 * most + 4 * rows].view(rows, 4)
         tables = self._device[_FIELDS * most :].view(torch.int32)
         calls = {window: KernelCall(self._kernel, spans, tables, window, rows) for window in self._windows}
         plans = {window: AttentionPlan(call, (), ()) for window, call in calls.items()}
-        return StepInputs(tokens, positions, self._max_length - 1, slots, None, plans)
+        return StepInputs(tokens, positions, max_position, slots, None, plans)
 
     def fill(self, tokens: Sequence[int], spans: Sequence[Span], rows: int) -> None:
         """`tokens[i]` is row i's, which `spans[i]` places; the others up to `rows` are padding."""

@@ -110,7 +110,7 @@ class Loading:
             return packed(pieces, self.quantized, self.compute_dtype)
         except KernelError as error:
             if not self._warned:
-                log.warning("%s is held dequantized: %s", name, error)
+                log.warning("quantized matrices are held dequantized (%s, the first): %s", name, error)
                 self._warned = True
         plain = self._empty((sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]), multiplied=True)
         row = 0

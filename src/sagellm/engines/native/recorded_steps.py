@@ -24,6 +24,7 @@ from sagellm.engines.native.rows import BatchRows
 
 log = logging.getLogger("sagellm.kernels")
 MOST_CPU_ROWS = 8
+_FIRST_LENGTH = 1024
 _WARM_UPS = 2
 
 
@@ -70,7 +71,7 @@ class RecordedSteps:
         max_length: int, windows: Iterable[int | None],
     ) -> None:  # fmt: skip
         self._model, self._kv, self._capture, self._sizes = model, kv, capture, sizes
-        self._last_position = max_length - 1
+        self._max_length, self._length = max_length, 0
         self._inputs = DecodeInputs(kv, kernel, windows, sizes[-1], max_length)
         self._logits = torch.empty(sizes[-1], model.spec.vocab_size, device=kv.keys[0].device)
         self._replays: dict[int, Work | None] = {}
@@ -78,6 +79,7 @@ class RecordedSteps:
     def record_all(self) -> None:
         """Now, on padding alone, the largest first: the others' memory fits into its."""
         began_s = time.monotonic()
+        self._length = self._max_length
         self._inputs.fill((), (), self._sizes[-1])
         for size in reversed(self._sizes):
             self._record(size)
@@ -95,6 +97,7 @@ class RecordedSteps:
         """Logits [S, vocab] of the plan's rows, in memory that the next step writes to."""
         tokens, spans = rows.decodes(plan)
         size = self._size(len(spans))
+        self._make_room(max(span.end for span in spans))
         self._inputs.fill(tokens, spans, size)
         replay = self._replays.get(size)
         if replay is None:
@@ -103,11 +106,20 @@ class RecordedSteps:
             replay()
         return self._logits[: len(spans)]
 
+    def _make_room(self, length: int) -> None:
+        """What is recorded looks positions up in tables that end: longer rows are recorded anew, with twice
+        the room. Sizes that could not be recorded stay so.
+        """
+        if length > self._length:
+            self._length = min(self._max_length, max(_FIRST_LENGTH, 2 * length))
+            self._replays = {size: None for size, replay in self._replays.items() if replay is None}
+
     def _size(self, rows: int) -> int:
         return self._sizes[bisect_left(self._sizes, rows)]
 
     def _record(self, size: int) -> None:
         """By running the step on the inputs as they are."""
-        self._model.reach(self._last_position)
-        work = partial(self._model.forward, self._inputs.step(size), self._kv, self._logits[:size])
+        self._model.reach(self._length - 1)
+        step = self._inputs.step(size, self._length - 1)
+        work = partial(self._model.forward, step, self._kv, self._logits[:size])
         self._replays[size] = self._capture(work)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sagellm.core.errors import MissingWeightsError, WeightShapeError
+from sagellm.core.errors import MissingWeightsError, UnsupportedModelError, WeightShapeError
 from sagellm.core.protocols.quantization import StoredTensor, WeightFormat
 from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.checkpoint import Checkpoint
@@ -142,7 +142,8 @@ def check(plan: list[Parameter], checkpoint: Checkpoint, stored: WeightFormat | 
     """Raise unless the checkpoint has every piece in its shape, as it is or in the format `stored`; reads
     headers only.
 
-    `MissingWeightsError` names the missing tensors, `WeightShapeError` the tensor, expected and found shape.
+    `MissingWeightsError` names the missing tensors, `WeightShapeError` the tensor, expected and found shape,
+    `UnsupportedModelError` one of a dtype that its format does not have.
     """
     wanted = [
         one
@@ -160,6 +161,11 @@ def check(plan: list[Parameter], checkpoint: Checkpoint, stored: WeightFormat | 
             raise WeightShapeError(
                 f"{name}: config.json implies shape {list(tensor.shape)}, "
                 f"the checkpoint has {list(checkpoint.entries[found].shape)}"
+            )
+        if found is not None and tensor.dtypes and checkpoint.entries[found].dtype not in tensor.dtypes:
+            raise UnsupportedModelError(
+                f"{name}: quantization_config implies {' or '.join(tensor.dtypes)}, "
+                f"the checkpoint has {checkpoint.entries[found].dtype}"
             )
 
 

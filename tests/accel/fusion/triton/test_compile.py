@@ -27,6 +27,7 @@ def compile_for(folder: Path, *capabilities: int) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     assert len(compile_for(tmp_path, 90)) == 7
 

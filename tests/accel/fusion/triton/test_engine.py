@@ -45,7 +45,7 @@ def generate(folder: Path, kernels: KernelSet, device: str) -> list[Running]:
     return done
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-head80-window"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3-head80-window", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chunks", [True, False], ids=["all by kernel", "decode by kernel"])
 def test_the_same_tokens_as_torch(
     name: str, chunks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

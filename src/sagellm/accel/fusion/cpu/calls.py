@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sagellm.accel.fusion.cpu.library import loaded
-from sagellm.core.errors import KernelError
+from sagellm.core.errors import CapacityError, KernelError
 from sagellm.core.protocols.fusion import Capture, Work
 
 Function = Callable[[object, int], int]
 log = logging.getLogger("sagellm.kernels")
+_NO_MEMORY = 1
 _ERRORS = {
-    1: "no memory for its buffers",
     2: "it has no kernel for these dtypes",
     3: "a span is not within the query's rows and the block tables",
     4: "a block table names a block outside the pool",
@@ -136,6 +136,8 @@ class _Recording:
 
 
 def _check(name: str, code: int) -> None:
+    if code == _NO_MEMORY:
+        raise CapacityError(f"{name}: no memory for its buffers")
     if code:
         raise KernelError(f"{name}: {_ERRORS[code]}")
 

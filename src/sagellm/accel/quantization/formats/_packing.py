@@ -9,6 +9,20 @@ import torch
 from sagellm.core.errors import UnsupportedModelError
 from sagellm.core.protocols.quantization import QuantizedMatrix
 
+WORDS, BYTES, INDEX, REAL = ("I32",), ("I8",), ("I32", "I64"), ("F16", "BF16", "F32")
+"""Dtypes of stored tensors."""
+
+
+def group_size_of(value: object) -> int | None:
+    """How many inputs share a scale; None: all. Raises `UnsupportedModelError` for what is no size."""
+    if value is None or value == -1:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UnsupportedModelError(
+            f"quantization_config: group_size {value!r} is none: use -1 or a positive number"
+        )
+    return value
+
 
 def unpacked(words: torch.Tensor, bits: int, *, places: Sequence[int] | None = None) -> torch.Tensor:
     """The codes of int32 `words` [rows, n], uint8 [rows, n x 32 / bits]. `places[i]` is where in its word's
@@ -23,12 +37,12 @@ def unpacked(words: torch.Tensor, bits: int, *, places: Sequence[int] | None = N
 
 def order_of(group_of: torch.Tensor, group_size: int) -> torch.Tensor | None:
     """The order that brings inputs of the same group together, from the group of each input (int [inputs]);
-    None where they lie together already.
+    None where they lie together already, and where all are -1: the library that wrote them meant that.
 
     Raises `UnsupportedModelError` where a group but the last has more or fewer inputs than `group_size`.
     """
     expected = torch.arange(len(group_of), device=group_of.device) // group_size
-    if torch.equal(group_of.long(), expected):
+    if torch.equal(group_of.long(), expected) or bool((group_of == -1).all()):
         return None
     order = group_of.long().argsort(stable=True)
     if not torch.equal(group_of.long()[order], expected):

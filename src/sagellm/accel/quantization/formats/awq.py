@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sagellm.accel.quantization.formats._packing import ordered, unpacked
+from sagellm.accel.quantization.formats._packing import REAL, WORDS, group_size_of, ordered, unpacked
 from sagellm.core.errors import UnsupportedModelError
 from sagellm.core.protocols.quantization import QuantizedMatrix, StoredTensor
 
@@ -33,14 +33,14 @@ class AWQ:
                 "gemm"
             )
         self._has_zeros = bool(config.get("zero_point", True))
-        self._group_size = config.get("group_size", config.get("q_group_size", 128))
+        self._group_size = group_size_of(config.get("group_size", config.get("q_group_size", 128)))
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
         groups, words = -(-inputs // self._group(inputs)), -(-outputs // len(_PLACES))
         return {
-            "qweight": StoredTensor((inputs, words)),
-            "qzeros": StoredTensor((groups, words), optional=not self._has_zeros),
-            "scales": StoredTensor((groups, outputs)),
+            "qweight": StoredTensor((inputs, words), dtypes=WORDS),
+            "qzeros": StoredTensor((groups, words), optional=not self._has_zeros, dtypes=WORDS),
+            "scales": StoredTensor((groups, outputs), dtypes=REAL),
         }
 
     def matrix(self, stored: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> QuantizedMatrix:
@@ -52,7 +52,7 @@ class AWQ:
         return ordered(codes, scales, zeros, _BITS, self._group(inputs), None)
 
     def _group(self, inputs: int) -> int:
-        return inputs if self._group_size in (-1, None) else int(self._group_size)
+        return self._group_size or inputs
 
 
 PLUGIN = AWQ

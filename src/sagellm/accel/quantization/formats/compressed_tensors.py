@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 
-from sagellm.accel.quantization.formats._packing import ordered, unpacked
+from sagellm.accel.quantization.formats._packing import (
+    BYTES,
+    INDEX,
+    REAL,
+    WORDS,
+    group_size_of,
+    ordered,
+    unpacked,
+)
 from sagellm.core.errors import UnsupportedModelError
 from sagellm.core.protocols.quantization import QuantizedMatrix, StoredTensor
 
@@ -35,19 +43,22 @@ class CompressedTensors:
             raise UnsupportedModelError(
                 f"compressed-tensors with {len(weights)} different groups: {_READABLE}"
             )
-        self._form, self._bits, self._symmetric, self._group_size, self._activation_bits = weights[0]
+        _refuse_what_changes_the_product(config)
+        self._form, self._bits, self._symmetric, self._group_size, self._activation_bits, order = weights[0]
+        self._is_reordered = order in ("group", "dynamic")
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
         groups, per_word = -(-inputs // self._group(inputs)), 32 // self._bits
-        scale = {"weight_scale": StoredTensor((outputs, groups))}
+        scale = {"weight_scale": StoredTensor((outputs, groups), dtypes=REAL)}
         if self._form == _PLAIN:
-            zero = StoredTensor((outputs, groups), optional=self._symmetric)
-            return {"weight": StoredTensor((outputs, inputs)), "weight_zero_point": zero, **scale}
-        zero = StoredTensor((-(-outputs // per_word), groups), optional=self._symmetric)
+            zero = StoredTensor((outputs, groups), optional=self._symmetric, dtypes=BYTES)
+            weight = StoredTensor((outputs, inputs), dtypes=BYTES)
+            return {"weight": weight, "weight_zero_point": zero, **scale}
+        zero = StoredTensor((-(-outputs // per_word), groups), optional=self._symmetric, dtypes=WORDS)
         return {
-            "weight_packed": StoredTensor((outputs, -(-inputs // per_word))),
+            "weight_packed": StoredTensor((outputs, -(-inputs // per_word)), dtypes=WORDS),
             "weight_zero_point": zero,
-            "weight_g_idx": StoredTensor((inputs,), optional=True),
+            "weight_g_idx": StoredTensor((inputs,), optional=not self._is_reordered, dtypes=INDEX),
             **scale,
         }
 
@@ -73,9 +84,9 @@ class CompressedTensors:
 
 def _only(
     group: Mapping[str, Any], config: Mapping[str, Any]
-) -> tuple[str, int, bool, int | None, int | None]:
-    """Form, bits, whether symmetric, group size (None: a channel) and bits of activations, if it says
-    them.
+) -> tuple[str, int, bool, int | None, int | None, object]:
+    """Form, bits, whether symmetric, group size (None: a channel), bits of activations, if it says them, and
+    `actorder`.
     """
     weights = group.get("weights") or {}
     form, bits = group.get("format") or config.get("format"), weights.get("num_bits")
@@ -86,18 +97,34 @@ def _only(
             f"compressed-tensors {form!r} with {weights.get('type')}{bits} weights by {strategy}: "
             f"{_READABLE}, by channel or group"
         )
-    if inputs and (inputs.get("num_bits") != 8 or inputs.get("type") != "int" or not inputs.get("dynamic")):
+    dynamic_int8 = {"num_bits": 8, "type": "int", "dynamic": True}
+    if inputs and {key: inputs.get(key) for key in dynamic_int8} != dynamic_int8:
         raise UnsupportedModelError(
             "compressed-tensors with activations that are not dynamic int8 cannot be computed: " + _READABLE
         )
-    group_size = int(weights["group_size"]) if strategy == "group" else None
+    if group.get("output_activations"):
+        raise UnsupportedModelError(
+            f"compressed-tensors with output_activations cannot be computed: {_READABLE}"
+        )
+    group_size = group_size_of(weights["group_size"]) if strategy == "group" else None
     return (
         str(form),
         4 if bits == 4 else 8,
         bool(weights.get("symmetric", True)),
         group_size,
         8 if inputs else None,
+        weights.get("actorder"),
     )
+
+
+def _refuse_what_changes_the_product(config: Mapping[str, Any]) -> None:
+    """Rotations that activations would need, and weights that are stored sparse."""
+    sparse = (config.get("sparsity_config") or {}).get("format", "dense")
+    if config.get("transform_config") or sparse != "dense":
+        raise UnsupportedModelError(
+            "compressed-tensors with a transform_config or a sparsity_config that is not dense cannot be "
+            f"computed: {_READABLE}, without them"
+        )
 
 
 def _shifted(signed: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sagellm.accel.quantization.formats._packing import ordered, unpacked
+from sagellm.accel.quantization.formats._packing import INDEX, REAL, WORDS, group_size_of, ordered, unpacked
 from sagellm.core.errors import UnsupportedModelError
 from sagellm.core.protocols.quantization import QuantizedMatrix, StoredTensor
 
@@ -39,16 +39,17 @@ class GPTQ:
             raise UnsupportedModelError(
                 "GPTQ with bits that differ by module (dynamic) cannot be read: use one without"
             )
-        self._bits, self._group_size = int(bits), config.get("group_size", 128)
+        self._bits, self._group_size = int(bits), group_size_of(config.get("group_size", 128))
+        self._is_reordered = bool(config.get("desc_act", False))
         self._stored_less = _FORMATS[form]
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
         groups, per_word = -(-inputs // self._group(inputs)), 32 // self._bits
         return {
-            "qweight": StoredTensor((-(-inputs // per_word), outputs)),
-            "qzeros": StoredTensor((groups, -(-outputs // per_word))),
-            "scales": StoredTensor((groups, outputs)),
-            "g_idx": StoredTensor((inputs,), optional=True),
+            "qweight": StoredTensor((-(-inputs // per_word), outputs), dtypes=WORDS),
+            "qzeros": StoredTensor((groups, -(-outputs // per_word)), dtypes=WORDS),
+            "scales": StoredTensor((groups, outputs), dtypes=REAL),
+            "g_idx": StoredTensor((inputs,), optional=not self._is_reordered, dtypes=INDEX),
         }
 
     def matrix(self, stored: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> QuantizedMatrix:
@@ -61,7 +62,7 @@ class GPTQ:
         )
 
     def _group(self, inputs: int) -> int:
-        return inputs if self._group_size in (-1, None) else int(self._group_size)
+        return self._group_size or inputs
 
 
 PLUGIN = GPTQ
