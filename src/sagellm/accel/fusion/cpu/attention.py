@@ -168,11 +168,7 @@ def attention_kernel(path: Path, caller: Caller, *, threads_of: Path) -> CpuPage
     """The kernel of the library at `path`, on the threads of the one at `threads_of`; raises
     `KernelError` if one of them cannot be loaded.
     """
-    library, helping = loaded(path), loaded(threads_of)
-    helping.sagellm_threads.restype = ctypes.c_void_p
-    library.sagellm_share_threads.argtypes = (ctypes.c_void_p,)
-    library.sagellm_share_threads.restype = None
-    library.sagellm_share_threads(helping.sagellm_threads())
+    library = loaded(path, threads_of=threads_of)
     function = library.sagellm_paged_attention
     function.argtypes = (ctypes.c_void_p, ctypes.c_int32)
     function.restype = ctypes.c_int32

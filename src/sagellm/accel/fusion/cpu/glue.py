@@ -315,11 +315,7 @@ def glue_kernels(
     """The kernels of the library at `path`, on the threads of the one at `threads_of`; raises
     `KernelError` if one of them cannot be loaded.
     """
-    library, helping = loaded(path), loaded(threads_of)
-    helping.sagellm_threads.restype = ctypes.c_void_p
-    library.sagellm_share_threads.argtypes = (ctypes.c_void_p,)
-    library.sagellm_share_threads.restype = None
-    library.sagellm_share_threads(helping.sagellm_threads())
+    library = loaded(path, threads_of=threads_of)
     functions = (library.sagellm_add_norm, library.sagellm_rotate, library.sagellm_gated)
     for function in functions:
         function.argtypes = (ctypes.c_void_p, ctypes.c_int32)

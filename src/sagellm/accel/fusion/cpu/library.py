@@ -99,12 +99,21 @@ def compiled(source: str, level: CpuLevel, compiler: Compiler, *, folder: Path |
     return target
 
 
-def loaded(path: Path) -> ctypes.CDLL:
-    """Raises `KernelError` for what is no library of this machine."""
+def loaded(path: Path, *, threads_of: Path | None = None) -> ctypes.CDLL:
+    """The library at `path`, helped by the threads of the one at `threads_of`, or by its own. Raises
+    `KernelError` for what is no library of this machine.
+    """
     try:
-        return ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         raise KernelError(f"{path} cannot be loaded ({error}): delete it") from error
+    if threads_of is not None:
+        helping = loaded(threads_of)
+        helping.sagellm_threads.restype = ctypes.c_void_p
+        library.sagellm_share_threads.argtypes = (ctypes.c_void_p,)
+        library.sagellm_share_threads.restype = None
+        library.sagellm_share_threads(helping.sagellm_threads())
+    return library
 
 
 def _compile(source: Path, compiler: Compiler, flags: Sequence[str], target: Path) -> None:
