@@ -44,9 +44,9 @@ struct Rows {
     const T *operator[](int64_t i) const { return at[i] + offset; }
 };
 
-// Scores of ROWS query rows and `count` keys, four keys at a time; meanwhile `ahead` comes from memory.
+// Scores of ROWS query rows and `count` keys, four keys at a time.
 template <typename Form, int ROWS, typename T>
-void score(const Attention &job, const float *query, Rows<T> keys, Rows<T> ahead, int64_t count, float *scores) {
+void score(const Attention &job, const float *query, Rows<T> keys, int64_t count, float *scores) {
     constexpr int64_t GROUP = Form::GROUP, STEP = WIDTH * GROUP;
     const int64_t dim = job.head_dim, row_size = job.padded_dim(), whole = dim / STEP * STEP;
     for (int64_t j = 0; j < count; j += 4) {
@@ -54,8 +54,6 @@ void score(const Attention &job, const float *query, Rows<T> keys, Rows<T> ahead
         Vector sums[ROWS][4];
         UNROLL_ALL for (int i = 0; i < 4; i++) from[i] = keys[j + i < count ? j + i : count - 1];
         UNROLL_ALL for (int m = 0; m < ROWS; m++) UNROLL_ALL for (int i = 0; i < 4; i++) sums[m][i] = zero();
-        for (int64_t i = j; i < j + 4 && i < count; i++)
-            for (int64_t d = 0; d < dim; d += int64_t(64 / sizeof(T))) __builtin_prefetch(ahead[i] + d);
         for (int64_t d = 0; d < whole; d += STEP) {
             Vector key[4];
             UNROLL_ALL for (int i = 0; i < 4; i++) key[i] = Form::words(from[i] + d);
@@ -83,18 +81,15 @@ struct Weights {
     int64_t count;
 };
 
-// Adds weighted values to COUNT vectors of the sums of ROWS rows; of the last vector `dims` are there. Meanwhile
-// `ahead` comes from memory.
+// Adds weighted values to COUNT vectors of the sums of ROWS rows; of the last vector `dims` are there.
 template <typename Form, int ROWS, int COUNT, typename T>
-void add_vectors(Rows<T> values, Rows<T> ahead, Weights weights, int64_t dims, int64_t row_size, float *sums) {
+void add_vectors(Rows<T> values, Weights weights, int64_t dims, int64_t row_size, float *sums) {
     Vector sum[ROWS][COUNT];
     UNROLL_ALL for (int m = 0; m < ROWS; m++) UNROLL_ALL for (int v = 0; v < COUNT; v++)
         sum[m][v] = multiply(load(sums + m * row_size + v * WIDTH), all(weights.factors[m]));
     for (int64_t j = 0; j < weights.count; j += Form::GROUP) {
         const T *first = values[j], *last = values[j + Form::GROUP - 1];
         Vector value[COUNT];
-        UNROLL_ALL for (int64_t d = 0; d < COUNT * WIDTH; d += int64_t(64 / sizeof(T)))
-            UNROLL_ALL for (int i = 0; i < Form::GROUP; i++) __builtin_prefetch(ahead[j + i] + d);
         if (COUNT > 1 || dims == WIDTH)
             Form::across(first, last, value);
         else
@@ -109,21 +104,20 @@ void add_vectors(Rows<T> values, Rows<T> ahead, Weights weights, int64_t dims, i
 }
 
 template <typename Form, int ROWS, typename T>
-void add_values(const Attention &job, Rows<T> values, Rows<T> ahead, Weights weights, float *sums) {
+void add_values(const Attention &job, Rows<T> values, Weights weights, float *sums) {
     const int64_t size = job.padded_dim();
     int64_t d = 0;
     for (; d + VECTORS * WIDTH <= job.head_dim; d += VECTORS * WIDTH)
-        add_vectors<Form, ROWS, VECTORS, T>({values.at, values.offset + d}, {ahead.at, ahead.offset + d}, weights,
-                                            WIDTH, size, sums + d);
+        add_vectors<Form, ROWS, VECTORS, T>({values.at, values.offset + d}, weights, WIDTH, size, sums + d);
     for (; d < job.head_dim; d += WIDTH)
-        add_vectors<Form, ROWS, 1, T>({values.at, values.offset + d}, {ahead.at, ahead.offset + d}, weights,
-                                job.head_dim - d < WIDTH ? job.head_dim - d : WIDTH, size, sums + d);
+        add_vectors<Form, ROWS, 1, T>({values.at, values.offset + d}, weights,
+                                      job.head_dim - d < WIDTH ? job.head_dim - d : WIDTH, size, sums + d);
 }
 
-// A tile's keys and values for the query rows of one kv head; `ahead` are the keys that come next.
+// A tile's keys and values for the query rows of one kv head.
 template <typename Form, int ROWS, typename T>
-void head(const Attention &job, int64_t kv_head, const float *query, Rows<T> keys, Rows<T> values, Rows<T> ahead,
-          int64_t count, Sums sums) {
+void head(const Attention &job, int64_t kv_head, const float *query, Rows<T> keys, Rows<T> values, int64_t count,
+          Sums sums) {
     alignas(64) float scores[ROWS * TILE];
     const int64_t rows = padded_group(job);
     for (int64_t row = kv_head * rows; row < (kv_head + 1) * rows; row += ROWS) {
@@ -131,9 +125,9 @@ void head(const Attention &job, int64_t kv_head, const float *query, Rows<T> key
         float factors[ROWS];
         int64_t low[ROWS], high[ROWS];
         for (int m = 0; m < ROWS; m++) low[m] = 0, high[m] = count;
-        score<Form, ROWS>(job, query + at, keys, values, count, scores);
+        score<Form, ROWS>(job, query + at, keys, count, scores);
         add_scores<Form, ROWS, TILE>(scores, low, high, sums.softmax + row, factors);
-        add_values<Form, ROWS>(job, values, ahead, {scores, factors, count}, sums.values + at);
+        add_values<Form, ROWS>(job, values, {scores, factors, count}, sums.values + at);
     }
 }
 
@@ -144,10 +138,21 @@ struct Places {
     int64_t count;
     Places(const Attention &job, const Span &span, int64_t first, int64_t last) {
         count = last - first < TILE ? last - first : TILE;
-        if (count <= 0) return;
         find_keys(job, job.keys, span, first, count, keys);
         find_keys(job, job.values, span, first, count, values);
         for (int64_t i = count; i < TILE; i++) keys[i] = keys[count - 1], values[i] = values[count - 1];
+    }
+    // Has the tile come from memory in the order in which it lies there, all heads of a token side by side: the
+    // CPU's own prefetcher follows that, but not heads apart, nor prefetch instructions.
+    void come(const Attention &job) const {
+        come(keys, job.keys.head_stride, job);
+        come(values, job.values.head_stride, job);
+    }
+    void come(const T *const *rows, int64_t head_stride, const Attention &job) const {
+        if (head_stride != job.head_dim) return;
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t d = 0; d < job.kv_heads * job.head_dim; d += int64_t(64 / sizeof(T)))
+                asm volatile("" ::"r"(*reinterpret_cast<const volatile char *>(rows[i] + d)));
     }
 };
 
@@ -161,17 +166,12 @@ void run(const Attention &job, const Task &task, float *query, Sums sums) {
     for (int64_t h = 0; h < job.heads; h++)
         load_query<Form>(job, span.first_row, h, query + (h / group * rows + h % group) * size);
     sums.begin(job);
-    Places<T> places(job, span, task.first, task.last);
     for (int64_t first = task.first; first < task.last; first += TILE) {
-        Places<T> next(job, span, first + TILE, task.last);
-        const T *const *following = next.count > 0 ? next.keys : places.keys;
-        for (int64_t h = 0; h < job.kv_heads; h++) {
-            const int64_t key = h * job.keys.head_stride;
-            const bool last = h + 1 == job.kv_heads;
-            head<Form, ROWS, T>(job, h, query, {places.keys, key}, {places.values, h * job.values.head_stride},
-                          {last ? following : places.keys, last ? 0 : key + job.keys.head_stride}, places.count, sums);
-        }
-        places = next;
+        const Places<T> places(job, span, first, task.last);
+        places.come(job);
+        for (int64_t h = 0; h < job.kv_heads; h++)
+            head<Form, ROWS, T>(job, h, query, {places.keys, h * job.keys.head_stride},
+                                {places.values, h * job.values.head_stride}, places.count, sums);
     }
 }
 
