@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import sagellm
+from sagellm.core.cores import usable_cores
 from sagellm.core.errors import ConfigError
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -45,7 +45,7 @@ def environment(date: datetime) -> Environment:
     return Environment(
         date=date.isoformat(timespec="seconds"),
         cpu=cpu_model(CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""),
-        cores=num_cores(),
+        cores=usable_cores(),
         system=platform.system(),
         python=platform.python_version(),
         sagellm=sagellm.__version__,
@@ -61,11 +61,6 @@ def cpu_model(cpuinfo: str) -> str:
         if name.strip() == "model name":
             return value.strip()
     return platform.processor() or platform.machine()
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _checkout(package: Path) -> tuple[str | None, bool]:

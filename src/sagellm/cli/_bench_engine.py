@@ -103,12 +103,12 @@ def _model_there(shape: Shape | None, config: Config) -> Iterator[Config]:
 
 def _configured(settings: Settings, model: str | None) -> Config:
     """The configuration, with every core where nobody chose a number of threads."""
-    from sagellm.benchmarks._results import num_cores
+    from sagellm.core.cores import usable_cores
 
     config = settings.load(model=model).config
     if config.engine.threads is not None:
         return config
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"threads": num_cores()})})
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"threads": usable_cores()})})
 
 
 def _show(report: Report, out: Path | None) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from sagellm.core.cores import usable_cores
+
 COMPILERS = ("gcc", "g++", "clang", "cl", "nvcc", "ninja", "cmake")
 MEMINFO = Path("/proc/meminfo")
 
@@ -47,7 +49,6 @@ def _gpus() -> list[Device]:
 
 
 def _cpu(*, torch_here: bool) -> Device:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = read_meminfo(MEMINFO.read_text(encoding="ascii")) if MEMINFO.exists() else {}
     total = memory.get("MemTotal", _pages("SC_PHYS_PAGES"))
     free = memory.get("MemAvailable", _pages("SC_AVPHYS_PAGES"))
@@ -57,7 +58,7 @@ def _cpu(*, torch_here: bool) -> Device:
         from sagellm.engines.native.memory import available_bytes
 
         free = available_bytes(torch.device("cpu"))  # what the engine will find: also control groups count
-    return Device("cpu", f"{platform.processor() or platform.machine()}, {cores} cores", total, free)
+    return Device("cpu", f"{platform.processor() or platform.machine()}, {usable_cores()} cores", total, free)
 
 
 def read_meminfo(text: str) -> Mapping[str, int]:

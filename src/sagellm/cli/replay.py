@@ -130,12 +130,13 @@ def replay(
 
     "of gap" is the share of the way from LRU to the optimum, "saved s" the share of prefill seconds.
     """
-    from sagellm.benchmarks._results import console, environment, num_cores
+    from sagellm.benchmarks._results import console, environment
     from sagellm.benchmarks.replay.block_trace import block_trace
     from sagellm.benchmarks.replay.outputs import check_out, headline, manifest, tables, write
     from sagellm.benchmarks.replay.plots import check_plots, draw
+    from sagellm.core.cores import usable_cores
 
-    jobs = num_cores() if jobs is None else jobs
+    jobs = usable_cores() if jobs is None else jobs
     if jobs < 1:
         raise ConfigError(f"--jobs {jobs}: at least one")
     if out is not None:

@@ -181,7 +181,10 @@ class EngineConfig(Section):
     """The loop and its machine."""
 
     threads: int | None = Field(
-        default=None, ge=1, le=4096, description="CPU threads; none: by model size, one per core at most"
+        default=None,
+        ge=1,
+        le=4096,
+        description="CPU threads; none: by model size, one per physical core at most",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of requests that bring none")
     kernels: Literal["auto", "off"] = Field(

@@ -131,7 +131,7 @@ def test_under_sanitizers(name: str, level: CpuLevel, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_helpers_under_sanitizers(sanitizer: str, tmp_path: Path) -> None:
-    """Regions of four callers at a time, each task of each done once; also where no helper can begin."""
+    """Regions of four callers at a time, each task of each done once; helpers of its own in a child."""
     program, check = tmp_path / "check", Path(__file__).parent / "threads_check.cpp"
     flags = ["-std=c++20", "-O1", "-g", "-pthread", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     source = ["-w", f"-I{Path(library.__file__).parent}", str(check), "-o", str(program)]

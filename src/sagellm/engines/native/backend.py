@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 
 from sagellm.core.clock import MonotonicClock
+from sagellm.core.cores import usable_cores
 from sagellm.core.errors import CapacityError, ConfigError
 from sagellm.core.plan import ExecutionPlan, Join, Prefill, StepResult
 from sagellm.core.protocols.fusion import Capture, KernelSet, KernelSource
@@ -51,10 +51,11 @@ class NativeBackend:
     blocks, or as many as `kv_memory_bytes`, or `kv_memory_fraction` of what is available, hold, but never
     more than `max_num_seqs` sequences of `max_model_len` tokens can use. `host_memory_bytes`: for the KV of
     requests that are preempted; what swapping and computing again take is measured then. `threads` defaults
-    to one for each 8 M parameters, at most the cores that this process may use. `progress(bytes_done,
-    bytes_total)` is called while weights are loaded. `kernels` is asked, on a CPU, for kernels that are
-    measured against torch's; where they are faster, matrices stay in the checkpoint's dtype, and threads
-    are the kernels' own: torch, whose idle threads spin, has one, in the whole process until `close`.
+    to one for each 8 M parameters, at most one for each physical core that this process may use.
+    `progress(bytes_done, bytes_total)` is called while weights are loaded. `kernels` is asked, on a CPU, for
+    kernels that are measured against torch's; where they are faster, matrices stay in the checkpoint's dtype,
+    and threads are the kernels' own: torch, whose idle threads spin, has one, in the whole process until
+    `close`.
     `cuda_kernels` is asked on a CUDA device.
     With an attention kernel decode steps are recorded: at start by what `capture` gives for the device, or,
     where it gives nothing, by the kernels themselves as a batch size first comes; without `capture` none is.
@@ -301,13 +302,6 @@ def suitable_threads(num_parameters: int) -> int:
     more.
     """
     return max(1, min(usable_cores(), num_parameters // PARAMETERS_PER_THREAD))
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on (a container's CPU set included)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _check_counts(**counts: int | None) -> None:

@@ -1,17 +1,22 @@
 // Threads that help with a region of work, as many as have time for it. The caller works too, and never waits for a
 // helper that has not begun: on a machine that is busy with other work a region takes no longer than on one thread.
 // A helper that has nothing to do looks for the next region for as long as the last one took, then it sleeps.
+// Helpers stay behind when the process forks: the child's first region starts its own.
 
 #pragma once
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <new>
 #include <system_error>
 #include <thread>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#endif
+#if !defined(_WIN32)
+#include <pthread.h>
 #endif
 
 namespace threads {
@@ -105,10 +110,16 @@ class Helpers {
     int32_t started_ = 0;  // changed by who holds `busy_`
 };
 
-// Never destroyed: helpers may look at it while the process ends.
+// There before any code runs and never destroyed: helpers may look at it while the process ends.
+inline constinit Helpers own;
+
+#if !defined(_WIN32)
+// In the child all is as before the first region, also where another thread was in one.
+inline const int at_fork = pthread_atfork(nullptr, nullptr, [] { new (&own) Helpers; });
+#endif
+
 inline void own_helpers(Work work, const void *context, int32_t threads) {
-    static Helpers &helpers = *new Helpers;
-    helpers.together(work, context, threads);
+    own.together(work, context, threads);
 }
 
 // Those of this library, until it is given another's.
