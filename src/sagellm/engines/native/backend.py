@@ -32,7 +32,8 @@ from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps, 
 from sagellm.engines.native.return_costs import host_copy_s, prefill_token_s
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import sample
-from sagellm.engines.native.weights import Parameter, check, parameters
+from sagellm.engines.native.weight_check import check
+from sagellm.engines.native.weights import Parameter, parameters
 
 PARAMETERS_PER_THREAD = 8_000_000
 FEATURES = frozenset(

@@ -18,14 +18,8 @@ from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.host_pages import lazy_zeros
 from sagellm.engines.native.projection import Dense, look_up
 from sagellm.engines.native.quantized import AS_STORED, Quantization, packed
-from sagellm.engines.native.weights import (
-    EMBEDDING,
-    Parameter,
-    Piece,
-    is_quantized,
-    stored_name,
-    stored_tensors,
-)
+from sagellm.engines.native.weight_check import is_quantized, stored_name, stored_tensors
+from sagellm.engines.native.weights import EMBEDDING, Parameter, Piece
 
 log = logging.getLogger("sagellm.quantization")
 
@@ -66,7 +60,7 @@ class Loading:
     _warned: bool = False
 
     def weights(self, plan: Sequence[Parameter], progress: Progress | None = None) -> Weights:
-        """Of the model that `plan` describes, which `weights.check` has found in the checkpoint."""
+        """Of the model that `plan` describes, which `weight_check.check` has found in the checkpoint."""
         sizes = [self._stored_bytes(parameter) for parameter in plan]
         report = progress or (lambda done, total: None)
         matrices: dict[str, Matrix] = {}
