@@ -206,7 +206,7 @@ def test_whole_numbers_without_a_word_in_the_configuration_are_refused(tmp_path:
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match=r"implies F64 or .*, the checkpoint has I8; only a quant"):
+    with pytest.raises(UnsupportedModelError, match=r"implies F64 or .*, the checkpoint has I8; only"):
         backend(folder)
 
 

@@ -66,9 +66,8 @@ def _check_unused(pieces: Iterable[Piece], checkpoint: Checkpoint, used: set[str
     wrong = [name for name in unused if name in biases and checkpoint.tensor(name).any()]
     if wrong:
         raise UnsupportedModelError(
-            f"{checkpoint.folder} has {_few(wrong)}, which are not zero, for modules that have no bias by its "
-            "config.json: correct that (architectures, attention_bias, mlp_bias, enable_bias), or take the "
-            "biases out"
+            f"{checkpoint.folder} has {_few(wrong)}, not zero, for modules that have no bias by config.json: "
+            "correct that (architectures, attention_bias, mlp_bias, enable_bias), or take the biases out"
         )
     others = [name for name in unused if name not in biases]
     if others:

@@ -7,7 +7,8 @@ with the checkpoint's headers, `loading` makes them tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from sagellm.engines.native.architectures import ModelSpec
@@ -53,6 +54,11 @@ def parameters(spec: ModelSpec) -> list[Parameter]:
         Parameter(name, pieces, is_multiplied=len(pieces[0].shape) > 1 and name not in looked_up)
         for name, pieces in plan
     ]
+
+
+def num_parameters(plan: Iterable[Parameter]) -> int:
+    """Numbers in all of them, as config.json implies: however they are stored, a tied head once."""
+    return sum(math.prod(parameter.shape) for parameter in plan)
 
 
 Plan = Iterator[tuple[str, tuple[Piece, ...]]]
