@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,53 +12,34 @@ import pytest
 
 from sagellm.cli import doctor
 from sagellm.cli._machine import Device, as_text, devices, read_meminfo
-from sagellm.cli._model_size import size_of
-from sagellm.core.errors import ModelError
-
-LLAMA = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
-    "vocab_size": 100,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-}
+from sagellm.engines.native.footprint import footprint
+from tests.accel.quantization.checkpoints import KINDS
+from tests.engines.native.test_quantized_checkpoints import save_pair
+from tests.tiny_models import save_tiny
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    return tmp_path
-
-
-def write_weights(folder: Path, shapes: dict[str, list[int]]) -> None:
-    header = {
-        name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()
-    }
-    data = json.dumps({**header, "__metadata__": {"format": "pt"}}).encode()
-    (folder / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In place of the demo model, whose own weights take longer to check."""
+    folder = tmp_path / "tiny"
+    save_tiny(folder, "llama-head80-tied")
+    (folder / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(doctor, "demo_model_folder", lambda: folder)
+    return folder
 
 
 def test_a_whole_installation_exits_0(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_weights(model, {"a": [10, 3], "b": [7]})
-    monkeypatch.setattr(doctor, "demo_model_folder", lambda: model)
     result = cli("doctor", "--port", "0")
     assert result.exit_code == 0, result.stdout
     assert result.stdout.endswith("ready to serve\n")
-    assert "0.0 M parameters" in result.stdout
-    assert "384 bytes of KV per token" in result.stdout
+    assert "0.3 M parameters" in result.stdout
+    assert "3840 bytes of KV per token" in result.stdout
 
 
 @pytest.mark.parametrize("package", ["torch", "fastapi"])
 def test_a_missing_package_exits_1_and_says_what_to_install(
     cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    write_weights(model, {"a": [1]})
-    monkeypatch.setattr(doctor, "demo_model_folder", lambda: model)
     monkeypatch.setattr(doctor, "_version_of", lambda name: None if name == package else "1.0")
     result = cli("doctor", "--port", "0")
     assert result.exit_code == 1
@@ -74,8 +56,6 @@ def test_a_missing_demo_model_exits_1(cli: Any, tmp_path: Path, monkeypatch: pyt
 def test_a_taken_port_is_said_and_is_no_failure(
     cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_weights(model, {"a": [1]})
-    monkeypatch.setattr(doctor, "demo_model_folder", lambda: model)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -88,8 +68,6 @@ def test_a_taken_port_is_said_and_is_no_failure(
 def test_a_host_that_is_none_is_said(
     cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    write_weights(model, {"a": [1]})
-    monkeypatch.setattr(doctor, "demo_model_folder", lambda: model)
     assert "choose another with --host" in cli("doctor", "--host", host).stdout
 
 
@@ -97,8 +75,6 @@ def test_a_host_that_is_none_is_said(
 def test_a_model_that_is_none_exits_2(
     cli: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    write_weights(model, {"a": [1]})
-    monkeypatch.setattr(doctor, "demo_model_folder", lambda: model)
     empty = tmp_path / "empty"
     empty.mkdir()
     result = cli("doctor", name or str(empty), "--port", "0")
@@ -108,40 +84,15 @@ def test_a_model_that_is_none_exits_2(
 
 
 def test_a_model_of_the_hub_may_come(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_weights(model, {"a": [1]})
-    monkeypatch.setattr(doctor, "demo_model_folder", lambda: model)
     assert cli("doctor", "Qwen/Qwen3-0.6B", "--port", "0").exit_code == 0
 
 
-def test_size_from_the_shape_alone(model: Path) -> None:
-    size = size_of(model)
-    layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96
-    assert size.num_parameters == 3 * layer + 100 * 64
-    assert size.kv_bytes_per_token == 2 * 3 * 2 * 16 * 2
-    assert (size.weight_bytes, size.dtype) == (size.num_parameters * 2, "bfloat16")
-    assert size_of(model, "float32").kv_bytes_per_token == 2 * size.kv_bytes_per_token
-
-
-def test_size_from_the_weight_files(model: Path) -> None:
-    write_weights(model, {"a": [10, 3], "b": [7]})
-    assert size_of(model).num_parameters == 37
-
-
-def test_a_folder_without_a_shape_is_a_model_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no such folder"):
-        size_of(tmp_path / "nowhere")
-    (tmp_path / "config.json").write_text('{"hidden_size": 3}')
-    with pytest.raises(ModelError, match="does not describe a decoder"):
-        size_of(tmp_path)
-
-
 def test_what_fits_counts_tokens_in_the_share(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = size_of(model)
+    size = footprint(model)
     free = size.weight_bytes + 6000 * size.kv_bytes_per_token
-    monkeypatch.setattr(doctor, "demo_model_folder", lambda: model)
     monkeypatch.setattr(doctor, "devices", lambda **_: [Device("cpu", "a CPU", 2 * free, free)])
-    told = cli("doctor", "--port", "0").stdout
-    assert "384 bytes of KV per token: 1500 tokens, 576.0 kB of 576.0 kB (25% of what is free)" in told
+    told = cli("doctor", "--port", "0", "--set", "engine.kernels=off").stdout
+    assert "3840 bytes of KV per token: 1500 tokens, 5.8 MB of 5.8 MB (25% of what is free)" in told
     assert "room for 2 requests of 512 tokens at once" in told
     assert "48 tokens" in cli("doctor", "--port", "0", "--num-blocks", "3").stdout
     assert (
@@ -151,6 +102,53 @@ def test_what_fits_counts_tokens_in_the_share(cli: Any, model: Path, monkeypatch
     small = [Device("cpu", "a CPU", 10, 10)]
     monkeypatch.setattr(doctor, "devices", lambda **_: small)
     assert "does not fit" in cli("doctor", "--port", "0").stdout
+
+
+@pytest.mark.usefixtures("model")
+def test_a_quantized_checkpoint_is_told_by_what_it_means(cli: Any, tmp_path: Path) -> None:
+    save_pair(tmp_path, KINDS["awq"])
+    plain, quantized = (cli("doctor", str(tmp_path / one), "--port", "0") for one in ("plain", "quantized"))
+    assert (plain.exit_code, quantized.exit_code) == (0, 0)
+    [count] = re.findall(r"plain: (.* M parameters), .* as float32\n", plain.stdout)
+    assert f"quantized: {count}, " in quantized.stdout
+    assert "as awq (4 bits by groups of 32), all else float32" in quantized.stdout
+
+
+@pytest.mark.usefixtures("model")
+def test_a_checkpoint_that_is_held_dequantized_says_why(cli: Any, tmp_path: Path) -> None:
+    save_pair(tmp_path, KINDS["awq"])
+    told = cli("doctor", str(tmp_path / "quantized"), "--port", "0", "--set", "engine.kernels=off").stdout
+    assert "held dequantized, in part or whole: there is no kernel for it on this device" in told
+
+
+@pytest.mark.usefixtures("model")
+def test_the_setting_is_told(cli: Any) -> None:
+    told = cli("doctor", "--quant", "int4", "--port", "0").stdout
+    assert "as int4 (4 bits by groups of 32, 8 bits by groups of 32), all else float32" in told
+
+
+REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"quant_method": "bitsandbytes"}, ()),
+    ({"quant_method": "gptq", "bits": 3}, ()),
+    (KINDS["awq"].config, ("--quant", "int8")),
+    (KINDS["awq"].config | {"group_size": 16}, ()),
+]
+
+
+@pytest.mark.usefixtures("model")
+@pytest.mark.parametrize(("config", "options"), REFUSED)
+def test_what_serve_refuses_is_refused_in_the_same_words(
+    cli: Any, tmp_path: Path, config: dict[str, Any], options: tuple[str, ...]
+) -> None:
+    save_pair(tmp_path, KINDS["awq"])
+    folder = tmp_path / "quantized"
+    plain = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(plain | {"quantization_config": config}))
+    told, served = (cli(name, str(folder), "--port", "0", *options) for name in ("doctor", "serve"))
+    assert (told.exit_code, served.exit_code) == (2, 2)
+    words = served.stderr.splitlines()[-1].removeprefix("sagellm: ")
+    assert told.stderr == f"sagellm: cannot serve {folder}: {words}\n"
+    assert "ready to serve" not in told.stdout
 
 
 def test_there_is_always_a_cpu() -> None:

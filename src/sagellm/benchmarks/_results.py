@@ -121,3 +121,13 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def show(tables: Iterable[Table], values: Mapping[str, Any], out: Path | None) -> None:
+    """Write the values to `out`, if it is given, then print the tables; raises as `write_json` does."""
+    if out is not None:
+        write_json(out, values)
+    terminal = console()
+    for one in tables:
+        terminal.print(one)
+        terminal.print()

@@ -112,16 +112,11 @@ def _configured(settings: Settings, model: str | None) -> Config:
 
 
 def _show(report: Report, out: Path | None) -> None:
-    from sagellm.benchmarks._results import console, write_json
+    from sagellm.benchmarks._results import console, show
     from sagellm.benchmarks.engine.run import tables
 
     if not report.measured:
         return
-    if out is not None:
-        write_json(out, report.as_json())
-    terminal = console()
-    for table in tables(report):
-        terminal.print(table)
-        terminal.print()
+    show(tables(report), report.as_json(), out)
     for name, reason in report.left_out.items():
-        terminal.print(f"left out: {name} {reason}")
+        console().print(f"left out: {name} {reason}")

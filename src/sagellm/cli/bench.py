@@ -188,17 +188,11 @@ def _measure(benchmark: MicroBenchmark, names: str | None, given: Measuring) -> 
 
 
 def _show(report: Report, out: Path | None) -> None:
-    from sagellm.benchmarks._results import console, write_json
+    from sagellm.benchmarks._results import show
     from sagellm.benchmarks.micro.run import tables
 
-    if not report.rows:
-        return
-    if out is not None:
-        write_json(out, report.as_json())
-    terminal = console()
-    for table in tables(report):
-        terminal.print(table)
-        terminal.print()
+    if report.rows:
+        show(tables(report), report.as_json(), out)
 
 
 def _split(text: str) -> tuple[str, ...]:

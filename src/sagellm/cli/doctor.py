@@ -15,13 +15,13 @@ import typer
 
 from sagellm import __version__
 from sagellm.cli._machine import Device, as_text, devices, find_compilers
-from sagellm.cli._model_size import ModelSize, size_of
 from sagellm.cli._options import ModelArgument, command
 from sagellm.cli._settings import ServerSettings
-from sagellm.core.errors import ModelError
+from sagellm.core.errors import ModelError, SageError
 
 if TYPE_CHECKING:
     from sagellm.core.config import Config
+    from sagellm.engines.native.footprint import Footprint
 
 REQUIRED = {
     "numpy": "sagellm",
@@ -47,8 +47,8 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
 def doctor(model: ModelArgument = None, *, settings: ServerSettings) -> None:
     """Say what is installed, and what would fit where.
 
-    The exit status is 0 if it can be served, 1 if a package or the demo model is missing, 2 if MODEL is no
-    model.
+    The exit status is 0 if it can be served, 1 if a package or the demo model is missing, 2 if MODEL
+    cannot be served.
     """
     config = settings.load(model=model).config
     print(f"sagellm {__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
@@ -56,13 +56,14 @@ def doctor(model: ModelArgument = None, *, settings: ServerSettings) -> None:
     found = devices(torch_here="torch" not in missing)
     _report_machine(found)
     _report_port(config)
-    _report_fit(config, _chosen(config, found))
+    refused = _report_fit(config, _chosen(config, found))
     print()
     if missing:
         packages = sorted({REQUIRED.get(name, "sagellm") for name in missing})
         print(f"cannot serve: missing {', '.join(missing)}; pip install {' '.join(map(repr, packages))}")
         raise typer.Exit(EXIT_CANNOT_SERVE)
-    _check_model(config)
+    if refused is not None:
+        raise refused
     print("ready to serve")
 
 
@@ -131,34 +132,37 @@ def _chosen(config: Config, found: list[Device]) -> Device:
     return (matching or found[:1])[0]
 
 
-def _check_model(config: Config) -> None:
-    """Raise `ModelError` for a model that is neither a folder of one nor, by its name, one of the hub's."""
-    name = config.model.name
-    if name is None or (_HUB_NAME.fullmatch(name) and not Path(name).exists()):
-        return
-    if not Path(name).expanduser().is_dir():
-        raise ModelError(f"cannot serve {name}: there is no such folder")
-    try:
-        size_of(Path(name).expanduser(), config.model.dtype)
-    except ModelError as error:
-        raise ModelError(f"cannot serve {name}: {error}") from error
+def _report_fit(config: Config, device: Device) -> SageError | None:
+    """Print what fits; returns why the configured model cannot be served, if it cannot."""
+    from sagellm.engines.build import model_footprint
 
-
-def _report_fit(config: Config, device: Device) -> None:
     print(f"\nwhat fits on {device.name}")
+    refused = None
     for name in dict.fromkeys((None, config.model.name)):
+        refused = None
+        if name is not None and _may_come_from_the_hub(name):
+            print(f"  {name}: no such folder here; a model of the hub is sized once it has been loaded")
+            continue
         try:
-            size = size_of(Path(name).expanduser() if name else demo_model_folder(), config.model.dtype)
-        except ModelError as error:
+            size = model_footprint(config, name or demo_model_folder(), device.name)
+        except SageError as error:
             print(f"  {name or 'demo model'}: {error}")
+            refused = ModelError(f"cannot serve {name or 'the demo model'}: {error}")
             continue
         for line in _fit_lines(name or "demo model", size, config, device):
             print(f"  {line}")
+    return refused
 
 
-def _fit_lines(name: str, size: ModelSize, config: Config, device: Device) -> Iterator[str]:
-    weights = f"{as_text(size.weight_bytes)} as {size.dtype}"
+def _may_come_from_the_hub(name: str) -> bool:
+    return _HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
+
+
+def _fit_lines(name: str, size: Footprint, config: Config, device: Device) -> Iterator[str]:
+    weights = f"{as_text(size.weight_bytes)} as {_form(size)}"
     yield f"{name}: {size.num_parameters / 1e6:.1f} M parameters, {weights}"
+    if size.obstacle:
+        yield f"  held dequantized, in part or whole: {size.obstacle}"
     share = config.kv.memory_share(device.name)
     room = int((device.free_bytes - size.weight_bytes) * share)
     context = config.model.max_model_len or size.max_model_len
@@ -172,3 +176,11 @@ def _fit_lines(name: str, size: ModelSize, config: Config, device: Device) -> It
     pool = f"{as_text(tokens * size.kv_bytes_per_token)} of {as_text(room)} ({share:.0%} of what is free)"
     yield f"  {size.kv_bytes_per_token} bytes of KV per token: {tokens} tokens, {pool}"
     yield f"  room for {tokens // context} requests of {context} tokens at once"
+
+
+def _form(size: Footprint) -> str:
+    """The number format, and that of what is quantized."""
+    computed = "" if size.compute_dtype == size.dtype else f", computed in {size.compute_dtype}"
+    if not size.codes:
+        return size.dtype + computed
+    return f"{size.method} ({', '.join(map(str, size.codes))}), all else {size.dtype}{computed}"

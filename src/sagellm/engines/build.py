@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -36,6 +36,9 @@ from sagellm.kvmgr.manager import KVCacheManager, SwapSpace
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, presets
+
+if TYPE_CHECKING:
+    from sagellm.engines.native.footprint import Footprint
 
 DEMO_MODEL = Path(__file__).parent / "native" / "demo_model"
 DEMO_NAME = "sagellm-demo"
@@ -193,22 +196,46 @@ def model_source(config: Config) -> Path:
     return model_folder(config.model.name or DEMO_MODEL, config.model.revision)
 
 
+def _holding(config: Config) -> dict[str, Any]:
+    """What decides how the native engine holds a model's weights."""
+    from sagellm.accel.fusion.cpu import cpu_kernels
+    from sagellm.accel.quantization.round_to_nearest import RoundToNearest
+    from sagellm.accel.quantization.weight_format import weight_format
+
+    bits = {"none": None, "int8": 8, "int4": 4}[config.model.quantization]
+    return {
+        "dtype": config.model.dtype,
+        "kernels": cpu_kernels if config.engine.kernels == "auto" else None,
+        "quantizer": None if bits is None else RoundToNearest(bits),
+        "formats": weight_format,
+    }
+
+
+def model_footprint(config: Config, model: str | Path, device: str) -> Footprint:
+    """What the model, a folder or a hub name, would take on `device`; loads nothing, and refuses what
+    `build_backend` refuses.
+    """
+    try:
+        from sagellm.engines.native.footprint import footprint
+
+        return footprint(model, device=device, **_holding(config))
+    except ImportError as error:
+        raise MissingExtraError("sizing a model", "native") from error
+
+
 def build_backend(config: Config, *, progress: Progress | None = None) -> InferenceBackend:
     """The native backend for the configured model; raises `ModelError` before it allocates anything."""
     try:
-        from sagellm.accel.fusion.cpu import cpu_kernels
         from sagellm.accel.fusion.triton import triton_kernels
-        from sagellm.accel.quantization.round_to_nearest import RoundToNearest
-        from sagellm.accel.quantization.weight_format import weight_format
         from sagellm.engines.native.backend import NativeBackend
         from sagellm.engines.native.recorded_steps import cuda_capture
+
+        holding = _holding(config)
     except ImportError as error:
         raise MissingExtraError("running a model", "native") from error
-    bits = {"none": None, "int8": 8, "int4": 4}[config.model.quantization]
     return NativeBackend(
         model_source(config),
         device=config.model.device,
-        dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,
         block_size=config.kv.block_size,
         num_blocks=config.kv.num_blocks,
@@ -218,11 +245,9 @@ def build_backend(config: Config, *, progress: Progress | None = None) -> Infere
         threads=config.engine.threads,
         seed=config.engine.seed,
         progress=progress,
-        kernels=cpu_kernels if config.engine.kernels == "auto" else None,
         cuda_kernels=triton_kernels if config.engine.kernels == "auto" else None,
         capture=cuda_capture if config.engine.recorded_steps else None,
-        quantizer=None if bits is None else RoundToNearest(bits),
-        formats=weight_format,
+        **holding,
     )
 
 

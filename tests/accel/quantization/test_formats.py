@@ -28,7 +28,6 @@ def test_every_value_is_the_one_that_was_written(name: str, eights: int, words: 
     stored = kind.write(made)
     reader = weight_format(kind.config)
     asked = reader.tensors(outputs, inputs)
-    assert reader.marker in stored
     assert {key for key, one in asked.items() if not one.optional} <= stored.keys()
     read = {key: stored[key] for key in asked if key in stored}
     assert {key: tuple(tensor.shape) for key, tensor in read.items()} == {

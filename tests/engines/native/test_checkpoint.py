@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import Linear
 
 from sagellm.core.errors import MissingWeightsError, ModelError, UnsupportedModelError, WeightShapeError
 from sagellm.engines.native.architectures import read_config, read_spec
@@ -21,7 +22,8 @@ from sagellm.engines.native.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoin
 from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.loading import Loading, Weights
 from sagellm.engines.native.projection import Dense
-from sagellm.engines.native.weights import check, parameters
+from sagellm.engines.native.weight_check import check
+from sagellm.engines.native.weights import parameters
 from tests.tiny_models import save_tiny
 
 CPU = torch.device("cpu")
@@ -155,6 +157,13 @@ class TestRefusals:
         rewrite(folder, cut)
         self.fails(folder, WeightShapeError, r"layers\.0\.self_attn\.k_proj.*\[128, 96\].*\[127, 96\]")
 
+    @pytest.mark.parametrize("prefix", ["model.", ""])
+    @pytest.mark.parametrize("module", ["self_attn.q_proj", "self_attn.o_proj", "input_layernorm"])
+    def test_a_bias_that_config_json_does_not_announce(self, folder: Path, module: str, prefix: str) -> None:
+        name = f"{prefix}layers.1.{module}.bias"
+        rewrite(folder, lambda tensors: tensors.update({name: torch.tensor([0.0, 0.5])}))
+        self.fails(folder, UnsupportedModelError, rf"has {name}, not zero.*attention_bias")
+
     def test_truncated_file(self, folder: Path) -> None:
         path = folder / SINGLE_FILE
         path.write_bytes(path.read_bytes()[:-100])
@@ -181,12 +190,59 @@ class TestRefusals:
         self.fails(folder, UnsupportedModelError, "GPT2LMHeadModel")
 
 
-def test_integer_weights_are_refused(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2", "qwen3", "opt-plain-untied"])
+def test_a_bias_where_transformers_has_none_is_refused(name: str, tmp_path: Path) -> None:
+    prefix = "model.decoder.layers.1." if "opt" in name else "model.layers.1."
+    layer = save_tiny(tmp_path, name).get_submodule(prefix.removesuffix("."))
+    plan, stored = parameters(read_spec(read_config(tmp_path))), load_file(tmp_path / SINGLE_FILE)
+    tensors = {key: tensor.clone() for key, tensor in stored.items()}
+    without = [
+        key
+        for key, one in layer.named_modules()
+        if isinstance(one, Linear) and "bias" not in dict(one.named_parameters())
+    ]
+    assert len(without) >= 4
+    for module in without:
+        save_file({**tensors, f"{prefix}{module}.bias": torch.ones(3)}, tmp_path / SINGLE_FILE)
+        with pytest.raises(UnsupportedModelError, match=f"{prefix}{module}.bias, not zero"):
+            check(plan, Checkpoint(tmp_path))
+
+
+def test_what_is_not_used_is_said_once_and_constants_are_not(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    constants = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+        "model.layers.0.self_attn.masked_bias": torch.ones(()),
+        "model.layers.1.self_attn.k_proj.bias": torch.zeros(128),
+    }
+    rewrite(folder, lambda tensors: tensors.update(constants))
+    loaded(folder)
+    assert not caplog.records
+    strays = {f"model.layers.{i}.self_attn.q_norm.weight": torch.ones(64) for i in range(9)}
+    rewrite(folder, lambda tensors: tensors.update(strays))
+    loaded(folder)
+    [record] = caplog.records
+    assert (record.name, record.levelname) == ("sagellm.weights", "WARNING")
+    assert "model.layers.0.self_attn.q_norm.weight" in record.getMessage()
+    assert record.getMessage().endswith("model.layers.3.self_attn.q_norm.weight and 5 more")
+
+
+def test_a_tied_head_that_is_stored_too_is_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_tiny(tmp_path, "llama-head80-tied")
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.ones(257, 64)}))
+    loaded(tmp_path)
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("no_allocation")
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_weights_of_other_numbers_are_refused(folder: Path, dtype: torch.dtype) -> None:
     def quantize(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
 
     rewrite(folder, quantize)
-    with pytest.raises(UnsupportedModelError, match="I8"):
+    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight: config.json implies F64 or F32"):
         NativeBackend(folder, threads=1)
 
 

@@ -141,6 +141,47 @@ def test_what_is_missing_or_of_another_shape_is_named_before_anything_is_loaded(
         backend(folder)
 
 
+@pytest.mark.parametrize(
+    ("kind", "tensor"),
+    [("gptq-4", "qweight"), ("awq", "qweight"), ("pack-4", "weight_packed"), ("pack-4", "weight_scale"),
+     ("int-8-channel", "weight"), ("int-8-channel", "weight_scale")],
+)  # fmt: skip
+def test_what_is_missing_is_named_as_the_format_does(kind: str, tensor: str, tmp_path: Path) -> None:
+    save_pair(tmp_path, KINDS[kind])
+    folder = tmp_path / "quantized"
+    tensors = _tensors(folder)
+    del tensors[f"model.layers.1.self_attn.q_proj.{tensor}"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(MissingWeightsError, match=rf"lacks model\.layers\.1\.self_attn\.q_proj\.{tensor}$"):
+        backend(folder)
+
+
+def test_a_shape_that_is_stored_is_that_of_config_json(tmp_path: Path) -> None:
+    """1 to 7 inputs less are packed into as many words."""
+    save_pair(tmp_path, KINDS["pack-4"])
+    folder = tmp_path / "quantized"
+    tensors = _tensors(folder)
+    name = "model.layers.2.mlp.up_proj.weight_shape"
+    tensors[name] = torch.tensor([112, 125])
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightShapeError, match=rf"{name}: config.json implies \[112, 128\].*\[112, 125\]"):
+        backend(folder)
+
+
+def test_zero_biases_of_modules_without_one_are_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As GPTQ's writers leave them."""
+    save_pair(tmp_path, KINDS["gptq-4"])
+    folder = tmp_path / "quantized"
+    save_file(
+        {**_tensors(folder), "model.layers.0.mlp.down_proj.bias": torch.zeros(128)},
+        folder / "model.safetensors",
+    )
+    assert torch.equal(logits(backend(folder)), logits(backend(tmp_path / "plain")))
+    assert "not used" not in caplog.text
+
+
 def test_what_a_module_makes_no_matrix_of_is_named(tmp_path: Path) -> None:
     save_pair(tmp_path, KINDS["gptq-4"])
     folder = tmp_path / "quantized"
@@ -165,7 +206,7 @@ def test_whole_numbers_without_a_word_in_the_configuration_are_refused(tmp_path:
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match=r"dtype I8, and neither config.json nor scales"):
+    with pytest.raises(UnsupportedModelError, match=r"implies F64 or .*, the checkpoint has I8; only"):
         backend(folder)
 
 

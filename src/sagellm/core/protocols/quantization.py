@@ -169,23 +169,23 @@ class WeightQuantizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint that is part of a quantized matrix: its shape, whether it may be missing, and
-    its dtypes as safetensors names them (none given: any).
+    """A tensor of a checkpoint that a matrix is made of: its shape, its dtypes as safetensors names them,
+    whether it may be missing, and what it has to hold where config.json implies that.
     """
 
     shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
     optional: bool = False
-    dtypes: tuple[str, ...] = ()
+    values: tuple[int, ...] = ()
 
 
 class WeightFormat(Protocol):
     """How a checkpoint stores quantized matrices; made from its `quantization_config`.
 
-    A matrix is quantized where the checkpoint has its tensor `marker`. The constructor raises
-    `UnsupportedModelError` for a configuration that it cannot read, and says what would work.
+    A matrix is quantized where the checkpoint has any of its `tensors`, in one of their dtypes. The
+    constructor raises `UnsupportedModelError` for a configuration that it cannot read, and says what would
+    work.
     """
-
-    marker: str
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
         """What is stored for a matrix of this shape, by name behind the module's."""

@@ -16,7 +16,7 @@ from sagellm.core.plan import ExecutionPlan, Join, Prefill, StepResult
 from sagellm.core.protocols.fusion import Capture, KernelSet, KernelSource
 from sagellm.core.protocols.quantization import FormatSource, WeightQuantizer
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, SamplingParams, Tokens
-from sagellm.engines.native.architectures import DTYPES, ModelSpec, read_config, read_spec
+from sagellm.engines.native.architectures import ModelSpec, read_config, read_spec
 from sagellm.engines.native.attention_choice import attention_planner
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.cuda_sampling import KernelDraw
@@ -25,14 +25,14 @@ from sagellm.engines.native.kv_cache import LAYOUT, PagedKV
 from sagellm.engines.native.loading import Loading, Progress
 from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
 from sagellm.engines.native.model import DecoderModel
-from sagellm.engines.native.precision import compute_dtype as fastest_dtype
-from sagellm.engines.native.projection import packing_pays
+from sagellm.engines.native.precision import dtype_name, torch_dtype
 from sagellm.engines.native.quantized import quantization_of
 from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps, buckets
 from sagellm.engines.native.return_costs import host_copy_s, prefill_token_s
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import sample
-from sagellm.engines.native.weights import Parameter, check, parameters
+from sagellm.engines.native.weight_check import check
+from sagellm.engines.native.weights import Parameter, num_parameters, parameters
 
 PARAMETERS_PER_THREAD = 8_000_000
 FEATURES = frozenset(
@@ -99,8 +99,7 @@ class NativeBackend:
         self._max_num_seqs = max_num_seqs
         self._max_model_len = _model_length(self._spec, max_model_len)
         plan = parameters(self._spec)
-        self._num_parameters = sum(math.prod(parameter.shape) for parameter in plan)
-        threads = threads or suitable_threads(self._num_parameters)
+        threads = threads or suitable_threads(num_parameters(plan))
         self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(threads)
         known, alone = _kernels(self._device, threads, kernels, cuda_kernels)
@@ -149,19 +148,13 @@ class NativeBackend:
     ) -> DecoderModel:  # fmt: skip
         checkpoint = Checkpoint(folder)
         check(plan, checkpoint, self._quantization.stored)
-        self._dtype = _torch_dtype(self._spec.dtype if dtype == "auto" else dtype)
-        if compute_dtype == "auto":
-            self._compute_dtype = fastest_dtype(
-                self._dtype, self._device, self._num_parameters, widened=known.linear is None
-            )
-        else:
-            self._compute_dtype = _torch_dtype(compute_dtype)
-        self._packed = packing_pays(alone.linear, self._compute_dtype, self._dtype)
-        self._fingerprint = checkpoint.fingerprint() + self._quantization.label
-        loading = Loading(
-            checkpoint, self._device, self._dtype, self._compute_dtype, self._quantization,
-            known.linear if self._packed else None, known.quantized,
+        loading = Loading.fastest(
+            checkpoint, plan, self._device, torch_dtype(self._spec.dtype if dtype == "auto" else dtype),
+            None if compute_dtype == "auto" else torch_dtype(compute_dtype), self._quantization, known, alone,
         )  # fmt: skip
+        self._dtype, self._compute_dtype = loading.dtype, loading.compute_dtype
+        self._packed = loading.linear is not None
+        self._fingerprint = checkpoint.fingerprint() + self._quantization.label
         weights = loading.weights(plan, progress)
         checkpoint.close()
         self._weight_bytes = weights.read_bytes
@@ -193,7 +186,7 @@ class NativeBackend:
             num_layers=spec.num_layers,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            dtype=_name(self._compute_dtype),
+            dtype=dtype_name(self._compute_dtype),
             block_size=block_size,
             layout=LAYOUT,
             model_fingerprint=self._fingerprint,
@@ -208,7 +201,7 @@ class NativeBackend:
         """`dtype` is that of the weights' values; the KV schema's is the one that is computed in."""
         return CapabilityDescriptor(
             device=str(self._device),
-            dtype=_name(self._dtype),
+            dtype=dtype_name(self._dtype),
             vocab_size=self._spec.vocab_size,
             max_model_len=self._max_model_len,
             num_blocks=self._kv.num_blocks,
@@ -321,21 +314,6 @@ def _device(name: str) -> torch.device:
             f"device {name!r} cannot be used: {str(error).splitlines()[0]}; cpu always can"
         ) from error
     return device
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise ConfigError(f"dtype {name!r} is not known: use auto, {', '.join(DTYPES)}")
-    return {
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-        "float64": torch.float64,
-    }[name]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _model_length(spec: ModelSpec, wanted: int | None) -> int:

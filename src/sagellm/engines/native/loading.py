@@ -8,24 +8,20 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import torch
 
 from sagellm.core.errors import KernelError, UnsupportedModelError
-from sagellm.core.protocols.fusion import LinearKernel, Matrix, QuantizedKernel, StoredMatrix
+from sagellm.core.protocols.fusion import KernelSet, LinearKernel, Matrix, QuantizedKernel, StoredMatrix
 from sagellm.core.protocols.quantization import QuantizedMatrix
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.host_pages import lazy_zeros
-from sagellm.engines.native.projection import Dense, look_up
+from sagellm.engines.native.precision import compute_dtype as fastest_dtype
+from sagellm.engines.native.projection import Dense, look_up, packing_pays
 from sagellm.engines.native.quantized import AS_STORED, Quantization, packed
-from sagellm.engines.native.weights import (
-    EMBEDDING,
-    Parameter,
-    Piece,
-    is_quantized,
-    stored_name,
-    stored_tensors,
-)
+from sagellm.engines.native.weight_check import is_quantized, stored_name, stored_tensors
+from sagellm.engines.native.weights import EMBEDDING, Parameter, Piece, num_parameters
 
 log = logging.getLogger("sagellm.quantization")
 
@@ -65,8 +61,32 @@ class Loading:
     quantized: QuantizedKernel | None = None
     _warned: bool = False
 
+    @classmethod
+    def fastest(
+        cls, checkpoint: Checkpoint, plan: Sequence[Parameter], device: torch.device, dtype: torch.dtype,
+        compute_dtype: torch.dtype | None, quantization: Quantization, known: KernelSet, alone: KernelSet,
+    ) -> Self:  # fmt: skip
+        """As it is fastest here, by measuring: `compute_dtype` where it is None, and whether matrices are in
+        the form of the kernel in `known`; `alone` is the same of one thread.
+        """
+        if compute_dtype is None:
+            count, widened = num_parameters(plan), known.linear is None
+            compute_dtype = fastest_dtype(dtype, device, count, widened=widened)
+        linear = known.linear if packing_pays(alone.linear, compute_dtype, dtype) else None
+        return cls(checkpoint, device, dtype, compute_dtype, quantization, linear, known.quantized)
+
+    @property
+    def matrix_dtype(self) -> torch.dtype:
+        """Of matrices that are held as values, and of tables."""
+        return self.compute_dtype if self.linear is None else self.dtype
+
+    def multiplies_by_values_of(self, parameter: Parameter) -> bool:
+        """Not by an embedding's where the head is quantized."""
+        is_own = parameter.name != EMBEDDING or self.quantization.quantizer is None
+        return parameter.is_multiplied and is_own
+
     def weights(self, plan: Sequence[Parameter], progress: Progress | None = None) -> Weights:
-        """Of the model that `plan` describes, which `weights.check` has found in the checkpoint."""
+        """Of the model that `plan` describes, which `weight_check.check` has found in the checkpoint."""
         sizes = [self._stored_bytes(parameter) for parameter in plan]
         report = progress or (lambda done, total: None)
         matrices: dict[str, Matrix] = {}
@@ -120,8 +140,7 @@ class Loading:
         return plain
 
     def _values(self, parameter: Parameter) -> StoredMatrix:
-        is_own = parameter.name != EMBEDDING or self.quantization.quantizer is None
-        matrix = self._empty(parameter.shape, multiplied=parameter.is_multiplied and is_own)
+        matrix = self._empty(parameter.shape, multiplied=self.multiplies_by_values_of(parameter))
         self._fill(matrix.store, parameter)
         return matrix
 
@@ -134,8 +153,7 @@ class Loading:
         outputs, inputs = shape
         if self.linear is not None and multiplied:
             return self.linear.empty(outputs, inputs, self.dtype, partial(lazy_zeros, huge=True))
-        dtype = self.compute_dtype if self.linear is None else self.dtype
-        weight = torch.empty(outputs, inputs, dtype=dtype, device=self.device)
+        weight = torch.empty(outputs, inputs, dtype=self.matrix_dtype, device=self.device)
         return Dense(weight, look_up if self.linear is None else self.linear.gather)
 
     def _fill(self, store: Callable[[int, torch.Tensor], None], parameter: Parameter) -> None:

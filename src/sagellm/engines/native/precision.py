@@ -11,12 +11,26 @@ from __future__ import annotations
 
 import torch
 
+from sagellm.core.errors import ConfigError
+from sagellm.engines.native.architectures import DTYPES
 from sagellm.engines.native.memory import available_bytes
 from sagellm.engines.native.timing import cpu_s, one_thread
 
 _ROWS, _INPUTS, _OUTPUTS, _REPEATS = 64, 1024, 2048, 3
 _WORTH = 1.5
 _MEMORY_SHARE = 0.5
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Raises `ConfigError` for a name that is none of a dtype that the engine has."""
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is not known: use auto, {', '.join(DTYPES)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def compute_dtype(

@@ -31,6 +31,8 @@ class Quantization:
 
     quantizer: WeightQuantizer | None = None
     stored: WeightFormat | None = None
+    method: str = ""
+    """The name of either; empty without."""
 
     @property
     def label(self) -> str:
@@ -49,7 +51,7 @@ def quantization_of(
     """
     stored = config.get("quantization_config") or config.get("compression_config")
     if not stored:
-        return Quantization(quantizer)
+        return Quantization(quantizer, method="" if quantizer is None else quantizer.name)
     if not isinstance(stored, Mapping) or formats is None:
         raise UnsupportedModelError(
             f"this quantized checkpoint ({stored}) cannot be read here: use the float32, bfloat16 or float16 "
@@ -59,7 +61,7 @@ def quantization_of(
         raise ConfigError(
             f"model.quantization {quantizer.name}: the checkpoint is quantized already; leave it out"
         )
-    return Quantization(stored=formats(stored))
+    return Quantization(stored=formats(stored), method=str(stored.get("quant_method")))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

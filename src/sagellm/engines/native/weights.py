@@ -1,22 +1,19 @@
 """The parameters of a model, and which tensors of a checkpoint they are made of.
 
 Projections that read the same input are one parameter here (Q, K and V; gate and up), so that each is one
-GEMM. A `Parameter` lists the checkpoint's pieces of it, stacked by rows; a piece may be stored quantized
-(`WeightFormat`). `check` compares all pieces with the checkpoint's headers. `loading` makes them tensors.
+GEMM. A `Parameter` lists the checkpoint's pieces of it, stacked by rows. `weight_check` compares all pieces
+with the checkpoint's headers, `loading` makes them tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from sagellm.core.errors import MissingWeightsError, UnsupportedModelError, WeightShapeError
-from sagellm.core.protocols.quantization import StoredTensor, WeightFormat
 from sagellm.engines.native.architectures import ModelSpec
-from sagellm.engines.native.checkpoint import Checkpoint
 
 EMBEDDING = "embed.weight"
-_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +54,11 @@ def parameters(spec: ModelSpec) -> list[Parameter]:
         Parameter(name, pieces, is_multiplied=len(pieces[0].shape) > 1 and name not in looked_up)
         for name, pieces in plan
     ]
+
+
+def num_parameters(plan: Iterable[Parameter]) -> int:
+    """Numbers in all of them, as config.json implies: however they are stored, a tied head once."""
+    return sum(math.prod(parameter.shape) for parameter in plan)
 
 
 Plan = Iterator[tuple[str, tuple[Piece, ...]]]
@@ -136,55 +138,3 @@ def _layer_norm(spec: ModelSpec, ours: str, theirs: str) -> Plan:
 def _head(spec: ModelSpec) -> Plan:
     if not spec.tied:
         yield "head.weight", (Piece("lm_head.weight", (spec.vocab_size, spec.embed_dim)),)
-
-
-def check(plan: list[Parameter], checkpoint: Checkpoint, stored: WeightFormat | None = None) -> None:
-    """Raise unless the checkpoint has every piece in its shape, as it is or in the format `stored`; reads
-    headers only.
-
-    `MissingWeightsError` names the missing tensors, `WeightShapeError` the tensor, expected and found shape,
-    `UnsupportedModelError` one of a dtype that its format does not have.
-    """
-    wanted = [
-        one
-        for parameter in plan
-        for piece in parameter.pieces
-        for one in stored_tensors(piece, checkpoint, stored)
-    ]
-    missing = [name for name, tensor in wanted if not tensor.optional and not stored_name(checkpoint, name)]
-    if missing:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise MissingWeightsError(f"{checkpoint.folder} lacks {', '.join(missing[:_SHOWN])}{more}")
-    for name, tensor in wanted:
-        found = stored_name(checkpoint, name)
-        if found is not None and checkpoint.entries[found].shape != tensor.shape:
-            raise WeightShapeError(
-                f"{name}: config.json implies shape {list(tensor.shape)}, "
-                f"the checkpoint has {list(checkpoint.entries[found].shape)}"
-            )
-        if found is not None and tensor.dtypes and checkpoint.entries[found].dtype not in tensor.dtypes:
-            raise UnsupportedModelError(
-                f"{name}: quantization_config implies {' or '.join(tensor.dtypes)}, "
-                f"the checkpoint has {checkpoint.entries[found].dtype}"
-            )
-
-
-def is_quantized(piece: Piece, checkpoint: Checkpoint, stored: WeightFormat) -> bool:
-    """Whether the checkpoint has the piece in the format `stored`."""
-    module = piece.name.removesuffix("weight")
-    return len(piece.shape) == 2 and stored_name(checkpoint, module + stored.marker) is not None
-
-
-def stored_tensors(
-    piece: Piece, checkpoint: Checkpoint, stored: WeightFormat | None
-) -> list[tuple[str, StoredTensor]]:
-    """The tensors of the checkpoint that make the piece, by name."""
-    if stored is None or not is_quantized(piece, checkpoint, stored):
-        return [(piece.name, StoredTensor(piece.shape))]
-    module = piece.name.removesuffix("weight")
-    return [(module + name, tensor) for name, tensor in stored.tensors(*piece.shape).items()]
-
-
-def stored_name(checkpoint: Checkpoint, name: str) -> str | None:
-    """The name under which the checkpoint has `name`: some were saved without the leading `model.`."""
-    return next((form for form in (name, name.removeprefix("model.")) if form in checkpoint), None)

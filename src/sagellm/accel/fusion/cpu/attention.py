@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sagellm.accel.fusion._attention_inputs import obstacle
 from sagellm.accel.fusion.cpu.calls import Caller, Function
 from sagellm.accel.fusion.cpu.library import loaded
 from sagellm.core.errors import KernelError
@@ -113,32 +114,15 @@ class CpuPagedAttention:
         return out
 
 
-def _obstacle(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None = None,
-    spans: torch.Tensor | None = None, tables: torch.Tensor | None = None, window: int | None = None,
-) -> str:  # fmt: skip
+def _obstacle(*inputs: Any) -> str:
     """What stands in the way; empty where nothing does."""
-    if values is None or spans is None or tables is None:
-        return "paged attention takes query, keys, values, spans, tables and maybe a window"
-    if query.dtype not in _TYPES or keys.dtype not in _TYPES or values.dtype != keys.dtype:
-        return f"paged attention has no kernel for {query.dtype} over {keys.dtype} and {values.dtype}"
-    tensors = (query, keys, values, spans, tables)
+    return obstacle(*inputs) or _elsewhere(*inputs[:5])
+
+
+def _elsewhere(query: torch.Tensor, keys: torch.Tensor, *others: torch.Tensor) -> str:
+    tensors = (query, keys, *others)
     if not all(tensor.is_cpu for tensor in tensors):
         return f"paged attention runs on a CPU; the query is on {query.device}, the pool on {keys.device}"
-    if query.ndim != 3 or keys.ndim != 4 or values.shape != keys.shape or query.shape[2] != keys.shape[3]:
-        return f"shapes {[list(t.shape) for t in (query, keys, values)]} are no query and pools"
-    if not keys.shape[2] or query.shape[1] % keys.shape[2] or not keys.shape[1] or not keys.shape[3]:
-        return (
-            f"{query.shape[1]} heads of {keys.shape[3]} over blocks of {list(keys.shape[1:3])} make no groups"
-        )
-    if not keys.stride(3) == values.stride(3) == query.stride(2) == 1:
-        return "the dims of a head are not contiguous"
-    if spans.dtype != torch.int64 or spans.shape != (len(spans), 4) or not spans.is_contiguous():
-        return f"spans are contiguous int64 [n, 4], not {spans.dtype} {list(spans.shape)}"
-    if tables.dtype != torch.int32 or tables.ndim != 1 or not tables.is_contiguous():
-        return f"tables are contiguous int32 [n], not {tables.dtype} {list(tables.shape)}"
-    if window is not None and window < 1:
-        return f"a window of {window} shows nothing: use at least 1, or None"
     if any(tensor.requires_grad for tensor in tensors) and torch.is_grad_enabled():
         return "paged attention has no gradient"
     return ""

@@ -2,7 +2,7 @@
 
 Residual add and RMSNorm; rotary embedding (with the norms of queries and keys that Qwen3 has) and KV write;
 gated activation. At batch 1 these take torch 14, 23 and 5 us, little of which is work; a call here is 6 to 8,
-most of it Python. The slow twins are the same operations in plain torch.
+most of it Python. The slow twins: `_glue_twins`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
+from sagellm.accel.fusion._glue_twins import TOLERANCES, add_rms_norm, rope_to_cache, silu_and_mul
 from sagellm.accel.fusion.cpu.calls import Caller, Function
 from sagellm.accel.fusion.cpu.library import loaded
 from sagellm.core.errors import KernelError
@@ -22,12 +22,6 @@ from sagellm.core.protocols.fusion import KernelSupport, Tolerance
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _USABLE = KernelSupport(usable=True)
-TOLERANCES = (
-    Tolerance("float32", 2e-5, 2e-5),
-    Tolerance("bfloat16", 1.6e-2, 1.6e-2),
-    Tolerance("float16", 2e-3, 2e-3),
-)
-"""For values of about unit size: torch rounds some results between its operators, a kernel rounds once."""
 
 
 class _AddNorm(ctypes.Structure):
@@ -271,42 +265,6 @@ def _elsewhere(*tensors: torch.Tensor) -> str:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "it has no gradient"
     return ""
-
-
-def add_rms_norm(
-    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """Slow twin of `CpuAddRmsNorm`."""
-    if delta is not None:
-        x.add_(delta)
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-def rope_to_cache(
-    heads: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
-    query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, eps: float, slots: torch.Tensor,
-    keys: torch.Tensor, values: torch.Tensor,
-) -> None:  # fmt: skip
-    """Slow twin of `CpuRopeToCache`, computed in float64."""
-    kv_heads, half = keys.shape[2], heads.shape[2] // 2
-    query, key, value = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    for part, weight in ((query, query_weight), (key, key_weight)):
-        turned = part.double()
-        if weight is not None:
-            turned = F.rms_norm(turned, turned.shape[-1:], weight.double(), eps)
-        if cos is not None and sin is not None:
-            c, s = cos.double()[:, None], sin.double()[:, None]
-            first, second = turned[..., :half], turned[..., half:]
-            turned = torch.cat([first * c - second * s, second * c + first * s], dim=-1)
-        part.copy_(turned)
-    keys[slots // keys.shape[1], slots % keys.shape[1]] = key.to(keys.dtype)
-    values[slots // keys.shape[1], slots % keys.shape[1]] = value.to(values.dtype)
-
-
-def silu_and_mul(wide: torch.Tensor) -> torch.Tensor:
-    """Slow twin of `CpuSiluAndMul`."""
-    gate, up = wide.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 def glue_kernels(

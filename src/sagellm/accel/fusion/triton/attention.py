@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import triton
 
-from sagellm.accel.fusion.triton._launch import DTYPES, device_obstacle, refuse
+from sagellm.accel.fusion._attention_inputs import obstacle
+from sagellm.accel.fusion.triton._launch import device_obstacle, refuse
 from sagellm.accel.fusion.triton.attention_kernels import attention_kernel, reduce_kernel
 from sagellm.core.protocols.fusion import KernelSupport, Tolerance
 
@@ -111,32 +112,17 @@ def tile_sizes(bytes_per_head: int) -> tuple[int, int]:
     return max(FEWEST_ROWS, min(MOST_ROWS, keys)), max(FEWEST_ROWS, min(MOST_ROWS, queries))
 
 
-def _obstacle(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None = None,
-    spans: torch.Tensor | None = None, tables: torch.Tensor | None = None, window: int | None = None,
-) -> str:  # fmt: skip
+def _obstacle(*inputs: Any) -> str:
     """What stands in the way; empty where nothing does."""
-    if values is None or spans is None or tables is None:
-        return "paged attention takes query, keys, values, spans, tables and maybe a window"
-    if query.dtype not in DTYPES or not query.dtype == keys.dtype == values.dtype:
-        return f"paged attention has no kernel for {query.dtype} over {keys.dtype} and {values.dtype}"
-    if query.ndim != 3 or keys.ndim != 4 or values.shape != keys.shape or query.shape[2] != keys.shape[3]:
-        return f"shapes {[list(t.shape) for t in (query, keys, values)]} are no query and pools"
-    if not keys.shape[2] or query.shape[1] % keys.shape[2] or not keys.shape[1] or not keys.shape[3]:
-        return (
-            f"{query.shape[1]} heads of {keys.shape[3]} over blocks of {list(keys.shape[1:3])} make no groups"
-        )
+    return obstacle(*inputs) or _no_tiles(*inputs[:2]) or device_obstacle(*inputs[:5])
+
+
+def _no_tiles(query: torch.Tensor, keys: torch.Tensor) -> str:
+    if query.dtype != keys.dtype:
+        return f"paged attention has no kernel for {query.dtype} over {keys.dtype}: use one dtype"
     if keys.shape[3] > 256:
         return f"a head of {keys.shape[3]} is more than the 256 that fit into shared memory"
-    if not keys.stride(3) == values.stride(3) == query.stride(2) == 1:
-        return "the dims of a head are not contiguous"
-    if spans.dtype != torch.int64 or spans.shape != (len(spans), 4) or not spans.is_contiguous():
-        return f"spans are contiguous int64 [n, 4], not {spans.dtype} {list(spans.shape)}"
-    if tables.dtype != torch.int32 or tables.ndim != 1 or not tables.is_contiguous():
-        return f"tables are contiguous int32 [n], not {tables.dtype} {list(tables.shape)}"
-    if window is not None and window < 1:
-        return f"a window of {window} shows nothing: use at least 1, or None"
-    return device_obstacle(query, keys, values, spans, tables)
+    return ""
 
 
 def paged_attention(

@@ -8,23 +8,17 @@ from typing import Any
 
 import torch
 import triton
-from torch.nn import functional as F
 
+from sagellm.accel.fusion._glue_twins import TOLERANCES, add_rms_norm, rope_to_cache, silu_and_mul
 from sagellm.accel.fusion.triton._launch import DTYPES, device_obstacle, refuse
 from sagellm.accel.fusion.triton.glue_kernels import (
     add_rms_norm_kernel,
     rope_to_cache_kernel,
     silu_and_mul_kernel,
 )
-from sagellm.core.protocols.fusion import KernelSupport, Tolerance
+from sagellm.core.protocols.fusion import KernelSupport
 
 WIDEST_ROW, HEADS_AT_ONCE, COLUMNS_AT_ONCE = 16_384, 16, 1024
-_TOLERANCES: tuple[Tolerance, ...] = (
-    Tolerance("float32", 2e-5, 2e-5),
-    Tolerance("bfloat16", 1.6e-2, 1.6e-2),
-    Tolerance("float16", 2e-3, 2e-3),
-)
-"""For values of about unit size: torch rounds some results between its operators, a kernel rounds once."""
 
 
 class TritonAddRmsNorm:
@@ -33,7 +27,7 @@ class TritonAddRmsNorm:
     """
 
     name = "add_rms_norm"
-    tolerances = _TOLERANCES
+    tolerances = TOLERANCES
 
     def supports(self, *inputs: Any) -> KernelSupport:
         reason = self._obstacle(*inputs)
@@ -84,7 +78,7 @@ class TritonRopeToCache:
     """
 
     name = "rope_to_cache"
-    tolerances = _TOLERANCES
+    tolerances = TOLERANCES
 
     def supports(self, *inputs: Any) -> KernelSupport:
         reason = self._obstacle(*inputs)
@@ -143,7 +137,7 @@ class TritonSiluAndMul:
     """
 
     name = "silu_and_mul"
-    tolerances = _TOLERANCES
+    tolerances = TOLERANCES
 
     def supports(self, *inputs: Any) -> KernelSupport:
         reason = self._obstacle(*inputs)
@@ -180,39 +174,3 @@ def _wrong_angles(cos: torch.Tensor | None, sin: torch.Tensor | None, rows: int,
     if cos.stride(1) != 1 or cos.stride() != sin.stride():
         return "cos and sin must have contiguous rows, and the same strides"
     return ""
-
-
-def add_rms_norm(
-    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """Slow twin of `TritonAddRmsNorm`."""
-    if delta is not None:
-        x.add_(delta)
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-def rope_to_cache(
-    heads: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
-    query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, eps: float, slots: torch.Tensor,
-    keys: torch.Tensor, values: torch.Tensor,
-) -> None:  # fmt: skip
-    """Slow twin of `TritonRopeToCache`, computed in float64."""
-    kv_heads, half = keys.shape[2], heads.shape[2] // 2
-    query, key, value = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    for part, weight in ((query, query_weight), (key, key_weight)):
-        turned = part.double()
-        if weight is not None:
-            turned = F.rms_norm(turned, turned.shape[-1:], weight.double(), eps)
-        if cos is not None and sin is not None:
-            c, s = cos.double()[:, None], sin.double()[:, None]
-            first, second = turned[..., :half], turned[..., half:]
-            turned = torch.cat([first * c - second * s, second * c + first * s], dim=-1)
-        part.copy_(turned)
-    keys.flatten(0, 1)[slots] = key.to(keys.dtype)
-    values.flatten(0, 1)[slots] = value.to(values.dtype)
-
-
-def silu_and_mul(wide: torch.Tensor) -> torch.Tensor:
-    """Slow twin of `TritonSiluAndMul`."""
-    gate, up = wide.chunk(2, dim=-1)
-    return F.silu(gate) * up

@@ -22,8 +22,6 @@ _BITS, _PLACES = 4, (0, 2, 4, 6, 1, 3, 5, 7)
 class AWQ:
     """Implements `WeightFormat`."""
 
-    marker = "qweight"
-
     def __init__(self, config: Mapping[str, Any]) -> None:
         bits = config.get("bits", config.get("w_bit"))
         version = str(config.get("version", "gemm")).lower()
@@ -38,9 +36,9 @@ class AWQ:
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
         groups, words = -(-inputs // self._group(inputs)), -(-outputs // len(_PLACES))
         return {
-            "qweight": StoredTensor((inputs, words), dtypes=WORDS),
-            "qzeros": StoredTensor((groups, words), optional=not self._has_zeros, dtypes=WORDS),
-            "scales": StoredTensor((groups, outputs), dtypes=REAL),
+            "qweight": StoredTensor((inputs, words), WORDS),
+            "qzeros": StoredTensor((groups, words), WORDS, optional=not self._has_zeros),
+            "scales": StoredTensor((groups, outputs), REAL),
         }
 
     def matrix(self, stored: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> QuantizedMatrix:

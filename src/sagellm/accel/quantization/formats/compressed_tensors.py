@@ -35,8 +35,6 @@ _READABLE = "use a checkpoint of pack-quantized int4 or int8 weights, or of int-
 class CompressedTensors:
     """Implements `WeightFormat`."""
 
-    marker = "weight_scale"
-
     def __init__(self, config: Mapping[str, Any]) -> None:
         weights = [_only(group, config) for group in (config.get("config_groups") or {}).values()]
         if not weights or any(one != weights[0] for one in weights):
@@ -49,16 +47,17 @@ class CompressedTensors:
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
         groups, per_word = -(-inputs // self._group(inputs)), 32 // self._bits
-        scale = {"weight_scale": StoredTensor((outputs, groups), dtypes=REAL)}
+        scale = {"weight_scale": StoredTensor((outputs, groups), REAL)}
         if self._form == _PLAIN:
-            zero = StoredTensor((outputs, groups), optional=self._symmetric, dtypes=BYTES)
-            weight = StoredTensor((outputs, inputs), dtypes=BYTES)
+            zero = StoredTensor((outputs, groups), BYTES, optional=self._symmetric)
+            weight = StoredTensor((outputs, inputs), BYTES)
             return {"weight": weight, "weight_zero_point": zero, **scale}
-        zero = StoredTensor((-(-outputs // per_word), groups), optional=self._symmetric, dtypes=WORDS)
+        zero = StoredTensor((-(-outputs // per_word), groups), WORDS, optional=self._symmetric)
         return {
-            "weight_packed": StoredTensor((outputs, -(-inputs // per_word)), dtypes=WORDS),
+            "weight_packed": StoredTensor((outputs, -(-inputs // per_word)), WORDS),
             "weight_zero_point": zero,
-            "weight_g_idx": StoredTensor((inputs,), optional=not self._is_reordered, dtypes=INDEX),
+            "weight_g_idx": StoredTensor((inputs,), INDEX, optional=not self._is_reordered),
+            "weight_shape": StoredTensor((2,), INDEX, optional=True, values=(outputs, inputs)),
             **scale,
         }
 

@@ -24,8 +24,6 @@ _BITS = (4, 8)
 class GPTQ:
     """Implements `WeightFormat`."""
 
-    marker = "qweight"
-
     def __init__(self, config: Mapping[str, Any]) -> None:
         bits, form = config.get("bits"), config.get("checkpoint_format") or "gptq"
         if bits not in _BITS or form not in _FORMATS:
@@ -46,10 +44,10 @@ class GPTQ:
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
         groups, per_word = -(-inputs // self._group(inputs)), 32 // self._bits
         return {
-            "qweight": StoredTensor((-(-inputs // per_word), outputs), dtypes=WORDS),
-            "qzeros": StoredTensor((groups, -(-outputs // per_word)), dtypes=WORDS),
-            "scales": StoredTensor((groups, outputs), dtypes=REAL),
-            "g_idx": StoredTensor((inputs,), optional=not self._is_reordered, dtypes=INDEX),
+            "qweight": StoredTensor((-(-inputs // per_word), outputs), WORDS),
+            "qzeros": StoredTensor((groups, -(-outputs // per_word)), WORDS),
+            "scales": StoredTensor((groups, outputs), REAL),
+            "g_idx": StoredTensor((inputs,), INDEX, optional=not self._is_reordered),
         }
 
     def matrix(self, stored: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> QuantizedMatrix:

@@ -1,0 +1,171 @@
+"""How large a model is and what it will take in memory, told before it is loaded, from headers alone.
+
+What a quantized matrix takes is what its kernel makes of a sample: sixteen outputs with the shapes, dtypes
+and parts that the checkpoint has. So the formats and the kernel say it, and what they refuse is refused here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from sagellm.core.errors import KernelError
+from sagellm.core.protocols.fusion import KernelSet, KernelSource
+from sagellm.core.protocols.quantization import FormatSource, QuantizedMatrix, WeightQuantizer
+from sagellm.core.types import KVCacheSchema
+from sagellm.engines.native.architectures import ModelSpec, read_config, read_spec
+from sagellm.engines.native.checkpoint import Checkpoint
+from sagellm.engines.native.hub import model_folder
+from sagellm.engines.native.kv_cache import LAYOUT
+from sagellm.engines.native.loading import Loading
+from sagellm.engines.native.precision import dtype_name, torch_dtype
+from sagellm.engines.native.quantized import packed, quantization_of
+from sagellm.engines.native.weight_check import check, is_quantized, stored_name
+from sagellm.engines.native.weights import EMBEDDING, Parameter, Piece, num_parameters, parameters
+
+_OUTPUTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Matrices that are quantized: `group_size` inputs share a scale, None: all."""
+
+    bits: int
+    group_size: int | None
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits by {f'groups of {self.group_size}' if self.group_size else 'output'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """A model as the engine would hold it: `method` quantized `codes`; `obstacle` says why some of them have
+    to be held as what they mean. All else is in `dtype` or in `compute_dtype`.
+    """
+
+    num_parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    max_model_len: int
+    dtype: str
+    compute_dtype: str
+    method: str
+    codes: tuple[Codes, ...]
+    obstacle: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """One parameter."""
+
+    nbytes: int
+    codes: frozenset[Codes] = frozenset()
+    obstacle: str = ""
+
+
+def footprint(
+    model: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "auto",
+    kernels: KernelSource | None = None,
+    quantizer: WeightQuantizer | None = None,
+    formats: FormatSource | None = None,
+) -> Footprint:
+    """Of a folder or a hub name; the options are those of `NativeBackend`, whose errors it raises for a model
+    that cannot be served.
+    """
+    folder = model_folder(model)
+    config = read_config(folder)
+    spec = read_spec(config)
+    quantization = quantization_of(config, quantizer, formats)
+    plan, checkpoint = parameters(spec), Checkpoint(folder)
+    check(plan, checkpoint, quantization.stored)
+    where = torch.device(device)
+    known = kernels(1) if kernels and where.type == "cpu" else KernelSet()
+    wanted = torch_dtype(spec.dtype if dtype == "auto" else dtype)
+    loading = Loading.fastest(checkpoint, plan, where, wanted, None, quantization, known, known)
+    held = [_held(loading, parameter) for parameter in _with_own_head(plan, loading)]
+    checkpoint.close()
+    codes = sorted(frozenset().union(*(one.codes for one in held)), key=str)
+    return Footprint(
+        num_parameters(plan),
+        sum(one.nbytes for one in held),
+        _kv_bytes_per_token(spec, dtype_name(loading.compute_dtype)),
+        spec.max_model_len,
+        dtype_name(loading.dtype),
+        dtype_name(loading.compute_dtype),
+        quantization.method if codes else "",
+        tuple(codes),
+        next((one.obstacle for one in held if one.obstacle), ""),
+    )
+
+
+def _kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
+    schema = KVCacheSchema(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, 1, LAYOUT)
+    return schema.bytes_per_token
+
+
+def _with_own_head(plan: Sequence[Parameter], loading: Loading) -> list[Parameter]:
+    """A tied head that is quantized is one more matrix."""
+    if loading.quantization.quantizer is None or any(one.name == "head.weight" for one in plan):
+        return list(plan)
+    [embedding] = (one for one in plan if one.name == EMBEDDING)
+    return [*plan, replace(embedding, name="head.weight")]
+
+
+def _held(loading: Loading, parameter: Parameter) -> _Held:
+    if not parameter.is_matrix:
+        return _Held(math.prod(parameter.shape) * loading.compute_dtype.itemsize)
+    values = _value_bytes(loading, parameter)
+    samples = _samples(loading, parameter)
+    if not samples:
+        return _Held(values)
+    codes = frozenset(_codes(sample) for sample in samples)
+    try:
+        form = packed(samples, loading.quantized, loading.compute_dtype)
+    except KernelError as error:
+        return _Held(values, codes, str(error))
+    return _Held(form.nbytes * parameter.shape[0] // form.shape[0], codes)
+
+
+def _value_bytes(loading: Loading, parameter: Parameter) -> int:
+    outputs, inputs = parameter.shape
+    if loading.linear is None or not loading.multiplies_by_values_of(parameter):
+        return outputs * inputs * loading.matrix_dtype.itemsize
+    return loading.linear.empty(outputs, inputs, loading.dtype, partial(torch.zeros, device="meta")).nbytes
+
+
+def _codes(matrix: QuantizedMatrix) -> Codes:
+    return Codes(matrix.bits, matrix.group_size if matrix.group_size < matrix.shape[1] else None)
+
+
+def _samples(loading: Loading, parameter: Parameter) -> list[QuantizedMatrix]:
+    """Of the pieces, if all are quantized, or of the parameter that will be; none of a table."""
+    quantizer = loading.quantization.quantizer
+    if not parameter.is_multiplied or parameter.name == EMBEDDING:
+        return []
+    if quantizer is not None:
+        return [quantizer.quantized(parameter.name, torch.zeros(_OUTPUTS, parameter.shape[1]))]
+    found = [_sample(loading, piece) for piece in parameter.pieces]
+    samples = [sample for sample in found if sample is not None]
+    return samples if len(samples) == len(found) else []
+
+
+def _sample(loading: Loading, piece: Piece) -> QuantizedMatrix | None:
+    """Every number is -1, as which a group of an input means none in particular."""
+    stored, checkpoint = loading.quantization.stored, loading.checkpoint
+    if stored is None or not is_quantized(piece, checkpoint, stored):
+        return None
+    module, inputs = piece.name.removesuffix("weight"), piece.shape[1]
+    tensors = {}
+    for name, tensor in stored.tensors(_OUTPUTS, inputs).items():
+        at = stored_name(checkpoint, module + name)
+        if at is not None:
+            tensors[name] = torch.full(tensor.shape, -1, dtype=checkpoint.tensor(at).dtype)
+    return stored.matrix(tensors, _OUTPUTS, inputs)

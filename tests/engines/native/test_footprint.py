@@ -1,0 +1,83 @@
+"""What is told of a model before it is loaded, beside what it is once it is loaded."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sagellm.accel.fusion.cpu import cpu_kernels
+from sagellm.accel.quantization.round_to_nearest import RoundToNearest
+from sagellm.accel.quantization.weight_format import weight_format
+from sagellm.core.protocols.fusion import KernelSet
+from sagellm.engines.native.architectures import read_config, read_spec
+from sagellm.engines.native.checkpoint import Checkpoint
+from sagellm.engines.native.footprint import Footprint, footprint
+from sagellm.engines.native.loading import Loading
+from sagellm.engines.native.quantized import quantization_of
+from sagellm.engines.native.weights import parameters
+from tests.accel.quantization.checkpoints import KINDS
+from tests.engines.native.test_quantized_checkpoints import QUICK, save_pair
+from tests.tiny_models import make_tiny, save_tiny
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> KernelSet:
+    found = cpu_kernels(1)
+    if found.quantized is None:
+        pytest.skip("no C++ compiler")
+    return found
+
+
+def _same(kernels: KernelSet, threads: int) -> KernelSet:
+    return kernels
+
+
+def loaded_bytes(folder: Path, kernels: KernelSet, told: Footprint, quantizer: Any = None) -> int:
+    """Of a model in memory, in the dtypes that were told."""
+    config = read_config(folder)
+    plan, quantization = parameters(read_spec(config)), quantization_of(config, quantizer, weight_format)
+    loading = Loading.fastest(
+        Checkpoint(folder), plan, CPU, getattr(torch, told.dtype), getattr(torch, told.compute_dtype),
+        quantization, kernels, kernels,
+    )  # fmt: skip
+    weights = loading.weights(plan)
+    held = {id(one): one.nbytes for one in (weights.embedding, *weights.matrices.values())}
+    return sum(held.values()) + sum(tensor.nbytes for tensor in weights.tensors.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("name", ["llama", "llama-head80-tied", "opt-post-norm-projected"])
+def test_a_model_takes_what_was_told(
+    name: str, bits: int | None, dtype: str, kernels: KernelSet, tmp_path: Path
+) -> None:
+    made = save_tiny(tmp_path, name)
+    quantizer = None if bits is None else RoundToNearest(bits)
+    for given in (kernels, KernelSet()):
+        told = footprint(tmp_path, dtype=dtype, kernels=partial(_same, given), quantizer=quantizer)
+        assert told.num_parameters == made.num_parameters()
+        assert loaded_bytes(tmp_path, given, told, quantizer) == pytest.approx(told.weight_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in sorted(KINDS)]
+)
+def test_a_quantized_checkpoint_takes_what_was_told(name: str, kernels: KernelSet, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    save_pair(tmp_path, kind)
+    folder = tmp_path / "quantized"
+    told = footprint(folder, kernels=partial(_same, kernels), formats=weight_format)
+    codes = told.codes[0]
+    assert (told.method, codes.bits, told.obstacle) == (kind.config["quant_method"], kind.bits, "")
+    assert told.num_parameters == make_tiny("qwen2").num_parameters()
+    assert loaded_bytes(folder, kernels, told) == pytest.approx(told.weight_bytes, rel=0.02)
+    without = footprint(folder, formats=weight_format)
+    assert "no kernel" in without.obstacle
+    assert without.weight_bytes == footprint(tmp_path / "plain").weight_bytes > told.weight_bytes
+    assert loaded_bytes(folder, KernelSet(), without) == without.weight_bytes
