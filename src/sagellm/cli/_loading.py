@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import time
@@ -41,7 +40,7 @@ def load_llm(
     logging.basicConfig(level=config.log.level.upper(), format="%(levelname)s %(name)s: %(message)s")
     clock, events, name = clock or MonotonicClock(), events or EventBus(), config.model.name
     began_s, reading = clock.now(), _Reading(clock)
-    with loading_bar(name or "the demo model") as progress, _nothing_collected():
+    with loading_bar(name or "the demo model") as progress:
         llm = build_llm(config, events=events, progress=reading.beside(progress))
     took = f"loaded in {clock.now() - began_s:.2f} s, of which {reading}"
     age_s = _process_age_s()
@@ -49,20 +48,6 @@ def load_llm(
     if log.isEnabledFor(log_level):
         _tell_first_step(events, log_level)
     return llm
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """No search for garbage while modules are imported: all they make is kept, and looking through it again
-    and again is a tenth of the time that importing torch takes.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Reading:

@@ -102,7 +102,7 @@ class Registry(Generic[T]):
     def _find(self, name: str) -> Any:
         if ":" in name:
             return self._from_path(name)
-        if name in self._own_names():
+        if any(own == name and _is_plugin(path) for own, path in self._files()):
             return importlib.import_module(f"{self.package}.{name}").PLUGIN
         entry = self._entry_points().get(name)
         if entry is None:
@@ -110,7 +110,7 @@ class Registry(Generic[T]):
         return entry.load()
 
     def _own_names(self) -> set[str]:
-        return {name for name, path in self._files() if _PLUGIN_LINE.search(path.read_text(encoding="utf-8"))}
+        return {name for name, path in self._files() if _is_plugin(path)}
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         spec = importlib.util.find_spec(self.package)
@@ -172,6 +172,10 @@ class Registry(Generic[T]):
             raise ConfigError(
                 f"{self.kind} {name!r} needs {', '.join(missing)}; it takes {', '.join(named)}."
             )
+
+
+def _is_plugin(path: Path) -> bool:
+    return _PLUGIN_LINE.search(path.read_text(encoding="utf-8")) is not None
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

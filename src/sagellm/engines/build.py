@@ -22,6 +22,7 @@ from sagellm.core.config_layers import (
 )
 from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.events import EventBus
+from sagellm.core.garbage import nothing_collected
 from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
@@ -223,6 +224,7 @@ def model_footprint(config: Config, model: str | Path, device: str) -> Footprint
         raise MissingExtraError("sizing a model", "native") from error
 
 
+@nothing_collected()
 def build_backend(config: Config, *, progress: Progress | None = None) -> InferenceBackend:
     """The native backend for the configured model; raises `ModelError` before it allocates anything."""
     try:

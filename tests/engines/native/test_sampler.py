@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -185,3 +186,25 @@ def test_a_row_whose_logits_are_no_numbers_gets_no_token_and_costs_no_other(spoi
     params += [SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0, top_p=0.5)]
     rows = [RowSampler.of(p, 1, [1], [], (), 9, torch.device("cpu")) for p in params]
     assert sample(logits, rows).token_ids == [NO_TOKEN, 3, NO_TOKEN, 3]
+
+
+@pytest.mark.parametrize("spoiled", [0.0, math.nan, math.inf, -math.inf])
+def test_plain_rows_get_alone_what_they_get_beside_others(spoiled: float) -> None:
+    """A step of greedy rows only goes another way than one in which somebody asks for more."""
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0)).round()  # equals among them
+    logits[0, 5], logits[1, 7], logits[2] = spoiled, spoiled, spoiled
+    plain = [row_of(SamplingParams(temperature=0.0)) for _ in range(6)]
+    other = row_of(SamplingParams(temperature=0.0, logprobs=1))
+    assert all(row.is_plain for row in plain)
+    assert not other.is_plain
+    together = sample(torch.cat([logits, torch.zeros(1, VOCAB)]), [*plain, other]).token_ids
+    assert sample(logits.clone(), plain).token_ids == together[:6]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"temperature": 1.0}, {"logprobs": 0}, {"min_tokens": 2}, {"logit_bias": {1: 2.0}},
+     {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.5}],
+)  # fmt: skip
+def test_a_row_that_asks_for_anything_is_not_plain(asked: dict[str, Any]) -> None:
+    assert not row_of(SamplingParams(**{"temperature": 0.0, **asked}), eos=(3,)).is_plain

@@ -7,7 +7,6 @@ The parent writes a configuration and the time at which it began to stdin; the a
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import os
@@ -19,6 +18,7 @@ from typing import Any
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.config import Config
 from sagellm.core.errors import SageError
+from sagellm.core.garbage import nothing_collected
 
 NUM_TOKENS = 32
 
@@ -42,14 +42,13 @@ def cold_start(config: Config, clock: Clock) -> dict[str, float]:
 
 def _measure(given: dict[str, Any], clock: Clock) -> dict[str, float]:
     stamps = [given["began_s"], clock.now()]
-    gc.disable()  # until the model is there, as the commands that load one do
-    from sagellm.accel.fusion import cpu  # noqa: F401 - what the engine would import while it loads
-    from sagellm.engines.build import build_engine
-    from sagellm.engines.native import backend  # noqa: F401 - the same
+    with nothing_collected():  # as `build_engine` does it, where torch is imported by that
+        from sagellm.accel.fusion import cpu  # noqa: F401 - what the engine would import while it loads
+        from sagellm.engines.build import build_engine
+        from sagellm.engines.native import backend  # noqa: F401 - the same
 
     stamps.append(clock.now())
     engine = build_engine(Config.model_validate(given["config"]))
-    gc.enable()
     stamps.append(clock.now())
     from sagellm.benchmarks.engine._process import peak_resident_bytes, resident_bytes
     from sagellm.benchmarks.engine.session import Job, Session

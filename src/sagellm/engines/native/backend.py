@@ -239,9 +239,8 @@ class NativeBackend:
         rows = plan.sample_rows
         if not rows:
             return StepResult(plan.step)
-        with torch.inference_mode():
-            drawn = sample(logits, self._rows.samplers(rows), self._draw)
-            self._rows.advance(rows, drawn.token_ids)
+        drawn = sample(logits, self._rows.samplers(rows), self._draw)
+        self._rows.advance(rows, drawn.token_ids)
         logprobs = {rows[i]: entry for i, entry in drawn.logprobs.items()}
         return StepResult(plan.step, tuple(drawn.token_ids), logprobs)
 

@@ -74,6 +74,7 @@ class RecordedSteps:
         self._max_length, self._length = max_length, 0
         self._inputs = DecodeInputs(kv, kernel, windows, sizes[-1], max_length)
         self._logits = torch.empty(sizes[-1], model.spec.vocab_size, device=kv.keys[0].device)
+        self._logits_of = [self._logits[:rows] for rows in range(sizes[-1] + 1)]
         self._replays: dict[int, Work | None] = {}
 
     def record_all(self) -> None:
@@ -104,7 +105,7 @@ class RecordedSteps:
             self._record(size)
         else:
             replay()
-        return self._logits[: len(spans)]
+        return self._logits_of[len(spans)]
 
     def _make_room(self, length: int) -> None:
         """What is recorded looks positions up in tables that end: longer rows are recorded anew, with twice
@@ -121,5 +122,5 @@ class RecordedSteps:
         """By running the step on the inputs as they are."""
         self._model.reach(self._length - 1)
         step = self._inputs.step(size, self._length - 1)
-        work = partial(self._model.forward, step, self._kv, self._logits[:size])
+        work = partial(self._model.forward, step, self._kv, self._logits_of[size])
         self._replays[size] = self._capture(work)
