@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -52,6 +53,13 @@ def conserved_pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for manager in made:
         manager.check()
         assert sum(manager.block_states()) == manager.pool.total_blocks
+
+
+@pytest.fixture
+def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For benchmarks whose times nobody reads: each timed row collects garbage first, here that of all
+    tests."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

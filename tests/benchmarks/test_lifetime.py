@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sagellm.benchmarks.lifetime import reuse
 from sagellm.benchmarks.lifetime.baselines import BASELINES
 from sagellm.benchmarks.lifetime.demo_tasks import demo_tasks
 from sagellm.benchmarks.lifetime.lengths import BEST_CONSTANT, LengthRow, Stream, evaluate_lengths
@@ -328,7 +329,12 @@ def test_the_tables_are_no_worse_than_the_best_constant(sagellm_traces: Path, na
 
 
 @pytest.mark.traces
-def test_block_reuse_beats_the_base_rate_on_conversations(sagellm_traces: Path) -> None:
+@pytest.mark.parametrize("one_in", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_block_reuse_beats_the_base_rate_on_conversations(
+    sagellm_traces: Path, one_in: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the blocks that are watched in a run, one in so many."""
+    monkeypatch.setattr(reuse, "MAX_USES", reuse.MAX_USES // one_in)
     trace = load_reuse("mooncake_conversation", sagellm_traces)
     rows = evaluate_reuse(trace, {"reuse_table": ReuseTable})
     for moment in ("at use", "at rest"):

@@ -23,6 +23,8 @@ from sagellm.benchmarks.micro.run import FORMAT, Report, run, tables
 from sagellm.core.errors import BookkeepingError, CapacityError, ConfigError, UnknownNameError
 from sagellm.core.registry import registry
 
+pytestmark = pytest.mark.usefixtures("no_collections")
+
 DAY = datetime(2026, 11, 20, 12, tzinfo=UTC)
 SIZES, BLOCKS, EVICTIONS = (64, 128), (2, 8), (1, 4)
 INDEXES = tuple(registry("index").names())

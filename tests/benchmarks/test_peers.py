@@ -18,6 +18,8 @@ from sagellm.benchmarks.micro.peers import Peer, PeerError, PeerRow, compare, pa
 from sagellm.benchmarks.micro.run import Report, run, tables
 from sagellm.core.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("no_collections")
+
 SCRIPT = """
 import json, os, pathlib, sys
 name, out, _, sections, *quick = sys.argv[1:]

@@ -51,7 +51,7 @@ def test_golden_figures_are_of_policies_that_exist_and_none_exceeds_the_optimum(
     ("file", "figures"),
     [
         ("mooncake_conversation_first_half.jsonl.xz", CONVERSATION),
-        ("cc_agentic_sessions_a.jsonl.xz", AGENTS),
+        pytest.param("cc_agentic_sessions_a.jsonl.xz", AGENTS, marks=pytest.mark.slow),
     ],
 )
 def test_lru_and_the_optimum_have_the_reference_figures(

@@ -11,6 +11,8 @@ import pytest
 
 from sagellm.cli import bench
 
+pytestmark = pytest.mark.usefixtures("no_collections")
+
 PEER = """
 import json, sys
 if "{fails}" == "yes":

@@ -49,8 +49,26 @@ def publish(bus: EventBus, *numbers: int) -> None:
         bus.emit(STEP)
 
 
-def make(bus: EventBus, **options: Any) -> KVEventPublisher:
-    return KVEventPublisher(bus, ANY_PORT, ANY_PORT, **{"block_size": 4} | options)
+class Watched(KVEventPublisher):
+    """Tells when batches were sent: a replay that is asked for earlier does not hold them."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        self._sent = threading.Condition()  # first: the thread starts in there
+        super().__init__(*given, **named)
+
+    def _publish(self, batch: _Collected) -> None:
+        super()._publish(batch)
+        with self._sent:
+            self._sent.notify_all()
+
+    def wait_until_sent(self, num_batches: int) -> None:
+        with self._sent:
+            sent = self._sent.wait_for(lambda: self.num_published >= num_batches, PATIENCE_MS / 1000)
+        assert sent, f"{self.num_published} of {num_batches} batches were sent"
+
+
+def make(bus: EventBus, **options: Any) -> Watched:
+    return Watched(bus, ANY_PORT, ANY_PORT, **{"block_size": 4} | options)
 
 
 @pytest.fixture
@@ -88,14 +106,14 @@ def reader(peer: Peer, publisher: KVEventPublisher, topic: str = "") -> zmq.Sync
     return plain
 
 
-def join(bus: EventBus, plain: zmq.SyncSocket) -> int:
-    """Publish until the reader hears it; returns the number of the batch that it heard last."""
+def join(bus: EventBus, publisher: KVEventPublisher, plain: zmq.SyncSocket) -> int:
+    """Publish until the reader hears it, then read to the end; returns the number of the last batch."""
     while not plain.poll(10):
         publish(bus, 0)
-    last = b""
-    while plain.poll(50):
-        _, last, _ = plain.recv_multipart()
-    return int.from_bytes(last, "big")
+    last = publisher.next_seq - 1
+    while int.from_bytes(receive(plain)[1], "big") != last:
+        pass
+    return last
 
 
 def asker(peer: Peer, publisher: KVEventPublisher) -> zmq.SyncSocket:
@@ -124,7 +142,7 @@ def seqs(items: list[Item]) -> list[int]:
     return [item.seq for item in items if isinstance(item, ReceivedBatch)]
 
 
-class Stalled(KVEventPublisher):
+class Stalled(Watched):
     """Sends nothing before `gate` opens."""
 
     gate: threading.Event
@@ -147,7 +165,7 @@ def stalled(bus: EventBus, **options: Any) -> Stalled:
 def test_a_plain_reader_gets_topic_number_and_payload(bus: EventBus, peer: Peer) -> None:
     with make(bus, topic="kv@pod@model", clock=ManualClock(7.5)) as publisher:
         plain = reader(peer, publisher, "kv@")
-        last = join(bus, plain)
+        last = join(bus, publisher, plain)
         bus.emit(RequestQueued("ignored", 1, 0.0))
         bus.emit(stored(1))
         bus.emit(BlocksRemoved((0,), "capacity", (b"x",), Namespace()))
@@ -171,6 +189,7 @@ def test_a_plain_reader_gets_topic_number_and_payload(bus: EventBus, peer: Peer)
 def test_the_frames_of_a_replay(bus: EventBus, peer: Peer, way_back: list[bytes]) -> None:
     with make(bus, topic="t") as publisher:
         publish(bus, 10, 11, 12)
+        publisher.wait_until_sent(3)
         dealer = asker(peer, publisher)
         dealer.send_multipart([*way_back, b"short"])  # no answer to this one
         dealer.send_multipart([*way_back, (1).to_bytes(8, "big")])
@@ -188,7 +207,7 @@ def test_readers_may_bind_and_publishers_connect(bus: EventBus, peer: Peer) -> N
     plain.bind(ANY_PORT)
     where = plain.getsockopt_string(zmq.LAST_ENDPOINT)
     with KVEventPublisher(bus, where, topic="one", block_size=4, connect=True) as publisher:
-        join(bus, plain)
+        join(bus, publisher, plain)
         publish(bus, 5)
         assert receive(plain)[0] == b"one"
         assert publisher.replay_endpoint is None
@@ -218,6 +237,7 @@ def test_an_endpoint_in_use_is_named(bus: EventBus) -> None:
 def test_a_late_subscriber_catches_up_and_goes_on(bus: EventBus) -> None:
     with make(bus) as publisher:
         publish(bus, 0, 1, 2)
+        publisher.wait_until_sent(3)
         with KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
             items = read_until(subscriber, 2)
             assert seqs(items) == [0, 1, 2]
@@ -237,8 +257,7 @@ def test_a_late_subscriber_catches_up_and_goes_on(bus: EventBus) -> None:
 def test_what_is_no_longer_kept_is_a_gap(bus: EventBus) -> None:
     with make(bus, buffer_steps=2) as publisher:
         publish(bus, *range(5))
-        while publisher.num_published < 5:
-            threading.Event().wait(0.001)
+        publisher.wait_until_sent(5)
         with KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
             assert subscriber.poll() == Gap(0, 2)
             assert seqs(read_until(subscriber, 4)) == [3, 4]
@@ -254,12 +273,10 @@ def test_a_full_queue_drops_and_says_so(bus: EventBus, caplog: pytest.LogCapture
     assert len(caplog.records) == 1
     assert "2 batches wait to be sent, batch 3 is dropped; readers see a gap" in caplog.text
     publisher.gate.set()
-    while publisher.num_published < 3:
-        threading.Event().wait(0.001)
+    publisher.wait_until_sent(3)
     publish(bus, 5)
     with publisher, KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
-        while publisher.num_published < 4:
-            threading.Event().wait(0.001)
+        publisher.wait_until_sent(4)
         items = read_until(subscriber, 5)
     assert seqs(items) == [0, 1, 2, 5]
     assert items[3] == Gap(3, 4)
@@ -275,8 +292,7 @@ def test_a_batch_that_does_not_fit_the_wire_is_dropped_alone(
         bus.emit(STEP)
         publish(bus, 1)
         with KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
-            while publisher.num_published < 1:
-                threading.Event().wait(0.001)
+            publisher.wait_until_sent(1)
             assert read_until(subscriber, 1)[0] == Gap(0, 0)
     assert publisher.num_dropped == 1
     assert "batch 0 is dropped: 1 blocks of 4 tokens are 16 bytes" in caplog.text
@@ -293,8 +309,7 @@ def test_readers_that_die_do_no_harm(bus: EventBus) -> None:
             publish(bus, 50)
         last = publisher.next_seq - 1
         with KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
-            while publisher.num_published <= last:
-                threading.Event().wait(0.001)
+            publisher.wait_until_sent(last + 1)
             assert seqs(read_until(subscriber, last)) == list(range(last + 1))
 
 
@@ -303,6 +318,7 @@ def test_a_publisher_that_starts_again_is_noticed(bus: EventBus) -> None:
     publisher = make(bus, clock=clock)
     endpoint, replay = publisher.endpoint, publisher.replay_endpoint
     publish(bus, 0, 1)
+    publisher.wait_until_sent(2)
     with KVEventSubscriber(endpoint, replay) as subscriber:
         read_until(subscriber, 1)
         publisher.close()
@@ -332,8 +348,7 @@ def test_events_of_many_threads_keep_their_order(bus: EventBus) -> None:
         for thread in threads:
             thread.join()
         last = publisher.next_seq - 1
-        while publisher.num_published <= last:
-            threading.Event().wait(0.001)
+        publisher.wait_until_sent(last + 1)
         with KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
             items = read_until(subscriber, last)
     assert seqs(items) == list(range(last + 1))
@@ -373,7 +388,7 @@ def test_close_while_busy_accounts_for_every_batch(bus: EventBus) -> None:
 def test_close_sends_what_was_collected(bus: EventBus, peer: Peer) -> None:
     publisher = make(bus)
     plain = reader(peer, publisher)
-    join(bus, plain)
+    join(bus, publisher, plain)
     bus.emit(stored(9))
     publisher.close()
     assert number_of(decode_batch(receive(plain)[2]).events[0]) == 9

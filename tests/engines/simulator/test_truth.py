@@ -46,8 +46,18 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("rest_is_known", [True, False], ids=["all-arrivals-known", "only-150-known"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.device)
+ALL_KNOWN, FEW_KNOWN = "all-arrivals-known", "only-150-known"
+
+
+@pytest.mark.parametrize(
+    ("case", "rest_is_known"),
+    [
+        pytest.param(CASES[0], False, id=f"{CASES[0].device}-{FEW_KNOWN}"),
+        pytest.param(CASES[1], True, id=f"{CASES[1].device}-{ALL_KNOWN}"),
+        pytest.param(CASES[0], True, id=f"{CASES[0].device}-{ALL_KNOWN}", marks=pytest.mark.slow),
+        pytest.param(CASES[1], False, id=f"{CASES[1].device}-{FEW_KNOWN}", marks=pytest.mark.slow),
+    ],
+)
 def test_the_second_half_is_foreseen(case: Case, *, rest_is_known: bool) -> None:
     folder = os.environ.get("SAGELLM_TRACES")
     if not folder:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from sagellm.control_plane.kv_events._doorbell import Doorbell
 from sagellm.control_plane.kv_events.codec import (
@@ -220,7 +220,7 @@ class KVEventPublisher:
             unsubscribe()
         return True
 
-    def __enter__(self) -> KVEventPublisher:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
