@@ -1,5 +1,5 @@
 // Threads that help with a region of work, as many as have time for it. The caller works too, and never waits for a
-// helper that has not begun: on a machine that is busy with other work a region takes no longer than on one thread.
+// helper that has not begun: on a machine that is busy with other work a region takes little longer than on one thread.
 // A helper that has nothing to do looks for the next region for as long as the last one took, then it sleeps.
 // Helpers stay behind when the process forks: the child's first region starts its own.
 
