@@ -132,12 +132,16 @@ inline void round_to(Vector v, BFloat16 *to) {
 inline void round_to(Vector v, float *to) { save(to, v); }
 
 // Weights that will be needed soon come from memory while others are computed with: in each step some lines from
-// `at` on. These are hints, which may point past the end.
+// `at` on, to L1 what is `near`, else to L2. These are hints, which may point past the end.
 struct Ahead {
     uintptr_t at;
     int64_t lines;
+    bool near;
     void step() {
-        for (int64_t i = 0; i < lines; i++, at += LINE) __builtin_prefetch(reinterpret_cast<const void *>(at));
+        for (int64_t i = 0; i < lines; i++, at += LINE) {
+            const void *line = reinterpret_cast<const void *>(at);
+            near ? __builtin_prefetch(line, 0, 3) : __builtin_prefetch(line, 0, 2);
+        }
     }
 };
 
@@ -197,11 +201,12 @@ void task(const Linear &job, int64_t first, int64_t rows, int64_t panel, float *
     const int64_t lines = (GROUP<W> * PANEL * int64_t(sizeof(W)) / LINE + tiles - 1) / tiles;
     int64_t k = 0;
     do {
-        // A tile alone looks ahead in its own stream; several fetch the next block together.
+        // A tile alone looks ahead in its own stream; several fetch the next block together, which beside the
+        // one that is used would not fit into an L1 of 32 KB.
         uintptr_t next = uintptr_t(weights + k * PANEL) + (tiles < 2 ? AHEAD_BYTES : BLOCK_BYTES);
         for (int64_t row = 0; row < rows; row += size, next += uintptr_t(BLOCK_BYTES / tiles))
             rows_of<Form>(std::min(size, rows - row), x + row * job.x_stride + k, job.x_stride, weights + k * PANEL,
-                          std::min(block, job.inputs - k), !k, {next, lines}, sums + row * PANEL);
+                          std::min(block, job.inputs - k), !k, {next, lines, tiles < 2}, sums + row * PANEL);
         k += block;
     } while (k < job.inputs);
     store<typename Form::X, Y>(job, sums, first, rows, panel * PANEL);
