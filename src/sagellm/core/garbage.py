@@ -5,17 +5,29 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
+
+_lock = Lock()
+_inside = 0
+_was_enabled = False
 
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """No search for garbage meanwhile. Modules keep all that they make as they are imported, and looking
-    through it again and again is a fifth of the time that importing torch takes.
+    """No search for garbage until the last thread that is in here leaves. Modules keep all that they make as
+    they are imported, and looking through it again and again is a fifth of the time that importing torch
+    takes.
     """
-    enabled = gc.isenabled()
-    gc.disable()
+    global _inside, _was_enabled
+    with _lock:
+        if not _inside:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _inside += 1
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        with _lock:
+            _inside -= 1
+            if not _inside and _was_enabled:
+                gc.enable()

@@ -208,3 +208,12 @@ def test_plain_rows_get_alone_what_they_get_beside_others(spoiled: float) -> Non
 )  # fmt: skip
 def test_a_row_that_asks_for_anything_is_not_plain(asked: dict[str, Any]) -> None:
     assert not row_of(SamplingParams(**{"temperature": 0.0, **asked}), eos=(3,)).is_plain
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_penalties_count_whoever_made_the_row(inside: bool) -> None:
+    """A caller's own `inference_mode` may have ended when the next token is drawn."""
+    with torch.inference_mode(inside):
+        row = row_of(SamplingParams(temperature=0.0, repetition_penalty=2.5))
+    row.accept(3)
+    assert sample(torch.eye(VOCAB)[3:4].clone() + 0.9, [row]).token_ids == [0]

@@ -90,8 +90,9 @@ class RowSampler:
         """Count a token that was drawn for the row."""
         self.num_outputs += 1
         if self.seen is not None and self.counts is not None:
-            self.seen[token_id] = True
-            self.counts[token_id] += 1
+            with torch.inference_mode():  # they may have been made in it, by whoever called the engine
+                self.seen[token_id] = True
+                self.counts[token_id] += 1
 
 
 @dataclass(slots=True)
