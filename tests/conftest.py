@@ -16,12 +16,14 @@ from sagellm.kvmgr.manager import KVCacheManager
 
 settings.register_profile(
     "sagellm",
+    max_examples=50,
     deadline=None,  # shared machines: a slow example is no failure
     derandomize=True,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
 _CALM = settings.get_profile("sagellm")
+settings.register_profile("slow", parent=_CALM, max_examples=100)
 settings.register_profile("explore", parent=_CALM, derandomize=False, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "sagellm"))
 

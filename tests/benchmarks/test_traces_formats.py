@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import lzma
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +327,7 @@ def test_servegen_needs_its_file_of_lengths(save: Save, tmp_path: Path) -> None:
 
 # -- the published files
 
+AGENTS = "cc_agentic_sessions_a.jsonl.xz"
 PUBLISHED = {
     "mooncake_conversation_first_half.jsonl.xz": ("mooncake", 5606, Reuse(144_280, 95_189, 49_091)),
     "mooncake_synthetic_first_half.jsonl.xz": ("mooncake", 1925, Reuse(47_171, 32_348, 14_823)),
@@ -367,8 +370,20 @@ def test_the_first_requests_of_the_conversation_trace(sagellm_traces: Path) -> N
 
 
 @pytest.mark.traces
+def test_the_first_sessions_of_coding_agents(sagellm_traces: Path, tmp_path: Path) -> None:
+    path = tmp_path / "sessions.jsonl"
+    with lzma.open(sagellm_traces / AGENTS) as file:
+        path.write_bytes(b"".join(islice(file, 20)))
+    trace = read_trace(path)
+    summary = summarize(trace)
+    assert (summary.requests, summary.blocks, summary.unique_blocks) == (2209, 487_590, 21_809)
+    assert (summary.sessions, summary.namespaces, summary.block_tokens) == (20, 20, 512)
+
+
+@pytest.mark.slow
+@pytest.mark.traces
 def test_the_sessions_of_coding_agents(sagellm_traces: Path) -> None:
-    trace = read_trace(sagellm_traces / "cc_agentic_sessions_a.jsonl.xz")
+    trace = read_trace(sagellm_traces / AGENTS)
     summary = summarize(trace)
     assert (summary.requests, summary.blocks, summary.unique_blocks) == (24_530, 5_725_036, 206_189)
     assert (summary.sessions, summary.namespaces, summary.block_tokens) == (366, 366, 512)

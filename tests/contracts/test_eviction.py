@@ -20,6 +20,7 @@ from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import EvictionPolicy, Hint, Run
 from sagellm.core.registry import registry
 from sagellm.kvmgr.eviction import EvictionCandidate
+from tests.effort import examples
 
 POLICIES = registry("policy").names()
 CLASSIC = ["arc", "cost_benefit", "fifo", "hotspot", "lfu", "lru", "qos", "s3fifo", "sieve", "slo", "two_q"]
@@ -171,7 +172,7 @@ class PolicyMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("name", POLICIES)
 def test_state_machine(name: str) -> None:
     machine: Any = type(f"Policy_{name}", (PolicyMachine,), {"name": name})
-    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=30))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(40), stateful_step_count=30))
 
 
 def size_of(thing: Any, seen: set[int]) -> int:

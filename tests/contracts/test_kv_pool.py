@@ -25,6 +25,7 @@ from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.registry import registry
 from sagellm.core.types import NO_ACCOUNT, Account
 from sagellm.kvmgr.kv_pool import QuotaManager, Share, plan_compaction
+from tests.effort import examples
 
 TOTAL = 27
 CEILING = 11
@@ -217,7 +218,7 @@ class PoolMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("name", POOLS)
 def test_state_machine(name: str, with_quota: bool) -> None:
     machine: Any = type(f"Pool_{name}", (PoolMachine,), {"name": name, "with_quota": with_quota})
-    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=30))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(40), stateful_step_count=30))
 
 
 MISUSES: dict[str, tuple[str, Callable[[KVPool, Allocation], object]]] = {

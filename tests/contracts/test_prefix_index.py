@@ -32,6 +32,7 @@ from sagellm.core.registry import registry
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Retention, Tokens
 from sagellm.kvmgr.prefix_cache.fingerprint import fingerprint
 from sagellm.kvmgr.prefix_cache.matcher import PrefixMatcher
+from tests.effort import examples
 
 BLOCK = 2
 INDEXES = registry("index").names()
@@ -387,7 +388,7 @@ class IndexMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("name", INDEXES)
 def test_state_machine(name: str, policies: str) -> None:
     machine: Any = type(f"Index_{name}", (IndexMachine,), {"name": name, "policies": policies})
-    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=40))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(25), stateful_step_count=40))
 
 
 def filled(name: str, *prompts_of_index: list[int], **options: Any) -> PrefixReuseIndex:

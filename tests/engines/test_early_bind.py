@@ -17,6 +17,7 @@ from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir.passes.vllm_like import VllmLikePass
 from tests.builders import check_books, expected_tokens, fake_engine, request, run_all
+from tests.effort import examples
 
 
 class Unreliable(TokenMemoryBackend):
@@ -62,7 +63,7 @@ def test_one_step_computes_a_shared_prompt_once() -> None:
     assert tokens["c"] == expected_tokens(TokenMemoryBackend(), prompt(1, 18), 3)[1:]
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(
     specs=st.lists(
         st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=10

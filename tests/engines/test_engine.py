@@ -26,6 +26,7 @@ from tests.builders import (
     request,
     run_all,
 )
+from tests.effort import examples
 
 prompts = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(1, 12), st.integers(0, 2)),
@@ -39,7 +40,7 @@ def _prompt(family: int, length: int) -> list[int]:
     return [(family * 7 + i * (1 + (i > 9) * length)) % 97 for i in range(length)]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     specs=prompts,
     num_blocks=st.integers(12, 64),

@@ -26,6 +26,7 @@ from tests.builders import (
     request,
     run_all,
 )
+from tests.effort import examples
 from tests.engines.kv_scenes import (
     FILLER,
     INDEXES,
@@ -131,7 +132,7 @@ DEEDS = st.one_of(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     deeds=st.lists(DEEDS, max_size=25),
     index=st.sampled_from(INDEXES),

@@ -21,6 +21,7 @@ from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, presets
 from tests.builders import check_books, expected_tokens, request
+from tests.effort import examples
 
 
 def engine(
@@ -124,7 +125,7 @@ def test_who_ended_is_dropped_from_the_step_in_flight() -> None:
     assert busy.kv.block_states().active == 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data(), seed=st.integers(0, 10_000), strategy=st.sampled_from(sorted(presets.PRESETS)))
 def test_the_same_tokens_as_without(  # noqa: C901 - one story
     data: st.DataObject, seed: int, strategy: str

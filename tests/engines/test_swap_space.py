@@ -23,6 +23,7 @@ from sagellm.kvmgr.kv_pool.free_list import GPUKVPool
 from sagellm.kvmgr.manager import SwapSpace
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, presets
 from tests.builders import check_books, expected_tokens, fake_engine, request
+from tests.effort import examples
 from tests.engines.kv_scenes import Preempt
 
 LONG, OTHER = list(range(10)), [50 + i for i in range(9)]
@@ -263,7 +264,7 @@ def test_only_the_preempted_are_swapped() -> None:
         engine.step()
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     seed=st.integers(0, 100_000),
     num_host_blocks=st.sampled_from([2, 6, 30]),

@@ -15,6 +15,7 @@ from sagellm.kvmgr.eviction import LRUEvictionPolicy
 from sagellm.kvmgr.prefix_cache.fingerprint import HASH_BYTES, chain
 from sagellm.kvmgr.prefix_cache.hashed import HashedPrefixCache
 from tests.contracts.test_prefix_index import POLICIES, IndexMachine
+from tests.effort import examples
 
 BLOCK = 2
 
@@ -37,12 +38,12 @@ def test_blocks_with_one_hash_are_never_taken_for_each_other(policies: str) -> N
     options = {"hash_blocks": one_bit, "max_ghosts": 0}
     kept = {"policies": policies, "options": options, "has_unique_hashes": False}
     machine: Any = type("Clashing", (IndexMachine,), kept)
-    run_state_machine_as_test(machine, settings=settings(max_examples=20, stateful_step_count=40))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(20), stateful_step_count=40))
 
 
 def test_no_eviction_is_forgotten_or_dated_wrongly() -> None:
     machine: Any = type("Remembering", (IndexMachine,), {"may_forget": False})
-    run_state_machine_as_test(machine, settings=settings(max_examples=20, stateful_step_count=40))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(20), stateful_step_count=40))
 
 
 def test_a_clash_is_a_miss() -> None:

@@ -18,6 +18,7 @@ from sagellm.accel.fusion.cpu.cpu_level import LEVELS, CpuLevel, this_cpu_flags
 from sagellm.accel.fusion.cpu.library import compiled, find_compiler
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import FusedKernel
+from tests.effort import examples
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1e-2, 1.6e-2), torch.float16: (2e-3, 2e-3)}
@@ -153,7 +154,7 @@ def test_weights_of_bfloat16_add_up_to_one(kernel: FusedKernel) -> None:
     assert torch.equal(kernel.apply(*made.args), torch.ones_like(made.query))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     parts=st.lists(
         st.tuples(st.integers(0, 300), st.one_of(st.just(1), st.integers(1, 60))), min_size=1, max_size=4

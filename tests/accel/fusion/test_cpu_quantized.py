@@ -17,6 +17,7 @@ from sagellm.accel.fusion.cpu.library import compiled, find_compiler
 from sagellm.accel.fusion.cpu.quantized import quantized_kernel, quantized_rows
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.quantization import QuantizedMatrix
+from tests.effort import examples
 
 SCALES = (torch.float16, torch.float32, torch.bfloat16)
 SHAPES = (
@@ -93,7 +94,7 @@ def test_every_level_of_this_cpu(level: CpuLevel) -> None:
     assert check_shapes(quantized_kernel(quantized, Caller(2), threads_of=linear)) == 4 * len(SHAPES)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     rows=st.integers(0, 70),
     outputs=st.integers(1, 50),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,12 +25,12 @@ from sagellm.core.types import SLO
 from sagellm.engines.engine import Engine
 from sagellm.kvmgr.scheduler_ir.presets import PRESETS
 from tests.benchmarks.simulate.stand_in import config, request, trace
+from tests.effort import usual
 
 MACHINE = hardware("l4", "llama-3.2-1b")
 COLUMNS = ("ends_s", "durations_s", "prefill_tokens", "decode_tokens", "running", "waiting", "num_recomputed")
 TOLD = (RequestScheduled, RequestPreempted, RequestFinished)
 AS_VLLM = {"scheduler__strategy": "vllm-like", "kv__index_as_computed": True}
-KINDS = ["all different", "a shared prefix", "three tenants"]
 
 
 class Story(NamedTuple):
@@ -105,9 +106,16 @@ def blocked(count: int = 60, *, shared: Sequence[int] = (), tenants: int = 1) ->
     return trace(*requests)
 
 
-@pytest.mark.parametrize("strategy", sorted(PRESETS))
-@pytest.mark.parametrize("made", [blocked(), blocked(shared=[1]), blocked(tenants=3)], ids=KINDS)
-def test_nobody_sees_the_difference(strategy: str, made: Trace) -> None:
+KINDS = {
+    "a shared prefix": blocked(shared=[1]), "three tenants": blocked(tenants=3), "all different": blocked(),
+}  # fmt: skip
+STRATEGIES = sorted(PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"), usual(list(zip(STRATEGIES, cycle(KINDS))), product(STRATEGIES, KINDS))
+)
+def test_nobody_sees_the_difference(strategy: str, kind: str) -> None:
     """Where it predicts lengths, too short at first: somebody has to leave."""
     options = {"admission": {"default_output": 5}} if strategy == "adaptive" else {}
     chosen = config(
@@ -116,7 +124,7 @@ def test_nobody_sees_the_difference(strategy: str, made: Trace) -> None:
         scheduler__max_batched_tokens=64,
         scheduler__pass_options=options,
     )
-    story = both(chosen, made)
+    story = both(chosen, KINDS[kind])
     assert sum(story.leapt.values()) > 10
     assert any(isinstance(one, RequestPreempted) for one in story.events)
 

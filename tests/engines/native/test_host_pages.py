@@ -23,13 +23,6 @@ MB = 1 << 20
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 
 
-def resident_bytes() -> int:
-    """Anonymous memory of this process that is really there."""
-    text = Path("/proc/self/status").read_text(encoding="ascii")
-    [line] = [line for line in text.splitlines() if line.startswith("RssAnon")]
-    return int(line.split()[1]) * 1024
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(0, 4), (3,), (5, 7, 11), (FEWEST_BYTES // 8, 9)])
 def test_zeros_that_can_be_written(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -65,9 +58,16 @@ def test_a_pool_is_resident_where_it_was_written() -> None:
 
 
 _RESIDENCE = """
+from pathlib import Path
 import torch
 from sagellm.engines.native.kv_cache import PagedKV
-from tests.engines.native.test_host_pages import resident_bytes
+
+def resident_bytes() -> int:
+    # Anonymous memory of this process that is really there.
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    [line] = [line for line in text.splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
+
 torch.ones(1).sum()
 before = resident_bytes()
 kv = PagedKV(4, 1 << 12, 16, 8, 64, torch.device("cpu"), torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,12 @@ from sagellm.core.protocols.fusion import KernelSet, KernelSource, LinearKernel
 from sagellm.engines.build import build_backend, build_engine, load_config
 from sagellm.engines.native import projection
 from sagellm.engines.native.projection import MEASURED_ROWS, Race, packing_pays, race
+from tests.effort import usual
 from tests.engines.native.driver import Driver, RecordingBackend, Running
 from tests.tiny_models import VOCAB, save_tiny
 
 MODELS = ("llama-head80-tied", "llama-biases", "mistral-window", "qwen3", "opt-post-norm-projected")
+DTYPES = ("float32", "bfloat16", "float16")
 LOGIT_TOLERANCE = 1e-4
 
 
@@ -61,8 +64,7 @@ def generate(folder: Path, dtype: str, kernels: KernelSource | None) -> list[Run
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "dtype"), usual(list(zip(MODELS, cycle(DTYPES))), product(MODELS, DTYPES)))
 def test_the_same_tokens_with_kernels_on_and_off(
     name: str, dtype: str, kernels: KernelSet, tmp_path: Path
 ) -> None:
@@ -74,8 +76,9 @@ def test_the_same_tokens_with_kernels_on_and_off(
             torch.testing.assert_close(ours, reference, atol=LOGIT_TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), usual(list(zip(MODELS, cycle(reversed(DTYPES)))), product(MODELS, DTYPES))
+)
 def test_the_same_logits_with_what_lies_between_matrices_by_kernels(
     name: str, dtype: str, kernels: KernelSet, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ from sagellm.engines.native.backend import NativeBackend
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
 from sagellm.kvmgr.scheduler_ir.passes import ChunkedPrefillPass, PrefixCacheAwarePass, PriorityBasedPass
 from tests.builders import PreemptAtRandom, run_all
+from tests.effort import examples
 from tests.tiny_models import TINY_MODELS, VOCAB, save_tiny
 
 BLOCK = 4
@@ -112,7 +113,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     name=st.sampled_from(sorted(TINY_MODELS)),
     specs=requests,

@@ -12,6 +12,7 @@ from sagellm.core.plan import RequestState
 from sagellm.core.types import Request, SamplingParams, Tokens
 from sagellm.engines._outcome import stop_reason
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
+from tests.effort import examples
 
 BLOCK, VOCAB, LONGEST = 4, 11, 30
 
@@ -101,7 +102,7 @@ class Batches(RuleBasedStateMachine):
 
 
 TestBatches = Batches.TestCase
-TestBatches.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBatches.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
 def test_a_token_outside_the_vocabulary_changes_nothing() -> None:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from tests.effort import usual
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.float16, *((torch.bfloat16,) if DEVICE.type == "cuda" else ()))
 """The interpreter's product of bfloat16 matrices is wrong."""
+
+
+def interpreted(chosen: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: all of them on a GPU; for the interpreter the chosen, and the others if slow."""
+    return list(cases) if DEVICE.type == "cuda" else usual(chosen, cases)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from sagellm.accel.fusion.triton.attention import TritonPagedAttention, paged_attention
 from sagellm.core.errors import KernelError
-from tests.accel.fusion.triton.scenes import DEVICE, DTYPES, Attention, attention
+from tests.accel.fusion.triton.scenes import DEVICE, DTYPES, Attention, attention, interpreted
 
+F32, F16 = torch.float32, torch.float16
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1e-2, 1.6e-2), torch.float16: (2e-3, 2e-3)}
 
 
@@ -29,8 +31,10 @@ def compare(scene: Attention, processors: int = 8) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [24, 128, 256])
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    interpreted([(24, F16), (128, F32), (256, F16)], product([24, 128, 256], DTYPES)),
+)
 def test_head_dims(dim: int, dtype: torch.dtype) -> None:
     compare(attention([(0, 1), (37, 1)], dim=dim, seed=dim, dtype=dtype))
     compare(attention([(37, 1), (3, 20)], dim=dim, seed=dim, dtype=dtype))
@@ -42,28 +46,37 @@ def test_groups_of_query_heads(group: int) -> None:
     compare(attention([(70, 1), (11, 9)], heads=3 * group, kv_heads=3, seed=group))
 
 
-@pytest.mark.parametrize("block_size", [1, 48])
-@pytest.mark.parametrize("window", [None, 1, 65])
+@pytest.mark.parametrize(
+    ("block_size", "window"),
+    interpreted([(1, 65), (48, 1), (48, None)], product([1, 48], [None, 1, 65])),
+)
 def test_block_sizes_and_windows(block_size: int, window: int | None) -> None:
     compare(attention([(90, 1), (12, 1), (0, 1)], block_size=block_size, window=window))
     compare(attention([(90, 1), (40, 60), (0, 30)], block_size=block_size, window=window))
 
 
-@pytest.mark.parametrize("start", [0, 63, 64, 300, 4095])
-@pytest.mark.parametrize("processors", [1, 16])
+@pytest.mark.parametrize(
+    ("start", "processors"),
+    interpreted(
+        [(0, 1), (63, 16), (64, 1), (64, 16), (300, 1), (4095, 16)],
+        product([0, 63, 64, 300, 4095], [1, 16]),
+    ),
+)
 def test_lengths(start: int, processors: int) -> None:
     """Keys in one part and in up to 32, most of them empty where there are few keys."""
     compare(attention([(start, 1), (start // 2, 1)], block_size=16), processors)
 
 
-def test_a_long_prompt_and_a_chunk_of_it() -> None:
-    whole = attention([(0, 300)], heads=6, kv_heads=2, block_size=16)
+@pytest.mark.parametrize("length", interpreted([150], [150, 300]))
+def test_a_long_prompt_and_a_chunk_of_it(length: int) -> None:
+    start, end = length // 3, length * 5 // 6
+    whole = attention([(0, length)], heads=6, kv_heads=2, block_size=16)
     expected = compare(whole)
     part = Attention(
-        whole.query[100:250], whole.keys, whole.values, torch.tensor([(0, 150, 100, 0)], device=DEVICE),
-        whole.tables,
+        whole.query[start:end], whole.keys, whole.values,
+        torch.tensor([(0, end - start, start, 0)], device=DEVICE), whole.tables,
     )  # fmt: skip
-    torch.testing.assert_close(compare(part), expected[100:250], atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(compare(part), expected[start:end], atol=2e-6, rtol=2e-6)
 
 
 any_step = given(

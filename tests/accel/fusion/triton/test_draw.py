@@ -17,6 +17,7 @@ from sagellm.core.types import SamplingParams
 from sagellm.engines.native.cuda_sampling import KernelDraw
 from sagellm.engines.native.sampler import RowSampler, sample
 from tests.accel.fusion.triton.scenes import DEVICE
+from tests.effort import examples
 
 ROW = st.tuples(
     st.sampled_from([0.3, 1.0, 2.0]),
@@ -27,7 +28,7 @@ ROW = st.tuples(
 )
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(
     rows=st.lists(ROW, min_size=1, max_size=2),
     vocab=st.sampled_from([1, 7, 300, 5000]),

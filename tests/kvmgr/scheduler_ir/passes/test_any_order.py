@@ -14,6 +14,7 @@ from sagellm.core.types import SLO, Namespace, Request, SamplingParams, Tokens
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir import presets
 from tests.builders import PreemptAtRandom, check_books, expected_tokens, fake_engine
+from tests.effort import examples
 
 
 class PreemptOthers(PreemptAtRandom):
@@ -112,7 +113,7 @@ def run(
     assert engine.kv.block_states().active == 0
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     requests=specs,
     order=orders,
