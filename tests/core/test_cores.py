@@ -13,11 +13,11 @@ from sagellm.core import cores
 from sagellm.core.cores import cpu_quota, num_physical, usable_cores
 
 HYBRID = ["0-1", "0-1", "2-3", "2-3", "4", "5", "6", "7"]  # two P cores of two threads, four E cores
-V2, V1 = "0::/pod/box\n", "4:memory:/elsewhere\n3:cpu,cpuacct:/pod/box\n"
+V2, V1 = "0::/pod/box\n", "4:cpu,cpuacct:/pod/box\n3:cpuset:/elsewhere\n"
 HOST = "0:26 / / rw - overlay overlay rw", "0:27 / /sys/fs/cgroup rw - tmpfs tmpfs rw"
 V2_MOUNT = "0:28 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
 V1_MOUNTS = (
-    "0:29 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory",
+    "0:29 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset",
     "0:30 / /sys/fs/cgroup/cpu rw,nosuid shared:5 master:2 - cgroup cgroup rw,cpu,cpuacct",
 )
 

@@ -11,9 +11,8 @@ from pathlib import Path, PurePosixPath
 ROOT = Path("/")
 # Lines of proc(5). Only a line feed ends one: a group's name may hold the others that `splitlines` ends at.
 _MEMBERSHIP = re.compile(r"^\d+:([^:\n]*):(/.*)$", re.MULTILINE)  # controllers, group
-_MOUNT = re.compile(  # group that it shows as its top, folder, type, options
-    r"^\d+ \d+ \d+:\d+ ([^ \n]+) ([^ \n]+) .* - (cgroup2?) [^ \n]* ([^ \n]+)$", re.MULTILINE
-)
+# The group that it shows as its top, folder, type.
+_MOUNT = re.compile(r"^\d+ \d+ \d+:\d+ ([^ \n]+) ([^ \n]+) .* - (cgroup2?) ", re.MULTILINE)
 
 
 def usable_cores(root: Path = ROOT) -> int:
@@ -58,8 +57,8 @@ def _control_groups(root: Path) -> Iterator[Path]:
     for controllers, group in _MEMBERSHIP.findall(_read(root / "proc/self/cgroup")):
         if not controllers or "cpu" in controllers.split(","):
             groups["cgroup" if controllers else "cgroup2"] = PurePosixPath(group)
-    for top, mount, kind, options in _MOUNT.findall(_read(root / "proc/self/mountinfo")):
-        if kind in groups and (kind == "cgroup2" or "cpu" in options.split(",")):
+    for top, mount, kind in _MOUNT.findall(_read(root / "proc/self/mountinfo")):
+        if kind in groups:
             folder = root / _unescaped(mount).lstrip("/")
             yield folder
             for part in _parts_below(_unescaped(top), groups[kind]):
