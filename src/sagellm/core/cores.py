@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator
-from pathlib import Path
+import re
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
+# Lines of proc(5). Only a line feed ends one: a group's name may hold the others that `splitlines` ends at.
+_MEMBERSHIP = re.compile(r"^\d+:([^:\n]*):(/.*)$", re.MULTILINE)  # controllers, group
+# The group that it shows as its top, folder, type.
+_MOUNT = re.compile(r"^\d+ \d+ \d+:\d+ ([^ \n]+) ([^ \n]+) .* - (cgroup2?) ", re.MULTILINE)
 
 
 def usable_cores(root: Path = ROOT) -> int:
@@ -48,27 +53,37 @@ def _control_groups(root: Path) -> Iterator[Path]:
     """Folders that may limit this process, from the outermost on. A container often sees its own group as the
     outermost, whatever path it is told: what is not there limits nothing.
     """
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        folder = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        yield folder
-        for part in path.strip("/").split("/"):
-            folder /= part
+    groups = {}  # of this process, by the type of the file systems that show them
+    for controllers, group in _MEMBERSHIP.findall(_read(root / "proc/self/cgroup")):
+        if not controllers or "cpu" in controllers.split(","):
+            groups["cgroup" if controllers else "cgroup2"] = PurePosixPath(group)
+    for top, mount, kind in _MOUNT.findall(_read(root / "proc/self/mountinfo")):
+        if kind in groups:
+            folder = root / _unescaped(mount).lstrip("/")
             yield folder
+            for part in _parts_below(_unescaped(top), groups[kind]):
+                folder /= part
+                yield folder
+
+
+def _parts_below(top: str, group: PurePosixPath) -> Sequence[str]:
+    return group.relative_to(top if group.is_relative_to(top) else "/").parts
+
+
+def _unescaped(text: str) -> str:
+    r"""As in mountinfo: `\040` is a space, `\134` a backslash."""
+    return re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), text)
 
 
 def _quota_of(group: Path) -> Iterator[float]:
     words = _read(group / "cpu.max").split()
     words = words or [_read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")]
-    if all(word.isdigit() for word in words):
-        quota_us, period_us = map(int, words)
-        yield quota_us / period_us
+    if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):
+        yield int(words[0]) / int(words[1])
 
 
 def _read(path: Path) -> str:
     try:
-        return os.fsdecode(path.read_bytes()).strip()
+        return os.fsdecode(path.read_bytes()).rstrip("\n")
     except OSError:
         return ""

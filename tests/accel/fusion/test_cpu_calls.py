@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -136,8 +137,28 @@ def test_after_work_that_failed_nothing_is_recorded_on(kernels: KernelSet, recor
 
     with pytest.raises(ValueError, match="stop"):
         record(failing)
+    assert not call_is_kept(chain)
+
+
+def call_is_kept(chain: Chain) -> bool:
+    """Whether what a call made now outlives it: a recording holds what its jobs point to."""
     made = chain.linear.gather(chain.table, chain.index, torch.float32)
     gone = weakref.ref(made)
     del made
     gc.collect()
-    assert gone() is None, "a call that nobody records is not kept"
+    return gone() is not None
+
+
+def test_the_calls_of_another_thread_are_not_recorded(kernels: KernelSet, record: Capture) -> None:
+    """Which also holds after a fork: in the child, the thread that recorded is gone, and never ends it."""
+    chain, other = Chain(kernels, 2, torch.float32), Chain(kernels, 2, torch.float32)
+    kept = {}
+
+    def work() -> torch.Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            kept["other"] = pool.submit(call_is_kept, other).result()
+        kept["own"] = call_is_kept(chain)
+        return chain()
+
+    assert record(work) is not None
+    assert kept == {"other": False, "own": True}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -58,29 +59,36 @@ class _Made:
     kept: tuple[object, ...]
 
 
+class _Recorder(threading.local):
+    """What this thread records, so that no other's calls get into it, and a fork's child does not go on."""
+
+    made: list[_Made] | None = None
+
+
 class Caller:
-    """Calls C functions on at most `threads` threads, and remembers the calls while it records."""
+    """Calls C functions on at most `threads` threads, and remembers a thread's calls while it records."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._made: list[_Made] | None = None
+        self._recorder = _Recorder()
 
     def __call__(self, name: str, function: Function, job: ctypes.Structure, *kept: object) -> None:
         """`kept` are the owners of all memory that `job` points to. Raises `KernelError` where it fails."""
         _check(name, function(ctypes.byref(job), self.threads))
-        if self._made is not None:
-            self._made.append(_Made(name, function, job, kept))
+        made = self._recorder.made
+        if made is not None:
+            made.append(_Made(name, function, job, kept))
 
     def record(self, run: Function, work: Work) -> Work | None:
-        """Runs `work`; what it called is called again by what is returned, through `run`. None where torch
-        did some of the work, or no kernel any.
+        """Runs `work`; what it called from this thread is called again by what is returned, through `run`.
+        None where torch did some of the work, or no kernel any.
         """
-        made = self._made = []
+        made = self._recorder.made = []
         try:
             with _TorchWork() as by_torch:
                 work()
         finally:
-            self._made = None
+            self._recorder.made = None
         if by_torch.operators or not made:
             log.debug("not recorded, torch computes in it: %s", ", ".join(sorted(by_torch.operators)))
             return None
