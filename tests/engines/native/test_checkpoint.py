@@ -139,9 +139,18 @@ class TestRefusals:
         sorted(tmp_path.glob("*.safetensors"))[1].unlink()
         self.fails(tmp_path, MissingWeightsError, r"1 of \d+ weight files.*model-00002")
 
-    def test_damaged_index(self, folder: Path) -> None:
-        (folder / INDEX_FILE).write_text('{"weight_map": []}', encoding="utf-8")
-        self.fails(folder, ModelError, INDEX_FILE)
+    @pytest.mark.parametrize(
+        "text", ['{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "b", "c": ["d"]}}']
+    )
+    def test_damaged_index(self, folder: Path, text: str) -> None:
+        (folder / INDEX_FILE).write_text(text, encoding="utf-8")
+        self.fails(folder, ModelError, f"{INDEX_FILE} is not an index.*a file name for each tensor")
+
+    @pytest.mark.parametrize("name", ["config.json", SINGLE_FILE, INDEX_FILE])
+    def test_a_file_that_cannot_be_read(self, folder: Path, name: str) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).mkdir()
+        self.fails(folder, ModelError, rf"{name} cannot be read \(Is a directory\): it has to be a file")
 
     def test_missing_tensor(self, folder: Path) -> None:
         def drop(tensors: dict[str, torch.Tensor]) -> None:
