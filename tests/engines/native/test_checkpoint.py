@@ -237,6 +237,17 @@ def test_what_is_not_used_is_said_once_and_constants_are_not(
     assert record.getMessage().endswith("model.layers.3.self_attn.q_norm.weight and 5 more")
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e4m3fn, torch.int32])
+def test_what_is_of_no_dtype_of_a_bias_is_said_as_not_used(
+    folder: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "model.layers.1.self_attn.k_proj.bias"
+    rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(128).to(dtype)}))
+    loaded(folder)
+    [record] = caplog.records
+    assert record.getMessage().endswith(f"a model without: {name}")
+
+
 def test_a_tied_head_that_is_stored_too_is_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_tiny(tmp_path, "llama-head80-tied")
     rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.ones(257, 64)}))
