@@ -24,7 +24,7 @@ from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.kv_cache import LAYOUT
 from sagellm.engines.native.loading import Loading
 from sagellm.engines.native.precision import dtype_name, torch_dtype
-from sagellm.engines.native.quantized import packed, quantization_of
+from sagellm.engines.native.quantized import matrix_of, packed, quantization_of
 from sagellm.engines.native.weight_check import check, is_quantized, stored_name
 from sagellm.engines.native.weights import EMBEDDING, Parameter, Piece, num_parameters, parameters
 
@@ -128,10 +128,11 @@ def _held(loading: Loading, parameter: Parameter) -> _Held:
         return _Held(values)
     codes = frozenset(_codes(sample) for sample in samples)
     try:
-        form = packed(samples, loading.quantized, loading.compute_dtype)
+        once, twice = (packed(samples * n, loading.quantized, loading.compute_dtype) for n in (1, 2))
     except KernelError as error:
         return _Held(values, codes, str(error))
-    return _Held(form.nbytes * parameter.shape[0] // form.shape[0], codes)
+    more = (twice.nbytes - once.nbytes) * (parameter.shape[0] - once.shape[0]) // once.shape[0]
+    return _Held(once.nbytes + more, codes)  # an order of inputs is there once, however many outputs are
 
 
 def _value_bytes(loading: Loading, parameter: Parameter) -> int:
@@ -158,7 +159,9 @@ def _samples(loading: Loading, parameter: Parameter) -> list[QuantizedMatrix]:
 
 
 def _sample(loading: Loading, piece: Piece) -> QuantizedMatrix | None:
-    """Every number is -1, as which a group of an input means none in particular."""
+    """Every number is -1 but in tensors of one number for each input, which are read: in what order they are
+    dealt into groups.
+    """
     stored, checkpoint = loading.quantization.stored, loading.checkpoint
     if stored is None or not is_quantized(piece, checkpoint, stored):
         return None
@@ -167,5 +170,7 @@ def _sample(loading: Loading, piece: Piece) -> QuantizedMatrix | None:
     for name, tensor in stored.tensors(_OUTPUTS, inputs).items():
         at = stored_name(checkpoint, module + name)
         if at is not None:
-            tensors[name] = torch.full(tensor.shape, -1, dtype=checkpoint.tensor(at).dtype)
-    return stored.matrix(tensors, _OUTPUTS, inputs)
+            found = checkpoint.tensor(at)
+            is_order = tensor.shape == (inputs,)
+            tensors[name] = found.clone() if is_order else torch.full(tensor.shape, -1, dtype=found.dtype)
+    return matrix_of(stored, module, tensors, (_OUTPUTS, inputs))
