@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import socket
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from sagellm.cli import doctor
 from sagellm.cli._machine import Device, as_text, devices, read_meminfo
+from sagellm.cli._settings import Settings
 from sagellm.engines.native.footprint import footprint
 from tests.accel.quantization.checkpoints import KINDS
 from tests.engines.native.test_quantized_checkpoints import save_pair
@@ -43,6 +46,31 @@ def test_a_missing_package_exits_1_and_says_what_to_install(
     monkeypatch.setattr(doctor, "_version_of", lambda name: None if name == package else "1.0")
     result = cli("doctor", "--port", "0")
     assert result.exit_code == 1
+    assert f"cannot serve: missing {package}; pip install '{doctor.REQUIRED[package]}'" in result.stdout
+
+
+@pytest.mark.parametrize("package", ["numpy", "torch", "PyYAML"])
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError("no such module"), OSError("libc10.so:\nno such file")]
+)
+def test_a_package_that_cannot_be_imported_is_missing(
+    cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch, package: str, error: Exception
+) -> None:
+    real = importlib.import_module
+
+    def broken(name: str) -> ModuleType:
+        if name == {"PyYAML": "yaml"}.get(package, package):
+            raise error
+        return real(name)
+
+    def not_reached(*_: object, **__: object) -> None:
+        raise AssertionError("the configuration needs packages that are not there")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    monkeypatch.setattr(Settings, "load", not_reached)
+    result = cli("doctor", "--port", "0")
+    assert (result.exit_code, result.exception.__class__) == (1, SystemExit)
+    assert f"cannot be imported ({type(error).__name__}: {' '.join(str(error).split())})" in result.stdout
     assert f"cannot serve: missing {package}; pip install '{doctor.REQUIRED[package]}'" in result.stdout
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import platform
 import re
@@ -39,6 +40,9 @@ REQUIRED = {
 
 OPTIONAL = {"huggingface_hub": "sagellm[native]", "openai": "sagellm[demo]", "transformers": "sagellm[test]"}
 
+_MODULES = {"PyYAML": "yaml", "Jinja2": "jinja2", "prometheus-client": "prometheus_client"}
+"""What is imported of a package that has another name."""
+
 EXIT_CANNOT_SERVE = 1
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
 
@@ -50,34 +54,46 @@ def doctor(model: ModelArgument = None, *, settings: ServerSettings) -> None:
     The exit status is 0 if it can be served, 1 if a package or the demo model is missing, 2 if MODEL
     cannot be served.
     """
-    config = settings.load(model=model).config
     print(f"sagellm {__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
     missing = [*_report_packages(), *_report_demo_model()]
-    found = devices(torch_here="torch" not in missing)
+    found = devices(torch_here=not missing)
     _report_machine(found)
+    if missing:
+        packages = sorted({REQUIRED.get(name, "sagellm") for name in missing})
+        print(f"\ncannot serve: missing {', '.join(missing)}; pip install {' '.join(map(repr, packages))}")
+        raise typer.Exit(EXIT_CANNOT_SERVE)
+    config = settings.load(model=model).config
     _report_port(config)
     refused = _report_fit(config, _chosen(config, found))
     print()
-    if missing:
-        packages = sorted({REQUIRED.get(name, "sagellm") for name in missing})
-        print(f"cannot serve: missing {', '.join(missing)}; pip install {' '.join(map(repr, packages))}")
-        raise typer.Exit(EXIT_CANNOT_SERVE)
     if refused is not None:
         raise refused
     print("ready to serve")
 
 
 def _report_packages() -> list[str]:
-    """Print every package; returns those that are required and missing."""
+    """Print every package; returns those that are required and missing, or cannot be imported."""
     print("\npackages")
     missing = []
     for name in (*REQUIRED, *OPTIONAL):
         found = _version_of(name)
-        if found is None and name in REQUIRED:
+        state = found or f"missing: pip install '{REQUIRED.get(name) or OPTIONAL[name]}'"
+        fault = _import_fault(name) if found and name in REQUIRED else None
+        if fault is not None:
+            state = f"{found} cannot be imported ({fault}): pip install --force-reinstall {name}"
+        if name in REQUIRED and (found is None or fault is not None):
             missing.append(name)
-        needed = f"missing: pip install '{REQUIRED.get(name) or OPTIONAL[name]}'"
-        print(f"  {name:<18} {found or needed}{'' if name in REQUIRED else '  (optional)'}")
+        print(f"  {name:<18} {state}{'' if name in REQUIRED else '  (optional)'}")
     return missing
+
+
+def _import_fault(package: str) -> str | None:
+    """Why a package that is installed cannot be imported, in one line; None if it can."""
+    try:
+        importlib.import_module(_MODULES.get(package, package))
+    except Exception as error:  # noqa: BLE001 - a broken installation raises what it likes
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    return None
 
 
 def _version_of(package: str) -> str | None:
