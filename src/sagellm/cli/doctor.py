@@ -18,7 +18,7 @@ from sagellm import __version__
 from sagellm.cli._machine import Device, as_text, devices, find_compilers
 from sagellm.cli._options import ModelArgument, command
 from sagellm.cli._settings import ServerSettings
-from sagellm.core.errors import ModelError, SageError
+from sagellm.core.errors import CapacityError, ModelError, SageError
 
 if TYPE_CHECKING:
     from sagellm.core.config import Config
@@ -150,7 +150,7 @@ def _chosen(config: Config, found: list[Device]) -> Device:
 
 def _report_fit(config: Config, device: Device) -> SageError | None:
     """Print what fits; returns why the configured model cannot be served, if it cannot."""
-    from sagellm.engines.build import model_footprint
+    from sagellm.engines.build import model_footprint, num_pool_blocks
 
     print(f"\nwhat fits on {device.name}")
     refused = None
@@ -160,13 +160,19 @@ def _report_fit(config: Config, device: Device) -> SageError | None:
             print(f"  {name}: no such folder here; a model of the hub is sized once it has been loaded")
             continue
         try:
-            size = model_footprint(config, name or demo_model_folder(), device.name)
+            size = model_footprint(config, name or demo_model_folder())
+            print(*(f"  {line}" for line in _size_lines(name or "demo model", size)), sep="\n")
+            blocks = num_pool_blocks(config, size, device.name, device.free_bytes)
+        except CapacityError as error:
+            print(f"    does not fit: {error}")
+            refused = ModelError(f"cannot serve {name or 'the demo model'}: {error}")
+            continue
         except SageError as error:
             print(f"  {name or 'demo model'}: {error}")
             refused = ModelError(f"cannot serve {name or 'the demo model'}: {error}")
             continue
-        for line in _fit_lines(name or "demo model", size, config, device):
-            print(f"  {line}")
+        for line in _pool_lines(size, blocks, config, device):
+            print(f"    {line}")
     return refused
 
 
@@ -174,24 +180,20 @@ def _may_come_from_the_hub(name: str) -> bool:
     return _HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
 
 
-def _fit_lines(name: str, size: Footprint, config: Config, device: Device) -> Iterator[str]:
+def _size_lines(name: str, size: Footprint) -> Iterator[str]:
     weights = f"{as_text(size.weight_bytes)} as {_form(size)}"
     yield f"{name}: {size.num_parameters / 1e6:.1f} M parameters, {weights}"
     if size.obstacle:
         yield f"  held dequantized, in part or whole: {size.obstacle}"
+
+
+def _pool_lines(size: Footprint, blocks: int, config: Config, device: Device) -> Iterator[str]:
     share = config.kv.memory_share(device.name)
     room = int((device.free_bytes - size.weight_bytes) * share)
-    context = config.model.max_model_len or size.max_model_len
-    most = config.scheduler.max_num_seqs * context
-    if config.kv.num_blocks is not None:
-        most = config.kv.num_blocks * config.kv.block_size
-    tokens = min(room // size.kv_bytes_per_token, most)
-    if tokens < config.kv.block_size:
-        yield "  does not fit: no memory is left for KV"
-        return
+    tokens, context = blocks * config.kv.block_size, size.max_model_len
     pool = f"{as_text(tokens * size.kv_bytes_per_token)} of {as_text(room)} ({share:.0%} of what is free)"
-    yield f"  {size.kv_bytes_per_token} bytes of KV per token: {tokens} tokens, {pool}"
-    yield f"  room for {tokens // context} requests of {context} tokens at once"
+    yield f"{size.kv_bytes_per_token} bytes of KV per token: {tokens} tokens, {pool}"
+    yield f"room for {tokens // context} requests of {context} tokens at once"
 
 
 def _form(size: Footprint) -> str:
