@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import shutil
 import socket
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from sagellm.cli import doctor
 from sagellm.cli._machine import Device, as_text, devices, read_meminfo
+from sagellm.cli._settings import Settings
 from sagellm.engines.native.footprint import footprint
 from tests.accel.quantization.checkpoints import KINDS
 from tests.engines.native.test_quantized_checkpoints import save_pair
@@ -26,6 +30,12 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "tokenizer.json").write_text("{}")
     monkeypatch.setattr(doctor, "demo_model_folder", lambda: folder)
     return folder
+
+
+def _save_pair(folder: Path) -> None:
+    save_pair(folder, KINDS["awq"])
+    for one in ("plain", "quantized"):
+        (folder / one / "tokenizer.json").write_text("{}")
 
 
 def test_a_whole_installation_exits_0(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +53,31 @@ def test_a_missing_package_exits_1_and_says_what_to_install(
     monkeypatch.setattr(doctor, "_version_of", lambda name: None if name == package else "1.0")
     result = cli("doctor", "--port", "0")
     assert result.exit_code == 1
+    assert f"cannot serve: missing {package}; pip install '{doctor.REQUIRED[package]}'" in result.stdout
+
+
+@pytest.mark.parametrize("package", ["numpy", "torch", "PyYAML"])
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError("no such module"), OSError("libc10.so:\nno such file")]
+)
+def test_a_package_that_cannot_be_imported_is_missing(
+    cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch, package: str, error: Exception
+) -> None:
+    real = importlib.import_module
+
+    def broken(name: str) -> ModuleType:
+        if name == {"PyYAML": "yaml"}.get(package, package):
+            raise error
+        return real(name)
+
+    def not_reached(*_: object, **__: object) -> None:
+        raise AssertionError("the configuration needs packages that are not there")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    monkeypatch.setattr(Settings, "load", not_reached)
+    result = cli("doctor", "--port", "0")
+    assert (result.exit_code, result.exception.__class__) == (1, SystemExit)
+    assert f"cannot be imported ({type(error).__name__}: {' '.join(str(error).split())})" in result.stdout
     assert f"cannot serve: missing {package}; pip install '{doctor.REQUIRED[package]}'" in result.stdout
 
 
@@ -92,7 +127,7 @@ def test_what_fits_counts_tokens_in_the_share(cli: Any, model: Path, monkeypatch
     free = size.weight_bytes + 6000 * size.kv_bytes_per_token
     monkeypatch.setattr(doctor, "devices", lambda **_: [Device("cpu", "a CPU", 2 * free, free)])
     told = cli("doctor", "--port", "0", "--set", "engine.kernels=off").stdout
-    assert "3840 bytes of KV per token: 1500 tokens, 5.8 MB of 5.8 MB (25% of what is free)" in told
+    assert "3840 bytes of KV per token: 1488 tokens, 5.7 MB of 5.8 MB (25% of what is free)" in told
     assert "room for 2 requests of 512 tokens at once" in told
     assert "48 tokens" in cli("doctor", "--port", "0", "--num-blocks", "3").stdout
     assert (
@@ -101,12 +136,15 @@ def test_what_fits_counts_tokens_in_the_share(cli: Any, model: Path, monkeypatch
     )
     small = [Device("cpu", "a CPU", 10, 10)]
     monkeypatch.setattr(doctor, "devices", lambda **_: small)
-    assert "does not fit" in cli("doctor", "--port", "0").stdout
+    told = cli("doctor", "--port", "0")
+    assert (told.exit_code, "ready to serve" in told.stdout) == (2, False)
+    assert "does not fit: 0 bytes for the KV cache hold no block" in told.stdout
+    assert told.stderr.startswith("sagellm: cannot serve the demo model: 0 bytes")
 
 
 @pytest.mark.usefixtures("model")
 def test_a_quantized_checkpoint_is_told_by_what_it_means(cli: Any, tmp_path: Path) -> None:
-    save_pair(tmp_path, KINDS["awq"])
+    _save_pair(tmp_path)
     plain, quantized = (cli("doctor", str(tmp_path / one), "--port", "0") for one in ("plain", "quantized"))
     assert (plain.exit_code, quantized.exit_code) == (0, 0)
     [count] = re.findall(r"plain: (.* M parameters), .* as float32\n", plain.stdout)
@@ -116,7 +154,7 @@ def test_a_quantized_checkpoint_is_told_by_what_it_means(cli: Any, tmp_path: Pat
 
 @pytest.mark.usefixtures("model")
 def test_a_checkpoint_that_is_held_dequantized_says_why(cli: Any, tmp_path: Path) -> None:
-    save_pair(tmp_path, KINDS["awq"])
+    _save_pair(tmp_path)
     told = cli("doctor", str(tmp_path / "quantized"), "--port", "0", "--set", "engine.kernels=off").stdout
     assert "held dequantized, in part or whole: there is no kernel for it on this device" in told
 
@@ -140,7 +178,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 def test_what_serve_refuses_is_refused_in_the_same_words(
     cli: Any, tmp_path: Path, config: dict[str, Any], options: tuple[str, ...]
 ) -> None:
-    save_pair(tmp_path, KINDS["awq"])
+    _save_pair(tmp_path)
     folder = tmp_path / "quantized"
     plain = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(plain | {"quantization_config": config}))
@@ -149,6 +187,31 @@ def test_what_serve_refuses_is_refused_in_the_same_words(
     words = served.stderr.splitlines()[-1].removeprefix("sagellm: ")
     assert told.stderr == f"sagellm: cannot serve {folder}: {words}\n"
     assert "ready to serve" not in told.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--max-model-len", "100000"), ("--device", "nowhere"), ("--num-blocks", "1000000000"),
+     ("--set", "kv.swap_space_gb=4000"), ()],
+)  # fmt: skip
+def test_what_serve_refuses_of_sound_weights(
+    cli: Any, model: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(model, folder)
+    if not options:
+        (folder / "tokenizer.json").unlink()
+    told, served = (cli(name, str(folder), "--port", "0", *options) for name in ("doctor", "serve"))
+    assert (told.exit_code, served.exit_code) == (2, 2)
+    words = served.stderr.splitlines()[-1].removeprefix("sagellm: ")
+    found = told.stderr.removeprefix(f"sagellm: cannot serve {folder}: ").strip()
+    assert _without_sizes(found) == _without_sizes(words)
+    assert "ready to serve" not in told.stdout
+
+
+def _without_sizes(text: str) -> str:
+    """What is free changes from one moment to the next."""
+    return re.sub(r"[\d,.]+", "#", text)
 
 
 def test_there_is_always_a_cpu() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import platform
 import re
@@ -17,7 +18,7 @@ from sagellm import __version__
 from sagellm.cli._machine import Device, as_text, devices, find_compilers
 from sagellm.cli._options import ModelArgument, command
 from sagellm.cli._settings import ServerSettings
-from sagellm.core.errors import ModelError, SageError
+from sagellm.core.errors import CapacityError, ModelError, SageError
 
 if TYPE_CHECKING:
     from sagellm.core.config import Config
@@ -39,6 +40,9 @@ REQUIRED = {
 
 OPTIONAL = {"huggingface_hub": "sagellm[native]", "openai": "sagellm[demo]", "transformers": "sagellm[test]"}
 
+_MODULES = {"PyYAML": "yaml", "Jinja2": "jinja2", "prometheus-client": "prometheus_client"}
+"""What is imported of a package that has another name."""
+
 EXIT_CANNOT_SERVE = 1
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
 
@@ -50,34 +54,46 @@ def doctor(model: ModelArgument = None, *, settings: ServerSettings) -> None:
     The exit status is 0 if it can be served, 1 if a package or the demo model is missing, 2 if MODEL
     cannot be served.
     """
-    config = settings.load(model=model).config
     print(f"sagellm {__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
     missing = [*_report_packages(), *_report_demo_model()]
-    found = devices(torch_here="torch" not in missing)
+    found = devices(torch_here=not missing)
     _report_machine(found)
+    if missing:
+        packages = sorted({REQUIRED.get(name, "sagellm") for name in missing})
+        print(f"\ncannot serve: missing {', '.join(missing)}; pip install {' '.join(map(repr, packages))}")
+        raise typer.Exit(EXIT_CANNOT_SERVE)
+    config = settings.load(model=model).config
     _report_port(config)
     refused = _report_fit(config, _chosen(config, found))
     print()
-    if missing:
-        packages = sorted({REQUIRED.get(name, "sagellm") for name in missing})
-        print(f"cannot serve: missing {', '.join(missing)}; pip install {' '.join(map(repr, packages))}")
-        raise typer.Exit(EXIT_CANNOT_SERVE)
     if refused is not None:
         raise refused
     print("ready to serve")
 
 
 def _report_packages() -> list[str]:
-    """Print every package; returns those that are required and missing."""
+    """Print every package; returns those that are required and missing, or cannot be imported."""
     print("\npackages")
     missing = []
     for name in (*REQUIRED, *OPTIONAL):
         found = _version_of(name)
-        if found is None and name in REQUIRED:
+        state = found or f"missing: pip install '{REQUIRED.get(name) or OPTIONAL[name]}'"
+        fault = _import_fault(name) if found and name in REQUIRED else None
+        if fault is not None:
+            state = f"{found} cannot be imported ({fault}): pip install --force-reinstall {name}"
+        if name in REQUIRED and (found is None or fault is not None):
             missing.append(name)
-        needed = f"missing: pip install '{REQUIRED.get(name) or OPTIONAL[name]}'"
-        print(f"  {name:<18} {found or needed}{'' if name in REQUIRED else '  (optional)'}")
+        print(f"  {name:<18} {state}{'' if name in REQUIRED else '  (optional)'}")
     return missing
+
+
+def _import_fault(package: str) -> str | None:
+    """Why a package that is installed cannot be imported, in one line; None if it can."""
+    try:
+        importlib.import_module(_MODULES.get(package, package))
+    except Exception as error:  # noqa: BLE001 - a broken installation raises what it likes
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    return None
 
 
 def _version_of(package: str) -> str | None:
@@ -134,7 +150,7 @@ def _chosen(config: Config, found: list[Device]) -> Device:
 
 def _report_fit(config: Config, device: Device) -> SageError | None:
     """Print what fits; returns why the configured model cannot be served, if it cannot."""
-    from sagellm.engines.build import model_footprint
+    from sagellm.engines.build import model_footprint, num_pool_blocks
 
     print(f"\nwhat fits on {device.name}")
     refused = None
@@ -144,13 +160,19 @@ def _report_fit(config: Config, device: Device) -> SageError | None:
             print(f"  {name}: no such folder here; a model of the hub is sized once it has been loaded")
             continue
         try:
-            size = model_footprint(config, name or demo_model_folder(), device.name)
+            size = model_footprint(config, name or demo_model_folder())
+            print(*(f"  {line}" for line in _size_lines(name or "demo model", size)), sep="\n")
+            blocks = num_pool_blocks(config, size, device.name, device.free_bytes)
+        except CapacityError as error:
+            print(f"    does not fit: {error}")
+            refused = ModelError(f"cannot serve {name or 'the demo model'}: {error}")
+            continue
         except SageError as error:
             print(f"  {name or 'demo model'}: {error}")
             refused = ModelError(f"cannot serve {name or 'the demo model'}: {error}")
             continue
-        for line in _fit_lines(name or "demo model", size, config, device):
-            print(f"  {line}")
+        for line in _pool_lines(size, blocks, config, device):
+            print(f"    {line}")
     return refused
 
 
@@ -158,24 +180,20 @@ def _may_come_from_the_hub(name: str) -> bool:
     return _HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
 
 
-def _fit_lines(name: str, size: Footprint, config: Config, device: Device) -> Iterator[str]:
+def _size_lines(name: str, size: Footprint) -> Iterator[str]:
     weights = f"{as_text(size.weight_bytes)} as {_form(size)}"
     yield f"{name}: {size.num_parameters / 1e6:.1f} M parameters, {weights}"
     if size.obstacle:
         yield f"  held dequantized, in part or whole: {size.obstacle}"
+
+
+def _pool_lines(size: Footprint, blocks: int, config: Config, device: Device) -> Iterator[str]:
     share = config.kv.memory_share(device.name)
     room = int((device.free_bytes - size.weight_bytes) * share)
-    context = config.model.max_model_len or size.max_model_len
-    most = config.scheduler.max_num_seqs * context
-    if config.kv.num_blocks is not None:
-        most = config.kv.num_blocks * config.kv.block_size
-    tokens = min(room // size.kv_bytes_per_token, most)
-    if tokens < config.kv.block_size:
-        yield "  does not fit: no memory is left for KV"
-        return
+    tokens, context = blocks * config.kv.block_size, size.max_model_len
     pool = f"{as_text(tokens * size.kv_bytes_per_token)} of {as_text(room)} ({share:.0%} of what is free)"
-    yield f"  {size.kv_bytes_per_token} bytes of KV per token: {tokens} tokens, {pool}"
-    yield f"  room for {tokens // context} requests of {context} tokens at once"
+    yield f"{size.kv_bytes_per_token} bytes of KV per token: {tokens} tokens, {pool}"
+    yield f"room for {tokens // context} requests of {context} tokens at once"
 
 
 def _form(size: Footprint) -> str:

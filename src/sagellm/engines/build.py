@@ -212,16 +212,43 @@ def _holding(config: Config) -> dict[str, Any]:
     }
 
 
-def model_footprint(config: Config, model: str | Path, device: str) -> Footprint:
-    """What the model, a folder or a hub name, would take on `device`; loads nothing, and refuses what
-    `build_backend` refuses.
+def model_footprint(config: Config, model: str | Path) -> Footprint:
+    """What the model, a folder or a hub name, would take as configured; loads nothing, and refuses what
+    `build_llm` refuses.
     """
     try:
         from sagellm.engines.native.footprint import footprint
+        from sagellm.engines.native.tokenizer import tokenizer_file
 
-        return footprint(model, device=device, **_holding(config))
+        size = footprint(
+            model, device=config.model.device, max_model_len=config.model.max_model_len, **_holding(config)
+        )
     except ImportError as error:
         raise MissingExtraError("sizing a model", "native") from error
+    tokenizer_file(Path(model))
+    return size
+
+
+def num_pool_blocks(config: Config, size: Footprint, device: str, free_bytes: int) -> int:
+    """KV blocks that fit beside a model of that size; raises `CapacityError` where `build_backend` does."""
+    import torch
+
+    from sagellm.engines.native.footprint import kv_blocks_beside
+
+    return kv_blocks_beside(
+        size,
+        torch.device(device),
+        free_bytes,
+        block_size=config.kv.block_size,
+        num_blocks=config.kv.num_blocks,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        kv_memory_fraction=config.kv.memory_fraction,
+        host_memory_bytes=_host_memory_bytes(config),
+    )
+
+
+def _host_memory_bytes(config: Config) -> int:
+    return int(config.kv.swap_space_gb * 2**30)
 
 
 @nothing_collected()
@@ -242,7 +269,7 @@ def build_backend(config: Config, *, progress: Progress | None = None) -> Infere
         block_size=config.kv.block_size,
         num_blocks=config.kv.num_blocks,
         kv_memory_fraction=config.kv.memory_fraction,
-        host_memory_bytes=int(config.kv.swap_space_gb * 2**30),
+        host_memory_bytes=_host_memory_bytes(config),
         max_num_seqs=config.scheduler.max_num_seqs,
         threads=config.engine.threads,
         seed=config.engine.seed,

@@ -139,9 +139,18 @@ class TestRefusals:
         sorted(tmp_path.glob("*.safetensors"))[1].unlink()
         self.fails(tmp_path, MissingWeightsError, r"1 of \d+ weight files.*model-00002")
 
-    def test_damaged_index(self, folder: Path) -> None:
-        (folder / INDEX_FILE).write_text('{"weight_map": []}', encoding="utf-8")
-        self.fails(folder, ModelError, INDEX_FILE)
+    @pytest.mark.parametrize(
+        "text", ['{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "b", "c": ["d"]}}']
+    )
+    def test_damaged_index(self, folder: Path, text: str) -> None:
+        (folder / INDEX_FILE).write_text(text, encoding="utf-8")
+        self.fails(folder, ModelError, f"{INDEX_FILE} is not an index.*a file name for each tensor")
+
+    @pytest.mark.parametrize("name", ["config.json", SINGLE_FILE, INDEX_FILE])
+    def test_a_file_that_cannot_be_read(self, folder: Path, name: str) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).mkdir()
+        self.fails(folder, ModelError, rf"{name} cannot be read \(Is a directory\): it has to be a file")
 
     def test_missing_tensor(self, folder: Path) -> None:
         def drop(tensors: dict[str, torch.Tensor]) -> None:
@@ -226,6 +235,17 @@ def test_what_is_not_used_is_said_once_and_constants_are_not(
     assert (record.name, record.levelname) == ("sagellm.weights", "WARNING")
     assert "model.layers.0.self_attn.q_norm.weight" in record.getMessage()
     assert record.getMessage().endswith("model.layers.3.self_attn.q_norm.weight and 5 more")
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e4m3fn, torch.int32])
+def test_what_is_of_no_dtype_of_a_bias_is_said_as_not_used(
+    folder: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "model.layers.1.self_attn.k_proj.bias"
+    rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(128).to(dtype)}))
+    loaded(folder)
+    [record] = caplog.records
+    assert record.getMessage().endswith(f"a model without: {name}")
 
 
 def test_a_tied_head_that_is_stored_too_is_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.accel.quantization.round_to_nearest import RoundToNearest
 from sagellm.accel.quantization.weight_format import weight_format
+from sagellm.core.errors import UnsupportedModelError
 from sagellm.core.protocols.fusion import KernelSet
 from sagellm.engines.native.architectures import read_config, read_spec
 from sagellm.engines.native.checkpoint import Checkpoint
@@ -81,3 +83,25 @@ def test_a_quantized_checkpoint_takes_what_was_told(name: str, kernels: KernelSe
     assert "no kernel" in without.obstacle
     assert without.weight_bytes == footprint(tmp_path / "plain").weight_bytes > told.weight_bytes
     assert loaded_bytes(folder, KernelSet(), without) == without.weight_bytes
+
+
+@pytest.mark.parametrize("kind", ["gptq-4-act-order", "pack-4-act-order"])
+def test_pieces_in_different_orders_are_told_as_they_are_held(
+    kind: str, kernels: KernelSet, tmp_path: Path
+) -> None:
+    """Gate and up are held dequantized; Q, K and V, in the same order, are not."""
+    save_pair(tmp_path, KINDS[kind], model="llama", same_order=False)
+    folder = tmp_path / "quantized"
+    told = footprint(folder, kernels=partial(_same, kernels), formats=weight_format)
+    assert told.obstacle == "its pieces have their inputs in different orders"
+    assert loaded_bytes(folder, kernels, told) == pytest.approx(told.weight_bytes, rel=0.01)
+
+
+def test_an_order_that_is_none_is_refused_as_it_is_when_loading(kernels: KernelSet, tmp_path: Path) -> None:
+    save_pair(tmp_path, KINDS["gptq-4"])
+    path = tmp_path / "quantized" / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    tensors["model.layers.1.mlp.up_proj.g_idx"][0] = 3
+    save_file(tensors, path)
+    with pytest.raises(UnsupportedModelError, match=r"^model\.layers\.1\.mlp\.up_proj: g_idx does not deal"):
+        footprint(path.parent, kernels=partial(_same, kernels), formats=weight_format)

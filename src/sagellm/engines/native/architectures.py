@@ -105,14 +105,18 @@ class ModelSpec:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed `config.json` of a model folder. Raises `ModelError` where there is none or it is not
-    JSON.
+    """The parsed `config.json` of a model folder. Raises `ModelError` where there is none, it cannot be read
+    or it is not JSON.
     """
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json") from None
+    except OSError as error:
+        raise ModelError(
+            f"{path} cannot be read ({error.strerror}): it has to be a file that this user may read"
+        ) from error
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):

@@ -11,7 +11,7 @@ import torch
 
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.cores import usable_cores
-from sagellm.core.errors import CapacityError, ConfigError
+from sagellm.core.errors import CapacityError
 from sagellm.core.plan import ExecutionPlan, Join, Prefill, StepResult
 from sagellm.core.protocols.fusion import Capture, KernelSet, KernelSource
 from sagellm.core.protocols.quantization import FormatSource, WeightQuantizer
@@ -25,6 +25,7 @@ from sagellm.engines.native.kv_cache import LAYOUT, PagedKV
 from sagellm.engines.native.loading import Loading, Progress
 from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
 from sagellm.engines.native.model import DecoderModel
+from sagellm.engines.native.options import check_counts, model_length, usable_device
 from sagellm.engines.native.precision import dtype_name, torch_dtype
 from sagellm.engines.native.quantized import quantization_of
 from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps, buckets
@@ -89,15 +90,15 @@ class NativeBackend:
         quantizer: WeightQuantizer | None = None,
         formats: FormatSource | None = None,
     ) -> None:
-        _check_counts(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
-        _check_counts(max_model_len=max_model_len, threads=threads)
+        check_counts(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
+        check_counts(max_model_len=max_model_len, threads=threads)
         folder = model_folder(model)
         model_config = read_config(folder)
         self._spec = read_spec(model_config)
         self._quantization = quantization_of(model_config, quantizer, formats)
-        self._device = _device(device)
+        self._device = usable_device(device)
         self._max_num_seqs = max_num_seqs
-        self._max_model_len = _model_length(self._spec, max_model_len)
+        self._max_model_len = model_length(self._spec, max_model_len)
         plan = parameters(self._spec)
         threads = threads or suitable_threads(num_parameters(plan))
         self._torch_threads = torch.get_num_threads()
@@ -294,33 +295,6 @@ def suitable_threads(num_parameters: int) -> int:
     more.
     """
     return max(1, min(usable_cores(), num_parameters // PARAMETERS_PER_THREAD))
-
-
-def _check_counts(**counts: int | None) -> None:
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(
-            f"device {name!r} cannot be used: {str(error).splitlines()[0]}; cpu always can"
-        ) from error
-    return device
-
-
-def _model_length(spec: ModelSpec, wanted: int | None) -> int:
-    if wanted is not None and wanted > spec.max_model_len:
-        raise ConfigError(
-            f"max_model_len {wanted} is more than this model's {spec.max_model_len} positions: give less"
-        )
-    return wanted or spec.max_model_len
 
 
 def _widest(windows: Sequence[int | None]) -> int | None:

@@ -13,6 +13,7 @@ import json
 import math
 import mmap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,8 @@ class TensorEntry:
 class Checkpoint:
     """All tensors of a model folder by name. Opening it checks that every file is there and whole.
 
-    Raises `MissingWeightsError` for a missing file or shard, `ModelError` for one that is cut short or not
-    safetensors.
+    Raises `MissingWeightsError` for a missing file or shard, `ModelError` for one that cannot be read, is cut
+    short or not safetensors.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -135,9 +136,13 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _shards(index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        with _readable(index):
+            text = index.read_text(encoding="utf-8")
+        names = sorted({_file_name(name) for name in json.loads(text)["weight_map"].values()})
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{index} is not an index of shards: {error!r}") from error
+        raise ModelError(
+            f"{index} is not an index of shards ({error!r}): its weight_map has a file name for each tensor"
+        ) from error
     missing = [name for name in names if not (index.parent / name).exists()]
     if missing:
         raise MissingWeightsError(
@@ -147,9 +152,25 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
+def _file_name(name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} is no file name")
+    return name
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(
+            f"{path} cannot be read ({error.strerror}): it has to be a file that this user may read"
+        ) from error
+
+
 def _read_header(path: Path) -> Iterator[tuple[str, TensorEntry]]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with _readable(path), path.open("rb") as file:
+        size = path.stat().st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
             raise ModelError(f"{path} is cut short or not a safetensors file ({size} bytes): fetch it again")

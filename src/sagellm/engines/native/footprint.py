@@ -23,8 +23,10 @@ from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.kv_cache import LAYOUT
 from sagellm.engines.native.loading import Loading
+from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
+from sagellm.engines.native.options import model_length, usable_device
 from sagellm.engines.native.precision import dtype_name, torch_dtype
-from sagellm.engines.native.quantized import packed, quantization_of
+from sagellm.engines.native.quantized import matrix_of, packed, quantization_of
 from sagellm.engines.native.weight_check import check, is_quantized, stored_name
 from sagellm.engines.native.weights import EMBEDDING, Parameter, Piece, num_parameters, parameters
 
@@ -73,6 +75,7 @@ def footprint(
     *,
     device: str = "cpu",
     dtype: str = "auto",
+    max_model_len: int | None = None,
     kernels: KernelSource | None = None,
     quantizer: WeightQuantizer | None = None,
     formats: FormatSource | None = None,
@@ -84,9 +87,9 @@ def footprint(
     config = read_config(folder)
     spec = read_spec(config)
     quantization = quantization_of(config, quantizer, formats)
+    where, length = usable_device(device), model_length(spec, max_model_len)
     plan, checkpoint = parameters(spec), Checkpoint(folder)
     check(plan, checkpoint, quantization.stored)
-    where = torch.device(device)
     known = kernels(1) if kernels and where.type == "cpu" else KernelSet()
     wanted = torch_dtype(spec.dtype if dtype == "auto" else dtype)
     loading = Loading.fastest(checkpoint, plan, where, wanted, None, quantization, known, known)
@@ -97,13 +100,29 @@ def footprint(
         num_parameters(plan),
         sum(one.nbytes for one in held),
         _kv_bytes_per_token(spec, dtype_name(loading.compute_dtype)),
-        spec.max_model_len,
+        length,
         dtype_name(loading.dtype),
         dtype_name(loading.compute_dtype),
         quantization.method if codes else "",
         tuple(codes),
         next((one.obstacle for one in held if one.obstacle), ""),
     )
+
+
+def kv_blocks_beside(
+    size: Footprint, device: torch.device, free_bytes: int, *, block_size: int, num_blocks: int | None,
+    max_num_seqs: int, kv_memory_fraction: float | None, host_memory_bytes: int,
+) -> int:  # fmt: skip
+    """Blocks of the pool where `free_bytes` are free before the model is loaded; the options are those of
+    `NativeBackend`, whose `CapacityError` it raises for what does not fit.
+    """
+    left = max(0, free_bytes - size.weight_bytes)
+    bytes_per_block = size.kv_bytes_per_token * block_size
+    most = max_num_seqs * math.ceil(size.max_model_len / block_size)
+    blocks = num_blocks or kv_blocks(device, bytes_per_block, most, None, kv_memory_fraction, left)
+    check_host(host_memory_bytes)
+    check_fits(device, blocks, bytes_per_block, host_memory_bytes, left)
+    return blocks
 
 
 def _kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
@@ -128,10 +147,11 @@ def _held(loading: Loading, parameter: Parameter) -> _Held:
         return _Held(values)
     codes = frozenset(_codes(sample) for sample in samples)
     try:
-        form = packed(samples, loading.quantized, loading.compute_dtype)
+        once, twice = (packed(samples * n, loading.quantized, loading.compute_dtype) for n in (1, 2))
     except KernelError as error:
         return _Held(values, codes, str(error))
-    return _Held(form.nbytes * parameter.shape[0] // form.shape[0], codes)
+    more = (twice.nbytes - once.nbytes) * (parameter.shape[0] - once.shape[0]) // once.shape[0]
+    return _Held(once.nbytes + more, codes)  # an order of inputs is there once, however many outputs are
 
 
 def _value_bytes(loading: Loading, parameter: Parameter) -> int:
@@ -158,7 +178,9 @@ def _samples(loading: Loading, parameter: Parameter) -> list[QuantizedMatrix]:
 
 
 def _sample(loading: Loading, piece: Piece) -> QuantizedMatrix | None:
-    """Every number is -1, as which a group of an input means none in particular."""
+    """Every number is -1 but in tensors of one number for each input, which are read: in what order they are
+    dealt into groups.
+    """
     stored, checkpoint = loading.quantization.stored, loading.checkpoint
     if stored is None or not is_quantized(piece, checkpoint, stored):
         return None
@@ -167,5 +189,7 @@ def _sample(loading: Loading, piece: Piece) -> QuantizedMatrix | None:
     for name, tensor in stored.tensors(_OUTPUTS, inputs).items():
         at = stored_name(checkpoint, module + name)
         if at is not None:
-            tensors[name] = torch.full(tensor.shape, -1, dtype=checkpoint.tensor(at).dtype)
-    return stored.matrix(tensors, _OUTPUTS, inputs)
+            found = checkpoint.tensor(at)
+            is_order = tensor.shape == (inputs,)
+            tensors[name] = found.clone() if is_order else torch.full(tensor.shape, -1, dtype=found.dtype)
+    return matrix_of(stored, module, tensors, (_OUTPUTS, inputs))

@@ -12,14 +12,14 @@ from typing import Self
 
 import torch
 
-from sagellm.core.errors import KernelError, UnsupportedModelError
+from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSet, LinearKernel, Matrix, QuantizedKernel, StoredMatrix
 from sagellm.core.protocols.quantization import QuantizedMatrix
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.host_pages import lazy_zeros
 from sagellm.engines.native.precision import compute_dtype as fastest_dtype
 from sagellm.engines.native.projection import Dense, look_up, packing_pays
-from sagellm.engines.native.quantized import AS_STORED, Quantization, packed
+from sagellm.engines.native.quantized import AS_STORED, Quantization, matrix_of, packed
 from sagellm.engines.native.weight_check import is_quantized, stored_name, stored_tensors
 from sagellm.engines.native.weights import EMBEDDING, Parameter, Piece, num_parameters
 
@@ -180,10 +180,7 @@ class Loading:
         module = piece.name.removesuffix("weight")
         names = {name: stored_name(checkpoint, name) for name, _ in stored_tensors(piece, checkpoint, stored)}
         tensors = {name.removeprefix(module): checkpoint.tensor(at) for name, at in names.items() if at}
-        try:
-            matrix = stored.matrix(tensors, piece.shape[0], piece.shape[1])
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{module.removesuffix('.')}: {error}") from error
+        matrix = matrix_of(stored, module, tensors, (piece.shape[0], piece.shape[1]))
         for found in filter(None, names.values()):
             checkpoint.let_go(found)
         return matrix

@@ -58,13 +58,14 @@ def kv_blocks(
     most_blocks: int,
     memory_bytes: int | None,
     fraction: float | None,
+    available: int | None = None,
 ) -> int:
-    """Blocks for the pool: what `memory_bytes`, or `fraction` of the available memory, holds; at most
-    `most_blocks`.
+    """Blocks for the pool: what `memory_bytes`, or `fraction` of the `available` bytes, holds; at most
+    `most_blocks`. What is available now counts, unless it is given.
 
     Raises `CapacityError` where that is not even one block.
     """
-    available = available_bytes(device)
+    available = available_bytes(device) if available is None else available
     if memory_bytes is None:
         usual = CPU_MEMORY_SHARE if device.type == "cpu" else GPU_MEMORY_SHARE
         memory_bytes = int(available * (usual if fraction is None else fraction))
@@ -79,7 +80,11 @@ def kv_blocks(
 
 
 def check_fits(
-    device: torch.device, num_blocks: int, bytes_per_block: int, host_memory_bytes: int = 0
+    device: torch.device,
+    num_blocks: int,
+    bytes_per_block: int,
+    host_memory_bytes: int = 0,
+    available: int | None = None,
 ) -> None:
     """Raise `CapacityError` for more blocks than a CPU has memory for, beside what is set aside for preempted
     requests: they would be given and, page by page, fail when they are written. Other devices refuse such a
@@ -87,7 +92,8 @@ def check_fits(
     """
     if device.type != "cpu":
         return
-    most = max(0, available_bytes(device) - host_memory_bytes) // bytes_per_block
+    available = available_bytes(device) if available is None else available
+    most = max(0, available - host_memory_bytes) // bytes_per_block
     if num_blocks > most:
         raise CapacityError(
             f"{num_blocks:,} KV blocks are {num_blocks * bytes_per_block:,} bytes, more than is available on "

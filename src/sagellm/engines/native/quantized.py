@@ -64,6 +64,18 @@ def quantization_of(
     return Quantization(stored=formats(stored), method=str(stored.get("quant_method")))
 
 
+def matrix_of(
+    stored: WeightFormat, module: str, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int]
+) -> QuantizedMatrix:
+    """The matrix [outputs, inputs] of the `tensors` of `module`. Raises `UnsupportedModelError` that names
+    the module for values that make none.
+    """
+    try:
+        return stored.matrix(tensors, *shape)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{module.removesuffix('.')}: {error}") from error
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedCodes:
     """A matrix in the form of the kernel that multiplies by it. Implements `Matrix`."""

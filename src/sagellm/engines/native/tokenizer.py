@@ -58,12 +58,7 @@ class Tokenizer:
     def from_folder(cls, folder: str | Path, chat_template: str | None = None) -> Tokenizer:
         """Read a model folder; `chat_template` (Jinja source) takes the place of the folder's own."""
         folder = Path(folder)
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ModelError(
-                f"{folder} has no tokenizer.json; transformers writes one with "
-                "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-            )
+        path = tokenizer_file(folder)
         config = _read_json(folder / "tokenizer_config.json")
         generation = _read_json(folder / "generation_config.json")
         return cls(
@@ -176,6 +171,17 @@ class Tokenizer:
     def _token(self, token_id: int) -> str:
         """The vocabulary's entry, empty for an id without one."""
         return (self._fast.id_to_token(token_id) if token_id >= 0 else None) or ""
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """tokenizer.json of a model folder. Raises `ModelError` where there is none."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(
+            f"{folder} has no tokenizer.json; transformers writes one with "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    return path
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -59,9 +59,12 @@ def _check_tensor(checkpoint: Checkpoint, name: str, tensor: StoredTensor) -> No
 
 
 def _check_unused(pieces: Iterable[Piece], checkpoint: Checkpoint, used: set[str | None]) -> None:
-    """GPTQ's writers give every module a bias, zeros where the model has none: those change nothing."""
+    """GPTQ's writers give every module a bias, zeros where the model has none: those change nothing. What is
+    of no bias's dtype is none.
+    """
     biases = {piece.name.rpartition(".")[0] + ".bias" for piece in pieces}
     biases |= {name.removeprefix("model.") for name in biases}
+    biases = {name for name in biases & checkpoint.entries.keys() if checkpoint.entries[name].dtype in FLOATS}
     unused = [name for name in checkpoint.entries if name not in used and not name.endswith(_HARMLESS)]
     wrong = [name for name in unused if name in biases and checkpoint.tensor(name).any()]
     if wrong:
