@@ -105,6 +105,7 @@ def test_any_step(**step: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @settings(max_examples=300)
 @any_step
 def test_any_step_thoroughly(**step: Any) -> None:
