@@ -231,13 +231,11 @@ def model_footprint(config: Config, model: str | Path) -> Footprint:
 
 def num_pool_blocks(config: Config, size: Footprint, device: str, free_bytes: int) -> int:
     """KV blocks that fit beside a model of that size; raises `CapacityError` where `build_backend` does."""
-    import torch
-
     from sagellm.engines.native.footprint import kv_blocks_beside
 
     return kv_blocks_beside(
         size,
-        torch.device(device),
+        device,
         free_bytes,
         block_size=config.kv.block_size,
         num_blocks=config.kv.num_blocks,

@@ -110,18 +110,18 @@ def footprint(
 
 
 def kv_blocks_beside(
-    size: Footprint, device: torch.device, free_bytes: int, *, block_size: int, num_blocks: int | None,
+    size: Footprint, device: str, free_bytes: int, *, block_size: int, num_blocks: int | None,
     max_num_seqs: int, kv_memory_fraction: float | None, host_memory_bytes: int,
 ) -> int:  # fmt: skip
     """Blocks of the pool where `free_bytes` are free before the model is loaded; the options are those of
     `NativeBackend`, whose `CapacityError` it raises for what does not fit.
     """
-    left = max(0, free_bytes - size.weight_bytes)
+    where, left = torch.device(device), max(0, free_bytes - size.weight_bytes)
     bytes_per_block = size.kv_bytes_per_token * block_size
     most = max_num_seqs * math.ceil(size.max_model_len / block_size)
-    blocks = num_blocks or kv_blocks(device, bytes_per_block, most, None, kv_memory_fraction, left)
+    blocks = num_blocks or kv_blocks(where, bytes_per_block, most, None, kv_memory_fraction, left)
     check_host(host_memory_bytes)
-    check_fits(device, blocks, bytes_per_block, host_memory_bytes, left)
+    check_fits(where, blocks, bytes_per_block, host_memory_bytes, left)
     return blocks
 
 
