@@ -149,31 +149,25 @@ def _chosen(config: Config, found: list[Device]) -> Device:
 
 
 def _report_fit(config: Config, device: Device) -> SageError | None:
-    """Print what fits; returns why the configured model cannot be served, if it cannot."""
+    """Print how the configured model fits; returns why it cannot be served, if it cannot."""
     from sagellm.engines.build import model_footprint, num_pool_blocks
 
     print(f"\nwhat fits on {device.name}")
-    refused = None
-    for name in dict.fromkeys((None, config.model.name)):
-        refused = None
-        if name is not None and _may_come_from_the_hub(name):
-            print(f"  {name}: no such folder here; a model of the hub is sized once it has been loaded")
-            continue
-        try:
-            size = model_footprint(config, name or demo_model_folder())
-            print(*(f"  {line}" for line in _size_lines(name or "demo model", size)), sep="\n")
-            blocks = num_pool_blocks(config, size, device.name, device.free_bytes)
-        except CapacityError as error:
-            print(f"    does not fit: {error}")
-            refused = ModelError(f"cannot serve {name or 'the demo model'}: {error}")
-            continue
-        except SageError as error:
-            print(f"  {name or 'demo model'}: {error}")
-            refused = ModelError(f"cannot serve {name or 'the demo model'}: {error}")
-            continue
-        for line in _pool_lines(size, blocks, config, device):
-            print(f"    {line}")
-    return refused
+    name = config.model.name
+    if name is not None and _may_come_from_the_hub(name):
+        print(f"  {name}: no such folder here; a model of the hub is sized once it has been loaded")
+        return None
+    shown = name or "the demo model"
+    try:
+        size = model_footprint(config, name or demo_model_folder())
+        print(*(f"  {line}" for line in _size_lines(shown, size)), sep="\n")
+        blocks = num_pool_blocks(config, size, device.name, device.free_bytes)
+    except SageError as error:
+        print(f"    does not fit: {error}" if isinstance(error, CapacityError) else f"  {shown}: {error}")
+        return ModelError(f"cannot serve {shown}: {error}")
+    for line in _pool_lines(size, blocks, config, device):
+        print(f"    {line}")
+    return None
 
 
 def _may_come_from_the_hub(name: str) -> bool:
