@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 
+from sagellm.core.config import Config
 from sagellm.core.errors import ModelError
 from sagellm.core.garbage import nothing_collected
-from sagellm.engines.build import build_backend, load_config
+from sagellm.engines import build
 
 
 def test_collection_goes_on_afterwards() -> None:
@@ -40,8 +42,14 @@ def test_collection_that_was_off_stays_off() -> None:
         gc.enable()
 
 
-def test_collection_goes_on_after_an_engine_that_could_not_be_built() -> None:
-    config = load_config(cli={"model.name": "/no/such/folder"}, environ={}).config
-    with pytest.raises(ModelError):
-        build_backend(config)
+def test_nothing_is_collected_while_a_backend_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And collection goes on after one that could not be built."""
+
+    def refuse(config: Config) -> Path:
+        assert not gc.isenabled()
+        raise ModelError("no model")
+
+    monkeypatch.setattr(build, "model_source", refuse)
+    with pytest.raises(ModelError, match="no model"):
+        build.build_backend(Config())
     assert gc.isenabled()
