@@ -118,6 +118,15 @@ def test_a_model_that_is_none_exits_2(
     assert result.stderr.count("\n") == 1
 
 
+def test_a_folder_of_the_home_is_found_as_serve_finds_it(
+    cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(model.parent))
+    result = cli("doctor", f"~/{model.name}", "--port", "0")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.endswith("ready to serve\n")
+
+
 def test_a_model_of_the_hub_may_come(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli("doctor", "Qwen/Qwen3-0.6B", "--port", "0").exit_code == 0
 

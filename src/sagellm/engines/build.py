@@ -218,14 +218,16 @@ def model_footprint(config: Config, model: str | Path) -> Footprint:
     """
     try:
         from sagellm.engines.native.footprint import footprint
+        from sagellm.engines.native.hub import model_folder
         from sagellm.engines.native.tokenizer import tokenizer_file
 
+        folder = model_folder(model)
         size = footprint(
-            model, device=config.model.device, max_model_len=config.model.max_model_len, **_holding(config)
+            folder, device=config.model.device, max_model_len=config.model.max_model_len, **_holding(config)
         )
     except ImportError as error:
         raise MissingExtraError("sizing a model", "native") from error
-    tokenizer_file(Path(model))
+    tokenizer_file(folder)
     return size
 
 
