@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.accel.quantization.round_to_nearest import RoundToNearest
 from sagellm.accel.quantization.weight_format import weight_format
 from sagellm.core.errors import UnsupportedModelError
@@ -26,14 +25,6 @@ from tests.engines.native.test_quantized_checkpoints import QUICK, save_pair
 from tests.tiny_models import make_tiny, save_tiny
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def kernels() -> KernelSet:
-    found = cpu_kernels(1)
-    if found.quantized is None:
-        pytest.skip("no C++ compiler")
-    return found
 
 
 def _same(kernels: KernelSet, threads: int) -> KernelSet:

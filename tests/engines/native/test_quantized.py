@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.accel.quantization.round_to_nearest import RoundToNearest
 from sagellm.core.config import Config
 from sagellm.core.errors import ModelError
@@ -20,14 +19,6 @@ from tests.engines.native.driver import Driver, RecordingBackend, Running
 from tests.tiny_models import VOCAB, save_tiny
 
 MODELS = ("llama-head80-tied", "llama-biases", "mistral-window", "qwen3", "opt-post-norm-projected")
-
-
-@pytest.fixture(scope="module")
-def kernels() -> KernelSet:
-    found = cpu_kernels(1)
-    if found.quantized is None:
-        pytest.skip("no C++ compiler")
-    return found
 
 
 def backend(
