@@ -51,14 +51,14 @@ def main(*, write: bool) -> int:
 
 
 def _files(*suffixes: str) -> Iterator[Path]:
-    """Our text files, relative to the root; hidden folders but `.ci` are not ours."""
+    """Our text files, relative to the root, without hidden folders but `.ci` and without `.git`."""
     for folder, names, files in os.walk(ROOT):
         names[:] = sorted(
             n for n in names if n not in SKIPPED_FOLDERS and (not n.startswith(".") or n == ".ci")
         )
         for name in sorted(files):
             path = Path(folder, name)
-            if path.suffix in (suffixes or TEXT_SUFFIXES) and name != "LICENSE":
+            if path.suffix in (suffixes or TEXT_SUFFIXES) and name not in {"LICENSE", ".git"}:
                 yield path.relative_to(ROOT)
 
 
