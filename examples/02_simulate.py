@@ -33,7 +33,7 @@ def main() -> None:
         print(
             f"{result.preset}: {figures['requests_per_s']:.1f} requests/s, "
             f"{figures[f'attained_{GOAL.name}']:.0%} of the requests met the goal, "
-            f"TTFT p99 {figures['ttft_s_p99']:.2f} s, {figures['hit_ratio']:.0%} of prompt tokens from the cache"
+            f"TTFT p99 {figures['ttft_s_p99']:.2f} s, {figures['hit_ratio']:.0%} of the prompts cached"
         )
 
 

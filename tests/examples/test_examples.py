@@ -59,7 +59,8 @@ def test_it_runs_and_prints_what_it_promises(script: str, tmp_path: Path) -> Non
 
 
 def test_every_example_is_numbered_promised_and_listed() -> None:
-    listed = re.findall(r"^\| \[`(.+?)`\]", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \[`(.+?)`\]", readme, re.MULTILINE)
     assert scripts() == listed == sorted(PROMISED)
     for number, script in enumerate(scripts(), 1):
         assert script.startswith(f"{number:02}_")
