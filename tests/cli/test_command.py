@@ -57,10 +57,18 @@ def test_a_real_process_shows_its_configuration() -> None:
 
 
 def test_a_real_process_explains_its_errors() -> None:
-    done = process("config", "show", SAGELLM_KV_BLOKSIZE="64")
+    done = process("config", "show", SAGELLM_KV_BLOCK_SIZE="sixteen")
     assert done.returncode == 2
-    assert done.stderr.startswith("sagellm: unknown environment variable SAGELLM_KV_BLOKSIZE. Did you mean")
+    assert done.stderr.startswith("sagellm: kv.block_size = 'sixteen' (environment SAGELLM_KV_BLOCK_SIZE)")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_real_process_starts_in_a_pod_beside_a_service_of_its_name() -> None:
+    done = process("config", "show", SAGELLM_PORT="tcp://10.0.0.11:8000", SAGELLM_SERVICE_HOST="10.0.0.11")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = process("config", "show", SAGELLM_KV_BLOKSIZE="64")
+    assert done.returncode == 0
+    assert "SAGELLM_KV_BLOKSIZE is ignored. Did you mean 'SAGELLM_KV_BLOCK_SIZE'?" in done.stderr
 
 
 def test_serve_hands_over_what_is_configured(cli: Any, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:

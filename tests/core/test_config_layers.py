@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -127,9 +128,47 @@ def test_the_environment_reads_text() -> None:
     assert config.scheduler.passes == ("chunked_prefill", "memory_aware_preemption")
 
 
-def test_an_unknown_variable_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"SAGELLM_KV_BLOCKSIZE.*Did you mean 'SAGELLM_KV_BLOCK_SIZE'"):
-        env_layer({"SAGELLM_KV_BLOCKSIZE": "1"})
+def test_an_unknown_variable_is_a_warning_that_names_the_nearest(caplog: pytest.LogCaptureFixture) -> None:
+    assert env_layer({"SAGELLM_KV_BLOCKSIZE": "secret"}).values == {}
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert re.match(
+        r"unknown environment variable SAGELLM_KV_BLOCKSIZE is ignored.*'SAGELLM_KV_BLOCK_SIZE'",
+        record.getMessage(),
+    )
+    assert "secret" not in record.getMessage()
+
+
+KUBERNETES = {
+    "SERVICE_HOST": "10.0.0.11",
+    "SERVICE_PORT": "8000",
+    "SERVICE_PORT_HTTP": "8000",
+    "PORT": "tcp://10.0.0.11:8000",
+    "PORT_8000_TCP": "tcp://10.0.0.11:8000",
+    "PORT_8000_TCP_PROTO": "tcp",
+    "PORT_8000_TCP_PORT": "8000",
+    "PORT_8000_TCP_ADDR": "10.0.0.11",
+}
+"""What a Service puts into the environment of every pod of its namespace, behind its name."""
+
+
+@pytest.mark.parametrize("service", ["SAGELLM", "SAGELLM_SERVER", "SAGELLM_KV", "SAGELLM_A_B"])
+def test_variables_of_a_kubernetes_service_are_ignored(
+    service: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    variables = {f"{service}_{name}": text for name, text in KUBERNETES.items()}
+    assert env_layer(variables).values == {}
+    assert not caplog.records
+
+
+def test_a_wrong_value_of_a_known_variable_is_an_error_still() -> None:
+    with pytest.raises(ConfigError, match="environment SAGELLM_SERVER_PORT"):
+        resolve([env_layer({"SAGELLM_SERVER_PORT": "tcp://10.0.0.11:8000"})])
+
+
+def test_a_port_without_the_section_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert env_layer({"SAGELLM_PORT": "8000"}).values == {}
+    assert "'SAGELLM_SERVER_PORT'" in caplog.text
 
 
 def test_reserved_variables_are_no_keys() -> None:

@@ -7,6 +7,8 @@ that does not exist is an error that names the nearest one and the layer in whic
 from __future__ import annotations
 
 import json
+import logging
+import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,9 +26,15 @@ RESERVED_ENV = frozenset(
 )
 """Variables with our prefix that are no configuration keys."""
 
+_SERVICE_NAME = re.compile(
+    r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$"
+)
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 _NONE_TEXTS = ("", "none", "null")
 DEFAULT_ORIGIN = "default"
 COMMAND_LINE = "command line"
+
+log = logging.getLogger("sagellm.config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +90,32 @@ def preset_layer(name: str) -> Layer:
 
 
 def env_layer(environ: Mapping[str, str]) -> Layer:
-    """The `SAGELLM_*` variables of `environ`; one that names no key is an error."""
+    """The `SAGELLM_*` variables of `environ`. One that names no key is logged as a warning and ignored; those
+    that Kubernetes sets for its Services are ignored silently."""
     by_name = {env_name(key): key for key in KEYS}
     values: dict[str, Any] = {}
     for name, text in environ.items():
-        if not name.startswith(ENV_PREFIX) or name in RESERVED_ENV:
+        if not name.startswith(ENV_PREFIX) or name in RESERVED_ENV or _is_of_kubernetes(name, environ):
             continue
         if name not in by_name:
-            guess = nearest(name, [*by_name, *RESERVED_ENV])
-            raise ConfigError(f"unknown environment variable {name}.{guess}")
+            same_end = [one for one in by_name if one.endswith(name.removeprefix(ENV_PREFIX.rstrip("_")))]
+            guess = nearest(name, same_end or [*by_name, *RESERVED_ENV])
+            log.warning("unknown environment variable %s is ignored.%s", name, guess)
+            continue
         values[by_name[name]] = parse_text(by_name[name], text)
     return Layer("environment", values, {key: f"environment {env_name(key)}" for key in values})
+
+
+def _is_of_kubernetes(name: str, environ: Mapping[str, str]) -> bool:
+    """Whether Kubernetes set the variable for a Service: a Service `sagellm` gives SAGELLM_SERVICE_HOST,
+    SAGELLM_PORT=tcp://... and SAGELLM_PORT_8000_TCP_ADDR, a Service `sagellm-server` gives
+    SAGELLM_SERVER_PORT=tcp://... too, which otherwise is the port to listen on."""
+    if _SERVICE_NAME.search(name):
+        return True
+    service, _, last = name.rpartition("_")
+    if last != "PORT" or not _SERVICE_URL.match(environ[name]):
+        return False
+    return name not in map(env_name, KEYS) or f"{service}_SERVICE_HOST" in environ
 
 
 def given_layer(values: Mapping[str, Any], where: str = COMMAND_LINE) -> Layer:
