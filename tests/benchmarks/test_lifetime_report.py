@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sagellm.cli import app
 from sagellm.cli._bench_lifetime import lifetime
+from sagellm.cli._commands import app
 from sagellm.core.errors import ConfigError, UnknownNameError
 
 

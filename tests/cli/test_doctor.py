@@ -16,6 +16,7 @@ import pytest
 from sagellm.cli import doctor
 from sagellm.cli._machine import Device, as_text, devices, read_meminfo
 from sagellm.cli._settings import Settings
+from sagellm.core.extras import EXTRA_OF, install_command
 from sagellm.engines.native.footprint import footprint
 from tests.accel.quantization.checkpoints import KINDS
 from tests.engines.native.test_quantized_checkpoints import save_pair
@@ -53,7 +54,10 @@ def test_a_missing_package_exits_1_and_says_what_to_install(
     monkeypatch.setattr(doctor, "_version_of", lambda name: None if name == package else "1.0")
     result = cli("doctor", "--port", "0")
     assert result.exit_code == 1
-    assert f"cannot serve: missing {package}; pip install '{doctor.REQUIRED[package]}'" in result.stdout
+    assert (
+        f"cannot serve: missing {package}; {install_command(EXTRA_OF.get(doctor.REQUIRED[package], ''))}"
+        in result.stdout
+    )
 
 
 @pytest.mark.parametrize("package", ["numpy", "torch", "PyYAML"])
@@ -78,7 +82,10 @@ def test_a_package_that_cannot_be_imported_is_missing(
     result = cli("doctor", "--port", "0")
     assert (result.exit_code, result.exception.__class__) == (1, SystemExit)
     assert f"cannot be imported ({type(error).__name__}: {' '.join(str(error).split())})" in result.stdout
-    assert f"cannot serve: missing {package}; pip install '{doctor.REQUIRED[package]}'" in result.stdout
+    assert (
+        f"cannot serve: missing {package}; {install_command(EXTRA_OF.get(doctor.REQUIRED[package], ''))}"
+        in result.stdout
+    )
 
 
 def test_a_missing_demo_model_exits_1(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

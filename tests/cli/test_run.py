@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sagellm.cli import app
+from sagellm.cli._commands import app
 from sagellm.core.errors import ModelError
 from sagellm.engines import build
 

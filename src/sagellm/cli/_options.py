@@ -18,7 +18,9 @@ from typing import Annotated, Any, Self
 
 import typer
 
-from sagellm.core.errors import RequestError, SageError
+from sagellm.cli import EXIT_EXPLAINED
+from sagellm.core.errors import MissingExtraError, RequestError, SageError
+from sagellm.core.extras import EXTRA_OF
 
 ModelArgument = Annotated[
     str | None,
@@ -31,8 +33,6 @@ ModelOption = Annotated[
         "--model", "-m", metavar="MODEL", help="Folder or hub name of the model; default: the demo model."
     ),
 ]
-
-EXIT_EXPLAINED = 2
 
 
 class OptionGroup(ABC):
@@ -95,11 +95,25 @@ def _is_group(annotation: Any) -> bool:
 
 @contextmanager
 def explained(*, debug: bool) -> Iterator[None]:
-    """An error raised on purpose becomes one line on stderr and exit status 2; with `debug`, a traceback."""
+    """An error raised on purpose, or a missing optional package, is one line on stderr and exit status 2;
+    with `debug`, a traceback.
+    """
     try:
-        yield
+        with _extras_named():
+            yield
     except SageError as error:
         if debug:
             raise
         print(f"sagellm: {' '.join(str(error).split())}", file=sys.stderr)
         raise typer.Exit(EXIT_EXPLAINED) from error
+
+
+@contextmanager
+def _extras_named() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA_OF:
+            raise
+        raise MissingExtraError("this command", EXTRA_OF[package], package) from error

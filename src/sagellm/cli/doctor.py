@@ -7,7 +7,7 @@ import importlib.util
 import platform
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,29 +19,31 @@ from sagellm.cli._machine import Device, as_text, devices, find_compilers
 from sagellm.cli._options import ModelArgument, command
 from sagellm.cli._settings import ServerSettings
 from sagellm.core.errors import CapacityError, ModelError, SageError
+from sagellm.core.extras import EXTRA_OF, install_command
 
 if TYPE_CHECKING:
     from sagellm.core.config import Config
     from sagellm.engines.native.footprint import Footprint
 
-REQUIRED = {
-    "numpy": "sagellm",
-    "pydantic": "sagellm",
-    "PyYAML": "sagellm",
-    "torch": "sagellm[native]",
-    "safetensors": "sagellm[native]",
-    "tokenizers": "sagellm[native]",
-    "Jinja2": "sagellm[native]",
-    "fastapi": "sagellm[serve]",
-    "uvicorn": "sagellm[serve]",
-    "prometheus-client": "sagellm[serve]",
+REQUIRED: Mapping[str, str] = {
+    "numpy": "numpy",
+    "pydantic": "pydantic",
+    "PyYAML": "yaml",
+    "torch": "torch",
+    "safetensors": "safetensors",
+    "tokenizers": "tokenizers",
+    "Jinja2": "jinja2",
+    "fastapi": "fastapi",
+    "uvicorn": "uvicorn",
+    "prometheus-client": "prometheus_client",
 }
-"""Packages without which no server starts, and what to install for each."""
+"""Packages without which no server starts, and what is imported of each."""
 
-OPTIONAL = {"huggingface_hub": "sagellm[native]", "openai": "sagellm[demo]", "transformers": "sagellm[test]"}
-
-_MODULES = {"PyYAML": "yaml", "Jinja2": "jinja2", "prometheus-client": "prometheus_client"}
-"""What is imported of a package that has another name."""
+OPTIONAL: Mapping[str, str] = {
+    "huggingface_hub": "huggingface_hub",
+    "openai": "openai",
+    "transformers": "transformers",
+}
 
 EXIT_CANNOT_SERVE = 1
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
@@ -59,8 +61,8 @@ def doctor(model: ModelArgument = None, *, settings: ServerSettings) -> None:
     found = devices(torch_here=not missing)
     _report_machine(found)
     if missing:
-        packages = sorted({REQUIRED.get(name, "sagellm") for name in missing})
-        print(f"\ncannot serve: missing {', '.join(missing)}; pip install {' '.join(map(repr, packages))}")
+        extras = {EXTRA_OF.get(REQUIRED.get(name, ""), "") for name in missing} - {""}
+        print(f"\ncannot serve: missing {', '.join(missing)}; {install_command(','.join(sorted(extras)))}")
         raise typer.Exit(EXIT_CANNOT_SERVE)
     config = settings.load(model=model).config
     _report_port(config)
@@ -75,10 +77,10 @@ def _report_packages() -> list[str]:
     """Print every package; returns those that are required and missing, or cannot be imported."""
     print("\npackages")
     missing = []
-    for name in (*REQUIRED, *OPTIONAL):
+    for name, module in {**REQUIRED, **OPTIONAL}.items():
         found = _version_of(name)
-        state = found or f"missing: pip install '{REQUIRED.get(name) or OPTIONAL[name]}'"
-        fault = _import_fault(name) if found and name in REQUIRED else None
+        state = found or f"missing: {install_command(EXTRA_OF.get(module, ''))}"
+        fault = _import_fault(module) if found and name in REQUIRED else None
         if fault is not None:
             state = f"{found} cannot be imported ({fault}): pip install --force-reinstall {name}"
         if name in REQUIRED and (found is None or fault is not None):
@@ -87,10 +89,10 @@ def _report_packages() -> list[str]:
     return missing
 
 
-def _import_fault(package: str) -> str | None:
+def _import_fault(module: str) -> str | None:
     """Why a package that is installed cannot be imported, in one line; None if it can."""
     try:
-        importlib.import_module(_MODULES.get(package, package))
+        importlib.import_module(module)
     except Exception as error:  # noqa: BLE001 - a broken installation raises what it likes
         return " ".join(f"{type(error).__name__}: {error}".split())
     return None

@@ -23,6 +23,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from sagellm.core.extras import install_command
+
 
 class SageError(Exception):
     """Base of all errors raised on purpose; the message says what would have worked."""
@@ -39,8 +41,9 @@ class UnknownNameError(SageError):
 class MissingExtraError(SageError):
     """A feature needs a package that is not installed; the message names the command that installs it."""
 
-    def __init__(self, feature: str, extra: str) -> None:
-        super().__init__(f"{feature} needs packages that are not installed: pip install 'sagellm[{extra}]'")
+    def __init__(self, feature: str, extra: str, package: str = "") -> None:
+        missing = f"{package}, which is" if package else "packages that are"
+        super().__init__(f"{feature} needs {missing} not installed: {install_command(extra)}")
 
 
 class ModelError(SageError):

@@ -102,6 +102,11 @@ class _TorchWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: set[str] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would otherwise import its compiler at the first operator: 1.5 s of CPU time."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -1,0 +1,65 @@
+"""All commands of `sagellm`, one file each; what is heavy is imported when a command runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from sagellm.cli import (
+    bench,
+    calibrate,
+    chat,
+    config,
+    doctor,
+    explain,
+    replay,
+    run,
+    serve,
+    simulate,
+    trace,
+    version,
+)
+
+app = typer.Typer(
+    name="sagellm",
+    help="A modular LLM inference engine. Without a MODEL, commands use the demo model that comes with it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run")(run.run)
+app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
+app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")
+app.command("replay")(replay.replay)
+app.command("simulate")(simulate.simulate)
+app.command("calibrate")(calibrate.calibrate)
+app.command("explain")(explain.explain)
+app.add_typer(trace.app, name="trace")
+app.add_typer(config.app, name="config")
+app.command("version")(version.version)
+
+
+def _version_option(*, asked: bool) -> None:
+    if asked:
+        version.version()
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    *,
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=lambda asked: _version_option(asked=asked),
+            is_eager=True,
+            help="Show the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    """Options before the command."""
