@@ -4,19 +4,41 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 
 import pytest
 
 from sagellm import serving
 from sagellm.core.errors import ConfigError
-from sagellm.serving.server import _announcement, serve
+from sagellm.serving.server import _announcement, make_server, serve
 from tests.scripted_engine import ScriptedEngine, scripted_llm
-from tests.serving.live import LOCALHOST
+from tests.serving.live import LOCALHOST, PATIENCE_S, wait_until
 
 
 def test_bind_takes_a_free_port() -> None:
     with serving.bind(LOCALHOST, 0) as listener:
         assert listener.getsockname()[1] > 0
+
+
+def test_connections_do_not_wait_for_acknowledgements() -> None:
+    """With Nagle's algorithm and delayed acknowledgements, each request on a kept connection takes 44 ms."""
+    llm = scripted_llm()
+    with serving.bind(LOCALHOST, 0) as listener:
+        server = make_server(serving.create_app(llm), host=LOCALHOST, port=0, log_level="warning")
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        wait_until(lambda: server.started)
+        try:
+            with socket.create_connection(listener.getsockname()):
+                wait_until(lambda: bool(server.server_state.connections))
+                [connection] = server.server_state.connections
+                accepted = connection.transport.get_extra_info("socket")
+                no_delay = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE_S)
+    llm.close()
+    assert no_delay
 
 
 def test_what_cannot_be_bound_is_a_config_error() -> None:

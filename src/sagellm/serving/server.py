@@ -33,7 +33,9 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket bound to the address, for `serve`; port 0 takes a free one. Nobody can connect before it is
     served. Raises `ConfigError`.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns off Nagle's algorithm only for connections of a socket made with this protocol number.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         if os.name == "posix":  # elsewhere it would share a port that is taken
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
