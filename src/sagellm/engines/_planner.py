@@ -8,7 +8,7 @@ from typing import Protocol
 from sagellm.core.clock import Clock
 from sagellm.core.errors import CapacityError, PlanError, SageError
 from sagellm.core.events import EventBus, RequestScheduled
-from sagellm.core.plan import Chunk, Draft, ExecutionPlan, RequestState
+from sagellm.core.plan import Draft, ExecutionPlan, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import FinishReason
 from sagellm.engines._recovery import Recovery
@@ -156,44 +156,42 @@ class Planner:
         for chunk in list(draft.admitted()):
             bound = chunk.state.request_id in draft.bound
             if not bound and chunk.hit is not None and not self._kv.is_current(chunk.hit):
-                self._put_off(draft, chunk, "the request whose last block it would copy has left")
+                self._put_off(draft, chunk.state, "the request whose last block it would copy has left")
 
     def _bind(self, draft: Draft) -> None:
-        """Bind what can be bound: who counted on blocks that others got first waits for the next step."""
+        """Bind what can be bound. Where a request lacks blocks that guarantees keep for others, the requests
+        admitted behind it wait for a later step first, since they may hold what it lacks; then it waits
+        itself. Running requests come before all admitted ones."""
         self._drop_stale(draft)
-        short: list[tuple[RequestState, str]] = []
+        short: tuple[RequestState, str] | None = None
         while draft.num_scheduled:
             try:
                 self._kv.bind(draft)
                 return
             except CapacityError as error:
-                named = self._roster.states.get(error.request_id or "")
-                if named is not None and named.decoding:
-                    short.append((named, str(error)))
-                    draft.hold(named)
-                    draft.say("bind", named, "wait", str(error))
-                    continue
-                chunk = draft.chunks.get(error.request_id or "") or next(reversed(draft.chunks.values()))
-                short.append((chunk.state, str(error)))
-                admitted = list(draft.admitted())
-                behind = admitted[admitted.index(chunk) :] if chunk in admitted else [chunk]
-                for one in behind:  # nobody overtakes whom memory keeps waiting
-                    self._put_off(draft, one, str(error))
-        if short:
-            self._make_way(*short[0])
+                state, reason = self._roster.states[error.request_id or ""], str(error)
+                admitted = [chunk for chunk in draft.admitted() if chunk.state.request_id not in draft.bound]
+                place = next((i for i, chunk in enumerate(admitted) if chunk.state is state), -1)
+                behind = admitted[place + 1 :]
+                if not behind:
+                    short = short or (state, reason)
+                for one in [chunk.state for chunk in behind] or [state]:
+                    self._put_off(draft, one, reason)
+        if short is not None:
+            self._make_way(*short)
 
     def _make_way(self, state: RequestState, reason: str) -> None:
-        """Nothing could be bound, though the passes thought so (what is guaranteed to others is in the way):
-        the last of several goes back to the queue, and who is alone can never go on."""
+        """Nothing could be bound, though the passes expected it (guarantees of others are in the way): the
+        last of several running requests goes back to the queue; one that is alone can never go on."""
         running = self._roster.running
         if len(running) > 1:
             self._preempt(running[-1])
         elif not running or running[0] is state:
             self._end(state, FinishReason.ERROR, error=f"out of KV memory: {reason}")
 
-    def _put_off(self, draft: Draft, chunk: Chunk, reason: str) -> None:
-        del draft.chunks[chunk.state.request_id]
-        draft.say("bind", chunk.state, "wait", reason)
+    def _put_off(self, draft: Draft, state: RequestState, reason: str) -> None:
+        draft.hold(state)
+        draft.say("bind", state, "wait", reason)
 
     def _enter(self, draft: Draft) -> None:
         """Admitted requests get rows; their state becomes that of a running one."""

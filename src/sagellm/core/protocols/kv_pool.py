@@ -139,6 +139,11 @@ class BlockQuota(Protocol):
         one."""
         ...
 
+    def headrooms(self, account: Account) -> Mapping[str, int]:
+        """Blocks left below each ceiling that the account counts on, by the ceiling's name; nothing without
+        one."""
+        ...
+
     def paying(self, account: Account) -> Account:
         """The account that pays for this one: those without a share of their own pay together."""
         ...

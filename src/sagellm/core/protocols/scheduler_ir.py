@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from sagellm.core.plan import Draft, RequestState
@@ -12,20 +12,25 @@ from sagellm.core.types import Account
 
 class BlockBudget:
     """Blocks that the decisions of one step may still spend: `available` in all and, where there are quotas,
-    up to `ceiling_of(account)` for each account.
+    what is left below each ceiling that the request's account counts on.
 
-    What guarantees keep for others is settled when blocks are bound, not here: a request that was promised
-    too much is put off.
+    `ceilings_of(account)` names those ceilings (its tenant's, its class's), each with the blocks that are
+    left below it. Accounts that share a ceiling share what is left.
+
+    Guarantees of others are not in it: binding settles them, and puts off a request that counted on too much.
     """
 
-    def __init__(self, available: int, ceiling_of: Callable[[Account], int] | None = None) -> None:
+    def __init__(
+        self, available: int, ceilings_of: Callable[[Account], Mapping[str, int]] | None = None
+    ) -> None:
         self.available = available
-        self._ceiling_of = ceiling_of
-        self._left: dict[Account, int] = {}
+        self._ceilings_of = ceilings_of
+        self._left: dict[str, int] = {}
+        self._names: dict[Account, tuple[str, ...]] = {}
 
     def left(self, state: RequestState) -> int:
         """What this request could get."""
-        return min(self.available, self._below_ceiling(state))
+        return min([self.available, *(self._left[name] for name in self._ceilings(state))])
 
     def spend(self, state: RequestState, num_blocks: int) -> bool:
         """Take the blocks, or change nothing and answer False."""
@@ -37,7 +42,7 @@ class BlockBudget:
     def spend_together(self, num_blocks: int) -> bool:
         """Take blocks for many requests at once, or change nothing and answer False: where there are quotas
         it matters who."""
-        if self._ceiling_of is not None and num_blocks:
+        if self._ceilings_of is not None and num_blocks:
             return False
         if num_blocks > self.available:
             return False
@@ -49,21 +54,34 @@ class BlockBudget:
         self._add(state, num_blocks)
 
     def is_capped(self, state: RequestState, num_blocks: int) -> bool:
-        """Whether a ceiling is in the way, so that only blocks of its own account would help the request."""
-        return self._ceiling_of is not None and num_blocks > self._below_ceiling(state)
+        """Whether a ceiling is in the way, so that only blocks that count on it would help the request."""
+        return bool(self._short(state, num_blocks))
+
+    def competitors(
+        self, state: RequestState, num_blocks: int, others: Sequence[RequestState]
+    ) -> list[RequestState]:
+        """Those of `others` whose blocks would help: all of them, or those that count on a ceiling that keeps
+        the request from having `num_blocks`."""
+        short = self._short(state, num_blocks)
+        return [one for one in others if not short.isdisjoint(self._ceilings(one))] if short else list(others)
+
+    def _short(self, state: RequestState, num_blocks: int) -> set[str]:
+        return {name for name in self._ceilings(state) if num_blocks > self._left[name]}
 
     def _add(self, state: RequestState, num_blocks: int) -> None:
         self.available += num_blocks
-        if self._ceiling_of is not None:
-            self._left[state.request.account] = self._below_ceiling(state) + num_blocks
+        for name in self._ceilings(state):
+            self._left[name] += num_blocks
 
-    def _below_ceiling(self, state: RequestState) -> int:
-        if self._ceiling_of is None:
-            return self.available
+    def _ceilings(self, state: RequestState) -> tuple[str, ...]:
+        if self._ceilings_of is None:
+            return ()
         account = state.request.account
-        if account not in self._left:
-            self._left[account] = self._ceiling_of(account)
-        return self._left[account]
+        if account not in self._names:
+            left = self._ceilings_of(account)
+            self._names[account] = tuple(left)
+            self._left = {**left, **self._left}
+        return self._names[account]
 
 
 class ReturnPrice(NamedTuple):

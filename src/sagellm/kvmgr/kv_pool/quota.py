@@ -150,6 +150,11 @@ class QuotaManager:
         book = self._books.get(account) or self._open(account)
         return min(_room(book.tenant), _room(book.service_class), self.total_blocks)
 
+    def headrooms(self, account: Account) -> dict[str, int]:
+        book = self._books.get(account) or self._open(account)
+        usages = ("tenant", account.tenant, book.tenant), ("class", account.service_class, book.service_class)
+        return {f"{kind} {name}": _room(use) for kind, name, use in usages if use.ceiling < _NO_CEILING}
+
     def ceiling(self, account: Account) -> int:
         book = self._books.get(account) or self._open(account)
         return min(book.tenant.ceiling, book.service_class.ceiling)

@@ -69,7 +69,7 @@ class Quotes:
         return self.pool.num_free + self.index.num_evictable + self._windows.num_behind()
 
     def budget(self) -> BlockBudget:
-        return BlockBudget(self.available_blocks(), None if self.quota is None else self._below_ceiling)
+        return BlockBudget(self.available_blocks(), None if self.quota is None else self._ceilings_of)
 
     def max_blocks(self, account: Account) -> int:
         """Blocks that one account can have at most."""
@@ -123,9 +123,14 @@ class Quotes:
         """From which block of its table on a request would lose what it has, if it were preempted."""
         return len(self.block_table(state.request_id)) - self.gain_of_preempting(state)
 
-    def _below_ceiling(self, account: Account) -> int:
-        """Blocks that an account could get if all others gave what they have."""
-        assert self.quota is not None
-        paying = self.quota.paying(account)
-        own = self.index.num_evictable_of(paying) + self._windows.num_behind(paying)
-        return self.quota.headroom(paying) + own
+    def _ceilings_of(self, account: Account) -> Mapping[str, int]:
+        """By ceiling of the account: blocks that it could have if all that can be freed below it were."""
+        quota = self.quota
+        assert quota is not None
+        left = dict(quota.headrooms(quota.paying(account)))
+        if not left:
+            return left
+        for other, count in (*self.index.evictable_by_account().items(), *self._windows.behind_by_account()):
+            for name in left.keys() & quota.headrooms(other).keys():
+                left[name] += count
+        return left

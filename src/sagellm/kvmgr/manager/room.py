@@ -56,26 +56,25 @@ class Room:
         return ids
 
     def _reclaim(self, quota: BlockQuota, num_blocks: int, account: Account) -> None:
-        evictable = self._evictable()
-        while num_blocks > min(self.pool.num_free, quota.headroom(account)):
-            gifts = quota.reclaim(account, num_blocks, evictable, self.pool.num_free)
+        while (short := num_blocks - min(self.pool.num_free, quota.headroom(account))) > 0:
+            gifts = quota.reclaim(account, num_blocks, self._evictable(), self.pool.num_free)
             if not gifts:
                 return
-            stuck = False
-            for giver, count in gifts.items():
-                given = self._evict_from(giver, count, "quota" if giver != account else "capacity")
-                stuck = stuck or given < count
-                evictable[giver] -= given
-            if stuck:
-                self._dig(num_blocks - self.pool.num_free)
+            missing = short - sum(
+                self._evict_from(giver, count, "quota" if giver != account else "capacity")
+                for giver, count in gifts.items()
+            )
+            if missing > 0 and not self._dig(missing):
                 return
 
-    def _dig(self, num_blocks: int) -> None:
+    def _dig(self, num_blocks: int) -> bool:
         """Blocks that the quota named lead to cached blocks of accounts that it spares: those go first, since
-        nobody could ever have the others otherwise."""
+        no request could ever have the others otherwise. Returns whether any went."""
+        freed = 0
         for account, count in sorted(self._evictable().items(), key=lambda one: (-one[1], one[0])):
-            if num_blocks > 0:
-                num_blocks -= self._evict_from(account, min(count, num_blocks), "quota")
+            if freed < num_blocks:
+                freed += self._evict_from(account, min(count, num_blocks - freed), "quota")
+        return freed > 0
 
     def _evictable(self) -> dict[Account, int]:
         return {one: count for one, count in self.index.evictable_by_account().items() if count}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
 from sagellm.core.types import Account
@@ -39,15 +39,14 @@ class Windows:
             return 0
         return sequence.behind_window(self.width, self._pool.block_size)
 
-    def num_behind(self, account: Account | None = None) -> int:
-        """Such blocks of all requests, or of those of an account."""
-        if self.width is None:
-            return 0
-        return sum(
-            self.behind(one)
-            for one in self._sequences.values()
-            if account is None or one.own.account == account
-        )
+    def num_behind(self) -> int:
+        """Such blocks of all requests."""
+        return sum(map(self.behind, self._sequences.values())) if self.width is not None else 0
+
+    def behind_by_account(self) -> Iterator[tuple[Account, int]]:
+        """Such blocks of each request, with the account that pays for them."""
+        for one in self._sequences.values() if self.width is not None else ():
+            yield one.own.account, self.behind(one)
 
     def drop(self, num_blocks: int, account: Account) -> None:
         """Free such blocks until the account has room for so many; who gives any keeps none for the index."""

@@ -196,7 +196,9 @@ def test_a_rejected_one_lets_nobody_overtake() -> None:
 
     class Capped(DeskView):
         def budget(self) -> BlockBudget:
-            return BlockBudget(self.available, lambda account: 2 if account.tenant == "poor" else 100)
+            return BlockBudget(
+                self.available, lambda account: {"poor": 2} if account.tenant == "poor" else {}
+            )
 
     waiting = [state("large", 40), state("never", 16, tenant="poor"), state("small", 4)]
     draft = _asked(Capped(available=4), *waiting)

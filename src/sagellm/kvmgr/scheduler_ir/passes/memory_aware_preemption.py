@@ -78,9 +78,7 @@ class MemoryAwarePreemptionPass:
                 continue
             price = needs[state.request_id]
             while not budget.spend(state, price):
-                capped = budget.is_capped(state, price)
-                account = state.request.account
-                rivals = [one for one in keepers if one.request.account == account] if capped else keepers
+                rivals = budget.competitors(state, price, keepers)
                 victim = choose_victim(self.victims, rivals, state, view.kv)
                 if victim is None:
                     alone = not draft.preempted and len(rivals) == 1
@@ -110,8 +108,8 @@ class MemoryAwarePreemptionPass:
             draft.say(self.name, state, "swap", f"{price.num_host_blocks} blocks to host memory: {cost}")
 
     def _give_up(self, draft: Draft, state: RequestState, price: int, left: int, *, alone: bool) -> None:
-        """Who is alone (in its account, where its ceiling is in the way) and does not fit can never go on;
-        anybody else goes on when blocks come back."""
+        """A request that is alone (below the ceiling that is in the way) and does not fit can never go on;
+        any other goes on when blocks come back."""
         reason = f"it needs {price} blocks, {left} are available"
         if alone:
             self._reject(draft, state, reason)
@@ -124,22 +122,22 @@ class MemoryAwarePreemptionPass:
         draft.say(self.name, state, "reject", reason)
 
     def _fit_admitted(self, draft: Draft, view: SchedulingView, budget: BlockBudget) -> None:
-        """Admit in order. Whoever would not fit even alone is refused: nothing that it waits for can come."""
-        accounts = [s.request.account for s in draft.running if s not in draft.preempted]
+        """Admit in order. A request that would not fit even alone is refused: nothing that it waits for can
+        come."""
+        holders = [state for state in draft.running if state not in draft.preempted]
         closed = "the step preempts" if draft.preempted else ""
         for chunk in list(draft.admitted()):
             assert chunk.hit is not None
             state = chunk.state
             price = view.kv.price_to_admit(chunk.hit, len(state.tokens) - chunk.start)
-            capped, kept = budget.is_capped(state, price), self.watermark * len(accounts)
+            capped, kept = budget.is_capped(state, price), self.watermark * len(holders)
             fits = not capped and price + kept <= budget.available
             if fits and not closed:
                 budget.spend(state, price)
-                accounts.append(state.request.account)
+                holders.append(state)
                 continue
             reason = self._why(price, budget.left(state), kept)
-            in_the_way = [one for one in accounts if one == state.request.account] if capped else accounts
-            if not fits and not in_the_way and not draft.preempted:
+            if not fits and not draft.preempted and not budget.competitors(state, price, holders):
                 self._reject(draft, state, reason)
                 continue
             del draft.chunks[state.request_id]

@@ -1,0 +1,314 @@
+"""Random workloads through whole engines: every policy, strategy, index and pool, with overlap, swap, quotas,
+pins, forks, aborts and random preemption.
+
+    python -m tests.engine_fuzz --seconds 600 --seed 1
+
+What holds in every case, after every step: the tokens are those of the slow twin (`expected_tokens`), the
+books balance, every request ends, and no request is ended for memory that fits alone: beside what is pinned,
+below its ceilings, and without the blocks that are guaranteed to others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from sagellm.core.clock import Clock, ManualClock
+from sagellm.core.config import KVConfig
+from sagellm.core.errors import CapacityError, ContextLengthError, RequestError
+from sagellm.core.protocols.prefix_cache import PrefixHit
+from sagellm.core.registry import registry
+from sagellm.core.types import SLO, FinishReason, Namespace, Request, Tokens
+from sagellm.engines.build import build_kv, build_swap
+from sagellm.engines.engine import Engine
+from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
+from sagellm.kvmgr.scheduler_ir.presets import PRESETS, make
+from tests.builders import PreemptAtRandom, check_books, expected_tokens, request
+
+TENANTS, CLASSES = ("a", "b", "c", "d"), ("", "flex", "priority")
+MAX_STEPS = 20_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine and its workload, drawn from a seed."""
+
+    seed: int
+    preset: str
+    index: str
+    pool: str
+    eviction: str
+    overlap: bool
+    window: int | None
+    block_size: int
+    num_blocks: int
+    num_rows: int
+    num_host_blocks: int
+    max_batched_tokens: int
+    preempt_share: float
+    index_as_computed: bool
+    tenant_shares: dict[str, dict[str, float]]
+    class_shares: dict[str, dict[str, float]]
+    sharing_groups: dict[str, list[str]]
+
+    @classmethod
+    def of(cls, seed: int) -> Case:
+        draw = random.Random(seed)
+        preset = draw.choice(sorted(PRESETS))
+        index = draw.choice(registry("index").names())
+        has_quotas = draw.random() < 0.6
+        window = draw.choice([None, None, None, 12])
+        return cls(
+            seed,
+            preset,
+            index,
+            pool=draw.choice(registry("pool").names()),
+            eviction=draw.choice(registry("policy").names()),
+            overlap=draw.random() < 0.3,
+            window=window,
+            block_size=draw.choice([1, 4, 16]),
+            num_blocks=draw.choice([8, 16, 33]),
+            num_rows=draw.choice([2, 4, 8]),
+            num_host_blocks=draw.choice([0, 0, 4, 16]) if preset != "vllm-like" and window is None else 0,
+            max_batched_tokens=draw.choice([8, 32, 256]),
+            preempt_share=draw.choice([0.0, 0.0, 0.02]),
+            index_as_computed=preset == "vllm-like" or draw.random() < 0.2,
+            tenant_shares=_shares(draw, TENANTS[:3]) if has_quotas else {},
+            class_shares=_shares(draw, CLASSES[1:]) if has_quotas and draw.random() < 0.5 else {},
+            sharing_groups={"g": ["a", "c"]} if draw.random() < 0.3 else {},
+        )
+
+    def engine(self, clock: Clock) -> Engine:
+        backend = TokenMemoryBackend(
+            self.num_blocks,
+            self.block_size,
+            self.num_rows,
+            max_model_len=min(128, self.num_blocks * self.block_size),
+            sliding_window=self.window,
+            num_host_blocks=self.num_host_blocks,
+        )
+        config = KVConfig.model_validate(
+            {
+                "block_size": self.block_size,
+                "index": self.index,
+                "pool": self.pool,
+                "eviction": self.eviction,
+                "index_as_computed": self.index_as_computed,
+                "tenant_shares": self.tenant_shares,
+                "class_shares": self.class_shares,
+                "sharing_groups": self.sharing_groups,
+            }
+        )
+        swap = build_swap(backend.capability())
+        kv = build_kv(config, self.num_blocks, window=self.window, swap=swap, clock=clock)
+        passes = make(self.preset)
+        if self.preempt_share:
+            passes = [PreemptAtRandom(self.seed, self.preempt_share), *passes]
+        return Engine(
+            backend,
+            kv,
+            BaseSchedulerIR(passes),
+            max_batched_tokens=self.max_batched_tokens,
+            overlap=self.overlap,
+            clock=clock,
+        )
+
+    def fits_alone(self, one: Request, num_pinned: int) -> bool:
+        """Whether the request could end with nothing else running, whatever the cache holds then."""
+        tenant, service_class = one.namespace.tenant, one.service_class
+        guaranteed = sum(
+            _blocks(self.num_blocks, share["guaranteed"])
+            for own, shares in ((tenant, self.tenant_shares), (service_class, self.class_shares))
+            for name, share in shares.items()
+            if name != own
+        )
+        own_shares = self.tenant_shares.get(tenant, {}), self.class_shares.get(service_class, {})
+        ceiling = _blocks(self.num_blocks, min(share.get("ceiling", 1.0) for share in own_shares))
+        assert one.params.max_tokens is not None
+        needed = -(-(len(one.tokens) + one.params.max_tokens - 1) // self.block_size)
+        return needed <= ceiling - guaranteed - num_pinned
+
+
+TEXTS = (list(range(96)), [7] * 96)
+"""What prompts begin like, so that they share prefixes."""
+
+
+class Run:
+    """One engine, its requests and what is expected of them. Each step checks what it can."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.clock = ManualClock()
+        self.engine = case.engine(self.clock)
+        self.requests: dict[str, Request] = {}
+        self.alive: list[str] = []
+        self.seen: Counter[str] = Counter()
+        self.longest = min(96, case.num_blocks * case.block_size)
+        self._tokens: dict[str, list[int]] = {}
+        self._pins: list[PrefixHit] = []
+        self._most_pinned = 0
+
+    def arrive(self, one: Request) -> None:
+        try:
+            self.engine.add(one)
+        except ContextLengthError:
+            self.seen["refused"] += 1
+            return
+        self._began(one)
+
+    def fork(self, parent: str, child: str) -> None:
+        try:
+            self.engine.fork(parent, child)
+        except RequestError:  # the parent waits or has ended, or the account of the child cannot hold it
+            return
+        self._began(self.engine._roster.states[child].request)
+        self.seen["fork"] += 1
+
+    def abort(self, name: str) -> None:
+        if self.engine.abort(name):
+            self.alive.remove(name)
+            self.seen["abort"] += 1
+
+    def pin(self, tokens: list[int], tenant: str) -> None:
+        try:
+            self._pins.append(self.engine.kv.pin_prefix(Tokens(tokens), Namespace(tenant=tenant)))
+        except CapacityError:
+            return
+        self._most_pinned = max(self._most_pinned, sum(hit.num_blocks for hit in self._pins))
+
+    def unpin(self) -> None:
+        if self._pins:
+            self.engine.kv.unpin_prefix(self._pins.pop())
+
+    def step(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        for output in self.engine.step():
+            self._tokens[output.request_id].extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                self._ended(self.requests[output.request_id], output.finish_reason, output.error)
+        check_books(self.engine)
+
+    def finish(self) -> None:
+        """Step until every request has ended, and have all blocks free or cached."""
+        for _ in range(MAX_STEPS):
+            if not self.engine.has_work():
+                break
+            self.step(0.01)
+        assert not self.alive, f"{self.alive} did not end in {MAX_STEPS} steps: {self.engine.stats()}"
+        while self._pins:
+            self.unpin()
+        check_books(self.engine)
+        assert self.engine.kv.block_states().active == 0
+        self.engine.close()
+
+    def _began(self, one: Request) -> None:
+        self.requests[one.request_id] = one
+        self.alive.append(one.request_id)
+        self._tokens[one.request_id] = []
+
+    def _ended(self, one: Request, reason: FinishReason, error: str | None) -> None:
+        self.alive.remove(one.request_id)
+        self.seen[reason.value] += 1
+        backend = self.engine.backend
+        assert isinstance(backend, TokenMemoryBackend)
+        assert one.params.max_tokens is not None
+        expected = expected_tokens(backend, one.tokens, one.params.max_tokens)
+        drawn = self._tokens[one.request_id]
+        assert drawn == expected[: len(drawn)], f"{one.request_id}: {drawn}, not {expected}"
+        if reason is FinishReason.ERROR:
+            fits = self.case.fits_alone(one, self._most_pinned)
+            assert not fits, f"{one.request_id} fits alone, and ended with: {error}"
+        else:
+            num_left = self.engine.max_model_len - len(one.tokens)
+            assert len(drawn) == min(len(expected), num_left), f"{one.request_id} ended early"
+
+
+def play(case: Case, num_requests: int = 12) -> Counter[str]:
+    """A random workload on the case from the first request to the last; counts how requests ended. Raises
+    `AssertionError` or `BookkeepingError` where something does not hold."""
+    draw, run = random.Random(case.seed + 1), Run(case)
+    arrivals = sorted(draw.randrange(40) for _ in range(num_requests))
+    for step in range(MAX_STEPS):
+        while arrivals and arrivals[0] <= step:
+            arrivals.pop(0)
+            run.arrive(_request(draw, run, f"r{len(arrivals)}"))
+        if not arrivals and not run.engine.has_work():
+            break
+        _disturb(draw, run, step)
+        run.step(draw.choice([0.01, 0.01, 0.2]))
+    run.finish()
+    return run.seen
+
+
+def _request(draw: random.Random, run: Run, name: str) -> Request:
+    text = draw.choice([*TEXTS, [draw.randrange(96) for _ in range(96)]])
+    return request(
+        name,
+        text[: draw.randrange(1, max(2, run.longest // 2))],
+        draw.randrange(1, max(2, run.longest // 2)),
+        namespace=Namespace(tenant=draw.choice(TENANTS)),
+        service_class=draw.choice(CLASSES),
+        priority=draw.choice([0, 0, 0, 5, -5]),
+        arrival_s=run.clock.now(),
+        slo=draw.choice([SLO(), SLO(ttft_s=1.0, tpot_s=0.1)]),
+    )
+
+
+def _disturb(draw: random.Random, run: Run, step: int) -> None:
+    chance = draw.random()
+    if chance < 0.03 and run.alive:
+        run.fork(draw.choice(run.alive), f"fork {step}")
+    elif chance < 0.05 and run.alive:
+        run.abort(draw.choice(run.alive))
+    elif chance < 0.07:
+        run.pin(TEXTS[0][: draw.choice([4, 16, 32])], draw.choice(TENANTS))
+    elif chance < 0.09:
+        run.unpin()
+    elif chance < 0.10:
+        run.engine.kv.clear_cache()
+    elif chance < 0.11:
+        run.engine.compact()
+
+
+def _shares(draw: random.Random, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    shares: dict[str, dict[str, float]] = {}
+    for name in names:
+        if draw.random() < 0.6:
+            share = {"guaranteed": draw.choice([0.0, 0.125, 0.25])}
+            if draw.random() < 0.4:
+                share["ceiling"] = draw.choice([0.5, 0.75])
+            shares[name] = share
+    return shares
+
+
+def _blocks(total: int, share: float) -> int:
+    return int(share * total + 1e-9)
+
+
+def fuzz(first_seed: int, *, num_cases: int | None = None, seconds: float = math.inf) -> Counter[str]:
+    """Play cases of consecutive seeds until there were `num_cases`, or `seconds` are over; returns counts."""
+    seen: Counter[str] = Counter()
+    began_s = time.monotonic()
+    while seen["cases"] != num_cases and time.monotonic() - began_s < seconds:
+        case = Case.of(first_seed + seen["cases"])
+        try:
+            seen.update(play(case))
+        except BaseException as error:
+            error.add_note(f"the case: {case}")
+            raise
+        seen["cases"] += 1
+        seen[case.preset] += 1
+    return seen
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Random workloads through whole engines.")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    print(dict(fuzz(options.seed, seconds=options.seconds)))
