@@ -174,7 +174,7 @@ def test_preemption_happens_and_the_oldest_goes_on() -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "text"),
     [
-        ({"tokens": range(128)}, ContextLengthError, "at most 127"),
+        ({"tokens": range(128)}, ContextLengthError, "maximum context length is 128"),
         ({"tokens": [5, 97]}, RequestError, "token id 97"),
         ({"tokens": [-1]}, RequestError, "token id -1"),
         ({"tokens": [1], "logit_bias": {400: 1.0}}, RequestError, "logit_bias"),

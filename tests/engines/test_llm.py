@@ -164,7 +164,7 @@ def test_max_tokens_default_to_the_rest_of_the_context() -> None:
 
 def test_a_prompt_that_is_too_long_names_both_lengths() -> None:
     llm, engine = llm_saying("a", max_model_len=8)
-    with pytest.raises(ContextLengthError, match=r"has 8 tokens.*holds 8"):
+    with pytest.raises(ContextLengthError, match=r"maximum context length is 8 tokens.*prompt has 8"):
         llm.submit([1] * 8)
     with pytest.raises(RequestError, match="at most 4") as refusal:
         llm.submit([1] * 4, SamplingParams(max_tokens=5))

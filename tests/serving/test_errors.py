@@ -271,10 +271,16 @@ def test_unknown_models_routes_and_methods(live: Live) -> None:
 
 
 def test_a_prompt_that_is_too_long(live: Live) -> None:
-    error = refused(live, COMPLETIONS, 413, prompt=[20] * 64)
+    """Status, code and words as OpenAI's, which `openai`, `langchain-openai` and `litellm` look for."""
+    for asked in ({"prompt": [20] * 64}, {"prompt": [20], "max_tokens": 64}):
+        for stream in (False, True):
+            error = refused(live, COMPLETIONS, 400, **asked, stream=stream)
+            assert error["code"] == "context_length_exceeded"
+            assert "maximum context length is 64 tokens" in error["message"]
+            assert error["type"] == "invalid_request_error"
+    error = refused(live, CHAT, 400, messages=[{"role": "user", "content": "word " * 100}])
     assert error["code"] == "context_length_exceeded"
-    assert "64" in error["message"]
-    assert refused(live, COMPLETIONS, 413, prompt=[20] * 64, stream=True)["code"] == error["code"]
+    assert "maximum context length is 64 tokens" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,11 @@ class UnsupportedParameterError(RequestError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt does not fit into the model's context or the KV pool."""
+    """The prompt, or the prompt and `max_tokens`, do not fit into the model's context or the KV pool.
 
-    status = 413
+    Status, code and the words "maximum context length" are OpenAI's: client libraries look for them.
+    """
+
     code = "context_length_exceeded"
 
 

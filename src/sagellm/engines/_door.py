@@ -14,8 +14,8 @@ def check_request(request: Request, vocab_size: int, max_model_len: int) -> None
         raise RequestError("the engine computes one sequence a request: expand n > 1 above it", "n")
     if len(request.tokens) >= max_model_len:
         raise ContextLengthError(
-            f"the prompt has {len(request.tokens)} tokens, at most {max_model_len - 1} fit into the "
-            f"context of {max_model_len} with room for an answer",
+            f"the engine's maximum context length is {max_model_len} tokens, but the prompt has "
+            f"{len(request.tokens)} and at least one must be generated",
             "prompt",
         )
     ids = np.frombuffer(request.tokens.view(), dtype=np.uint32)  # negative ids are the greatest
@@ -30,8 +30,8 @@ def check_quota(request: Request, most: int) -> None:
     if len(request.tokens) >= most:
         tenant, service_class = request.account
         raise ContextLengthError(
-            f"the prompt has {len(request.tokens)} tokens, the KV quota of tenant {tenant!r}, class "
-            f"{service_class!r}, holds {most} with its answer",
+            f"the prompt has {len(request.tokens)} tokens, but the maximum context length of tenant "
+            f"{tenant!r}, class {service_class!r}, is {most} tokens by its KV quota: shorten the prompt",
             "prompt",
         )
 

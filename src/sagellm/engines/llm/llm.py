@@ -104,19 +104,18 @@ class LLM:
         room = self.max_model_len - len(tokens)
         if room < 1:
             raise ContextLengthError(
-                f"the prompt has {len(tokens)} tokens, the context of {self.model_name!r} holds "
-                f"{self.max_model_len} with at least one generated token: shorten the prompt",
+                f"this model's maximum context length is {self.max_model_len} tokens, but the prompt has "
+                f"{len(tokens)} and at least one must be generated: shorten the prompt",
                 "prompt",
             )
         self._check_bias(params)
         if params.max_tokens is None:
             return replace(params, max_tokens=room)
         if params.max_tokens > room:
-            raise RequestError(
-                f"{len(tokens)} prompt tokens and max_tokens {params.max_tokens} exceed the context of "
-                f"{self.max_model_len} tokens: at most {room} can be generated here",
+            raise ContextLengthError(
+                f"this model's maximum context length is {self.max_model_len} tokens, but the prompt has "
+                f"{len(tokens)} and max_tokens is {params.max_tokens}: at most {room} can be generated",
                 "max_tokens",
-                code="context_length_exceeded",
             )
         return params
 
