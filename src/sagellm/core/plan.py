@@ -35,6 +35,8 @@ class RequestState:
 
     `tokens` is the prompt followed by the output; the first `num_computed` of them have their KV in blocks.
     While it is `decoding` (a member of the kept batch) that is all but the last, and nobody counts.
+    `prompt_logprobs` holds what is known of the prompt's log-probabilities until it is reported; None where
+    the request asked for none. `num_scored` counts the prompt tokens that have theirs.
     """
 
     request: Request
@@ -48,10 +50,13 @@ class RequestState:
     scheduled_s: float | None = None
     first_token_s: float | None = None
     finish_reason: FinishReason | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    num_scored: int = 0
 
     @classmethod
     def of(cls, request: Request) -> RequestState:
-        return cls(request, Tokens(request.tokens))
+        asks = request.params.prompt_logprobs is not None
+        return cls(request, Tokens(request.tokens), prompt_logprobs=[] if asks else None)
 
     @property
     def request_id(self) -> str:
@@ -76,6 +81,30 @@ class RequestState:
     @property
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
+
+    @property
+    def max_reusable(self) -> int:
+        """Tokens whose KV may come from a cache: all but the last. A cached token has no logits, so where the
+        prompt's log-probabilities are asked for, only those before the first that is still unscored.
+        """
+        if self.prompt_logprobs is not None and self.num_scored < self.num_prompt_tokens - 1:
+            return self.num_scored
+        return len(self.tokens) - 1
+
+    def score(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """Take in the log-probabilities of prompt tokens `start + 1` and on; a part computed again after a
+        preemption brings what is known already.
+        """
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += logprobs[self.num_scored - start :]
+            self.num_scored = max(self.num_scored, start + len(logprobs))
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """All of them, to be reported with the first token; None later, or where none were asked for."""
+        if self.prompt_logprobs is None or self.num_output_tokens > 1:
+            return None
+        taken, self.prompt_logprobs = tuple(self.prompt_logprobs), None
+        return taken
 
 
 @dataclass(slots=True)
@@ -391,9 +420,12 @@ class ExecutionPlan:
 class StepResult:
     """A backend's answer: `token_ids[i]` was drawn for `plan.sample_rows[i]`.
 
-    `logprobs` has an entry, by row, where the request asked for them.
+    `logprobs` has an entry, by row, where the request asked for them. `prompt_logprobs` has one for each row
+    that asked for those and computed a part of its prompt: of the tokens that follow the positions of that
+    part, within the prompt.
     """
 
     step: int
     token_ids: tuple[int, ...] = ()
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)

@@ -16,6 +16,8 @@ from sagellm.core.kv_hints import KvHintsEnvelope
 
 TOKEN_BYTES = 4
 MAX_LOGPROBS = 20
+PROMPT_LOGPROBS = "prompt_logprobs"
+"""The feature of a backend that computes log-probabilities of prompt tokens."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_RETENTIONS = 64
@@ -199,6 +201,10 @@ class SamplingParams:
     prompt and output; presence and frequency over output), temperature, top_k, top_p, min_p, draw.
     `top_k <= 0` and `top_p == 1` switch those off. The draw depends on (seed, position) alone, so a request
     gives the same tokens in any batch and after a preemption. Raises `RequestError` naming the parameter.
+
+    `logprobs` asks for the log-probability of each generated token and so many alternatives to it,
+    `prompt_logprobs` for the same of each prompt token, given those before it. `max_tokens == 0`: nothing is
+    generated, the prompt is only computed.
     """
 
     temperature: float = 1.0
@@ -212,6 +218,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -232,8 +239,10 @@ class SamplingParams:
         _in_range("min_tokens", self.min_tokens, 0, math.inf)
         if self.logprobs is not None:
             _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if self.max_tokens is not None:
-            _in_range("max_tokens", self.max_tokens, 1, math.inf)
+            _in_range("max_tokens", self.max_tokens, 0, math.inf)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
                     f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
@@ -336,7 +345,8 @@ class TokenLogprob:
 class RequestOutput:
     """What one step added to one request: the engine's answer, tokens only.
 
-    `error` explains a `FinishReason.ERROR`.
+    `prompt_logprobs`: one for each prompt token but the first, which nothing predicts; given once, with the
+    first token, to a request that asked for them. `error` explains a `FinishReason.ERROR`.
     """
 
     request_id: str
@@ -347,6 +357,7 @@ class RequestOutput:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

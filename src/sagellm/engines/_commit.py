@@ -67,6 +67,8 @@ class Committer:
                 continue
             state.num_computed = chunk.end
             self._kv.commit(state)
+            if state.prompt_logprobs is not None:
+                state.score(chunk.start, result.prompt_logprobs.get(state.row, ()))
             if token_id is not None:
                 logprob = result.logprobs.get(state.row)
                 self._append(state, token_id, logprob, outputs, now_s)

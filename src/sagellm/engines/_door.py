@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from sagellm.core.errors import ContextLengthError, RequestError
-from sagellm.core.types import Request
+from sagellm.core.errors import ContextLengthError, RequestError, UnsupportedParameterError
+from sagellm.core.types import PROMPT_LOGPROBS, CapabilityDescriptor, Request
 
 
-def check_request(request: Request, vocab_size: int, max_model_len: int) -> None:
-    """Raise `RequestError` unless the request can be computed by a model of that vocabulary and context."""
+def check_request(request: Request, capability: CapabilityDescriptor, max_model_len: int) -> None:
+    """Raise `RequestError` unless a backend of that capability can compute the request in that context."""
+    vocab_size = capability.vocab_size
     if request.params.n != 1:
         raise RequestError("the engine computes one sequence a request: expand n > 1 above it", "n")
     if len(request.tokens) >= max_model_len:
         raise ContextLengthError(
-            f"the engine's maximum context length is {max_model_len} tokens, but the prompt has "
+            f"this model's maximum context length is {max_model_len} tokens, but the prompt has "
             f"{len(request.tokens)} and at least one must be generated",
             "prompt",
         )
@@ -22,6 +23,10 @@ def check_request(request: Request, vocab_size: int, max_model_len: int) -> None
     if ids.max() >= vocab_size:
         bad = next(token for token in request.tokens if not 0 <= token < vocab_size)
         raise RequestError(f"token id {bad} is not in the vocabulary of {vocab_size} tokens", "prompt")
+    if request.params.prompt_logprobs is not None and PROMPT_LOGPROBS not in capability.features:
+        raise UnsupportedParameterError(
+            f"prompt_logprobs: the backend on {capability.device} does not compute them", "prompt_logprobs"
+        )
     _check_parameters(request, vocab_size)
 
 
@@ -30,8 +35,8 @@ def check_quota(request: Request, most: int) -> None:
     if len(request.tokens) >= most:
         tenant, service_class = request.account
         raise ContextLengthError(
-            f"the prompt has {len(request.tokens)} tokens, but the maximum context length of tenant "
-            f"{tenant!r}, class {service_class!r}, is {most} tokens by its KV quota: shorten the prompt",
+            f"this model's maximum context length is {most} tokens for tenant {tenant!r}, class "
+            f"{service_class!r}, by its KV quota, but the prompt has {len(request.tokens)}",
             "prompt",
         )
 

@@ -34,7 +34,7 @@ def output_of(
     reason: FinishReason | None = None,
     error: str | None = None,
 ) -> RequestOutput:
-    """What the caller is told of one step of the request."""
+    """What the caller is told of one step of the request; its prompt's log-probabilities, once."""
     return RequestOutput(
         state.request_id,
         token,
@@ -44,6 +44,7 @@ def output_of(
         logprobs,
         reason,
         error,
+        state.take_prompt_logprobs() if token else None,
     )
 
 

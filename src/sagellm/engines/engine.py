@@ -119,7 +119,7 @@ class Engine:
     def add(self, request: Request) -> None:
         if request.request_id in self._roster.states:
             raise RequestError(f"request id {request.request_id!r} is in use: send another", "request_id")
-        check_request(request, self._capability.vocab_size, self.max_model_len)
+        check_request(request, self._capability, self.max_model_len)
         check_quota(request, self.kv.max_blocks(request.account) * self.kv.block_size)
         self._roster.add(RequestState.of(request))
         now_s = self.clock.now()

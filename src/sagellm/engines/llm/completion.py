@@ -29,16 +29,17 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """One generated token with its natural-log probability and alternatives.
+    """One token with its natural-log probability and alternatives.
 
     `text` shows bytes that are no whole character as U+FFFD; `data` is exact. `offset` counts the characters
-    generated before this token.
+    of the answer, or of the prompt, before this token. The first token of a prompt has no log-probability,
+    since nothing predicts it.
     """
 
     token_id: int
     text: str
     data: bytes
-    logprob: float
+    logprob: float | None
     offset: int = 0
     top: tuple[TokenText, ...] = ()
 
@@ -48,7 +49,8 @@ class TextDelta:
     """What one step added to choice `index` of a request.
 
     `usage` covers all choices so far. `is_last` marks the last delta of the request: all choices have ended.
-    `error` explains a `FinishReason.ERROR`.
+    `prompt_logprobs` has an entry for each prompt token in a choice's first delta, if the request asked for
+    them. `error` explains a `FinishReason.ERROR`.
     """
 
     request_id: str
@@ -57,6 +59,7 @@ class TextDelta:
     token_ids: tuple[int, ...]
     usage: Usage
     logprobs: tuple[TokenText, ...] = ()
+    prompt_logprobs: tuple[TokenText, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
     is_last: bool = False
@@ -70,6 +73,7 @@ class Choice:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenText] = field(default_factory=list)
+    prompt_logprobs: list[TokenText] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
 
@@ -96,6 +100,7 @@ class Completion:
         choice.text += delta.text
         choice.token_ids.extend(delta.token_ids)
         choice.logprobs.extend(delta.logprobs)
+        choice.prompt_logprobs.extend(delta.prompt_logprobs)
         choice.finish_reason = delta.finish_reason or choice.finish_reason
         self.usage = delta.usage
         self.error = delta.error or self.error

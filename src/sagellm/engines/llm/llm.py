@@ -281,16 +281,17 @@ class LLM:
         self._groups[request_id] = group
         try:
             for request in requests:
-                self._engine.add(request)
+                self._engine.add(_drawing(request))
                 self._group_of[request.request_id] = group
-                group.streams[request.request_id] = self._text_stream(request.params)
+                group.streams[request.request_id] = self._text_stream(request)
         except BaseException:
             self.abort(request_id)
             raise
 
-    def _text_stream(self, params: SamplingParams) -> TextStream:
+    def _text_stream(self, request: Request) -> TextStream:
+        params = request.params
         eos = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
-        return TextStream(self.tokenizer, params, eos | frozenset(params.stop_token_ids))
+        return TextStream(self.tokenizer, params, eos | frozenset(params.stop_token_ids), request.tokens)
 
     def _delta(self, group: _Group, output: RequestOutput) -> TextDelta:
         engine_id = output.request_id
@@ -306,6 +307,7 @@ class LLM:
             token_ids=piece.token_ids,
             usage=group.usage,
             logprobs=piece.logprobs,
+            prompt_logprobs=piece.prompt_logprobs,
             finish_reason=piece.finish_reason,
             error=output.error if piece.finish_reason is FinishReason.ERROR else None,
             is_last=group.request_id not in self._groups,
@@ -344,6 +346,13 @@ def _expand(request: Request) -> Iterator[Request]:
         engine_id = f"{request.request_id}#{index}"
         hints = request.kv_hints if index == 0 else None
         yield replace(request, request_id=engine_id, params=params, group=request.request_id, kv_hints=hints)
+
+
+def _drawing(request: Request) -> Request:
+    """The request as an engine takes it: computing a prompt draws a token, also where none is wanted."""
+    if request.params.max_tokens != 0:
+        return request
+    return replace(request, params=replace(request.params, max_tokens=1))
 
 
 def _parsed(kv_hints: Hints) -> KvHintsEnvelope:

@@ -15,7 +15,14 @@ from sagellm.core.errors import CapacityError
 from sagellm.core.plan import ExecutionPlan, Join, Prefill, StepResult
 from sagellm.core.protocols.fusion import Capture, KernelSet, KernelSource
 from sagellm.core.protocols.quantization import FormatSource, WeightQuantizer
-from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, SamplingParams, Tokens
+from sagellm.core.types import (
+    PROMPT_LOGPROBS,
+    CapabilityDescriptor,
+    KVCacheSchema,
+    SamplingParams,
+    TokenLogprob,
+    Tokens,
+)
 from sagellm.engines.native.architectures import ModelSpec, read_config, read_spec
 from sagellm.engines.native.attention_choice import attention_planner
 from sagellm.engines.native.checkpoint import Checkpoint
@@ -24,20 +31,29 @@ from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV
 from sagellm.engines.native.loading import Loading, Progress
 from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
-from sagellm.engines.native.model import DecoderModel
+from sagellm.engines.native.model import DecoderModel, StepInputs
 from sagellm.engines.native.options import check_counts, model_length, usable_device
 from sagellm.engines.native.precision import dtype_name, torch_dtype
+from sagellm.engines.native.prompt_logprobs import prompt_logprobs
 from sagellm.engines.native.quantized import quantization_of
 from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps, buckets
 from sagellm.engines.native.return_costs import host_copy_s, prefill_token_s
-from sagellm.engines.native.rows import BatchRows
+from sagellm.engines.native.rows import BatchRows, Scored
 from sagellm.engines.native.sampler import sample
 from sagellm.engines.native.weight_check import check
 from sagellm.engines.native.weights import Parameter, num_parameters, parameters
 
 PARAMETERS_PER_THREAD = 8_000_000
 FEATURES = frozenset(
-    {"chunked_prefill", "prefix_reuse", "mixed_batch", "logprobs", "penalties", "sliding_window"}
+    {
+        "chunked_prefill",
+        "prefix_reuse",
+        "mixed_batch",
+        "logprobs",
+        PROMPT_LOGPROBS,
+        "penalties",
+        "sliding_window",
+    }
 )
 
 
@@ -236,24 +252,43 @@ class NativeBackend:
             return self._compute(plan)
 
     def _compute(self, plan: ExecutionPlan) -> StepResult:
-        logits = self._logits(plan)
+        scored = self._rows.scored(plan) if plan.prefills else ()
+        if scored:
+            logits, prompts = self._logits_and_scores(plan, scored)
+        else:
+            logits, prompts = self._logits(plan), {}
         rows = plan.sample_rows
         if not rows:
-            return StepResult(plan.step)
+            return StepResult(plan.step, prompt_logprobs=prompts)
         drawn = sample(logits, self._rows.samplers(rows), self._draw)
         self._rows.advance(rows, drawn.token_ids)
         logprobs = {rows[i]: entry for i, entry in drawn.logprobs.items()}
-        return StepResult(plan.step, tuple(drawn.token_ids), logprobs)
+        return StepResult(plan.step, tuple(drawn.token_ids), logprobs, prompts)
 
     def _logits(self, plan: ExecutionPlan) -> torch.Tensor:
         """Logits [S, vocab] of `plan.sample_rows`; the step's K and V are in the pool afterwards."""
         if self._steps is not None and self._steps.takes(plan):
             return self._steps.logits(plan, self._rows)
-        inputs = self._rows.inputs(plan, self._planner, set(self._spec.windows), self._device)
+        return self._model.forward(self._inputs(plan), self._kv)
+
+    def _logits_and_scores(
+        self, plan: ExecutionPlan, scored: Sequence[Scored]
+    ) -> tuple[torch.Tensor, dict[int, tuple[TokenLogprob, ...]]]:
+        """As `_logits`, and the log-probabilities of the prompt tokens that `scored` names, by row."""
+        num_sampled = len(plan.sample_rows)
+        with torch.inference_mode():
+            hidden = self._model.hidden(self._inputs(plan, scored), self._kv)
+            logits = self._model.head(hidden[:num_sampled])
+            found = prompt_logprobs(self._model.head, hidden[num_sampled:], scored, self._spec.vocab_size)
+        return logits, found
+
+    def _inputs(self, plan: ExecutionPlan, scored: Sequence[Scored] = ()) -> StepInputs:
+        """The step's tensors; blocks that kernels read beyond what is computed hold zeros afterwards."""
+        inputs = self._rows.inputs(plan, self._planner, set(self._spec.windows), self._device, scored)
         fresh = self._rows.fresh_last_blocks(plan) if self._planner.reads_padding else ()
         if fresh:
             self._kv.clear_blocks(fresh)
-        return self._model.forward(inputs, self._kv)
+        return inputs
 
     def prompt_logits(self, prompt: Sequence[int]) -> torch.Tensor:
         """Logits [vocab] after a prompt, in float32 on the CPU, so that models can be compared. It runs in

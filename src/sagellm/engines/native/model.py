@@ -39,8 +39,8 @@ Stream = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step as tensors. `tokens`, `positions` and KV `slots` are [T]; logits are made for rows `sampled`
-    [S], or for all (None).
+    """One step as tensors. `tokens`, `positions` and KV `slots` are [T]; the last layer's MLP and the head
+    are computed for rows `sampled` [S], or for all (None).
 
     `attention` holds one plan per distinct window of the model.
     """
@@ -124,9 +124,11 @@ class DecoderModel:
 
     @torch.inference_mode()
     def forward(self, step: StepInputs, kv: PagedKV, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [S, vocab] of the sampled rows, float32 (float64 for a float64 model), in `out` where it is
-        given; new K and V go to `kv`.
-        """
+        """Logits [S, vocab] of the sampled rows, as `head` gives them; new K and V go to `kv`."""
+        return self.head(self.hidden(step, kv), out)
+
+    def hidden(self, step: StepInputs, kv: PagedKV) -> torch.Tensor:
+        """What the head reads [S, hidden] for the sampled rows; new K and V go to `kv`. In inference mode."""
         x, delta = self._embedded(step), None
         angles = self._rope.cos_sin(step.positions, step.max_position) if self._rope else None
         last = len(self._layers) - 1
@@ -135,10 +137,18 @@ class DecoderModel:
             if i == last and step.sampled is not None:
                 x, delta = _sum(x, delta)[step.sampled], None
             x, delta = self._mlp(layer, x, delta)
+        x = self._entering(x, delta, self._final_norm) if self.spec.final_norm else _sum(x, delta)
+        return x if self._project_out is None else self._project_out.multiply(x)
+
+    def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [S, vocab] of `hidden` rows, float32 (float64 for a float64 model), in `out` where it is
+        given. In inference mode.
+        """
         if out is None:
             dtype = torch.promote_types(self._dtype, torch.float32)
-            out = x.new_empty(len(x), self.spec.vocab_size, dtype=dtype)
-        return self._logits(x, delta, out)
+            out = hidden.new_empty(len(hidden), self.spec.vocab_size, dtype=dtype)
+        logits: torch.Tensor = self._head.multiply(hidden, None, out)
+        return logits
 
     def _embedded(self, step: StepInputs) -> torch.Tensor:
         x: torch.Tensor = self._embed.rows(step.tokens, self._dtype)
@@ -211,13 +221,6 @@ class DecoderModel:
         if self.spec.rms_norm:
             return F.rms_norm(x, x.shape[-1:], norm.weight, self.spec.norm_eps)
         return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, self.spec.norm_eps)
-
-    def _logits(self, x: torch.Tensor, delta: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-        x = self._entering(x, delta, self._final_norm) if self.spec.final_norm else _sum(x, delta)
-        if self._project_out is not None:
-            x = self._project_out.multiply(x)
-        logits: torch.Tensor = self._head.multiply(x, None, out)
-        return logits
 
 
 def _sum(x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:

@@ -28,8 +28,21 @@ class Row:
 
     request_id: str
     tokens: array[int]
+    num_prompt_tokens: int
     table: array[int]
     sampler: RowSampler
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Positions of a row's prompt whose logits are wanted: flat rows `[first_row, first_row + len(targets))`
+    of the step. `targets` are the tokens that follow, `top` is how many alternatives to report.
+    """
+
+    row: int
+    first_row: int
+    targets: array[int]
+    top: int
 
 
 class BatchRows:
@@ -67,7 +80,8 @@ class BatchRows:
         seed = request_seed(self._seed, join.request_id) if params.seed is None else params.seed
         prompt, outputs = tokens[: join.num_prompt_tokens], tokens[join.num_prompt_tokens :]
         sampler = RowSampler.of(params, seed, prompt, outputs, join.eos_token_ids, self._vocab_size, device)
-        self._rows[join.row] = Row(join.request_id, tokens, array("i", join.block_ids), sampler)
+        table = array("i", join.block_ids)
+        self._rows[join.row] = Row(join.request_id, tokens, join.num_prompt_tokens, table, sampler)
 
     def _grow(self, growth: Growth) -> None:
         row = self._row(growth.row)
@@ -92,8 +106,11 @@ class BatchRows:
         planner: AttentionPlanner,
         windows: Iterable[int | None],
         device: torch.device,
+        scored: Sequence[Scored] = (),
     ) -> StepInputs:
-        """The tensors of a step. Flat order: decode rows, longest first, then prefills as planned."""
+        """The tensors of a step. Flat order: decode rows, longest first, then prefills as planned. The rows
+        of `scored` follow those that are sampled from.
+        """
         order = sorted(range(len(plan.decode_rows)), key=lambda i: -plan.decode_positions[i])
         decode = [
             self._span(first, plan.decode_rows[i], plan.decode_positions[i], 1)
@@ -116,9 +133,22 @@ class BatchRows:
             positions=moved(torch.frombuffer(positions, dtype=torch.long), device),
             max_position=max(span.end for span in spans) - 1,
             slots=moved(torch.frombuffer(slots, dtype=torch.long), device),
-            sampled=moved(self._sampled(plan, order, prefill), device),
+            sampled=moved(self._sampled(plan, order, prefill, scored), device),
             attention={window: planner.plan(decode, prefill, window) for window in windows},
         )
+
+    def scored(self, plan: ExecutionPlan) -> list[Scored]:
+        """What the step computes of prompts whose log-probabilities were asked for."""
+        found: list[Scored] = []
+        first = len(plan.decode_rows)
+        for op in plan.prefills:
+            known = self._row(op.row)
+            top = known.sampler.params.prompt_logprobs
+            if top is not None:
+                stop = min(op.start + op.num_tokens + 1, known.num_prompt_tokens)
+                found.append(Scored(op.row, first, known.tokens[op.start + 1 : stop], top))
+            first += op.num_tokens
+        return found
 
     def decodes(self, plan: ExecutionPlan) -> tuple[list[int], list[Span]]:
         """The token and the span of each of `plan.decode_rows`, which are the flat rows in that order."""
@@ -148,15 +178,18 @@ class BatchRows:
             yield span.block_ids[position // size] * size + position % size
 
     @staticmethod
-    def _sampled(plan: ExecutionPlan, order: Sequence[int], prefill: Sequence[Span]) -> torch.Tensor:
-        """The flat row of each of `plan.sample_rows`."""
+    def _sampled(
+        plan: ExecutionPlan, order: Sequence[int], prefill: Sequence[Span], scored: Sequence[Scored]
+    ) -> torch.Tensor:
+        """The flat row of each of `plan.sample_rows`, then those of `scored`."""
         place = [0] * len(order)
         for first, i in enumerate(order):
             place[i] = first
         ends = [
             s.first_row + s.num_tokens - 1 for s, op in zip(prefill, plan.prefills, strict=True) if op.samples
         ]
-        return torch.tensor(place + ends, dtype=torch.long)
+        prompts = (row for one in scored for row in range(one.first_row, one.first_row + len(one.targets)))
+        return torch.tensor([*place, *ends, *prompts], dtype=torch.long)
 
     def fresh_last_blocks(self, plan: ExecutionPlan) -> list[int]:
         """Blocks that a row of the step ends in and of which nothing is computed yet."""

@@ -156,7 +156,7 @@ class KVCacheManager(Quotes):
     def admitted(self, chunk: Chunk, *, again: bool = False) -> None:
         """A request entered the batch with what this chunk reuses (`again`: it was preempted before)."""
         state, hit = chunk.state, chunk.hit
-        if hit is None:
+        if hit is None or state.max_reusable < len(state.tokens) - 1:  # what it may not reuse is no miss
             return
         if self.metrics is not None and not again:
             total = len(state.tokens)
@@ -375,7 +375,8 @@ class KVCacheManager(Quotes):
 
     def _publish(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
-            if chunk.hit is not None:  # before its own blocks count as resident
+            if chunk.hit is not None and chunk.state.max_reusable == len(chunk.state.tokens) - 1:
+                # before its own blocks count as resident
                 self._attribute(chunk.state, chunk.hit, again=chunk.state.scheduled_s is not None)
             self._registrar.publish(self._sequences[chunk.state.request_id], chunk.end)
 

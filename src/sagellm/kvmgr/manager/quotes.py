@@ -37,8 +37,8 @@ class Quotes:
     _windows: Windows
 
     def match(self, state: RequestState) -> PrefixHit:
-        """The longest reusable prefix, capped so that at least one token is left to compute."""
-        limit = len(state.tokens) - 1 if self.prefix_caching else 0
+        """The longest reusable prefix, within `state.max_reusable`."""
+        limit = state.max_reusable if self.prefix_caching else 0
         namespace = self.namespace_of(state.request.namespace)
         if self.metrics is None:
             hit = self.index.lookup(state.tokens, namespace, limit)

@@ -119,7 +119,7 @@ class PrefixCacheAwarePass:
         return num_cached
 
     def _lookup(self, index: PrefixReuseIndex, state: RequestState) -> PrefixHit:
-        return index.lookup(state.tokens, state.request.namespace, len(state.tokens) - 1)
+        return index.lookup(state.tokens, state.request.namespace, state.max_reusable)
 
     def _look_up_again(self, draft: Draft, view: SchedulingView) -> None:
         """Of those who were there before, when the index has changed."""
@@ -137,7 +137,7 @@ class PrefixCacheAwarePass:
         common."""
         start, end = num_cached * TOKEN_BYTES, (num_cached + self.min_shared) * TOKEN_BYTES
         data = state.tokens.tobytes()
-        if end >= len(data) or self.max_hold_s <= 0:
+        if end >= len(data) or self.max_hold_s <= 0 or state.max_reusable < len(state.tokens) - 1:
             return
         key = (state.request.namespace.tenant, num_cached, data[start:end])
         leader = self._leaders.setdefault(key, state)
