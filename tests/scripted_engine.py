@@ -90,7 +90,12 @@ class ScriptedEngine:
             _logprobs(new, request.params.logprobs),
             reason,
             error,
+            self._prompt_logprobs(request, is_first=running.num_sent == len(new)),
         )
+
+    def _prompt_logprobs(self, request: Request, *, is_first: bool) -> tuple[TokenLogprob, ...] | None:
+        count = request.params.prompt_logprobs
+        return None if count is None or not is_first else _logprobs(request.tokens.tolist()[1:], count)
 
     def abort(self, request_id: str) -> bool:
         self.aborted.append(request_id)

@@ -117,7 +117,6 @@ UNSUPPORTED: dict[str, Any] = {
     "web_search_options": {},
     "best_of": 2,
     "suffix": "x",
-    "reasoning_effort": "high",
     "guided_regex": "a+",
     "use_beam_search": True,
     "skip_special_tokens": False,
@@ -151,8 +150,9 @@ def test_padded_chunks_are_not_supported(live: Live) -> None:
     assert (error["code"], error["param"]) == ("unsupported_parameter", "stream_options.include_obfuscation")
 
 
-def test_echo_with_logprobs_is_not_supported(live: Live) -> None:
-    assert refused(live, COMPLETIONS, 400, echo=True, logprobs=1)["code"] == "unsupported_parameter"
+def test_nothing_to_generate_needs_echo(live: Live) -> None:
+    assert "echo" in refused(live, COMPLETIONS, 400, max_tokens=0)["message"]
+    assert refused(live, COMPLETIONS, 400, max_tokens=-1, echo=True)["param"] == "max_tokens"
 
 
 def test_neutral_values_and_descriptions_of_the_caller_are_accepted(live: Live) -> None:

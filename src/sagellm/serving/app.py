@@ -26,7 +26,7 @@ from sagellm.serving.generate import Generator
 from sagellm.serving.hints import HintRoute
 from sagellm.serving.prompts import PromptEncoder
 from sagellm.serving.reader import RequestReader
-from sagellm.serving.schema import DetokenizeRequest, TokenizeRequest, options_of
+from sagellm.serving.schema import DetokenizeRequest, TokenizeRequest
 
 DEFAULT_MAX_WAITING = 1024
 DEFAULT_MAX_BODY_BYTES = 32 * 2**20
@@ -146,7 +146,7 @@ class TokenRoutes:
         if body.prompt is not None:
             return self.encoder.text(body.prompt, add_special_tokens=body.add_special_tokens is not False)
         prompted = body.add_generation_prompt is not False
-        return self.encoder.chat(body.messages or [], options_of(body), add_generation_prompt=prompted)
+        return self.encoder.chat(body.messages or [], body.template_options(), add_generation_prompt=prompted)
 
 
 def _lifespan_of(gateway: Gateway, stop_timeout_s: float) -> Callable[[FastAPI], Any]:

@@ -105,7 +105,9 @@ class Generation:
 
 
 def _size(delta: TextDelta) -> int:
-    """Bytes, roughly and at least, that a delta keeps while nobody reads it."""
+    """Bytes, roughly and at least, that a delta keeps while nobody reads it. The prompt's log-probabilities,
+    which come once, do not count: they may be more than what a client is given time for.
+    """
     entries = len(delta.token_ids) + sum(1 + len(entry.top) for entry in delta.logprobs)
     return len(delta.text) + _BYTES_PER_TOKEN * entries
 

@@ -15,7 +15,7 @@ from sagellm.serving.gateway import Gateway, Generation
 from sagellm.serving.prompts import PromptEncoder
 from sagellm.serving.reader import RequestReader
 from sagellm.serving.replies import ChatReply, CompletionReply, Head, Reply
-from sagellm.serving.schema import ChatRequest, CompletionRequest, GenerationFields, options_of
+from sagellm.serving.schema import ChatRequest, CompletionRequest, GenerationFields
 from sagellm.serving.sse import EventStream, closed_on_disconnect, events
 
 CLIENT_CLOSED_REQUEST = 499
@@ -36,7 +36,7 @@ class Generator:
         body = await self.reader.read(ChatRequest, request)
         model = self.check_model(body.model)
         params = body.params(self.gateway.llm)
-        options = options_of(body)
+        options = body.template_options()
         self.gateway.check_room(1, params.n)
         tokens = await run_in_threadpool(self.encoder.chat, body.messages, options)
         generation = self._open([tokens], params, body)
@@ -57,7 +57,13 @@ class Generator:
             echoes = await run_in_threadpool(lambda: [self._echo(prompt) for prompt in prompts])
         generation = self._open(tokens, params, body)
         head = self._head("cmpl", generation, model)
-        reply = CompletionReply(head, logprobs=body.logprobs, echoes=echoes, num_choices=params.n)
+        reply = CompletionReply(
+            head,
+            logprobs=body.logprobs,
+            echoes=echoes,
+            num_choices=params.n,
+            scores_prompts=params.prompt_logprobs is not None,
+        )
         return await self._answer(request, body, params, generation, reply, num_prompts=len(prompts))
 
     def _open(self, prompts: Sequence[Tokens], params: SamplingParams, body: GenerationFields) -> Generation:
@@ -90,7 +96,9 @@ class Generator:
         num_prompts: int,
     ) -> Response:
         if not body.stream:
-            return await _whole(request, generation, reply, params.n, num_prompts)
+            whole = await _whole(request, generation, reply, params.n, num_prompts)
+            whole.headers.update(body.warning_headers)
+            return whole
         chunks = events(
             generation,
             reply,
@@ -99,7 +107,7 @@ class Generator:
             include_usage=body.include_usage,
             continuous_usage=body.continuous_usage,
         )
-        return EventStream(chunks, generation)
+        return EventStream(chunks, generation, body.warning_headers)
 
 
 async def _whole(
@@ -114,4 +122,6 @@ async def _whole(
         if generation.closed:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
     usage = sum((completion.usage for completion in completions), Usage())
+    if any(choice.prompt_logprobs for one in completions for choice in one.choices):  # they may be many
+        return await run_in_threadpool(lambda: JSONResponse(reply.whole(completions, usage)))
     return JSONResponse(reply.whole(completions, usage))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sagellm.core.types import FinishReason
@@ -105,10 +105,21 @@ class ChatReply:
 
 
 class CompletionReply:
-    """Answers of /v1/completions. `echoes[i]` is put before the text of prompt `i`."""
+    """Answers of /v1/completions. `echoes[i]` is put before the text of prompt `i`; with `scores_prompts` the
+    log-probabilities of its tokens are put before those of the answer.
+    """
 
-    def __init__(self, head: Head, *, logprobs: int | None, echoes: Sequence[str], num_choices: int) -> None:
+    def __init__(
+        self,
+        head: Head,
+        *,
+        logprobs: int | None,
+        echoes: Sequence[str],
+        num_choices: int,
+        scores_prompts: bool = False,
+    ) -> None:
         self._head = head
+        self._scores_prompts = scores_prompts
         self._logprobs = logprobs
         self._echoes = echoes
         self._num_choices = num_choices
@@ -118,7 +129,7 @@ class CompletionReply:
             self._choice(
                 position * self._num_choices + choice.index,
                 self._echoes[position] + choice.text,
-                choice.logprobs,
+                (*choice.prompt_logprobs, *self._behind_echo(position, choice.logprobs)),
                 choice.finish_reason,
             )
             for position, completion in enumerate(completions)
@@ -127,15 +138,21 @@ class CompletionReply:
         return self._head.wrap("text_completion", choices) | {"usage": usage_json(usage)}
 
     def opening(self, num_choices: int) -> Iterator[Json]:
-        """The echoed prompts, if there are any."""
+        """The echoed prompts, if there are any; those that are scored come with their log-probabilities."""
+        if self._scores_prompts:
+            return
         for index in range(num_choices):
             echo = self._echoes[index // self._num_choices]
             if echo:
                 yield self._chunk(index, echo)
 
     def parts(self, index: int, delta: TextDelta) -> Iterator[Json]:
+        position = index // self._num_choices
+        if delta.prompt_logprobs:
+            yield self._chunk(index, self._echoes[position], delta.prompt_logprobs)
         if delta.text or delta.finish_reason is not None or (self._logprobs is not None and delta.logprobs):
-            yield self._chunk(index, delta.text, delta.logprobs, delta.finish_reason)
+            logprobs = self._behind_echo(position, delta.logprobs)
+            yield self._chunk(index, delta.text, logprobs, delta.finish_reason)
 
     def closing(self, usage: Usage) -> Json:
         """The usage chunk: no choices."""
@@ -160,12 +177,16 @@ class CompletionReply:
             "finish_reason": _reason(reason),
         }
 
+    def _behind_echo(self, position: int, entries: Sequence[TokenText]) -> Sequence[TokenText]:
+        """Entries of the answer with offsets that count the echoed prompt."""
+        echo = self._echoes[position]
+        return [replace(entry, offset=entry.offset + len(echo)) for entry in entries] if echo else entries
+
     def _logprobs_json(self, entries: Sequence[TokenText]) -> Json:
-        tops = [{one.text: _finite(one.logprob) for one in entry.top} for entry in entries]
         return {
             "tokens": [entry.text for entry in entries],
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
-            "top_logprobs": tops if self._logprobs else None,
+            "top_logprobs": [_top_json(entry) for entry in entries] if self._logprobs else None,
             "text_offset": [entry.offset for entry in entries],
         }
 
@@ -177,8 +198,18 @@ def _token_json(entry: TokenText) -> Json:
     return {"token": entry.text, "logprob": _finite(entry.logprob), "bytes": list(entry.data)}
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)
+def _top_json(entry: TokenText) -> Json | None:
+    """The likeliest tokens and the token itself, by text; of tokens of one text the likeliest counts."""
+    if entry.logprob is None:
+        return None
+    found: Json = {}
+    for one in (*entry.top, entry):
+        found.setdefault(one.text, _finite(one.logprob))
+    return found
+
+
+def _finite(logprob: float | None) -> float | None:
+    return logprob if logprob is None or logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
 def _reason(reason: FinishReason | None) -> str | None:

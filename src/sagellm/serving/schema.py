@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -21,7 +21,7 @@ from sagellm.core.kv_hints import KvHintsEnvelope
 from sagellm.core.types import MAX_LOGPROBS, SamplingParams
 from sagellm.engines.llm import LLM, MAX_SESSION_ID_CHARS
 from sagellm.serving.errors import clipped
-from sagellm.serving.parameters import MESSAGE_FIELDS, MESSAGE_NEUTRAL, check_names
+from sagellm.serving.parameters import MESSAGE_FIELDS, MESSAGE_NEUTRAL, LenientRequest, check_names
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; chats default to the rest of the context."""
@@ -30,6 +30,8 @@ MAX_LISTED = 2**16
 """Entries of `logit_bias` and `stop_token_ids`."""
 
 MAX_SALT_CHARS = 2**16
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 KvHints = Annotated[KvHintsEnvelope, PlainValidator(KvHintsEnvelope.parse)]
 
@@ -68,7 +70,37 @@ class StreamOptions(BaseModel):
         return value
 
 
-class GenerationFields(BaseModel):
+class TemplateFields(BaseModel):
+    """Variables of the chat template, as vLLM and SGLang take them: by themselves, or together as
+    `chat_template_kwargs`.
+    """
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+    documents: list[dict[str, Any]] | None = Field(default=None, max_length=MAX_LISTED)
+
+    def template_options(self) -> Mapping[str, Any]:
+        """What the template is given. An effort of "none" switches thinking off, any other on, unless that is
+        said too. Raises `RequestError` for variables that the server sets, and for contradictions.
+        """
+        where = "chat_template_kwargs"
+        options = dict(self.chat_template_kwargs or {})
+        taken = {"messages", "tools", "add_generation_prompt"} & options.keys()
+        if taken:
+            raise RequestError(f"{where} may not set {', '.join(sorted(taken))}", where)
+        for name in ("enable_thinking", "thinking", "reasoning_effort", "documents"):
+            value = getattr(self, name)
+            if value is not None and options.setdefault(name, value) != value:
+                raise RequestError(f"{name} and {where}.{name} differ: send one", name)
+        if self.reasoning_effort is not None:
+            for name in ("enable_thinking", "thinking"):
+                options.setdefault(name, self.reasoning_effort != "none")
+        return options
+
+
+class GenerationFields(LenientRequest):
     """What chats and completions share. Null means: not given."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -98,6 +130,9 @@ class GenerationFields(BaseModel):
     kv_hints: KvHints | None = None
     service_tier: str | None = Field(default=None, pattern=r"^[\w.-]{1,64}$")
 
+    fewest_tokens: ClassVar[int] = 1
+    """The least `max_tokens`."""
+
     @property
     def service_class(self) -> str:
         """The class whose share of KV memory the request uses; OpenAI's words for none in particular are
@@ -106,9 +141,10 @@ class GenerationFields(BaseModel):
 
     @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
     @classmethod
-    def _at_least_one(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and value < 1:
-            raise RequestError(f"{info.field_name} must be at least 1, got {value}", info.field_name)
+    def _enough(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and value < cls.fewest_tokens:
+            least = f"{info.field_name} must be at least {cls.fewest_tokens}"
+            raise RequestError(f"{least}, got {value}", info.field_name)
         return value
 
     @field_validator("top_p")
@@ -147,9 +183,9 @@ class GenerationFields(BaseModel):
     def continuous_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def sampling(self, llm: LLM, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def sampling(self, llm: LLM, max_tokens: int | None, **given: Any) -> SamplingParams:
         """The parameters, with the model's defaults for what is not given. Raises `RequestError`."""
-        given: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs}
+        given["max_tokens"] = max_tokens
         given |= {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
         if self.stop is not None:
             given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -160,14 +196,13 @@ class GenerationFields(BaseModel):
         return llm.sampling_params(**given)
 
 
-class ChatRequest(GenerationFields):
+class ChatRequest(TemplateFields, GenerationFields):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]] = Field(fail_fast=True)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
@@ -181,20 +216,24 @@ class ChatRequest(GenerationFields):
 
     def params(self, llm: LLM) -> SamplingParams:
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.sampling(llm, limit, (self.top_logprobs or 0) if self.logprobs else None)
+        return self.sampling(llm, limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
 
 class CompletionRequest(GenerationFields):
-    """POST /v1/completions. `prompt`: a text, texts, token ids, or lists of token ids."""
+    """POST /v1/completions. `prompt`: a text, texts, token ids, or lists of token ids. With `echo` the answer
+    begins with the prompt, `logprobs` include its tokens, and `max_tokens` may be 0.
+    """
 
     prompt: Any
     logprobs: int | None = None
     echo: bool | None = None
 
+    fewest_tokens = 0
+
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise UnsupportedParameterError("echo with logprobs is not supported: leave one out", "logprobs")
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens must be at least 1, or 0 with echo", "max_tokens")
         self.prompts()
         return self
 
@@ -210,10 +249,11 @@ class CompletionRequest(GenerationFields):
 
     def params(self, llm: LLM) -> SamplingParams:
         limit = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return self.sampling(llm, limit, self.logprobs)
+        prompt_logprobs = self.logprobs if self.echo else None
+        return self.sampling(llm, limit, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(TemplateFields):
     """POST /tokenize: `prompt` or `messages`."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -223,7 +263,6 @@ class TokenizeRequest(BaseModel):
     messages: list[dict[str, Any]] | None = Field(default=None, fail_fast=True)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -278,13 +317,3 @@ def _is_list_of(value: object, kind: type) -> bool:
 
 def _is_ids(value: object) -> bool:
     return bool(value) and _is_list_of(value, int)
-
-
-def options_of(request: ChatRequest | TokenizeRequest) -> Mapping[str, Any] | None:
-    """Variables for the chat template; those that the server itself sets are refused."""
-    options = request.chat_template_kwargs
-    taken = {"messages", "tools", "add_generation_prompt"} & set(options or {})
-    if taken:
-        where = "chat_template_kwargs"
-        raise RequestError(f"{where} may not set {', '.join(sorted(taken))}", where)
-    return options

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagellm.core.errors import UnsupportedParameterError
+from sagellm.core.plan import ExecutionPlan
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.types import Request, RequestOutput, SamplingParams, TokenLogprob, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.native import prompt_logprobs as scoring
+from sagellm.engines.native.rows import BatchRows, Scored
 from sagellm.kvmgr.scheduler_ir import presets
 from sagellm.kvmgr.scheduler_ir.passes import ChunkedPrefillPass, PrefixCacheAwarePass
 from tests.builders import PreemptAtRandom, check_books, fake_engine
@@ -175,10 +177,13 @@ def test_without_them_a_step_does_nothing_more(monkeypatch: pytest.MonkeyPatch) 
     busy = engine(name, 60, 64, [], caching=True)
     native = backend(name, False)
     looked: list[int] = []
-    scored = native._rows.scored
-    monkeypatch.setattr(
-        type(native._rows), "scored", lambda rows, plan: looked.append(plan.step) or scored(plan)
-    )
+    scored = BatchRows.scored
+
+    def counted(rows: BatchRows, plan: ExecutionPlan) -> list[Scored]:
+        looked.append(plan.step)
+        return scored(rows, plan)
+
+    monkeypatch.setattr(BatchRows, "scored", counted)
     monkeypatch.setattr(native, "_logits_and_scores", None)
     ask(busy, "a", prompt(0, 38, 1), max_tokens=8, top=None)
     outputs_of(busy)
