@@ -245,12 +245,8 @@ class PrefixReuseIndex(Protocol):
         of it leads to blocks that are pinned or another's."""
         ...
 
-    def num_evictable_of(self, account: Account) -> int:
-        """Blocks of one account that `evict` could give up."""
-        ...
-
     def evictable_by_account(self) -> Mapping[Account, int]:
-        """`num_evictable_of` for all accounts with blocks in the index."""
+        """Blocks that `evict` could give up, of each account with blocks in the index."""
         ...
 
     def num_unpinned_on_path(self, hit: PrefixHit) -> int:

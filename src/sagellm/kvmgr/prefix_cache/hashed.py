@@ -71,10 +71,6 @@ class HashedPrefixCache(SimpleDoor):
     def num_evictable(self) -> int:
         return sum(share.num_evictable for share in self._shares.values())
 
-    def num_evictable_of(self, account: Account) -> int:
-        share = self._shares.get(account)
-        return share.num_evictable if share is not None else 0
-
     def evictable_by_account(self) -> Mapping[Account, int]:
         return {share.account: share.num_evictable for share in self._shares.values() if share.num_blocks}
 

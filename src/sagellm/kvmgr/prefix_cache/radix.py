@@ -74,10 +74,6 @@ class RadixPrefixCache(SimpleDoor):
     def num_evictable(self) -> int:
         return self.tree.num_cached - self.tree.num_pinned
 
-    def num_evictable_of(self, account: Account) -> int:
-        group = self._leaves.groups.get(account)
-        return group.num_evictable if group is not None else 0
-
     def evictable_by_account(self) -> Mapping[Account, int]:
         return self._leaves.evictable_by_account()
 
