@@ -32,12 +32,13 @@ BOTH_PHASES = frozenset(Phase)
 
 @dataclass(frozen=True, slots=True)
 class InstanceStep:
-    """One instance's part of a graph: its name, its step, the phases that it computes, and why it does what
-    it does."""
+    """One instance's part of a graph: its name, its step, the phases that it computes, the tokens that may be
+    drafted for each request in decode, and why it does what it does."""
 
     name: str
     step: int
     phases: frozenset[Phase] = BOTH_PHASES
+    num_draft_tokens: int = 0
     decisions: tuple[Decision, ...] = ()
 
 

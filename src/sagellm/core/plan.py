@@ -396,6 +396,8 @@ class ExecutionPlan:
     placements: tuple[tuple[str, Placement], ...] = ()
     preempted: tuple[str, ...] = ()
     rejected: tuple[tuple[str, str], ...] = ()
+    num_draft_tokens: int = 0
+    """Tokens that a speculative decoder may propose for each request in decode."""
     decisions: tuple[Decision, ...] = ()
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -292,6 +292,8 @@ def build_engine(
     backend = backend or build_backend(config, progress=progress)
     events = events or EventBus()
     capability = backend.capability()
+    passes = build_passes(config.scheduler)
+    check_features(passes, capability)
     kv = build_kv(
         config.kv,
         capability.num_blocks,
@@ -304,7 +306,7 @@ def build_engine(
     return Engine(
         backend,
         kv,
-        BaseSchedulerIR(build_passes(config.scheduler)),
+        BaseSchedulerIR(passes),
         max_batched_tokens=config.scheduler.max_batched_tokens,
         overlap=config.engine.overlap,
         clock=clock,
@@ -322,10 +324,24 @@ def build_passes(config: SchedulerConfig) -> list[SchedulerPass]:
     return [presets.make_pass(name, config.pass_options.get(name, {})) for name in config.passes]
 
 
+def check_features(passes: Sequence[SchedulerPass], capability: CapabilityDescriptor) -> None:
+    """Raise `ConfigError` where a pass decides what the backend does not carry out."""
+    for one in passes:
+        missing = sorted(getattr(one, "requires", frozenset()) - capability.features)
+        if missing:
+            raise ConfigError(
+                f"pass {one.name!r} needs a backend with {', '.join(missing)}; this one, on device "
+                f"{capability.device!r}, has {', '.join(sorted(capability.features)) or 'no features'}: "
+                f"take the pass out of scheduler.passes"
+            )
+
+
 def swap_strategy(engine: Engine, name: str, **options: Mapping[str, Any]) -> None:
     """Another scheduling strategy on a live engine, by name, from the next step on; `options` by name of
     pass."""
-    engine.scheduler.use(presets.make(name, options))
+    passes = presets.make(name, options)
+    check_features(passes, engine.capability())
+    engine.scheduler.use(passes)
 
 
 def build_llm(

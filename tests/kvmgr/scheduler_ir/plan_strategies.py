@@ -93,6 +93,7 @@ def plans(draw: st.DrawFn) -> ExecutionPlan:
         preempted=tuple(draw(st.lists(NAMES, max_size=3))),
         rejected=tuple(draw(st.lists(st.tuples(NAMES, st.text(max_size=9)), max_size=2))),
         placements=tuple(draw(st.lists(st.tuples(NAMES, PLACEMENTS), max_size=2))),
+        num_draft_tokens=draw(NUMBERS),
         decisions=draw(tuples(st.builds(Decision, NAMES, NAMES, NAMES, st.text(max_size=9)))),
     )
 

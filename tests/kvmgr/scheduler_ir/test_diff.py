@@ -90,3 +90,8 @@ def test_consecutive_steps_of_an_engine_differ_by_what_changed() -> None:
         changed = {change.request_id for change in diff(one.plan, other.plan, one.before, other.before)}
         joined = {join.request_id for join in other.plan.joined}
         assert joined | set(other.plan.preempted) <= changed
+
+
+def test_another_number_of_tokens_to_draft_is_a_change() -> None:
+    other = replace(FIRST, num_draft_tokens=4)
+    assert diff_text(FIRST, other, ROWS, ROWS) == "~ drafts 4 tokens for each decode, not 0\n"

@@ -193,6 +193,8 @@ class SchedulerPass(Protocol):
     an attribute `closes = True`: then nothing runs behind it to see to them. `quiet = True` says that while
     nobody waits and all are in decode it neither does nor learns anything: simulations then pass over it. A
     pass that can promise that while somebody waits has `quiet_until` (`kvmgr/scheduler_ir/quiet.py`).
+    `requires`, a set of names, says which of `CapabilityDescriptor.features` a backend must have to carry out
+    what the pass decides: a strategy with the pass is refused where the backend lacks one.
     """
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn, TypedDict
 
 from sagellm.core.errors import PlanError, RequestError, nearest
@@ -188,7 +188,7 @@ class GraphReader:
                 if not line.ends():
                     line.expected("the end of the line")
         instances = (
-            InstanceStep(one.name, one.step, one.phases, tuple(decisions))
+            replace(one, decisions=tuple(decisions))
             for one, decisions in zip(self._instances, self._decisions, strict=True)
         )
         return IRGraph(tuple(instances), tuple(self._ops))
@@ -213,7 +213,9 @@ class GraphReader:
             given = True
             if not line.has("none"):
                 phases.add(self._phase(line))
-        self._instances.append(InstanceStep(name, step, frozenset(phases) if given else BOTH_PHASES))
+        num_draft_tokens = line.integer("the number of tokens to draft") if line.has("drafts") else 0
+        able = frozenset(phases) if given else BOTH_PHASES
+        self._instances.append(InstanceStep(name, step, able, num_draft_tokens))
         self._decisions.append([])
 
     def _decision(self, line: Line) -> None:

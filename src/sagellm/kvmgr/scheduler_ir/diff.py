@@ -158,7 +158,11 @@ def _either(name: str, what: str, a: str, b: str, other: str = "not") -> Iterato
 
 
 def _moves(a: ExecutionPlan, b: ExecutionPlan) -> Iterator[Change]:
-    """Copies and transfers that only one of the plans has."""
+    """Copies and transfers that only one of the plans has, and another number of tokens to draft."""
+    if a.num_draft_tokens != b.num_draft_tokens:
+        yield Change(
+            "~", None, f"drafts {b.num_draft_tokens} tokens for each decode, not {a.num_draft_tokens}"
+        )
     for sign, here, there in (("-", a, b), ("+", b, a)):
         if sign == "-" and a.step != b.step:
             continue

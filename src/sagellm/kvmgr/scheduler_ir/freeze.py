@@ -53,6 +53,7 @@ def freeze(
         placements=tuple(draft.placements.items()),
         preempted=tuple(state.request_id for state in draft.preempted),
         rejected=tuple(draft.rejected.items()),
+        num_draft_tokens=draft.num_draft_tokens,
         decisions=tuple(draft.decisions),
     )
 

@@ -60,7 +60,8 @@ class IRGraph:
         resumed request from a new one; without it, who has output already is resumed."""
         made = _Derivation(instance, phases, Rows() if rows is None else rows)
         made.add(plan)
-        return cls((InstanceStep(instance, plan.step, phases, plan.decisions),), tuple(made.ops))
+        step = InstanceStep(instance, plan.step, phases, plan.num_draft_tokens, plan.decisions)
+        return cls((step,), tuple(made.ops))
 
     @classmethod
     def merged(cls, graphs: Iterable[IRGraph]) -> IRGraph:
@@ -96,6 +97,7 @@ class IRGraph:
             preempted=tuple(op.request for op in _only(ops, PreemptOp)),
             rejected=tuple((op.request, op.reason) for op in _only(ops, RejectOp)),
             placements=tuple((op.request, op.placement) for op in _only(ops, PlaceOp)),
+            num_draft_tokens=step.num_draft_tokens,
             decisions=step.decisions,
         )
 

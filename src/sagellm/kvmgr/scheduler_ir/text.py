@@ -78,9 +78,10 @@ def parse_plan(text: str) -> ExecutionPlan:
 
 def _header(one: InstanceStep) -> str:
     phases = "".join(f" for {phase.value}" for phase in Phase if phase in one.phases)
-    return f"step {one.step} {instance(one.name)}" + (
-        phases or " for none" if one.phases != BOTH_PHASES else ""
-    )
+    header = f"step {one.step} {instance(one.name)}"
+    if one.phases != BOTH_PHASES:
+        header += phases or " for none"
+    return header + (f" drafts {one.num_draft_tokens}" if one.num_draft_tokens else "")
 
 
 def _decision(decision: Decision) -> str:

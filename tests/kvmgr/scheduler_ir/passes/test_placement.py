@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from sagellm.core.config import SchedulerConfig
+from sagellm.core.config import Config, SchedulerConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.plan import Placement
 from sagellm.core.protocols.scheduler_ir import StepFacts
 from sagellm.core.types import RequestStatus
-from sagellm.engines.build import build_passes
+from sagellm.engines.build import build_engine, build_passes
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir.passes.af_separation import AFSeparationPass
 from sagellm.kvmgr.scheduler_ir.passes.pd_separation import PDSeparationPass
@@ -114,6 +115,52 @@ def test_separation_is_harmless_in_an_engine() -> None:
         sent += [(one.request_id, len(one.block_ids)) for one in engine.last_plan.transfers]
     assert got == {str(i): expected_tokens(backend, [i] * 9, 5) for i in range(5)}
     assert sorted(sent) == [(str(i), 3) for i in range(5)]
+
+
+NEEDS: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "pd_separation": ({"sites": {"d": DECODER}}, "pd_separation"),
+    "af_separation": ({"attention": ["a0"], "ffn": ["f0"]}, "af_separation"),
+    "speculative_budget": ({}, "speculative_decoding"),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_strategy_that_the_backend_does_not_carry_out_is_refused(name: str) -> None:
+    options, feature = NEEDS[name]
+    backend = TokenMemoryBackend()
+    config = Config.model_validate(
+        {
+            "kv": {"block_size": backend.capability().block_size},
+            "scheduler": {"passes": [name], "pass_options": {name: options}},
+        }
+    )
+    with pytest.raises(ConfigError) as error:
+        build_engine(config, backend)
+    assert f"pass '{name}' needs a backend with {feature}" in str(error.value)
+    assert "take the pass out of scheduler.passes" in str(error.value)
+    backend._capability = replace(backend.capability(), features=frozenset({feature}))
+    engine = build_engine(config, backend)
+    assert [one.name for one in engine.scheduler.passes] == [name]
+
+
+def test_a_separation_without_other_instances_needs_nothing() -> None:
+    for name in ("pd_separation", "af_separation"):
+        backend = TokenMemoryBackend()
+        config = Config.model_validate(
+            {"kv": {"block_size": backend.capability().block_size}, "scheduler": {"passes": [name]}}
+        )
+        build_engine(config, backend)
+
+
+def test_the_number_of_tokens_to_draft_is_in_the_plan() -> None:
+    engine = fake_engine(TokenMemoryBackend(), passes=[SpeculativeBudgetPass(max_tokens=3, draft_s=0.0)])
+    engine.add(request("a", range(5), 6))
+    numbers = []
+    while engine.has_work():
+        engine.step()
+        assert engine.last_plan is not None
+        numbers.append(engine.last_plan.num_draft_tokens)
+    assert numbers == [0, 3, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(

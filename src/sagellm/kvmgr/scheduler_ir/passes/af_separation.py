@@ -23,8 +23,9 @@ class AFSeparationPass:
     shares the feed-forward instances.
 
     `num_micro_batches` is the least number with which both sides are busy all the time: `attention_s` and
-    `ffn_s` are seconds of one layer for one micro batch, `link_s` of one way between the two. Nothing
-    executes a placement yet: without `attention` and `ffn` the pass does nothing.
+    `ffn_s` are seconds of one layer for one micro batch, `link_s` of one way between the two.
+    Without `attention` and `ffn` the pass does nothing; with them the backend must have the feature
+    `af_separation`.
     """
 
     name = "af_separation"
@@ -44,6 +45,7 @@ class AFSeparationPass:
             raise ValueError("attention_s and ffn_s must be positive, link_s must not be negative")
         self.attention, self.ffn = tuple(attention), tuple(ffn)
         self.quiet = not attention
+        self.requires = frozenset({self.name} if attention else ())
         self.num_micro_batches = ceil((attention_s + ffn_s + 2 * link_s) / max(attention_s, ffn_s))
         self.placements: dict[str, str] = {}
         self.num_tokens = dict.fromkeys(self.attention, 0)

@@ -71,8 +71,8 @@ class PDSeparationPass:
     `sites` are the other instances, by name. A prompt goes where it is done first: queue, computing, and the
     way back. A request decodes elsewhere where that ends sooner by the share `margin`: `expected_output`
     steps there and the transfer, against as many steps of the length that decode steps have here, prompts of
-    others included. So short outputs and long prompts stay. Placements are advice until an engine carries
-    them out: a request that was placed elsewhere is computed here all the same.
+    others included. So short outputs and long prompts stay. Without sites the pass does nothing; with sites
+    the backend must have the feature `pd_separation`.
     """
 
     name = "pd_separation"
@@ -93,6 +93,7 @@ class PDSeparationPass:
         }
         self.bytes_per_token, self.expected_output, self.margin = bytes_per_token, expected_output, margin
         self.quiet = not self.sites
+        self.requires = frozenset({self.name} if self.sites else ())
         self.placements: dict[str, Placement] = {}
         self.pace = StepPace()
         self._mixed_step_s = 0.0

@@ -17,10 +17,11 @@ class SpeculativeBudgetPass:
 
     A draft token is accepted with probability `acceptance` and costs `draft_s` seconds to make. A step takes
     as long as one without prompts, or as its tokens take to compute, whichever is more: both are learned. The
-    token budget of the step is never exceeded. Nothing drafts yet: the number is advice.
+    token budget of the step is never exceeded.
     """
 
     name = "speculative_budget"
+    requires = frozenset({"speculative_decoding"})
 
     def __init__(self, max_tokens: int = 4, acceptance: float = 0.7, draft_s: float = 0.001) -> None:
         if max_tokens < 0 or not 0 <= acceptance < 1 or draft_s < 0:
