@@ -122,5 +122,5 @@ def test_the_json_and_the_table() -> None:
     assert list(values) == ["format", "environment", "block_size", "settings", "outcomes"]
     assert (values["format"], values["settings"]) == (FORMAT, {"policy": "lru"})
     assert values["outcomes"][0]["token_hits"] == 0.2353
-    assert as_table([outcome], "title").row_count == 1
+    assert len(as_table([outcome], "title").rows) == 1
     assert max(POOLS) == 10_000

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from sagellm.benchmarks._results import environment
 from sagellm.benchmarks.micro import prefix_cache
@@ -65,7 +66,12 @@ def test_ours_before_and_after_each_peer(tmp_path: Path) -> None:
     assert [(one.ours, one.size, one.peer_value) for one in comparisons] == [(("miss",), 64, 8.0)] * 2
     assert all(one.ratio == pytest.approx(one.value / 8.0, abs=1e-3) for one in comparisons)
     ours, beside = tables(done)
-    assert (ours.row_count, beside.row_count) == (3, 2)
+    assert (len(ours.rows), len(beside.rows)) == (3, 2)
+    narrow = Console(width=80)
+    with narrow.capture() as captured:
+        narrow.print(beside)
+    assert "…" not in captured.get()
+    assert {"ours", "drift", "peer's", "ratio", "radix", "miss"} <= set(captured.get().split())
 
 
 def test_a_section_of_one_peer_can_have_variables_of_its_own(tmp_path: Path) -> None:

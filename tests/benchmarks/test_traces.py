@@ -229,6 +229,8 @@ def test_a_file_of_no_known_format_is_refused(tmp_path: Path, text: str, message
 def test_a_file_without_a_request_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no request"):
         read_trace(saved(tmp_path, "\n"), "mooncake")
+    with pytest.raises(ConfigError, match=r"holds no request, 2 lines are broken; line 1: no JSON"):
+        read_trace(saved(tmp_path, "[\n{\n"), "mooncake", on_error="skip")
 
 
 def test_what_cannot_be_read_is_explained(tmp_path: Path) -> None:
@@ -383,7 +385,7 @@ def test_the_summary_counts(tmp_path: Path) -> None:
     assert (summary.span_s, summary.input_tokens, summary.output_tokens) == (4.0, 18, 10)
     assert (summary.median_input_tokens, summary.longest_input_tokens) == (4, 6)
     assert summary.sessions == 0
-    assert as_table(summary).row_count == 16
+    assert len(as_table(summary).rows) == 16
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.jsonl")), ids=lambda path: path.stem)
@@ -403,5 +405,5 @@ def test_reuse_is_that_of_a_set_of_all_blocks_seen(path: Path) -> None:
 def test_a_summary_of_lengths_has_no_blocks() -> None:
     summary = summarize(Trace("x", "azure", 1, (TraceRequest(0.0, Tokens(), Namespace(), 9, 1),)))
     assert (summary.blocks, summary.unique_blocks, summary.infinite_cache_ratio) == (None, None, None)
-    assert as_table(summary).row_count == 12
+    assert len(as_table(summary).rows) == 12
     assert summarize(Trace("x", "azure", 1, ())).requests == 0

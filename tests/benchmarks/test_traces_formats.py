@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from sagellm.benchmarks.traces import Trace, TraceRequest, read_trace
+from sagellm.benchmarks.traces.reading import OnError
 from sagellm.benchmarks.traces.summary import Reuse, reuse, summarize
 from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.types import Namespace, Tokens
@@ -242,6 +243,51 @@ def test_a_broken_call(save: Save, line: dict[str, Any], reason: str) -> None:
         read_trace(save(said("x"), line))
 
 
+# -- trajectories
+
+
+def trajectory(*messages: dict[str, Any], trial: int = 0) -> dict[str, Any]:
+    return {"task_id": 4, "trial": trial, "reward": 1.0, "info": {}, "traj": list(messages)}
+
+
+def test_each_message_of_the_assistant_in_a_trajectory_is_a_request(save: Save) -> None:
+    calls = [{"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}]
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "You are an agent. " * 4},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Who are you?"},
+        {"role": "user", "content": "I am Mia"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "{}", "name": "look_up", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "Hello Mia"},
+    ]
+    trace = read_trace(save(trajectory(*messages), trajectory(*messages[:3], trial=1)), gap_s=5.0)
+    assert (trace.format, trace.block_tokens, trace.skipped) == ("tau_bench", 1, ())
+    sessions = [[r for r in trace.requests if r.session == f"task 4, trial {n}"] for n in (0, 1)]
+    assert [len(one) for one in sessions] == [3, 1]
+    first, second, third = sessions[0]
+    assert [r.time_s - first.time_s for r in sessions[0]] == pytest.approx([0.0, 5.0, 10.0])
+    assert first.num_output_tokens == len("Who are you?") // 4
+    assert second.num_output_tokens == -(-len(json.dumps(calls)) // 4)
+    whole = first.num_input_tokens - 1  # the last token of a prompt may be cut short
+    assert list(second.ids)[:whole] == list(first.ids)[:whole] == list(sessions[1][0].ids)[:whole]
+    assert first.num_input_tokens < second.num_input_tokens < third.num_input_tokens
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (trajectory() | {"traj": "x"}, "traj must be a list of messages, got 'x'"),
+        (trajectory({"content": "x"}), "role is missing"),
+        (trajectory({"role": "user", "content": 3}), "content must be a text, got 3"),
+        (trajectory() | {"task_id": "a"}, "task_id must be a whole number"),
+    ],
+)
+def test_a_broken_trajectory(save: Save, line: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"line 2: {reason}"):
+        read_trace(save(trajectory(), line))
+
+
 # -- statistics of clients
 
 
@@ -325,6 +371,18 @@ def test_servegen_needs_its_file_of_lengths(save: Save, tmp_path: Path) -> None:
         read_trace(path, lengths=broken)
 
 
+def test_servegen_of_clients_that_send_images_is_refused(save: Save, tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    window = {"text_tokens": "{1: 1.0}", "image_tokens": "{1: 1.0}", "output_tokens": "{1: 1.0}"}
+    images.write_text(json.dumps({"client": "1", "windows": {"0": window}}))
+    on_errors: list[OnError] = ["fail", "skip"]
+    for on_error in on_errors:
+        with pytest.raises(
+            ConfigError, match=r"a window of lengths has image_tokens, .* multimodal data are"
+        ):
+            read_trace(save("1,0,1,1,Gamma,1,9"), lengths=images, on_error=on_error)
+
+
 # -- the published files
 
 AGENTS = "cc_agentic_sessions_a.jsonl.xz"
@@ -336,6 +394,7 @@ PUBLISHED = {
     "lmcache_magagent_a.jsonl.xz": ("lmcache_agents", 501, Reuse(64_845, 10_311, 54_534)),
     "lmcache_miniswe_a.jsonl.xz": ("lmcache_agents", 255, Reuse(91_812, 5_702, 86_110)),
     "lmcache_taubench_a.jsonl.xz": ("lmcache_agents", 235, Reuse(2_922, 498, 2_424)),
+    "tau_bench_gpt4o_airline_a.jsonl.xz": ("tau_bench", 1163, Reuse(199_407, 12_860, 186_547)),
     "vllm_requests_RTX4090_llama31_8b.jsonl.xz": ("vllm_requests", 300, Reuse(0, 0, 0)),
     "vllm_requests_RTXPRO6000_llama31_8b.jsonl.xz": ("vllm_requests", 300, Reuse(0, 0, 0)),
 }

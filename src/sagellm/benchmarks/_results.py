@@ -1,27 +1,22 @@
-"""What every result comes with: what it was measured on, a table for a terminal, a JSON file."""
+"""What every result comes with: what it was measured on, and how it is written."""
 
 from __future__ import annotations
 
 import json
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 import sagellm
+from sagellm.benchmarks._tables import Table, print_tables
 from sagellm.core.cores import usable_cores
 from sagellm.core.errors import ConfigError
 
 CPUINFO = Path("/proc/cpuinfo")
-PLAIN_WIDTH = 200
-"""Columns where the output is no terminal, so that no cell is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +81,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def console() -> Console:
-    """Standard output, wide enough for our tables where it is a file or a pipe."""
-    terminal = Console()
-    return terminal if terminal.is_terminal else Console(width=PLAIN_WIDTH)
-
-
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], num_names: int) -> Table:
-    """The first `num_names` columns are names, the others figures."""
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, name in enumerate(columns):
-        made.add_column(name, justify="left" if number < num_names else "right", no_wrap=number >= num_names)
-    for row in rows:
-        made.add_row(*map(escape, row))
-    return made
-
-
 def figure(value: float) -> str:
     """Three significant digits or more: 0.123, 1.23, 12.3, 123, 12,345."""
     if abs(value) >= 100:
@@ -127,7 +106,4 @@ def show(tables: Iterable[Table], values: Mapping[str, Any], out: Path | None) -
     """Write the values to `out`, if it is given, then print the tables; raises as `write_json` does."""
     if out is not None:
         write_json(out, values)
-    terminal = console()
-    for one in tables:
-        terminal.print(one)
-        terminal.print()
+    print_tables(tables)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from rich.table import Table
-
-from sagellm.benchmarks._results import Environment, table
+from sagellm.benchmarks._results import Environment
+from sagellm.benchmarks._tables import Table
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import ConfigError
@@ -222,7 +221,7 @@ def as_json(
 
 def as_table(outcomes: Sequence[Sharing], title: str) -> Table:
     """One line per variant and pool."""
-    return table(title, COLUMNS, map(_line, outcomes), num_names=1)
+    return Table(title, COLUMNS, [*map(_line, outcomes)], num_names=1)
 
 
 def _line(one: Sharing) -> list[str]:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.table import Table
-
-from sagellm.benchmarks._results import Environment, table
+from sagellm.benchmarks._results import Environment
+from sagellm.benchmarks._tables import Table
 from sagellm.benchmarks.replay.block_trace import BlockTrace, block_trace
 from sagellm.benchmarks.replay.measures import check_bound
 from sagellm.benchmarks.replay.plan import Capacity, capacity
@@ -209,7 +208,7 @@ def as_table(outcomes: Sequence[Outcome], title: str) -> Table:
     """One line per capacity and policy; of each tenant the hit ratio, and in brackets the normalised one."""
     tenants = [one.tenant for one in outcomes[0].tenants]
     columns = ("capacity", "policy", "blocks", *tenants, "Jain", "hits", "points lost", "target")
-    return table(title, columns, map(_line, outcomes), num_names=2)
+    return Table(title, columns, [*map(_line, outcomes)], num_names=2)
 
 
 def _line(one: Outcome) -> list[str]:

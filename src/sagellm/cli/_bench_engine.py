@@ -112,11 +112,11 @@ def _configured(settings: Settings, model: str | None) -> Config:
 
 
 def _show(report: Report, out: Path | None) -> None:
-    from sagellm.benchmarks._results import console, show
+    from sagellm.benchmarks._results import show
     from sagellm.benchmarks.engine.run import tables
 
     if not report.measured:
         return
     show(tables(report), report.as_json(), out)
     for name, reason in report.left_out.items():
-        console().print(f"left out: {name} {reason}")
+        print(f"left out: {name} {reason}")

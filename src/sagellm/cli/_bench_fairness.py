@@ -35,7 +35,8 @@ def fairness(
     Jain's index is over the tenants' hit ratios, each divided by what an infinite cache would give. The
     target: 0.9 or more where LRU has less than 0.7, for at most 3 points of all hits.
     """
-    from sagellm.benchmarks._results import check_writable, console, environment, write_json
+    from sagellm.benchmarks._results import check_writable, environment, write_json
+    from sagellm.benchmarks._tables import print_tables
     from sagellm.benchmarks.fairness import CAPACITIES, POLICIES, as_json, as_table, run, tenants_trace
 
     if out is not None:
@@ -45,7 +46,7 @@ def fairness(
     with Console(stderr=True).status("") as status:
         outcomes = run(trace, policies, capacities, on_case=status.update)
     title = f"{trace.name}: hit ratio of each tenant, in brackets divided by that of an infinite cache"
-    console().print(as_table(outcomes, title))
+    print_tables([as_table(outcomes, title)])
     if out is not None:
         settings = {"seed": seed, "policies": policies, "capacities": capacities}
         write_json(out, as_json(outcomes, trace, environment(datetime.now(UTC)), settings))

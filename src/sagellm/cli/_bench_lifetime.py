@@ -38,7 +38,8 @@ def lifetime(
     Predictors learn as they go, from what has ended by then. "to constant" compares with the best constant of
     the same requests, "skill" with their base rate; neither can be known beforehand.
     """
-    from sagellm.benchmarks._results import check_writable, console, environment, write_json
+    from sagellm.benchmarks._results import check_writable, environment, write_json
+    from sagellm.benchmarks._tables import print_tables
     from sagellm.benchmarks.lifetime.run import NAMES, Plan, run
 
     plan = Plan(tuple(workload or NAMES), tuple(predictor or ("statistical",)), cast("Any", part), after)
@@ -47,7 +48,6 @@ def lifetime(
         check_writable(out)
     with Console(stderr=True).status("") as status:
         report = run(plan, traces, environment(datetime.now(UTC)), status.update)
-    for one in report.tables():
-        console().print(one)
+    print_tables(report.tables())
     if out is not None:
         write_json(out, report.as_json())

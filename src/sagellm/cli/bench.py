@@ -153,14 +153,15 @@ def conversation(
 ) -> None:
     """Count what 100 prompts of conversations reuse of each other's KV, by size of the pool."""
     from sagellm.benchmarks import conversation as experiment
-    from sagellm.benchmarks._results import check_writable, console, environment, write_json
+    from sagellm.benchmarks._results import check_writable, environment, write_json
+    from sagellm.benchmarks._tables import print_tables
 
     if out is not None:
         check_writable(out)
     pools = _numbers("--blocks", blocks)
     outcomes = experiment.run(policy=policy, index=index, pools=pools, seed=seed)
     title = f"conversation experiment: index {index}, policy {policy}, block {experiment.BLOCK_SIZE}"
-    console().print(experiment.as_table(outcomes, title))
+    print_tables([experiment.as_table(outcomes, title)])
     if out is not None:
         settings = {"policy": policy, "index": index, "seed": seed}
         write_json(out, experiment.as_json(outcomes, environment(datetime.now(UTC)), settings))

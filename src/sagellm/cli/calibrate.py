@@ -15,6 +15,7 @@ from sagellm.cli._options import OptionGroup, command, option
 from sagellm.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from sagellm.benchmarks._tables import Table
     from sagellm.core.clock import ManualClock
     from sagellm.core.events import EventBus
     from sagellm.core.protocols.engine import EngineCore, InferenceBackend
@@ -138,7 +139,8 @@ def calibrate(
 ) -> None:
     """Fit a cost model to measured requests: serve them again in simulated time, and move the coefficients
     until the latencies agree."""
-    from sagellm.benchmarks._results import check_writable, console, write_json
+    from sagellm.benchmarks._results import check_writable, write_json
+    from sagellm.benchmarks._tables import print_tables
     from sagellm.engines.simulator import devices, models
     from sagellm.engines.simulator.calibrate import calibrate as fitted
     from sagellm.engines.simulator.cost_model import CostModel
@@ -157,8 +159,7 @@ def calibrate(
     known = measured[:fit] if open_end else measured
     found = fitted(known, start, run, num_fitted=fit, open_end=open_end, rounds=rounds)
     final = run(measured, found.cost_model)
-    for table in _tables(found, measured, final):
-        console().print(table)
+    print_tables(_tables(found, measured, final))
     print(f"{sizes.num_blocks:,} blocks of {sizes.block_size} tokens, {_origin(instance)}")
     write_json(out, _record(found, instance, sizes, requests))
     print(f"{out}: coefficients from {found.num_requests:,} requests, {found.num_rounds} simulations")
@@ -168,26 +169,28 @@ def _origin(instance: Instance) -> str:
     return "as given" if instance.num_blocks else "as the device's memory leaves room for"
 
 
-def _tables(found: Calibration, measured: Sequence[Measured], run: Run) -> list[Any]:
+def _tables(found: Calibration, measured: Sequence[Measured], run: Run) -> list[Table]:
     """Coefficients; latencies of what was fitted and, where there is one, of the rest."""
-    from rich.table import Table
-
+    from sagellm.benchmarks._tables import Table
     from sagellm.engines.simulator.comparison import compare
 
-    coefficients = Table("coefficient", "value", title="Coefficients")
-    for name, value in found.cost_model.coefficients.as_dict().items():
-        coefficients.add_row(name, f"{value:.4g}")
-    tables = [coefficients]
+    values = found.cost_model.coefficients.as_dict()
+    rows = [(name, f"{value:.4g}") for name, value in values.items()]
+    tables = [Table("Coefficients", ("coefficient", "value"), rows, num_names=1)]
+    columns = ("latency", "", "measured s", "simulated s", "error")
     for part, title in ((slice(found.num_requests), "fitted"), (slice(found.num_requests, None), "judged")):
-        if not measured[part]:
-            continue
-        table = Table(
-            "latency", "", "measured s", "simulated s", "error", title=f"Requests that were {title}"
-        )
-        for row in compare(measured[part], run.timings[part]):
-            values = (f"{row.measured_s:.4f}", f"{row.simulated_s:.4f}", f"{row.error:+.1%}")
-            table.add_row(row.latency, row.statistic, *values)
-        tables.append(table)
+        if measured[part]:
+            compared = [
+                (
+                    row.latency,
+                    row.statistic,
+                    f"{row.measured_s:.4f}",
+                    f"{row.simulated_s:.4f}",
+                    f"{row.error:+.1%}",
+                )
+                for row in compare(measured[part], run.timings[part])
+            ]
+            tables.append(Table(f"Requests that were {title}", columns, compared, num_names=2))
     return tables
 
 

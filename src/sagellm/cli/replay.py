@@ -130,7 +130,8 @@ def replay(
 
     "of gap" is the share of the way from LRU to the optimum, "saved s" the share of prefill seconds.
     """
-    from sagellm.benchmarks._results import console, environment
+    from sagellm.benchmarks._results import environment
+    from sagellm.benchmarks._tables import print_tables
     from sagellm.benchmarks.replay.block_trace import block_trace
     from sagellm.benchmarks.replay.outputs import check_out, headline, manifest, tables, write
     from sagellm.benchmarks.replay.plots import check_plots, draw
@@ -147,8 +148,7 @@ def replay(
     trace = block_trace(reading.of_format().read(file), block_tokens)
     results = _sweep(trace, plan, jobs)
     print(headline(trace))
-    for one in tables(results):
-        console().print(one)
+    print_tables(tables(results))
     if out is not None:
         write(out, manifest(trace, plan, environment(datetime.now(UTC))), results)
     for path in draw(plots, trace, results) if plots is not None else ():

@@ -306,7 +306,8 @@ def _report(
     *,
     plots: bool,
 ) -> None:
-    from sagellm.benchmarks._results import console, environment
+    from sagellm.benchmarks._results import environment
+    from sagellm.benchmarks._tables import print_tables
     from sagellm.benchmarks.simulate.outputs import headlines, manifest, tables, write
     from sagellm.benchmarks.simulate.plots import draw
 
@@ -315,8 +316,7 @@ def _report(
     for name, found in capacities.items():
         print(f"capacity, {name}: {found.rate:.3g} requests/s")
     slos = bench.goals.slos
-    for one in tables(results, slos):
-        console().print(one)
+    print_tables(tables(results, slos))
     if out is None:
         return
     made_by = manifest(bench, results, environment(datetime.now(UTC)), setting, capacities)

@@ -104,13 +104,14 @@ def info(
     reading: Reading,
 ) -> None:
     """Count requests, tokens, sessions and blocks, and what an infinite cache would find."""
-    from sagellm.benchmarks._results import check_writable, console, write_json
+    from sagellm.benchmarks._results import check_writable, write_json
+    from sagellm.benchmarks._tables import print_tables
     from sagellm.benchmarks.traces.summary import as_table, summarize
 
     if out is not None:
         check_writable(out)
     summary = summarize(reading.read(file), block_tokens)
-    console().print(as_table(summary))
+    print_tables([as_table(summary)])
     if out is not None:
         write_json(out, dataclasses.asdict(summary))
 

@@ -20,10 +20,16 @@ SageError
 
 from __future__ import annotations
 
-import difflib
+import re
 from collections.abc import Iterable
+from difflib import SequenceMatcher
 
 from sagellm.core.extras import install_command
+
+LEAST_ALIKE = 0.5
+"""Share of letters in common from which a name is taken for a misspelt one."""
+MOST_CHARACTERS = 100
+"""Of an unknown name, how many are compared: comparing takes more than linear time."""
 
 
 class SageError(Exception):
@@ -121,9 +127,26 @@ class PlanError(SageError):
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return ` Did you mean 'x'?` for the closest of `choices`, else a list of them."""
-    known = sorted(choices)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if close:
-        return f" Did you mean {close[0]!r}?"
-    return f" Known: {', '.join(known)}." if known else ""
+    """Return ` Did you mean 'x'?` for the closest of `choices`, else a list of them.
+
+    Words and numbers that both have count beside their letters, so that `h100` is closest to `h100-80g` and
+    `llama3-8b` to `llama-3.1-8b`; of equals the first counts.
+    """
+    known = list(choices)
+    name = name[:MOST_CHARACTERS].lower()
+    words = _words(name)
+    best, best_score = None, 0.0
+    for choice in known:
+        alike = SequenceMatcher(None, choice.lower(), name).ratio()
+        matches = SequenceMatcher(None, _words(choice), words).get_matching_blocks()
+        shared = sum(block.size for block in matches) / len(words) if words else 0.0
+        if (alike >= LEAST_ALIKE or shared == 1.0) and alike + shared / 2 > best_score:
+            best, best_score = choice, alike + shared / 2
+    if best is not None:
+        return f" Did you mean {best!r}?"
+    return f" Known: {', '.join(sorted(known))}." if known else ""
+
+
+def _words(name: str) -> list[str]:
+    """The words and numbers of a name."""
+    return re.findall(r"[^\W\d_]+|\d+", name.lower())

@@ -139,7 +139,7 @@ def test_plots_of_nothing_that_finished(tmp_path: Path) -> None:
 
 def test_plots_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingExtraError, match=r"sagellm\[plots\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install .*\[plots\]"):
         check_plots(tmp_path)
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from rich.table import Table
-
-from sagellm.benchmarks._results import Environment, figure, table
+from sagellm.benchmarks._results import Environment, figure
+from sagellm.benchmarks._tables import Table
 from sagellm.benchmarks.engine._process import CpuTimes, others_share, peak_resident_bytes, resident_bytes
 from sagellm.benchmarks.engine.cold_start import cold_start
 from sagellm.benchmarks.engine.logit_error import LOGIT_ERROR, LOGIT_ERROR_CODE, logit_error
@@ -265,7 +264,7 @@ def tables(report: Report) -> Iterator[Table]:
         f"model {plan.label}{held}, {plan.threads} threads: medians; overhead is what of a step was not "
         "execute, roofline what reading weights and KV takes of it"
     )
-    yield table(title, COLUMNS, [_line(runs) for runs in report.by_workload().values()], num_names=1)
+    yield Table(title, COLUMNS, [_line(runs) for runs in report.by_workload().values()], num_names=1)
     comparisons = report.comparisons()
     if comparisons:
         yield _comparison_table(comparisons)
@@ -310,7 +309,7 @@ def _comparison_table(comparisons: Sequence[Comparison]) -> Table:
         cells = [_cell(found.get((title, peer))) for peer in peers]
         rows.append([title, ours.unit, figure(ours.value), *cells])
     title = "beside peers: their median (how many times better ours is; below 1: worse)"
-    return table(title, ("workload", "", "ours", *peers), rows, num_names=2)
+    return Table(title, ("workload", "", "ours", *peers), rows, num_names=2)
 
 
 def _cell(one: Comparison | None) -> str:

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.table import Table
-
-from sagellm.benchmarks._results import Environment, figure, table
+from sagellm.benchmarks._results import Environment, figure
+from sagellm.benchmarks._tables import Table
 from sagellm.benchmarks.lifetime.lengths import LengthRow
 from sagellm.benchmarks.lifetime.reuse import ReuseRow
 
@@ -38,9 +37,11 @@ class LifetimeReport:
         made = []
         if self.lengths:
             title = f"output length, {part} part, asked after {self.settings['after']} tokens"
-            made.append(table(title, LENGTH_COLUMNS, map(_length_cells, self.lengths), 2))
+            made.append(Table(title, LENGTH_COLUMNS, [*map(_length_cells, self.lengths)], 2))
         if self.reuse:
-            made.append(table(f"block reuse, {part} part", REUSE_COLUMNS, map(_reuse_cells, self.reuse), 3))
+            made.append(
+                Table(f"block reuse, {part} part", REUSE_COLUMNS, [*map(_reuse_cells, self.reuse)], 3)
+            )
         return made
 
     def as_json(self) -> dict[str, Any]:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.table import Table
-
-from sagellm.benchmarks._results import Environment, figure, table
+from sagellm.benchmarks._results import Environment, figure
+from sagellm.benchmarks._tables import Table
 from sagellm.benchmarks.micro._case import BLOCK_SIZE, MicroBenchmark, Plan, Row
 from sagellm.benchmarks.micro._timing import Stopwatch
 from sagellm.benchmarks.micro.peers import Comparison, Peer, PeerRow, compare
@@ -17,7 +16,7 @@ from sagellm.core.registry import registry
 
 FORMAT = "sagellm.bench.micro/1"
 ROW_COLUMNS = ("", "case", "of", "size", "CPU", "p99", "min", "IQR", "one alone", "wall", "unit", "calls")
-COMPARISON_COLUMNS = ("", "ours", "of", "peer", "its case", "size", "ours", "drift", "peer's", "ratio")
+COMPARISON_COLUMNS = ("", "our case", "of", "peer", "its case", "size", "ours", "drift", "peer's", "ratio")
 
 
 @dataclass(slots=True)
@@ -91,11 +90,11 @@ def tables(report: Report) -> Iterator[Table]:
     """Our rows (those of the first turn, where there were several), and the comparisons if there are any."""
     title = f"{report.benchmark}: median thread CPU time per call, block {BLOCK_SIZE}"
     rows = [_row(row) for row in report.rows if row.turn == 0]
-    yield table(title, ROW_COLUMNS, rows, num_names=3)
+    yield Table(title, ROW_COLUMNS, rows, num_names=4)
     comparisons = report.comparisons()
     if comparisons:
         title = "ours beside peers, one call at a time; a ratio below 1: ours is faster, or smaller"
-        yield table(title, COMPARISON_COLUMNS, map(_comparison, comparisons), num_names=5)
+        yield Table(title, COMPARISON_COLUMNS, [*map(_comparison, comparisons)], num_names=6)
 
 
 def _row(row: Row) -> list[str]:

@@ -56,8 +56,10 @@ class _Scripted:
 
 
 def _engine(plan: Plan, preset: str, num_requests: int) -> tuple[Engine, _Scripted]:
-    """An engine with so many requests waiting, whose blocks would last for all they may draw."""
-    num_blocks = num_requests * ((PROMPT + LONGEST) // BLOCK_SIZE) + 64
+    """An engine with so many requests waiting, whose blocks would last for all they may draw, and 1 in 16
+    more: a strategy that admits by predicted memory keeps some of it free.
+    """
+    num_blocks = num_requests * ((PROMPT + LONGEST) // BLOCK_SIZE) * 17 // 16 + 64
     backend = _Scripted(num_blocks, num_requests)
     settings = Config.model_validate(
         {

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from sagellm.benchmarks._results import Environment, check_writable, figure, table, write_json
+from sagellm.benchmarks._results import Environment, check_writable, figure, write_json
+from sagellm.benchmarks._tables import Table
 from sagellm.benchmarks.replay.block_trace import BlockTrace
 from sagellm.benchmarks.replay.plan import Plan
 from sagellm.benchmarks.replay.sweep import Result
@@ -156,12 +155,12 @@ def headline(trace: BlockTrace) -> str:
 
 def tables(results: Sequence[Result]) -> list[Table]:
     """Hits and speed; and where causes were asked for, why blocks were missing."""
-    shown = [table("what was hit", *_hits(results), num_names=2)]
+    shown = [Table("what was hit", *_hits(results), num_names=2)]
     missed = [one for one in results if one.misses is not None]
     if missed:
         columns = ("policy", "capacity", "missing blocks", *(f"{cause} %" for cause in CAUSES))
         rows = [_misses(one, one.misses) for one in missed if one.misses is not None]
-        shown.append(table("why blocks were missing", columns, rows, num_names=2))
+        shown.append(Table("why blocks were missing", columns, rows, num_names=2))
     return shown
 
 

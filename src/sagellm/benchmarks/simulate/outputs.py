@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from sagellm.benchmarks._results import Environment, figure, table, write_json
+from sagellm.benchmarks._results import Environment, figure, write_json
+from sagellm.benchmarks._tables import Table
 from sagellm.benchmarks.simulate.capacity import Capacity
 from sagellm.benchmarks.simulate.cluster import Served
 from sagellm.benchmarks.simulate.experiment import Bench
@@ -169,20 +168,20 @@ def tables(results: Sequence[Result], slos: Sequence[SLOPair]) -> list[Table]:
     """Latencies; then goodput, throughput, reuse and use of the machine."""
     names, rows = _names(results), [as_row(one) for one in results]
     return [
-        table("latency", (*names, *_LATENCY), [_cells(row, names, _LATENCY) for row in rows], len(names)),
-        table("goodput, requests/s", (*names, *_goodput(slos)),
+        Table("latency", (*names, *_LATENCY), [_cells(row, names, _LATENCY) for row in rows], len(names)),
+        Table("goodput, requests/s", (*names, *_goodput(slos)),
               [_cells(row, names, _goodput(slos)) for row in rows], len(names)),
-        table("work", (*names, *_WORK), [_cells(row, names, _WORK) for row in rows], len(names)),
+        Table("work", (*names, *_WORK), [_cells(row, names, _WORK) for row in rows], len(names)),
     ]  # fmt: skip
 
 
 _Column = tuple[str, float]
 """A figure's name, and by what it is multiplied for the eye."""
 _LATENCY: Mapping[str, _Column] = {
-    "TTFT s": ("ttft_s_mean", 1), "p50": ("ttft_s_p50", 1), "p99": ("ttft_s_p99", 1),
-    "high p99": ("ttft_s_high_p99", 1), "TPOT ms": ("tpot_s_mean", 1e3), "p50 ": ("tpot_s_p50", 1e3),
-    "p99 ": ("tpot_s_p99", 1e3), "ITL p50 ms": ("itl_s_p50", 1e3), "ITL p99": ("itl_s_p99", 1e3),
-    "E2E s": ("e2e_s_mean", 1), "p99  ": ("e2e_s_p99", 1),
+    "TTFT s": ("ttft_s_mean", 1), "TTFT p50": ("ttft_s_p50", 1), "TTFT p99": ("ttft_s_p99", 1),
+    "TTFT high p99": ("ttft_s_high_p99", 1), "TPOT ms": ("tpot_s_mean", 1e3), "TPOT p50": ("tpot_s_p50", 1e3),
+    "TPOT p99": ("tpot_s_p99", 1e3), "ITL p50 ms": ("itl_s_p50", 1e3), "ITL p99": ("itl_s_p99", 1e3),
+    "E2E s": ("e2e_s_mean", 1), "E2E p99": ("e2e_s_p99", 1),
 }  # fmt: skip
 _WORK: Mapping[str, _Column] = {
     "finished": ("requests_finished", 1), "rejected": ("requests_rejected", 1),

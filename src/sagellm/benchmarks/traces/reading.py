@@ -78,8 +78,9 @@ def _read(path: Path, name: str | None, options: Mapping[str, Any], ids: IdMap, 
             name, lines = guess_format(path, first), itertools.chain(first, lines)
         reader: TraceFormat = registry(KIND).create(name, **options)
         requests, skipped = _parse(path, lines, reader, ids, skip=skip)
-    if not requests and not skipped:
-        raise ConfigError(f"{path} holds no request")
+    if not requests:
+        why = [f", {len(skipped):,} lines are broken; line {one.number}: {one.reason}" for one in skipped[:1]]
+        raise ConfigError(f"{path} holds no request{''.join(why)}")
     return Trace(
         name=reader.title or title(path),
         format=name,

@@ -18,6 +18,7 @@ from sagellm.core.types import Namespace, Tokens
 WINDOW_S = 600.0
 NUM_CELLS = 7
 PATTERNS = ("Gamma", "Weibull")
+LENGTHS = {"input_tokens", "output_tokens"}
 
 Lengths = tuple[Sequence[int], Sequence[float]]
 """Numbers of tokens, and how often each or a smaller one comes, on any scale."""
@@ -150,7 +151,15 @@ def _read_lengths(path: Path) -> dict[str, _Client]:
 
 
 def _window(window: Any) -> tuple[Lengths, Lengths] | None:
-    """None for a window without requests; raises `BrokenLineError`."""
+    """None for a window without requests; raises `BrokenLineError`, and `ConfigError` for a window of a
+    client that also sends images, audio or video.
+    """
+    if isinstance(window, dict) and not window.keys() >= LENGTHS:
+        raise ConfigError(
+            f"a window of lengths has {', '.join(sorted(window)) or 'nothing'} and not both of "
+            f"{' and '.join(sorted(LENGTHS))}: ServeGen's language and reasoning data are read, its "
+            "multimodal data are not"
+        )
     try:
         inputs, outputs = (
             ast.literal_eval(window[name]) for name in ("input_tokens", "output_tokens")

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from rich.table import Table
-
-from sagellm.benchmarks._results import table
+from sagellm.benchmarks._tables import Table
 from sagellm.benchmarks.traces.blocks import block_ids, block_size
 from sagellm.benchmarks.traces.record import Trace
+
+SHOWN_TENANTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def summarize(trace: Trace, block_tokens: int | None = None) -> TraceSummary:
 
 def as_table(summary: TraceSummary) -> Table:
     """One line per figure."""
-    return table(f"trace {summary.name}", ("figure", "value"), _lines(summary), num_names=1)
+    return Table(f"trace {summary.name}", ("figure", "value"), _lines(summary), num_names=2)
 
 
 def _lines(summary: TraceSummary) -> list[tuple[str, str]]:
@@ -115,7 +115,9 @@ def _shown(name: str, value: object) -> str:
     if name == "infinite_cache_ratio":
         return f"{value:.2%}"
     if isinstance(value, dict):
-        return ", ".join(f"{key} {count:,}" for key, count in sorted(value.items()))
+        most = sorted(value.items(), key=lambda item: (-item[1], item[0]))
+        shown = [f"{key} {count:,}" for key, count in most[:SHOWN_TENANTS]]
+        return ", ".join([*shown, f"{len(most) - len(shown):,} others"] if len(most) > len(shown) else shown)
     if isinstance(value, int | float):
         return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
     return str(value)
