@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import RequestError
 from sagellm.core.kv_hints import HintOutcome, HintStatus, KvHintsEnvelope
-from sagellm.core.protocols.engine import EngineStats
+from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, PinnedPrefix
 from sagellm.core.protocols.eviction import EvictionPolicy
+from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.types import (
     CapabilityDescriptor,
     FinishReason,
@@ -55,6 +57,7 @@ class ScriptedEngine:
     hinted: list[tuple[KvHintsEnvelope, Namespace]] = field(default_factory=list)
     running: dict[str, _Running] = field(default_factory=dict)
     closed: bool = False
+    clock: Clock = field(default_factory=MonotonicClock)
 
     def add(self, request: Request) -> None:
         if request.params.seed == -1:
@@ -101,8 +104,11 @@ class ScriptedEngine:
         self.aborted.append(request_id)
         return self.running.pop(request_id, None) is not None
 
-    def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> Callable[[], None]:
-        return lambda: None
+    def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> PinnedPrefix:
+        return PinnedPrefix(0, 0, lambda: None)
+
+    def clear_cache(self) -> int:
+        return 0
 
     def hint(self, envelope: KvHintsEnvelope, namespace: Namespace) -> list[HintOutcome]:
         """It caches nothing, so nothing is found."""
@@ -115,6 +121,12 @@ class ScriptedEngine:
 
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
         """There is nothing to evict."""
+
+    def set_passes(self, passes: Sequence[SchedulerPass]) -> None:
+        """There is nothing to schedule."""
+
+    def diagnostics(self) -> EngineDiagnostics:
+        return EngineDiagnostics()
 
     def has_work(self) -> bool:
         return bool(self.running)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from sagellm.core.growth import Growth
-from sagellm.core.protocols.prefix_cache import PrefixHit
+from sagellm.core.protocols.prefix_cache import MissCounts, PrefixHit
 from sagellm.core.types import (
     FinishReason,
     Request,
@@ -36,7 +36,8 @@ class RequestState:
     `tokens` is the prompt followed by the output; the first `num_computed` of them have their KV in blocks.
     While it is `decoding` (a member of the kept batch) that is all but the last, and nobody counts.
     `prompt_logprobs` holds what is known of the prompt's log-probabilities until it is reported; None where
-    the request asked for none. `num_scored` counts the prompt tokens that have theirs.
+    the request asked for none. `num_scored` counts the prompt tokens that have theirs. `misses`:
+    why blocks had to be computed, summed over its admissions; None where misses are not attributed.
     """
 
     request: Request
@@ -52,6 +53,7 @@ class RequestState:
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     num_scored: int = 0
+    misses: MissCounts | None = None
 
     @classmethod
     def of(cls, request: Request) -> RequestState:

@@ -12,10 +12,12 @@ import importlib
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from types import NoneType, UnionType
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from sagellm.core.errors import ConfigError, UnknownNameError, nearest
 from sagellm.core.protocols.engine import InferenceBackend
@@ -99,6 +101,18 @@ class Registry(Generic[T]):
         except (ValueError, TypeError) as error:  # some of those written in C do not say
             raise UnknownNameError(f"{self.kind} {name!r} does not say which options it takes") from error
 
+    def check_values(self, name: str, options: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` for plain data, as files and clients send it, of another type than the
+        constructor of the plug-in declares: it would fail later, in the middle of a step."""
+        plugin = self.get(name)
+        hints = get_type_hints(plugin.__init__) if inspect.isclass(plugin) else {}
+        for option, value in options.items():
+            if option in hints and isinstance(value, _PLAIN) and not _fits(value, hints[option]):
+                kind = str(getattr(hints[option], "__name__", hints[option]))
+                large = isinstance(value, int | float) and abs(value) >= _TOO_LARGE
+                got = "a number that is too large" if large else type(value).__name__
+                raise ConfigError(f"{self.kind} {name!r}: {option} must be {kind}, got {got}")
+
     def _find(self, name: str) -> Any:
         if ":" in name:
             return self._from_path(name)
@@ -178,6 +192,24 @@ def _is_plugin(path: Path) -> bool:
     return _PLUGIN_LINE.search(path.read_text(encoding="utf-8")) is not None
 
 
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether plain data is of the type that an annotation names; it never is an object of another class."""
+    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, one) for one in inner)
+    if isinstance(value, dict):
+        fits, parts = origin in (dict, Mapping), list(value.values())
+    elif isinstance(value, list):
+        fits, parts = origin in (list, Sequence, Iterable), value
+    elif origin is float:
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    else:
+        return hint is Any or (origin is type(value) and (origin is not int or abs(value) < _TOO_LARGE))
+    return hint is Any or (fits and all(_fits(part, one) for part in parts for one in inner[-1:]))
+
+
+_PLAIN = (int, float, str, list, dict, NoneType)
+_TOO_LARGE = 2**63
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 

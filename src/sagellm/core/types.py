@@ -9,10 +9,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from sagellm.core.errors import RequestError
 from sagellm.core.kv_hints import KvHintsEnvelope
+
+if TYPE_CHECKING:
+    from sagellm.core.protocols.prefix_cache import MissCounts
 
 TOKEN_BYTES = 4
 MAX_LOGPROBS = 20
@@ -346,7 +349,9 @@ class RequestOutput:
     """What one step added to one request: the engine's answer, tokens only.
 
     `prompt_logprobs`: one for each prompt token but the first, which nothing predicts; given once, with the
-    first token, to a request that asked for them. `error` explains a `FinishReason.ERROR`.
+    first token, to a request that asked for them. `error` explains a `FinishReason.ERROR`. The first output of a request and its last one also carry
+    `queued_s`, the seconds from its arrival to the step that first scheduled it (None: it never was), and
+    `misses`, why blocks of its prompt had to be computed (None: misses are not attributed).
     """
 
     request_id: str
@@ -358,6 +363,8 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    queued_s: float | None = None
+    misses: MissCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ def output_of(
     error: str | None = None,
 ) -> RequestOutput:
     """What the caller is told of one step of the request; its prompt's log-probabilities, once."""
+    scheduled_s = state.scheduled_s
     return RequestOutput(
         state.request_id,
         token,
@@ -45,6 +46,8 @@ def output_of(
         reason,
         error,
         state.take_prompt_logprobs() if token else None,
+        None if scheduled_s is None else scheduled_s - state.request.arrival_s,
+        state.misses,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from sagellm.core.config_layers import (
 from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.events import EventBus
 from sagellm.core.garbage import nothing_collected
-from sagellm.core.protocols.engine import InferenceBackend
+from sagellm.core.protocols.engine import EngineCore, InferenceBackend
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
@@ -130,7 +131,9 @@ def build_kv(
         max_pinned_share=config.max_pinned_share,
         swap=swap,
         prefill_token_s=prefill_token_s,
-        metrics=PrefixReuseMetrics(),
+        metrics=PrefixReuseMetrics(
+            {*config.tenant_shares, *itertools.chain(*config.sharing_groups.values())}
+        ),
         misses=MissAttribution(events, clock) if config.miss_attribution else None,
         clock=clock,
     )
@@ -144,9 +147,12 @@ def make_policy(name: str, *, capacity: int, clock: Clock, seed: int = 0, **opti
     told = {"capacity": capacity, "clock": clock, "seed": seed}
     if "predictor" in asked:
         told["predictor"] = ReuseTable()
-    made: EvictionPolicy = policies.create(
-        name, **{key: value for key, value in told.items() if key in asked} | options
-    )
+    given = {key: value for key, value in told.items() if key in asked} | options
+    try:
+        made: EvictionPolicy = policies.create(name, **given)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"eviction policy {name!r} with {options}: {error}") from error
+    policies.check_values(name, options)
     return made
 
 
@@ -157,11 +163,12 @@ def _check_given(options: Mapping[str, Any]) -> None:
         raise ConfigError(f"kv.eviction_options: {', '.join(given)} is given by the engine: leave it out")
 
 
-def swap_policy(engine: Engine, name: str, **options: Any) -> None:
-    """Another eviction policy on a live engine, by name; the cache stays as it is."""
-    capacity, clock = engine.kv.pool.total_blocks, engine.clock
+def swap_policy(engine: EngineCore, name: str, **options: Any) -> None:
+    """Another eviction policy on a live engine, by name; the cache stays as it is. Raises `UnknownNameError`
+    or `ConfigError` while nothing has changed."""
+    capacity, clock = engine.capability().num_blocks, engine.clock
     _check_given(options)
-    make_policy(name, capacity=capacity, clock=clock, **options)  # an error now, while nothing has changed
+    make_policy(name, capacity=capacity, clock=clock, **options)
     engine.set_policy(lambda: make_policy(name, capacity=capacity, clock=clock, **options))
 
 
@@ -336,12 +343,12 @@ def check_features(passes: Sequence[SchedulerPass], capability: CapabilityDescri
             )
 
 
-def swap_strategy(engine: Engine, name: str, **options: Mapping[str, Any]) -> None:
+def swap_strategy(engine: EngineCore, name: str, **options: Mapping[str, Any]) -> None:
     """Another scheduling strategy on a live engine, by name, from the next step on; `options` by name of
-    pass."""
+    pass. Raises `UnknownNameError` or `ConfigError` while nothing has changed."""
     passes = presets.make(name, options)
     check_features(passes, engine.capability())
-    engine.scheduler.use(passes)
+    engine.set_passes(passes)
 
 
 def build_llm(

@@ -22,9 +22,9 @@ from sagellm.core.events import (
 )
 from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
 from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepResult
-from sagellm.core.protocols.engine import EngineStats, InferenceBackend
+from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, InferenceBackend, PinnedPrefix
 from sagellm.core.protocols.eviction import EvictionPolicy
-from sagellm.core.protocols.scheduler_ir import NO_STEP, StepFacts
+from sagellm.core.protocols.scheduler_ir import NO_STEP, SchedulerPass, StepFacts
 from sagellm.core.types import (
     CapabilityDescriptor,
     FinishReason,
@@ -173,6 +173,18 @@ class Engine:
         saved = self.kv.swap.num_used if self.kv.swap is not None else 0
         return EngineStats(running, waiting, *states, preemptions, steps, reuse, misses, saved)
 
+    def diagnostics(self) -> EngineDiagnostics:
+        kv, fragmentation = self.kv, self.kv.fragmentation()
+        return EngineDiagnostics(
+            evicted_blocks=dict(kv.room.num_evicted),
+            internal_fragmentation=fragmentation.internal,
+            external_fragmentation=fragmentation.external,
+            num_pinned_prefixes=kv.pins.num_prefixes,
+            num_pinned_blocks=kv.pins.num_blocks,
+            pass_time_s=dict(self.scheduler.pass_time_s),
+            reuse_by_tenant={} if kv.metrics is None else kv.metrics.by_tenant(),
+        )
+
     def capability(self) -> CapabilityDescriptor:
         return self._capability
 
@@ -180,15 +192,21 @@ class Engine:
     def num_free_rows(self) -> int:
         return len(self._roster.free_rows)
 
-    def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> Callable[[], None]:
+    def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> PinnedPrefix:
         hit = self.kv.pin_prefix(tokens, namespace)
-        return lambda: self.kv.unpin_prefix(hit)
+        return PinnedPrefix(hit.num_tokens, hit.num_blocks, lambda: self.kv.unpin_prefix(hit))
+
+    def clear_cache(self) -> int:
+        return self.kv.clear_cache()
 
     def hint(self, envelope: KvHintsEnvelope, namespace: Namespace) -> Sequence[HintOutcome]:
         return self.kv.hints.apply(envelope, namespace)
 
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
         self.kv.index.set_policy(factory)
+
+    def set_passes(self, passes: Sequence[SchedulerPass]) -> None:
+        self.scheduler.use(passes)
 
     def compact(self, max_copies: int | None = None) -> int:
         """Move blocks between two steps so that free ones stand together; returns how many moved. The backend

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from sagellm.core.clock import Clock
 from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
 from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.protocols.eviction import EvictionPolicy
-from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseSnapshot
+from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseSnapshot, TenantReuse
+from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.types import (
     CapabilityDescriptor,
     KVCacheSchema,
@@ -37,6 +39,37 @@ class EngineStats:
     host_blocks_used: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class EngineDiagnostics:
+    """What an operator asks now and then, and what costs too much to gather in each step.
+
+    `evicted_blocks`: cached blocks that were given up, by cause (`capacity`, `quota`, `cleared`).
+    `internal_fragmentation`: share of the slots in running requests' blocks that hold no token;
+    `external_fragmentation`: 1 - longest run of free blocks / free blocks. `num_pinned_prefixes` hold
+    `num_pinned_blocks` different blocks. `pass_time_s`: seconds spent in each scheduling pass so far.
+    """
+
+    evicted_blocks: Mapping[str, int] = field(default_factory=dict)
+    internal_fragmentation: float = 0.0
+    external_fragmentation: float = 0.0
+    num_pinned_prefixes: int = 0
+    num_pinned_blocks: int = 0
+    pass_time_s: Mapping[str, float] = field(default_factory=dict)
+    reuse_by_tenant: Mapping[str, TenantReuse] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """A hold of the first `num_tokens` tokens of a prompt. Calling it gives it up; twice is an error."""
+
+    num_tokens: int
+    num_blocks: int
+    release: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.release()
+
+
 class InferenceBackend(Protocol):
     """Executes plans. Keeps the batch in rows between steps; owns the KV bytes and their layout.
 
@@ -56,6 +89,9 @@ class InferenceBackend(Protocol):
 class EngineCore(Protocol):
     """A host engine: add requests, step, get tokens. Synchronous and single-threaded."""
 
+    @property
+    def clock(self) -> Clock: ...
+
     def add(self, request: Request) -> None:
         """Queue a request. Raises `RequestError` for one that can never be served."""
         ...
@@ -69,9 +105,13 @@ class EngineCore(Protocol):
         ended."""
         ...
 
-    def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> Callable[[], None]:
-        """Hold what is resident of a prompt until the function that this returns is called. Raises
-        `CapacityError` where too much would be held."""
+    def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> PinnedPrefix:
+        """Hold what is resident of a prompt until the hold is released. Raises `CapacityError` where too much
+        would be held."""
+        ...
+
+    def clear_cache(self) -> int:
+        """Give up every cached block that no request and no pin uses; returns how many."""
         ...
 
     def hint(self, envelope: KvHintsEnvelope, namespace: Namespace) -> Sequence[HintOutcome]:
@@ -79,12 +119,22 @@ class EngineCore(Protocol):
         ...
 
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
-        """Have other eviction policies choose from now on; the cache stays as it is."""
+        """Have other eviction policies choose from now on; the cache stays as it is. Where the factory or one
+        of its policies raises, nothing has changed."""
+        ...
+
+    def set_passes(self, passes: Sequence[SchedulerPass]) -> None:
+        """Schedule by these passes from the next step on; requests that run go on. Raises `ConfigError` for
+        an order that cannot be, and nothing has changed."""
         ...
 
     def has_work(self) -> bool: ...
 
     def stats(self) -> EngineStats: ...
+
+    def diagnostics(self) -> EngineDiagnostics:
+        """Between two steps, when somebody asks: looks at every block."""
+        ...
 
     def capability(self) -> CapabilityDescriptor: ...
 

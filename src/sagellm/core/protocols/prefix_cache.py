@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from operator import add
 from typing import Any, NamedTuple, Protocol
 
 from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Hint, Use
@@ -110,11 +111,26 @@ class PrefixReuseSnapshot:
     match_buckets: tuple[tuple[float, int], ...]
 
 
+class TenantReuse(NamedTuple):
+    """Tokens that the requests of one tenant looked up in the index, and those of them that it had."""
+
+    num_tokens: int = 0
+    num_hit_tokens: int = 0
+
+
 class ReuseRecorder(Protocol):
     """Whoever keeps the figures of reuse; told by the manager."""
 
-    def record(self, num_tokens: int, num_hit_tokens: int, num_blocks: int, num_hit_blocks: int) -> None:
-        """A request was admitted for the first time."""
+    def record(
+        self,
+        num_tokens: int,
+        num_hit_tokens: int,
+        num_blocks: int,
+        num_hit_blocks: int,
+        *,
+        tenant: str = ...,
+    ) -> None:
+        """A request of `tenant` was admitted for the first time."""
         ...
 
     def observe_match(self, seconds: float) -> None:
@@ -123,6 +139,10 @@ class ReuseRecorder(Protocol):
 
     def snapshot(self) -> PrefixReuseSnapshot:
         """The figures now."""
+        ...
+
+    def by_tenant(self) -> Mapping[str, TenantReuse]:
+        """The tokens by tenant. The number of names is bounded by the configuration, not by the clients."""
         ...
 
 
@@ -141,6 +161,10 @@ class MissCounts(NamedTuple):
     quota: int = 0
     preemption: int = 0
     namespace: int = 0
+
+    def plus(self, other: MissCounts | None) -> MissCounts:
+        """The sums of both, by cause."""
+        return self if other is None else MissCounts(*map(add, self, other))
 
 
 class MissObserver(Protocol):

@@ -16,6 +16,8 @@ from sagellm.kvmgr.eviction._ghosts import GhostQueue
 from sagellm.kvmgr.eviction._queue import Entry, ExtentQueue, recency
 from sagellm.kvmgr.eviction._queued import Note, QueuedPolicy
 
+MAX_OUT_SHARE = 1000
+
 
 class TwoQEvictionPolicy(QueuedPolicy):
     """A1in, Am and A1out of the paper are `_new`, `_main` and `_ghosts`; `in_share` and `out_share` are their
@@ -26,8 +28,9 @@ class TwoQEvictionPolicy(QueuedPolicy):
         self, *, capacity: int | None = None, in_share: float = 0.25, out_share: float = 0.5
     ) -> None:
         super().__init__(capacity)
-        if not 0 <= in_share <= 1 or out_share < 0:
-            raise ConfigError(f"in_share {in_share} must be in 0..1, out_share {out_share} not negative")
+        if not 0 <= in_share <= 1 or not 0 <= out_share <= MAX_OUT_SHARE:
+            in_range = f"in_share {in_share} must be in 0..1, out_share {out_share}"
+            raise ConfigError(f"{in_range} in 0..{MAX_OUT_SHARE}")
         self._in_share, self._out_share = in_share, out_share
         self._new, self._main = ExtentQueue(), ExtentQueue()
         self._ghosts = GhostQueue()

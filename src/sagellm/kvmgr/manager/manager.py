@@ -160,7 +160,9 @@ class KVCacheManager(Quotes):
             return
         if self.metrics is not None and not again:
             total = len(state.tokens)
-            self.metrics.record(total, chunk.start, self._blocks_for(total), hit.num_blocks)
+            tenant = state.request.namespace.tenant
+            num_blocks = self._blocks_for(total)
+            self.metrics.record(total, chunk.start, num_blocks, hit.num_blocks, tenant=tenant)
         if not self._registrar.saw(state.request_id):
             self._attribute(state, hit, again=again)
 
@@ -384,4 +386,5 @@ class KVCacheManager(Quotes):
         if self.misses is not None:
             namespace = self.namespace_of(state.request.namespace)
             had = hit.num_tokens // self.block_size
-            self.misses.observe(self.index, state.tokens, namespace, had, preempted=again)
+            found = self.misses.observe(self.index, state.tokens, namespace, had, preempted=again)
+            state.misses = found.plus(state.misses) if again else found

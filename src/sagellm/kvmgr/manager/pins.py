@@ -15,6 +15,15 @@ class PinnedPrefixes:
         self._max_share = max_share
         self._hits: list[PrefixHit] = []
 
+    @property
+    def num_prefixes(self) -> int:
+        return len(self._hits)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are held, each counted once."""
+        return len({block for hit in self._hits for block in self._index.block_ids(hit)})
+
     def add(self, wanted: PrefixHit) -> PrefixHit:
         """Hold a hit; raises `CapacityError` where too much would be held."""
         hit = self._index.pin(wanted)

@@ -20,6 +20,7 @@ class Room:
         self.pool = pool
         self.quota = quota
         self.ahead = min(MOST_AHEAD, pool.total_blocks // BLOCKS_PER_AHEAD)
+        self.num_evicted: dict[str, int] = {}  # blocks by cause
         self._on_the_way: list[tuple[BlockIds, Account]] = []  # out of the index, not yet back in the pool
 
     def make(self, num_blocks: int, account: Account) -> None:
@@ -36,6 +37,7 @@ class Room:
             evictable = self.index.num_evictable
             evicted = self.index.evict(max(short, min(self.ahead, evictable)))
             if evicted is not None:
+                self._count(evicted, "capacity")
                 self._give_back(evicted, NO_ACCOUNT)
 
     def clear(self) -> int:
@@ -45,6 +47,7 @@ class Room:
             while given := sum(self._evict_from(*one, "cleared") for one in self._evictable().items()):
                 freed += given
         rest = self.index.clear()
+        self._count(rest, "cleared")
         self._give_back(rest, NO_ACCOUNT)
         return freed + len(rest)
 
@@ -81,8 +84,13 @@ class Room:
 
     def _evict_from(self, account: Account, num_blocks: int, cause: str) -> int:
         evicted = self.index.evict_from(account, num_blocks, cause)
+        self._count(evicted, cause)
         self._give_back(evicted, account)
         return len(evicted)
+
+    def _count(self, block_ids: BlockIds, cause: str) -> None:
+        if block_ids:
+            self.num_evicted[cause] = self.num_evicted.get(cause, 0) + len(block_ids)
 
     def _give_back(self, block_ids: BlockIds, account: Account) -> None:
         """To the pool, with what an exception kept from getting there the last time."""

@@ -111,11 +111,11 @@ class Share:
             (self.policy.pin if in_use else self.policy.remove)(record.key)
         return True
 
-    def swap(self, policy: EvictionPolicy) -> None:
-        """Another policy from now on; it hears of the leaves in order of their last use."""
-        self.policy = policy
+    def introduce(self, policy: EvictionPolicy) -> EvictionPolicy:
+        """Tell a policy that is to take over of the leaves, in order of their last use; returns it."""
         for leaf in sorted(self.leaves.values(), key=lambda leaf: leaf.last_use):
             policy.insert(leaf)
+        return policy
 
     def give_up(self, num_blocks: int, give_up: GiveUp) -> None:
         """Have `give_up` called for `num_blocks` blocks, or for as many as it takes until no leaf is left."""

@@ -164,10 +164,10 @@ class HashedPrefixCache(SimpleDoor):
         return num_blocks
 
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
-        policies = [factory() for _ in self._shares]
+        policies = {account: share.introduce(factory()) for account, share in self._shares.items()}
         self._policy_factory = factory
-        for share, policy in zip(self._shares.values(), policies, strict=True):
-            share.swap(policy)
+        for account, policy in policies.items():
+            self._shares[account].policy = policy
 
     # -- write
 

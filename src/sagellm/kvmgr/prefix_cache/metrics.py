@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
-from sagellm.core.protocols.prefix_cache import PrefixReuseSnapshot
+from sagellm.core.protocols.prefix_cache import PrefixReuseSnapshot, TenantReuse
 
 NUM_BOUNDS = 23
 BUCKET_BOUNDS_S: tuple[float, ...] = tuple(0.5**exponent for exponent in reversed(range(NUM_BOUNDS)))
 """Upper ends of the buckets in seconds: powers of two from 0.24 us to 1 s. One more takes what is above."""
+NO_TENANT, OTHER_TENANTS = "(none)", "(other)"
+"""Names for requests without a tenant, and for all tenants that the configuration does not name."""
 
 
 class PrefixReuseMetrics:
     """Counters of one engine: `record` once for each request that is admitted, a few additions each time.
 
-    Not thread-safe: the thread that admits requests writes, others read a `snapshot` that it made.
+    Tokens are counted for each of `tenants`, the names that the operator has configured; all other tenants
+    count together, since clients make up names without end. Not thread-safe: the thread that admits requests
+    writes, others read a `snapshot` that it made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tenants: Iterable[str] = ()) -> None:
+        self._tenants = frozenset(tenants)
         self.reset()
 
     def reset(self) -> None:
@@ -32,6 +38,7 @@ class PrefixReuseMetrics:
         self._sharing = 0.0
         self._match_sum_s = 0.0
         self._match_counts = [0] * (NUM_BOUNDS + 1)
+        self._by_tenant: dict[str, TenantReuse] = {}
 
     def record(
         self,
@@ -40,6 +47,8 @@ class PrefixReuseMetrics:
         num_blocks: int,
         num_hit_blocks: int,
         match_s: float | None = None,
+        *,
+        tenant: str = "",
     ) -> None:
         """One admitted request: the tokens and blocks of its prompt, and how many of them were resident."""
         if not (0 <= num_hit_tokens <= num_tokens and 0 <= num_hit_blocks <= num_blocks):
@@ -58,6 +67,15 @@ class PrefixReuseMetrics:
             self._sharing += num_hit_blocks / num_blocks
         if match_s is not None:
             self.observe_match(match_s)
+        name = (tenant if tenant in self._tenants else OTHER_TENANTS) if tenant else NO_TENANT
+        before = self._by_tenant.get(name, TenantReuse())
+        self._by_tenant[name] = TenantReuse(
+            before.num_tokens + num_tokens, before.num_hit_tokens + num_hit_tokens
+        )
+
+    def by_tenant(self) -> Mapping[str, TenantReuse]:
+        """The tokens by configured tenant, of all others together and of requests without one."""
+        return dict(self._by_tenant)
 
     def observe_match(self, seconds: float) -> None:
         """The time of one look-up."""

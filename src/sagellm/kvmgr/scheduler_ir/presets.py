@@ -47,7 +47,10 @@ def make(name: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> l
     that there is not, and for options of a pass that the preset does not have.
     """
     if name not in PRESETS:
-        raise UnknownNameError(f"unknown preset of the scheduler {name!r}.{nearest(name, PRESETS)}")
+        listed = f" Known: {', '.join(sorted(PRESETS))}."
+        guess = nearest(name, PRESETS)
+        unknown = f"unknown preset of the scheduler {name!r}"
+        raise UnknownNameError(f"{unknown}.{guess if guess != listed else ''}{listed}")
     recipe, given = PRESETS[name], options or {}
     names = [one for one, _ in recipe]
     for one in given:
@@ -58,8 +61,10 @@ def make(name: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> l
 
 def make_pass(name: str, options: Mapping[str, Any]) -> SchedulerPass:
     """A new pass; `ConfigError` where it refuses the value of an option."""
+    passes = registry("pass")
     try:
-        made: SchedulerPass = registry("pass").create(name, **options)
-    except (TypeError, ValueError) as error:
+        made: SchedulerPass = passes.create(name, **options)
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"pass {name!r} with {dict(options)}: {error}") from error
+    passes.check_values(name, options)
     return made
