@@ -150,7 +150,7 @@ def make_policy(name: str, *, capacity: int, clock: Clock, seed: int = 0, **opti
     given = {key: value for key, value in told.items() if key in asked} | options
     try:
         made: EvictionPolicy = policies.create(name, **given)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise ConfigError(f"eviction policy {name!r} with {options}: {error}") from error
     policies.check_values(name, options)
     return made

@@ -64,7 +64,7 @@ def make_pass(name: str, options: Mapping[str, Any]) -> SchedulerPass:
     passes = registry("pass")
     try:
         made: SchedulerPass = passes.create(name, **options)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise ConfigError(f"pass {name!r} with {dict(options)}: {error}") from error
     passes.check_values(name, options)
     return made
