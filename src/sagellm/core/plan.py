@@ -36,7 +36,7 @@ class RequestState:
     `tokens` is the prompt followed by the output; the first `num_computed` of them have their KV in blocks.
     While it is `decoding` (a member of the kept batch) that is all but the last, and nobody counts.
     `prompt_logprobs` holds what is known of the prompt's log-probabilities until it is reported; None where
-    the request asked for none. `num_scored` counts the prompt tokens that have theirs. `misses`:
+    the request asked for none. `num_scored` counts the prompt tokens that have theirs. `misses` says
     why blocks had to be computed, summed over its admissions; None where misses are not attributed.
     """
 

@@ -349,9 +349,10 @@ class RequestOutput:
     """What one step added to one request: the engine's answer, tokens only.
 
     `prompt_logprobs`: one for each prompt token but the first, which nothing predicts; given once, with the
-    first token, to a request that asked for them. `error` explains a `FinishReason.ERROR`. The first output of a request and its last one also carry
-    `queued_s`, the seconds from its arrival to the step that first scheduled it (None: it never was), and
-    `misses`, why blocks of its prompt had to be computed (None: misses are not attributed).
+    first token, to a request that asked for them. `error` explains a `FinishReason.ERROR`.
+    The first output of a request and its last one also carry `queued_s`, the seconds from its arrival to the
+    step that first scheduled it (None: it never was), and `misses`, why blocks of its prompt had to be
+    computed (None: misses are not attributed).
     """
 
     request_id: str
