@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from sagellm.core.config_layers import KEYS
 
@@ -86,3 +89,32 @@ def test_merges_of_yaml_still_work(cli: Any, tmp_path: Path) -> None:
     file.write_text("kv: {<<: {block_size: 8, num_blocks: 1}, num_blocks: 9}\n")
     shown = rows(cli("config", "show", "--config", str(file)))
     assert (shown["kv.block_size"], shown["kv.num_blocks"]) == (["8"], ["9"])
+
+
+def test_aliases_that_make_a_small_file_large_are_refused(cli: Any, tmp_path: Path) -> None:
+    """Ten names, each nine times in the next one: 3.5 billion values."""
+    lines = ["a0: &a0 [x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 11)]
+    texts = {
+        "\n".join(lines): "its aliases make more than 10000 values",
+        "kv: &a\n  pool: [*a]\n": "its aliases make more than 10000 values",
+        "kv: {index: radix}\n" + "# text\n" * 40_000: "larger than 262144 bytes",
+    }
+    for text, why in texts.items():
+        (tmp_path / "sage.yaml").write_text(text)
+        result = cli("config", "show", "--config", str(tmp_path / "sage.yaml"))
+        assert (result.exit_code, why in result.stderr) == (2, True), result.output
+
+
+def test_aliases_of_a_usual_file_work(cli: Any, tmp_path: Path) -> None:
+    shares = "tenant_shares: {a: &half {guaranteed: 0.5}, b: *half}"
+    (tmp_path / "sage.yaml").write_text(f"kv: {{{shares}}}\n")
+    assert "kv.tenant_shares" in rows(cli("config", "show", "--config", str(tmp_path / "sage.yaml")))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+def test_a_configuration_that_is_no_file_is_refused_at_once(cli: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in (str(tmp_path / "pipe"), "/dev/zero"):
+        result = cli("config", "show", "--config", name)
+        assert result.exit_code == 2
+        assert "it is a pipe or a device, not a file" in result.stderr

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from sagellm.cli._commands import app
+from sagellm.cli.doctor import demo_model_folder
 from sagellm.core.errors import ModelError
 from sagellm.engines import build
 
@@ -121,3 +125,26 @@ def test_ctrl_c_ends_with_130(cli: Any, made: Any) -> None:
     result = cli("run", "one two three")
     assert (result.exit_code, result.stdout) == (130, "three \n")
     assert made[0].closed
+
+
+def without_template(tmp_path: Path) -> Path:
+    folder = Path(shutil.copytree(demo_model_folder(), tmp_path / "model"))
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({key: value for key, value in config.items() if key != "chat_template"}))
+    return folder
+
+
+def test_a_model_without_chat_template_names_the_options_that_help(cli: Any, tmp_path: Path) -> None:
+    folder = without_template(tmp_path)
+    run = ("run", "hi", "-m", str(folder), "--max-tokens", "2", "--num-blocks", "8")
+    refused = cli(*run)
+    assert refused.exit_code == 2
+    assert "give one with --chat-template FILE" in refused.stderr
+    assert "--raw" in refused.stderr
+    (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    for option in ("--raw", f"--chat-template={tmp_path / 'plain.jinja'}"):
+        assert cli(*run, option).exit_code == 0
+    wrong = cli(*run, "--chat-template", str(tmp_path / "none.jinja"))
+    assert wrong.exit_code == 2
+    assert "none.jinja cannot be read (No such file or directory): give a Jinja file" in wrong.stderr

@@ -20,6 +20,7 @@ FLAGS: Mapping[str, tuple[str, str]] = {
     "model.device": ("--device", "NAME"),
     "model.max_model_len": ("--max-model-len", "N"),
     "model.quantization": ("--quant", "BITS"),
+    "model.chat_template": ("--chat-template", "FILE"),
     "kv.block_size": ("--block-size", "N"),
     "kv.num_blocks": ("--num-blocks", "N"),
     "scheduler.max_num_seqs": ("--max-num-seqs", "N"),

@@ -51,6 +51,13 @@ class ModelConfig(Section):
         pattern=r"^[a-z]+(:\d+)?$",
         description="auto, cpu, cuda or cuda:N; auto: a GPU where there is one",
     )
+    chat_template: str | None = Field(
+        default=None, min_length=1, description="file with a chat template (Jinja); none: the model's own"
+    )
+    special_tokens_in_messages: bool = Field(
+        default=False,
+        description="special tokens that a chat message spells are those tokens; off: they are text",
+    )
     max_model_len: int | None = Field(
         default=None,
         ge=2,

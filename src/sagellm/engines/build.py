@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.config import Config, KVConfig, SchedulerConfig
@@ -23,12 +21,14 @@ from sagellm.core.config_layers import (
 )
 from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.events import EventBus
+from sagellm.core.files import read_text
 from sagellm.core.garbage import nothing_collected
 from sagellm.core.protocols.engine import EngineCore, InferenceBackend
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
 from sagellm.core.types import CapabilityDescriptor
+from sagellm.engines.config_file import read_config_file
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
 from sagellm.kvmgr.kv_pool.free_list import GPUKVPool
@@ -66,31 +66,6 @@ def load_config(
     if path:
         layers.append(read_config_file(Path(path)))
     return resolve([*layers, env_layer(env), given_layer(cli or {}, given_in)])
-
-
-def read_config_file(path: Path) -> Layer:
-    """A YAML file as a layer; raises `ConfigError` naming the file."""
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
-    if values is not None and not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold keys and values, not a {type(values).__name__}")
-    return Layer(str(path), values or {})
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Safe, and refuses what YAML itself forbids and PyYAML lets pass: the same key twice in a mapping."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT002 - as PyYAML declares it
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and key.value in lines:
-                problem = f"{key.value!r} is given twice, in line {lines[key.value]} and in line {line}"
-                raise yaml.constructor.ConstructorError(problem=problem)
-            lines[str(key.value)] = line
-        return super().construct_mapping(node, deep=deep)
 
 
 def build_kv(
@@ -362,7 +337,11 @@ def build_llm(
     engine = build_engine(config, clock=clock, events=events, progress=progress)
     from sagellm.engines.native.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_folder(model_source(config))
+    tokenizer = Tokenizer.from_folder(
+        model_source(config),
+        chat_template=_chat_template(config),
+        special_in_messages=config.model.special_tokens_in_messages,
+    )
     return LLM(
         engine,
         tokenizer,
@@ -371,6 +350,17 @@ def build_llm(
         defaults=tokenizer.default_sampling,
         clock=clock,
     )
+
+
+def _chat_template(config: Config) -> str | None:
+    path = config.model.chat_template
+    try:
+        return None if path is None else read_text(Path(path).expanduser())
+    except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise ConfigError(
+            f"model.chat_template: {path} cannot be read ({reason}): give a Jinja file"
+        ) from error
 
 
 def load(model: str | None = None, settings: Mapping[str, Any] | None = None) -> LLM:

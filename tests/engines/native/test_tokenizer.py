@@ -200,7 +200,7 @@ def test_content_parts_are_joined() -> None:
 
 
 def test_what_a_chat_refuses() -> None:
-    with pytest.raises(RequestError, match="use /v1/completions") as refusal:
+    with pytest.raises(RequestError, match=r"--chat-template FILE, or send .*/v1/completions") as refusal:
         Tokenizer(byte_level()).encode_chat(MESSAGES)
     assert refusal.value.code == "no_chat_template"
     tokenizer = Tokenizer(byte_level(), chat_template=WITH_BOS)

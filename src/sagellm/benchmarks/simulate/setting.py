@@ -12,7 +12,7 @@ from sagellm.benchmarks.simulate.presets import preset_names
 from sagellm.benchmarks.simulate.workload import HighPriority, Turns, WorkloadSpec
 from sagellm.benchmarks.traces import Trace, read_trace
 from sagellm.core.errors import ConfigError
-from sagellm.engines.build import read_config_file
+from sagellm.engines.config_file import read_config_file
 
 
 class _Part(BaseModel):

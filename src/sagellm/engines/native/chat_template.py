@@ -1,21 +1,32 @@
-"""Chat templates of Hugging Face folders: Jinja, rendered in a sandbox, since they are foreign code."""
+"""Chat templates of Hugging Face folders: Jinja, rendered in a sandbox, since they are foreign code.
+
+The special tokens in a template are single characters while it runs, which no message can hold: what becomes
+of them is seen in the output, whatever the template does with its texts, and what looks like a special token
+there and is none of these characters is text of a message.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from sagellm.core.errors import ModelError, RequestError, UnsupportedParameterError
 from sagellm.core.protocols.tokenizer import Message
+from sagellm.engines.native.control_tokens import RenderedChat, any_of
+from sagellm.engines.native.template_sandbox import TemplateLimitError, TemplateSandbox
 
 TEXT_PART = "text"
+_OPERATIONS_PER_MESSAGE = 1000
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_FIRST_HALF, _LAST_HALF = 0xD800, 0xDFFF
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 _TEMPLATE_FAILURES = (
     TemplateError,
     TypeError,
@@ -39,26 +50,30 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """A compiled template; `special_tokens` (`bos_token`, `eos_token`, ...) are variables in it."""
+    """A compiled template; `special_tokens` (`bos_token`, `eos_token`, ...) are variables in it, and
+    `control_texts` are all texts that the tokenizer reads as special tokens.
+    """
 
     def __init__(
         self,
         source: str,
         special_tokens: Mapping[str, str],
+        control_texts: Collection[str] = (),
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        self._environment = environment = TemplateSandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
-        environment.filters["tojson"] = _to_json
+        environment.add_filter("tojson", _to_json)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
-        try:
-            self._template = environment.from_string(source)
-        except TemplateSyntaxError as error:
-            where = f"line {error.lineno}"
-            raise ModelError(f"the chat template does not parse, {where}: {error.message}") from error
-        self._special_tokens = dict(special_tokens)
+        self._control = any_of(control_texts)
+        self._token_of: dict[str, str] = {}
+        self._shadows = _shadows(control_texts)
+        self._words = set(_ROLES)
+        self._template = self._compiled(source)
+        self._special_tokens = {name: self._opaque(text) for name, text in special_tokens.items()}
+        self._marked = any_of([*self._token_of, *control_texts])
         self._knows_developer = "developer" in source
 
     def render(
@@ -67,16 +82,95 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt text; `options` are more variables. What the template itself refuses (order of roles,
-        say) is a `RequestError`."""
-        variables = {**self._special_tokens, "tools": None, "documents": None, **(options or {})}
-        variables["messages"] = [self._plain(i, message) for i, message in enumerate(messages)]
-        variables["add_generation_prompt"] = add_generation_prompt
+    ) -> RenderedChat:
+        """The prompt; `options` are more variables. What the template itself refuses (order of roles, say)
+        is a `RequestError`, and so is a rendering that takes too long.
+
+        A text is the template's own special token if no character of it comes from `messages` or `options`.
+        Where a template builds a token from pieces ('<|' + role + '|>'), that is found by a second rendering
+        in which those characters are marked; if it differs in more than the marks, the token is text.
+        """
+        given = {"tools": None, "documents": None, **(options or {})}
+        given["messages"] = [self._plain(i, message) for i, message in enumerate(messages)]
+        given["add_generation_prompt"] = add_generation_prompt
+        extra = _OPERATIONS_PER_MESSAGE * len(messages)
         try:
-            return self._template.render(variables)
+            _mapped(given, _whole)
+            self._environment.begin(extra)
+            text = self._template.render({**self._special_tokens, **given})
+        except TemplateLimitError as error:
+            raise RequestError(f"the chat template was stopped: {error}", "messages") from error
         except _TEMPLATE_FAILURES as error:
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
+        return self._parted(text, self._origin(given, extra) if self._control.search(text) else "")
+
+    def _origin(self, given: Mapping[str, Any], extra_operations: int) -> str:
+        """The prompt with the characters of messages and options marked; empty if the template fails then."""
+        marked = {name: _mapped(value, self._shadow) for name, value in given.items()}
+        self._environment.begin(extra_operations)
+        try:
+            return self._template.render({**self._special_tokens, **marked})
+        except _TEMPLATE_FAILURES:
+            return ""
+
+    def _compiled(self, source: str) -> Template:
+        """With each special token in its texts as one character."""
+        try:
+            tree = self._environment.parse(source)
+            for text in tree.find_all(nodes.TemplateData):
+                text.data = self._opaque(text.data)
+            for constant in tree.find_all(nodes.Const):
+                if isinstance(constant.value, str):
+                    self._words.add(constant.value)
+                    constant.value = self._opaque(constant.value)
+            self._words |= {node.attr for node in tree.find_all(nodes.Getattr)}
+            self._words = {word for word in self._words if re.fullmatch(r"\w+", word)}
+            return self._environment.from_string(tree)
+        except TemplateSyntaxError as error:
+            where = f"line {error.lineno}"
+            raise ModelError(f"the chat template does not parse, {where}: {error.message}") from error
+        except (RecursionError, SyntaxError, MemoryError) as error:  # of Python's own compiler
+            raise ModelError(
+                f"the chat template cannot be compiled, it is nested too deeply: {error}"
+            ) from error
+
+    def _opaque(self, text: str) -> str:
+        """A text of the template with one character for each special token: half a surrogate pair, which no
+        valid text has.
+        """
+        if _HALF_PAIR.search(text):
+            raise ModelError("the chat template holds half a surrogate pair: it is not valid Unicode")
+        characters = {token: char for char, token in self._token_of.items()}
+
+        def character(match: re.Match[str]) -> str:
+            char = characters.setdefault(match[0], chr(_FIRST_HALF + len(characters)))
+            self._token_of[char] = match[0]
+            return char
+
+        found = self._control.sub(character, text)
+        if len(self._token_of) + len(self._shadows) > _LAST_HALF - _FIRST_HALF:
+            raise ModelError(f"the chat template has {len(self._token_of)} special tokens: too many")
+        return found
+
+    def _shadow(self, text: str) -> str:
+        """A text of a message with marked characters; the template may compare roles and its own words."""
+        return text if text in self._words else text.translate(self._shadows)
+
+    def _parted(self, text: str, origin: str) -> RenderedChat:
+        unmarked = {ord(mark): chr(char) for char, mark in self._shadows.items()}
+        if origin.translate(unmarked) != text:
+            origin = ""
+        parts, end, spells_tokens = [], 0, False
+        for match in self._marked.finditer(text):
+            token = self._token_of.get(match[0])
+            if token is None and origin and origin[match.start() : match.end()] == match[0]:
+                token = match[0]
+            if token is None:
+                spells_tokens = True
+            else:
+                parts += [text[end : match.start()], token]
+                end = match.end()
+        return RenderedChat((*parts, text[end:]), spells_tokens)
 
     def _plain(self, position: int, message: Message) -> dict[str, Any]:
         """The message without nulls, its content one string, `developer` as `system` where it is unknown."""
@@ -89,6 +183,31 @@ class ChatTemplate:
         if role == "developer" and not self._knows_developer:
             plain["role"] = "system"
         return plain
+
+
+def _shadows(control_texts: Collection[str]) -> dict[int, str]:
+    """A mark for each character of a special token; spaces, which templates trim, have none."""
+    characters = sorted({char for text in control_texts for char in text if not char.isspace()})
+    return {ord(char): chr(_LAST_HALF - i) for i, char in enumerate(characters)}
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of JSON with every text in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_mapped(key, change): _mapped(one, change) for key, one in value.items()}
+    return [_mapped(one, change) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _whole(text: str) -> str:
+    """The text; raises `RequestError` for one that has no UTF-8 form."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        where = f"character {error.start} of the text"
+        raise RequestError(f"{where} is half a surrogate pair: send valid Unicode", "messages") from error
+    return text
 
 
 def content_text(content: object, where: str) -> str:

@@ -14,6 +14,7 @@ from sagellm.core.errors import ModelError, RequestError
 from sagellm.core.protocols.tokenizer import Message, TokenStream
 from sagellm.core.types import Tokens
 from sagellm.engines.native.chat_template import ChatTemplate
+from sagellm.engines.native.control_tokens import ControlTokens, RenderedChat
 from sagellm.engines.native.detokenizer import (
     ByteStream,
     WindowStream,
@@ -31,7 +32,8 @@ _SPACE_MARK = "\u2581"
 class Tokenizer:
     """Encodes, decodes and renders chats as the model's folder says. Safe to call from several threads.
 
-    `default_sampling` holds what generation_config.json recommends, by the names of `SamplingParams`.
+    `default_sampling` holds what generation_config.json recommends, by the names of `SamplingParams`. With
+    `special_in_messages`, a special token that a chat message spells is that token, not text.
     """
 
     def __init__(
@@ -42,20 +44,28 @@ class Tokenizer:
         chat_template: str | None = None,
         eos_token_ids: Iterable[int] = (),
         default_sampling: Mapping[str, Any] | None = None,
+        special_in_messages: bool = False,
     ) -> None:
         self._fast = fast
+        self._special_in_messages = special_in_messages
+        description = json.loads(fast.to_str())
+        self._control = ControlTokens(fast, description["model"])
         self.special_tokens = dict(special_tokens or {})
         self.default_sampling = dict(default_sampling or {})
-        self._template = ChatTemplate(chat_template, self.special_tokens) if chat_template else None
+        self._template = (
+            ChatTemplate(chat_template, self.special_tokens, self._control.texts) if chat_template else None
+        )
         eos = fast.token_to_id(self.special_tokens.get("eos_token", ""))
         self._eos_token_ids = frozenset(eos_token_ids) | frozenset(() if eos is None else (eos,))
-        self._kinds = decoder_kinds(json.loads(fast.to_str()).get("decoder"))
+        self._kinds = decoder_kinds(description.get("decoder"))
         added = fast.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
-    def from_folder(cls, folder: str | Path, chat_template: str | None = None) -> Tokenizer:
+    def from_folder(
+        cls, folder: str | Path, chat_template: str | None = None, *, special_in_messages: bool = False
+    ) -> Tokenizer:
         """Read a model folder; `chat_template` (Jinja source) takes the place of the folder's own."""
         folder = Path(folder)
         path = tokenizer_file(folder)
@@ -67,6 +77,7 @@ class Tokenizer:
             chat_template=chat_template or _chat_template(folder, config),
             eos_token_ids=_eos_ids(generation) | _eos_ids(_read_json(folder / "config.json")),
             default_sampling=_default_sampling(generation),
+            special_in_messages=special_in_messages,
         )
 
     @property
@@ -104,11 +115,16 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_options: Mapping[str, Any] | None = None,
     ) -> Tokens:
-        """The template writes its special tokens itself: none are added, so that there is one BOS at most."""
-        text = self.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, template_options=template_options
-        )
-        return self.encode(text, add_special_tokens=False)
+        """The template writes its special tokens itself: none are added, so that there is one BOS at most.
+
+        The ids hold exactly those special tokens. One that a message, a name or a tool's argument spells is
+        text, in ids as the tokenizer gives for it without special tokens.
+        """
+        chat = self._rendered(messages, add_generation_prompt, template_options)
+        ids = self.encode(chat.text, add_special_tokens=False)
+        if self._special_in_messages or self._control.are_those_of(chat, ids):
+            return ids
+        return self._control.encode(chat)
 
     def render_chat(
         self,
@@ -118,18 +134,24 @@ class Tokenizer:
         template_options: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of `encode_chat`."""
+        return self._rendered(messages, add_generation_prompt, template_options).text
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        options: Mapping[str, Any] | None,
+    ) -> RenderedChat:
         if self._template is None:
             raise RequestError(
-                "this model has no chat template: use /v1/completions with a plain prompt, "
-                "or start the server with a template for it",
+                "this model has no chat template: give one with --chat-template FILE, or send a plain prompt "
+                "(sagellm run --raw, /v1/completions)",
                 "messages",
                 code="no_chat_template",
             )
         if not messages:
             raise RequestError("messages is empty: send at least one message", "messages")
-        return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, options=template_options
-        )
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, options=options)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Ids without a token (a padded vocabulary) write nothing."""

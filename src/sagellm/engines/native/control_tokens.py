@@ -1,0 +1,156 @@
+"""Special tokens of a prompt that come from its chat template, apart from those that a message spells out.
+
+`RenderedChat` is a rendered prompt with the template's own tokens marked. `ControlTokens` knows the special
+tokens of a tokenizer and encodes a marked prompt so that no other text becomes one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
+
+from sagellm.core.types import Tokens
+
+_MARK = "\ufdd0"
+"""A code point that Unicode reserves for use inside of a program (a noncharacter)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A prompt in parts: at odd positions the special tokens that the template wrote, texts between them.
+    `spells_tokens` if one of the texts has the text of a special token in it.
+    """
+
+    parts: tuple[str, ...]
+    spells_tokens: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The template's own special tokens."""
+        return self.parts[1::2]
+
+
+class ControlTokens:
+    """The special tokens of a tokenizer, as text and as ids."""
+
+    def __init__(self, fast: FastTokenizer, model: Mapping[str, Any]) -> None:
+        """`model` is the part of that name of tokenizer.json."""
+        self._fast = fast
+        added = fast.get_added_tokens_decoder()
+        self._ids = {token.content: i for i, token in added.items() if token.special and token.content}
+        unknown = model.get("unk_id") if "unk_id" in model else fast.token_to_id(model.get("unk_token") or "")
+        self._control_ids = frozenset(self._ids.values()) - {unknown}
+        """All but the one that stands for text that the vocabulary lacks."""
+
+    @property
+    def texts(self) -> Collection[str]:
+        return self._ids.keys()
+
+    def are_those_of(self, chat: RenderedChat, ids: Iterable[int]) -> bool:
+        """Whether the special tokens among `ids`, which are the prompt's by the tokenizer itself, are those
+        that the template wrote.
+        """
+        own = [self._ids[text] for text in chat.tokens]
+        found = [i for i in ids if i in self._control_ids]
+        return not chat.spells_tokens and found == [i for i in own if i in self._control_ids]
+
+    def encode(self, chat: RenderedChat) -> Tokens:
+        """The prompt's ids, where texts have no special token, whatever they spell.
+
+        One pass over the whole prompt, so that spaces and merges beside a special token are what they are in
+        the tokenizer itself. A noncharacter U+FDD0 in a text is read as U+FFFD.
+        """
+        tokenizer, original_ids, marks = self._literal
+        marked = "".join(
+            marks[part] if i % 2 else part.replace(_MARK, "\ufffd") for i, part in enumerate(chat.parts)
+        )
+        [encoding] = tokenizer.encode_batch_fast([marked], add_special_tokens=False)
+        return Tokens([original_ids.get(token_id, token_id) for token_id in encoding.ids])
+
+    @cached_property
+    def _literal(self) -> tuple[FastTokenizer, dict[int, int], dict[str, str]]:
+        """A copy of the tokenizer that knows special tokens by a mark and not by their text, the ids that its
+        ids stand for, and the marks by text. Made when a message spells a special token for the first time.
+        """
+        description = json.loads(self._fast.to_str())
+        added = description.pop("added_tokens")
+        marks = {text: f"{_MARK}{token_id}{_MARK}" for text, token_id in self._ids.items()}
+        _forget(
+            description["model"],
+            {text: marks[text] for text, i in self._ids.items() if i in self._control_ids},
+        )
+        copy = FastTokenizer.from_str(json.dumps({**description, "added_tokens": [], "post_processor": None}))
+        names = [marks.get(entry["content"], entry["content"]) for entry in added]
+        copy.add_tokens([_unmarked(entry, name) for entry, name in zip(added, names, strict=True)])
+        ids = {
+            token_id: entry["id"]
+            for entry, name in zip(added, names, strict=True)
+            if (token_id := copy.token_to_id(name)) is not None
+        }
+        return copy, ids, marks
+
+
+def _unmarked(entry: dict[str, Any], content: str) -> AddedToken:
+    """The added token under another name, matched wherever it stands."""
+    flags = {key: entry[key] for key in ("lstrip", "rstrip", "normalized")}
+    return AddedToken(content, **flags, single_word=entry["single_word"] and content == entry["content"])
+
+
+def _forget(model: dict[str, Any], marks: dict[str, str]) -> None:
+    """Rename special tokens in the vocabulary of a tokenizer's model, which could find them in a text."""
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {f"{marks[text]}v" if text in marks else text: i for text, i in vocab.items()}
+    elif isinstance(vocab, list):
+        model["vocab"] = [[f"{marks[text]}v" if text in marks else text, score] for text, score in vocab]
+    if model.get("merges"):
+        model["merges"] = [merge for merge in map(_pair, model["merges"]) if not _makes(merge, marks)]
+
+
+def _pair(merge: str | list[str]) -> list[str]:
+    return merge.split(" ", 1) if isinstance(merge, str) else merge
+
+
+def _makes(merge: list[str], marks: dict[str, str]) -> bool:
+    left, right = merge
+    return left in marks or right in marks or left + right in marks
+
+
+def any_of(words: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that finds the leftmost longest of `words`, in time linear in the text however many there
+    are: alternatives at each point differ in their first character.
+    """
+    root: dict[str, Any] = {}
+    for word in words:
+        node = root
+        for char in word:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return re.compile(_alternatives(root) if root else r"(?!)")
+
+
+def _alternatives(node: dict[str, Any]) -> str:
+    options = [_chain(char, child) for char, child in node.items() if char]
+    if not options:
+        return ""
+    return f"(?:{'|'.join(options)}){'?' if '' in node else ''}"
+
+
+def _chain(char: str, node: dict[str, Any]) -> str:
+    """A character and, without nesting, those that must follow it."""
+    literal = [re.escape(char)]
+    while len(node) == 1 and "" not in node:
+        [(char, node)] = node.items()
+        literal.append(re.escape(char))
+    return "".join(literal) + _alternatives(node)
