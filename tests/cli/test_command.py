@@ -16,6 +16,7 @@ from sagellm.cli import serve
 from sagellm.core.extras import install_command
 
 COMMANDS = ("run", "chat", "serve", "doctor", "config", "version")
+WITH_MODEL = [("run", "hi"), ("chat",), ("serve", "--port", "0")]
 
 
 def test_help_lists_every_command(cli: Any) -> None:
@@ -36,6 +37,65 @@ def test_version(cli: Any) -> None:
 
 def test_an_unknown_option_is_refused(cli: Any) -> None:
     assert cli("run", "x", "--temprature", "1").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("--temp", "--temperature"),
+        ("--max-token", "--max-tokens"),
+        ("--top", "--top-k, --top-p"),
+        ("--modle", "--model"),
+    ],
+)
+def test_an_unknown_option_offers_the_nearest(cli: Any, typed: str, offered: str) -> None:
+    assert f"No such option: {typed} (Possible options: {offered})" in cli("run", "x", typed, "1").stderr
+
+
+def test_an_option_like_none_offers_none(cli: Any) -> None:
+    assert cli("run", "x", "--zzz").stderr.endswith("No such option: --zzz\n")
+
+
+@pytest.mark.parametrize("group", [(), ("bench",), ("bench", "micro"), ("trace",), ("config",)])
+def test_summaries_of_commands_are_whole_sentences(
+    cli: Any, monkeypatch: pytest.MonkeyPatch, group: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    _, _, listed = cli(*group, "--help").stdout.partition("Commands:\n")
+    assert listed.rstrip().endswith(".")
+    assert "..." not in listed
+
+
+@pytest.mark.parametrize("arguments", WITH_MODEL, ids=" ".join)
+def test_every_command_takes_the_model_as_an_option(
+    cli: Any, made: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(serving, "serve", lambda llm, **options: None)
+    for flag in ("-m", "--model"):
+        assert cli(*arguments, flag, "some/folder", stdin="").exit_code == 0
+    assert [llm.config.model.name for llm in made] == ["some/folder"] * 2
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "doctor"])
+def test_two_models_are_refused(cli: Any, made: Any, command: str) -> None:
+    result = cli(command, "a/b", "-m", "c/d")
+    assert (result.exit_code, result.stderr) == (2, "sagellm: two models, a/b and c/d: name one\n")
+    assert not made
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("run --preset lap", ["laptop"]),
+        ("serve --quant ", ["none", "int8", "int4"]),
+        ("chat --set kv.num_b", ["kv.num_blocks="]),
+        ("run --log-level de", ["debug"]),
+    ],
+)
+def test_the_shell_completes_values(typed: str, offered: list[str]) -> None:
+    words = f"sagellm {typed}"
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_SAGELLM_COMPLETE": "complete_bash"}
+    assert process(**asked).stdout.split() == offered
 
 
 def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

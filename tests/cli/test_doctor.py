@@ -125,6 +125,12 @@ def test_a_model_that_is_none_exits_2(
     assert result.stderr.count("\n") == 1
 
 
+def test_the_model_may_be_an_option(cli: Any, model: Path) -> None:
+    named, alone = (cli("doctor", *given, "--port", "0") for given in (("-m", str(model)), (str(model),)))
+    assert named.exit_code == 0
+    assert named.stdout.splitlines()[-4:] == alone.stdout.splitlines()[-4:]
+
+
 def test_a_folder_of_the_home_is_found_as_serve_finds_it(
     cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

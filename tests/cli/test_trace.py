@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def test_info_prints_the_figures_and_writes_them(cli: Any, trace: Path, tmp_path
     out = tmp_path / "info.json"
     result = cli("trace", "info", str(trace), "--out", str(out))
     assert result.exit_code == 0, result.stderr
-    shown = {line.rsplit("  ", 1)[0].strip(): line.split()[-1] for line in result.stdout.splitlines()[2:]}
+    shown = dict(re.split(r"\s{2,}", line.strip()) for line in result.stdout.splitlines()[2:])
     assert shown["format"] == "mooncake"
     assert (shown["requests"], shown["blocks"], shown["unique blocks"]) == ("2", "5", "3")
     assert (shown["infinite cache ratio"], shown["input tokens"]) == ("40.00%", "2,100")
@@ -57,7 +58,7 @@ def test_options_of_a_format(cli: Any, trace: Path) -> None:
     result = cli("trace", "info", str(trace), "--format", "mooncake", "--option", "block_tokens=100")
     assert result.exit_code == 0, result.stderr
     assert "block tokens" in result.stdout
-    assert " 100\n" in result.stdout
+    assert re.search(r"block tokens +100\s", result.stdout)
 
 
 def test_convert_there_and_back(cli: Any, tmp_path: Path) -> None:

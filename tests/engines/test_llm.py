@@ -253,3 +253,18 @@ def test_a_prompt_that_is_refused_leaves_none_of_its_companions_behind() -> None
     assert not engine.running
     assert not llm.has_work()
     assert [completion.text for completion in llm.generate("again", SamplingParams())] == ["abc"]
+
+
+def test_at_the_end_of_a_block_it_is_closed() -> None:
+    llm, engine = llm_saying("hello")
+    with llm as same:
+        assert same is llm
+        llm.submit("x", SamplingParams(max_tokens=4))
+        assert llm.has_work()
+    assert not llm.has_work()
+    assert engine.closed
+
+
+def test_it_says_what_it_is() -> None:
+    llm, _ = llm_saying("hello")
+    assert repr(llm) == "<LLM 'toy', context of 512 tokens>"

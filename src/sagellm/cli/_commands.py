@@ -20,13 +20,12 @@ from sagellm.cli import (
     trace,
     version,
 )
+from sagellm.cli._options import App
 
-app = typer.Typer(
+app = App(
     name="sagellm",
-    help="A modular LLM inference engine. Without a MODEL, commands use the demo model that comes with it.",
-    no_args_is_help=True,
+    help="A modular LLM inference engine. Without -m MODEL, commands use the demo model that comes with it.",
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run")(run.run)

@@ -3,7 +3,7 @@
 A command takes a group of options as one parameter; `command` turns it into the options of the group:
 
     @command
-    def serve(model: ModelArgument = None, *, settings: Settings) -> None: ...
+    def serve(*, model: Model, settings: Settings) -> None: ...
 """
 
 from __future__ import annotations
@@ -12,27 +12,23 @@ import functools
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Self
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Annotated, Any, Self, TypeVar
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from sagellm.cli import EXIT_EXPLAINED
 from sagellm.core.errors import MissingExtraError, RequestError, SageError
 from sagellm.core.extras import EXTRA_OF
 
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="MODEL", help="Folder or hub name of the model; default: the demo model."),
-]
+Function = TypeVar("Function", bound=Callable[..., Any])
+_MODEL_HELP = "Folder or hub name of the model; default: the demo model."
 
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model", "-m", metavar="MODEL", help="Folder or hub name of the model; default: the demo model."
-    ),
-]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=_MODEL_HELP)]
 
 
 class OptionGroup(ABC):
@@ -53,6 +49,73 @@ def option(name: str, kind: Any, declared: Any) -> inspect.Parameter:
     """An optional keyword parameter whose typer declaration is `declared`."""
     annotation = Annotated[kind | None, declared]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+@dataclass(frozen=True, slots=True)
+class Model(OptionGroup):
+    """`-m MODEL`, as in every command, or MODEL alone, in commands that have no other argument."""
+
+    name: str | None
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        argument = typer.Argument(metavar="MODEL", help="The same as -m MODEL.", show_default=False)
+        declared = typer.Option("--model", "-m", metavar="MODEL", help=_MODEL_HELP)
+        return [option("model_argument", str, argument), option("model", str, declared)]
+
+    @classmethod
+    def take(cls, given: dict[str, Any]) -> Self:
+        alone, named = given.pop("model_argument"), given.pop("model")
+        if alone is not None and named is not None and alone != named:
+            raise RequestError(f"two models, {alone} and {named}: name one", "model")
+        return cls(alone if named is None else named)
+
+
+class Command(TyperCommand):
+    """Shows its whole first sentence of help in lists, and offers the nearest options for an unknown one."""
+
+    def get_short_help_str(self, limit: int = 0) -> str:
+        return super().get_short_help_str(_NO_LIMIT)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if getattr(error, "possibilities", None) is not None:
+                known = [name for one in self.get_params(ctx) for name in one.opts if name.startswith("--")]
+                error.possibilities = _nearest_options(error.option_name, known)  # type: ignore[attr-defined]
+            raise
+
+
+class Group(TyperGroup):
+    """Commands; the whole first sentence of a group's help is shown in lists."""
+
+    def get_short_help_str(self, limit: int = 0) -> str:
+        return super().get_short_help_str(_NO_LIMIT)
+
+
+class App(typer.Typer):
+    """A group of commands, each a `Command`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(cls=Group, no_args_is_help=True, rich_markup_mode=None, **settings)
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[Function], Function]:
+        return super().command(name, **{"cls": Command, **settings})
+
+
+_NO_LIMIT = 10_000
+
+
+def _nearest_options(name: str, known: Sequence[str]) -> list[str]:
+    """Those that begin so, or else the one that is most alike."""
+    return [one for one in known if one.startswith(name)] or get_close_matches(name, known, n=1)
+
+
+def completing(values: Iterable[str]) -> Callable[[str], list[str]]:
+    """What the shell offers for the value of an option: those of `values` that begin as the typed text."""
+    known = list(values)
+    return lambda incomplete: [one for one in known if one.startswith(incomplete)]
 
 
 _DEBUG = option("debug", bool, typer.Option("--debug", help="Show the traceback of an error."))

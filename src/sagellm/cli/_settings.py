@@ -10,9 +10,9 @@ from typing import Any, Self
 
 import typer
 
-from sagellm.cli._options import OptionGroup, option
+from sagellm.cli._options import OptionGroup, completing, option
 from sagellm.core.config import PRESETS
-from sagellm.core.config_layers import Resolved, describe
+from sagellm.core.config_layers import KEYS, Resolved, allowed_values, describe
 from sagellm.core.errors import ConfigError
 
 FLAGS: Mapping[str, tuple[str, str]] = {
@@ -49,12 +49,19 @@ class Settings(OptionGroup):
 
     @classmethod
     def parameters(cls) -> list[inspect.Parameter]:
-        presets = ", ".join(PRESETS)
         return [
             option("config_file", Path, typer.Option("--config", "-c", metavar="FILE", help=_CONFIG_HELP)),
-            option("preset", str, typer.Option("--preset", metavar="NAME", help=f"One of {presets}.")),
+            option("preset", str, _preset_option()),
             option(
-                "assignments", list[str], typer.Option("--set", "-s", metavar="KEY=VALUE", help=_SET_HELP)
+                "assignments",
+                list[str],
+                typer.Option(
+                    "--set",
+                    "-s",
+                    metavar="KEY=VALUE",
+                    help=_SET_HELP,
+                    autocompletion=completing(f"{key}=" for key in KEYS),
+                ),
             ),
             *_flag_options(FLAGS),
         ]
@@ -92,9 +99,24 @@ _CONFIG_HELP = "YAML file with keys and values (also SAGELLM_CONFIG)."
 _SET_HELP = "Set any key of the configuration; may be repeated."
 
 
+def _preset_option() -> Any:
+    return typer.Option(
+        "--preset", metavar="NAME", help=f"One of {', '.join(PRESETS)}.", autocompletion=completing(PRESETS)
+    )
+
+
 def _flag_options(flags: Mapping[str, tuple[str, str]]) -> list[inspect.Parameter]:
     return [
-        option(_parameter(key), str, typer.Option(name, metavar=metavar, help=f"{key}: {describe(key)}."))
+        option(
+            _parameter(key),
+            str,
+            typer.Option(
+                name,
+                metavar=metavar,
+                help=f"{key}: {describe(key)}.",
+                autocompletion=completing(allowed_values(key)),
+            ),
+        )
         for key, (name, metavar) in flags.items()
     ]
 

@@ -14,19 +14,15 @@ from rich.console import Console
 from sagellm.cli._bench_engine import engine
 from sagellm.cli._bench_fairness import fairness
 from sagellm.cli._bench_lifetime import lifetime
-from sagellm.cli._options import OptionGroup, command, option
+from sagellm.cli._options import App, OptionGroup, command, option
 from sagellm.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from sagellm.benchmarks.micro._case import MicroBenchmark
     from sagellm.benchmarks.micro.run import Report
 
-app = typer.Typer(no_args_is_help=True, help="Measure this machine.", rich_markup_mode=None)
-micro = typer.Typer(
-    no_args_is_help=True,
-    help="Time single operations, alone or in turns with other engines.",
-    rich_markup_mode=None,
-)
+app = App(help="Measure this machine.")
+micro = App(help="Time single operations, alone or in turns with other engines.")
 app.add_typer(micro, name="micro")
 app.command("engine")(engine)
 app.command("fairness")(fairness)

@@ -10,7 +10,7 @@ import typer
 
 from sagellm.cli._interrupt import interrupts_noted
 from sagellm.cli._loading import load_llm
-from sagellm.cli._options import ModelOption, command
+from sagellm.cli._options import Model, command
 from sagellm.cli._sampling import Sampling
 from sagellm.cli._settings import Settings
 from sagellm.core.errors import RequestError
@@ -25,14 +25,14 @@ HELP = "/reset  forget the conversation    /exit  leave    Ctrl-C  stop the answ
 
 @command
 def chat(
-    model: ModelOption = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
     *,
+    model: Model,
     sampling: Sampling,
     settings: Settings,
 ) -> None:
     """Talk to a model. /reset forgets, /exit leaves, Ctrl-C stops an answer and not the program."""
-    llm = load_llm(settings.load(model=model).config)
+    llm = load_llm(settings.load(model=model.name).config)
     try:
         _import_line_editing()
         print(f"{llm.model_name}   {HELP}", file=sys.stderr)

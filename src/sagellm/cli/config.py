@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from sagellm.cli._options import ModelOption, command
+from sagellm.cli._options import App, ModelOption, command
 from sagellm.cli._settings import ServerSettings
 from sagellm.core.config import SECRET_KEYS
 from sagellm.core.config_layers import Resolved, describe
 
-app = typer.Typer(no_args_is_help=True, help="Look at the configuration.", rich_markup_mode=None)
+app = App(help="Look at the configuration.")
 
 
 @app.callback()

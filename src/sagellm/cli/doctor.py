@@ -16,7 +16,7 @@ import typer
 
 from sagellm import __version__
 from sagellm.cli._machine import Device, as_text, devices, find_compilers
-from sagellm.cli._options import ModelArgument, command
+from sagellm.cli._options import Model, command
 from sagellm.cli._settings import ServerSettings
 from sagellm.core.errors import CapacityError, ModelError, SageError
 from sagellm.core.extras import EXTRA_OF, install_command
@@ -50,7 +50,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
 
 
 @command
-def doctor(model: ModelArgument = None, *, settings: ServerSettings) -> None:
+def doctor(*, model: Model, settings: ServerSettings) -> None:
     """Say what is installed, and what would fit where.
 
     The exit status is 0 if it can be served, 1 if a package or the demo model is missing, 2 if MODEL
@@ -64,7 +64,7 @@ def doctor(model: ModelArgument = None, *, settings: ServerSettings) -> None:
         extras = {EXTRA_OF.get(REQUIRED.get(name, ""), "") for name in missing} - {""}
         print(f"\ncannot serve: missing {', '.join(missing)}; {install_command(','.join(sorted(extras)))}")
         raise typer.Exit(EXIT_CANNOT_SERVE)
-    config = settings.load(model=model).config
+    config = settings.load(model=model.name).config
     _report_port(config)
     refused = _report_fit(config, _chosen(config, found))
     print()

@@ -12,7 +12,7 @@ import typer
 
 from sagellm.cli._events import event_bus
 from sagellm.cli._loading import load_llm
-from sagellm.cli._options import ModelArgument, command
+from sagellm.cli._options import Model, command
 from sagellm.cli._settings import ServerSettings
 from sagellm.core.errors import MissingExtraError
 
@@ -21,16 +21,16 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 @command
 def serve(
-    model: ModelArgument = None,
     record_trace: Annotated[
         Path | None,
         typer.Option("--record-trace", metavar="FILE", help="Record requests, as ids of their blocks."),
     ] = None,
     *,
+    model: Model,
     settings: ServerSettings,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API until Ctrl-C."""
-    config = settings.load(model=model).config
+    config = settings.load(model=model.name).config
     if any(find_spec(package) is None for package in NEEDED):
         raise MissingExtraError("the HTTP server", "serve")
     from sagellm import serving

@@ -68,7 +68,7 @@ class Machinery(Given):
     def declared(cls) -> Sequence[tuple[str, Any, str, str]]:
         return (
             ("device", str, "--device NAME", "Device; default: h100-80g."),
-            ("model", str, "--model NAME", "Model, or a config.json; default: llama-3.1-8b."),
+            ("model", str, "--model -m NAME", "Model, or a config.json; default: llama-3.1-8b."),
             ("tensor_parallel", int, "--tensor-parallel N", "Devices per instance; default: 1."),
             ("cost", Path, "--cost FILE", "Coefficients that `calibrate` wrote."),
             ("assignments", list[str], "--set -s KEY=VALUE", "Set a key of every preset; repeatable."),

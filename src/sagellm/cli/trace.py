@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
 import typer
 
-from sagellm.cli._options import ModelOption, OptionGroup, command, option
+from sagellm.cli._options import App, ModelOption, OptionGroup, command, option
 from sagellm.cli._settings import Settings
 from sagellm.core.errors import ConfigError, RequestError
 
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from sagellm.engines.llm import LLM
     from sagellm.engines.llm.llm import Prompt
 
-app = typer.Typer(
-    no_args_is_help=True, help="Look into traces, convert, generate, record.", rich_markup_mode=None
-)
+app = App(help="Look into traces, convert, generate, record.")
 
 FileArgument = Annotated[
     Path, typer.Argument(metavar="FILE", help="The trace; .xz, .gz and .zst are read as they are.")

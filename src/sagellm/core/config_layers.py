@@ -12,7 +12,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -76,6 +76,12 @@ KEYS: tuple[str, ...] = tuple(_FIELDS)
 def describe(key: str) -> str:
     """What a key means, in one line."""
     return _FIELDS[key][0].description or ""
+
+
+def allowed_values(key: str) -> tuple[str, ...]:
+    """The words that a key may have, where it is one of some; otherwise none."""
+    kind = _FIELDS[key][1]
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def env_name(key: str) -> str:

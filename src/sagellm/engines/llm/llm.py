@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ContextLengthError, RequestError
@@ -52,7 +52,8 @@ class _Group:
 
 
 class LLM:
-    """An engine with a tokenizer. Synchronous and, but for `encode` and `resolve`, for one thread.
+    """An engine with a tokenizer. Synchronous and, but for `encode` and `resolve`, for one thread. A context
+    manager: it is closed at the end.
 
     `defaults` are sampling parameters by name for what a request leaves open (of generation_config.json).
     """
@@ -77,6 +78,15 @@ class LLM:
         self._group_of: dict[str, _Group] = {}
         self._undelivered: list[TextDelta] = []
         self._ids = itertools.count(1)
+
+    def __repr__(self) -> str:
+        return f"<LLM {self.model_name!r}, context of {self.max_model_len} tokens>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def sampling_params(self, **given: Any) -> SamplingParams:
         """`SamplingParams` with this model's defaults for whatever is not given."""
