@@ -13,7 +13,7 @@ import httpx
 from openai import OpenAI
 
 from sagellm.engines.llm import LLM
-from sagellm.serving import create_app, make_server
+from sagellm.serving import ConnectionLimits, create_app, make_server
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.server import SageServer
 
@@ -50,9 +50,11 @@ class Live:
 
 
 @contextmanager
-def serving(llm: LLM, *, grace_s: float = 5.0, **options: Any) -> Iterator[Live]:
+def serving(
+    llm: LLM, *, grace_s: float = 5.0, limits: ConnectionLimits | None = None, **options: Any
+) -> Iterator[Live]:
     app = create_app(llm, **options)
-    server = make_server(app, host=LOCALHOST, port=0, grace_s=grace_s, log_level="warning")
+    server = make_server(app, host=LOCALHOST, port=0, limits=limits, grace_s=grace_s, log_level="warning")
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     wait_until(lambda: server.started or not thread.is_alive())

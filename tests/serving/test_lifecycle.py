@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,16 +12,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import uvicorn
 
 from sagellm.core.errors import BookkeepingError
 from sagellm.engines.llm import LLM
+from sagellm.serving.server import SageServer
 from tests.scripted_engine import ScriptedEngine, scripted_llm
 from tests.serving.live import LOCALHOST, Live, serving, wait_until
 
@@ -44,7 +49,8 @@ def open_stream(live: Live) -> Iterator[Iterator[str]]:
         yield lines
 
 
-def test_a_failed_loop_ends_streams_and_turns_health_to_503() -> None:
+def test_a_failed_loop_ends_streams_and_turns_health_to_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SageServer, "on_tick", uvicorn.Server.on_tick)  # which does not end the server
     llm, engine = slow_llm()
     with serving(llm) as live:
         with open_stream(live) as lines:
@@ -58,6 +64,16 @@ def test_a_failed_loop_ends_streams_and_turns_health_to_503() -> None:
         assert response.status_code == 503
         assert "the books do not balance" in response.json()["error"]["message"]
         assert live.http.get("/metrics").status_code == 200
+
+
+def test_a_failed_engine_ends_the_server() -> None:
+    llm, engine = slow_llm()
+    with serving(llm) as live, open_stream(live) as lines:
+        engine.fail_next = BookkeepingError("the books do not balance")
+        *_, last = lines
+        live.thread.join(10)
+        assert not live.thread.is_alive()
+    assert "the books do not balance" in json.loads(last)["error"]["message"]
 
 
 def test_the_client_library_raises_what_ends_a_stream() -> None:
@@ -80,6 +96,37 @@ def test_a_request_may_end_during_the_grace_period() -> None:
         live.server.should_exit = True
         *_, last = lines
     assert last == "data: [DONE]"
+
+
+def test_while_a_request_ends_new_ones_are_answered_503() -> None:
+    llm, _ = slow_llm()
+    with serving(llm, grace_s=10) as live, httpx.Client(base_url=live.url, timeout=20) as other:
+        body = BODY | {"max_tokens": 100}
+        with live.http.stream("POST", "/v1/completions", json=body) as response:
+            lines = (line for line in response.iter_lines() if line)
+            next(lines)
+            live.server.should_exit = True
+            wait_until(lambda: not live.gateway.ready)
+            for _ in range(5):
+                assert other.get("/ready").status_code == 503
+                assert other.get("/health").status_code == 200
+                refused = other.post("/v1/completions", json=BODY)
+                assert refused.status_code == 503
+                assert refused.json()["error"]["code"] == "service_unavailable"
+                assert int(refused.headers["retry-after"]) > 0
+                assert refused.headers["connection"] == "close"
+            *_, last = lines
+    assert last == "data: [DONE]"
+
+
+def test_a_client_that_uploads_does_not_hold_the_shutdown() -> None:
+    llm, _ = slow_llm()
+    with serving(llm) as live, socket.create_connection(live.address, timeout=20) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
+        wait_until(lambda: bool(live.server.server_state.tasks))
+        live.server.should_exit = True
+        live.thread.join(10)
+        assert not live.thread.is_alive()
 
 
 def test_a_shutdown_ends_streams_in_bounded_time() -> None:
@@ -110,43 +157,130 @@ def test_a_step_that_hangs_does_not_hold_the_server() -> None:
     wait_until(lambda: live.gateway.stopped)
 
 
+RUNNING = r"(?m)^sagellm_requests_running\b.* 1\.0$"
 SERVE = """
-import sys
-from sagellm.serving import serve
+import sys, threading
+from sagellm import cli
+from sagellm.cli import serve
 from tests.scripted_engine import scripted_llm
-serve(scripted_llm("a b c ", step_s=0.01), port=int(sys.argv[1]), grace_s=0.2, log_level="warning")
-print("closed")
+
+llm = scripted_llm("a b c ", step_s=0.01)
+
+commands = {"fail": {"fail_next": ValueError("broken")}, "hang": {"step_s": 60.0}}
+
+def obey():
+    for line in sys.stdin:
+        vars(llm._engine).update(commands[line.strip()])
+
+threading.Thread(target=obey, daemon=True).start()
+serve.load_llm = lambda *args, **options: llm
+sys.argv = ["sagellm", "serve", "--port", sys.argv[1], "--set", f"server.shutdown_grace_s={sys.argv[2]}"]
+cli.main()
 """
 
 
-def free_port() -> int:
+@dataclass
+class Served:
+    """`sagellm serve` in a process of its own, on a scripted engine."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    @contextmanager
+    def stream(self) -> Iterator[Iterator[str]]:
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=BODY, timeout=20) as response:
+            lines = (line for line in response.iter_lines() if line)
+            next(lines)
+            yield lines
+
+    def command(self, text: str) -> None:
+        """To the engine: `fail` or `hang` in the next step."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{text}\n")
+        self.process.stdin.flush()
+
+    def end(self) -> tuple[int, str]:
+        """Exit status and stderr."""
+        _, errors = self.process.communicate(timeout=10)
+        return self.process.returncode, errors
+
+
+@contextmanager
+def served(grace_s: float) -> Iterator[Served]:
     with socket.socket() as probe:
         probe.bind((LOCALHOST, 0))
-        return int(probe.getsockname()[1])
+        port = probe.getsockname()[1]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(port), str(grace_s)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            url = f"http://{LOCALHOST}:{port}"
+            wait_until(lambda: process.poll() is not None or answers(f"{url}/ready"), timeout_s=30)
+            yield Served(process, url)
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_process_ends_cleanly_on_signals(number: signal.Signals) -> None:
-    port = free_port()
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(port)], env=environment, stdout=subprocess.PIPE, text=True
-    )
-    url = f"http://{LOCALHOST}:{port}"
-    try:
-        wait_until(lambda: answers(f"{url}/ready"), timeout_s=30)
-        lines: list[str] = []
-        with httpx.stream("POST", f"{url}/v1/completions", json=BODY, timeout=20) as response:
-            stream = response.iter_lines()
-            next(stream)
-            process.send_signal(number)
-            lines += [line for line in stream if line]
-        assert "shutting down" in lines[-1]
-        output, _ = process.communicate(timeout=10)
-        assert (process.returncode, output) == (0, "closed\n")
-    finally:
-        process.kill()
-        process.wait()
+    with served(grace_s=0.2) as server:
+        with server.stream() as lines:
+            server.process.send_signal(number)
+            *_, last = lines
+        assert "shutting down" in last
+        status, errors = server.end()
+    assert status == 0
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("step", ["usual", "hang"])
+def test_a_second_ctrl_c_ends_the_process_at_once(step: str) -> None:
+    with served(grace_s=1000) as server:
+        with server.stream() as lines, suppress(httpx.RemoteProtocolError):
+            if step == "hang":
+                server.command("hang")
+                time.sleep(0.1)
+            server.process.send_signal(signal.SIGINT)
+            wait_until(lambda: not answers(f"{server.url}/ready"))
+            server.process.send_signal(signal.SIGINT)
+            *_, last = lines
+            assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        status, errors = server.end()
+    assert status == 130
+    assert "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith("sagellm: ended at once")
+    assert len(errors.splitlines()) < 15
+
+
+def test_a_whole_answer_that_is_cut_off_is_json() -> None:
+    with served(grace_s=1000) as server, ThreadPoolExecutor() as pool:
+        body = BODY | {"stream": False}
+        answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=20)
+        wait_until(lambda: re.search(RUNNING, httpx.get(f"{server.url}/metrics").text) is not None)
+        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: not answers(f"{server.url}/ready"))
+        server.process.send_signal(signal.SIGINT)
+        response = answer.result(timeout=10)
+        assert server.end()[0] == 130
+    assert response.status_code == 503
+    assert "shutting down" in response.json()["error"]["message"]
+
+
+def test_a_failed_engine_ends_the_process_with_an_error() -> None:
+    with served(grace_s=0.2) as server:
+        with server.stream() as lines:
+            server.command("fail")
+            *_, last = lines
+        assert "broken" in last
+        status, errors = server.end()
+    assert status == 2
+    assert errors.splitlines()[-1] == "sagellm: the engine has failed, restart the server: broken"
 
 
 def answers(url: str) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +16,7 @@ from sagellm.cli._events import event_bus
 from sagellm.cli._loading import load_llm
 from sagellm.cli._options import Model, command
 from sagellm.cli._settings import ServerSettings
+from sagellm.cli.run import EXIT_INTERRUPTED
 from sagellm.core.errors import MissingExtraError
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -37,19 +40,34 @@ def serve(
     from sagellm.benchmarks.traces.recorder import TraceRecorder
 
     server = config.server
-    with (
-        serving.bind(server.host, server.port) as listener,
-        event_bus(config) as events,
-        TraceRecorder(record_trace, events, block_tokens=config.kv.block_size)
-        if record_trace is not None
-        else nullcontext(),
-    ):
-        serving.serve(
-            load_llm(config, events, log_level=logging.INFO),
-            listener=listener,
-            log_level=config.log.level,
-            api_key=server.api_key,
-            cors_origins=server.cors_origins,
-            max_waiting=server.max_waiting,
-            max_body_bytes=server.max_body_bytes,
-        )
+    limits = serving.ConnectionLimits(
+        max_connections=server.max_connections,
+        header_timeout_s=server.header_timeout_s,
+        send_timeout_s=server.send_timeout_s,
+        keep_alive_timeout_s=server.keep_alive_timeout_s,
+    )
+    try:
+        with (
+            serving.bind(server.host, server.port) as listener,
+            event_bus(config) as events,
+            TraceRecorder(record_trace, events, block_tokens=config.kv.block_size)
+            if record_trace is not None
+            else nullcontext(),
+        ):
+            serving.serve(
+                load_llm(config, events, log_level=logging.INFO),
+                listener=listener,
+                log_level=config.log.level,
+                limits=limits,
+                grace_s=server.shutdown_grace_s,
+                api_key=server.api_key,
+                cors_origins=server.cors_origins,
+                max_waiting=server.max_waiting,
+                max_body_bytes=server.max_body_bytes,
+                body_timeout_s=server.body_timeout_s,
+            )
+    except KeyboardInterrupt:
+        print("sagellm: ended at once by Ctrl-C; requests that ran were cut off", file=sys.stderr)
+        os._exit(
+            EXIT_INTERRUPTED
+        )  # Python's own end would crash a thread that is within a step of the engine

@@ -215,6 +215,33 @@ class ServerConfig(Section):
     max_body_bytes: int = Field(
         default=32 * 2**20, ge=1024, description="largest request body; larger ones are answered 413"
     )
+    max_connections: int = Field(
+        default=2048, ge=1, le=2**20, description="open connections; more are answered 503 and closed"
+    )
+    header_timeout_s: float = Field(
+        default=10.0, gt=0.0, le=86400.0, description="seconds in which a request's headers must arrive"
+    )
+    body_timeout_s: float = Field(
+        default=60.0, gt=0.0, le=86400.0, description="seconds in which a request's body must arrive"
+    )
+    send_timeout_s: float = Field(
+        default=60.0,
+        gt=0.0,
+        le=86400.0,
+        description="seconds after which a client that reads nothing of its answer is cut off",
+    )
+    keep_alive_timeout_s: float = Field(
+        default=30.0,
+        gt=0.0,
+        le=86400.0,
+        description="seconds that a connection stays open between requests",
+    )
+    shutdown_grace_s: float = Field(
+        default=20.0,
+        ge=0.0,
+        le=86400.0,
+        description="seconds that running requests have to end at shutdown; the rest is cut off",
+    )
     cors_origins: tuple[Annotated[str, Field(pattern=ORIGIN)], ...] = Field(
         default=(), description="origins whose pages may call the server, as https://host:port; *: all"
     )
@@ -298,6 +325,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "scheduler.max_batched_tokens": 8192,
         "scheduler.strategy": "throughput",
         "server.max_waiting": 8192,
+        "server.max_connections": 16384,
     },
     "low_latency": {
         "scheduler.max_num_seqs": 16,

@@ -14,6 +14,7 @@ SageError
 │   └── UnknownModelError
 ├── CapacityError          memory: the pool, the device
 ├── BookkeepingError       the KV books: a bug in the caller, never a full pool
+├── EngineFailedError      the engine's state is lost, it must be built anew
 ├── KernelError            a kernel that cannot be built, or not run on these inputs
 └── PlanError              a plan that the verifier refuses
 """
@@ -116,6 +117,10 @@ class CapacityError(SageError):
 
 class BookkeepingError(SageError):
     """The KV books were used wrongly: double free, foreign allocation, negative count, unpinned pin."""
+
+
+class EngineFailedError(SageError):
+    """An error left the engine in the middle of a step; nothing but a new engine can go on."""
 
 
 class KernelError(SageError):

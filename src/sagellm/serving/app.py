@@ -30,6 +30,7 @@ from sagellm.serving.schema import DetokenizeRequest, TokenizeRequest
 
 DEFAULT_MAX_WAITING = 1024
 DEFAULT_MAX_BODY_BYTES = 32 * 2**20
+DEFAULT_BODY_TIMEOUT_S = 60.0
 DEFAULT_STOP_TIMEOUT_S = 5.0
 
 Handler = Callable[[Request], Awaitable[Any]]
@@ -43,6 +44,7 @@ def create_app(
     cors_origins: Sequence[str] = (),
     max_waiting: int = DEFAULT_MAX_WAITING,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S,
     stop_timeout_s: float = DEFAULT_STOP_TIMEOUT_S,
     clock: Clock | None = None,
     wall_clock: Callable[[], float] = time.time,
@@ -51,8 +53,8 @@ def create_app(
 
     `model_name` is what clients call the model. With an `api_key`, all but /health, /ready, /version and
     /metrics want it as a bearer token. At most `max_waiting` sequences wait for their first token, then 429;
-    a body of more than `max_body_bytes` is answered 413. A step that runs at shutdown is waited for
-    `stop_timeout_s`.
+    a body of more than `max_body_bytes` is answered 413, one that takes more than `body_timeout_s` to arrive
+    408. A step that runs at shutdown is waited for `stop_timeout_s`.
     """
     if api_key is not None and not api_key.strip():
         raise ConfigError("api_key is empty: give it a value, or None for a server that wants no key")
@@ -68,7 +70,7 @@ def create_app(
         )
     models = Models(model_name or llm.model_name, llm.max_model_len, int(wall_clock()))
     _add_open_routes(app, gateway)
-    reader, encoder = RequestReader(max_body_bytes), PromptEncoder(llm)
+    reader, encoder = RequestReader(max_body_bytes, body_timeout_s), PromptEncoder(llm)
     generator = Generator(gateway, reader, encoder, models.check, wall_clock)
     posts: dict[str, Handler] = {
         "/v1/chat/completions": generator.chat,

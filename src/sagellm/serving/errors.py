@@ -3,7 +3,7 @@
 RequestError (core)
 ├── UnauthorizedError    401, no key or a wrong one
 ├── BodyTooLargeError    413, a body that is not even read
-├── SlowClientError      408, a stream that its client does not read
+├── SlowClientError      408, a body that does not arrive, or a stream that its client does not read
 ├── OverloadedError      429, too many requests wait
 ├── UnavailableError     503, shutting down, or the engine loop has failed
 └── GenerationError      500, the engine gave this request up
@@ -11,19 +11,23 @@ RequestError (core)
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sagellm.core.errors import RequestError
 
 log = logging.getLogger("sagellm.serving")
 
+CLIENT_CLOSED_REQUEST = 499
+"""A status for the log alone, as nginx has it: nobody is left to read the answer."""
 RETRY_AFTER_S = 1
 MAX_ECHO_CHARS = 100
 MAX_MESSAGE_CHARS = 2000
@@ -82,6 +86,7 @@ def install(app: FastAPI) -> None:
     """Answer every error of the app in OpenAI's form."""
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(ClientDisconnect, _left)
     app.add_middleware(BugAnswers)
 
 
@@ -89,7 +94,8 @@ class BugAnswers:
     """Answers an exception that nothing else handles with 500, and logs it.
 
     Unlike an exception handler of Starlette's it does not raise again, which would end the connection under
-    the client's next request. Once an answer has begun nothing is left but to raise.
+    the client's next request. Once an answer has begun nothing is left but to raise. A task that is cancelled
+    ends in silence: only the end of the server does that, after it has closed the connection.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -105,6 +111,8 @@ class BugAnswers:
 
         try:
             await self._app(scope, receive, noted_send)
+        except asyncio.CancelledError:
+            log.debug("%s was cut off by the end of the server", scope["type"])
         except Exception as error:
             if begun or scope["type"] != "http":
                 raise
@@ -115,9 +123,16 @@ class BugAnswers:
 async def _refused(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestError)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
+    if error.status in (408, 503):  # the rest of a slow body is not read; a server that ends is left
+        headers["Connection"] = "close"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(body_of(error), error.status, headers)
+
+
+async def _left(request: Request, _error: Exception) -> Response:
+    log.debug("%s %s: the client left during its upload", request.method, clipped(request.url.path))
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _no_route(request: Request, error: Exception) -> JSONResponse:

@@ -23,6 +23,7 @@ log = logging.getLogger("sagellm.serving")
 MAX_UNREAD_BYTES = 2**20
 """Of one generation. The socket's buffers come before it: only a client that does not read gets here."""
 
+_POLL_S = 0.01
 _BYTES_PER_TOKEN = 64
 """What a token, or an alternative to it, takes at least beside its text."""
 
@@ -127,6 +128,7 @@ class Gateway:
         self._hints: dict[int, asyncio.Future[Sequence[HintOutcome]]] = {}
         self._ids = itertools.count()
         self._draining = False
+        self._hurried = False
         self._loop = EngineLoop(llm, self._deliver)
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self.metrics = ServerMetrics(llm.model_name, lambda: self._loop.stats)
@@ -143,6 +145,11 @@ class Gateway:
     @property
     def ready(self) -> bool:
         return self._loop.alive and not self._draining
+
+    @property
+    def num_open(self) -> int:
+        """Requests, and envelopes of KV hints, whose clients still wait for an answer."""
+        return len(self._open) + len(self._hints)
 
     @property
     def stopped(self) -> bool:
@@ -208,11 +215,20 @@ class Gateway:
             self._end_with(request_id, UnavailableError(message))
         self._fail_hints(message)
 
+    def hurry(self) -> None:
+        """Have `close` wait no longer for the step that runs."""
+        self._hurried = True
+
     async def close(self, timeout_s: float) -> None:
         """Stop the engine loop, within `timeout_s`; open generations end with an error."""
         self.refuse_new()
         self.fail_open("the server is shutting down")
-        if not await asyncio.to_thread(self._loop.close, timeout_s):
+        self._loop.request_stop()
+        now_s = asyncio.get_running_loop().time
+        until_s = now_s() + timeout_s
+        while not (self.stopped or self._hurried or now_s() >= until_s):
+            await asyncio.sleep(_POLL_S)
+        if not self.stopped:
             log.warning("the engine's last step did not end within %.1f s", timeout_s)
         self._asyncio = None
 

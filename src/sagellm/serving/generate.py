@@ -11,14 +11,13 @@ from fastapi.responses import JSONResponse
 
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import Completion, Usage
+from sagellm.serving.errors import CLIENT_CLOSED_REQUEST
 from sagellm.serving.gateway import Gateway, Generation
 from sagellm.serving.prompts import PromptEncoder
 from sagellm.serving.reader import RequestReader
 from sagellm.serving.replies import ChatReply, CompletionReply, Head, Reply
 from sagellm.serving.schema import ChatRequest, CompletionRequest, GenerationFields
 from sagellm.serving.sse import EventStream, closed_on_disconnect, events
-
-CLIENT_CLOSED_REQUEST = 499
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,12 +112,9 @@ class EngineLoop:
         """Queue a command; it is obeyed before the next step. Safe from any thread."""
         self._commands.put(command)
 
-    def close(self, timeout_s: float) -> bool:
-        """Stop after the step that runs. False if it did not end in time: it dies with the process."""
+    def request_stop(self) -> None:
+        """End the thread after the step that runs; a step that never ends dies with the process."""
         self.send(_Stop())
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        return self.stopped
 
     def _run(self) -> None:
         try:

@@ -1,30 +1,45 @@
-"""Runs the application under uvicorn, with a bound on how long a shutdown takes."""
+"""Runs the application under uvicorn, and ends it: by signals, or when the engine has failed."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
 import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import ConfigError, EngineFailedError
 from sagellm.core.ports import SagePorts
 from sagellm.engines.llm import LLM
 from sagellm.serving.app import create_app
+from sagellm.serving.connection import Connection, ConnectionLimits, RateLimitedLog
 from sagellm.serving.gateway import Gateway
 
 DEFAULT_HOST = "127.0.0.1"
-DEFAULT_GRACE_S = 5.0
-_LAST_WORDS_S = 2
+DEFAULT_GRACE_S = 20.0
+FORCED_EXIT_S = 1.5
+"""From the second Ctrl-C to the end of the process, whatever its threads do."""
+INTERRUPTED = 130
+"""Exit status of a process that was ended by Ctrl-C, as shells have it."""
+
+_LAST_WORDS_S = 2.0
+"""After the grace period: for the error events to reach their clients."""
+_POLL_S = 0.02
+_SPARE_DESCRIPTORS = 128
+"""For files, libraries and connections that are being refused."""
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 log = logging.getLogger("uvicorn.error")  # beside the other lines of a start; uvicorn gives it a handler
 
@@ -52,21 +67,30 @@ def _not_available(address: str, error: Exception) -> ConfigError:
 
 
 class SageServer(uvicorn.Server):
-    """On SIGINT or SIGTERM: refuse new requests, let running ones end within the grace period, end the rest.
+    """On SIGINT or SIGTERM: drain, which is to refuse new requests and let running ones end within the grace
+    period; then end the rest with an error that their clients see. A second SIGINT ends them at once.
 
-    A stream that is cut off gets an error event; a second signal skips the wait.
+    An engine that has failed for good ends the server too.
     """
 
     def __init__(
-        self, config: uvicorn.Config, gateway: Gateway, grace_s: float, *, wants_key: bool = False
+        self,
+        config: uvicorn.Config,
+        gateway: Gateway,
+        grace_s: float,
+        *,
+        wants_key: bool = False,
     ) -> None:
         super().__init__(config)
+        self.forced = False
         self._gateway = gateway
+        self._accept_errors = RateLimitedLog()
         self._grace_s = grace_s
         self._wants_key = wants_key
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Also says what is served, where the server listens, and who may use it."""
+        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         try:
             await super().startup(sockets)
         except OSError as error:  # bound with us by another process that was first to listen
@@ -77,28 +101,84 @@ class SageServer(uvicorn.Server):
             address = self.servers[0].sockets[0].getsockname()
             log.log(*_announcement(address[0], address[1], wants_key=self._wants_key))
 
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to shut down; asked ten times per second."""
+        return await super().on_tick(counter) or self._gateway.failure is not None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A second SIGINT forces the end, if need be without waiting for threads."""
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+        elif sig == signal.SIGINT and not self.forced:
+            self.forced = True
+            self._gateway.hurry()
+            killer = threading.Timer(FORCED_EXIT_S, os._exit, (INTERRUPTED,))
+            killer.daemon = True
+            killer.start()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """The listener stays open while running requests end: probes and new clients are answered 503."""
         self._gateway.refuse_new()
-        loop = asyncio.get_running_loop()
-        message = "the server is shutting down"
-        cut = loop.call_later(self._grace_s, self._gateway.fail_open, message)
+        await self._drain()
+        self._gateway.fail_open("the server is shutting down")
+        last_words = asyncio.create_task(self._abort_connections())
         try:
             await super().shutdown(sockets)
         finally:
-            cut.cancel()
+            last_words.cancel()
+
+    async def _drain(self) -> None:
+        if self._gateway.num_open and not self.forced:
+            limit = f"{self._grace_s:g} s (server.shutdown_grace_s); Ctrl-C again ends them now"
+            log.info("%d running requests may end within %s", self._gateway.num_open, limit)
+        await self._wait_until(lambda: not self._gateway.num_open, self._grace_s)
+
+    async def _abort_connections(self) -> None:
+        """End what uvicorn would wait for: clients that do not read their last words, or still upload."""
+        await self._wait_until(lambda: False, _LAST_WORDS_S)
+        await asyncio.sleep(5 * _POLL_S)  # a forced end still sends the error events
+        for connection in list(self.server_state.connections):
+            assert isinstance(connection, Connection)
+            connection.abort()
+
+    async def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Until the condition holds, the time is over or the end is forced."""
+        until_s = asyncio.get_running_loop().time() + timeout_s
+        while not (condition() or self.forced) and asyncio.get_running_loop().time() < until_s:
+            await asyncio.sleep(_POLL_S)
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handles errors of asyncio that no task receives: a rate-limited line when descriptors run out."""
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in _OUT_OF_DESCRIPTORS:
+            advice = "raise its limit (ulimit -n) or lower server.max_connections"
+            self._accept_errors.warning(f"cannot accept connections: {error.strerror}: {advice}")
+        elif "_start_serving" in repr(context.get("handle")):
+            log.debug("asyncio tried to accept again, after the listener was closed")
+        else:
+            loop.default_exception_handler(context)
 
 
 def make_server(
-    app: FastAPI, *, host: str, port: int, grace_s: float = DEFAULT_GRACE_S, log_level: str = "info"
+    app: FastAPI,
+    *,
+    host: str,
+    port: int,
+    limits: ConnectionLimits | None = None,
+    grace_s: float = DEFAULT_GRACE_S,
+    log_level: str = "info",
 ) -> SageServer:
     """A server for an app of `create_app`, not yet running; port 0 takes a free one."""
+    connection = partial(Connection, limits=limits or ConnectionLimits(), refusals=RateLimitedLog())
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
+        http=connection,  # type: ignore[arg-type] # uvicorn calls it, and never asks for a class
+        ws="none",
         log_level=log_level,
         access_log=False,
-        timeout_graceful_shutdown=int(grace_s) + _LAST_WORDS_S,
+        timeout_graceful_shutdown=int(_LAST_WORDS_S) + 1,
     )
     return SageServer(config, app.state.gateway, grace_s, wants_key=app.state.wants_key)
 
@@ -125,6 +205,7 @@ def serve(
     port: int = SagePorts.HTTP,
     *,
     listener: socket.socket | None = None,
+    limits: ConnectionLimits | None = None,
     grace_s: float = DEFAULT_GRACE_S,
     log_level: str = "info",
     **options: Any,
@@ -132,18 +213,51 @@ def serve(
     """Serve until SIGINT or SIGTERM, then close the `llm`; `options` as of `create_app`.
 
     A `listener`, made by `bind`, takes the place of `host` and `port`. Raises `ConfigError` for an address
-    that is not to be had. An engine whose last step hangs is left to the end of the process.
+    that is not to be had, `EngineFailedError` when the engine has failed for good, and `KeyboardInterrupt`
+    after a second SIGINT. An engine whose last step hangs is left to the end of the process.
     """
     app = create_app(llm, **options)
+    limits = _within_descriptors(limits or ConnectionLimits())
+    server: SageServer | None = None
     try:
         with listener or bind(host, int(port)) as bound, _sigterm_as_interrupt():
             host, port = bound.getsockname()[:2]
-            make_server(app, host=host, port=port, grace_s=grace_s, log_level=log_level).run([bound])
+            server = make_server(
+                app, host=host, port=port, limits=limits, grace_s=grace_s, log_level=log_level
+            )
+            server.run([bound])
     except KeyboardInterrupt:
-        return
+        if server is None or server.forced:
+            raise
     finally:
         if app.state.gateway.stopped:
             llm.close()
+    failure = app.state.gateway.failure
+    if failure is not None:
+        raise EngineFailedError(f"the engine has failed, restart the server: {failure}") from failure
+
+
+def _within_descriptors(limits: ConnectionLimits) -> ConnectionLimits:
+    """As many connections as the process may have files open, after its soft limit is raised as needed."""
+    try:
+        import resource
+    except ImportError:  # not on Windows, which has no such limit
+        return limits
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = limits.max_connections + _SPARE_DESCRIPTORS
+    if soft == unlimited or soft >= wanted:
+        return limits
+    granted = wanted if hard == unlimited else min(wanted, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (granted, hard))
+    except (OSError, ValueError):  # macOS has a lower limit beside
+        granted = soft
+    if granted == wanted:
+        return limits
+    fitting = max(1, granted - _SPARE_DESCRIPTORS)
+    log.warning("at most %d connections: the process may open only %d files (ulimit -n)", fitting, granted)
+    return replace(limits, max_connections=fitting)
 
 
 @contextmanager

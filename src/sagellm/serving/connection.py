@@ -1,0 +1,295 @@
+"""One client's connection: time limits, a limit on how many there are, and strict HTTP/1.1.
+
+Uvicorn's h11 protocol answers the requests. `Connection` closes those that make no progress, refuses those
+beyond the limit, and refuses what servers and proxies are known to read differently (request smuggling).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from h11._receivebuffer import ReceiveBuffer
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.serving.errors import RETRY_AFTER_S, clipped, error_body
+
+log = logging.getLogger("uvicorn.error")
+_errors_only = logging.getLogger("uvicorn.error.connection")
+_errors_only.setLevel(logging.ERROR)
+"""For uvicorn's own part: a client's bad HTTP is worth no warning each, which would let it fill the log."""
+
+MAX_HEAD_BYTES = 64 * 2**10
+"""Request line and headers."""
+MAX_CHUNKS = 2**16
+"""Of one chunked body: each costs as much time as a small request line, however few bytes it brings."""
+LINGER_S = 2.0
+"""For a refused client: if its bytes were left unread at the close, it could lose the answer."""
+
+_MAX_REFUSED = 128
+"""Connections beyond the limit that get an answer; those beyond that are closed without one."""
+_FORBIDDEN = b"\r\n\0\v\f"
+"""Not within a line: CR or LF alone is read differently by others; the rest makes h11's regular expressions
+backtrack, in quadratic time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """The settings of the same names in the section `server`."""
+
+    max_connections: int = 2048
+    header_timeout_s: float = 10.0
+    send_timeout_s: float = 60.0
+    keep_alive_timeout_s: float = 30.0
+
+
+class RateLimitedLog:
+    """Logs a warning at most once per `interval_s`, with the number of those that it left out before."""
+
+    def __init__(self, interval_s: float = 10.0, clock: Clock | None = None) -> None:
+        self._interval_s = interval_s
+        self._clock = clock or MonotonicClock()
+        self._next_s: float | None = None
+        self._count = 0
+
+    def warning(self, message: str) -> None:
+        self._count += 1
+        now_s = self._clock.now()
+        if self._next_s is None or now_s >= self._next_s:
+            repeated = f" ({self._count} times since the last such line)" if self._count > 1 else ""
+            log.warning("%s%s", message, repeated)
+            self._next_s, self._count = now_s + self._interval_s, 0
+
+
+class _Waiting(Enum):
+    """What the server waits for, and closes the connection if it takes too long."""
+
+    HEAD = "the headers of a request that has begun, or of the first one"
+    NEXT = "the next request"
+    REST = "the rest of a body whose request has been answered"
+
+
+class Connection(H11Protocol):
+    """Limits the time for headers, for the pause between requests, and for a client that does not read its
+    answer. `RequestReader` limits that of a body.
+    """
+
+    def __init__(self, *args: Any, limits: ConnectionLimits, refusals: RateLimitedLog, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = StrictConnection()
+        self.logger = _errors_only
+        self.timeout_keep_alive = limits.keep_alive_timeout_s  # type: ignore[assignment]
+        self._limits = limits
+        self._refusals = refusals
+        self._refused = False
+        self._waiting: _Waiting | None = None
+        self._wait_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # so that the send timeout sees every byte that is not read
+        if len(self.connections) <= self._limits.max_connections:
+            self._wait_for(_Waiting.HEAD)
+            return
+        limit = f"{self._limits.max_connections} connections are open (server.max_connections)"
+        self._refusals.warning(f"refused a connection: {limit}")
+        if len(self.connections) > self._limits.max_connections + _MAX_REFUSED:
+            transport.abort()
+        else:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"{limit}: try again later", "too_many_connections")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._wait_timer, self._send_timer):
+            if timer is not None:
+                timer.cancel()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._refused:
+            super().data_received(data)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._wait_for(self._missing())
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._wait_for(self._missing())
+
+    def send_400_response(self, msg: str) -> None:
+        """For what h11 refuses; `msg` says less than its error."""
+        error = sys.exception()
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        self._refuse(HTTPStatus(status), f"invalid HTTP: {clipped(str(error or msg))}", "invalid_http")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_sending()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+
+    def _should_upgrade(self) -> bool:
+        """There is no other protocol here, and a client that offers one is no reason for a warning."""
+        return False
+
+    def _missing(self) -> _Waiting | None:
+        """What the client owes; nothing while its request is being answered or its body read."""
+        if self._refused or self.transport.is_closing():
+            return None
+        if self.conn.their_state is h11.IDLE:
+            begun = self._waiting is _Waiting.HEAD or bool(self.conn.trailing_data[0])
+            return _Waiting.HEAD if begun else _Waiting.NEXT
+        if self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete:
+            return _Waiting.REST
+        return None
+
+    def _wait_for(self, waiting: _Waiting | None) -> None:
+        """Start the timer; one that runs for the same thing goes on, so that no byte prolongs it."""
+        if self._refused or waiting is self._waiting:
+            return
+        self._waiting = waiting
+        if self._wait_timer is not None:
+            self._wait_timer.cancel()
+        expired: dict[_Waiting, tuple[float, Callable[[], None]]] = {
+            _Waiting.HEAD: (self._limits.header_timeout_s, self._end_without_head),
+            _Waiting.NEXT: (self._limits.keep_alive_timeout_s, self.timeout_keep_alive_handler),
+            _Waiting.REST: (self._limits.header_timeout_s, self.abort),
+        }
+        if waiting is not None:
+            self._wait_timer = self.loop.call_later(*expired[waiting])
+
+    def _end_without_head(self) -> None:
+        if self.conn.trailing_data[0]:
+            limit = f"{self._limits.header_timeout_s:g} s (server.header_timeout_s)"
+            message = f"the headers did not arrive within {limit}"
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT, message, "request_timeout")
+        else:  # a connection made in advance and not used
+            self.transport.close()
+
+    def _watch_sending(self) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        self._send_timer = self.loop.call_later(self._limits.send_timeout_s, self._end_unread, unsent)
+
+    def _end_unread(self, unsent_before: int) -> None:
+        if self.transport.get_write_buffer_size() < unsent_before:
+            self._watch_sending()
+        else:
+            self.abort()
+
+    def _refuse(self, status: HTTPStatus, message: str, code: str) -> None:
+        """Answer in place of the application, drop what still comes, and close."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # another answer has begun
+            self.transport.close()
+            return
+        self._wait_for(None)
+        self._refused = True
+        log.debug("answered %d to %s: %s", status, self.client, message)
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        if cycle and not cycle.response_complete:  # the application sees a disconnect
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self.transport.write(_response(status, error_body(message, status, code=code)))
+        self._linger()
+
+    def _linger(self) -> None:
+        """Drop what the client still sends, until it closes or `LINGER_S` are over."""
+        if self.transport.get_write_buffer_size():
+            self.transport.close()
+            return
+        try:
+            self.transport.write_eof()
+        except OSError:  # the client has left
+            self.abort()
+        else:
+            self._wait_timer = self.loop.call_later(LINGER_S, self.abort)
+
+    def abort(self) -> None:
+        """Close at once, even with an answer under way; the application sees a disconnect."""
+        self.transport.abort()
+
+
+def _response(status: HTTPStatus, content: dict[str, Any]) -> bytes:
+    body = json.dumps(content).encode()
+    retry = f"retry-after: {RETRY_AFTER_S}\r\n" if status == HTTPStatus.SERVICE_UNAVAILABLE else ""
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+class StrictConnection(h11.Connection):
+    """h11's state machine for a server. Refuses what h11 lets pass: CR or LF alone, a body with two lengths,
+    heads and numbers of chunks beyond the limits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+        self._receive_buffer = _StrictBuffer()
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if b"transfer-encoding" in names and b"content-length" in names:
+                raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding: send one of them")
+            if b"transfer-encoding" in names and event.http_version < b"1.1":
+                raise h11.RemoteProtocolError("Transfer-Encoding needs HTTP/1.1")
+        return event
+
+
+class _StrictBuffer(ReceiveBuffer):
+    """Lines end in CRLF and hold no `_FORBIDDEN` byte; each byte is looked at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_chunks = 0
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        """The lines of a head, or of the trailers of a chunked body."""
+        self._num_chunks = 0
+        if self._data[:2] == b"\r\n":
+            self._extract(2)
+            return []
+        checked = self._multiple_lines_search
+        end = self._data.find(b"\r\n\r\n", max(0, checked - 3))
+        stop = len(self._data) if end < 0 else end + 4
+        if self._data[stop - 1 : stop] == b"\r":  # its LF may come with the next packet
+            stop -= 1
+        _check_line(self._data[checked:stop])
+        if stop > MAX_HEAD_BYTES:
+            raise h11.LocalProtocolError(f"headers of more than {MAX_HEAD_BYTES} bytes", 431)
+        self._multiple_lines_search = stop
+        return None if end < 0 else self._extract(stop)[:-4].split(b"\r\n")
+
+    def maybe_extract_next_line(self) -> bytearray | None:
+        """The line before a chunk."""
+        line = super().maybe_extract_next_line()
+        if line is not None:
+            _check_line(line)
+            self._num_chunks += 1
+            if self._num_chunks > MAX_CHUNKS:
+                raise h11.LocalProtocolError(
+                    f"a body of more than {MAX_CHUNKS} chunks: send larger ones", 413
+                )
+        return line
+
+
+def _check_line(line: bytearray) -> None:
+    within = line.replace(b"\r\n", b"")
+    if len(within.translate(None, _FORBIDDEN)) < len(within):
+        raise h11.LocalProtocolError("a line holds NUL, VT, FF, or a CR or LF that is no line end")
