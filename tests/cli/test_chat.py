@@ -72,7 +72,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(fake: Any) -> None:
 def test_a_question_that_fails_leaves_no_trace(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse(*_: Any) -> Iterator[Any]:
         yield from ()
-        raise ContextLengthError("too long")
+        raise ContextLengthError(8, "the prompt has 9")
 
     conversation = talk(fake, "one")
     fake.stream = refuse

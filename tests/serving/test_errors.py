@@ -276,7 +276,7 @@ def test_a_prompt_that_is_too_long(live: Live) -> None:
         for stream in (False, True):
             error = refused(live, COMPLETIONS, 400, **asked, stream=stream)
             assert error["code"] == "context_length_exceeded"
-            assert "maximum context length is 64 tokens" in error["message"]
+            assert "prompt is too long: this model's maximum context length is 64 tokens" in error["message"]
             assert error["type"] == "invalid_request_error"
     error = refused(live, CHAT, 400, messages=[{"role": "user", "content": "word " * 100}])
     assert error["code"] == "context_length_exceeded"

@@ -94,10 +94,15 @@ class UnsupportedParameterError(RequestError):
 class ContextLengthError(RequestError):
     """The prompt, or the prompt and `max_tokens`, do not fit into the model's context or the KV pool.
 
-    Status, code and the words "maximum context length" are OpenAI's: client libraries look for them.
+    Clients look for the code, and for words: litellm for "this model's maximum context length is" (OpenAI's),
+    langchain-openai for "prompt is too long".
     """
 
     code = "context_length_exceeded"
+
+    def __init__(self, max_tokens: int, excess: str, param: str | None = None) -> None:
+        limit = f"this model's maximum context length is {max_tokens} tokens"
+        super().__init__(f"the prompt is too long: {limit}, but {excess}", param)
 
 
 class UnknownModelError(RequestError):

@@ -15,8 +15,8 @@ def check_request(request: Request, capability: CapabilityDescriptor, max_model_
         raise RequestError("the engine computes one sequence a request: expand n > 1 above it", "n")
     if len(request.tokens) >= max_model_len:
         raise ContextLengthError(
-            f"this model's maximum context length is {max_model_len} tokens, but the prompt has "
-            f"{len(request.tokens)} and at least one must be generated",
+            max_model_len,
+            f"the prompt has {len(request.tokens)} and at least one must be generated",
             "prompt",
         )
     ids = np.frombuffer(request.tokens.view(), dtype=np.uint32)  # negative ids are the greatest
@@ -35,8 +35,9 @@ def check_quota(request: Request, most: int) -> None:
     if len(request.tokens) >= most:
         tenant, service_class = request.account
         raise ContextLengthError(
-            f"this model's maximum context length is {most} tokens for tenant {tenant!r}, class "
-            f"{service_class!r}, by its KV quota, but the prompt has {len(request.tokens)}",
+            most,
+            f"the prompt has {len(request.tokens)}: it is the KV quota of tenant {tenant!r}, class "
+            f"{service_class!r}, that sets this limit",
             "prompt",
         )
 

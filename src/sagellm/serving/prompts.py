@@ -73,8 +73,7 @@ class PromptEncoder:
             raise self._too_long(where, f"{num_bytes} bytes, at most {self.max_text_bytes} of which fit")
 
     def _too_long(self, where: str, size: str) -> ContextLengthError:
-        context = f"this model's maximum context length is {self._llm.max_model_len} tokens"
-        return ContextLengthError(f"{context}, but {where} has {size}: shorten it", where)
+        return ContextLengthError(self._llm.max_model_len, f"{where} has {size}: shorten it", where)
 
 
 def _content_bytes(message: Message) -> int:

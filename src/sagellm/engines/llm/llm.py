@@ -114,8 +114,8 @@ class LLM:
         room = self.max_model_len - len(tokens)
         if room < 1:
             raise ContextLengthError(
-                f"this model's maximum context length is {self.max_model_len} tokens, but the prompt has "
-                f"{len(tokens)} and at least one must be generated: shorten the prompt",
+                self.max_model_len,
+                f"the prompt has {len(tokens)} and at least one must be generated: shorten the prompt",
                 "prompt",
             )
         self._check_bias(params)
@@ -123,8 +123,9 @@ class LLM:
             return replace(params, max_tokens=room)
         if params.max_tokens > room:
             raise ContextLengthError(
-                f"this model's maximum context length is {self.max_model_len} tokens, but the prompt has "
-                f"{len(tokens)} and max_tokens is {params.max_tokens}: at most {room} can be generated",
+                self.max_model_len,
+                f"the prompt has {len(tokens)} and max_tokens is {params.max_tokens}: at most {room} can be "
+                "generated",
                 "max_tokens",
             )
         return params
