@@ -16,7 +16,7 @@ FAST := $(wildcard tests/core tests/kvmgr tests/comm tests/control_plane tests/c
 # Everything but what needs another machine, another engine or a lot of time; traces are skipped where there are none.
 TESTS := not gpu and not slow and not peer
 
-.PHONY: help demo serve test check fast format docs clean
+.PHONY: help demo serve test check fast mutants format docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ check: $(VENV)/.test ## lint, format, types, import rules, sizes, documents
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/check_docs.py
+
+mutants: $(VENV)/.test ## do the tests notice when one operator of the KV books or the step is wrong? (an hour)
+	$(BIN)/python tools/mutants.py $(ARGS)
 
 format: $(VENV)/.test ## put the code into ruff's format
 	$(BIN)/ruff check --fix $(CODE)

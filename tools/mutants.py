@@ -3,10 +3,10 @@
     python tools/mutants.py [--count 200] [--seed 0] [--only PART] [--jobs 1] [--verbose]
 
 Takes a seeded sample of small changes (another comparison, another sign, another boolean, a call left out) to
-the prefix indexes, pools, quota, KV manager, batch, planner, commit and `adaptive`. For each it runs the tests
-of these on a changed copy of `src` until one fails, the nearest tests first. Prints the mutants that no test
-noticed. Those that cannot be noticed are listed with the reason in `tests/equivalent_mutants.txt` and are not
-run. Exits 1 where fewer than 90 % are killed, or where a survivor is not listed.
+the prefix indexes, pools, quota, KV manager, batch, planner, commit and `adaptive`. For each it runs the
+tests of these on a changed copy of `src` until one fails, the nearest first. Prints the mutants that no test
+noticed. Those that cannot be noticed are in `tests/equivalent_mutants.txt` with the reason, and are not run.
+Exits 1 where fewer than 90 % are killed, or where a survivor is not listed.
 """
 
 from __future__ import annotations

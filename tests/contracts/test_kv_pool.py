@@ -289,6 +289,21 @@ def test_misuse_says_what_is_wrong_and_changes_nothing(name: str, misuse: str) -
 
 
 @pytest.mark.parametrize("name", POOLS)
+def test_blocks_that_the_quota_is_not_charged_for_stay_where_they_are(name: str) -> None:
+    quota = QuotaManager(TOTAL)
+    pool = make(name, 32, quota=quota)
+    mine = take(pool, 5, "me", TENANT)
+    quota.refund(TENANT, 4)  # behind the pool's back
+    with pytest.raises(BookkeepingError, match="charged for 1 blocks, not for 2"):
+        pool.free([0, 1])
+    assert (pool.num_free, mine.block_ids.tolist()) == (27, [0, 1, 2, 3, 4])
+    assert quota.charge(TENANT, 4)
+    pool.free([0, 1])
+    pool.check({})
+    assert (pool.num_free, quota.used(TENANT), mine.block_ids.tolist()) == (29, 3, [2, 3, 4])
+
+
+@pytest.mark.parametrize("name", POOLS)
 def test_check_names_the_block_and_who_has_it(name: str) -> None:
     pool = make(name, 32)
     mine = take(pool, 5)

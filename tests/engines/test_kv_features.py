@@ -13,6 +13,7 @@ from sagellm.core.types import Namespace, SamplingParams, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
 from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.kvmgr.scheduler_ir.passes.vllm_like import VllmLikePass
 from tests.builders import check_books, expected_tokens, fake_engine, request, run_all
 from tests.scripted_engine import toy_tokenizer
 
@@ -34,6 +35,17 @@ def test_a_group_shares_its_last_block_too(length: int) -> None:
     for index in range(4):
         engine.add(request(f"r#{index}", range(length), 2, group="r"))
     assert computed_tokens(engine) == length + 3
+
+
+@pytest.mark.parametrize("length", [23, 24])
+def test_a_group_shares_its_last_block_after_blocks_were_shared_ahead_of_time(length: int) -> None:
+    engine = fake_engine(passes=[VllmLikePass()], index_as_computed=True)
+    engine.add(request("r#0", range(length), 9, group="r"))
+    engine.add(request("other", [7], 1))  # behind the first, which is bound and published before it is admitted
+    engine.step()
+    for index in range(1, 4):
+        engine.add(request(f"r#{index}", range(length), 2, group="r"))
+    assert computed_tokens(engine) == 3
 
 
 def test_a_fork_goes_on_with_the_kv_of_its_parent() -> None:

@@ -135,3 +135,25 @@ def test_rare_ends_are_found_among_many() -> None:
     batch.leave(deaf)
     batch.enter(deaf, 8, LONGEST)
     assert batch.advance((3,)) == []
+
+
+@pytest.mark.parametrize("token", [0, VOCAB - 1])
+def test_the_first_and_the_last_token_of_the_vocabulary_can_stop(token: int) -> None:
+    batch = DecodeBatch(VOCAB, BLOCK)
+    one = state("1", 3, stop_token_ids=(token,), ignore_eos=True)
+    one.tokens.append(5)
+    batch.enter(one, 8, LONGEST)
+    assert batch.advance((5,)) == []
+    assert batch.advance((token,)) == [0]
+
+
+def test_tokens_outside_the_vocabulary_stop_nothing() -> None:
+    batch = DecodeBatch(VOCAB, BLOCK)
+    one = RequestState.of(
+        Request("1", Tokens(range(3)), SamplingParams(), eos_token_ids=frozenset({-1, VOCAB}))
+    )
+    one.row = 1
+    one.tokens.append(5)
+    batch.enter(one, 8, LONGEST)
+    for token in range(VOCAB - 1, VOCAB - 4, -1):
+        assert batch.advance((token,)) == []
