@@ -41,7 +41,7 @@ def test_a_group_shares_its_last_block_too(length: int) -> None:
 def test_a_group_shares_its_last_block_after_blocks_were_shared_ahead_of_time(length: int) -> None:
     engine = fake_engine(passes=[VllmLikePass()], index_as_computed=True)
     engine.add(request("r#0", range(length), 9, group="r"))
-    engine.add(request("other", [7], 1))  # behind the first, which is bound and published before it is admitted
+    engine.add(request("other", [7], 1))  # the first is published before this one is admitted
     engine.step()
     for index in range(1, 4):
         engine.add(request(f"r#{index}", range(length), 2, group="r"))
