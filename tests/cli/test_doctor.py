@@ -21,6 +21,7 @@ from sagellm.engines.native.footprint import footprint
 from tests.accel.quantization.checkpoints import KINDS
 from tests.engines.native.test_quantized_checkpoints import save_pair
 from tests.tiny_models import save_tiny
+from tests.toy_tokenizers import byte_level
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """In place of the demo model, whose own weights take longer to check."""
     folder = tmp_path / "tiny"
     save_tiny(folder, "llama-head80-tied")
-    (folder / "tokenizer.json").write_text("{}")
+    byte_level().save(str(folder / "tokenizer.json"))
     monkeypatch.setattr(doctor, "demo_model_folder", lambda: folder)
     return folder
 
@@ -36,7 +37,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _save_pair(folder: Path) -> None:
     save_pair(folder, KINDS["awq"])
     for one in ("plain", "quantized"):
-        (folder / one / "tokenizer.json").write_text("{}")
+        byte_level().save(str(folder / one / "tokenizer.json"))
 
 
 def test_a_whole_installation_exits_0(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

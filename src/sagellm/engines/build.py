@@ -41,6 +41,7 @@ from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, presets
 
 if TYPE_CHECKING:
     from sagellm.engines.native.footprint import Footprint
+    from sagellm.engines.native.tokenizer import Tokenizer
 
 DEMO_MODEL = Path(__file__).parent / "native" / "demo_model"
 DEMO_NAME = "sagellm-demo"
@@ -201,7 +202,7 @@ def model_footprint(config: Config, model: str | Path) -> Footprint:
     try:
         from sagellm.engines.native.footprint import footprint
         from sagellm.engines.native.hub import model_folder
-        from sagellm.engines.native.tokenizer import tokenizer_file
+        from sagellm.engines.native.tokenizer import Tokenizer
 
         folder = model_folder(model)
         size = footprint(
@@ -209,7 +210,7 @@ def model_footprint(config: Config, model: str | Path) -> Footprint:
         )
     except ImportError as error:
         raise MissingExtraError("sizing a model", "native") from error
-    tokenizer_file(folder)
+    Tokenizer.from_folder(folder, _chat_template(config))
     return size
 
 
@@ -334,14 +335,8 @@ def build_llm(
     progress: Progress | None = None,
 ) -> LLM:
     """The configured model, ready to answer."""
+    tokenizer = build_tokenizer(config)  # first, since a fault in it is found at once
     engine = build_engine(config, clock=clock, events=events, progress=progress)
-    from sagellm.engines.native.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.from_folder(
-        model_source(config),
-        chat_template=_chat_template(config),
-        special_in_messages=config.model.special_tokens_in_messages,
-    )
     return LLM(
         engine,
         tokenizer,
@@ -349,6 +344,18 @@ def build_llm(
         max_model_len=engine.max_model_len,
         defaults=tokenizer.default_sampling,
         clock=clock,
+    )
+
+
+def build_tokenizer(config: Config) -> Tokenizer:
+    """Of the configured model, with its chat template or the configured one; raises `ModelError`."""
+    folder = model_source(config)
+    from sagellm.engines.native.tokenizer import Tokenizer
+
+    return Tokenizer.from_folder(
+        folder,
+        chat_template=_chat_template(config),
+        special_in_messages=config.model.special_tokens_in_messages,
     )
 
 

@@ -9,13 +9,14 @@ any memory is allocated.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sagellm.core.errors import ModelError, UnsupportedModelError
+from sagellm.engines.native.folder_files import MAX_POSITIONS, ConfigJson, checked, read_object
 from sagellm.engines.native.rope import RopeSpec, read_rope
 
 Config = Mapping[str, Any]
@@ -32,6 +33,7 @@ _COUNTS = (
     "head_dim",
     "max_positions",
 )
+_NULL_HAS_A_MEANING = ("sliding_window",)
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -77,6 +79,10 @@ class ModelSpec:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise UnsupportedModelError(f"config.json: {name} must be a positive integer, got {value!r}")
+        if self.max_model_len > MAX_POSITIONS:
+            raise UnsupportedModelError(
+                f"config.json: {self.max_model_len} positions; at most {MAX_POSITIONS} are supported"
+            )
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"config.json: {self.num_heads} heads, not a multiple of {self.num_kv_heads} KV heads"
@@ -105,22 +111,14 @@ class ModelSpec:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed `config.json` of a model folder. Raises `ModelError` where there is none, it cannot be read
-    or it is not JSON.
+    """The parsed `config.json` of a model folder. Raises `ModelError` where there is none, it cannot be read,
+    is not JSON or has a value of another kind than the engine reads.
     """
     path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json") from None
-    except OSError as error:
-        raise ModelError(
-            f"{path} cannot be read ({error.strerror}): it has to be a file that this user may read"
-        ) from error
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} must hold a JSON object")
+    if not os.path.lexists(path):
+        raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+    config = read_object(path)
+    checked(ConfigJson, config, path)
     return config
 
 
@@ -128,10 +126,11 @@ def read_spec(config: Config) -> ModelSpec:
     """The `ModelSpec` of a parsed config.json. Raises `UnsupportedModelError` naming what is not
     supported.
     """
+    given = {key: value for key, value in config.items() if value is not None or key in _NULL_HAS_A_MEANING}
     names = config.get("architectures") or [_architecture_of_type(config)]
     for name in names:
         if name in _READERS:
-            return _READERS[name](name, config)
+            return _READERS[name](name, given)
     raise UnsupportedModelError(
         f"architecture {', '.join(map(str, names))} is not supported; these are: {', '.join(_READERS)}"
     )

@@ -12,15 +12,18 @@ import hashlib
 import json
 import math
 import mmap
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 
 from sagellm.core.errors import MissingWeightsError, ModelError, UnsupportedModelError
+from sagellm.core.files import open_regular
+from sagellm.engines.native.folder_files import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -124,26 +127,28 @@ class Checkpoint:
 
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
-    if index.exists():
+    if os.path.lexists(index):
         return _shards(index)
-    if (folder / SINGLE_FILE).exists():
+    if os.path.lexists(folder / SINGLE_FILE):
         return [folder / SINGLE_FILE]
     hint = (
-        " (only pickled weights are there: convert them to safetensors)" if any(folder.glob("*.bin")) else ""
+        ": it has pickled weights, which are never loaded, since a pickle can run any program; transformers "
+        "converts them: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+        if any(folder.glob("*.bin"))
+        else ""
     )
     raise MissingWeightsError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
 
 
 def _shards(index: Path) -> list[Path]:
+    content = read_json(index)
     try:
-        with _readable(index):
-            text = index.read_text(encoding="utf-8")
-        names = sorted({_file_name(name) for name in json.loads(text)["weight_map"].values()})
+        names = sorted({_file_name(name) for name in content["weight_map"].values()})
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(
             f"{index} is not an index of shards ({error!r}): its weight_map has a file name for each tensor"
         ) from error
-    missing = [name for name in names if not (index.parent / name).exists()]
+    missing = [name for name in names if not os.path.lexists(index.parent / name)]
     if missing:
         raise MissingWeightsError(
             f"{len(missing)} of {len(names)} weight files are missing in {index.parent}: "
@@ -153,8 +158,11 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _file_name(name: object) -> str:
+    """Of a file in the model's folder, which may be a link to one elsewhere, as in the hub's cache."""
     if not isinstance(name, str):
         raise TypeError(f"{name!r} is no file name")
+    if PurePath(name).is_absolute() or ".." in PurePath(name).parts or "\0" in name:
+        raise ValueError(f"{name!r} is outside of the model's folder")
     return name
 
 
@@ -169,7 +177,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, TensorEntry]]:
-    with _readable(path), path.open("rb") as file:
+    with _readable(path), open_regular(path) as file:
         size = path.stat().st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
@@ -182,7 +190,7 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorEntry]]:
             for name, fields in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelError(f"{path} has a damaged safetensors header: {error!r}") from error
     end = max((entry.end for entry in entries.values()), default=0)
     if end > size:
@@ -193,9 +201,10 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorEntry]]:
 
 
 def _entry(path: Path, data_start: int, fields: dict[str, Any]) -> TensorEntry:
-    begin, end = fields["data_offsets"]
-    entry = TensorEntry(path, fields["dtype"], tuple(fields["shape"]), data_start + begin, data_start + end)
-    dtype = _DTYPES.get(entry.dtype)
-    if begin < 0 or (dtype is not None and end - begin != math.prod(entry.shape) * dtype.itemsize):
-        raise ValueError(f"data_offsets {begin}, {end} do not fit shape {entry.shape} of {entry.dtype}")
-    return entry
+    (begin, end), shape, name = fields["data_offsets"], fields["shape"], fields["dtype"]
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in (begin, end, *shape)):
+        raise ValueError(f"data_offsets {begin!r}, {end!r} and shape {shape!r} must be whole numbers from 0")
+    dtype = _DTYPES.get(name)
+    if begin > end or (dtype is not None and end - begin != math.prod(shape) * dtype.itemsize):
+        raise ValueError(f"data_offsets {begin}, {end} do not fit shape {shape} of {name}")
+    return TensorEntry(path, name, tuple(shape), data_start + begin, data_start + end)

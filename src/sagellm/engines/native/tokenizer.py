@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from sagellm.core.errors import ModelError, RequestError
+from sagellm.core.files import read_text
 from sagellm.core.protocols.tokenizer import Message, TokenStream
-from sagellm.core.types import Tokens
+from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.native.chat_template import ChatTemplate
 from sagellm.engines.native.control_tokens import ControlTokens, RenderedChat
 from sagellm.engines.native.detokenizer import (
@@ -21,6 +23,15 @@ from sagellm.engines.native.detokenizer import (
     byte_alphabet,
     decoder_kinds,
     is_byte_token,
+)
+from sagellm.engines.native.folder_files import (
+    MAX_TOKEN_ID,
+    ConfigJson,
+    GenerationJson,
+    TokenIds,
+    TokenizerConfigJson,
+    checked,
+    read_object,
 )
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -68,15 +79,20 @@ class Tokenizer:
     ) -> Tokenizer:
         """Read a model folder; `chat_template` (Jinja source) takes the place of the folder's own."""
         folder = Path(folder)
-        path = tokenizer_file(folder)
-        config = _read_json(folder / "tokenizer_config.json")
-        generation = _read_json(folder / "generation_config.json")
+        path = folder / "tokenizer_config.json"
+        config = checked(TokenizerConfigJson, _optional(path), path)
+        path = folder / "special_tokens_map.json"
+        token_map = checked(TokenizerConfigJson, _optional(path), path)
+        path = folder / "generation_config.json"
+        generation = checked(GenerationJson, _optional(path), path)
+        path = folder / "config.json"
+        model = checked(ConfigJson, _optional(path), path)
         return cls(
-            FastTokenizer.from_file(str(path)),
-            special_tokens=_special_tokens(config, _read_json(folder / "special_tokens_map.json")),
+            read_tokenizer(tokenizer_file(folder)),
+            special_tokens=_special_tokens(config, token_map),
             chat_template=chat_template or _chat_template(folder, config),
-            eos_token_ids=_eos_ids(generation) | _eos_ids(_read_json(folder / "config.json")),
-            default_sampling=_default_sampling(generation),
+            eos_token_ids=_ids(generation.eos_token_id) | _ids(model.eos_token_id),
+            default_sampling=_default_sampling(generation, folder),
             special_in_messages=special_in_messages,
         )
 
@@ -206,47 +222,73 @@ def tokenizer_file(folder: Path) -> Path:
     return path
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file of the folder; an absent file is an empty one."""
-    if not path.is_file():
-        return {}
+def read_tokenizer(path: Path) -> FastTokenizer:
+    """The tokenizer in a tokenizer.json. Raises `ModelError` for what is none.
+
+    Ids are checked first: a large one makes the library take gigabytes, or end the process.
+    """
+    _check_ids(read_object(path), path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{path.name} of {path.parent} is not JSON: {error}") from error
-    return content if isinstance(content, dict) else {}
+        return FastTokenizer.from_file(str(path))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare exceptions, and panics are not even those
+        raise ModelError(f"{path} is not a tokenizer: {str(error)[:200]}") from error
 
 
-def _special_tokens(config: Mapping[str, Any], token_map: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name; an entry is a string or an AddedToken object. tokenizer_config.json wins."""
+def _check_ids(content: Mapping[str, Any], path: Path) -> None:
+    model, added = content.get("model"), content.get("added_tokens")
+    if not isinstance(model, dict) or not isinstance(added, list | None):
+        raise ModelError(f"{path} is not a tokenizer: it has no object named model")
+    vocab = model.get("vocab")
+    ids = list(vocab.values()) if isinstance(vocab, dict) else []
+    ids += [entry.get("id") if isinstance(entry, dict) else entry for entry in added or ()]
+    wrong = next((i for i in ids if type(i) is not int or not 0 <= i <= MAX_TOKEN_ID), None)
+    if wrong is not None:
+        raise ModelError(f"{path}: a token has the id {wrong!r}; ids are whole numbers up to {MAX_TOKEN_ID}")
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    """The object in a file of the folder; an absent file is an empty one."""
+    return read_object(path) if os.path.lexists(path) else {}
+
+
+def _special_tokens(*sources: TokenizerConfigJson) -> dict[str, str]:
+    """Special tokens by name; the first source that has one wins."""
     tokens: dict[str, str] = {}
-    for name in _SPECIAL_NAMES:
-        for source in (config, token_map):
-            entry = source.get(name)
-            text = entry.get("content") if isinstance(entry, Mapping) else entry
-            if isinstance(text, str):
-                tokens.setdefault(name, text)
+    for source in sources:
+        for name in _SPECIAL_NAMES:
+            entry = getattr(source, name)
+            if entry is not None:
+                tokens.setdefault(name, entry if isinstance(entry, str) else entry.content)
     return tokens
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+def _chat_template(folder: Path, config: TokenizerConfigJson) -> str | None:
     """chat_template.jinja, else the entry in tokenizer_config.json (of several named ones, `default`)."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    entry = config.get("chat_template")
+    if os.path.lexists(path):
+        try:
+            return read_text(path)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+    entry = config.chat_template
     if isinstance(entry, list):
-        entry = {item.get("name"): item.get("template") for item in entry}.get("default")
-    return entry if isinstance(entry, str) else None
+        return {one.name: one.template for one in entry}.get("default")
+    return entry
 
 
-def _eos_ids(config: Mapping[str, Any]) -> set[int]:
-    entry = config.get("eos_token_id")
-    return {entry} if isinstance(entry, int) else {i for i in entry or () if isinstance(i, int)}
+def _ids(entry: TokenIds) -> set[int]:
+    return {entry} if isinstance(entry, int) else set(entry or ())
 
 
-def _default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
+def _default_sampling(generation: GenerationJson, folder: Path) -> dict[str, Any]:
     """Recommended parameters; `do_sample: false`, where it is said, means greedy."""
-    if generation.get("do_sample") is False:
+    if generation.do_sample is False:
         return {"temperature": 0.0}
-    return {key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None}
+    given = {key: value for key in _SAMPLING_KEYS if (value := getattr(generation, key)) is not None}
+    try:
+        SamplingParams(**given)
+    except RequestError as error:
+        raise ModelError(f"{folder / 'generation_config.json'}: {error}") from error
+    return given

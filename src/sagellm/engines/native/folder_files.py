@@ -1,0 +1,164 @@
+"""The JSON files of a model folder, checked for what the engine reads of them.
+
+Values of other keys are not looked at. Whatever is wrong is a `ModelError` that names the file and the key.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sagellm.core.errors import ModelError
+from sagellm.core.files import read_text
+
+MAX_TOKEN_ID = (1 << 22) - 1
+"""Larger ids make a tokenizer take gigabytes for tokens that do not exist."""
+MAX_POSITIONS = 1 << 27
+MAX_JSON_BYTES = 256 << 20
+_SHOWN_CHARS = 60
+
+Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Layers = Annotated[int, Field(ge=1, le=10_000)]
+Positions = Annotated[int, Field(ge=1, le=MAX_POSITIONS)]
+Positive = Annotated[float, Field(gt=0, lt=1e12)]
+TokenIds = int | list[int] | None
+
+
+class _Part(BaseModel):
+    """Numbers are numbers and texts are texts: "5" is not 5. Null is as if the key were absent."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
+
+
+class RopeJson(_Part):
+    """`rope_scaling` or `rope_parameters` of config.json."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Annotated[float, Field(gt=1, lt=1e12)] | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    mscale: Annotated[float, Field(ge=0, lt=1e12)] | None = None
+    mscale_all_dim: Annotated[float, Field(ge=0, lt=1e12)] | None = None
+    partial_rotary_factor: Positive | None = None
+    original_max_position_embeddings: Positions | None = None
+    truncate: bool | None = None
+
+
+class ConfigJson(_Part):
+    """config.json."""
+
+    architectures: list[str] | None = None
+    model_type: str | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    vocab_size: Size | None = None
+    hidden_size: Size | None = None
+    intermediate_size: Size | None = None
+    ffn_dim: Size | None = None
+    word_embed_proj_dim: Size | None = None
+    num_hidden_layers: Layers | None = None
+    num_attention_heads: Size | None = None
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    max_position_embeddings: Positions | None = None
+    original_max_position_embeddings: Positions | None = None
+    sliding_window: Size | None = None
+    use_sliding_window: bool | None = None
+    max_window_layers: Annotated[int, Field(ge=0)] | None = None
+    layer_types: list[str] | None = None
+    rope_theta: Annotated[float, Field(gt=1, lt=1e12)] | None = None
+    rope_scaling: RopeJson | None = None
+    rope_parameters: RopeJson | None = None
+    partial_rotary_factor: Positive | None = None
+    rms_norm_eps: Annotated[float, Field(ge=0, lt=1)] | None = None
+    hidden_act: str | None = None
+    activation_function: str | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    enable_bias: bool | None = None
+    do_layer_norm_before: bool | None = None
+    layer_norm_elementwise_affine: bool | None = None
+    remove_final_layer_norm: bool | None = Field(default=None, alias="_remove_final_layer_norm")
+    eos_token_id: TokenIds = None
+    quantization_config: dict[str, Any] | None = None
+    compression_config: dict[str, Any] | None = None
+
+
+class GenerationJson(_Part):
+    """generation_config.json."""
+
+    eos_token_id: TokenIds = None
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+class NamedTemplate(_Part):
+    name: str
+    template: str
+
+
+class AddedTokenJson(_Part):
+    content: str
+
+
+TokenName = str | AddedTokenJson | None
+
+
+class TokenizerConfigJson(_Part):
+    """tokenizer_config.json and special_tokens_map.json."""
+
+    chat_template: str | list[NamedTemplate] | None = None
+    bos_token: TokenName = None
+    eos_token: TokenName = None
+    unk_token: TokenName = None
+    pad_token: TokenName = None
+    sep_token: TokenName = None
+    cls_token: TokenName = None
+    mask_token: TokenName = None
+
+
+Checked = TypeVar("Checked", bound=BaseModel)
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file. Raises `ModelError` where it is not there, cannot be read or is not JSON."""
+    try:
+        return json.loads(read_text(path, MAX_JSON_BYTES))
+    except OSError as error:
+        raise ModelError(
+            f"{path} cannot be read ({error.strerror}): it has to be a file that this user may read"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, as `read_json` reads it."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return value
+
+
+def checked(kind: type[Checked], value: Any, path: Path) -> Checked:
+    """`value` as `kind` describes it. Raises `ModelError` that names the first key with a wrong value."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        shown = repr(first["input"])[:_SHOWN_CHARS]
+        raise ModelError(f"{path}: {key} is {shown}: {first['msg'].lower()}") from error
