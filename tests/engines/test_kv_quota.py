@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from sagellm.core.errors import RequestError
@@ -10,6 +12,7 @@ from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import Namespace, Retention, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.kvmgr.scheduler_ir.presets import make
 from tests.builders import check_books, fake_engine, request, run_all
 
 
@@ -89,6 +92,46 @@ def test_cached_blocks_that_lead_to_spared_ones_do_not_block_the_engine() -> Non
     engine.add(request("c", [7] * 60, 4, namespace=tenant("c")))
     engine.add(request("small", range(4), 1, namespace=tenant("d")))
     assert outcomes(engine)["small"] is None
+
+
+@pytest.mark.parametrize("index", ["radix", "hashed"])
+@pytest.mark.parametrize("preset", ["fifo", "priority", "fair"])
+def test_accepted_requests_that_fit_beside_all_guarantees_end_well(preset: str, index: str) -> None:
+    """Guarantees leave 5 of 8 blocks, and no request needs more: an admission in the same step must not end a
+    running request for memory. Seeds 6 and 28 did."""
+    shares = {"a": {"guaranteed": 0.25}, "b": {"guaranteed": 0.125}}
+    for seed in (6, 28):
+        draw = random.Random(seed)
+        backend = TokenMemoryBackend(num_blocks=8, block_size=16, max_num_seqs=4)
+        engine = fake_engine(backend, passes=make(preset), index=index, tenant_shares=shares)
+        arrivals = sorted((draw.randrange(30), number) for number in range(8))
+        found: dict[str, str | None] = {}
+        step = 0
+        while arrivals or engine.has_work():
+            while arrivals and arrivals[0][0] <= step:
+                number = arrivals.pop(0)[1]
+                length = draw.randrange(1, 60)
+                text = draw.choice([list(range(60)), [7] * 60, [draw.randrange(90) for _ in range(60)]])
+                max_tokens = draw.randrange(1, 80 - length)
+                space = tenant(draw.choice("abc"))
+                engine.add(request(f"r{number}", text[:length], max_tokens, namespace=space))
+            for output in engine.step():
+                if output.finish_reason is not None:
+                    found[output.request_id] = output.error
+            check_books(engine)
+            step += 1
+        assert found == dict.fromkeys(found)
+        assert len(found) == 8
+
+
+def test_a_request_waits_for_another_class_of_its_tenant_below_their_ceiling() -> None:
+    """Both classes count on the ceiling of the tenant: the second is not alone below it."""
+    shares = {"a": {"ceiling": 0.5}}
+    engine = fake_engine(TokenMemoryBackend(num_blocks=16), tenant_shares=shares, class_shares={"flex": {}})
+    engine.add(request("first", range(20), 8, namespace=tenant("a")))
+    engine.step()
+    engine.add(request("second", [7] * 20, 8, namespace=tenant("a"), service_class="flex"))
+    assert outcomes(engine) == {"first": None, "second": None}
 
 
 def test_a_forgotten_account_can_still_give_back_nothing() -> None:
