@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -76,3 +77,9 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> 
     while not condition():
         assert time.monotonic() < deadline, "what the test waits for did not happen"
         time.sleep(0.005)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOCALHOST, 0))
+        return int(probe.getsockname()[1])

@@ -23,7 +23,7 @@ from sagellm.core.clock import ManualClock
 from sagellm.serving import ConnectionLimits
 from sagellm.serving.connection import MAX_CHUNKS, MAX_HEAD_BYTES, RateLimitedLog, StrictConnection
 from tests.scripted_engine import ScriptedEngine, scripted_llm
-from tests.serving.live import LOCALHOST, PATIENCE_S, Live, serving, wait_until
+from tests.serving.live import LOCALHOST, PATIENCE_S, Live, free_port, serving, wait_until
 
 ROOT = Path(__file__).parents[2]
 LONG_S = 1000.0
@@ -383,9 +383,7 @@ serve(scripted_llm(), port=int(sys.argv[1]), log_level="warning")
 
 
 def test_out_of_descriptors_the_log_gets_one_line_and_the_server_recovers(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind((LOCALHOST, 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = tmp_path / "log"
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     with log.open("w") as out, ExitStack() as clients:

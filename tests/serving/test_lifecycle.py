@@ -27,7 +27,7 @@ from sagellm.core.errors import BookkeepingError
 from sagellm.engines.llm import LLM
 from sagellm.serving.server import SageServer
 from tests.scripted_engine import ScriptedEngine, scripted_llm
-from tests.serving.live import LOCALHOST, Live, serving, wait_until
+from tests.serving.live import LOCALHOST, Live, free_port, serving, wait_until
 
 ROOT = Path(__file__).parents[2]
 BODY: dict[str, Any] = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -207,9 +207,7 @@ class Served:
 
 @contextmanager
 def served(grace_s: float) -> Iterator[Served]:
-    with socket.socket() as probe:
-        probe.bind((LOCALHOST, 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE, str(port), str(grace_s)],

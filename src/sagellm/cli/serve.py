@@ -67,7 +67,7 @@ def serve(
                 body_timeout_s=server.body_timeout_s,
             )
     except KeyboardInterrupt:
-        print("sagellm: ended at once by Ctrl-C; requests that ran were cut off", file=sys.stderr)
+        print("sagellm: ended at once by Ctrl-C", file=sys.stderr)
         os._exit(
             EXIT_INTERRUPTED
         )  # Python's own end would crash a thread that is within a step of the engine
