@@ -147,6 +147,8 @@ def test_serve_hands_over_what_is_configured(cli: Any, made: Any, monkeypatch: p
     assert isinstance(options.pop("listener"), socket.socket)
     assert options == {
         "log_level": "info",
+        "log_format": "text",
+        "log_requests": True,
         "api_key": "k",
         "cors_origins": ("http://a", "http://b:80"),
         "max_waiting": 5,

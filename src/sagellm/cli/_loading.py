@@ -16,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from sagellm.cli._machine import as_text
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.events import EventBus, StepDone
+from sagellm.core.log_lines import set_up_logging
 
 if TYPE_CHECKING:
     from sagellm.core.config import Config
@@ -37,7 +38,7 @@ def load_llm(
     """
     from sagellm.engines.build import build_llm
 
-    logging.basicConfig(level=config.log.level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    set_up_logging(config.log.level, config.log.format)
     clock, events, name = clock or MonotonicClock(), events or EventBus(), config.model.name
     began_s, reading = clock.now(), _Reading(clock)
     with loading_bar(name or "the demo model") as progress:

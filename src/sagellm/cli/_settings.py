@@ -34,6 +34,7 @@ SERVER_FLAGS: Mapping[str, tuple[str, str]] = {
     "server.host": ("--host", "ADDRESS"),
     "server.port": ("--port", "N"),
     "server.api_key": ("--api-key", "KEY"),
+    "log.format": ("--log-format", "NAME"),
     "model.served_name": ("--served-name", "NAME"),
 }
 """Keys that only a server reads."""

@@ -58,6 +58,8 @@ def serve(
                 load_llm(config, events, log_level=logging.INFO),
                 listener=listener,
                 log_level=config.log.level,
+                log_format=config.log.format,
+                log_requests=config.log.requests,
                 limits=limits,
                 grace_s=server.shutdown_grace_s,
                 api_key=server.api_key,

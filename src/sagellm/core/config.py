@@ -287,6 +287,12 @@ class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least level that is shown"
     )
+    format: Literal["text", "json"] = Field(
+        default="text", description="form of the lines; json: an object a line"
+    )
+    requests: bool = Field(
+        default=True, description="a line for each HTTP request, without its prompt (level info)"
+    )
 
 
 class Config(Section):

@@ -16,11 +16,12 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import sagellm
-from sagellm.core.clock import Clock
+from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ConfigError, UnknownModelError
 from sagellm.core.types import Tokens
 from sagellm.engines.llm import LLM
 from sagellm.serving import errors
+from sagellm.serving.access_log import REQUEST_ID_HEADER, AccessLog
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.generate import Generator
 from sagellm.serving.hints import HintRoute
@@ -46,6 +47,7 @@ def create_app(
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S,
     stop_timeout_s: float = DEFAULT_STOP_TIMEOUT_S,
+    log_requests: bool = True,
     clock: Clock | None = None,
     wall_clock: Callable[[], float] = time.time,
 ) -> FastAPI:
@@ -54,7 +56,8 @@ def create_app(
     `model_name` is what clients call the model. With an `api_key`, all but /health, /ready, /version and
     /metrics want it as a bearer token. At most `max_waiting` sequences wait for their first token, then 429;
     a body of more than `max_body_bytes` is answered 413, one that takes more than `body_timeout_s` to arrive
-    408. A step that runs at shutdown is waited for `stop_timeout_s`.
+    408. A step that runs at shutdown is waited for `stop_timeout_s`. With `log_requests` each request has a
+    line in the log `sagellm.access`.
     """
     if api_key is not None and not api_key.strip():
         raise ConfigError("api_key is empty: give it a value, or None for a server that wants no key")
@@ -66,8 +69,15 @@ def create_app(
     errors.install(app)
     if cors_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER],
         )
+    app.add_middleware(
+        AccessLog, clock=clock or MonotonicClock(), count=gateway.metrics.on_http, enabled=log_requests
+    )
     models = Models(model_name or llm.model_name, llm.max_model_len, int(wall_clock()))
     _add_open_routes(app, gateway)
     reader, encoder = RequestReader(max_body_bytes, body_timeout_s), PromptEncoder(llm)
@@ -178,7 +188,7 @@ def _add_open_routes(app: FastAPI, gateway: Gateway) -> None:
         return {"version": sagellm.__version__}
 
     async def metrics() -> Response:
-        return Response(gateway.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await gateway.metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
     for handler in (health, ready, version, metrics):
         _add_get(app, f"/{handler.__name__}", handler)

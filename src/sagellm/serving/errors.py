@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
@@ -28,6 +29,8 @@ log = logging.getLogger("sagellm.serving")
 
 CLIENT_CLOSED_REQUEST = 499
 """A status for the log alone, as nginx has it: nobody is left to read the answer."""
+CURRENT_REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""The id of the HTTP request that this task answers; `AccessLog` sets it."""
 RETRY_AFTER_S = 1
 MAX_ECHO_CHARS = 100
 MAX_MESSAGE_CHARS = 2000
@@ -66,11 +69,13 @@ class GenerationError(RequestError):
 def error_body(
     message: str, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """`{"error": {...}}` with the type that belongs to the status."""
+    """`{"error": {...}}` with the type that belongs to the status, and the id of the request beside it."""
     message, param = clipped(message, MAX_MESSAGE_CHARS), param and clipped(param)
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    request_id = CURRENT_REQUEST_ID.get()
+    return body | {"request_id": request_id} if request_id else body
 
 
 def clipped(text: str, max_chars: int = MAX_ECHO_CHARS) -> str:
@@ -116,7 +121,8 @@ class BugAnswers:
         except Exception as error:
             if begun or scope["type"] != "http":
                 raise
-            log.exception("%s %s failed", scope["method"], clipped(scope["path"]))
+            request_id = CURRENT_REQUEST_ID.get()
+            log.exception("%s %s failed (request %s)", scope["method"], clipped(scope["path"]), request_id)
             await _bug(error)(scope, receive, send)
 
 
@@ -144,5 +150,6 @@ async def _no_route(request: Request, error: Exception) -> JSONResponse:
 
 
 def _bug(error: Exception) -> JSONResponse:
-    message = f"internal error: {type(error).__name__}; the server's log has the details"
+    where = f"the server's log has the details of request {CURRENT_REQUEST_ID.get()}"
+    message = f"internal error: {type(error).__name__}; {where}"
     return JSONResponse(error_body(message, 500, code="internal_error"), 500)

@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import RequestError
@@ -15,13 +16,18 @@ from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import LLM, TextDelta
 from sagellm.serving.errors import GenerationError, OverloadedError, SlowClientError, UnavailableError
-from sagellm.serving.loop import Abort, ApplyHints, EngineLoop, Event, Hinted, LoopFailed, Refused, Submit
+from sagellm.serving.loop import Abort, Answered, Call, EngineLoop, Event, LoopFailed, Refused, Submit
 from sagellm.serving.metrics import RequestTimes, ServerMetrics
 
 log = logging.getLogger("sagellm.serving")
 
 MAX_UNREAD_BYTES = 2**20
 """Of one generation. The socket's buffers come before it: only a client that does not read gets here."""
+
+DIAGNOSTICS_TIMEOUT_S = 1.0
+"""How long a scrape waits for the step that runs."""
+
+T = TypeVar("T")
 
 _POLL_S = 0.01
 _BYTES_PER_TOKEN = 64
@@ -54,6 +60,7 @@ class Generation:
         self.generation_id = uuid.uuid4().hex
         self.closed = False
         self.request_ids: set[str] = set()
+        self.times: list[RequestTimes] = []
         self._gateway = gateway
         self._num_running = num_requests
         self._items: list[Item] = []
@@ -125,13 +132,13 @@ class Gateway:
         self._max_waiting = max_waiting
         self._num_waiting = 0
         self._open: dict[str, _Open] = {}
-        self._hints: dict[int, asyncio.Future[Sequence[HintOutcome]]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count()
         self._draining = False
         self._hurried = False
         self._loop = EngineLoop(llm, self._deliver)
         self._asyncio: asyncio.AbstractEventLoop | None = None
-        self.metrics = ServerMetrics(llm.model_name, lambda: self._loop.stats)
+        self.metrics = ServerMetrics(llm.model_name, llm.capability(), lambda: self._loop.stats)
 
     def start(self) -> None:
         self._asyncio = asyncio.get_running_loop()
@@ -148,8 +155,8 @@ class Gateway:
 
     @property
     def num_open(self) -> int:
-        """Requests, and envelopes of KV hints, whose clients still wait for an answer."""
-        return len(self._open) + len(self._hints)
+        """Requests and calls whose clients still wait for an answer."""
+        return len(self._open) + len(self._calls)
 
     @property
     def stopped(self) -> bool:
@@ -173,7 +180,9 @@ class Gateway:
         now_s = self._clock.now()
         for position, tokens in enumerate(prompts):
             request_id = f"http-{next(self._ids)}"
-            self._open[request_id] = _Open(generation, position, params.n, RequestTimes(now_s))
+            times = RequestTimes(now_s)
+            generation.times.append(times)
+            self._open[request_id] = _Open(generation, position, params.n, times)
             self._num_waiting += params.n
             generation.request_ids.add(request_id)
             self._loop.send(
@@ -182,21 +191,34 @@ class Gateway:
         return generation
 
     async def hint(self, envelope: KvHintsEnvelope, *, tenant: str = "") -> Sequence[HintOutcome]:
-        """Have the engine do KV hints before its next step; one answer per action.
+        """Have the engine do KV hints before its next step; one answer per action. Raises as `call`."""
+        return await self.call(lambda llm: llm.hint(envelope, tenant=tenant))
 
-        As many envelopes may wait as sequences; raises `UnavailableError` or `OverloadedError` else.
+    async def call(self, do: Callable[[LLM], T]) -> T:
+        """What `do` returns, called on the engine's thread between two steps; raises the `SageError` that it
+        raises. As many calls may wait as sequences; raises `UnavailableError` or `OverloadedError` else.
         """
         self._check_alive()
-        if len(self._hints) >= self._max_waiting:
-            raise OverloadedError(f"{len(self._hints)} envelopes of KV hints wait: try again later")
-        hint_id = next(self._ids)
-        answer: asyncio.Future[Sequence[HintOutcome]] = asyncio.get_running_loop().create_future()
-        self._hints[hint_id] = answer
+        if len(self._calls) >= self._max_waiting:
+            raise OverloadedError(f"{len(self._calls)} calls wait for the engine: try again later")
+        call_id = next(self._ids)
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = answer
         try:
-            self._loop.send(ApplyHints(hint_id, envelope, tenant))
+            self._loop.send(Call(call_id, do))
             return await answer
         finally:
-            del self._hints[hint_id]
+            del self._calls[call_id]
+
+    async def metrics_text(self) -> bytes:
+        """The exposition format. Diagnostics are the engine's now, or its last ones where a step takes longer
+        than `DIAGNOSTICS_TIMEOUT_S` or the engine has ended."""
+        try:
+            async with asyncio.timeout(DIAGNOSTICS_TIMEOUT_S):
+                self.metrics.diagnostics = await self.call(lambda llm: llm.diagnostics())
+        except (TimeoutError, RequestError):
+            log.debug("the engine has not answered; its last diagnostics are shown")
+        return self.metrics.text()
 
     def abandon(self, request_ids: set[str]) -> None:
         """Abort those of these requests that are still open."""
@@ -209,11 +231,11 @@ class Gateway:
         self._draining = True
 
     def fail_open(self, message: str) -> None:
-        """End every generation, and what waits for hints, with an error that its client gets to see."""
+        """End every generation, and every call, with an error that its client gets to see."""
         for request_id in list(self._open):
             self._loop.send(Abort(request_id))
             self._end_with(request_id, UnavailableError(message))
-        self._fail_hints(message)
+        self._fail_calls(message)
 
     def hurry(self) -> None:
         """Have `close` wait no longer for the step that runs."""
@@ -265,8 +287,8 @@ class Gateway:
                     self._on_delta(event, now_s)
                 case Refused(request_id, error):
                     self._end_with(request_id, error)
-                case Hinted():
-                    self._on_hinted(event)
+                case Answered():
+                    self._on_answered(event)
                 case LoopFailed(failure):
                     self._fail_all(failure)
 
@@ -284,23 +306,23 @@ class Gateway:
             self._forget(delta.request_id, delta.finish_reason.value if delta.finish_reason else "stop")
         entry.generation.put((entry.position, delta))
 
-    def _on_hinted(self, event: Hinted) -> None:
-        answer = self._hints.get(event.hint_id)
+    def _on_answered(self, event: Answered) -> None:
+        answer = self._calls.get(event.call_id)
         if answer is None or answer.done():  # its client has left, or has been told of a shutdown
             return
-        if isinstance(event.answer, RequestError):
-            answer.set_exception(event.answer)
+        if event.error is not None:
+            answer.set_exception(event.error)
         else:
-            answer.set_result(event.answer)
+            answer.set_result(event.result)
 
     def _fail_all(self, failure: Exception) -> None:
         message = f"the engine has failed: {failure}"
         for request_id in list(self._open):
             self._end_with(request_id, UnavailableError(message))
-        self._fail_hints(message)
+        self._fail_calls(message)
 
-    def _fail_hints(self, message: str) -> None:
-        for answer in self._hints.values():
+    def _fail_calls(self, message: str) -> None:
+        for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(UnavailableError(message))
 
@@ -319,5 +341,6 @@ class Gateway:
         entry = self._open.pop(request_id, None)
         if entry is not None:
             self._mark_started(entry)
+            entry.times.finish_reason = reason
             entry.generation.request_ids.discard(request_id)
             self.metrics.on_end(reason)

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import Completion, Usage
+from sagellm.serving.access_log import record_of
 from sagellm.serving.errors import CLIENT_CLOSED_REQUEST
 from sagellm.serving.gateway import Gateway, Generation
 from sagellm.serving.prompts import PromptEncoder
@@ -38,7 +39,7 @@ class Generator:
         options = body.template_options()
         self.gateway.check_room(1, params.n)
         tokens = await run_in_threadpool(self.encoder.chat, body.messages, options)
-        generation = self._open([tokens], params, body)
+        generation = self._open(request, [tokens], params, body)
         head = self._head("chatcmpl", generation, model)
         reply = ChatReply(head, logprobs=bool(body.logprobs))
         return await self._answer(request, body, params, generation, reply, num_prompts=1)
@@ -54,7 +55,7 @@ class Generator:
         echoes = [""] * len(prompts)
         if body.echo:
             echoes = await run_in_threadpool(lambda: [self._echo(prompt) for prompt in prompts])
-        generation = self._open(tokens, params, body)
+        generation = self._open(request, tokens, params, body)
         head = self._head("cmpl", generation, model)
         reply = CompletionReply(
             head,
@@ -65,10 +66,14 @@ class Generator:
         )
         return await self._answer(request, body, params, generation, reply, num_prompts=len(prompts))
 
-    def _open(self, prompts: Sequence[Tokens], params: SamplingParams, body: GenerationFields) -> Generation:
+    def _open(
+        self, request: Request, prompts: Sequence[Tokens], params: SamplingParams, body: GenerationFields
+    ) -> Generation:
+        record = record_of(request.scope)
+        record.tenant = body.cache_salt or ""
         for tokens in prompts:
             self.gateway.llm.resolve(tokens, params)
-        return self.gateway.open(
+        generation = self.gateway.open(
             prompts,
             params,
             priority=body.priority or 0,
@@ -77,6 +82,8 @@ class Generator:
             session_id=body.session_id,
             kv_hints=body.kv_hints,
         )
+        record.times = generation.times
+        return generation
 
     def _head(self, prefix: str, generation: Generation, model: str) -> Head:
         return Head(f"{prefix}-{generation.generation_id}", model, int(self.wall_clock()))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from sagellm.core.errors import RequestError
-from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
+from sagellm.core.errors import RequestError, SageError
+from sagellm.core.kv_hints import KvHintsEnvelope
 from sagellm.core.protocols.engine import EngineStats
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import LLM, TextDelta
@@ -32,12 +32,11 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
-class ApplyHints:
-    """Do the KV hints of a tenant; `Hinted` answers under the same id."""
+class Call:
+    """Do something with the `LLM` between two steps; `Answered` has the result under the same id."""
 
-    hint_id: int
-    envelope: KvHintsEnvelope
-    tenant: str = ""
+    call_id: int
+    do: Callable[[LLM], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class _Stop:
     """Leave the loop."""
 
 
-Command = Submit | ApplyHints | Abort | _Stop
+Command = Submit | Call | Abort | _Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +63,12 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Hinted:
-    """What became of the actions of `ApplyHints`, or why none was done."""
+class Answered:
+    """What a `Call` has returned, or the error that it has raised."""
 
-    hint_id: int
-    answer: Sequence[HintOutcome] | RequestError
+    call_id: int
+    result: object = None
+    error: SageError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class LoopFailed:
     error: Exception
 
 
-Event = TextDelta | Refused | Hinted | LoopFailed
+Event = TextDelta | Refused | Answered | LoopFailed
 
 
 class EngineLoop:
@@ -149,8 +149,8 @@ class EngineLoop:
         match command:
             case Submit():
                 self._submit(command, events)
-            case ApplyHints():
-                events.append(Hinted(command.hint_id, self._hint(command)))
+            case Call():
+                events.append(self._answer(command))
             case Abort(request_id):
                 self._llm.abort(request_id)
             case _Stop():
@@ -171,8 +171,8 @@ class EngineLoop:
         except RequestError as error:
             events.append(Refused(job.request_id, error))
 
-    def _hint(self, job: ApplyHints) -> Sequence[HintOutcome] | RequestError:
+    def _answer(self, call: Call) -> Answered:
         try:
-            return self._llm.hint(job.envelope, tenant=job.tenant)
-        except RequestError as error:
-            return error
+            return Answered(call.call_id, call.do(self._llm))
+        except SageError as error:
+            return Answered(call.call_id, error=error)

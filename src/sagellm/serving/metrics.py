@@ -2,44 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import platform
+from collections.abc import Callable, Iterator, Mapping
 from math import inf
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from sagellm.core.protocols.engine import EngineStats
-from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseSnapshot
+import sagellm
+from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats
+from sagellm.core.protocols.prefix_cache import PrefixReuseSnapshot
+from sagellm.core.types import CapabilityDescriptor
 from sagellm.engines.llm import TextDelta, Usage
 
 _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _SLOW_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _LABEL = "model_name"
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
 
 class RequestTimes:
-    """When one request arrived and when its choices were last heard of, in seconds of the server's clock."""
+    """When one request arrived, had its first token, and when its choices were last heard of, in seconds of
+    the server's clock; how long it was queued, its tokens, and why it ended."""
 
-    __slots__ = ("arrived_s", "last_s", "usage")
+    __slots__ = ("arrived_s", "finish_reason", "first_s", "last_s", "queued_s", "usage")
 
     def __init__(self, arrived_s: float) -> None:
         self.arrived_s = arrived_s
+        self.first_s: float | None = None
         self.last_s: dict[int, float] = {}
+        self.queued_s: float | None = None
         self.usage = Usage()
+        self.finish_reason = ""
 
 
 class ServerMetrics:
-    """Counts what requests bring; load and KV blocks are read from `stats` when scraped."""
+    """Counts what requests bring. Load and KV blocks are read from `stats` when scraped; `diagnostics` are
+    what the engine's thread has last said of itself."""
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
+    def __init__(
+        self, model_name: str, capability: CapabilityDescriptor, stats: Callable[[], EngineStats]
+    ) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(model_name, stats))
+        self.diagnostics = EngineDiagnostics()
+        self.registry.register(_EngineCollector(model_name, stats, lambda: self.diagnostics))
         self._model = model_name
+        build = Info("sagellm_build", "Version and device", (_LABEL,), registry=self.registry)
+        build.labels(model_name).info(
+            {
+                "version": sagellm.__version__,
+                "python_version": platform.python_version(),
+                "device": capability.device,
+                "dtype": capability.dtype,
+            }
+        )
+        http = "HTTP requests that have been answered, or whose client left (status 499)"
+        self._http = self._counter("http_requests", http, "endpoint", "method", "status")
         self._requests = self._counter("requests", "Requests that have ended, by reason", "finish_reason")
         self._prompt = self._tokens("prompt_tokens", "Prompt tokens of requests that have started")
         self._cached = self._tokens("cached_tokens", "Prompt tokens taken from the KV cache")
         self._generated = self._tokens("generation_tokens", "Tokens generated")
+        self._queue = self._histogram("request_queue_time_seconds", "Arrival to first scheduling", _SLOW_S)
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _SLOW_S)
         self._itl = self._histogram("inter_token_latency_seconds", "Between tokens of one sequence", _FAST_S)
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token", _SLOW_S)
@@ -57,11 +81,19 @@ class ServerMetrics:
     def on_delta(self, delta: TextDelta, times: RequestTimes, now_s: float) -> None:
         """One step of one choice: latencies, and tokens beyond what was counted of the request."""
         self._count(delta.usage, times)
+        if times.queued_s is None and delta.queued_s is not None:
+            times.queued_s = delta.queued_s
+            self._queue.observe(delta.queued_s)
         count = len(delta.token_ids)
         if count:
             self._observe_latency(delta.index, count, times, now_s)
         if delta.is_last:
             self._e2e.observe(now_s - times.arrived_s)
+
+    def on_http(self, endpoint: str, method: str, status: int) -> None:
+        """An HTTP request has ended; `endpoint` is the path of its route, empty where there is none."""
+        known = method if method in _METHODS else "other"
+        self._http.labels(self._model, endpoint or "other", known, str(status)).inc()
 
     def on_end(self, reason: str) -> None:
         """A request has ended: stop, length, abort (the client left), error."""
@@ -79,6 +111,7 @@ class ServerMetrics:
 
     def _observe_latency(self, index: int, count: int, times: RequestTimes, now_s: float) -> None:
         if not times.last_s:
+            times.first_s = now_s
             self._ttft.observe(now_s - times.arrived_s)
         elif index in times.last_s:
             for _ in range(count):
@@ -89,9 +122,15 @@ class ServerMetrics:
 class _EngineCollector(Collector):
     """The engine's load at the moment of the scrape."""
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        stats: Callable[[], EngineStats],
+        diagnostics: Callable[[], EngineDiagnostics],
+    ) -> None:
         self._model = model_name
         self._stats = stats
+        self._diagnostics = diagnostics
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]:
         stats = self._stats()
@@ -102,15 +141,43 @@ class _EngineCollector(Collector):
         blocks.add_metric((self._model, "cached"), stats.blocks_cached)
         blocks.add_metric((self._model, "free"), stats.blocks_free)
         yield blocks
-        preemptions = CounterMetricFamily("sagellm_preemptions", "Preempted requests", labels=(_LABEL,))
-        preemptions.add_metric((self._model,), stats.num_preemptions)
-        yield preemptions
+        total = stats.blocks_active + stats.blocks_cached + stats.blocks_free
+        usage = "Share of the KV blocks that running requests and pins hold, 0 to 1"
+        yield self._gauge("kv_cache_usage_ratio", usage, stats.blocks_active / total if total else 0.0)
+        yield self._counter("preemptions", "Preempted requests", stats.num_preemptions)
+        yield from self._diagnosed(self._diagnostics())
         text = "Blocks in host memory with KV of preempted requests"
         yield self._gauge("kv_host_blocks_used", text, stats.host_blocks_used)
         if stats.reuse is not None:
             yield from self._reuse(stats.reuse)
         if stats.misses is not None:
-            yield self._misses(stats.misses)
+            text = "Prompt blocks that had to be computed, by cause"
+            yield self._by_label("kv_misses", text, "cause", stats.misses._asdict())
+
+    def _diagnosed(self, found: EngineDiagnostics) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """The gauges of the pool, then counters by cause, pass and tenant."""
+        text = "Cached KV blocks that were given up, by cause"
+        evicted = {"capacity": 0, "quota": 0, "cleared": 0, **found.evicted_blocks}
+        yield self._by_label("kv_evicted_blocks", text, "cause", evicted)
+        fragmentation = GaugeMetricFamily(
+            "sagellm_kv_fragmentation_ratio",
+            "Slots without a token in blocks of running requests; free blocks outside the longest free run",
+            labels=(_LABEL, "kind"),
+        )
+        fragmentation.add_metric((self._model, "internal"), found.internal_fragmentation)
+        fragmentation.add_metric((self._model, "external"), found.external_fragmentation)
+        yield fragmentation
+        yield self._gauge("kv_pinned_prefixes", "Pinned prefixes", found.num_pinned_prefixes)
+        yield self._gauge("kv_pinned_blocks", "KV blocks that pinned prefixes hold", found.num_pinned_blocks)
+        text = "Time spent in each scheduling pass"
+        yield self._by_label("scheduler_pass_seconds", text, "pass", found.pass_time_s)
+        reuse = found.reuse_by_tenant
+        text = "Tokens that admitted requests looked for, by configured tenant"
+        queries = {tenant: one.num_tokens for tenant, one in reuse.items()}
+        yield self._by_label("tenant_prefix_cache_queries", text, "tenant", queries)
+        text = "Tokens that they found in the prefix index, by configured tenant"
+        hits = {tenant: one.num_hit_tokens for tenant, one in reuse.items()}
+        yield self._by_label("tenant_prefix_cache_hits", text, "tenant", hits)
 
     def _reuse(self, reuse: PrefixReuseSnapshot) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:
         for name, text, count in (
@@ -118,19 +185,21 @@ class _EngineCollector(Collector):
             ("prefix_cache_hits", "Tokens that they found in the prefix index", reuse.num_hit_tokens),
             ("prefix_cache_hit_requests", "Requests that found any", reuse.num_hit_requests),
         ):
-            family = CounterMetricFamily(f"sagellm_{name}", text, labels=(_LABEL,))
-            family.add_metric((self._model,), count)
-            yield family
+            yield self._counter(name, text, count)
         matches = HistogramMetricFamily("sagellm_prefix_match_seconds", "Prefix look-ups", labels=(_LABEL,))
         buckets = [("+Inf" if end == inf else repr(end), count) for end, count in reuse.match_buckets]
         matches.add_metric((self._model,), buckets, reuse.match_sum_s)
         yield matches
 
-    def _misses(self, misses: MissCounts) -> CounterMetricFamily:
-        text = "Prompt blocks that had to be computed, by cause"
-        family = CounterMetricFamily("sagellm_kv_misses", text, labels=(_LABEL, "cause"))
-        for cause, count in misses._asdict().items():
-            family.add_metric((self._model, cause), count)
+    def _counter(self, name: str, text: str, count: int) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"sagellm_{name}", text, labels=(_LABEL,))
+        family.add_metric((self._model,), count)
+        return family
+
+    def _by_label(self, name: str, text: str, label: str, counts: Mapping[str, float]) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"sagellm_{name}", text, labels=(_LABEL, label))
+        for value, count in counts.items():
+            family.add_metric((self._model, value), count)
         return family
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:

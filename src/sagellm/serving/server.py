@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from sagellm.core.errors import ConfigError, EngineFailedError
+from sagellm.core.log_lines import LogFormat, set_up_logging
 from sagellm.core.ports import SagePorts
 from sagellm.engines.llm import LLM
 from sagellm.serving.app import create_app
@@ -41,7 +42,7 @@ _SPARE_DESCRIPTORS = 128
 """For files, libraries and connections that are being refused."""
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-log = logging.getLogger("uvicorn.error")  # beside the other lines of a start; uvicorn gives it a handler
+log = logging.getLogger("sagellm.serving")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -176,6 +177,7 @@ def make_server(
         port=port,
         http=connection,  # type: ignore[arg-type] # uvicorn calls it, and never asks for a class
         ws="none",
+        log_config=None,
         log_level=log_level,
         access_log=False,
         timeout_graceful_shutdown=int(_LAST_WORDS_S) + 1,
@@ -208,14 +210,17 @@ def serve(
     limits: ConnectionLimits | None = None,
     grace_s: float = DEFAULT_GRACE_S,
     log_level: str = "info",
+    log_format: LogFormat = "text",
     **options: Any,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then close the `llm`; `options` as of `create_app`.
+    """Serve until SIGINT or SIGTERM, then close the `llm`; `options` as of `create_app`. Logs to stderr where
+    the caller has not set up logging.
 
     A `listener`, made by `bind`, takes the place of `host` and `port`. Raises `ConfigError` for an address
     that is not to be had, `EngineFailedError` when the engine has failed for good, and `KeyboardInterrupt`
     after a second SIGINT. An engine whose last step hangs is left to the end of the process.
     """
+    set_up_logging(log_level, log_format)
     app = create_app(llm, **options)
     limits = _within_descriptors(limits or ConnectionLimits())
     server: SageServer | None = None

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sagellm.core.protocols.prefix_cache import MissCounts
 from sagellm.core.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request. The prompt counts once, however many choices were asked for."""
+    """Tokens of one request. The prompt counts once, however many choices were asked for. `misses`: why
+    blocks of it had to be computed (for its first choice), None where the engine does not attribute misses.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    misses: MissCounts | None = None
 
     @property
     def total_tokens(self) -> int:
@@ -24,6 +28,7 @@ class Usage:
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
+            other.misses if self.misses is None else self.misses.plus(other.misses),
         )
 
 
@@ -50,7 +55,7 @@ class TextDelta:
 
     `usage` covers all choices so far. `is_last` marks the last delta of the request: all choices have ended.
     `prompt_logprobs` has an entry for each prompt token in a choice's first delta, if the request asked for
-    them. `error` explains a `FinishReason.ERROR`.
+    them. `error` explains a `FinishReason.ERROR`. `queued_s`: how long the request waited for its first step.
     """
 
     request_id: str
@@ -63,6 +68,7 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     error: str | None = None
     is_last: bool = False
+    queued_s: float | None = None
 
 
 @dataclass(slots=True)

@@ -10,10 +10,12 @@ from typing import Any, Self, cast
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ContextLengthError, RequestError
 from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
-from sagellm.core.protocols.engine import EngineCore, EngineStats
+from sagellm.core.protocols.engine import EngineCore, EngineDiagnostics, EngineStats
+from sagellm.core.protocols.prefix_cache import MissCounts
 from sagellm.core.protocols.tokenizer import Message, TextTokenizer
 from sagellm.core.types import (
     SLO,
+    CapabilityDescriptor,
     FinishReason,
     Namespace,
     Request,
@@ -40,11 +42,13 @@ class _Group:
     num_prompt_tokens: int
     streams: dict[str, TextStream]
     num_cached_tokens: int | None = None
+    queued_s: float | None = None
+    misses: MissCounts | None = None
 
     @property
     def usage(self) -> Usage:
         generated = sum(stream.num_tokens for stream in self.streams.values())
-        return Usage(self.num_prompt_tokens, generated, self.num_cached_tokens or 0)
+        return Usage(self.num_prompt_tokens, generated, self.num_cached_tokens or 0, self.misses)
 
     @property
     def open_ids(self) -> list[str]:
@@ -220,6 +224,14 @@ class LLM:
         """Running, waiting, blocks by state, as of now."""
         return self._engine.stats()
 
+    def capability(self) -> CapabilityDescriptor:
+        """What the engine can do, and on which device."""
+        return self._engine.capability()
+
+    def diagnostics(self) -> EngineDiagnostics:
+        """Evictions, fragmentation, pins and time by pass, as of now."""
+        return self._engine.diagnostics()
+
     def close(self) -> None:
         """Abort what is open and release the engine."""
         for request_id in list(self._groups):
@@ -309,6 +321,7 @@ class LLM:
         piece = group.streams[engine_id].feed(output)
         if group.num_cached_tokens is None:
             group.num_cached_tokens = min(output.num_cached_tokens, group.num_prompt_tokens)
+            group.queued_s, group.misses = output.queued_s, output.misses
         if piece.finish_reason is not None:
             self._end(group, engine_id, piece)
         return TextDelta(
@@ -322,6 +335,7 @@ class LLM:
             finish_reason=piece.finish_reason,
             error=output.error if piece.finish_reason is FinishReason.ERROR else None,
             is_last=group.request_id not in self._groups,
+            queued_s=group.queued_s,
         )
 
     def _end(self, group: _Group, engine_id: str, piece: Piece) -> None:
