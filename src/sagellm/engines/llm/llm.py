@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
-from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.clock import Clock
 from sagellm.core.errors import ContextLengthError, RequestError
 from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
 from sagellm.core.protocols.engine import EngineCore, EngineDiagnostics, EngineStats
@@ -77,7 +77,7 @@ class LLM:
         self.max_model_len = max_model_len
         self._engine = engine
         self._defaults = dict(defaults or {})
-        self._clock = clock or MonotonicClock()
+        self._clock = clock or engine.clock
         self._groups: dict[str, _Group] = {}
         self._group_of: dict[str, _Group] = {}
         self._undelivered: list[TextDelta] = []
