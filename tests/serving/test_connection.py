@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +57,6 @@ def one_answer(received: bytes) -> tuple[int, dict[str, Any]]:
     assert b"application/json" in head, received
     assert b"connection: close" in head.lower(), received
     return int(head.split()[1]), json.loads(body)["error"]
-
-
-@contextmanager
-def server_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """Also what uvicorn's loggers say, which do not propagate; for a server that has been made."""
-    logger = logging.getLogger("uvicorn")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +324,6 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off() -> None:
 def test_connections_beyond_the_limit_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     with (
         serving(scripted_llm(), limits=limits(max_connections=4)) as live,
-        server_log(caplog),
         ExitStack() as clients,
     ):
         idle = [clients.enter_context(connected(live)) for _ in range(4)]
@@ -353,7 +343,7 @@ def test_connections_beyond_the_limit_are_refused(caplog: pytest.LogCaptureFixtu
 def test_a_client_that_leaves_during_its_upload_is_no_error(
     live: Live, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with server_log(caplog), caplog.at_level(logging.DEBUG, "sagellm.serving"):
+    with caplog.at_level(logging.DEBUG, "sagellm.serving"):
         for _ in range(20):
             with connected(live) as client:
                 client.sendall(HEAD + b"abc")
