@@ -153,6 +153,9 @@ def test_serve_hands_over_what_is_configured(cli: Any, made: Any, monkeypatch: p
         "cors_origins": ("http://a", "http://b:80"),
         "max_waiting": 5,
         "max_body_bytes": 2048,
+        "body_timeout_s": 60.0,
+        "grace_s": 20.0,
+        "limits": serving.ConnectionLimits(),
     }
     assert llm is made[0]
     assert made[0].config.model.name == "some/folder"
