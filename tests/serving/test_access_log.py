@@ -10,10 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import uvicorn
 
 from sagellm.core.log_lines import FIELDS, TextLines
 from sagellm.engines.llm import LLM
 from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.serving.server import SageServer
 from tests.builders import fake_engine
 from tests.scripted_engine import scripted_llm, toy_tokenizer
 from tests.serving.live import Live, serving, wait_until
@@ -254,7 +256,8 @@ def test_a_scrape_does_not_wait_for_a_long_step(monkeypatch: pytest.MonkeyPatch)
         assert answer.result().status_code == 200
 
 
-def test_metrics_are_there_after_the_engine_has_failed() -> None:
+def test_metrics_are_there_after_the_engine_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SageServer, "on_tick", uvicorn.Server.on_tick)  # which does not end the server
     with serving(scripted_llm("hello", fail_next=RuntimeError("broken"))) as live:
         live.http.post(COMPLETIONS, json={"prompt": "x"})
         assert live.metric("sagellm_http_requests_total", status="503") == 1
