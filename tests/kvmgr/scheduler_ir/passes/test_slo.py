@@ -7,7 +7,7 @@ from itertools import permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sagellm.core.plan import Chunk, RequestState
+from sagellm.core.plan import Chunk, Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import StepFacts
 from sagellm.core.types import SLO, Request, SamplingParams, Tokens
 from sagellm.kvmgr.scheduler_ir._pace import StepPace
@@ -19,7 +19,7 @@ def at_pace(desk: Desk, token_s: float = 0.01) -> None:
     """The engine is known to compute a token of a prompt in `token_s` seconds, and its steps cost nothing."""
     assert isinstance(desk.scheduler_pass, SLOAwarePass)
     pace = desk.scheduler_pass.pace
-    pace.step_s, pace.token_s, pace.is_known = 1e-12, token_s, True
+    pace.fixed_s, pace.row_s, pace.token_s, pace.is_known = 1e-12, 0.0, token_s, True
 
 
 def test_earliest_deadline_first_and_the_hopeless_last() -> None:
@@ -122,20 +122,33 @@ def test_no_goal_leaves_the_budget() -> None:
 
 
 @given(
-    step_s=st.floats(1e-4, 0.1),
+    fixed_s=st.floats(1e-4, 0.1),
+    row_s=st.floats(1e-5, 1e-3),
     token_s=st.floats(1e-6, 1e-3),
-    sizes=st.lists(st.integers(64, 4096), min_size=1),
+    sizes=st.lists(st.integers(64, 4096), min_size=3, unique=True),
 )
-def test_the_pace_is_learned_from_steps(step_s: float, token_s: float, sizes: list[int]) -> None:
+def test_the_pace_is_learned_from_steps(
+    fixed_s: float, row_s: float, token_s: float, sizes: list[int]
+) -> None:
     pace = StepPace()
-    for _ in range(40):
-        pace.observe(StepFacts(step_s, 8, 0))
+    for number in range(60):
         for size in sizes[:4]:
-            pace.observe(StepFacts(step_s + token_s * size, 8, size))
-    assert abs(pace.step_s - step_s) < 0.01 * step_s
-    spread = 0.1 * (step_s + token_s * 4096) / 64  # no step teaches less than a tenth of its time
-    assert abs(pace.token_s - token_s) < 0.05 * token_s + spread
-    assert pace.tokens_in(pace.step_s) == 0
+            decodes = (7 * number + size) % 40
+            pace.observe(StepFacts(fixed_s + row_s * decodes + token_s * size, decodes, size))
+    for size in sizes:
+        truth_s = fixed_s + 20 * row_s + token_s * size
+        assert abs(pace.prefill_s(size, size, 20) / truth_s - 1) < 0.1
+    assert pace.tokens_in(0.0, 20) == 0
+
+
+def test_what_a_step_costs_by_itself_is_not_taken_for_the_price_of_its_tokens() -> None:
+    """Or short steps would look dear by the token, and so be made shorter still."""
+    pace = StepPace()
+    pace.observe(StepFacts(0.012 + 3e-5 * 8192, 0, 8192))
+    for number in range(300):
+        room = max(128, pace.tokens_in(0.030, 8))
+        pace.observe(StepFacts(0.012 + 3e-5 * room, 8, room + number % 2))
+    assert 500 < pace.tokens_in(0.030, 8) < 650  # 0.018 s are 600 tokens
 
 
 def test_one_stray_step_does_not_spoil_the_pace() -> None:
@@ -149,3 +162,71 @@ def test_one_stray_step_does_not_spoil_the_pace() -> None:
     token_s = pace.token_s
     pace.observe(same)
     assert pace.token_s == token_s
+
+
+class OneDecodes:
+    """The decoding rows of a step: one request."""
+
+    num_growing = 0
+
+    def __init__(self, only: RequestState) -> None:
+        self.states = (only,)
+
+    def __len__(self) -> int:
+        return 1
+
+    def growing(self) -> tuple[RequestState, ...]:
+        return ()
+
+
+def beside_a_decode(desk: Desk, runs: RequestState) -> int:
+    """The token budget that the pass leaves a step in which `runs` decodes while others wait."""
+    draft = Draft(desk.num_steps, desk.now_s, 2048, [runs], list(desk.waiting))
+    draft.decodes = OneDecodes(runs)  # type: ignore[assignment]
+    desk.num_steps += 1
+    desk.scheduler_pass(draft, desk.view)
+    return draft.token_budget
+
+
+def with_a_decode(**options: float) -> tuple[Desk, RequestState]:
+    """A request that decodes and wants a token each 20 ms, and long prompts that wait."""
+    desk = Desk(SLOAwarePass(ttft_s=5.0, margin=1.0, min_prefill=1, **options))  # type: ignore[arg-type]
+    runs = _running("runs", 0.02)
+    desk.waiting = [runs, *(state(f"long {i}", 4000) for i in range(20))]
+    desk.step()
+    admit(runs, 2)
+    desk.waiting = desk.waiting[1:]
+    desk.view.available = 990
+    return desk, runs
+
+
+def tokens_per_s(min_throughput: float) -> float:
+    """Of steps that take 10 ms and 30 µs for each token of a prompt."""
+    desk, runs = with_a_decode(min_throughput=min_throughput)
+    runs.first_token_s = 0.0
+    assert isinstance(desk.scheduler_pass, SLOAwarePass)
+    for num_tokens in (64, 512, 2048):
+        for num_decodes in (0, 8):
+            desk.scheduler_pass.pace.observe(StepFacts(0.010 + 3e-5 * num_tokens, num_decodes, num_tokens))
+    total = 0
+    for _ in range(6000):
+        num_tokens = beside_a_decode(desk, runs) - 1
+        total += num_tokens
+        desk.view.last_step = StepFacts(0.010 + 3e-5 * num_tokens, 1, num_tokens)
+        desk.now_s += desk.view.last_step.duration_s
+    return total / desk.now_s
+
+
+def test_short_steps_cost_no_more_throughput_than_they_may() -> None:
+    full = 2048 / (0.010 + 3e-5 * 2048)
+    assert tokens_per_s(0.0) < 0.65 * full
+    assert 0.75 * full < tokens_per_s(0.8) < 0.9 * full
+
+
+def test_a_late_first_token_frees_the_steps() -> None:
+    desk, runs = with_a_decode()
+    at_pace(desk, 1e-4)
+    runs.first_token_s = 4.9
+    assert beside_a_decode(desk, runs) in (200, 201)  # 20 ms are 200 tokens
+    runs.first_token_s = 5.1
+    assert beside_a_decode(desk, runs) == 2048
