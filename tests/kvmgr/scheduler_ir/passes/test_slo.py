@@ -182,7 +182,7 @@ class OneDecodes:
 def beside_a_decode(desk: Desk, runs: RequestState) -> int:
     """The token budget that the pass leaves a step in which `runs` decodes while others wait."""
     draft = Draft(desk.num_steps, desk.now_s, 2048, [runs], list(desk.waiting))
-    draft.decodes = OneDecodes(runs)  # type: ignore[assignment]
+    draft.decodes = OneDecodes(runs)
     desk.num_steps += 1
     desk.scheduler_pass(draft, desk.view)
     return draft.token_budget
@@ -190,7 +190,7 @@ def beside_a_decode(desk: Desk, runs: RequestState) -> int:
 
 def with_a_decode(**options: float) -> tuple[Desk, RequestState]:
     """A request that decodes and wants a token each 20 ms, and long prompts that wait."""
-    desk = Desk(SLOAwarePass(ttft_s=5.0, margin=1.0, min_prefill=1, **options))  # type: ignore[arg-type]
+    desk = Desk(SLOAwarePass(ttft_s=5.0, margin=1.0, min_prefill=1, **options))
     runs = _running("runs", 0.02)
     desk.waiting = [runs, *(state(f"long {i}", 4000) for i in range(20))]
     desk.step()
