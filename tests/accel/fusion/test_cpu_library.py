@@ -67,6 +67,19 @@ def test_what_a_killed_builder_left_is_not_taken(tmp_path: Path) -> None:
     assert runs(tmp_path) == 2
 
 
+@pytest.mark.parametrize("size", [0, 3, 7])
+def test_a_library_that_was_cut_or_changed_is_compiled_again(tmp_path: Path, size: int) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    compiler = scripted_compiler(tmp_path, 'echo whole > "$target"')
+    path = compiled("linear", PLAIN, compiler, folder=cache)
+    path.write_bytes(b"Whole\n\0"[:size])
+    assert compiled("linear", PLAIN, compiler, folder=cache).read_text() == "whole\n"
+    assert runs(tmp_path) == 2
+    assert compiled("linear", PLAIN, compiler, folder=cache) == path
+    assert runs(tmp_path) == 2
+
+
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()

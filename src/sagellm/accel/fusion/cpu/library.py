@@ -1,8 +1,8 @@
 """The kernels' shared libraries: each compiled once for its source, compiler and instruction set, and kept.
 
-They lie in the user's cache folder. A name holds a hash of what the library was made from, so that nothing
-is ever rebuilt in place, and a library appears by a rename, so that it is whole or not there: processes that
-start at once may both compile, and one that is killed leaves a file that nobody reads.
+They lie in the user's cache folder. A name holds a hash of what a library was made from and one of its content.
+A library appears by a rename, so that processes that start at once may both compile; one whose content
+is not what its name says (cut short, say) is compiled again, since loading it could end the process.
 """
 
 from __future__ import annotations
@@ -78,25 +78,29 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 def compiled(source: str, level: CpuLevel, compiler: Compiler, *, folder: Path | None = None) -> Path:
     """The library of `source`.cpp for `level`, from `folder` (default: `cache_folder`) or compiled into it.
 
-    Raises `KernelError` where it does not compile or the folder cannot be written.
+    Raises `KernelError` where it does not compile or the folder cannot be read or written.
     """
     folder = folder or cache_folder()
     flags = (*FLAGS, *level.compiler_flags)
-    target = folder / f"{source}-{level.name}-{_digest(compiler, flags)}.so"
-    if target.exists():
-        return target
+    stem = f"{source}-{level.name}-{_digest(compiler, flags)}"
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=folder)
+        for found in sorted(folder.glob(f"{stem}-*.so")):
+            if found.name == _whole_name(stem, found):
+                return found
+        handle, name = tempfile.mkstemp(prefix=f".{stem}.", dir=folder)
     except OSError as error:
-        raise KernelError(f"{folder} cannot be written: {error}; set XDG_CACHE_HOME") from error
+        raise KernelError(f"{folder} cannot be used: {error}; set XDG_CACHE_HOME") from error
     os.close(handle)
     unfinished = Path(name)
     try:
         _compile(_SOURCES / f"{source}.cpp", compiler, flags, unfinished)
-        unfinished.replace(target)
+        return unfinished.replace(folder / _whole_name(stem, unfinished))
     finally:
         unfinished.unlink(missing_ok=True)
-    return target
+
+
+def _whole_name(stem: str, path: Path) -> str:
+    return f"{stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:24]}.so"
 
 
 def loaded(path: Path, *, threads_of: Path | None = None) -> ctypes.CDLL:
