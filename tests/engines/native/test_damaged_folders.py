@@ -21,6 +21,7 @@ from sagellm.core.config import Config
 from sagellm.core.errors import SageError
 from sagellm.engines.build import DEMO_MODEL, load, model_footprint
 from sagellm.engines.native.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from sagellm.engines.native.model_fingerprint import model_fingerprint
 from tests.effort import examples
 
 Damage = Callable[[Path], object]
@@ -188,7 +189,9 @@ def test_the_links_of_a_hub_cache_are_followed(tmp_path: Path) -> None:
     (snapshot / SINGLE_FILE).rename(snapshot / "part.safetensors")
     names = Checkpoint(DEMO_MODEL).entries
     (snapshot / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(names, "part.safetensors")}))
-    assert Checkpoint(snapshot).fingerprint() == Checkpoint(DEMO_MODEL).fingerprint()
+    assert model_fingerprint(snapshot, Checkpoint(snapshot), "") == model_fingerprint(
+        DEMO_MODEL, Checkpoint(DEMO_MODEL), ""
+    )
 
 
 NASTY: list[Any] = [

@@ -32,6 +32,7 @@ from sagellm.engines.native.kv_cache import LAYOUT, PagedKV
 from sagellm.engines.native.loading import Loading, Progress
 from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
 from sagellm.engines.native.model import DecoderModel, StepInputs
+from sagellm.engines.native.model_fingerprint import model_fingerprint
 from sagellm.engines.native.options import check_counts, model_length, usable_device
 from sagellm.engines.native.precision import dtype_name, torch_dtype
 from sagellm.engines.native.prompt_logprobs import prompt_logprobs
@@ -171,8 +172,9 @@ class NativeBackend:
         )  # fmt: skip
         self._dtype, self._compute_dtype = loading.dtype, loading.compute_dtype
         self._packed = loading.linear is not None
-        self._fingerprint = checkpoint.fingerprint() + self._quantization.label
         weights = loading.weights(plan, progress)
+        fingerprint = model_fingerprint(folder, checkpoint, dtype_name(loading.dtype))
+        self._fingerprint = fingerprint + self._quantization.label
         checkpoint.close()
         self._weight_bytes = weights.read_bytes
         return DecoderModel(self._spec, weights, self._compute_dtype, self._device, known)

@@ -8,7 +8,6 @@ peak of memory while loading is what the model takes, not twice that.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import mmap
@@ -28,7 +27,6 @@ from sagellm.engines.native.folder_files import read_json
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 << 20
-_SAMPLE_BYTES = 64
 _COPIED_BYTES = 32 << 20
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
@@ -103,15 +101,14 @@ class Checkpoint:
         entry = self.entries[name]
         self._let_go(entry.path, entry.begin, entry.end)
 
-    def fingerprint(self) -> str:
-        """A hash over names, shapes and a sample of each tensor's bytes: tells two fine-tunes apart, reads
-        little.
-        """
-        digest = hashlib.sha256()
-        for name, entry in sorted(self.entries.items()):
-            sample = self._map(entry.path)[entry.begin : min(entry.end, entry.begin + _SAMPLE_BYTES)]
-            digest.update(f"{name} {entry.dtype} {entry.shape} ".encode() + sample)
-        return digest.hexdigest()[:32]
+    def stored_bytes(self, name: str, limit: int) -> Iterator[memoryview]:
+        """What the file holds of `name`, at most `limit` bytes at a time: release each before the next."""
+        entry = self.entries[name]
+        for begin in range(entry.begin, entry.end, limit):
+            end = min(begin + limit, entry.end)
+            with memoryview(self._map(entry.path)) as whole, whole[begin:end] as part:
+                yield part
+            self._let_go(entry.path, begin, end)
 
     def close(self) -> None:
         """Forget the mapped files; each is unmapped when the last tensor on it is gone."""

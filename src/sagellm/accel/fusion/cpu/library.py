@@ -1,8 +1,8 @@
 """The kernels' shared libraries: each compiled once for its source, compiler and instruction set, and kept.
 
-They lie in the user's cache folder. A name holds a hash of what a library was made from and one of its content.
-A library appears by a rename, so that processes that start at once may both compile; one whose content
-is not what its name says (cut short, say) is compiled again, since loading it could end the process.
+They lie in the user's cache folder. A name holds a hash of what the library was made from and one of its
+content. A library appears by a rename, so that processes that start at once may both compile. One whose
+content is not what its name says (cut short, say) is compiled again: loading it could end the process.
 """
 
 from __future__ import annotations
