@@ -73,6 +73,7 @@ class Made(list[FakeLLM]):
 def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     made = Made()
     monkeypatch.setattr(build, "build_llm", made.build)
+    monkeypatch.setattr(build, "located", lambda config: config)
     return made
 
 

@@ -13,6 +13,8 @@ from sagellm.cli import (
     config,
     doctor,
     explain,
+    models,
+    pull,
     replay,
     run,
     serve,
@@ -31,6 +33,8 @@ app = App(
 app.command("run")(run.run)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
+app.command("pull")(pull.pull)
+app.command("models")(models.models)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 app.command("replay")(replay.replay)

@@ -36,10 +36,11 @@ def load_llm(
     """The configured model, ready to answer; errors are those of `build_llm`. What the start took, and then
     the first step, is logged at `log_level`.
     """
-    from sagellm.engines.build import build_llm
+    from sagellm.engines.build import build_llm, located
 
     set_up_logging(config.log.level, config.log.format)
     clock, events, name = clock or MonotonicClock(), events or EventBus(), config.model.name
+    config = located(config)  # before the bar: the hub's client shows one of its own
     began_s, reading = clock.now(), _Reading(clock)
     with loading_bar(name or "the demo model") as progress:
         llm = build_llm(config, events=events, progress=reading.beside(progress))

@@ -64,6 +64,7 @@ class Settings(OptionGroup):
                     autocompletion=completing(f"{key}=" for key in KEYS),
                 ),
             ),
+            option("offline", bool, typer.Option("--offline", help=_OFFLINE_HELP)),
             *_flag_options(FLAGS),
         ]
 
@@ -71,7 +72,8 @@ class Settings(OptionGroup):
     def take(cls, given: dict[str, Any]) -> Self:
         config_file, preset = given.pop("config_file"), given.pop("preset")
         assigned = dict(map(_assignment, given.pop("assignments") or ()))
-        return cls(config_file, preset, {**assigned, **_take_flags(FLAGS, given)})
+        offline = {"model.offline": True} if given.pop("offline") else {}
+        return cls(config_file, preset, {**assigned, **offline, **_take_flags(FLAGS, given)})
 
     def load(self, *, model: str | None = None) -> Resolved:
         """The configuration with these options over all other layers."""
@@ -97,6 +99,7 @@ class ServerSettings(Settings):
 
 
 _CONFIG_HELP = "YAML file with keys and values (also SAGELLM_CONFIG)."
+_OFFLINE_HELP = "Take hub models from the local cache only (also HF_HUB_OFFLINE=1)."
 _SET_HELP = "Set any key of the configuration; may be repeated."
 
 

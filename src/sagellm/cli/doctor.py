@@ -153,15 +153,18 @@ def _chosen(config: Config, found: list[Device]) -> Device:
 def _report_fit(config: Config, device: Device) -> SageError | None:
     """Print how the configured model fits; returns why it cannot be served, if it cannot."""
     from sagellm.engines.build import model_footprint, num_pool_blocks
+    from sagellm.engines.native.hub import is_cached
 
     print(f"\nwhat fits on {device.name}")
     name = config.model.name
-    if name is not None and _may_come_from_the_hub(name):
-        print(f"  {name}: no such folder here; a model of the hub is sized once it has been loaded")
+    if name and _may_come_from_the_hub(name) and not is_cached(name, config.model.revision):
+        print(f"  {name}: no such folder, and not in the local cache; sagellm pull {name} fetches it")
         return None
     shown = name or "the demo model"
+    found = {"name": name or str(demo_model_folder()), "offline": True}
+    config = config.model_copy(update={"model": config.model.model_copy(update=found)})
     try:
-        size = model_footprint(config, name or demo_model_folder())
+        size = model_footprint(config)
         print(*(f"  {line}" for line in _size_lines(shown, size)), sep="\n")
         blocks = num_pool_blocks(config, size, device.name, device.free_bytes)
     except SageError as error:

@@ -64,6 +64,7 @@ class ModelConfig(Section):
         description="longest prompt plus output in tokens; none: what the model was made for",
     )
     revision: str | None = Field(default=None, description="branch, tag or commit on the hub")
+    offline: bool = Field(default=False, description="take hub models from the local cache only")
     served_name: str | None = Field(
         default=None, description="the name that clients use; none: the model's own"
     )

@@ -172,12 +172,38 @@ def build_quota(config: KVConfig, num_blocks: int) -> QuotaManager | None:
 
 
 def model_source(config: Config) -> Path:
-    """The folder of the configured model, fetched from the hub if it is a name; raises `ModelError`."""
+    """The folder of the configured model, fetched from the hub if it is a name; raises `ModelError`, before
+    any weights are fetched if the model cannot run.
+    """
     try:
+        from sagellm.engines.native.architectures import read_config, read_spec
         from sagellm.engines.native.hub import model_folder
+        from sagellm.engines.native.quantized import quantization_of
+        from sagellm.engines.native.tokenizer import tokenizer_file
+
+        holding = _holding(config)
     except ImportError as error:
         raise MissingExtraError("running a model", "native") from error
-    return model_folder(config.model.name or DEMO_MODEL, config.model.revision)
+
+    def check(folder: Path) -> None:
+        described = read_config(folder)
+        read_spec(described)
+        quantization_of(described, holding["quantizer"], holding["formats"])
+        tokenizer_file(folder)
+
+    model = config.model
+    return model_folder(model.name or DEMO_MODEL, model.revision, offline=model.offline, check=check)
+
+
+def located(config: Config) -> Config:
+    """`config` with the model's folder in place of a hub name, which stays the name that clients use; fetches
+    the model if need be and raises as `model_source` does.
+    """
+    model = config.model
+    if model.name is None:
+        return config
+    found = {"name": str(model_source(config)), "served_name": model.served_name or model.name}
+    return config.model_copy(update={"model": model.model_copy(update=found)})
 
 
 def _holding(config: Config) -> dict[str, Any]:
@@ -195,16 +221,13 @@ def _holding(config: Config) -> dict[str, Any]:
     }
 
 
-def model_footprint(config: Config, model: str | Path) -> Footprint:
-    """What the model, a folder or a hub name, would take as configured; loads nothing, and refuses what
-    `build_llm` refuses.
-    """
+def model_footprint(config: Config) -> Footprint:
+    """What the configured model would take; loads nothing, and refuses what `build_llm` refuses."""
     try:
         from sagellm.engines.native.footprint import footprint
-        from sagellm.engines.native.hub import model_folder
         from sagellm.engines.native.tokenizer import Tokenizer
 
-        folder = model_folder(model)
+        folder = model_source(config)
         size = footprint(
             folder, device=config.model.device, max_model_len=config.model.max_model_len, **_holding(config)
         )
@@ -335,6 +358,7 @@ def build_llm(
     progress: Progress | None = None,
 ) -> LLM:
     """The configured model, ready to answer."""
+    config = located(config)
     tokenizer = build_tokenizer(config)  # first, since a fault in it is found at once
     engine = build_engine(config, clock=clock, events=events, progress=progress)
     return LLM(

@@ -273,23 +273,6 @@ def test_a_hub_name_without_network_says_what_to_do(monkeypatch: pytest.MonkeyPa
             model_folder(name)
 
 
-def test_a_hub_name_is_fetched_with_only_what_is_needed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    import huggingface_hub
-
-    asked: dict[str, object] = {}
-
-    def fetch(name: str, **options: object) -> str:
-        asked.update(options, name=name)
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert model_folder("org/name", revision="v2") == tmp_path
-    assert (asked["name"], asked["revision"]) == ("org/name", "v2")
-    assert "*.bin" not in asked["allow_patterns"]  # type: ignore[operator]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_copied_parts_of_the_file_are_let_go(tmp_path: Path, dtype: torch.dtype) -> None:

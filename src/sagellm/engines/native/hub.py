@@ -1,20 +1,61 @@
-"""From a model's name to a folder: a folder is itself, anything else is fetched from the Hugging Face hub."""
+"""From a model's name to a folder: a folder is itself, anything else is fetched from the Hugging Face hub.
+
+What describes a model comes first, so that one which cannot run is refused before its weights are fetched.
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from sagellm.core.errors import MissingExtraError, ModelError
+from sagellm.core.errors import MissingExtraError, MissingWeightsError, ModelError
+from sagellm.engines.native.architectures import read_config, read_spec
+from sagellm.engines.native.checkpoint import INDEX_FILE, SINGLE_FILE
+from sagellm.engines.native.folder_files import read_object
 
-WANTED_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+DESCRIPTION = (
+    "config.json",
+    "generation_config.json",
+    INDEX_FILE,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files that say what a model is; all of them are small beside its weights."""
+
+Check = Callable[[Path], None]
+"""Called with a folder that holds a model's description; raises `ModelError` for one that cannot run."""
+log = logging.getLogger("sagellm.hub")
+_HTTP_LOGS = ("httpx", "httpx2")
+"""What the hub's client speaks HTTP with logs each request as information."""
 
 
-def model_folder(model: str | Path, revision: str | None = None) -> Path:
+def check_architecture(folder: Path) -> None:
+    """Raises `ModelError` for a `config.json` that the native engine does not run."""
+    read_spec(read_config(folder))
+
+
+def model_folder(
+    model: str | Path,
+    revision: str | None = None,
+    *,
+    offline: bool = False,
+    check: Check = check_architecture,
+) -> Path:
     """The folder that holds `model`; a hub name such as "Qwen/Qwen3-0.6B" is downloaded, or taken from the
-    cache; `revision` is a branch, tag or commit there.
+    cache; `revision` is a branch, tag or commit there. With `offline`, or HF_HUB_OFFLINE in the environment,
+    the cache alone is asked.
 
-    Raises `ModelError` for a folder that does not exist, or where the hub does not answer and nothing is
-    cached.
+    Raises `ModelError` for a folder that does not exist, for a model that `check` refuses, whose weights are
+    then not fetched, or where the hub does not answer and the cache does not hold the model.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -24,20 +65,110 @@ def model_folder(model: str | Path, revision: str | None = None) -> Path:
         raise ModelError(
             f"{name} is not a model folder: give a folder with config.json, or a hub name like org/name"
         )
-    return _fetch(name, revision)
+    return _fetch(name, revision, check, offline=offline)
 
 
-def _fetch(name: str, revision: str | None) -> Path:
+def is_cached(name: str, revision: str | None = None) -> bool:
+    """Whether the local cache knows what that hub model is; its weights may be missing."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        return False
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
+    except HFValidationError:
+        return False
+
+
+def cached_models() -> list[tuple[str, Path]]:
+    """Names of the hub models in the local cache, with the folder of the revision that was fetched last."""
+    try:
+        from huggingface_hub import scan_cache_dir
+        from huggingface_hub.errors import CacheNotFound
+    except ImportError:
+        return []
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    newest = {
+        one.repo_id: max(one.revisions, key=lambda revision: revision.last_modified).snapshot_path
+        for one in repositories
+        if one.repo_type == "model" and one.revisions
+    }
+    return sorted(newest.items())
+
+
+def _fetch(name: str, revision: str | None, check: Check, *, offline: bool) -> Path:
+    folder = _snapshot(name, revision, DESCRIPTION, offline=offline)
+    check(folder)
+    weights = _weight_files(folder)
+    missing = [file for file in weights if not (folder / file).exists()]
+    if missing and not offline:
+        log.info("fetching %d files of weights of %s", len(missing), name)
+        _snapshot(name, folder.name, ["config.json", *weights], offline=False)
+        missing = [file for file in weights if not (folder / file).exists()]
+    if missing:
+        where = "in the local cache: fetch it without --offline" if offline else "on the hub"
+        raise MissingWeightsError(
+            f"{name}: the weights have to be safetensors files, and {', '.join(missing[:4])} is not {where}"
+        )
+    return folder
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Those that the index names, or the one that is there without an index."""
+    index = folder / INDEX_FILE
+    if not index.exists():
+        return [SINGLE_FILE]
+    try:
+        names = sorted(set(read_object(index)["weight_map"].values()))
+    except (KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{index} is not an index of shards ({error!r})") from error
+    strange = [name for name in names if not isinstance(name, str) or Path(name).suffix != ".safetensors"]
+    if strange:
+        raise ModelError(f"{index} names {strange[0]!r}: weights have to be safetensors files")
+    return names
+
+
+def _snapshot(name: str, revision: str | None, files: Sequence[str], *, offline: bool) -> Path:
+    """The cached folder of a model, with those of `files` that the hub has."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise MissingExtraError("fetching a model from the hub", "native") from None
+    for logger in _HTTP_LOGS:
+        logging.getLogger(logger).setLevel(logging.WARNING)
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(WANTED_FILES)))
+        with _bars_on_terminals_only():
+            found = snapshot_download(
+                name, revision=revision, allow_patterns=list(files), local_files_only=offline
+            )
     except Exception as error:
         # The hub's client raises its own, requests' and httpx's errors; each means the same to the user.
+        said = next(iter(str(error).splitlines()), "no message")
+        asked = "taking it from the local cache" if offline else "fetching it from the Hugging Face hub"
         raise ModelError(
-            f"{name!r} is no folder here, and fetching it from the Hugging Face hub failed "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}). "
-            "Give a folder that holds config.json and *.safetensors, or check the name and the network."
+            f"{name!r} is no folder here, and {asked} failed ({type(error).__name__}: {said}). Give a folder "
+            "that holds config.json and *.safetensors, or check the name and the network."
         ) from error
+    return Path(found)
+
+
+@contextmanager
+def _bars_on_terminals_only() -> Iterator[None]:
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    if sys.stderr.isatty() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

@@ -1,0 +1,39 @@
+"""`sagellm models`: what is in the local cache, and whether it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sagellm.cli._machine import as_text
+from sagellm.cli._options import command
+from sagellm.cli._settings import Settings
+from sagellm.cli.pull import folder_bytes
+from sagellm.core.errors import SageError
+
+
+@command
+def models(*, settings: Settings) -> None:
+    """List the models in the local cache: name, size, whether it runs.
+
+    The demo model comes with sageLLM; the others are those of the Hugging Face cache (HF_HOME, HF_HUB_CACHE).
+    """
+    from sagellm.benchmarks._tables import Table, print_tables
+    from sagellm.engines.build import DEMO_MODEL, DEMO_NAME
+    from sagellm.engines.native.hub import cached_models
+
+    rows = [
+        (name, as_text(folder_bytes(folder)), _state(folder, settings))
+        for name, folder in [(DEMO_NAME, DEMO_MODEL), *cached_models()]
+    ]
+    print_tables([Table("models in the local cache", ("name", "size", "runs"), rows, num_names=3)])
+
+
+def _state(folder: Path, settings: Settings) -> str:
+    """`yes`, with the number of parameters, or why it does not."""
+    from sagellm.engines.build import model_footprint
+
+    try:
+        size = model_footprint(settings.load(model=str(folder)).config)
+    except SageError as error:
+        return f"no: {str(error).replace(f'{folder} ', '')}"
+    return f"yes, {size.num_parameters / 1e6:,.1f} M parameters"
