@@ -106,7 +106,7 @@ def _fetch(name: str, revision: str | None, check: Check, *, offline: bool) -> P
     weights = _weight_files(folder)
     missing = [file for file in weights if not (folder / file).exists()]
     if missing and not offline:
-        log.info("fetching %d files of weights of %s", len(missing), name)
+        log.debug("fetching %d files of weights of %s", len(missing), name)
         _snapshot(name, folder.name, ["config.json", *weights], offline=False)
         missing = [file for file in weights if not (folder / file).exists()]
     if missing:
