@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from sagellm import serving
 from sagellm.cli._commands import app
-from sagellm.core.config import Config
+from sagellm.core.config import Config, ModelConfig
 from sagellm.core.errors import SageError
 from sagellm.engines.build import DEMO_MODEL, load, model_footprint
 from sagellm.engines.native.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
@@ -277,7 +277,7 @@ def test_any_other_header_is_refused_or_served(folder: Path, data: st.DataObject
 def serve_once(folder: Path) -> None:
     """Size a model, load it, and answer one chat message."""
     settings = {"engine.kernels": "off", "kv.num_blocks": 16, "engine.threads": 1, "kv.block_size": 16}
-    model_footprint(Config(), folder)
+    model_footprint(Config(model=ModelConfig(name=str(folder))))
     llm = load(str(folder), settings)
     try:
         llm.chat("17 + 25", llm.sampling_params(max_tokens=2))
