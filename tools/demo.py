@@ -200,9 +200,9 @@ def kv_blocks(url: str) -> dict[str, int]:
 
 
 @contextmanager
-def running_server(port: int, log: int) -> Iterator[str]:
+def running_server(port: int, log: int, *options: str) -> Iterator[str]:
     """The address of a server that is ready; on leaving it is asked to end, and has a bound for that."""
-    command = [sys.executable, "-m", "sagellm", "serve", "--port", str(port)]
+    command = [sys.executable, "-m", "sagellm", "serve", "--port", str(port), *options]
     process = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(__file__).parents[1])
     url = f"http://{LOCALHOST}:{port}"
     try:

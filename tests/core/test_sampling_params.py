@@ -26,7 +26,7 @@ from sagellm.core.types import Request, SamplingParams, Tokens
         ({"frequency_penalty": -3}, "frequency_penalty", r"\[-2.0, 2.0\]"),
         ({"n": 0}, "n", r"\[1, 128\]"),
         ({"logprobs": 21}, "logprobs", r"\[0, 20\]"),
-        ({"max_tokens": 0}, "max_tokens", "must be at least 1, got 0"),
+        ({"max_tokens": -1}, "max_tokens", "must be at least 0, got -1"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "must not exceed max_tokens"),
         ({"stop": ("",)}, "stop", "must not be empty"),
         ({"stop": ("x" * 1025,)}, "stop", "at most 1024 characters"),

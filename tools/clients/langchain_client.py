@@ -1,4 +1,4 @@
-"""`langchain-openai` against a server: `python langchain_client.py URL MODEL`."""
+"""`langchain-openai` against a server: `python langchain_client.py URL MODEL KEY`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
 
-def main(url: str, model: str) -> None:
-    chat = ChatOpenAI(base_url=url, model=model, api_key=SecretStr("none"), temperature=0, max_retries=0)
+def main(url: str, model: str, key: str) -> None:
+    chat = ChatOpenAI(base_url=url, model=model, api_key=SecretStr(key), temperature=0, max_retries=0)
     question = "What is 17 + 25?"
     assert "42" in chat.invoke(question).text
     assert "42" in "".join(chunk.text for chunk in chat.stream(question))
@@ -25,4 +25,4 @@ def main(url: str, model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])

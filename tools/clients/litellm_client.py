@@ -1,4 +1,4 @@
-"""`litellm` against a server: `python litellm_client.py URL MODEL`."""
+"""`litellm` against a server: `python litellm_client.py URL MODEL KEY`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import litellm
 
 
-def main(url: str, model: str) -> None:
+def main(url: str, model: str, key: str) -> None:
     options: dict[str, Any] = {
         "model": f"openai/{model}",
         "api_base": url,
-        "api_key": "none",
+        "api_key": key,
         "temperature": 0,
         "num_retries": 0,
     }
@@ -33,4 +33,4 @@ def main(url: str, model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])

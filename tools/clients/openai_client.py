@@ -1,4 +1,4 @@
-"""The `openai` client against a server: `python openai_client.py URL MODEL`."""
+"""The `openai` client against a server: `python openai_client.py URL MODEL KEY`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 import openai
 
 
-def main(url: str, model: str) -> None:
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+def main(url: str, model: str, key: str) -> None:
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         assert model in [one.id for one in client.models.list()]
         answer = client.chat.completions.create(
             model=model,
@@ -40,4 +40,4 @@ def check_context(client: openai.OpenAI, model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])

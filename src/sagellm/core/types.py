@@ -26,6 +26,19 @@ MAX_STOP_LENGTH = 1024
 MAX_RETENTIONS = 64
 MIN_REPETITION_PENALTY = 0.01
 _INT32 = "i"
+SAMPLING_RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "min_p": (0.0, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "n": (1, 128),
+    "min_tokens": (0, math.inf),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "max_tokens": (0, math.inf),
+}
 BlockIds: TypeAlias = "array[int]"
 """Ids of blocks in order of position, as one int32 buffer (`array("i")`)."""
 _INT32_MAX = 2**31 - 1
@@ -231,26 +244,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_strings(self.stop))
-        _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("top_k", self.top_k, -1, _INT32_MAX)
-        _in_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
-        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _in_range("n", self.n, 1, 128)
-        _in_range("min_tokens", self.min_tokens, 0, math.inf)
-        if self.logprobs is not None:
-            _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        if self.max_tokens is not None:
-            _in_range("max_tokens", self.max_tokens, 0, math.inf)
-            if self.min_tokens > self.max_tokens:
-                raise RequestError(
-                    f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
-                    "min_tokens",
-                )
+        for name, (low, high) in SAMPLING_RANGES.items():
+            if (value := getattr(self, name)) is not None:
+                _in_range(name, value, low, high)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            excess = f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
+            raise RequestError(excess, "min_tokens")
         self._check_stop()
         for token_id, bias in self.logit_bias.items():
             _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")

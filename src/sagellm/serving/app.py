@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -18,15 +19,18 @@ from prometheus_client import CONTENT_TYPE_LATEST
 import sagellm
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ConfigError, UnknownModelError
-from sagellm.core.types import Tokens
+from sagellm.core.types import SAMPLING_RANGES, Tokens
 from sagellm.engines.llm import LLM
 from sagellm.serving import errors
 from sagellm.serving.access_log import REQUEST_ID_HEADER, AccessLog
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.generate import Generator
 from sagellm.serving.hints import HintRoute
+from sagellm.serving.openapi import document
+from sagellm.serving.parameters import IGNORED_HEADER
 from sagellm.serving.prompts import PromptEncoder
 from sagellm.serving.reader import RequestReader
+from sagellm.serving.request_schemas import Limits
 from sagellm.serving.schema import DetokenizeRequest, TokenizeRequest
 
 DEFAULT_MAX_WAITING = 1024
@@ -73,7 +77,7 @@ def create_app(
             allow_origins=list(cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID_HEADER],
+            expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER],
         )
     app.add_middleware(
         AccessLog, clock=clock or MonotonicClock(), count=gateway.metrics.on_http, enabled=log_requests
@@ -90,6 +94,7 @@ def create_app(
     tokens = TokenRoutes(reader, encoder, models)
     posts |= {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
     _add_api_routes(app, models, posts, Depends(_key_check(api_key)))
+    _describe(app, llm, models, max_waiting)
     return app
 
 
@@ -159,6 +164,18 @@ class TokenRoutes:
             return self.encoder.text(body.prompt, add_special_tokens=body.add_special_tokens is not False)
         prompted = body.add_generation_prompt is not False
         return self.encoder.chat(body.messages or [], body.template_options(), add_generation_prompt=prompted)
+
+
+def _describe(app: FastAPI, llm: LLM, models: Models, max_waiting: int) -> None:
+    """Serve our own OpenAPI document: FastAPI sees only that handlers read the request by themselves."""
+
+    @cache
+    def described() -> dict[str, Any]:
+        choices = min(int(SAMPLING_RANGES["n"][1]), max_waiting)
+        limits = Limits(models.name, llm.tokenizer.vocab_size, models.max_model_len, choices)
+        return document(limits, wants_key=app.state.wants_key)
+
+    app.openapi = described  # type: ignore[method-assign]
 
 
 def _lifespan_of(gateway: Gateway, stop_timeout_s: float) -> Callable[[FastAPI], Any]:

@@ -35,8 +35,8 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 KvHints = Annotated[KvHintsEnvelope, PlainValidator(KvHintsEnvelope.parse)]
 
-_TOKEN_ID = re.compile(r"[0-9]{1,10}")
-_ROLES = ("system", "developer", "user", "assistant")
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+ROLES = ("system", "developer", "user", "assistant")
 _TOOL_ROLES = ("tool", "function")
 _PASSED_ON = (
     "temperature",
@@ -305,9 +305,9 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
 def _check_role(role: object, where: str) -> None:
     if role in _TOOL_ROLES:
         raise UnsupportedParameterError(f"{where}: {role!r} is not supported, there are no tools", where)
-    if role not in _ROLES:
+    if role not in ROLES:
         got = clipped(repr(role))
-        raise RequestError(f"{where} must be one of {', '.join(_ROLES)}, got {got}", where)
+        raise RequestError(f"{where} must be one of {', '.join(ROLES)}, got {got}", where)
 
 
 def _is_list_of(value: object, kind: type) -> bool:

@@ -1,0 +1,39 @@
+"""What check_clients.py adds to schemathesis: a check that data which fits the schemas is accepted, but for
+the rules that no schema can state (they are in the description of the request's schema).
+
+Integers are sent without a fraction: 1.0 is one for JSON Schema, and none for the server.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import schemathesis
+from schemathesis import Case, CheckContext, HookContext, Response
+
+BEYOND_SCHEMA = re.compile(r"maximum context length|must not exceed max_tokens|differ: send one")
+
+
+@schemathesis.hook
+def map_body(context: HookContext, body: Any) -> Any:
+    return _whole(body)
+
+
+@schemathesis.check
+def valid_data_is_accepted(ctx: CheckContext, response: Response, case: Case) -> bool | None:
+    meta = case.meta
+    if meta is None or not meta.generation.mode.is_positive or response.status_code != 400:
+        return None
+    message = response.json()["error"]["message"]
+    assert BEYOND_SCHEMA.search(message), f"refused, though it fits the schema: {message}"
+    return None
+
+
+def _whole(value: Any) -> Any:
+    """The value with its integral floats as integers."""
+    if isinstance(value, dict):
+        return {key: _whole(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
