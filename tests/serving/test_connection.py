@@ -92,11 +92,12 @@ def live() -> Iterator[Live]:
     ids=lambda value: repr(value[:60]) if isinstance(value, bytes) else None,
 )
 def test_what_is_no_strict_http_is_refused(
-    live: Live, request_bytes: bytes, status: int, reason: str
+    live: Live, request_bytes: bytes, status: int, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with connected(live) as client:
+    with server_log(caplog), connected(live) as client:
         client.sendall(request_bytes)
         got_status, error = one_answer(rest(client))
+    assert not caplog.records
     assert got_status == status
     assert error["code"] == "invalid_http"
     assert reason in error["message"]

@@ -24,13 +24,13 @@ from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.serving.errors import RETRY_AFTER_S, clipped, error_body
 
 log = logging.getLogger("uvicorn.error")
-_errors_only = logging.getLogger("uvicorn.error.connection")
+_errors_only = logging.getLogger("sagellm.serving.connection")
 _errors_only.setLevel(logging.ERROR)
-"""For uvicorn's own part: a client's bad HTTP is worth no warning each, which would let it fill the log."""
+"""For uvicorn's own part, which would log a warning for every request that is no HTTP."""
 
 MAX_HEAD_BYTES = 64 * 2**10
 """Request line and headers."""
-MAX_CHUNKS = 2**16
+MAX_CHUNKS = 2**14
 """Of one chunked body: each costs as much time as a small request line, however few bytes it brings."""
 LINGER_S = 2.0
 """For a refused client: if its bytes were left unread at the close, it could lose the answer."""

@@ -251,7 +251,7 @@ class Gateway:
         while not (self.stopped or self._hurried or now_s() >= until_s):
             await asyncio.sleep(_POLL_S)
         if not self.stopped:
-            log.warning("the engine's last step did not end within %.1f s", timeout_s)
+            log.warning("the engine's last step did not end in time")
         self._asyncio = None
 
     def check_room(self, num_prompts: int, n: int) -> None:

@@ -131,7 +131,7 @@ class SageServer(uvicorn.Server):
     async def _drain(self) -> None:
         if self._gateway.num_open and not self.forced:
             limit = f"{self._grace_s:g} s (server.shutdown_grace_s); Ctrl-C again ends them now"
-            log.info("%d running requests may end within %s", self._gateway.num_open, limit)
+            log.info("requests that run: %d; they may end within %s", self._gateway.num_open, limit)
         await self._wait_until(lambda: not self._gateway.num_open, self._grace_s)
 
     async def _abort_connections(self) -> None:
@@ -232,11 +232,13 @@ def serve(
             )
             server.run([bound])
     except KeyboardInterrupt:
-        if server is None or server.forced:
+        if server is None:
             raise
     finally:
         if app.state.gateway.stopped:
             llm.close()
+    if server.forced:
+        raise KeyboardInterrupt
     failure = app.state.gateway.failure
     if failure is not None:
         raise EngineFailedError(f"the engine has failed, restart the server: {failure}") from failure
