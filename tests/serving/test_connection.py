@@ -94,7 +94,7 @@ def live() -> Iterator[Live]:
 def test_what_is_no_strict_http_is_refused(
     live: Live, request_bytes: bytes, status: int, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with server_log(caplog), connected(live) as client:
+    with connected(live) as client:
         client.sendall(request_bytes)
         got_status, error = one_answer(rest(client))
     assert not caplog.records

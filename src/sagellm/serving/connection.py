@@ -23,7 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.serving.errors import RETRY_AFTER_S, clipped, error_body
 
-log = logging.getLogger("uvicorn.error")
+log = logging.getLogger("sagellm.serving")
 _errors_only = logging.getLogger("sagellm.serving.connection")
 _errors_only.setLevel(logging.ERROR)
 """For uvicorn's own part, which would log a warning for every request that is no HTTP."""
