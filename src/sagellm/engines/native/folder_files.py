@@ -6,16 +6,17 @@ Values of other keys are not looked at. Whatever is wrong is a `ModelError` that
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sagellm.core.errors import ModelError
 from sagellm.core.files import read_text
 
 MAX_TOKEN_ID = (1 << 22) - 1
-"""Larger ids make a tokenizer take gigabytes for tokens that do not exist."""
 MAX_POSITIONS = 1 << 27
 MAX_JSON_BYTES = 256 << 20
 _SHOWN_CHARS = 60
@@ -130,6 +131,40 @@ class TokenizerConfigJson(_Part):
     mask_token: TokenName = None
 
 
+class NewTokenJson(_Part):
+    """A token that is added to a vocabulary; a text alone is one too."""
+
+    content: Annotated[str, Field(min_length=1)]
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+    special: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_text(cls, value: Any) -> Any:
+        return {"content": value} if isinstance(value, str) else value
+
+
+class BpeConfigJson(_Part):
+    """What tokenizer_config.json and special_tokens_map.json say of a tokenizer in vocab.json."""
+
+    add_prefix_space: bool | None = None
+    add_bos_token: bool | None = None
+    add_eos_token: bool | None = None
+    bos_token: NewTokenJson | None = None
+    eos_token: NewTokenJson | None = None
+    unk_token: NewTokenJson | None = None
+    pad_token: NewTokenJson | None = None
+    sep_token: NewTokenJson | None = None
+    cls_token: NewTokenJson | None = None
+    mask_token: NewTokenJson | None = None
+    additional_special_tokens: list[NewTokenJson] | None = None
+    extra_special_tokens: list[NewTokenJson] | None = None
+    added_tokens_decoder: dict[str, NewTokenJson] | None = None
+
+
 Checked = TypeVar("Checked", bound=BaseModel)
 
 
@@ -151,6 +186,22 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object")
     return value
+
+
+def read_optional(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; an absent file is an empty one."""
+    return read_object(path) if os.path.lexists(path) else {}
+
+
+def check_token_ids(ids: Iterable[Any], path: Path) -> None:
+    """Raise `ModelError` for one that is no id; a large one makes tokenizers take gigabytes or end the
+    process.
+    """
+    wrong = [token_id for token_id in ids if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID]
+    if wrong:
+        raise ModelError(
+            f"{path}: a token has the id {wrong[0]!r}; ids are whole numbers up to {MAX_TOKEN_ID}"
+        )
 
 
 def checked(kind: type[Checked], value: Any, path: Path) -> Checked:

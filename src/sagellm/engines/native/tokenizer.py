@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder: tokenizer.json, used as the files beside it say."""
+"""The tokenizer of a Hugging Face folder, used as the files beside it say."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sagellm.core.errors import ModelError, RequestError
 from sagellm.core.files import read_text
 from sagellm.core.protocols.tokenizer import Message, TokenStream
 from sagellm.core.types import SamplingParams, Tokens
+from sagellm.engines.native.bpe_files import MERGES_FILE, VOCAB_FILE, read_bpe
 from sagellm.engines.native.chat_template import ChatTemplate
 from sagellm.engines.native.control_tokens import ControlTokens, RenderedChat
 from sagellm.engines.native.detokenizer import (
@@ -25,13 +26,14 @@ from sagellm.engines.native.detokenizer import (
     is_byte_token,
 )
 from sagellm.engines.native.folder_files import (
-    MAX_TOKEN_ID,
     ConfigJson,
     GenerationJson,
     TokenIds,
     TokenizerConfigJson,
+    check_token_ids,
     checked,
     read_object,
+    read_optional,
 )
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -80,15 +82,15 @@ class Tokenizer:
         """Read a model folder; `chat_template` (Jinja source) takes the place of the folder's own."""
         folder = Path(folder)
         path = folder / "tokenizer_config.json"
-        config = checked(TokenizerConfigJson, _optional(path), path)
+        config = checked(TokenizerConfigJson, read_optional(path), path)
         path = folder / "special_tokens_map.json"
-        token_map = checked(TokenizerConfigJson, _optional(path), path)
+        token_map = checked(TokenizerConfigJson, read_optional(path), path)
         path = folder / "generation_config.json"
-        generation = checked(GenerationJson, _optional(path), path)
+        generation = checked(GenerationJson, read_optional(path), path)
         path = folder / "config.json"
-        model = checked(ConfigJson, _optional(path), path)
+        model = checked(ConfigJson, read_optional(path), path)
         return cls(
-            read_tokenizer(tokenizer_file(folder)),
+            read_tokenizer(folder),
             special_tokens=_special_tokens(config, token_map),
             chat_template=chat_template or _chat_template(folder, config),
             eos_token_ids=_ids(generation.eos_token_id) | _ids(model.eos_token_id),
@@ -211,46 +213,35 @@ class Tokenizer:
         return (self._fast.id_to_token(token_id) if token_id >= 0 else None) or ""
 
 
-def tokenizer_file(folder: Path) -> Path:
-    """tokenizer.json of a model folder. Raises `ModelError` where there is none."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelError(
-            f"{folder} has no tokenizer.json; transformers writes one with "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-        )
-    return path
-
-
-def read_tokenizer(path: Path) -> FastTokenizer:
-    """The tokenizer in a tokenizer.json. Raises `ModelError` for what is none.
-
-    Ids are checked first: a large one makes the library take gigabytes, or end the process.
+def read_tokenizer(folder: Path) -> FastTokenizer:
+    """The tokenizer in tokenizer.json, or in vocab.json and merges.txt. Raises `ModelError` for a folder with
+    none, and for files that are none.
     """
-    _check_ids(read_object(path), path)
+    path = folder / "tokenizer.json"
+    if os.path.lexists(path):
+        return _read_whole(path)
+    if os.path.lexists(folder / VOCAB_FILE) and os.path.lexists(folder / MERGES_FILE):
+        return read_bpe(folder)
+    raise ModelError(
+        f"{folder} has no tokenizer.json, nor {VOCAB_FILE} and {MERGES_FILE}; transformers writes one with "
+        "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+    )
+
+
+def _read_whole(path: Path) -> FastTokenizer:
+    content = read_object(path)
+    model, added = content.get("model"), content.get("added_tokens")
+    if not isinstance(model, dict) or not isinstance(added, list | None):
+        raise ModelError(f"{path} is not a tokenizer: it has no object named model")
+    vocab = model.get("vocab")
+    check_token_ids(vocab.values() if isinstance(vocab, dict) else (), path)
+    check_token_ids([one.get("id") if isinstance(one, dict) else one for one in added or ()], path)
     try:
         return FastTokenizer.from_file(str(path))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises bare exceptions, and panics are not even those
         raise ModelError(f"{path} is not a tokenizer: {str(error)[:200]}") from error
-
-
-def _check_ids(content: Mapping[str, Any], path: Path) -> None:
-    model, added = content.get("model"), content.get("added_tokens")
-    if not isinstance(model, dict) or not isinstance(added, list | None):
-        raise ModelError(f"{path} is not a tokenizer: it has no object named model")
-    vocab = model.get("vocab")
-    ids = list(vocab.values()) if isinstance(vocab, dict) else []
-    ids += [entry.get("id") if isinstance(entry, dict) else entry for entry in added or ()]
-    wrong = next((i for i in ids if type(i) is not int or not 0 <= i <= MAX_TOKEN_ID), None)
-    if wrong is not None:
-        raise ModelError(f"{path}: a token has the id {wrong!r}; ids are whole numbers up to {MAX_TOKEN_ID}")
-
-
-def _optional(path: Path) -> dict[str, Any]:
-    """The object in a file of the folder; an absent file is an empty one."""
-    return read_object(path) if os.path.lexists(path) else {}
 
 
 def _special_tokens(*sources: TokenizerConfigJson) -> dict[str, str]:
