@@ -142,5 +142,5 @@ def test_pickled_weights_are_refused_with_how_to_convert_them(tmp_path: Path) ->
     (folder / "pytorch_model.bin").write_bytes(b"PK")
     refused = CliRunner().invoke(app, ["run", "x", "-m", str(folder)])
     assert refused.exit_code == 2
-    assert "pickled weights, which are never loaded" in refused.stderr
-    assert "from_pretrained(FOLDER).save_pretrained(" in refused.stderr
+    assert "pickled weights (pytorch_model.bin) are never loaded" in refused.stderr
+    assert f"from_pretrained({str(folder)!r}).save_pretrained(" in refused.stderr

@@ -28,6 +28,11 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 << 20
 _COPIED_BYTES = 32 << 20
+CONVERT_PICKLES = (
+    "pickled weights (pytorch_model.bin) are never loaded, since a pickle can run any program; transformers "
+    "converts them: AutoModelForCausalLM.from_pretrained({0!r}).save_pretrained(FOLDER), and AutoTokenizer "
+    "the tokenizer"
+)
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
 _DTYPES = FLOATS | _INTEGERS
@@ -128,12 +133,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return _shards(index)
     if os.path.lexists(folder / SINGLE_FILE):
         return [folder / SINGLE_FILE]
-    hint = (
-        ": it has pickled weights, which are never loaded, since a pickle can run any program; transformers "
-        "converts them: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
-        if any(folder.glob("*.bin"))
-        else ""
-    )
+    hint = f": {CONVERT_PICKLES.format(str(folder))}" if any(folder.glob("*.bin")) else ""
     raise MissingWeightsError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
 
 

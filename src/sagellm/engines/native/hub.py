@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sagellm.core.errors import MissingExtraError, MissingWeightsError, ModelError
 from sagellm.engines.native.architectures import read_config, read_spec
-from sagellm.engines.native.checkpoint import INDEX_FILE, SINGLE_FILE
+from sagellm.engines.native.checkpoint import CONVERT_PICKLES, INDEX_FILE, SINGLE_FILE
 from sagellm.engines.native.folder_files import read_object
 
 DESCRIPTION = (
@@ -110,7 +110,8 @@ def _fetch(name: str, revision: str | None, check: Check, *, offline: bool) -> P
         _snapshot(name, folder.name, ["config.json", *weights], offline=False)
         missing = [file for file in weights if not (folder / file).exists()]
     if missing:
-        where = "in the local cache: fetch it without --offline" if offline else "on the hub"
+        where = "on the hub; " + CONVERT_PICKLES.format(name)
+        where = "in the local cache: fetch it without --offline" if offline else where
         raise MissingWeightsError(
             f"{name}: the weights have to be safetensors files, and {', '.join(missing[:4])} is not {where}"
         )

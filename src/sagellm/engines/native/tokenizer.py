@@ -213,19 +213,26 @@ class Tokenizer:
         return (self._fast.id_to_token(token_id) if token_id >= 0 else None) or ""
 
 
-def read_tokenizer(folder: Path) -> FastTokenizer:
-    """The tokenizer in tokenizer.json, or in vocab.json and merges.txt. Raises `ModelError` for a folder with
-    none, and for files that are none.
+def tokenizer_file(folder: Path) -> Path:
+    """tokenizer.json of a model folder, or vocab.json with merges.txt beside it. Raises `ModelError` where
+    there is neither.
     """
-    path = folder / "tokenizer.json"
-    if os.path.lexists(path):
-        return _read_whole(path)
+    if os.path.lexists(folder / "tokenizer.json"):
+        return folder / "tokenizer.json"
     if os.path.lexists(folder / VOCAB_FILE) and os.path.lexists(folder / MERGES_FILE):
-        return read_bpe(folder)
+        return folder / VOCAB_FILE
     raise ModelError(
         f"{folder} has no tokenizer.json, nor {VOCAB_FILE} and {MERGES_FILE}; transformers writes one with "
         "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
     )
+
+
+def read_tokenizer(folder: Path) -> FastTokenizer:
+    """The tokenizer of a model folder. Raises `ModelError` for a folder with none, and for files that are
+    none.
+    """
+    path = tokenizer_file(folder)
+    return read_bpe(folder) if path.name == VOCAB_FILE else _read_whole(path)
 
 
 def _read_whole(path: Path) -> FastTokenizer:
