@@ -112,9 +112,12 @@ def _program(folder: Path, name: str) -> str:
 def _call(command: Sequence[str], cwd: Path, environment: Mapping[str, str] | None = None) -> str:
     """Its stdout. Raises `ClientError` with the last lines if it fails."""
     cwd.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ClientError(str(error)) from error
     if done.returncode:
         raise ClientError("\n".join((done.stdout + done.stderr).splitlines()[-60:]))
     return done.stdout

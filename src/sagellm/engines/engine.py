@@ -129,7 +129,7 @@ class Engine:
 
     def fork(self, request_id: str, new_id: str, params: SamplingParams | None = None) -> None:
         """A second request goes on from where a running one stands, sharing its KV: whole blocks as they are,
-        the last one as a copy. Its prompt is all that the first has so far."""
+        the last one as a copy. Its prompt is all that the first has so far; it is not scored again."""
         self._settle()
         parent = self._roster.states.get(request_id)
         if parent is None or parent.status is not RequestStatus.RUNNING:
@@ -140,7 +140,7 @@ class Engine:
                 parent.request,
                 request_id=new_id,
                 tokens=Tokens(parent.tokens),
-                params=params or parent.request.params,
+                params=params or replace(parent.request.params, prompt_logprobs=None),
                 arrival_s=self.clock.now(),
                 group=group,
             )

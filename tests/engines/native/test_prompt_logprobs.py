@@ -231,3 +231,14 @@ def _transformers_demo() -> torch.nn.Module:
 
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(str(DEMO_MODEL), dtype=torch.float32)
     return model
+
+
+def test_a_fork_shares_the_kv_of_a_scored_prompt() -> None:
+    name = min(TINY_MODELS)
+    busy = engine(name, 60, 64, [], caching=True)
+    ask(busy, "a", prompt(0, 20, 1), max_tokens=6)
+    busy.step()
+    busy.fork("a", "b")
+    fork = [one for one in outputs_of(busy) if one.request_id == "b"]
+    assert fork[0].num_cached_tokens == 20
+    assert {one.prompt_logprobs for one in fork} == {None}
