@@ -352,6 +352,15 @@ def test_a_client_that_leaves_during_its_upload_is_no_error(
     assert not [one for one in caplog.records if one.levelno > logging.DEBUG or one.exc_info]
 
 
+def test_what_is_refused_before_the_application_is_counted() -> None:
+    with serving(scripted_llm(), limits=limits()) as live:
+        for _ in range(3):
+            with connected(live) as client:
+                client.sendall(b"no HTTP\r\n\r\n")
+                assert one_answer(rest(client))[0] == 400
+        assert live.metric("sagellm_http_requests_total", status="400") == 3
+
+
 def test_a_line_that_would_repeat_is_logged_once_per_interval(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
     lines = RateLimitedLog(10.0, clock)

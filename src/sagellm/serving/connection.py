@@ -81,15 +81,26 @@ class _Waiting(Enum):
 class Connection(H11Protocol):
     """Limits the time for headers, for the pause between requests, and for a client that does not read its
     answer. `RequestReader` limits that of a body.
+
+    What is answered here, before the application, is counted by `count` with its endpoint (none), method
+    (none) and status.
     """
 
-    def __init__(self, *args: Any, limits: ConnectionLimits, refusals: RateLimitedLog, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        limits: ConnectionLimits,
+        refusals: RateLimitedLog,
+        count: Callable[[str, str, int], None],
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.conn = StrictConnection()
         self.logger = _errors_only
         self.timeout_keep_alive = limits.keep_alive_timeout_s  # type: ignore[assignment]
         self._limits = limits
         self._refusals = refusals
+        self._count = count
         self._refused = False
         self._waiting: _Waiting | None = None
         self._wait_timer: asyncio.TimerHandle | None = None
@@ -202,6 +213,8 @@ class Connection(H11Protocol):
         if cycle and not cycle.response_complete:  # the application sees a disconnect
             cycle.disconnected = True
             cycle.message_event.set()
+        else:
+            self._count("", "", status)
         self.transport.write(_response(status, error_body(message, status, code=code)))
         self._linger()
 

@@ -170,7 +170,13 @@ def make_server(
     log_level: str = "info",
 ) -> SageServer:
     """A server for an app of `create_app`, not yet running; port 0 takes a free one."""
-    connection = partial(Connection, limits=limits or ConnectionLimits(), refusals=RateLimitedLog())
+    gateway: Gateway = app.state.gateway
+    connection = partial(
+        Connection,
+        limits=limits or ConnectionLimits(),
+        refusals=RateLimitedLog(),
+        count=gateway.metrics.on_http,
+    )
     config = uvicorn.Config(
         app,
         host=host,
@@ -182,7 +188,7 @@ def make_server(
         access_log=False,
         timeout_graceful_shutdown=int(_LAST_WORDS_S) + 1,
     )
-    return SageServer(config, app.state.gateway, grace_s, wants_key=app.state.wants_key)
+    return SageServer(config, gateway, grace_s, wants_key=app.state.wants_key)
 
 
 def _served(llm: LLM) -> str:
