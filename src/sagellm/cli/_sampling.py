@@ -10,6 +10,7 @@ from typing import Any, Self
 import typer
 
 from sagellm.cli._options import OptionGroup, option
+from sagellm.core.errors import RequestError, nearest
 
 _NUMBERS: Mapping[str, tuple[type, str]] = {
     "max_tokens": (int, "Longest answer in tokens; default: what the context holds."),
@@ -19,6 +20,22 @@ _NUMBERS: Mapping[str, tuple[type, str]] = {
     "min_p": (float, "Leave out tokens less likely than this share of the likeliest."),
     "seed": (int, "Makes the answer repeatable."),
 }
+
+NAMES = (*_NUMBERS, "stop")
+
+
+def parse_value(name: str, text: str) -> Any:
+    """The value of a sampling parameter by name; raises `RequestError` saying what would have worked."""
+    if name not in NAMES:
+        raise RequestError(f"no sampling parameter {name!r}.{nearest(name, NAMES)}", name)
+    if name == "stop":
+        return (text,)
+    kind, _ = _NUMBERS[name]
+    try:
+        return kind(text)
+    except ValueError as error:
+        wanted = "whole number" if kind is int else "number"
+        raise RequestError(f"{name} is {text!r}: write a {wanted}", name) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+import os
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sagellm.cli._interrupt import interrupts_noted
 from sagellm.cli._loading import load_llm
 from sagellm.cli._options import Model, command
-from sagellm.cli._sampling import Sampling
+from sagellm.cli._reasoning import DimmedReasoning
+from sagellm.cli._sampling import Sampling, parse_value
 from sagellm.cli._settings import Settings
+from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import RequestError
 
 if TYPE_CHECKING:
     from sagellm.core.protocols.tokenizer import Message
-    from sagellm.core.types import SamplingParams
-    from sagellm.engines.llm import LLM
+    from sagellm.engines.llm import LLM, Usage
 
-HELP = "/reset  forget the conversation    /exit  leave    Ctrl-C  stop the answer    Ctrl-D  leave"
+HELP = """\
+  /reset             forget the conversation
+  /set               show the sampling parameters that were set
+  /set NAME VALUE    set one, such as /set temperature 0.7; VALUE default: the model's own
+  /stats             tokens and speed of the last answer, and of all
+  /exit              leave (also Ctrl-D); Ctrl-C stops an answer
+  Several lines: end a line with \\, or write them between two lines of \"\"\"."""
+QUOTES = '"""'
 
 
 @command
@@ -31,30 +42,49 @@ def chat(
     sampling: Sampling,
     settings: Settings,
 ) -> None:
-    """Talk to a model. /reset forgets, /exit leaves, Ctrl-C stops an answer and not the program."""
+    """Talk to a model in the terminal.
+
+    Ctrl-C stops an answer and not the program; /help lists the commands.
+    """
     llm = load_llm(settings.load(model=model.name).config)
     try:
         _import_line_editing()
-        print(f"{llm.model_name}   {HELP}", file=sys.stderr)
-        Conversation(llm, llm.sampling_params(**sampling.given), system).talk(input)
+        print(f"{llm.model_name}   /help  commands    Ctrl-D  leave", file=sys.stderr)
+        dimmed = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        Conversation(llm, sampling.given, system, dimmed=dimmed).talk(input)
     finally:
         llm.close()
 
 
 class Conversation:
-    """Messages so far. A turn adds a question and its answer, or, when the question fails, nothing."""
+    """Messages so far. A turn adds a question and its answer, or, when the question fails, nothing.
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
+    `given` are sampling parameters by name; with `dimmed`, reasoning is dimmed by escape sequences.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        given: Mapping[str, Any] | None = None,
+        system: str | None = None,
+        *,
+        dimmed: bool = False,
+        clock: Clock | None = None,
+    ) -> None:
         self._llm = llm
-        self._params = params
+        self._given = dict(given or {})
+        self._params = llm.sampling_params(**self._given)
         self._opening: list[Message] = [{"role": "system", "content": system}] if system else []
+        self._dimmed = dimmed
+        self._clock = clock or MonotonicClock()
+        self._spent: list[tuple[Usage, float]] = []
         self.messages: list[Message] = list(self._opening)
 
     def talk(self, read: Callable[[str], str]) -> None:
         """Turns until `/exit` or the end of input."""
         while True:
             try:
-                line = read("> ").strip()
+                text = _read_text(read)
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -63,32 +93,60 @@ class Conversation:
             except UnicodeDecodeError as error:
                 print(f"(that is no {error.encoding} text: {error.reason})", file=sys.stderr)
                 continue
-            if line == "/exit":
+            if text == "/exit":
                 return
-            self.turn(line)
+            self.turn(text)
 
-    def turn(self, line: str) -> None:
+    def turn(self, text: str) -> None:
         """A command or a question."""
-        if line == "/reset":
+        try:
+            if text.startswith("/"):
+                self._command(*text.split(maxsplit=2))
+            elif text:
+                self._ask(text)
+        except RequestError as error:
+            print(f"{error}  (/reset starts anew)" if self.messages else str(error), file=sys.stderr)
+
+    def _command(self, name: str, *arguments: str) -> None:
+        if name == "/reset":
             self.messages = list(self._opening)
             print("(forgotten)", file=sys.stderr)
-        elif line.startswith("/"):
+        elif name == "/set" and len(arguments) != 1:
+            self._set(*arguments)
+        elif name == "/stats":
+            print("\n".join(self._stats()) or "(no answer yet)", file=sys.stderr)
+        else:
             print(HELP, file=sys.stderr)
-        elif line:
-            self._ask(line)
+
+    def _set(self, name: str = "", value: str = "") -> None:
+        """Change a sampling parameter; raises `RequestError`, and then changes none."""
+        given = dict(self._given)
+        if value == "default":
+            given.pop(name, None)
+        elif name:
+            given[name] = parse_value(name, value)
+        self._params, self._given = self._llm.sampling_params(**given), given
+        shown = ", ".join(f"{one} {value}" for one, value in given.items())
+        print(f"({shown or 'all as the model recommends'})", file=sys.stderr)
+
+    def _stats(self) -> Iterator[str]:
+        for label, some in (("last answer", self._spent[-1:]), ("all answers", self._spent)):
+            if some:
+                usage = functools.reduce(operator.add, (one for one, _ in some))
+                seconds = sum(spent for _, spent in some)
+                speed = f"{usage.completion_tokens / seconds:.1f} tokens/s" if seconds else "at once"
+                prompt = f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached)"
+                yield f"{label}: {prompt}, {usage.completion_tokens} generated, {seconds:.2f} s, {speed}"
 
     def _ask(self, question: str) -> None:
         asked: list[Message] = [*self.messages, {"role": "user", "content": question}]
-        try:
-            answer = self._answer(asked)
-        except RequestError as error:
-            print(f"{error}  (/reset starts anew)", file=sys.stderr)
-            return
+        answer = self._answer(asked)
         self.messages = [*asked, {"role": "assistant", "content": answer}]
 
     def _answer(self, messages: list[Message]) -> str:
         """Print the answer as it comes; Ctrl-C ends it where it is, and what was said stays said."""
         pieces: list[str] = []
+        shown, usage, began_s = DimmedReasoning() if self._dimmed else None, None, self._clock.now()
         deltas = self._llm.stream(messages, self._params)
         try:
             with interrupts_noted() as interrupted:
@@ -96,14 +154,35 @@ class Conversation:
                     if delta.error:
                         raise RequestError(delta.error)
                     pieces.append(delta.text)
-                    print(delta.text, end="", flush=True)
+                    usage = delta.usage
+                    print(shown.push(delta.text) if shown else delta.text, end="", flush=True)
                     if interrupted():
                         print(" (stopped)", end="", file=sys.stderr)
                         break
         finally:
             deltas.close()
-            print(flush=True)
+            print(shown.finish() if shown else "", flush=True)
+        if usage is not None:
+            self._spent.append((usage, self._clock.now() - began_s))
         return "".join(pieces)
+
+
+def _read_text(read: Callable[[str], str]) -> str:
+    """A line, those that it goes on in after a backslash, or those between two lines of quotes. The end of
+    input ends such lines, too.
+    """
+    lines = [read("> ").strip()]
+    quoted = lines[0].startswith(QUOTES)
+    lines[0] = lines[0].removeprefix(QUOTES)
+    try:
+        while QUOTES not in lines[-1] if quoted else lines[-1].endswith("\\"):
+            lines[-1] = lines[-1] if quoted else lines[-1][:-1]
+            lines.append(read(". "))
+    except EOFError:
+        pass
+    if quoted:
+        lines[-1] = lines[-1].partition(QUOTES)[0]
+    return "\n".join(lines).strip()
 
 
 def _import_line_editing() -> None:
