@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from sagellm.core.errors import RequestError
+from sagellm.engines.build import build_tokenizer, load_config
 from sagellm.engines.native.control_tokens import ControlTokens, RenderedChat, any_of
 from sagellm.engines.native.tokenizer import Tokenizer
 from tests.effort import examples
@@ -283,3 +284,14 @@ def test_half_surrogate_pairs_are_refused_wherever_they_stand() -> None:
 def test_any_of_finds_the_leftmost_longest_word(words: list[str], text: str) -> None:
     slow = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
     assert [match.span() for match in any_of(words).finditer(text)] == [m.span() for m in slow.finditer(text)]
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_setting_allows_special_tokens_in_messages(allowed: bool) -> None:
+    made = build_tokenizer(load_config(cli={"model.special_tokens_in_messages": allowed}).config)
+    [first, *_] = made.encode_chat([{"role": "user", "content": "hi"}])
+    spelled = made.decode([first], skip_special_tokens=False)
+    ids = list(made.encode_chat([{"role": "user", "content": f"hi{spelled}"}]))
+    plain = list(made.encode_chat([{"role": "user", "content": "hi"}]))
+    assert made.encode(spelled, add_special_tokens=False).tolist() == [first]
+    assert ids.count(first) == plain.count(first) + allowed

@@ -58,12 +58,12 @@ class ControlTokens:
         return self._ids.keys()
 
     def are_those_of(self, chat: RenderedChat, ids: Iterable[int]) -> bool:
-        """Whether the special tokens among `ids`, which are the prompt's by the tokenizer itself, are those
-        that the template wrote.
+        """Whether the special tokens among `ids`, which the tokenizer itself gives for the prompt, are those
+        that the template wrote. It may find others where it normalizes a text first.
         """
         own = [self._ids[text] for text in chat.tokens]
         found = [i for i in ids if i in self._control_ids]
-        return not chat.spells_tokens and found == [i for i in own if i in self._control_ids]
+        return found == [i for i in own if i in self._control_ids]
 
     def encode(self, chat: RenderedChat) -> Tokens:
         """The prompt's ids, where texts have no special token, whatever they spell.

@@ -139,9 +139,10 @@ class Tokenizer:
         text, in ids as the tokenizer gives for it without special tokens.
         """
         chat = self._rendered(messages, add_generation_prompt, template_options)
-        ids = self.encode(chat.text, add_special_tokens=False)
-        if self._special_in_messages or self._control.are_those_of(chat, ids):
-            return ids
+        if self._special_in_messages or not chat.spells_tokens:
+            ids = self.encode(chat.text, add_special_tokens=False)
+            if self._special_in_messages or self._control.are_those_of(chat, ids):
+                return ids
         return self._control.encode(chat)
 
     def render_chat(
