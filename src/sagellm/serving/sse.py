@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import Response
+from fastapi.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from sagellm.core.errors import RequestError
-from sagellm.engines.llm import Usage
+from sagellm.engines.llm import TextDelta, Usage
 from sagellm.serving.errors import body_of
 from sagellm.serving.gateway import Generation
 from sagellm.serving.replies import Reply, usage_json
@@ -60,6 +61,9 @@ async def events(
             chunk["usage"] = None
         return event(chunk)
 
+    def parts(position: int, delta: TextDelta) -> list[bytes]:
+        return [dressed(chunk) for chunk in reply.parts(position * num_choices + delta.index, delta)]
+
     for chunk in reply.opening(num_choices * num_prompts):
         yield dressed(chunk)
     try:
@@ -67,7 +71,10 @@ async def events(
             pieces: list[bytes] = []
             for position, delta in batch:
                 usages[position] = delta.usage
-                pieces += map(dressed, reply.parts(position * num_choices + delta.index, delta))
+                if delta.prompt_logprobs:  # they may be many
+                    pieces += await run_in_threadpool(parts, position, delta)
+                else:
+                    pieces += parts(position, delta)
             if pieces:
                 yield b"".join(pieces)
     except RequestError as error:
