@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -19,16 +21,17 @@ if TYPE_CHECKING:
     from sagellm.core.clock import ManualClock
     from sagellm.core.events import EventBus
     from sagellm.core.protocols.engine import EngineCore, InferenceBackend
-    from sagellm.engines.simulator.calibrate import Calibration
+    from sagellm.engines.simulator.calibrate import Calibration, Prior
     from sagellm.engines.simulator.cost_model import CostModel
     from sagellm.engines.simulator.measured import EngineFactory, Measured, Run, Sizes
 
 _NUMBERS: Mapping[str, tuple[type, str, str]] = {
     "num_blocks": (int, "N", "KV blocks of the measured engine; default: what the device's memory leaves."),
     "block_size": (int, "N", "Tokens per KV block; default: 16."),
-    "max_num_seqs": (int, "N", "Requests that ran together at most; default: 256."),
-    "max_batched_tokens": (int, "N", "Tokens computed in one step at most; default: 2048."),
-    "tensor_parallel": (int, "N", "Devices that shared the model; default: 1."),
+    "max_num_seqs": (int, "N", "Requests that ran together at most, per data-parallel rank; default: 256."),
+    "max_batched_tokens": (int, "N", "Tokens of one step at most, per data-parallel rank; default: 2048."),
+    "tensor_parallel": (int, "N", "Devices that shared each layer; default: 1."),
+    "data_parallel": (int, "N", "Ranks with requests of their own that shared the experts; default: 1."),
     "memory_utilization": (float, "X", "Share of the device's memory that it used; default: 0.9."),
 }
 
@@ -42,6 +45,7 @@ class Instance(OptionGroup):
     max_num_seqs: int = 256
     max_batched_tokens: int = 2048
     tensor_parallel: int = 1
+    data_parallel: int = 1
     memory_utilization: float = 0.9
     preset: str = "vllm-like"
     prefix_caching: bool = True
@@ -75,6 +79,18 @@ class Instance(OptionGroup):
         taken = {name: given.pop(name) for name in (*_NUMBERS, "preset", "prefix_caching")}
         return cls(**{name: value for name, value in taken.items() if value is not None})
 
+    def cost_model(self, device: str, model: str) -> CostModel:
+        """That of this instance, with the coefficients that a device has by default."""
+        from sagellm.engines.simulator import devices, models
+        from sagellm.engines.simulator.cost_model import CostModel
+
+        return CostModel(
+            devices.device(device),
+            models.model(model),
+            tensor_parallel=self.tensor_parallel,
+            data_parallel=self.data_parallel,
+        )
+
     def sizes(self, cost_model: CostModel) -> Sizes:
         """With the blocks that were given, or those that the device has room for."""
         from sagellm.engines.simulator.measured import Sizes
@@ -85,23 +101,27 @@ class Instance(OptionGroup):
             cost_model.model,
             block_size=self.block_size,
             tensor_parallel=self.tensor_parallel,
+            data_parallel=self.data_parallel,
             utilization=self.memory_utilization,
-            max_batched_tokens=self.max_batched_tokens,
-            max_num_seqs=self.max_num_seqs,
+            max_batched_tokens=self.max_batched_tokens * self.data_parallel,
+            max_num_seqs=self.max_num_seqs * self.data_parallel,
         )
-        return Sizes(blocks, self.block_size, self.max_num_seqs)
+        return Sizes(blocks, self.block_size, self.max_num_seqs * self.data_parallel)
 
     def engine_factory(self) -> EngineFactory:
         """Builds the engine that is simulated. Settings of the environment do not count: the same command
         gives the same file everywhere."""
         from sagellm.engines.build import build_engine, load_config
 
-        settings = {
-            "scheduler.max_num_seqs": self.max_num_seqs,
-            "scheduler.max_batched_tokens": max(self.max_batched_tokens, self.max_num_seqs),
+        tokens = max(self.max_batched_tokens, self.max_num_seqs)
+        settings: dict[str, Any] = {
+            "scheduler.max_num_seqs": self.max_num_seqs * self.data_parallel,
+            "scheduler.max_batched_tokens": tokens * self.data_parallel,
             "kv.block_size": self.block_size,
             "kv.prefix_caching": self.prefix_caching,
         }
+        if self.data_parallel > 1 and self.preset == "vllm-like":  # a prompt is computed by one rank
+            settings["scheduler.pass_options"] = {"vllm_like": {"long_prefill_tokens": tokens}}
         config = load_config(preset=self.preset, cli=settings, environ={}).config
 
         def make(backend: InferenceBackend, clock: ManualClock, events: EventBus) -> EngineCore:
@@ -127,6 +147,14 @@ def calibrate(
         typer.Option(metavar="N", help="Fit to the first N by arrival, judge the rest; default: all."),
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="Simulations at most.")] = 12,
+    prior: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Another calibration of this device, to start from and stay near."),
+    ] = None,
+    max_error: Annotated[
+        float,
+        typer.Option(metavar="X", help="Write nothing if mean TPOT or TTFT of the fitted is off by more."),
+    ] = 0.25,
     *,
     open_end: Annotated[
         bool,
@@ -140,29 +168,65 @@ def calibrate(
     """Fit a cost model to measured requests: serve them again in simulated time, and move the coefficients
     until the latencies agree."""
     from sagellm.benchmarks._results import check_writable, write_json
-    from sagellm.benchmarks._tables import print_tables
-    from sagellm.engines.simulator import devices, models
     from sagellm.engines.simulator.calibrate import calibrate as fitted
-    from sagellm.engines.simulator.cost_model import CostModel
     from sagellm.engines.simulator.measured import read_measured, simulate
 
     check_writable(out)
+    if not max_error > 0:
+        raise ConfigError(f"--max-error {max_error}: it must be positive, as in 0.25")
     measured = read_measured(requests)
     if fit is not None and not 1 <= fit <= len(measured):
         raise ConfigError(f"--fit {fit}: {requests} holds {len(measured)} requests")
-    start = CostModel(devices.device(device), models.model(model), tensor_parallel=instance.tensor_parallel)
+    start, priors = _from_prior(prior, instance.cost_model(device, model))
     sizes, make = instance.sizes(start), instance.engine_factory()
 
     def run(some: Sequence[Measured], cost_model: CostModel) -> Run:
         return simulate(some, cost_model, sizes, make, pipelined=not synchronous)
 
     known = measured[:fit] if open_end else measured
-    found = fitted(known, start, run, num_fitted=fit, open_end=open_end, rounds=rounds)
-    final = run(measured, found.cost_model)
-    print_tables(_tables(found, measured, final))
+    found = fitted(known, start, run, num_fitted=fit, open_end=open_end, rounds=rounds, priors=priors)
+    _show(found, measured, run(measured, found.cost_model))
     print(f"{sizes.num_blocks:,} blocks of {sizes.block_size} tokens, {_origin(instance)}")
+    _check(found, max_error)
     write_json(out, _record(found, instance, sizes, requests))
     print(f"{out}: coefficients from {found.num_requests:,} requests, {found.num_rounds} simulations")
+
+
+def _show(found: Calibration, measured: Sequence[Measured], run: Run) -> None:
+    from sagellm.benchmarks._tables import print_tables
+
+    print_tables(_tables(found, measured, run))
+    for text, names in (
+        ("not determined by these measurements, so near what is usual", found.undetermined),
+        ("on the bound of what is plausible, so doubtful", found.on_a_bound),
+    ):
+        if names:
+            print(f"{text}: {', '.join(names)}")
+
+
+def _check(found: Calibration, max_error: float) -> None:
+    tpot, ttft = found.errors
+    if not max(abs(tpot), abs(ttft)) <= max_error:
+        raise ConfigError(
+            f"no coefficients reproduce these timings: mean TPOT {tpot:+.0%}, mean TTFT {ttft:+.0%} at best; "
+            "nothing is written. Check --device, --model, --max-num-seqs, --num-blocks, --tensor-parallel, "
+            "--data-parallel; or allow it with --max-error"
+        )
+
+
+def _from_prior(path: Path | None, start: CostModel) -> tuple[CostModel, Mapping[str, Prior]]:
+    """The model to start from and the priors: as another calibration of this device left them, if there is
+    one."""
+    from sagellm.benchmarks.simulate.hardware import read_coefficients
+    from sagellm.engines.simulator.calibrate import PRIORS, narrowed
+    from sagellm.engines.simulator.cost_model import Coefficients
+
+    if path is None:
+        return start, PRIORS
+    coefficients, _ = read_coefficients(path, start)
+    sigmas = json.loads(path.read_text(encoding="utf-8")).get("fitted", {}).get("log_sigmas", {})
+    priors = narrowed(PRIORS, coefficients, sigmas)
+    return replace(start, coefficients=Coefficients(**{k: one.mean for k, one in priors.items()})), priors
 
 
 def _origin(instance: Instance) -> str:
@@ -175,8 +239,11 @@ def _tables(found: Calibration, measured: Sequence[Measured], run: Run) -> list[
     from sagellm.engines.simulator.comparison import compare
 
     values = found.cost_model.coefficients.as_dict()
-    rows = [(name, f"{value:.4g}") for name, value in values.items()]
-    tables = [Table("Coefficients", ("coefficient", "value"), rows, num_names=1)]
+    rows = [
+        (name, f"{value:.4g}", f"{math.expm1(found.log_sigmas[name]):.0%}", _remark(found, name))
+        for name, value in values.items()
+    ]
+    tables = [Table("Coefficients", ("coefficient", "value", "known to", "remark"), rows, num_names=1)]
     columns = ("latency", "", "measured s", "simulated s", "error")
     for part, title in ((slice(found.num_requests), "fitted"), (slice(found.num_requests, None), "judged")):
         if measured[part]:
@@ -194,6 +261,12 @@ def _tables(found: Calibration, measured: Sequence[Measured], run: Run) -> list[
     return tables
 
 
+def _remark(found: Calibration, name: str) -> str:
+    if name in found.on_a_bound:
+        return "on its bound"
+    return "not determined" if name in found.undetermined else ""
+
+
 def _record(found: Calibration, instance: Instance, sizes: Sizes, path: Path) -> dict[str, Any]:
     """What `simulate` reads, and what the coefficients came from."""
     cost_model = found.cost_model
@@ -201,6 +274,7 @@ def _record(found: Calibration, instance: Instance, sizes: Sizes, path: Path) ->
         "device": cost_model.device.name,
         "model": cost_model.model.name,
         "tensor_parallel": cost_model.tensor_parallel,
+        "data_parallel": cost_model.data_parallel,
         "num_blocks": sizes.num_blocks,
         "num_blocks_given": instance.num_blocks is not None,
         "coefficients": cost_model.coefficients.as_dict(),
@@ -209,6 +283,9 @@ def _record(found: Calibration, instance: Instance, sizes: Sizes, path: Path) ->
             "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
             "num_requests": found.num_requests,
             "num_simulations": found.num_rounds,
+            "not_determined": list(found.undetermined),
+            "on_a_bound": list(found.on_a_bound),
+            "log_sigmas": dict(found.log_sigmas),
             "relative_error_of_mean_tpot": found.errors[0],
             "relative_error_of_mean_ttft": found.errors[1],
         },

@@ -70,6 +70,7 @@ class Machinery(Given):
             ("device", str, "--device NAME", "Device; default: h100-80g."),
             ("model", str, "--model -m NAME", "Model, or a config.json; default: llama-3.1-8b."),
             ("tensor_parallel", int, "--tensor-parallel N", "Devices per instance; default: 1."),
+            ("data_parallel", int, "--data-parallel N", "Groups of them that share experts; default: 1."),
             ("cost", Path, "--cost FILE", "Coefficients that `calibrate` wrote."),
             ("assignments", list[str], "--set -s KEY=VALUE", "Set a key of every preset; repeatable."),
             ("instances", int, "--instances N", "Instances that do both phases; default: 1."),
@@ -95,7 +96,7 @@ class Machinery(Given):
             given.get("device", "h100-80g"),
             given.get("model", "llama-3.1-8b"),
             cost_file=given.get("cost"),
-            **self.some(tensor_parallel="tensor_parallel"),
+            **self.some(tensor_parallel="tensor_parallel", data_parallel="data_parallel"),
         )
         placed = Layout(**layout, **self.some(instances="instances", router="router"))
         return Bench(machine, placed, measuring.goals(), assignments("--set", given.get("assignments", ())))

@@ -128,8 +128,16 @@ OPTIONS: dict[str, Any] = {"device": "a100", "model": "llama-3.1-8b", "debug": T
 
 
 def run_command(requests: Path, **options: Any) -> None:
-    defaults = {"fit": None, "open_end": False, "synchronous": False, "preset": None, "prefix_caching": None}
-    names = ("num_blocks", "block_size", "max_num_seqs", "max_batched_tokens", "tensor_parallel")
+    defaults: dict[str, Any] = {
+        "fit": None,
+        "open_end": False,
+        "synchronous": False,
+        "preset": None,
+        "prefix_caching": None,
+    }
+    defaults |= {"prior": None, "max_error": 0.25}
+    sizes = ("num_blocks", "block_size", "max_num_seqs", "max_batched_tokens")
+    names = (*sizes, "tensor_parallel", "data_parallel")
     defaults |= dict.fromkeys((*names, "memory_utilization"))
     command(**({"requests": requests} | defaults | OPTIONS | options))
 
@@ -154,6 +162,7 @@ def test_the_command_writes_what_simulate_reads(tmp_path: Path, capsys: pytest.C
         ({"fit": 31}, r"--fit 31: .* holds 30 requests"),
         ({"device": "h900"}, "no device 'h900'"),
         ({"num_blocks": 0}, "--num-blocks 0: it must be positive"),
+        ({"max_error": float("nan")}, "--max-error nan: it must be positive"),
         ({"memory_utilization": 1.5}, "--memory-utilization 1.5: at most 1"),
         ({"out": Path("nowhere") / "cost.json"}, "cannot write"),
     ],
@@ -162,3 +171,41 @@ def test_the_command_explains_what_is_wrong(tmp_path: Path, options: dict[str, A
     path = written(tmp_path / "requests.jsonl", arrivals(30, rate=6.0))
     with pytest.raises(ConfigError, match=message):
         run_command(path, **({"out": tmp_path / "cost.json"} | options))
+
+
+def test_what_the_measurements_do_not_determine_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = arrivals(40, rate=12.0)
+    fast = replace(TRUE_MODEL, coefficients=replace(TRUTH, compute=9.0, weight_bandwidth=9.0, step_s=0.0))
+    path = written(tmp_path / "requests.jsonl", measured(wanted, serve(wanted, fast)))
+    out = tmp_path / "cost.json"
+    run_command(path, out=out, max_num_seqs=32, num_blocks=4000, rounds=12, max_error=9.0)
+    fitted = json.loads(out.read_text())["fitted"]
+    assert {"expert_bandwidth", "link_bandwidth", "link_latency"} <= set(fitted["not_determined"])
+    assert "compute" not in fitted["not_determined"]
+    assert "compute" in fitted["on_a_bound"]
+    printed = capsys.readouterr().out
+    assert "not determined by these measurements, so near what is usual" in printed
+    assert "on the bound of what is plausible, so doubtful: " in printed
+
+
+def test_a_fit_that_fails_is_an_error_and_writes_nothing(tmp_path: Path) -> None:
+    wanted = arrivals(30, rate=6.0)
+    truth = measured(wanted, serve(wanted, replace(TRUE_MODEL, model=MODELS["llama-3.1-70b"])))
+    path, out = written(tmp_path / "requests.jsonl", truth), tmp_path / "cost.json"
+    with pytest.raises(ConfigError, match=r"no coefficients reproduce these timings: .* nothing is written"):
+        run_command(path, out=out, model="qwen3-0.6b", max_num_seqs=32, num_blocks=4000)
+    assert not out.exists()
+
+
+def test_another_calibration_of_the_device_narrows_the_next(tmp_path: Path) -> None:
+    wanted = arrivals(40, rate=12.0)
+    path = written(tmp_path / "requests.jsonl", measured(wanted, serve(wanted, TRUE_MODEL)))
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    run_command(path, out=first, max_num_seqs=32, num_blocks=4000, rounds=8)
+    run_command(path, out=second, max_num_seqs=32, num_blocks=4000, prior=first)
+    known, again = (json.loads(one.read_text())["fitted"]["log_sigmas"] for one in (first, second))
+    assert again["compute"] < known["compute"] < PRIORS["compute"].log_sigma
+    with pytest.raises(ConfigError, match="coefficients of a100-80g do not hold for rtx4090"):
+        run_command(path, out=second, device="rtx4090", prior=first)

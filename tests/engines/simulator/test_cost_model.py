@@ -40,6 +40,10 @@ IDEAL = Coefficients(
     step_s=0.0,
     chunk_step_s=0.0,
     row_s=0.0,
+    expert_bandwidth=1.0,
+    expert_compute=1.0,
+    expert_row_s=0.0,
+    link_bandwidth=1.0,
 )
 
 
@@ -89,7 +93,7 @@ def test_overheads_are_by_step_by_row_and_for_chunks() -> None:
     decode = model.step_s(StepShape(2, 4)) - ideal().step_s(StepShape(2, 4))
     mixed = StepShape(2, 4, ((0, 8),))
     assert decode == pytest.approx(201.0)
-    assert model.step_s(mixed) - ideal().step_s(mixed) == pytest.approx(311.0)
+    assert model.step_s(mixed) - ideal().step_s(mixed) == pytest.approx(301.0 + 10.0 * 2 / 32)
 
 
 def test_moves_take_the_slowest_part_of_their_path() -> None:
@@ -121,6 +125,40 @@ def test_tensor_parallel_shares_the_work_and_pays_for_talking() -> None:
     assert shared == pytest.approx(alone / 2 + talk_s, rel=1e-9)
     with pytest.raises(ConfigError, match="tensor_parallel 3 does not divide the 4 heads"):
         CostModel(DEVICE, wide, IDEAL, tensor_parallel=3)
+
+
+def test_data_parallel_groups_share_experts_and_exchange_tokens() -> None:
+    sparse = replace(MODEL, num_experts=8, experts_per_token=2, intermediate_size=4)
+    always, expert = LINEAR - 2 * 3 * 8 * 16 + 2 * 8 * 8, 2 * 3 * 8 * 4
+    model = CostModel(DEVICE, sparse, IDEAL, data_parallel=2)
+    met = 8 * (1 - (1 - 2 / 8) ** 6)
+    read_s = (2 * (always + HEAD + met * expert / 2) + 300 / 2 * KV_BYTES) / 1e6
+    talk_s = 2 * 2 * (1 / 2 * 8 * 2 * 6) / 1e6  # all tokens' hidden states out and back, in each layer
+    assert model.step_s(StepShape(6, 300)) == pytest.approx(read_s + talk_s, rel=1e-6)
+    steps = model.decode_steps_s(StepShape(6, 300), 2).tolist()
+    assert steps == [model.step_s(StepShape(6, 300)), model.step_s(StepShape(6, 306))]
+
+
+def test_a_step_is_as_long_as_that_of_the_group_with_most_to_do() -> None:
+    sparse = replace(MODEL, num_experts=8, experts_per_token=2)
+    model = CostModel(DEVICE, sparse, IDEAL, data_parallel=2)
+    assert model.columns(StepShape(4, 100, ((0, 30), (0, 20), (10, 10))))[:5] == (2.0, 50.0, 30.0, 2.0, 40.0)
+    even = model.step_s(StepShape(prefills=((0, 512), (0, 512))))
+    assert model.step_s(StepShape(prefills=((0, 1024),))) > 1.3 * even
+
+
+def test_a_dense_model_has_no_experts_to_share() -> None:
+    with pytest.raises(ConfigError, match="has no experts to share; simulate several instances"):
+        CostModel(DEVICE, MODEL, IDEAL, data_parallel=2)
+
+
+def test_collectives_cost_latency_and_bytes_of_the_link() -> None:
+    wide = replace(MODEL, num_heads=4, num_kv_heads=2)
+    slow = CostModel(replace(DEVICE, link_latency_s=1e-3), wide, IDEAL, tensor_parallel=2)
+    fast = CostModel(DEVICE, wide, IDEAL, tensor_parallel=2)
+    assert slow.step_s(StepShape(1, 1)) - fast.step_s(StepShape(1, 1)) == pytest.approx(2 * 2 * 1e-3)
+    half = replace(fast, coefficients=replace(IDEAL, link_bandwidth=0.5))
+    assert half.step_s(StepShape(8, 8)) - fast.step_s(StepShape(8, 8)) == pytest.approx(2 * 2 * 8 * 16 / 1e6)
 
 
 coefficients = st.builds(
@@ -187,11 +225,10 @@ def test_only_plain_decode_steps_are_priced_together() -> None:
 def test_arrays_are_priced_as_single_steps(some: Coefficients, shape: ModelShape) -> None:
     model = CostModel(DEVICE, shape, some)
     shapes = [StepShape(3, 50), StepShape(0, 0, ((10, 20),)), StepShape(2, 9, ((0, 5), (7, 3)))]
-    columns = np.array(
-        [[3, 50, 0, 0, 0, 0], [0, 0, 20, 1, 30, 410], [2, 9, 8, 2, 15, 15 + 27]], dtype=np.float64
-    ).T
-    decodes, context, tokens, chunks, keys, pairs = columns
-    together = model.compute_s(decodes, context, tokens, chunks, keys, pairs)
+    rows = [[3, 50, 0, 0, 0, 0, 3], [0, 0, 20, 1, 30, 410, 20], [2, 9, 8, 2, 15, 15 + 27, 10]]
+    assert [list(model.columns(one)) for one in shapes] == rows
+    decodes, context, tokens, chunks, keys, pairs, all_tokens = np.array(rows, dtype=np.float64).T
+    together = model.compute_s(decodes, context, tokens, chunks, keys, pairs, all_tokens)
     assert together == pytest.approx([model.step_s(one) for one in shapes], rel=1e-12)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +47,13 @@ CASES = (
 )
 
 
+def recording(file: str) -> list[Measured]:
+    folder = os.environ.get("SAGELLM_TRACES")
+    if not folder:
+        pytest.skip("SAGELLM_TRACES names no folder of traces")
+    return read_measured(Path(folder) / f"{file}.jsonl.xz")
+
+
 ALL_KNOWN, FEW_KNOWN = "all-arrivals-known", "only-150-known"
 
 
@@ -59,9 +67,6 @@ ALL_KNOWN, FEW_KNOWN = "all-arrivals-known", "only-150-known"
     ],
 )
 def test_the_second_half_is_foreseen(case: Case, *, rest_is_known: bool) -> None:
-    folder = os.environ.get("SAGELLM_TRACES")
-    if not folder:
-        pytest.skip("SAGELLM_TRACES names no folder of traces")
     card, rows = device(case.device), case.max_num_seqs
     blocks = case.num_blocks or num_kv_blocks(card, MODEL, max_num_seqs=rows)
     make = engines(scheduler__max_num_seqs=rows, scheduler__max_batched_tokens=2048)
@@ -69,7 +74,7 @@ def test_the_second_half_is_foreseen(case: Case, *, rest_is_known: bool) -> None
     def run(requests: Sequence[Measured], model: CostModel) -> Run:
         return simulate(requests, model, Sizes(blocks, 16, rows), make)
 
-    requests = read_measured(Path(folder) / f"{case.file}.jsonl.xz")
+    requests = recording(case.file)
     known = requests if rest_is_known else requests[:NUM_FITTED]
     found = calibrate(known, CostModel(card, MODEL), run, num_fitted=NUM_FITTED, open_end=not rest_is_known)
     final = run(requests, found.cost_model)
@@ -80,3 +85,25 @@ def test_the_second_half_is_foreseen(case: Case, *, rest_is_known: bool) -> None
             print(f"{name} {row.latency} {row.statistic}: {pair}, {row.error:+.2%}")
             if name == "judged" and row.statistic == "mean":
                 assert abs(row.error) < LIMITS[row.latency], row
+
+
+def test_a_model_that_was_not_measured_on_the_same_device() -> None:
+    """Fitted to the dense 8B model on one device; judged on a mixture of experts on two."""
+    device_ = device(CASES[1].device)
+    dense, experts = CostModel(device_, MODEL), CostModel(device_, MODELS["qwen3-30b-a3b"], data_parallel=2)
+    known = recording(CASES[1].file)
+    small = Sizes(num_kv_blocks(device_, MODEL, max_num_seqs=128), max_num_seqs=128)
+    of_one = engines(scheduler__max_num_seqs=128, scheduler__max_batched_tokens=2048)
+    found = calibrate(known, dense, lambda some, model: simulate(some, model, small, of_one))
+    judged = recording("vllm_requests_RTXPRO6000_Qwen3-30B-A3B-Instruct-2507")
+    blocks = num_kv_blocks(device_, experts.model, data_parallel=2, max_num_seqs=256, max_batched_tokens=4096)
+    of_two = engines(
+        scheduler__max_num_seqs=256,
+        scheduler__max_batched_tokens=4096,
+        scheduler__pass_options={"vllm_like": {"long_prefill_tokens": 2048}},
+    )
+    model = replace(experts, coefficients=found.cost_model.coefficients)
+    run = simulate(judged, model, Sizes(blocks, max_num_seqs=256), of_two)
+    means = {row.latency: row.error for row in compare(judged, run.timings) if row.statistic == "mean"}
+    assert abs(means["TPOT"]) < 0.10
+    assert abs(means["TTFT"]) < 0.20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from sagellm.engines.simulator.backend import SimulatedBackend
 from sagellm.engines.simulator.cost_model import Coefficients, CostModel
 from sagellm.engines.simulator.devices import device
 from sagellm.engines.simulator.memory import num_kv_blocks
-from sagellm.engines.simulator.models import model
+from sagellm.engines.simulator.models import MODELS, model
 
 UTILIZATION = 0.9
 """Share of the device's memory for weights, activations and KV, where the configuration names none."""
@@ -24,10 +24,12 @@ UTILIZATION = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One instance's hardware: `cost_model` prices its steps. `source`: where its coefficients are from."""
+    """One instance's hardware: `cost_model` prices its steps. `source`: where its coefficients are from;
+    `warnings`: what of them does not fit."""
 
     cost_model: CostModel
     source: str = "default"
+    warnings: tuple[str, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -36,7 +38,7 @@ class Hardware:
     @property
     def num_devices(self) -> int:
         """Of one instance."""
-        return self.cost_model.tensor_parallel
+        return self.cost_model.num_devices
 
     @property
     def network_bytes_per_s(self) -> float:
@@ -56,6 +58,7 @@ class Hardware:
             self.cost_model.model,
             block_size=config.kv.block_size,
             tensor_parallel=self.cost_model.tensor_parallel,
+            data_parallel=self.cost_model.data_parallel,
             utilization=config.kv.memory_fraction or UTILIZATION,
             max_batched_tokens=config.scheduler.max_batched_tokens,
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -81,26 +84,38 @@ class Hardware:
             "model": cost.model.name,
             "dtype": cost.model.dtype,
             "tensor_parallel": cost.tensor_parallel,
+            "data_parallel": cost.data_parallel,
             "coefficients": cost.coefficients.as_dict(),
             "coefficients_from": self.source,
+            "warnings": list(self.warnings),
         }
 
 
 def hardware(
-    device_name: str, model_name: str, *, tensor_parallel: int = 1, cost_file: Path | None = None
+    device_name: str,
+    model_name: str,
+    *,
+    tensor_parallel: int = 1,
+    data_parallel: int = 1,
+    cost_file: Path | None = None,
 ) -> Hardware:
     """A device and a model by name, with the coefficients of a file that `calibrate` wrote, or the defaults.
 
-    Raises `ConfigError` or `ModelError` with the names that there are.
+    Raises `ConfigError` or `ModelError` with the names that there are, and `ConfigError` for coefficients of
+    another device.
     """
-    coefficients, source = Coefficients(), "default"
-    if cost_file is not None:
-        coefficients, source = _coefficients(cost_file), cost_file.name
-    cost = CostModel(device(device_name), model(model_name), coefficients, tensor_parallel)
-    return Hardware(cost, source)
+    cost = CostModel(
+        device(device_name), model(model_name), tensor_parallel=tensor_parallel, data_parallel=data_parallel
+    )
+    if cost_file is None:
+        return Hardware(cost)
+    coefficients, warnings = read_coefficients(cost_file, cost)
+    return Hardware(replace(cost, coefficients=coefficients), cost_file.name, warnings)
 
 
-def _coefficients(path: Path) -> Coefficients:
+def read_coefficients(path: Path, cost: CostModel) -> tuple[Coefficients, tuple[str, ...]]:
+    """The coefficients in a file that `calibrate` wrote, and what is doubtful about them for `cost`; raises
+    `ConfigError` for those of another device."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -108,4 +123,40 @@ def _coefficients(path: Path) -> Coefficients:
     values = read.get("coefficients", read) if isinstance(read, Mapping) else read
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} must hold coefficients by name, as calibrate writes them")
-    return Coefficients.of(values)
+    coefficients = Coefficients.of(values)
+    if "device" not in read:
+        return coefficients, (f"{path.name} does not say which device its coefficients are of",)
+    if read["device"] != cost.device.name:
+        raise ConfigError(
+            f"{path}: coefficients of {read['device']} do not hold for {cost.device.name}: calibrate that "
+            f"device, simulate --device {read['device']}, or leave out --cost"
+        )
+    return coefficients, _doubts(read, cost, path.name)
+
+
+def _doubts(read: Mapping[str, Any], cost: CostModel, name: str) -> tuple[str, ...]:
+    """What a simulation of this model takes from assumption rather than from the measurements."""
+    needed = set(Coefficients().as_dict())
+    if not cost.model.num_experts:
+        needed -= {one for one in needed if one.startswith("expert_")}
+    if cost.num_devices == 1:
+        needed -= {one for one in needed if one.startswith("link_")}
+    doubts = []
+    measured = _setup(read["model"], read.get("tensor_parallel", 1), read.get("data_parallel", 1))
+    wanted = _setup(cost.model.name, cost.tensor_parallel, cost.data_parallel)
+    if measured != wanted:
+        doubts.append(f"{name}: fitted to {measured}, used for {wanted}")
+    unknown = sorted(needed.intersection(read.get("fitted", {}).get("not_determined", ())))
+    if measured != wanted and unknown:
+        doubts.append(f"{name}: not determined by the measurements, so assumed: {', '.join(unknown)}")
+    experts = bool(getattr(MODELS.get(read["model"]), "num_experts", 0))
+    if experts and not cost.model.num_experts:
+        doubts.append(f"{name}: a mixture of experts says little of a dense model; fit to a dense one")
+    return tuple(doubts)
+
+
+def _setup(model_name: str, tensor_parallel: int, data_parallel: int) -> str:
+    parts = [model_name]
+    parts += [f"tensor parallel {tensor_parallel}"] if tensor_parallel > 1 else []
+    parts += [f"data parallel {data_parallel}"] if data_parallel > 1 else []
+    return ", ".join(parts)

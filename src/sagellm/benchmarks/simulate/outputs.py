@@ -143,14 +143,18 @@ def _latencies(one: Served) -> dict[str, float | None]:
 
 
 def headlines(bench: Bench, results: Sequence[Result]) -> list[str]:
-    """What is simulated, in a line for the machine and one for each workload."""
+    """What is simulated, in a line for the machine, after what is doubtful about it, and one for each
+    workload."""
     hardware, layout = bench.machine.described(), bench.layout
     parts = "prefill and decode apart" if layout.disaggregate else "prefill and decode together"
     blocks = sorted({bench.machine.num_blocks(one.config) for one in results})
-    devices = f"{hardware['device']} (tensor parallel {hardware['tensor_parallel']})"
+    groups = hardware.get("data_parallel", 1)
+    shared = f", data parallel {groups}" if groups > 1 else ""
+    devices = f"{hardware['device']} (tensor parallel {hardware['tensor_parallel']}{shared})"
     pool = " or ".join(f"{one:,}" for one in blocks)
     machine = f"{hardware['model']} on {devices}, {len(layout.roles)} x {pool} KV blocks"
-    return [f"{machine}, {parts}, router {layout.router}", *map(_headline, _workloads(results))]
+    warnings = [f"warning: {one}" for one in hardware.get("warnings", ())]
+    return [*warnings, f"{machine}, {parts}, router {layout.router}", *map(_headline, _workloads(results))]
 
 
 def _headline(work: Workload) -> str:

@@ -14,7 +14,7 @@ coefficients apart, a prior does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sagellm.core.errors import ConfigError
-from sagellm.engines.simulator.cost_model import Coefficients, CostModel, StepShape
+from sagellm.engines.simulator.cost_model import Coefficients, CostModel
 from sagellm.engines.simulator.measured import Measured, Run
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -41,6 +41,12 @@ DECODE_NOISE, WAIT_NOISE, PREFILL_NOISE = 0.01, 0.03, 0.10
 """What is expected of one span's relative error: decoding, waiting and prefill together, prefill alone."""
 MAX_MOVES, DELTA, MAX_DAMPING, TOLERANCE = 80, 1e-4, 1e9, 1e-7
 """Of the least squares: moves, difference for slopes, when to give up a direction, gain that is none."""
+UNDETERMINED = 0.7
+"""Of the prior's width: a coefficient that stays wider than that is not determined."""
+EDGE = 0.01
+"""A coefficient that is as near as this to a bound is held by it; the way to it is taken in shares."""
+INDEPENDENT_SPANS = 30
+"""How many spans tell of different steps, at most: most share nearly all of theirs."""
 SHORT_S = 0.005
 """Seconds added to that: what timestamps and launch times scatter."""
 
@@ -68,22 +74,65 @@ PRIORS: Mapping[str, Prior] = MappingProxyType(
         "overlap": _prior("overlap", 0.2, 1.0, 8.0),
         "step_s": _prior("step_s", 0.7, 1e-5, 3e-2),
         "chunk_step_s": _prior("chunk_step_s", 1.0, 1e-5, 5e-2),
-        "row_s": _prior("row_s", 0.7, 1e-8, 1e-3),
+        "row_s": _prior("row_s", 0.5, 1e-8, 1e-4),
+        "expert_bandwidth": _prior("expert_bandwidth", 0.25, 0.1, 1.0),
+        "expert_compute": _prior("expert_compute", 0.8, 0.02, 1.0),
+        "expert_row_s": _prior("expert_row_s", 1.0, 1e-8, 2e-4),
+        "link_bandwidth": _prior("link_bandwidth", 0.4, 0.05, 1.0),
+        "link_latency": _prior("link_latency", 0.5, 0.1, 10.0),
     }
 )
 """Around the defaults. A peak may be passed a little: devices clock higher than their sheets say."""
 
 
+NARROWEST = 0.03
+"""The relative width that is left to a coefficient, however well another calibration knows it."""
+
+
+def narrowed(
+    priors: Mapping[str, Prior], known: Coefficients, log_sigmas: Mapping[str, float]
+) -> dict[str, Prior]:
+    """Priors around the coefficients of another calibration, as narrow as it determined each."""
+    values = known.as_dict()
+    return {
+        name: replace(
+            one,
+            mean=min(max(values[name], one.low), one.high),
+            log_sigma=min(one.log_sigma, max(NARROWEST, log_sigmas.get(name, one.log_sigma))),
+        )
+        for name, one in priors.items()
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """The fitted model and how it did: `errors` are relative errors of mean TPOT and mean TTFT on the
-    requests that were fitted."""
+    requests that were fitted. `log_sigmas`: how well each coefficient is known, as standard deviations of its
+    logarithm."""
 
     cost_model: CostModel
     errors: tuple[float, float]
     num_requests: int
     num_rounds: int
     score: float
+    log_sigmas: Mapping[str, float] = field(default_factory=dict)
+    priors: Mapping[str, Prior] = field(default_factory=dict)
+
+    @property
+    def undetermined(self) -> tuple[str, ...]:
+        """Coefficients of which the measurements say little more than was known before."""
+        sigmas = self.log_sigmas.items()
+        return tuple(name for name, sigma in sigmas if sigma > UNDETERMINED * self.priors[name].log_sigma)
+
+    @property
+    def on_a_bound(self) -> tuple[str, ...]:
+        """Coefficients at the edge of what is physically sensible."""
+        values = self.cost_model.coefficients.as_dict()
+        return tuple(
+            name
+            for name, prior in self.priors.items()
+            if not prior.low * (1 + EDGE) < values[name] < prior.high * (1 - EDGE)
+        )
 
 
 def calibrate(
@@ -94,6 +143,7 @@ def calibrate(
     num_fitted: int | None = None,
     open_end: bool = False,
     rounds: int = 12,
+    priors: Mapping[str, Prior] = PRIORS,
 ) -> Calibration:
     """Fit to the timings of the first `num_fitted` requests by arrival (None: all).
 
@@ -109,11 +159,12 @@ def calibrate(
     for number in range(rounds):
         run = simulate(requests, model)
         spans = Spans.of(fitted, run, horizon_s)
-        found = Calibration(model, _errors(fitted, run), len(fitted), number, spans.score())
+        problem = Problem(model, StepArrays.of(run, model), spans, priors)
+        found = Calibration(model, _errors(fitted, run), len(fitted), number, spans.score(), priors=priors)
         if best is None or found.score < best.score:
-            best = found
+            best = replace(found, log_sigmas=problem.log_sigmas())
         loss_of = _huber if number < ROUGH_ROUNDS else _cauchy
-        moved = replace(model, coefficients=_fit(model, StepArrays.of(run, model), spans, loss_of))
+        moved = replace(model, coefficients=problem.solve(loss_of))
         if _close(moved.coefficients, model.coefficients):
             break
         model = moved
@@ -170,47 +221,60 @@ class Spans:
 class StepArrays:
     """The steps of a run as the arguments of `CostModel.compute_s`, one entry per step."""
 
-    columns: tuple[Floats, Floats, Floats, Floats, Floats, Floats]
+    columns: tuple[Floats, Floats, Floats, Floats, Floats, Floats, Floats]
     moves_s: Floats
 
     @classmethod
     def of(cls, run: Run, model: CostModel) -> StepArrays:
-        rows = [_columns(shape) for shape in run.shapes]
-        decodes, context, tokens, chunks, keys, pairs = np.array(rows, dtype=np.float64).T
+        rows = np.array([model.columns(shape) for shape in run.shapes], dtype=np.float64)
+        decodes, context, tokens, chunks, keys, pairs, together = rows.T
         moves = [model.moves_s(shape.bytes_copied, shape.bytes_transferred) for shape in run.shapes]
-        return cls((decodes, context, tokens, chunks, keys, pairs), np.array(moves))
+        return cls((decodes, context, tokens, chunks, keys, pairs, together), np.array(moves))
 
     def seconds(self, model: CostModel) -> Floats:
         return model.compute_s(*self.columns) + self.moves_s
 
 
-def _columns(shape: StepShape) -> tuple[int, int, int, int, int, int]:
-    chunks = shape.prefills
-    tokens = sum(number for _, number in chunks)
-    keys = sum(start + number for start, number in chunks)
-    pairs = sum(number * start + number * (number + 1) // 2 for start, number in chunks)
-    return shape.num_decodes, shape.decode_context, tokens, len(chunks), keys, pairs
+class Problem:
+    """The least squares of one round: which coefficients make these steps take the time that was measured."""
+
+    def __init__(
+        self, model: CostModel, steps: StepArrays, spans: Spans, priors: Mapping[str, Prior]
+    ) -> None:
+        self._model, self._steps, self._spans, self._names = model, steps, spans, tuple(priors)
+        self._means = np.log([one.mean for one in priors.values()])
+        self._sigmas = np.array([one.log_sigma for one in priors.values()])
+        self._lows = np.log([one.low for one in priors.values()])
+        self._highs = np.log([one.high for one in priors.values()])
+        given = model.coefficients.as_dict()
+        start = np.log([max(given[name], 1e-12) for name in self._names])
+        self._start: Floats = np.clip(start, self._lows, self._highs)
+
+    def solve(self, loss_of: Loss) -> Coefficients:
+        """`SHARE` of the way to the coefficients that minimise the loss over spans and priors."""
+        best = _least_squares(self._deviations, loss_of, self._start, self._lows, self._highs)
+        return self._coefficients(self._start + SHARE * (best - self._start))
+
+    def log_sigmas(self) -> dict[str, float]:
+        """How well each coefficient is known now: standard deviations of its logarithm, by the curvature of
+        the loss (Laplace) where the model stands. Spans that share steps do not count as many."""
+        found = self._deviations(self._start)
+        slopes = _slopes(self._deviations, self._start, found)[:, : -len(self._names)]
+        weights = _cauchy(found[: slopes.shape[1]])[1] * min(1.0, INDEPENDENT_SPANS / slopes.shape[1])
+        precision = (slopes * weights) @ slopes.T + np.diag(self._sigmas**-2)
+        sigmas = np.sqrt(np.diag(np.linalg.inv(precision)))
+        return dict(zip(self._names, sigmas.tolist(), strict=True))
+
+    def _coefficients(self, point: Floats) -> Coefficients:
+        return Coefficients(**dict(zip(self._names, np.exp(point).tolist(), strict=True)))
+
+    def _deviations(self, point: Floats) -> Floats:
+        seconds = self._steps.seconds(replace(self._model, coefficients=self._coefficients(point)))
+        return np.concatenate((self._spans.residuals(seconds), (point - self._means) / self._sigmas))
 
 
-def _fit(model: CostModel, steps: StepArrays, spans: Spans, loss_of: Loss) -> Coefficients:
-    """`SHARE` of the way to the coefficients that minimise the loss over spans and priors."""
-    names = tuple(PRIORS)
-    means = np.array([np.log(PRIORS[name].mean) for name in names])
-    sigmas = np.array([PRIORS[name].log_sigma for name in names])
-    lows = np.log([PRIORS[name].low for name in names])
-    highs = np.log([PRIORS[name].high for name in names])
-
-    def coefficients(point: Floats) -> Coefficients:
-        return Coefficients(**dict(zip(names, np.exp(point).tolist(), strict=True)))
-
-    def deviations(point: Floats) -> Floats:
-        seconds = steps.seconds(replace(model, coefficients=coefficients(point)))
-        return np.concatenate((spans.residuals(seconds), (point - means) / sigmas))
-
-    given = model.coefficients.as_dict()
-    start = np.clip(np.log([max(given[name], 1e-12) for name in names]), lows, highs)
-    best = _least_squares(deviations, loss_of, start, lows, highs)
-    return coefficients(start + SHARE * (best - start))
+def _slopes(deviations: Callable[[Floats], Floats], point: Floats, found: Floats) -> Floats:
+    return np.array([deviations(point + one) - found for one in DELTA * np.eye(len(point))]) / DELTA
 
 
 def _least_squares(
@@ -222,7 +286,7 @@ def _least_squares(
     losses, weights = loss_of(found)
     loss = float(np.sum(losses))
     for _ in range(MAX_MOVES):
-        slopes = np.array([deviations(point + one) - found for one in DELTA * np.eye(len(point))]) / DELTA
+        slopes = _slopes(deviations, point, found)
         square, down = (slopes * weights) @ slopes.T, -(slopes * weights) @ found
         moved = False
         while not moved and damping < MAX_DAMPING:

@@ -3,10 +3,12 @@
 Williams et al. 2009 (roofline); for language models Pope et al. 2023 and Agrawal et al. 2024 (Vidur, which
 shows that linear layers, attention over cached KV and attention of prompt chunks are enough). A step takes
 
-    linear layers      weights are read once, every token is multiplied with them; the two overlap in part
+    linear layers      weights are read once, every token is multiplied with them; the two overlap in part;
+                       of experts those that at least one token visits
     attention, decode  the KV of all contexts is read once
     attention, chunks  the larger of reading their KV and of multiplying (query, key) pairs
     sampling, launch   by row, by step, and more for a step with prompt chunks
+    collectives        all-reduces of tensor parallelism, the exchange of tokens between experts
     moves              copies between tiers and transfers to other instances that the step waits for
 """
 
@@ -26,6 +28,7 @@ from sagellm.engines.simulator.models import ModelShape
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Number = TypeVar("Number", float, Floats)
+LAYERS = 32
 NO_BYTES: Mapping[tuple[str, str], int] = MappingProxyType({})
 
 
@@ -48,7 +51,8 @@ class Coefficients:
     """What is reached of the peaks (shares), and times that no peak explains (seconds).
 
     `overlap` is the exponent that joins reading and multiplying in linear layers: 1 one after the other,
-    infinity the roofline's perfect overlap.
+    infinity the roofline's perfect overlap. `link_latency` is a multiple of the device's, of each collective.
+    `chunk_step_s` is that of a model of `LAYERS` layers and grows with them.
     """
 
     weight_bandwidth: float = 0.85
@@ -59,13 +63,19 @@ class Coefficients:
     step_s: float = 2e-3
     chunk_step_s: float = 4e-3
     row_s: float = 5e-6
+    expert_bandwidth: float = 0.7
+    expert_compute: float = 0.25
+    expert_row_s: float = 1.5e-5
+    link_bandwidth: float = 0.6
+    link_latency: float = 1.0
 
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < np.inf:
                 raise ConfigError(f"coefficient {one.name}: a number that is not negative, not {value!r}")
-        if min(self.weight_bandwidth, self.kv_bandwidth, self.compute, self.chunk_attention) <= 0:
+        dense = (self.weight_bandwidth, self.kv_bandwidth, self.compute, self.chunk_attention)
+        if min(*dense, self.expert_bandwidth, self.expert_compute, self.link_bandwidth) <= 0:
             raise ConfigError("coefficients: shares of a peak must be positive")
         if self.overlap < 1:
             raise ConfigError(f"coefficient overlap: at least 1 (no overlap at all), not {self.overlap}")
@@ -85,12 +95,17 @@ class Coefficients:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Prices steps in seconds. Pure: the same shape has the same price, whenever it is asked."""
+    """Prices steps in seconds. Pure: the same shape has the same price, whenever it is asked.
+
+    `tensor_parallel` devices share each layer. `data_parallel` groups of them attend to requests of their own
+    and share the experts; a step is theirs together and as long as that of the group with most to do.
+    """
 
     device: Device
     model: ModelShape
     coefficients: Coefficients = field(default_factory=Coefficients)
     tensor_parallel: int = 1
+    data_parallel: int = 1
     _decode_s: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -99,13 +114,22 @@ class CostModel:
                 f"tensor_parallel {self.tensor_parallel} does not divide the {self.model.num_heads} heads of "
                 f"{self.model.name}"
             )
+        if self.data_parallel < 1 or (self.data_parallel > 1 and not self.model.num_experts):
+            raise ConfigError(
+                f"data_parallel {self.data_parallel}: {self.model.name} has no experts to share; "
+                "simulate several instances instead"
+            )
         self.device.peak_flops(self.model.dtype)
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor_parallel * self.data_parallel
 
     def step_s(self, shape: StepShape) -> float:
         """Seconds of one step."""
         num_decodes = shape.num_decodes
         fixed = self._mixed_s(num_decodes, shape.prefills) if shape.prefills else self._rows_s(num_decodes)
-        seconds = fixed + self._kv_s() * shape.decode_context
+        seconds = fixed + self._kv_s() / self.data_parallel * shape.decode_context
         if shape.bytes_copied or shape.bytes_transferred:
             seconds += self.moves_s(shape.bytes_copied, shape.bytes_transferred)
         return seconds
@@ -116,7 +140,7 @@ class CostModel:
         if shape.prefills or shape.bytes_copied or shape.bytes_transferred:
             raise ValueError("only steps that decode and do nothing else can be priced together")
         contexts = shape.decode_context + shape.num_decodes * np.arange(k, dtype=np.float64)
-        steps_s: Floats = self._rows_s(shape.num_decodes) + self._kv_s() * contexts
+        steps_s: Floats = self._rows_s(shape.num_decodes) + self._kv_s() / self.data_parallel * contexts
         return steps_s
 
     def moves_s(self, bytes_copied: Mapping[tuple[str, str], int], bytes_transferred: int = 0) -> float:
@@ -124,6 +148,21 @@ class CostModel:
         sent to another instance."""
         copies = sum(number / self._path(*pair) for pair, number in bytes_copied.items())
         return copies + bytes_transferred / self.device.network
+
+    def columns(self, shape: StepShape) -> tuple[float, float, float, float, float, float, float]:
+        """The arguments of `compute_s` for a step: the work of the data-parallel group with most to do.
+        Decoding rows are spread evenly, chunks as well as whole ones can be."""
+        groups = [[0, 0, 0, 0] for _ in range(self.data_parallel)]
+        for start, number in sorted(shape.prefills, key=lambda one: -one[1]):
+            least = min(groups)
+            least[0] += number
+            least[1] += 1
+            least[2] += start + number
+            least[3] += number * start + number * (number + 1) // 2
+        tokens, chunks, keys, pairs = map(float, max(groups))
+        decodes, context = (one / self.data_parallel for one in (shape.num_decodes, shape.decode_context))
+        all_tokens = shape.num_decodes + sum(group[0] for group in groups)
+        return decodes, context, tokens, chunks, keys, pairs, float(all_tokens)
 
     def compute_s(
         self,
@@ -133,61 +172,69 @@ class CostModel:
         num_chunks: Number,
         chunk_keys: Number,
         chunk_pairs: Number,
+        all_tokens: Number,
     ) -> Number:
         """The price without moves, of one step or, with arrays, of many. `chunk_keys`: tokens whose KV the
-        chunks read; `chunk_pairs`: (query, key) pairs that they multiply."""
+        chunks read; `chunk_pairs`: (query, key) pairs that they multiply; `all_tokens`: those of all
+        data-parallel groups, which share the experts."""
         rows = num_decodes + num_chunks
         has_chunks = num_chunks / (num_chunks + 1e-300)
-        fixed = self._linear_s(num_decodes + chunk_tokens, rows)
-        fixed = fixed + self._chunk_attention_s(chunk_keys, chunk_pairs) + self.coefficients.row_s * rows
-        fixed = fixed + self.coefficients.step_s + self.coefficients.chunk_step_s * has_chunks
+        fixed = self._linear_s(num_decodes + chunk_tokens, rows, all_tokens)
+        fixed = fixed + self._chunk_attention_s(chunk_keys, chunk_pairs) + self._row_s() * rows
+        layers = self.model.num_layers / LAYERS
+        fixed = fixed + self.coefficients.step_s + self.coefficients.chunk_step_s * layers * has_chunks
         return fixed + self._kv_s() * decode_context
 
     def _rows_s(self, num_decodes: int) -> float:
         """A step that decodes only, without what depends on contexts; kept, since batches come again."""
         found = self._decode_s.get(num_decodes)
         if found is None:
-            found = self._decode_s[num_decodes] = self.compute_s(float(num_decodes), 0.0, 0.0, 0.0, 0.0, 0.0)
+            found = self._decode_s[num_decodes] = self.compute_s(*self.columns(StepShape(num_decodes)))
         return found
 
     def _mixed_s(self, num_decodes: int, prefills: tuple[tuple[int, int], ...]) -> float:
-        tokens = keys = pairs = 0
-        for start, number in prefills:
-            tokens += number
-            keys += start + number
-            pairs += number * start + number * (number + 1) // 2
-        return self.compute_s(
-            float(num_decodes), 0.0, float(tokens), float(len(prefills)), float(keys), float(pairs)
-        )
+        return self.compute_s(*self.columns(StepShape(num_decodes, 0, prefills)))
 
-    def _linear_s(self, tokens: Number, rows: Number) -> Number:
-        """Linear layers on `tokens` and the output projection on `rows`."""
-        model, reached, shards = self.model, self.coefficients, self.tensor_parallel
-        read = (model.always_read_params + model.head_params) * model.itemsize
-        num_bytes = read + model.expert_params * model.itemsize * self._experts_met(tokens)
-        read_s = num_bytes / (self.device.bandwidth * reached.weight_bandwidth * shards)
-        flops = 2 * (model.active_params * tokens + model.head_params * rows)
-        peak = self.device.peak_flops(model.dtype) * reached.compute * shards
-        exponent = reached.overlap
-        joined: Number = (read_s**exponent + (flops / peak) ** exponent) ** (1 / exponent)
-        return joined + self._all_reduce_s(tokens)
+    def _linear_s(self, tokens: Number, rows: Number, all_tokens: Number) -> Number:
+        """Linear layers on `tokens`, the output projection on `rows`, experts on their share of
+        `all_tokens`."""
+        model, reached, device = self.model, self.coefficients, self.device
+        peak = device.peak_flops(model.dtype)
+        read = (model.always_read_params + model.head_params) * model.itemsize / self.tensor_parallel
+        flops = 2 * (model.always_read_params * tokens + model.head_params * rows) / self.tensor_parallel
+        read_s = read / (device.bandwidth * reached.weight_bandwidth)
+        total = self._overlapped(read_s, flops / (peak * reached.compute))
+        if model.num_experts:
+            expert_bytes = model.expert_params * model.itemsize / self.num_devices
+            visits = 2 * model.experts_per_token * model.expert_params * all_tokens / self.num_devices
+            visit_s = visits / (peak * reached.expert_compute)
+            bandwidth = device.bandwidth * reached.expert_bandwidth
+            total = total + self._overlapped(
+                expert_bytes * self._experts_met(all_tokens) / bandwidth, visit_s
+            )
+        return total + self._collectives_s(tokens, all_tokens)
+
+    def _overlapped(self, read_s: Number | float, multiply_s: Number) -> Number:
+        exponent = self.coefficients.overlap
+        joined: Number = (read_s**exponent + multiply_s**exponent) ** (1 / exponent)
+        return joined
 
     def _experts_met(self, tokens: Number) -> Number:
         """Experts of a layer that at least one of the tokens visits, if each visits any with equal chance."""
         model = self.model
-        if not model.num_experts:
-            return tokens * 0.0
         missed = 1.0 - model.experts_per_token / model.num_experts
         met: Number = model.num_experts * (1.0 - missed**tokens)
         return met
 
-    def _all_reduce_s(self, tokens: Number) -> Number:
-        """Two ring all-reduces per layer, where several devices share one model."""
-        shards, model = self.tensor_parallel, self.model
-        if shards == 1:
-            return tokens * 0.0
-        num_bytes = 2 * (shards - 1) / shards * model.hidden_size * model.itemsize * tokens
-        return 2 * model.num_layers * (self.device.link_latency_s + num_bytes / self.device.link)
+    def _collectives_s(self, tokens: Number, all_tokens: Number) -> Number:
+        """Per layer two ring all-reduces where several devices share it; and where groups share experts, a
+        gathering of all tokens' hidden states and a scattering of the results."""
+        shards, groups, model = self.tensor_parallel, self.data_parallel, self.model
+        reached, token_bytes = self.coefficients, model.hidden_size * model.itemsize
+        num_bytes = 2 * (shards - 1) / shards * token_bytes * tokens
+        num_bytes = num_bytes + (groups - 1) / groups * token_bytes * all_tokens
+        latency_s = ((shards > 1) + (groups > 1)) * self.device.collective_s * reached.link_latency
+        return 2 * model.num_layers * (latency_s + num_bytes / (self.device.link * reached.link_bandwidth))
 
     def _chunk_attention_s(self, keys: Number, pairs: Number) -> Number:
         model, reached = self.model, self.coefficients
@@ -195,6 +242,10 @@ class CostModel:
         peak = self.device.peak_flops(model.dtype) * reached.chunk_attention * self.tensor_parallel
         read_s, multiply_s = self._kv_s() * keys, flops / peak
         return (read_s + multiply_s + abs(read_s - multiply_s)) / 2  # their maximum, for arrays too
+
+    def _row_s(self) -> float:
+        reached = self.coefficients
+        return reached.row_s + (reached.expert_row_s if self.model.num_experts else 0.0)
 
     def _kv_s(self) -> float:
         """Seconds to read the KV of one token."""

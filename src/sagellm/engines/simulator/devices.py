@@ -7,12 +7,14 @@ of `Coefficients`, measured by `calibrate`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from sagellm.core.errors import ConfigError, nearest
 
 GB, TB, GIB = 10**9, 10**12, 2**30
+NVLINK_S, PCIE_S = 8e-6, 20e-6
+"""Seconds of a small all-reduce between two devices, as collective libraries usually reach it."""
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
     {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
 )
@@ -23,7 +25,8 @@ class Device:
     """Peaks of one device. Bandwidths in bytes per second (of one direction), `flops` in FLOP/s by dtype.
 
     `memory_bytes` is what a driver reports as its total, a little less than what the sheet prints. `link` is
-    the path to another device in the same machine, `network` that to another machine.
+    the path to another device in the same machine, `network` that to another machine. `link_latency_s` is
+    what a collective takes before it moves a byte; None: what is usual over NVLink or over PCIe.
     """
 
     name: str
@@ -35,12 +38,19 @@ class Device:
     network: float
     source: str
     nvme: float = 6.0 * GB
-    link_latency_s: float = field(default=8e-6)
+    link_latency_s: float | None = None
 
     def __post_init__(self) -> None:
         rates = (self.bandwidth, self.pcie, self.link, self.network, self.nvme, *self.flops.values())
         if self.memory_bytes < 1 or min(rates) <= 0 or not self.flops:
             raise ConfigError(f"device {self.name!r}: memory, bandwidths and peaks must be positive")
+
+    @property
+    def collective_s(self) -> float:
+        """Seconds of a collective of no bytes."""
+        if self.link_latency_s is not None:
+            return self.link_latency_s
+        return NVLINK_S if self.link > self.pcie else PCIE_S
 
     def peak_flops(self, dtype: str) -> float:
         """FLOP/s of matrix products in that format; raises `ConfigError` for one that it does not have."""

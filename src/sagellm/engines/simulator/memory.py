@@ -29,20 +29,27 @@ def num_kv_blocks(
     *,
     block_size: int = 16,
     tensor_parallel: int = 1,
+    data_parallel: int = 1,
     utilization: float = 0.9,
     max_batched_tokens: int = 2048,
     max_num_seqs: int = 256,
 ) -> int:
-    """Blocks of `block_size` tokens that fit beside the model; raises `CapacityError` where none does."""
-    usable = int(device.memory_bytes * utilization) - RUNTIME_BYTES
-    usable -= -(-model.weight_bytes // tensor_parallel)
-    usable -= activation_bytes(model, max_batched_tokens, max_num_seqs, tensor_parallel)
+    """Blocks of `block_size` tokens that fit beside the model; raises `CapacityError` where none does.
+
+    Blocks, rows and tokens are those of all data-parallel groups together.
+    """
+    experts = model.num_experts * model.expert_params * model.itemsize
+    weights = -(-(model.weight_bytes - experts) // tensor_parallel)
+    weights += -(-experts // (tensor_parallel * data_parallel))
+    usable = int(device.memory_bytes * utilization) - RUNTIME_BYTES - weights
+    tokens, rows = -(-max_batched_tokens // data_parallel), -(-max_num_seqs // data_parallel)
+    usable -= activation_bytes(model, tokens, rows, tensor_parallel)
     shards = min(tensor_parallel, model.num_kv_heads)
     blocks = usable // (-(-model.kv_bytes_per_token // shards) * block_size)
     if blocks < 1:
-        need = model.weight_bytes / tensor_parallel / GIB
+        need = weights / GIB
         raise CapacityError(
             f"{model.name} ({need:.1f} GiB of weights per device) leaves no room for KV on {device.name} "
             f"({device.memory_bytes / GIB:.1f} GiB): take more devices (tensor parallel) or a larger one"
         )
-    return blocks
+    return blocks * data_parallel
