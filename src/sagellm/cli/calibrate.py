@@ -197,7 +197,7 @@ def _show(found: Calibration, measured: Sequence[Measured], run: Run) -> None:
 
     print_tables(_tables(found, measured, run))
     for text, names in (
-        ("not determined by these measurements, so near what is usual", found.undetermined),
+        ("not determined, so near what is usual", found.undetermined),
         ("on the bound of what is plausible, so doubtful", found.on_a_bound),
     ):
         if names:

@@ -120,9 +120,9 @@ class Calibration:
 
     @property
     def undetermined(self) -> tuple[str, ...]:
-        """Coefficients of which the measurements say little more than was known before."""
+        """Coefficients of which neither these measurements nor those of a calibration before say much."""
         sigmas = self.log_sigmas.items()
-        return tuple(name for name, sigma in sigmas if sigma > UNDETERMINED * self.priors[name].log_sigma)
+        return tuple(name for name, sigma in sigmas if sigma > UNDETERMINED * PRIORS[name].log_sigma)
 
     @property
     def on_a_bound(self) -> tuple[str, ...]:
