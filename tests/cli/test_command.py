@@ -150,6 +150,7 @@ def test_serve_hands_over_what_is_configured(cli: Any, made: Any, monkeypatch: p
         "log_format": "text",
         "log_requests": True,
         "api_key": "k",
+        "admin_key": None,
         "cors_origins": ("http://a", "http://b:80"),
         "max_waiting": 5,
         "max_body_bytes": 2048,

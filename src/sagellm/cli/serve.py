@@ -63,6 +63,7 @@ def serve(
                 limits=limits,
                 grace_s=server.shutdown_grace_s,
                 api_key=server.api_key,
+                admin_key=server.admin_key,
                 cors_origins=server.cors_origins,
                 max_waiting=server.max_waiting,
                 max_body_bytes=server.max_body_bytes,

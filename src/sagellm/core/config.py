@@ -212,6 +212,12 @@ class ServerConfig(Section):
     api_key: str | None = Field(
         default=None, min_length=1, repr=False, description="key that clients must send"
     )
+    admin_key: str | None = Field(
+        default=None,
+        min_length=1,
+        repr=False,
+        description="key for /v1/admin: pins, cache, policy, strategy; none: answered 403",
+    )
     max_waiting: int = Field(default=1024, ge=1, description="requests that may wait; more are answered 429")
     max_body_bytes: int = Field(
         default=32 * 2**20, ge=1024, description="largest request body; larger ones are answered 413"
@@ -316,7 +322,7 @@ class Config(Section):
         }
 
 
-SECRET_KEYS = frozenset({"server.api_key"})
+SECRET_KEYS = frozenset({"server.admin_key", "server.api_key"})
 """Keys whose value is never shown."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -85,7 +85,7 @@ class Registry(Generic[T]):
         made: Callable[..., T] = plugin
         return made
 
-    def create(self, name: str, **options: Any) -> T:
+    def create(self, name: str, /, **options: Any) -> T:
         """Make one; an option that it does not take, or a missing one, is answered with its parameters, and
         a product without the members of the contract with what it lacks."""
         plugin = self.get(name)

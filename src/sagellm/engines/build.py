@@ -115,7 +115,9 @@ def build_kv(
     )
 
 
-def make_policy(name: str, *, capacity: int, clock: Clock, seed: int = 0, **options: Any) -> EvictionPolicy:
+def make_policy(
+    name: str, /, *, capacity: int, clock: Clock, seed: int = 0, **options: Any
+) -> EvictionPolicy:
     """An eviction policy by name; it is told the size of the pool in blocks, the clock and the seed, and
     given a predictor, where its constructor asks for them."""
     policies = registry("policy")
@@ -139,7 +141,7 @@ def _check_given(options: Mapping[str, Any]) -> None:
         raise ConfigError(f"kv.eviction_options: {', '.join(given)} is given by the engine: leave it out")
 
 
-def swap_policy(engine: EngineCore, name: str, **options: Any) -> None:
+def swap_policy(engine: EngineCore, name: str, /, **options: Any) -> None:
     """Another eviction policy on a live engine, by name; the cache stays as it is. Raises `UnknownNameError`
     or `ConfigError` while nothing has changed."""
     capacity, clock = engine.capability().num_blocks, engine.clock
@@ -342,7 +344,7 @@ def check_features(passes: Sequence[SchedulerPass], capability: CapabilityDescri
             )
 
 
-def swap_strategy(engine: EngineCore, name: str, **options: Mapping[str, Any]) -> None:
+def swap_strategy(engine: EngineCore, name: str, /, **options: Mapping[str, Any]) -> None:
     """Another scheduling strategy on a live engine, by name, from the next step on; `options` by name of
     pass. Raises `UnknownNameError` or `ConfigError` while nothing has changed."""
     passes = presets.make(name, options)

@@ -15,9 +15,10 @@ class Answer(BaseModel):
 
 
 class CachedTokens(Answer):
-    """Of the prompt, those whose KV was reused."""
+    """Of the prompt, those whose KV was reused; for `return_cache_misses`, why blocks had to be computed."""
 
     cached_tokens: int
+    cache_miss_blocks: dict[str, int] | None = None
 
 
 class TokenUsage(Answer):
@@ -197,6 +198,35 @@ class HintAnswers(Answer):
     outcomes: list[HintAnswer]
 
 
+class Pin(Answer):
+    """A pinned prompt: its first `num_tokens` tokens stay in `num_blocks` KV blocks."""
+
+    id: str
+    cache_salt: str
+    num_tokens: int
+    num_blocks: int
+
+
+class PinList(Answer):
+    """The answer of GET /v1/admin/pins."""
+
+    object: Literal["list"] = "list"
+    data: list[Pin]
+
+
+class PinDeleted(Answer):
+    """The answer of DELETE /v1/admin/pins/{pin_id}."""
+
+    id: str
+    deleted: Literal[True] = True
+
+
+class CacheCleared(Answer):
+    """Cached blocks that were given up. What runs and what is pinned stays."""
+
+    num_blocks: int
+
+
 class ServerStatus(Answer):
     """The answer of /health and /ready."""
 
@@ -213,7 +243,13 @@ class ErrorDetail(Answer):
     """`param` names the field in error; `code` is for programs."""
 
     message: str
-    type: Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
+    type: Literal[
+        "invalid_request_error",
+        "authentication_error",
+        "permission_error",
+        "rate_limit_error",
+        "server_error",
+    ]
     param: str | None
     code: str | None
 

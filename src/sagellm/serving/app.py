@@ -23,6 +23,7 @@ from sagellm.core.types import SAMPLING_RANGES, Tokens
 from sagellm.engines.llm import LLM
 from sagellm.serving import errors
 from sagellm.serving.access_log import REQUEST_ID_HEADER, AccessLog
+from sagellm.serving.admin import Admin, admin_check
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.generate import Generator
 from sagellm.serving.hints import HintRoute
@@ -46,6 +47,7 @@ def create_app(
     *,
     model_name: str | None = None,
     api_key: str | None = None,
+    admin_key: str | None = None,
     cors_origins: Sequence[str] = (),
     max_waiting: int = DEFAULT_MAX_WAITING,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
@@ -65,6 +67,10 @@ def create_app(
     """
     if api_key is not None and not api_key.strip():
         raise ConfigError("api_key is empty: give it a value, or None for a server that wants no key")
+    if admin_key is not None and not admin_key.strip():
+        raise ConfigError("admin_key is empty: give it a value, or None for a server that takes no changes")
+    if admin_key is not None and admin_key == api_key:
+        raise ConfigError("admin_key is the api_key, which every client has: choose another")
     gateway = Gateway(llm, max_waiting=max_waiting, clock=clock)
     lifespan = _lifespan_of(gateway, stop_timeout_s)
     app = FastAPI(title="sageLLM", version=sagellm.__version__, lifespan=lifespan)
@@ -94,7 +100,9 @@ def create_app(
     tokens = TokenRoutes(reader, encoder, models)
     posts |= {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
     _add_api_routes(app, models, posts, Depends(_key_check(api_key)))
-    _describe(app, llm, models, max_waiting)
+    admin = Admin(gateway, reader, encoder, models.check)
+    _add_admin_routes(app, admin, Depends(admin_check(admin_key)))
+    _describe(app, gateway, models, max_waiting)
     return app
 
 
@@ -166,13 +174,13 @@ class TokenRoutes:
         return self.encoder.chat(body.messages or [], body.template_options(), add_generation_prompt=prompted)
 
 
-def _describe(app: FastAPI, llm: LLM, models: Models, max_waiting: int) -> None:
+def _describe(app: FastAPI, gateway: Gateway, models: Models, max_waiting: int) -> None:
     """Serve our own OpenAPI document: FastAPI sees only that handlers read the request by themselves."""
 
     @cache
     def described() -> dict[str, Any]:
         choices = min(int(SAMPLING_RANGES["n"][1]), max_waiting)
-        limits = Limits(models.name, llm.tokenizer.vocab_size, models.max_model_len, choices)
+        limits = Limits(models.name, gateway.llm.tokenizer.vocab_size, models.max_model_len, choices, attributes_misses=gateway.attributes_misses)
         return document(limits, wants_key=app.state.wants_key)
 
     app.openapi = described  # type: ignore[method-assign]
@@ -217,6 +225,20 @@ def _add_api_routes(app: FastAPI, models: Models, posts: Mapping[str, Handler], 
     _add_get(app, "/v1/models", models.list, dependencies=[key])
     _add_get(app, "/v1/models/", models.list, dependencies=[key], include_in_schema=False)
     _add_get(app, "/v1/models/{model:path}", models.get, dependencies=[key])
+
+
+def _add_admin_routes(app: FastAPI, admin: Admin, key: Any) -> None:
+    """Beside our own paths, those of vLLM and SGLang for clearing the cache."""
+    for method, path, handler in (
+        ("POST", "/v1/admin/pins", admin.pin),
+        ("GET", "/v1/admin/pins", admin.list_pins),
+        ("DELETE", "/v1/admin/pins/{pin_id}", admin.unpin),
+        ("PUT", "/v1/admin/eviction_policy", admin.set_policy),
+        ("PUT", "/v1/admin/scheduling_strategy", admin.set_strategy),
+        ("POST", "/reset_prefix_cache", admin.clear_cache),
+        ("POST", "/flush_cache", admin.clear_cache),
+    ):
+        app.add_api_route(path, handler, methods=[method], dependencies=[key])
 
 
 def _add_get(app: FastAPI, path: str, handler: Callable[..., Awaitable[Any]], **options: Any) -> None:

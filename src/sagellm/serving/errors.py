@@ -2,6 +2,9 @@
 
 RequestError (core)
 ├── UnauthorizedError    401, no key or a wrong one
+├── ForbiddenError       403, what this server lets nobody do
+├── NotFoundError        404, something that is not there
+├── ConflictError        409, a limit of what may be held
 ├── BodyTooLargeError    413, a body that is not even read
 ├── SlowClientError      408, a body that does not arrive, or a stream that its client does not read
 ├── OverloadedError      429, too many requests wait
@@ -41,6 +44,21 @@ class UnauthorizedError(RequestError):
     code = "invalid_api_key"
 
 
+class ForbiddenError(RequestError):
+    status = 403
+    code = "admin_disabled"
+
+
+class NotFoundError(RequestError):
+    status = 404
+    code = "not_found"
+
+
+class ConflictError(RequestError):
+    status = 409
+    code = "limit_exceeded"
+
+
 class BodyTooLargeError(RequestError):
     status = 413
     code = "request_too_large"
@@ -71,7 +89,7 @@ def error_body(
 ) -> dict[str, Any]:
     """`{"error": {...}}` with the type that belongs to the status, and the id of the request beside it."""
     message, param = clipped(message, MAX_MESSAGE_CHARS), param and clipped(param)
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
     request_id = CURRENT_REQUEST_ID.get()

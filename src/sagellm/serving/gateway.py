@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import RequestError
 from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
-from sagellm.core.types import SamplingParams, Tokens
+from sagellm.core.types import SLO, Retention, SamplingParams, Tokens
 from sagellm.engines.llm import LLM, TextDelta
 from sagellm.serving.errors import GenerationError, OverloadedError, SlowClientError, UnavailableError
 from sagellm.serving.loop import Abort, Answered, Call, EngineLoop, Event, LoopFailed, Refused, Submit
@@ -154,6 +154,11 @@ class Gateway:
         return self._loop.alive and not self._draining
 
     @property
+    def attributes_misses(self) -> bool:
+        """Whether the engine says why blocks had to be computed."""
+        return self._loop.stats.misses is not None
+
+    @property
     def num_open(self) -> int:
         """Requests and calls whose clients still wait for an answer."""
         return len(self._open) + len(self._calls)
@@ -173,6 +178,8 @@ class Gateway:
         service_class: str = "",
         session_id: str | None = None,
         kv_hints: KvHintsEnvelope | None = None,
+        slo: SLO | None = None,
+        retention: Sequence[Retention] = (),
     ) -> Generation:
         """Submit all prompts. Raises `UnavailableError` or `OverloadedError` and submits none."""
         self.check_room(len(prompts), params.n)
@@ -186,7 +193,18 @@ class Gateway:
             self._num_waiting += params.n
             generation.request_ids.add(request_id)
             self._loop.send(
-                Submit(request_id, tokens, params, priority, tenant, service_class, session_id, kv_hints)
+                Submit(
+                    request_id,
+                    tokens,
+                    params,
+                    priority,
+                    tenant,
+                    service_class,
+                    session_id,
+                    kv_hints,
+                    slo,
+                    retention,
+                )
             )
         return generation
 

@@ -9,6 +9,7 @@ from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
+from sagellm.core.errors import UnsupportedParameterError
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import Completion, Usage
 from sagellm.serving.access_log import record_of
@@ -40,7 +41,7 @@ class Generator:
         self.gateway.check_room(1, params.n)
         tokens = await run_in_threadpool(self.encoder.chat, body.messages, options)
         generation = self._open(request, [tokens], params, body)
-        head = self._head("chatcmpl", generation, model)
+        head = self._head("chatcmpl", generation, model, body)
         reply = ChatReply(head, logprobs=bool(body.logprobs))
         return await self._answer(request, body, params, generation, reply, num_prompts=1)
 
@@ -56,7 +57,7 @@ class Generator:
         if body.echo:
             echoes = await run_in_threadpool(lambda: [self._echo(prompt) for prompt in prompts])
         generation = self._open(request, tokens, params, body)
-        head = self._head("cmpl", generation, model)
+        head = self._head("cmpl", generation, model, body)
         reply = CompletionReply(
             head,
             logprobs=body.logprobs,
@@ -71,6 +72,9 @@ class Generator:
     ) -> Generation:
         record = record_of(request.scope)
         record.tenant = body.cache_salt or ""
+        if body.return_cache_misses and not self.gateway.attributes_misses:
+            where = "return_cache_misses"
+            raise UnsupportedParameterError(f"{where} needs kv.miss_attribution: true on the server", where)
         for tokens in prompts:
             self.gateway.llm.resolve(tokens, params)
         generation = self.gateway.open(
@@ -81,12 +85,15 @@ class Generator:
             service_class=body.service_class,
             session_id=body.session_id,
             kv_hints=body.kv_hints,
+            slo=body.slo_goals(),
+            retention=body.retentions(),
         )
         record.times = generation.times
         return generation
 
-    def _head(self, prefix: str, generation: Generation, model: str) -> Head:
-        return Head(f"{prefix}-{generation.generation_id}", model, int(self.wall_clock()))
+    def _head(self, prefix: str, generation: Generation, model: str, body: GenerationFields) -> Head:
+        answer_id = f"{prefix}-{generation.generation_id}"
+        return Head(answer_id, model, int(self.wall_clock()), with_misses=bool(body.return_cache_misses))
 
     def _echo(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.gateway.llm.tokenizer.decode(prompt)

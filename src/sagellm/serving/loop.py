@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sagellm.core.errors import RequestError, SageError
 from sagellm.core.kv_hints import KvHintsEnvelope
 from sagellm.core.protocols.engine import EngineStats
-from sagellm.core.types import SamplingParams, Tokens
+from sagellm.core.types import SLO, Retention, SamplingParams, Tokens
 from sagellm.engines.llm import LLM, TextDelta
 
 log = logging.getLogger("sagellm.serving")
@@ -29,6 +29,8 @@ class Submit:
     service_class: str = ""
     session_id: str | None = None
     kv_hints: KvHintsEnvelope | None = None
+    slo: SLO | None = None
+    retention: Sequence[Retention] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,8 @@ class EngineLoop:
                 service_class=job.service_class,
                 session_id=job.session_id,
                 kv_hints=job.kv_hints,
+                slo=job.slo,
+                retention=job.retention,
             )
         except RequestError as error:
             events.append(Refused(job.request_id, error))

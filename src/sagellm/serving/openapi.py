@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 import sagellm
 from sagellm.serving import answers
+from sagellm.serving.admin import PinRequest, PolicyRequest, StrategyRequest
 from sagellm.serving.access_log import REQUEST_ID_HEADER
 from sagellm.serving.parameters import IGNORED_HEADER
 from sagellm.serving.request_schemas import Limits, Schema, request_schema
@@ -44,6 +45,21 @@ class Operation:
     examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     statuses: tuple[int, ...] = ()
     is_open: bool = False
+    is_admin: bool = False
+
+
+def admin(
+    summary: str,
+    answer: type[BaseModel],
+    request: type[BaseModel] | None = None,
+    examples: Mapping[str, Mapping[str, Any]] | None = None,
+    statuses: tuple[int, ...] = (),
+) -> Operation:
+    """A route that wants the admin key."""
+    errors = (403, 429, 503, *statuses)
+    return Operation(
+        summary, answer, request, examples=examples or {}, statuses=errors, is_admin=True
+    )
 
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
@@ -112,6 +128,29 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         examples={"tokens": {"tokens": [1, 2, 3]}},
         statuses=(500,),
     ),
+    ("POST", "/v1/admin/pins"): admin(
+        "Compute a prompt and keep its KV",
+        answers.Pin,
+        PinRequest,
+        {"text": {"prompt": "A text of several blocks"}, "chat": {"messages": MESSAGES, "cache_salt": "a"}},
+        (409, 500),
+    ),
+    ("GET", "/v1/admin/pins"): admin("The pinned prompts", answers.PinList),
+    ("DELETE", "/v1/admin/pins/{pin_id}"): admin("Unpin a prompt", answers.PinDeleted, statuses=(404,)),
+    ("PUT", "/v1/admin/eviction_policy"): admin(
+        "Replace the eviction policy",
+        PolicyRequest,
+        PolicyRequest,
+        {"adaptive": {"policy": "adaptive", "options": {"margin": 0.02}}},
+    ),
+    ("PUT", "/v1/admin/scheduling_strategy"): admin(
+        "Replace the scheduling strategy",
+        StrategyRequest,
+        StrategyRequest,
+        {"fair": {"strategy": "fair", "options": {"fairness": {"weights": {"a": 2}}}}},
+    ),
+    ("POST", "/reset_prefix_cache"): admin("Clear the prefix cache", answers.CacheCleared),
+    ("POST", "/flush_cache"): admin("The same, by SGLang's name", answers.CacheCleared),
 }
 
 
@@ -119,14 +158,17 @@ def document(limits: Limits, *, wants_key: bool) -> Schema:
     """The OpenAPI document of a server."""
     paths: Schema = {}
     for (method, path), operation in OPERATIONS.items():
-        paths.setdefault(path, {})[method.lower()] = _operation(path, operation, limits, wants_key=wants_key)
+        described = _operation(path, operation, limits, wants_key=wants_key)
+        if operation.is_admin:
+            described["operationId"] = f"{method.lower()}_{described['operationId']}"
+        paths.setdefault(path, {})[method.lower()] = described
     text = (
         "1 to 128 letters, digits and ._~:/+=@-; anything else is replaced. It is in the answer and the log."
     )
     given = {"in": "header", "name": REQUEST_ID_HEADER, "schema": {"type": "string"}, "description": text}
     components: Schema = {"schemas": _schemas(limits), "parameters": {"request_id": given}}
-    if wants_key:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    keys = ("key", "admin_key") if wants_key else ("admin_key",)
+    components["securitySchemes"] = {key: {"type": "http", "scheme": "bearer"} for key in keys}
     return {
         "openapi": "3.1.0",
         "info": {"title": "sageLLM", "version": sagellm.__version__},
@@ -155,9 +197,14 @@ def _operation(path: str, operation: Operation, limits: Limits, *, wants_key: bo
         "summary": operation.summary,
         "responses": _responses(operation, wants_key=wants_key),
     }
-    if wants_key and not operation.is_open:
+    if operation.is_admin:
+        found["security"] = [{"admin_key": []}]
+    elif wants_key and not operation.is_open:
         found["security"] = [{"key": []}]
     found["parameters"] = [{"$ref": "#/components/parameters/request_id"}]
+    if "{pin_id}" in path:
+        one = {"in": "path", "name": "pin_id", "required": True, "schema": {"type": "string"}}
+        found["parameters"].append(one)
     if "{model}" in path:
         name = {"type": "string", "minLength": 1}
         one = {"in": "path", "name": "model", "required": True, "schema": name, "example": limits.model_name}
@@ -173,7 +220,7 @@ def _responses(operation: Operation, *, wants_key: bool) -> Schema:
     statuses = {*operation.statuses}
     if operation.request is not None:
         statuses |= {400, 404, 408, 413}
-    if wants_key and not operation.is_open:
+    if operation.is_admin or (wants_key and not operation.is_open):
         statuses.add(401)
     found: Schema = {"200": _success(operation)}
     for status in sorted(statuses):

@@ -30,6 +30,14 @@ class Head:
     answer_id: str
     model: str
     created: int
+    with_misses: bool = False
+
+    def usage(self, usage: Usage) -> Json:
+        """With why prompt blocks had to be computed, if the request asked (`return_cache_misses`)."""
+        shown = usage_json(usage)
+        if self.with_misses and usage.misses is not None:
+            shown["prompt_tokens_details"]["cache_miss_blocks"] = usage.misses._asdict()
+        return shown
 
     def wrap(self, kind: str, choices: list[Json]) -> Json:
         return {
@@ -45,7 +53,7 @@ class ChatReply:
     """Answers of /v1/chat/completions."""
 
     def __init__(self, head: Head, *, logprobs: bool) -> None:
-        self._head = head
+        self.head = head
         self._logprobs = logprobs
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
@@ -61,7 +69,7 @@ class ChatReply:
                     "finish_reason": _reason(choice.finish_reason),
                 }
             )
-        return self._head.wrap("chat.completion", choices) | {"usage": usage_json(usage)}
+        return self.head.wrap("chat.completion", choices) | {"usage": self.head.usage(usage)}
 
     def opening(self, num_choices: int) -> Iterator[Json]:
         """The role, once per choice."""
@@ -77,7 +85,7 @@ class ChatReply:
 
     def closing(self, usage: Usage) -> Json:
         """The usage chunk: no choices."""
-        return self._head.wrap("chat.completion.chunk", []) | {"usage": usage_json(usage)}
+        return self.head.wrap("chat.completion.chunk", []) | {"usage": self.head.usage(usage)}
 
     def _chunk(
         self,
@@ -92,7 +100,7 @@ class ChatReply:
             "logprobs": self._logprobs_json(logprobs) if logprobs else None,
             "finish_reason": _reason(reason),
         }
-        return self._head.wrap("chat.completion.chunk", [choice])
+        return self.head.wrap("chat.completion.chunk", [choice])
 
     def _logprobs_json(self, entries: Sequence[TokenText]) -> Json | None:
         if not self._logprobs:
@@ -118,7 +126,7 @@ class CompletionReply:
         num_choices: int,
         scores_prompts: bool = False,
     ) -> None:
-        self._head = head
+        self.head = head
         self._scores_prompts = scores_prompts
         self._logprobs = logprobs
         self._echoes = echoes
@@ -135,7 +143,7 @@ class CompletionReply:
             for position, completion in enumerate(completions)
             for choice in completion.choices
         ]
-        return self._head.wrap("text_completion", choices) | {"usage": usage_json(usage)}
+        return self.head.wrap("text_completion", choices) | {"usage": self.head.usage(usage)}
 
     def opening(self, num_choices: int) -> Iterator[Json]:
         """The echoed prompts, if there are any; those that are scored come with their log-probabilities."""
@@ -156,7 +164,7 @@ class CompletionReply:
 
     def closing(self, usage: Usage) -> Json:
         """The usage chunk: no choices."""
-        return self._head.wrap("text_completion", []) | {"usage": usage_json(usage)}
+        return self.head.wrap("text_completion", []) | {"usage": self.head.usage(usage)}
 
     def _chunk(
         self,
@@ -165,7 +173,7 @@ class CompletionReply:
         logprobs: Sequence[TokenText] = (),
         reason: FinishReason | None = None,
     ) -> Json:
-        return self._head.wrap("text_completion", [self._choice(index, text, logprobs, reason)])
+        return self.head.wrap("text_completion", [self._choice(index, text, logprobs, reason)])
 
     def _choice(
         self, index: int, text: str, entries: Sequence[TokenText], reason: FinishReason | None

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from sagellm.core.kv_hints import MAX_ACTIONS, PROTOCOL_VERSION
-from sagellm.core.types import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SAMPLING_RANGES
+from sagellm.core.types import MAX_RETENTIONS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SAMPLING_RANGES
 from sagellm.serving.parameters import (
     MESSAGE_NEUTRAL,
     NEUTRAL,
@@ -25,6 +25,8 @@ from sagellm.serving.schema import (
     DetokenizeRequest,
     GenerationFields,
     HintRequest,
+    RetentionFields,
+    SloFields,
     TokenizeRequest,
 )
 
@@ -47,6 +49,7 @@ class Limits:
     vocab_size: int
     max_model_len: int
     max_choices: int
+    attributes_misses: bool = False
 
 
 def request_schema(model: type[BaseModel], limits: Limits) -> Schema:
@@ -116,6 +119,11 @@ def _generation_fields(limits: Limits) -> Schema:
         "stop_token_ids": _or_null({"type": "array", "items": _integer(0, limits.vocab_size - 1)}),
         "logit_bias": _or_null(_logit_bias(limits.vocab_size)),
         "kv_hints": _or_null(_kv_hints()),
+        "slo": _or_null(SloFields.model_json_schema()),
+        "retention": _or_null(
+            {"type": "array", "items": RetentionFields.model_json_schema(), "maxItems": MAX_RETENTIONS}
+        ),
+        "return_cache_misses": {"enum": [None, False, True][: 2 + limits.attributes_misses]},
     }
 
 

@@ -17,8 +17,8 @@ from pydantic import (
 )
 
 from sagellm.core.errors import RequestError, UnsupportedParameterError
-from sagellm.core.kv_hints import KvHintsEnvelope
-from sagellm.core.types import MAX_LOGPROBS, SamplingParams
+from sagellm.core.kv_hints import MAX_DURATION_S, KvHintsEnvelope
+from sagellm.core.types import MAX_LOGPROBS, MAX_RETENTIONS, SLO, Retention, SamplingParams
 from sagellm.engines.llm import LLM, MAX_SESSION_ID_CHARS
 from sagellm.serving.errors import clipped
 from sagellm.serving.parameters import MESSAGE_FIELDS, MESSAGE_NEUTRAL, LenientRequest, check_names
@@ -100,6 +100,26 @@ class TemplateFields(BaseModel):
         return options
 
 
+class SloFields(BaseModel):
+    """Latency goals of a request in seconds: to the first token, and between tokens."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    ttft_s: float | None = Field(default=None, ge=0, le=MAX_DURATION_S)
+    tpot_s: float | None = Field(default=None, ge=0, le=MAX_DURATION_S)
+
+
+class RetentionFields(BaseModel):
+    """Prompt tokens `[start, stop)` that eviction treats as used `duration_s * priority / 100` s later."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    start: int = Field(default=0, ge=0, lt=2**31)
+    stop: int | None = Field(default=None, ge=1, lt=2**31)
+    priority: int = Field(default=50, ge=0, le=100)
+    duration_s: float = Field(default=300.0, ge=0, le=MAX_DURATION_S)
+
+
 class GenerationFields(LenientRequest):
     """What chats and completions share. Null means: not given."""
 
@@ -128,6 +148,9 @@ class GenerationFields(LenientRequest):
     cache_salt: str | None = Field(default=None, max_length=MAX_SALT_CHARS)
     session_id: str | None = Field(default=None, min_length=1, max_length=MAX_SESSION_ID_CHARS)
     kv_hints: KvHints | None = None
+    slo: SloFields | None = None
+    retention: list[RetentionFields] | None = Field(default=None, max_length=MAX_RETENTIONS, fail_fast=True)
+    return_cache_misses: bool | None = None
     service_tier: str | None = Field(default=None, pattern=r"^[\w.-]{1,64}$")
 
     fewest_tokens: ClassVar[int] = 1
@@ -138,6 +161,13 @@ class GenerationFields(LenientRequest):
         """The class whose share of KV memory the request uses; OpenAI's words for none in particular are
         none."""
         return "" if self.service_tier in (None, "auto", "default") else str(self.service_tier)
+
+    def slo_goals(self) -> SLO:
+        return SLO() if self.slo is None else SLO(**self.slo.model_dump())
+
+    def retentions(self) -> tuple[Retention, ...]:
+        """Raises `RequestError` for a range that ends before it starts."""
+        return tuple(Retention(**one.model_dump()) for one in self.retention or ())
 
     @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
     @classmethod

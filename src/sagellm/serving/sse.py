@@ -16,7 +16,7 @@ from sagellm.core.errors import RequestError
 from sagellm.engines.llm import TextDelta, Usage
 from sagellm.serving.errors import body_of
 from sagellm.serving.gateway import Generation
-from sagellm.serving.replies import Reply, usage_json
+from sagellm.serving.replies import Reply
 
 DONE = b"data: [DONE]\n\n"
 
@@ -56,7 +56,7 @@ async def events(
 
     def dressed(chunk: dict[str, Any]) -> bytes:
         if continuous_usage:
-            chunk["usage"] = usage_json(sum(usages, Usage()))
+            chunk["usage"] = reply.head.usage(sum(usages, Usage()))
         elif include_usage:
             chunk["usage"] = None
         return event(chunk)

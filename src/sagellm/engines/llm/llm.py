@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ContextLengthError, RequestError
 from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
-from sagellm.core.protocols.engine import EngineCore, EngineDiagnostics, EngineStats
+from sagellm.core.protocols.engine import EngineCore, EngineDiagnostics, EngineStats, PinnedPrefix
 from sagellm.core.protocols.prefix_cache import MissCounts
 from sagellm.core.protocols.tokenizer import Message, TextTokenizer
 from sagellm.core.types import (
@@ -176,16 +176,24 @@ class LLM:
         self._add(request_id, list(_expand(first)))
         return request_id
 
-    def pin_prompt(self, prompt: Prompt, *, tenant: str = "") -> Callable[[], None]:
-        """Hold the KV of a prompt (a system prompt, say), computed first where it is not resident. Returns
-        a function that gives it up. Whole blocks are held, so the last tokens may not be.
+    def pin_prompt(self, prompt: Prompt, *, tenant: str = "") -> PinnedPrefix:
+        """Hold the KV of a prompt (a system prompt, say), computed first where it is not resident. Calling
+        the result gives it up. Whole blocks are held, so the last tokens may not be.
 
         Raises `CapacityError` beyond `kv.max_pinned_share`.
         """
         tokens = self.encode(prompt)
         for _ in self.stream(tokens, self.sampling_params(max_tokens=1), tenant=tenant):
             pass
+        return self.pin_cached(tokens, tenant=tenant)
+
+    def pin_cached(self, tokens: Tokens, *, tenant: str = "") -> PinnedPrefix:
+        """Hold what is cached of a prompt; computes nothing. Raises as `pin_prompt`."""
         return self._engine.pin_prefix(tokens, Namespace(tenant=tenant))
+
+    def clear_cache(self) -> int:
+        """Give up every cached block that no request and no pin uses; returns how many."""
+        return self._engine.clear_cache()
 
     def hint(self, kv_hints: Hints, *, tenant: str = "") -> Sequence[HintOutcome]:
         """Do KV hints now, for sessions and prompts of that tenant and no other; one answer per action.
@@ -223,6 +231,11 @@ class LLM:
     def stats(self) -> EngineStats:
         """Running, waiting, blocks by state, as of now."""
         return self._engine.stats()
+
+    @property
+    def engine(self) -> EngineCore:
+        """The engine below, for the thread that steps it."""
+        return self._engine
 
     def capability(self) -> CapabilityDescriptor:
         """What the engine can do, and on which device."""

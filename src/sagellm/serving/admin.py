@@ -1,0 +1,203 @@
+"""What an operator may change on a running server, with `server.admin_key`: pinned prompts, the cache, the
+eviction policy and the scheduling strategy."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from sagellm.core.errors import CapacityError, RequestError, SageError
+from sagellm.core.protocols.engine import PinnedPrefix
+from sagellm.core.registry import registry
+from sagellm.core.types import Tokens
+from sagellm.engines.build import swap_policy, swap_strategy
+from sagellm.engines.llm import LLM
+from sagellm.kvmgr.scheduler_ir import presets
+from sagellm.serving.access_log import record_of
+from sagellm.serving.answers import CacheCleared, Pin, PinDeleted, PinList
+from sagellm.serving.errors import ConflictError, ForbiddenError, NotFoundError, UnauthorizedError, clipped
+from sagellm.serving.gateway import Gateway
+from sagellm.serving.prompts import PromptEncoder
+from sagellm.serving.reader import RequestReader
+from sagellm.serving.schema import MAX_SALT_CHARS, TemplateFields, check_messages
+from sagellm.serving.sse import closed_on_disconnect
+
+MAX_PINS = 1024
+
+log = logging.getLogger("sagellm.serving")
+
+
+class PinRequest(TemplateFields):
+    """POST /v1/admin/pins: `prompt` (text or token ids) or `messages`, of the tenant `cache_salt`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = None
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = Field(default=None, fail_fast=True)
+    cache_salt: str | None = Field(default=None, max_length=MAX_SALT_CHARS)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> PinRequest:
+        if not self.prompt and not self.messages:
+            raise RequestError("send either prompt or messages, and not empty", "prompt")
+        if self.prompt is not None and self.messages is not None:
+            raise RequestError("send either prompt or messages, not both", "prompt")
+        check_messages(self.messages or [])
+        return self
+
+
+class PolicyRequest(BaseModel):
+    """PUT /v1/admin/eviction_policy, and its answer."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    policy: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class StrategyRequest(BaseModel):
+    """PUT /v1/admin/scheduling_strategy, and its answer. `options` by name of pass."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    strategy: str
+    options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Admin:
+    """The handlers. Changes are made on the engine's thread between two steps, whole or not at all; requests
+    that run go on. `pins` is written on that thread alone."""
+
+    gateway: Gateway
+    reader: RequestReader
+    encoder: PromptEncoder
+    check_model: Callable[[str | None], str]
+    pins: dict[str, tuple[PinnedPrefix, str]] = field(default_factory=dict)
+    _ids: Iterable[int] = field(default_factory=lambda: itertools.count(1))
+
+    async def pin(self, request: Request) -> Pin:
+        """Compute the prompt where it is not cached, then hold its whole blocks."""
+        body = await self.reader.read(PinRequest, request)
+        self.check_model(body.model)
+        tenant = record_of(request.scope).tenant = body.cache_salt or ""
+        tokens = await run_in_threadpool(self._tokens, body)
+        await self._compute(request, tokens, tenant)
+        pin_id = f"pin-{next(iter(self._ids))}"
+        return await self.gateway.call(lambda llm: self._hold(llm, pin_id, tokens, tenant))
+
+    async def list_pins(self) -> PinList:
+        return PinList(data=[_shown(pin_id, *held) for pin_id, held in list(self.pins.items())])
+
+    async def unpin(self, pin_id: str) -> PinDeleted:
+        def release(_llm: LLM) -> PinDeleted:
+            if pin_id not in self.pins:
+                raise NotFoundError(f"no prompt is pinned as {clipped(repr(pin_id))}", "pin_id")
+            self.pins.pop(pin_id)[0].release()
+            return PinDeleted(id=pin_id)
+
+        return await self.gateway.call(release)
+
+    async def clear_cache(self) -> CacheCleared:
+        return CacheCleared(num_blocks=await self.gateway.call(lambda llm: llm.clear_cache()))
+
+    async def set_policy(self, request: Request) -> PolicyRequest:
+        body = await self.reader.read(PolicyRequest, request)
+        _check_name("policy", body.policy, registry("policy").names())
+        _check_options(body.options)
+        await self._replace("policy", lambda llm: swap_policy(llm.engine, body.policy, **body.options))
+        return body
+
+    async def set_strategy(self, request: Request) -> StrategyRequest:
+        body = await self.reader.read(StrategyRequest, request)
+        _check_name("strategy", body.strategy, presets.PRESETS)
+        _check_options(body.options)
+        await self._replace("strategy", lambda llm: swap_strategy(llm.engine, body.strategy, **body.options))
+        return body
+
+    def _tokens(self, body: PinRequest) -> Tokens:
+        if body.messages:
+            return self.encoder.chat(body.messages, body.template_options(), add_generation_prompt=False)
+        return self.encoder.prompt(body.prompt or "")
+
+    async def _compute(self, request: Request, tokens: Tokens, tenant: str) -> None:
+        params = self.gateway.llm.sampling_params(max_tokens=1)
+        self.gateway.llm.resolve(tokens, params)
+        generation = self.gateway.open([tokens], params, tenant=tenant)
+        record_of(request.scope).times = generation.times
+        async with closed_on_disconnect(request.receive, generation):
+            async for _ in generation:
+                pass
+
+    def _hold(self, llm: LLM, pin_id: str, tokens: Tokens, tenant: str) -> Pin:
+        """On the engine's thread."""
+        if len(self.pins) >= MAX_PINS:
+            raise ConflictError(f"{MAX_PINS} prompts are pinned: delete one first")
+        try:
+            hold = llm.pin_cached(tokens, tenant=tenant)
+        except CapacityError as error:
+            raise ConflictError(str(error)) from error
+        if not hold.num_blocks:
+            whole = "only whole blocks are held, and none of this prompt is cached"
+            raise RequestError(f"{whole}: send a longer one ({len(tokens)} tokens)", "prompt")
+        self.pins[pin_id] = hold, tenant
+        return _shown(pin_id, hold, tenant)
+
+    async def _replace(self, param: str, change: Callable[[LLM], None]) -> None:
+        def changed(llm: LLM) -> None:
+            try:
+                change(llm)
+            except SageError as error:
+                raise RequestError(str(error), param) from error
+            except Exception as error:  # of a plug-in; nothing has changed, and the engine goes on
+                log.exception("a %s could not take over", param)
+                raise RequestError(f"{param}: {type(error).__name__} at taking over", param) from error
+
+        await self.gateway.call(changed)
+
+
+def admin_check(admin_key: str | None) -> Callable[[Request], Awaitable[None]]:
+    """A dependency that raises `ForbiddenError` where there is no admin key, and `UnauthorizedError` unless
+    the request carries it."""
+
+    async def check(request: Request) -> None:
+        if admin_key is None:
+            raise ForbiddenError("this server has no admin key (server.admin_key): it takes no changes")
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        same = secrets.compare_digest(given.encode("latin-1"), admin_key.encode())
+        if scheme.lower() != "bearer" or not same:
+            defect = "the admin key is wrong" if given else "no admin key"
+            raise UnauthorizedError(f"{defect}: send it as 'Authorization: Bearer ADMIN_KEY'")
+
+    return check
+
+
+def _shown(pin_id: str, hold: PinnedPrefix, tenant: str) -> Pin:
+    return Pin(id=pin_id, cache_salt=tenant, num_tokens=hold.num_tokens, num_blocks=hold.num_blocks)
+
+
+def _check_name(param: str, name: str, known: Iterable[str]) -> None:
+    """Plug-ins by the path of a module are for the configuration alone: they would import any code."""
+    names = sorted(known)
+    if name not in names:
+        shown = clipped(repr(name))
+        raise RequestError(f"{param}: {shown} is unknown here; known are {', '.join(names)}", param)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse texts within options that name a module: predictors and the like are plug-ins too."""
+    values = list(options.values())
+    for value in values:
+        if isinstance(value, dict | list):
+            values += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, str) and ":" in value:
+            raise RequestError("options: only the configuration may name other modules", "options")
