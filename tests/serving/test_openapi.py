@@ -23,9 +23,7 @@ from sagellm.serving.request_schemas import numbers_below
 from tests.scripted_engine import scripted_llm
 from tests.serving.live import Live, serving
 
-POSTS = {
-    path: one for (_, path), one in OPERATIONS.items() if one.request is not None and not one.is_admin
-}
+POSTS = {path: one for (_, path), one in OPERATIONS.items() if one.request is not None and not one.is_admin}
 KEY = "a key"
 
 
@@ -121,7 +119,12 @@ def check_answer(operation: Operation, text: str, *, streamed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [path for (method, path), one in OPERATIONS.items() if method == "GET" and one.answer and not one.is_admin]
+    "path",
+    [
+        path
+        for (method, path), one in OPERATIONS.items()
+        if method == "GET" and one.answer and not one.is_admin
+    ],
 )
 def test_what_is_read_is_answered_as_it_says(live: Live, path: str) -> None:
     answer = OPERATIONS[("GET", path)].answer

@@ -180,7 +180,13 @@ def _describe(app: FastAPI, gateway: Gateway, models: Models, max_waiting: int) 
     @cache
     def described() -> dict[str, Any]:
         choices = min(int(SAMPLING_RANGES["n"][1]), max_waiting)
-        limits = Limits(models.name, gateway.llm.tokenizer.vocab_size, models.max_model_len, choices, attributes_misses=gateway.attributes_misses)
+        limits = Limits(
+            models.name,
+            gateway.llm.tokenizer.vocab_size,
+            models.max_model_len,
+            choices,
+            attributes_misses=gateway.attributes_misses,
+        )
         return document(limits, wants_key=app.state.wants_key)
 
     app.openapi = described  # type: ignore[method-assign]

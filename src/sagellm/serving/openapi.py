@@ -12,8 +12,8 @@ from pydantic.json_schema import models_json_schema
 
 import sagellm
 from sagellm.serving import answers
-from sagellm.serving.admin import PinRequest, PolicyRequest, StrategyRequest
 from sagellm.serving.access_log import REQUEST_ID_HEADER
+from sagellm.serving.admin import PinRequest, PolicyRequest, StrategyRequest
 from sagellm.serving.parameters import IGNORED_HEADER
 from sagellm.serving.request_schemas import Limits, Schema, request_schema
 from sagellm.serving.schema import (
@@ -57,9 +57,7 @@ def admin(
 ) -> Operation:
     """A route that wants the admin key."""
     errors = (403, 429, 503, *statuses)
-    return Operation(
-        summary, answer, request, examples=examples or {}, statuses=errors, is_admin=True
-    )
+    return Operation(summary, answer, request, examples=examples or {}, statuses=errors, is_admin=True)
 
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
