@@ -67,24 +67,15 @@ def create_app(
     """
     if api_key is not None and not api_key.strip():
         raise ConfigError("api_key is empty: give it a value, or None for a server that wants no key")
-    if admin_key is not None and not admin_key.strip():
-        raise ConfigError("admin_key is empty: give it a value, or None for a server that takes no changes")
-    if admin_key is not None and admin_key == api_key:
-        raise ConfigError("admin_key is the api_key, which every client has: choose another")
+    if admin_key is not None and (not admin_key.strip() or admin_key == api_key):
+        raise ConfigError("admin_key is empty, or the api_key, which every client has: choose another")
     gateway = Gateway(llm, max_waiting=max_waiting, clock=clock)
     lifespan = _lifespan_of(gateway, stop_timeout_s)
     app = FastAPI(title="sageLLM", version=sagellm.__version__, lifespan=lifespan)
     app.state.gateway = gateway
     app.state.wants_key = api_key is not None
     errors.install(app)
-    if cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(cors_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER],
-        )
+    _allow_origins(app, cors_origins)
     app.add_middleware(
         AccessLog, clock=clock or MonotonicClock(), count=gateway.metrics.on_http, enabled=log_requests
     )
@@ -190,6 +181,18 @@ def _describe(app: FastAPI, gateway: Gateway, models: Models, max_waiting: int) 
         return document(limits, wants_key=app.state.wants_key)
 
     app.openapi = described  # type: ignore[method-assign]
+
+
+def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
+    """Let pages of these origins call the server, and read our headers."""
+    if origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER],
+        )
 
 
 def _lifespan_of(gateway: Gateway, stop_timeout_s: float) -> Callable[[FastAPI], Any]:
