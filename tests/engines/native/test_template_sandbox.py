@@ -13,12 +13,23 @@ from sagellm.engines.native.chat_template import ChatTemplate
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a b"}]
 GROWS = "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = GROWN %}{% endfor %}"
 
+LIST = "{% set list = range(9999) | list %}{% set other = range(9999) | list %}"
+
 ENDLESS = [
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% for i in range(99999) if range(99999) | list | length %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "{% for i in range(99999) recursive %}{{ loop(range(99999)) if loop.depth < 3 }}{% endfor %}",
     "{% for i in range(99999) %}{{ range(99999) | map('string') | join | length }}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{{ range(99999) | select('equalto', -1) | first }}{% endfor %}",
+    "{% for i in range(99999) %}{{ range(99999) | reject('odd') | list | length }}{% endfor %}",
+    LIST + "{% for i in list %}{% if -1 in list %}{% endif %}{% endfor %}",
+    LIST + "{% for i in list %}{% if -1 is in(list) %}{% endif %}{% endfor %}",
+    LIST + "{% for i in list %}{% if other == list %}{% endif %}{% endfor %}",
+    LIST + "{% for i in list %}{% set x = list[1:] %}{% endfor %}",
+    LIST + "{% for i in list %}{% set x = other + [i] %}{% endfor %}",
+    LIST + "{% for i in list %}{% set x = list | join %}{% endfor %}",
 ]
 LARGE = [
     "{{ 'a' * 10 ** 9 }}",
@@ -42,6 +53,7 @@ LARGE = [
     "{{ '{:{}}'.format(1, 10 ** 9) }}",
     "{{ (['a'] * 1000000) | join('b' * 1000000) }}",
     "{{ ('b' * 1000000).join(['a'] * 1000000) }}",
+    "{{ [[1], [2]] | sum(start=[]) }}",
 ]
 
 
@@ -78,6 +90,16 @@ def test_the_count_is_of_one_rendering_and_one_thread(monkeypatch: pytest.Monkey
             "1/2False 2/2True ",
         ),
         ("{% for x in [1, 2, 3, 4] if x is even %}{{ x }}{% else %}none{% endfor %}", "24"),
+        ("{{ [1, 2] == [1, 2] and 1 in [1] and 3 not in [1] and 2 is in([2]) and 1 < 2 <= 2 }}", "True"),
+        (
+            "{{ messages[::-1][0].role }}{{ 'abc'[1:] }}{{ [1, 2, 3] | select('odd') | map('abs') | join }}",
+            "assistantbc13",
+        ),
+        ("{{ [1, 2] | sum }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}", "31"),
+        (
+            "{% for x in [1, 2, 3] if x is odd %}{{ loop.index }}{{ x }}{{ loop.last }} {% endfor %}",
+            "11False 23True ",
+        ),
         ("{% for x in [] %}{{ x }}{% else %}none{% endfor %}", "none"),
         ("{% for x in [[1, [2]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}", "12"),
         ("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "1"),

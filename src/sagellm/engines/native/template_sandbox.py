@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jinja2 import nodes
@@ -20,15 +20,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_OPERATIONS = 500_000
-MAX_SIZE = 1 << 26
+MAX_SIZE = 1 << 24
 """Characters of a text, or items of a list."""
 _CHARS_PER_OPERATION = 256
+_ITEMS_PER_OPERATION = 16
 _MAX_INTEGER_BITS = 10_000
 _SIZED = frozenset(
     ("batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "tojson", "truncate", "wordwrap",
      "zfill")
 )  # fmt: skip
 """Filters and methods whose result grows with a number that they are given."""
+_COMPARING_TESTS = ("in", "==", "eq", "equalto", "!=", "ne")
+_SLOW_FILTERS = ("striptags", "urlize")
+"""Filters that may take more than linear time."""
 _FORMATS = frozenset({"format", "format_map"})
 _WIDE_FORMAT = re.compile(r"%(?:\([^()%]*\))?[-+ #0]*(?:\*|\d{5}|\d*\.(?:\*|\d{5}))|\{[^{}]*(?:\{|\d{5})")
 """A width of five digits, or one that is given as an argument."""
@@ -39,17 +43,36 @@ class TemplateLimitError(TemplateRuntimeError):
 
 
 class _Counted(NodeTransformer):
-    """Counts in the body of each loop, and makes `~` a filter, since filters reach the environment."""
+    """Makes what takes time reach the environment: iterations, `~`, comparisons and slices."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - as Jinja calls it
         self.generic_visit(node)
         counted = nodes.EnvironmentAttribute("iteration")  # the cheapest that reaches the environment
-        node.body.insert(0, nodes.ExprStmt(counted, lineno=node.lineno))
+        if node.test is None:
+            node.body.insert(0, nodes.ExprStmt(counted, lineno=node.lineno))
+        else:  # its items may all fail the test
+            node.test = nodes.And(nodes.Not(counted), node.test)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        return nodes.Filter(nodes.List(node.nodes), "concatenated", [], [], None, None, lineno=node.lineno)
+        return _filtered("concatenated", nodes.List(node.nodes))
+
+    def visit_Operand(self, node: nodes.Operand) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        if not isinstance(node.expr, nodes.Const):
+            node.expr = _filtered("counted", node.expr)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice):
+            node.node = _filtered("counted", node.node)
+        return node
+
+
+def _filtered(name: str, value: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
@@ -62,6 +85,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self._thread = threading.local()
         self.filters = {name: self._limited_filter(name, made) for name, made in self.filters.items()}
         self.filters["concatenated"] = lambda pieces: self.concat(map(str, pieces))
+        self.filters["counted"] = self._result
+        for name in _SLOW_FILTERS:
+            del self.filters[name]
+        self.tests = {
+            **self.tests,
+            **{name: self._limited_test(self.tests[name]) for name in _COMPARING_TESTS},
+        }
         del self.globals["lipsum"]
 
     def add_filter(self, name: str, made: Callable[..., Any]) -> None:
@@ -96,7 +126,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self._spend(owner)
         if isinstance(owner, str):
             args = _checked(name, owner, args, options)
-        return _checked_result(super().call(context, called, *args, **options))
+        return self._result(super().call(context, called, *args, **options))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """An operator of `intercepted_binops`."""
@@ -112,7 +142,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             )
             if bits > _MAX_INTEGER_BITS:
                 raise TemplateLimitError("it computes with a number of thousands of digits")
-        return _checked_result(super().call_binop(context, operator, left, right))
+        return self._result(super().call_binop(context, operator, left, right))
 
     def _limited_filter(self, name: str, made: Callable[..., Any]) -> Callable[..., Any]:
         """The filter, counted; the text it works on follows what Jinja passes to some filters first."""
@@ -121,16 +151,31 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         @functools.wraps(made)
         def limited(*args: Any, **options: Any) -> Any:
             value = args[first]
+            if isinstance(value, Iterator):
+                value = list(value)  # so that what it takes is known
             self._spend(value)
-            if name == "join" and not isinstance(value, Sized):
-                value = list(value)
             rest = _checked(name, value, args[first + 1 :], options)
-            return _checked_result(made(*args[:first], value, *rest, **options))
+            return self._result(made(*args[:first], value, *rest, **options))
 
         return limited
 
+    def _limited_test(self, made: Any) -> Callable[[Any, Any], Any]:
+        def limited(value: Any, other: Any) -> Any:
+            self._spend(other)
+            return made(value, other)
+
+        return limited
+
+    def _result(self, result: Any) -> Any:
+        """What an operation made, counted by its size."""
+        _check_size(_length(result))
+        self._spend(result)
+        return result
+
     def _spend(self, value: object) -> None:
-        left = getattr(self._thread, "left", MAX_OPERATIONS) - 1 - _length(value) // _CHARS_PER_OPERATION
+        """One operation on a value, more on a long one."""
+        per_operation = _CHARS_PER_OPERATION if isinstance(value, str) else _ITEMS_PER_OPERATION
+        left = getattr(self._thread, "left", MAX_OPERATIONS) - 1 - _length(value) // per_operation
         self._thread.left = left
         if left < 0:
             raise TemplateLimitError("it takes too many operations for these messages")
@@ -151,6 +196,8 @@ def _checked(name: str, value: Any, args: tuple[Any, ...], options: dict[str, An
         items = list(args[0])
         _check_joined(items, value)
         return (items,)
+    elif name == "sum" and any(isinstance(one, (list, tuple)) for one in given):
+        raise TemplateLimitError("it adds lists by the filter sum")
     elif name == "join":
         _check_joined(value, str(given[0]) if given else "")
     return args
@@ -172,13 +219,8 @@ def _check_size(size: int) -> None:
         raise TemplateLimitError(f"it makes a text or list of more than {MAX_SIZE} characters or items")
 
 
-def _checked_result(result: Any) -> Any:
-    _check_size(_length(result))
-    return result
-
-
 def _length(value: object) -> int:
-    return len(value) if isinstance(value, (str, list, tuple)) else 0
+    return len(value) if isinstance(value, (str, list, tuple, dict, range)) else 0
 
 
 def _number(value: object) -> int:
