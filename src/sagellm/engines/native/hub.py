@@ -107,7 +107,7 @@ def _fetch(name: str, revision: str | None, check: Check, *, offline: bool) -> P
     missing = [file for file in weights if not (folder / file).exists()]
     if missing and not offline:
         log.debug("fetching %d files of weights of %s", len(missing), name)
-        _snapshot(name, folder.name, ["config.json", *weights], offline=False)
+        _snapshot(name, folder.name, ["config.json", *weights], offline=False, shows_progress=True)
         missing = [file for file in weights if not (folder / file).exists()]
     if missing:
         where = "on the hub; " + CONVERT_PICKLES.format(name)
@@ -133,7 +133,9 @@ def _weight_files(folder: Path) -> list[str]:
     return names
 
 
-def _snapshot(name: str, revision: str | None, files: Sequence[str], *, offline: bool) -> Path:
+def _snapshot(
+    name: str, revision: str | None, files: Sequence[str], *, offline: bool, shows_progress: bool = False
+) -> Path:
     """The cached folder of a model, with those of `files` that the hub has."""
     try:
         from huggingface_hub import snapshot_download
@@ -142,7 +144,7 @@ def _snapshot(name: str, revision: str | None, files: Sequence[str], *, offline:
     for logger in _HTTP_LOGS:
         logging.getLogger(logger).setLevel(logging.WARNING)
     try:
-        with _bars_on_terminals_only():
+        with _bars(shown=shows_progress and sys.stderr.isatty()):
             found = snapshot_download(
                 name, revision=revision, allow_patterns=list(files), local_files_only=offline
             )
@@ -158,14 +160,15 @@ def _snapshot(name: str, revision: str | None, files: Sequence[str], *, offline:
 
 
 @contextmanager
-def _bars_on_terminals_only() -> Iterator[None]:
+def _bars(*, shown: bool) -> Iterator[None]:
+    """Within, the hub's client shows its progress bars, or none."""
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
         disable_progress_bars,
         enable_progress_bars,
     )
 
-    if sys.stderr.isatty() or are_progress_bars_disabled():
+    if shown or are_progress_bars_disabled():
         yield
         return
     disable_progress_bars()
