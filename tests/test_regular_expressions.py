@@ -72,8 +72,6 @@ def patterns_of(path: Path) -> tuple[list[Use], int]:
         if function not in METHODS | {"compile"}:
             continue
         pattern = ast.literal_eval(call.args[0]) if isinstance(call.args[0], ast.Constant) else None
-        if isinstance(pattern, bytes):
-            pattern = pattern.decode("latin-1")
         if not isinstance(pattern, str):
             num_computed += 1
             continue

@@ -23,6 +23,8 @@ from sagellm.benchmarks.conversation import (
     as_json,
     as_table,
     conversation_prompts,
+    match_table,
+    request_table,
     run,
     sharing,
 )
@@ -100,8 +102,19 @@ def test_every_pool_and_variant_is_run() -> None:
 
 
 def test_sharing_counts_blocks_and_averages_requests() -> None:
-    outcome = sharing("x", 9, [Usage(16, 1, 1), Usage(60, 4, 1), Usage(60, 5, 0)])
-    assert outcome == Sharing("x", 9, 3, 136, 10, 2, 0.2, 0.4167, 0.2353)
+    usages = (Usage(16, 1, 1), Usage(60, 4, 1), Usage(60, 5, 0))
+    outcome = sharing("x", 9, usages)
+    assert outcome == Sharing("x", 9, 3, 136, 10, 2, 0.2, 0.4167, 0.2353, usages)
+    assert {name: count for name, count in outcome.match_lengths().items() if count} == {"0": 1, "1 to 63": 2}
+    rows = request_table(outcome).rows
+    assert rows[1] == ["1", "60", "4", "1", "3", "25.00%"]
+    assert match_table([outcome]).rows == [["x", "9", "1", "2", "0", "0", "0", "0", "0", "0"]]
+
+
+def test_without_prefix_caching_nothing_is_reused() -> None:
+    [outcome] = run(pools=[1000], variants=[MULTI], prefix_caching=False)
+    assert (outcome.reused, outcome.token_hits) == (0, 0.0)
+    assert outcome.match_lengths()["0"] == outcome.requests == 100
 
 
 def test_a_pool_that_no_prompt_fits_into_is_refused() -> None:
@@ -116,11 +129,13 @@ def test_a_variant_that_cannot_be_is_refused(requests: int, turns: int) -> None:
 
 
 def test_the_json_and_the_table() -> None:
-    outcome = Sharing("x", 9, 3, 136, 10, 2, 0.2, 0.4167, 0.2353)
+    outcome = Sharing("x", 9, 3, 136, 10, 2, 0.2, 0.4167, 0.2353, (Usage(16, 1, 1),))
     here = environment(datetime(2026, 11, 20, tzinfo=UTC))
     values = json.loads(json.dumps(as_json([outcome], here, {"policy": "lru"})))
     assert list(values) == ["format", "environment", "block_size", "settings", "outcomes"]
     assert (values["format"], values["settings"]) == (FORMAT, {"policy": "lru"})
     assert values["outcomes"][0]["token_hits"] == 0.2353
+    assert values["outcomes"][0]["usages"] == [{"num_tokens": 16, "num_blocks": 1, "num_reused": 1}]
+    assert values["outcomes"][0]["match_lengths"]["1 to 63"] == 1
     assert len(as_table([outcome], "title").rows) == 1
     assert max(POOLS) == 10_000

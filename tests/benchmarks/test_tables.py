@@ -34,6 +34,18 @@ def tables(draw: st.DrawFn) -> Table:
     return Table("title", columns, rows, num_names)
 
 
+def test_markdown_escapes_what_would_be_read_as_markup() -> None:
+    table = Table("a | title", ["name", "value"], [["x|y", "1"], ["*a_b*", "2"]], num_names=1)
+    assert table.as_markdown().splitlines() == [
+        r"**a \| title**",
+        "",
+        "| name | value |",
+        "| --- | ---: |",
+        r"| x\|y | 1 |",
+        r"| \*a\_b\* | 2 |",
+    ]
+
+
 @given(tables())
 def test_whatever_the_columns_nothing_is_cut(table: Table) -> None:
     lines = shown(table)

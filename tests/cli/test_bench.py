@@ -27,6 +27,12 @@ def test_help(cli: Any, command: list[str]) -> None:
     assert cli("bench", *command, "--help").exit_code == 0
 
 
+BENCHES = (
+    "conversation", "engine", "fairness", "http", "lifetime", "micro eviction", "micro fusion",
+    "micro kv_pool", "micro prefix_cache", "micro scheduler_ir",
+)  # fmt: skip
+
+
 def few(cli: Any, *more: str) -> Any:
     """The smallest run: one section, one index, one sample."""
     given = ("--sections", "b", "--index", "radix", "--quick", "--repeats", "1")
@@ -101,8 +107,81 @@ def test_conversation_prints_a_table_and_writes_json(cli: Any, tmp_path: Path) -
     assert result.exit_code == 0, result.stderr
     assert "66.70%" in result.stdout
     values = json.loads(out.read_text())
-    assert values["settings"] == {"policy": "lru", "index": "radix", "seed": 0}
+    assert values["settings"] == {"policy": "lru", "index": "radix", "seed": 0, "prefix_caching": True}
     assert [one["reused"] for one in values["outcomes"]] == [3347, 0, 792]
+    assert [len(one["usages"]) for one in values["outcomes"]] == [100] * 3
+
+
+def test_conversation_without_reuse_and_each_request(cli: Any) -> None:
+    result = cli("bench", "conversation", "--blocks", "1000", "--no-prefix-caching", "--per-request")
+    assert result.exit_code == 0, result.stderr
+    assert "no prefix caching" in result.stdout
+    assert "2048 and more" in result.stdout
+    assert result.stdout.count("0.00%") > 300
+
+
+def test_tables_as_markdown(cli: Any) -> None:
+    result = cli("bench", "conversation", "--blocks", "1000", "--markdown")
+    assert result.exit_code == 0, result.stderr
+    assert "| prompts | pool | requests |" in result.stdout
+    assert "| multi-turn, 20 conversations of 5 turns | 1,000 | 100 |" in result.stdout
+
+
+@pytest.mark.parametrize("command", BENCHES)
+def test_every_bench_has_markdown(cli: Any, command: str) -> None:
+    assert "--markdown" in cli("bench", *command.split(), "--help").stdout
+
+
+def test_micro_eviction_times_every_policy(cli: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    given = ("--policies", "lru,adaptive", "--quick", "--repeats", "1", "--sections", "ue")
+    result = cli("bench", "micro", "eviction", *given, "--out", str(out))
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert {(row["section"], row["variant"]) for row in rows} == {
+        (section, policy) for section in "ue" for policy in ("lru", "adaptive")
+    }
+
+
+def test_micro_fusion_times_both_ways(cli: Any) -> None:
+    pytest.importorskip("torch")
+    given = ("--quick", "--repeats", "1", "--sections", "ag", "--markdown")
+    result = cli("bench", "micro", "fusion", *given)
+    if "a C++ compiler is needed" in result.stderr:
+        pytest.skip("no C++ compiler")
+    assert result.exit_code == 0, result.stderr
+    for way in ("kernels", "torch"):
+        assert f"| g | gated activation | {way} | 8 |" in result.stdout
+        assert f"| a | attention of a prompt | {way} | 256 |" in result.stdout
+
+
+def test_http_measures_a_server_started_for_it(cli: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    given = ("--requests", "4", "--repeats", "1", "--concurrency", "1", "--tokens", "3")
+    result = cli("bench", "http", *given, "--out", str(out))
+    assert result.exit_code == 0, result.stderr
+    values = json.loads(out.read_text())
+    assert (values["server"], len(values["runs"])) == ("sagellm", 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--answers", "nope"], "there is no answer 'nope'; there are list, one-token, stream"),
+        (["--concurrency", "0"], "the requests at a time must be from 1 to 1024"),
+        (["--concurrency", "x"], "the requests at a time must be from 1 to 1024"),
+        (["--requests", "0"], "num requests must be at least 1, got 0"),
+        (["--url", "nowhere"], "write the address of a server, for example http://127.0.0.1:"),
+        (["--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
+        (["--url", "http://127.0.0.1:9", "--model", "x"], "leave out the model, or --url"),
+        (["--out", "no/such/folder/x.json"], "name a file in a folder that exists"),
+    ],
+)
+def test_http_explains_what_it_refuses(cli: Any, arguments: list[str], text: str) -> None:
+    result = cli("bench", "http", *arguments)
+    assert result.exit_code == 2
+    assert text in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,8 @@ def test_serve_hands_over_what_is_configured(cli: Any, made: Any, monkeypatch: p
         "server.max_waiting=5",
         "server.max_body_bytes=2048",
         "server.cors_origins=http://a,http://b:80",
+        "server.max_n=3",
+        'server.client_keys={"ann": "a key"}',
     ]
     given = [part for one in settings for part in ("--set", one)]
     result = cli("serve", "some/folder", "--host", "0.0.0.0", "--port", "0", "--api-key", "k", *given)
@@ -150,6 +152,8 @@ def test_serve_hands_over_what_is_configured(cli: Any, made: Any, monkeypatch: p
         "log_format": "text",
         "log_requests": True,
         "api_key": "k",
+        "client_keys": {"ann": "a key"},
+        "client_limits": serving.ClientLimits(max_n=3),
         "admin_key": None,
         "cors_origins": ("http://a", "http://b:80"),
         "max_waiting": 5,

@@ -222,7 +222,7 @@ def test_requests_are_counted_by_endpoint_method_and_status(live: Live) -> None:
 
 def test_429_is_counted() -> None:
     with serving(scripted_llm("on and on " * 9, step_s=0.05), max_waiting=1) as live:
-        live.gateway._num_waiting = 1
+        live.gateway.load.num_waiting = 1
         assert live.http.post(COMPLETIONS, json={"prompt": "x"}).status_code == 429
         assert live.metric("sagellm_http_requests_total", status="429", endpoint=COMPLETIONS) == 1
 

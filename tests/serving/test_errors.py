@@ -332,12 +332,12 @@ def test_cors_is_off_unless_asked_for() -> None:
 
 def test_too_many_waiting_requests_are_told_to_come_back() -> None:
     with serving(scripted_llm(), max_waiting=3) as live:
-        live.gateway._num_waiting = 2
+        live.gateway.load.num_waiting = 2
         response = live.http.post(COMPLETIONS, json={"prompt": "a", "n": 2})
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
         assert response.json()["error"]["type"] == "rate_limit_error"
-        live.gateway._num_waiting = 0
+        live.gateway.load.num_waiting = 0
         assert live.http.post(COMPLETIONS, json={"prompt": "a", "n": 3}).status_code == 200
 
 

@@ -102,8 +102,10 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def show(tables: Iterable[Table], values: Mapping[str, Any], out: Path | None) -> None:
+def show(
+    tables: Iterable[Table], values: Mapping[str, Any], out: Path | None, *, markdown: bool = False
+) -> None:
     """Write the values to `out`, if it is given, then print the tables; raises as `write_json` does."""
     if out is not None:
         write_json(out, values)
-    print_tables(tables)
+    print_tables(tables, markdown=markdown)

@@ -38,6 +38,13 @@ class Table:
         for number, figures in enumerate(parts):
             yield self._part("(continued)" if number else self.title, [*names, *figures], widths)
 
+    def as_markdown(self) -> str:
+        """The table in Markdown, its title above it; figures are aligned to the right."""
+        names = self.num_names
+        rules = ["---" if index < names else "---:" for index in range(len(self.columns))]
+        lines = [_markdown_row(cells) for cells in (self.columns, rules, *self.rows)]
+        return "\n".join([f"**{_markdown_text(self.title)}**", "", *lines])
+
     def _part(self, title: str, indexes: Sequence[int], widths: Sequence[int]) -> rich.table.Table:
         made = rich.table.Table(
             title=title, title_justify="left", box=None, pad_edge=False, padding=(0, _GAP, 0, 0)
@@ -97,10 +104,21 @@ def console() -> Console:
     return Console(width=PLAIN_WIDTH)
 
 
-def print_tables(tables: Iterable[Table]) -> None:
+def print_tables(tables: Iterable[Table], *, markdown: bool = False) -> None:
     """To standard output, with an empty line between them."""
     shown = console()
     for number, one in enumerate(tables):
         if number:
-            shown.print()
-        shown.print(one)
+            print()
+        if markdown:
+            print(one.as_markdown())
+        else:
+            shown.print(one)
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(map(_markdown_text, cells))} |"
+
+
+def _markdown_text(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")

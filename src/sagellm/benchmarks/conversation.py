@@ -7,6 +7,7 @@ generated: what is counted is what a prompt finds in the cache.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -22,11 +23,13 @@ from sagellm.core.types import Request, RequestStatus, Tokens
 from sagellm.engines.build import build_kv
 from sagellm.kvmgr.manager import KVCacheManager
 
-FORMAT = "sagellm.bench.conversation/1"
+FORMAT = "sagellm.bench.conversation/2"
 BLOCK_SIZE = 16
 POOLS = (10_000, 1_000, 500)
 FIRST_TOKEN, VOCAB_SIZE = 3, 32_000
 SECONDS_BETWEEN_REQUESTS = 1.0
+MATCH_LENGTHS = (1, 64, 128, 256, 512, 1024, 2048)
+"""Tokens at which the ranges of match lengths begin."""
 COLUMNS = (
     "prompts", "pool", "requests", "tokens", "blocks", "reused", "overall", "per request", "token hits",
 )  # fmt: skip
@@ -99,6 +102,16 @@ class Sharing:
     overall: float
     per_request: float
     token_hits: float
+    usages: tuple[Usage, ...]
+
+    def match_lengths(self) -> dict[str, int]:
+        """How many prompts found so many tokens, by range."""
+        found = [usage.num_reused * BLOCK_SIZE for usage in self.usages]
+        counts = {"0": sum(not one for one in found)}
+        for low, high in itertools.pairwise(MATCH_LENGTHS):
+            counts[f"{low} to {high - 1}"] = sum(low <= one < high for one in found)
+        counts[f"{MATCH_LENGTHS[-1]} and more"] = sum(one >= MATCH_LENGTHS[-1] for one in found)
+        return counts
 
 
 def conversation_prompts(variant: Variant, seed: int) -> list[list[int]]:
@@ -179,6 +192,7 @@ def sharing(variant: str, pool_blocks: int, usages: Sequence[Usage]) -> Sharing:
         overall=round(reused / blocks, 4),
         per_request=round(sum(ratios) / len(ratios), 4),
         token_hits=round(reused * BLOCK_SIZE / tokens, 4),
+        usages=tuple(usages),
     )
 
 
@@ -189,9 +203,10 @@ def run(
     pools: Sequence[int] = POOLS,
     variants: Sequence[Variant] = VARIANTS,
     seed: int = 0,
+    prefix_caching: bool = True,
 ) -> list[Sharing]:
     """Every variant in every pool, each with a manager of its own, whose books are checked at the end."""
-    config = KVConfig(block_size=BLOCK_SIZE, index=index, eviction=policy)
+    config = KVConfig(block_size=BLOCK_SIZE, index=index, eviction=policy, prefix_caching=prefix_caching)
     outcomes = []
     for variant in variants:
         prompts = conversation_prompts(variant, seed)
@@ -215,13 +230,33 @@ def as_json(
         "environment": dataclasses.asdict(environment),
         "block_size": BLOCK_SIZE,
         "settings": dict(settings),
-        "outcomes": [dataclasses.asdict(one) for one in outcomes],
+        "outcomes": [dataclasses.asdict(one) | {"match_lengths": one.match_lengths()} for one in outcomes],
     }
 
 
 def as_table(outcomes: Sequence[Sharing], title: str) -> Table:
     """One line per variant and pool."""
     return Table(title, COLUMNS, [*map(_line, outcomes)], num_names=1)
+
+
+def match_table(outcomes: Sequence[Sharing]) -> Table:
+    """How many prompts found how many tokens, one line per variant and pool."""
+    rows = [
+        [one.variant, f"{one.pool_blocks:,}", *map(str, one.match_lengths().values())] for one in outcomes
+    ]
+    columns = ("prompts", "pool", *outcomes[0].match_lengths())
+    return Table("prompts by the number of tokens that they found in the cache", columns, rows, num_names=1)
+
+
+def request_table(one: Sharing) -> Table:
+    """What each prompt found, in order of arrival."""
+    columns = ("request", "tokens", "blocks", "reused", "new", "share")
+    rows = [
+        [str(number), *map(str, (usage.num_tokens, usage.num_blocks, usage.num_reused)),
+         str(usage.num_blocks - usage.num_reused), f"{usage.num_reused / usage.num_blocks:.2%}"]
+        for number, usage in enumerate(one.usages)
+    ]  # fmt: skip
+    return Table(f"{one.variant}, pool of {one.pool_blocks:,} blocks", columns, rows, num_names=1)
 
 
 def _line(one: Sharing) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from sagellm.cli._bench_output import Output
 from sagellm.cli._options import ModelOption, command
 from sagellm.cli._settings import Settings
 from sagellm.core.errors import ConfigError
@@ -41,11 +42,9 @@ def engine(
         list[Path] | None,
         typer.Option(metavar="FILE", help="Rows of the peers' harness to stand beside; may be repeated."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the results there as JSON.")
-    ] = None,
     *,
     settings: Settings,
+    output: Output,
 ) -> None:
     """Measure the engine: prefill, decode by batch, offline throughput, conversations, long context, cold
     start.
@@ -53,7 +52,7 @@ def engine(
     Every core is used unless --threads says otherwise. "others" is the share of the machine that other
     processes took meanwhile: where it is not near 0, compare nothing.
     """
-    from sagellm.benchmarks._results import check_writable, environment
+    from sagellm.benchmarks._results import environment
     from sagellm.benchmarks.engine.peer_rows import read_peers
     from sagellm.benchmarks.engine.run import Plan, Report, run
     from sagellm.benchmarks.engine.workloads import chosen_names
@@ -62,15 +61,14 @@ def engine(
     random_shape, label = _model_or_shape(model, shape)
     config = _configured(settings, model)
     peers = read_peers(compare or [], label, Plan(config, label, names, repeats).threads)
-    if out is not None:
-        check_writable(out)
+    output.check()
     with Console(stderr=True).status("") as status, _model_there(random_shape, config) as there:
         report = Report(Plan(there, label, names, repeats), environment(datetime.now(UTC)), peers)
         try:
             run(report, on_run=status.update)
         finally:
             status.stop()
-            _show(report, out)
+            _show(report, output)
     if only is not None and report.left_out:
         [(name, reason), *_] = report.left_out.items()
         raise ConfigError(f"{name} {reason}")
@@ -111,12 +109,11 @@ def _configured(settings: Settings, model: str | None) -> Config:
     return config.model_copy(update={"engine": config.engine.model_copy(update={"threads": usable_cores()})})
 
 
-def _show(report: Report, out: Path | None) -> None:
-    from sagellm.benchmarks._results import show
+def _show(report: Report, output: Output) -> None:
     from sagellm.benchmarks.engine.run import tables
 
     if not report.measured:
         return
-    show(tables(report), report.as_json(), out)
+    output.show(tables(report), report.as_json())
     for name, reason in report.left_out.items():
         print(f"left out: {name} {reason}")

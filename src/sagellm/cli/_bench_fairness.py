@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from sagellm.cli._bench_output import Output
 from sagellm.cli._options import command
 
 
@@ -26,27 +26,23 @@ def fairness(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the trace.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the results there as JSON.")
-    ] = None,
+    *,
+    output: Output,
 ) -> None:
     """Share one cache between three tenants, at rates of 8:1:1, who have no content in common.
 
     Jain's index is over the tenants' hit ratios, each divided by what an infinite cache would give. The
     target: 0.9 or more where LRU has less than 0.7, for at most 3 points of all hits.
     """
-    from sagellm.benchmarks._results import check_writable, environment, write_json
-    from sagellm.benchmarks._tables import print_tables
+    from sagellm.benchmarks._results import environment
     from sagellm.benchmarks.fairness import CAPACITIES, POLICIES, as_json, as_table, run, tenants_trace
 
-    if out is not None:
-        check_writable(out)
+    output.check()
     policies, capacities = policy or list(POLICIES), capacity or list(CAPACITIES)
     trace = tenants_trace(seed)
     with Console(stderr=True).status("") as status:
         outcomes = run(trace, policies, capacities, on_case=status.update)
     title = f"{trace.name}: hit ratio of each tenant, in brackets divided by that of an infinite cache"
-    print_tables([as_table(outcomes, title)])
-    if out is not None:
-        settings = {"seed": seed, "policies": policies, "capacities": capacities}
-        write_json(out, as_json(outcomes, trace, environment(datetime.now(UTC)), settings))
+    settings = {"seed": seed, "policies": policies, "capacities": capacities}
+    values = as_json(outcomes, trace, environment(datetime.now(UTC)), settings)
+    output.show([as_table(outcomes, title)], values)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 from rich.console import Console
 
+from sagellm.cli._bench_output import Output
 from sagellm.cli._options import command
 
 
@@ -29,25 +30,20 @@ def lifetime(
         str, typer.Option(metavar="PART", help="test; or validation, to choose settings by.")
     ] = "test",
     after: Annotated[int, typer.Option(metavar="N", help="Ask for lengths when N tokens are generated.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the results there as JSON.")
-    ] = None,
+    *,
+    output: Output,
 ) -> None:
     """Predict output lengths and block reuse on traces, beside trivial baselines.
 
     Predictors learn as they go, from what has ended by then. "to constant" compares with the best constant of
     the same requests, "skill" with their base rate; neither can be known beforehand.
     """
-    from sagellm.benchmarks._results import check_writable, environment, write_json
-    from sagellm.benchmarks._tables import print_tables
+    from sagellm.benchmarks._results import environment
     from sagellm.benchmarks.lifetime.run import NAMES, Plan, run
 
     plan = Plan(tuple(workload or NAMES), tuple(predictor or ("statistical",)), cast("Any", part), after)
     plan.check()
-    if out is not None:
-        check_writable(out)
+    output.check()
     with Console(stderr=True).status("") as status:
         report = run(plan, traces, environment(datetime.now(UTC)), status.update)
-    print_tables(report.tables())
-    if out is not None:
-        write_json(out, report.as_json())
+    output.show(report.tables(), report.as_json())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -13,19 +14,21 @@ from rich.console import Console
 
 from sagellm.cli._bench_engine import engine
 from sagellm.cli._bench_fairness import fairness
+from sagellm.cli._bench_http import http
 from sagellm.cli._bench_lifetime import lifetime
+from sagellm.cli._bench_output import Output
 from sagellm.cli._options import App, OptionGroup, command, option
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from sagellm.benchmarks.micro._case import MicroBenchmark
-    from sagellm.benchmarks.micro.run import Report
 
 app = App(help="Measure this machine.")
 micro = App(help="Time single operations, alone or in turns with other engines.")
 app.add_typer(micro, name="micro")
 app.command("engine")(engine)
 app.command("fairness")(fairness)
+app.command("http")(http)
 app.command("lifetime")(lifetime)
 
 REPEATS = 100
@@ -41,7 +44,6 @@ class Measuring(OptionGroup):
     repeats: int
     seed: int
     quick: bool
-    out: Path | None
     peers: tuple[str, ...]
     peer_script: Path | None
 
@@ -59,7 +61,6 @@ class Measuring(OptionGroup):
             option("repeats", int, typer.Option(metavar="N", help=f"Samples per row; default: {REPEATS}.")),
             option("seed", int, typer.Option(metavar="N", help="Seed of the random tokens; default: 0.")),
             option("quick", bool, typer.Option("--quick", help="Small sizes and few samples.")),
-            option("out", Path, typer.Option("--out", "-o", metavar="FILE", help=_OUT_HELP)),
             option("peers", list[str], typer.Option("--peer", metavar="NAME=PYTHON", help=_PEER_HELP)),
             option("peer_script", Path, script),
         ]
@@ -72,13 +73,9 @@ class Measuring(OptionGroup):
             repeats=_or(given.pop("repeats"), REPEATS),
             seed=_or(given.pop("seed"), 0),
             quick=bool(given.pop("quick")),
-            out=given.pop("out"),
             peers=tuple(given.pop("peers") or ()),
             peer_script=given.pop("peer_script"),
         )
-
-
-_OUT_HELP = "Write the results there as JSON."
 
 
 def _or(given: int | None, default: int) -> int:
@@ -93,6 +90,7 @@ def prefix_cache(
     ] = None,
     *,
     measuring: Measuring,
+    output: Output,
 ) -> None:
     """Look up, insert, evict; and the memory that a cached block costs.
 
@@ -100,7 +98,7 @@ def prefix_cache(
     """
     from sagellm.benchmarks.micro.prefix_cache import BENCHMARK
 
-    _measure(BENCHMARK, index, measuring)
+    _measure(BENCHMARK, index, measuring, output)
 
 
 @micro.command("kv_pool")
@@ -111,11 +109,12 @@ def kv_pool(
     ] = None,
     *,
     measuring: Measuring,
+    output: Output,
 ) -> None:
     """Allocate, grow and free, with and without a quota; evict and allocate (all of it section d)."""
     from sagellm.benchmarks.micro.kv_pool import BENCHMARK
 
-    _measure(BENCHMARK, pool, measuring)
+    _measure(BENCHMARK, pool, measuring, output)
 
 
 @micro.command("scheduler_ir")
@@ -126,6 +125,7 @@ def scheduler_ir(
     ] = None,
     *,
     measuring: Measuring,
+    output: Output,
 ) -> None:
     """Plan and commit a decode step; let many new requests in.
 
@@ -133,7 +133,47 @@ def scheduler_ir(
     """
     from sagellm.benchmarks.micro.scheduler_ir import BENCHMARK
 
-    _measure(BENCHMARK, strategy, measuring)
+    _measure(BENCHMARK, strategy, measuring, output)
+
+
+@micro.command("eviction")
+@command
+def eviction(
+    policies: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Eviction policies, as a,b; default: all.")
+    ] = None,
+    *,
+    measuring: Measuring,
+    output: Output,
+) -> None:
+    """Follow a hit, let a prompt enter a full cache, evict.
+
+    Sections: u, a cached prompt is used; n, a new prompt enters; e, 1 to 512 blocks of a large cache.
+    """
+    from sagellm.benchmarks.micro.eviction import BENCHMARK
+
+    _measure(BENCHMARK, policies, measuring, output)
+
+
+@micro.command("fusion")
+@command
+def fusion(
+    way: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="kernels, torch or both, as a,b; default: both.")
+    ] = None,
+    *,
+    measuring: Measuring,
+    output: Output,
+) -> None:
+    """Compute with the CPU kernels and with torch, on one thread, in the shapes of a model of 184 M.
+
+    Sections: m, matrices by rows; a, attention by context; g, what is between the matrices.
+    """
+    if find_spec("torch") is None:
+        raise MissingExtraError("bench micro fusion", "native")
+    from sagellm.benchmarks.micro.fusion import BENCHMARK
+
+    _measure(BENCHMARK, way, measuring, output)
 
 
 @app.command("conversation")
@@ -145,35 +185,45 @@ def conversation(
         str, typer.Option(metavar="COUNTS", help="Sizes of the pool in blocks.")
     ] = "10000,1000,500",
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the trace.")] = 0,
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help=_OUT_HELP)] = None,
+    *,
+    no_prefix_caching: Annotated[
+        bool, typer.Option("--no-prefix-caching", help="Reuse nothing: what the others are compared with.")
+    ] = False,
+    per_request: Annotated[
+        bool, typer.Option("--per-request", help="Also print what each prompt found.")
+    ] = False,
+    output: Output,
 ) -> None:
     """Count what 100 prompts of conversations reuse of each other's KV, by size of the pool."""
     from sagellm.benchmarks import conversation as experiment
-    from sagellm.benchmarks._results import check_writable, environment, write_json
-    from sagellm.benchmarks._tables import print_tables
+    from sagellm.benchmarks._results import environment
 
-    if out is not None:
-        check_writable(out)
-    pools = _numbers("--blocks", blocks)
-    outcomes = experiment.run(policy=policy, index=index, pools=pools, seed=seed)
+    output.check()
+    settings = {"policy": policy, "index": index, "seed": seed, "prefix_caching": not no_prefix_caching}
+    outcomes = experiment.run(
+        policy=policy,
+        index=index,
+        pools=_numbers("--blocks", blocks),
+        seed=seed,
+        prefix_caching=not no_prefix_caching,
+    )
     title = f"conversation experiment: index {index}, policy {policy}, block {experiment.BLOCK_SIZE}"
-    print_tables([experiment.as_table(outcomes, title)])
-    if out is not None:
-        settings = {"policy": policy, "index": index, "seed": seed}
-        write_json(out, experiment.as_json(outcomes, environment(datetime.now(UTC)), settings))
+    title += ", no prefix caching" if no_prefix_caching else ""
+    tables = [experiment.as_table(outcomes, title), experiment.match_table(outcomes)]
+    tables += map(experiment.request_table, outcomes if per_request else ())
+    output.show(tables, experiment.as_json(outcomes, environment(datetime.now(UTC)), settings))
 
 
-def _measure(benchmark: MicroBenchmark, names: str | None, given: Measuring) -> None:
+def _measure(benchmark: MicroBenchmark, names: str | None, given: Measuring, output: Output) -> None:
     """Run, then show; what was measured before an error is shown and written, too."""
-    from sagellm.benchmarks._results import check_writable, environment
+    from sagellm.benchmarks._results import environment
     from sagellm.benchmarks.micro._case import Plan
     from sagellm.benchmarks.micro.peers import parse_peers
-    from sagellm.benchmarks.micro.run import Report, run
+    from sagellm.benchmarks.micro.run import Report, run, tables
 
     variants = _split(names) if names is not None else tuple(benchmark.known.names())
     plan = Plan(variants, policy=given.policy, repeats=given.repeats, seed=given.seed)
-    if given.out is not None:
-        check_writable(given.out)
+    output.check()
     report = Report(benchmark.name, environment(datetime.now(UTC)), plan.quick() if given.quick else plan)
     sections = "".join(benchmark.sections) if given.sections is None else given.sections
     peers = parse_peers(given.peers, given.peer_script)
@@ -181,15 +231,8 @@ def _measure(benchmark: MicroBenchmark, names: str | None, given: Measuring) -> 
         with Console(stderr=True).status("") as status:
             run(benchmark, report, sections, peers=peers, quick=given.quick, on_section=status.update)
     finally:
-        _show(report, given.out)
-
-
-def _show(report: Report, out: Path | None) -> None:
-    from sagellm.benchmarks._results import show
-    from sagellm.benchmarks.micro.run import tables
-
-    if report.rows:
-        show(tables(report), report.as_json(), out)
+        if report.rows:
+            output.show(tables(report), report.as_json())
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ def _row(resolved: Resolved, key: str, *, origin: bool, meaning: bool) -> list[s
 def _shown(key: str, value: Any) -> str:
     if value is None or value == ():
         return "none"
-    if key in SECRET_KEYS:
+    if key in SECRET_KEYS and value:
         return "********"
     if isinstance(value, tuple):
         return ",".join(value)

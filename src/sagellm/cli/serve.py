@@ -8,7 +8,7 @@ import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +18,10 @@ from sagellm.cli._options import Model, command
 from sagellm.cli._settings import ServerSettings
 from sagellm.cli.run import EXIT_INTERRUPTED
 from sagellm.core.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from sagellm.core.config import ServerConfig
+    from sagellm.serving import ClientLimits
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -63,6 +67,8 @@ def serve(
                 limits=limits,
                 grace_s=server.shutdown_grace_s,
                 api_key=server.api_key,
+                client_keys=server.client_keys,
+                client_limits=_client_limits(server),
                 admin_key=server.admin_key,
                 cors_origins=server.cors_origins,
                 max_waiting=server.max_waiting,
@@ -74,3 +80,17 @@ def serve(
         os._exit(
             EXIT_INTERRUPTED
         )  # Python's own end would crash a thread that is within a step of the engine
+
+
+def _client_limits(server: ServerConfig) -> ClientLimits:
+    from sagellm.serving import ClientLimits
+
+    return ClientLimits(
+        max_n=server.max_n,
+        max_request_tokens=server.max_request_tokens,
+        max_client_tokens=server.max_client_tokens,
+        waiting_share=server.client_waiting_share,
+        max_priority=server.max_priority,
+        tier_priorities=server.tier_priorities,
+        trust_user=server.trust_user,
+    )

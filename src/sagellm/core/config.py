@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from sagellm.core.ports import SagePorts
+from sagellm.core.types import MAX_N
 
 ORIGIN = r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$"
 GPU_MEMORY_SHARE = 0.8
@@ -218,7 +219,36 @@ class ServerConfig(Section):
         repr=False,
         description="key for /v1/admin: pins, cache, policy, strategy; none: answered 403",
     )
-    max_waiting: int = Field(default=1024, ge=1, description="requests that may wait; more are answered 429")
+    client_keys: dict[str, Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=dict, repr=False, description="further keys, by the name of the client that has it"
+    )
+    trust_user: bool = Field(
+        default=False,
+        description="a request's user is its client (behind a gateway); false: its key's name, or address",
+    )
+    max_waiting: int = Field(default=1024, ge=1, description="sequences that may wait; more are answered 429")
+    client_waiting_share: float = Field(
+        default=0.75,
+        gt=0.0,
+        le=1.0,
+        description="share of max_waiting, as far as others leave it, that one client may fill",
+    )
+    max_n: int = Field(default=MAX_N, ge=1, le=MAX_N, description="most choices (n) of one request")
+    max_request_tokens: int | None = Field(
+        default=2**20,
+        ge=1,
+        description="most tokens of one request, prompts and n x max_tokens; one whole context always may",
+    )
+    max_client_tokens: int | None = Field(
+        default=None, ge=1, description="the same of all open requests of one client; more are answered 429"
+    )
+    max_priority: int | None = Field(
+        default=None, description="highest priority that a request may ask for; none: any"
+    )
+    tier_priorities: dict[str, int] = Field(
+        default_factory=lambda: {"priority": 1, "flex": -1},
+        description="what a request's service_tier adds to its priority",
+    )
     max_body_bytes: int = Field(
         default=32 * 2**20, ge=1024, description="largest request body; larger ones are answered 413"
     )
@@ -322,7 +352,7 @@ class Config(Section):
         }
 
 
-SECRET_KEYS = frozenset({"server.admin_key", "server.api_key"})
+SECRET_KEYS = frozenset({"server.admin_key", "server.api_key", "server.client_keys"})
 """Keys whose value is never shown."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -140,11 +140,11 @@ def parse_text(key: str, text: str) -> Any:
     Numbers and booleans stay text: pydantic reads and checks them. A secret is always the text itself.
     """
     _check_encodable(key, text)
-    if key in SECRET_KEYS:
-        return text
     kind = _FIELDS[key][1]
     if get_origin(kind) is dict:
         return _parse_mapping(key, text)
+    if key in SECRET_KEYS:
+        return text
     is_none = text.strip().lower() in _NONE_TEXTS
     union = get_origin(kind) in (Union, types.UnionType)
     kinds = get_args(kind) if union else (kind,)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES = 4
 MAX_LOGPROBS = 20
+MAX_N = 128
 PROMPT_LOGPROBS = "prompt_logprobs"
 """The feature of a backend that computes log-probabilities of prompt tokens."""
 MAX_STOP_STRINGS = 16
@@ -33,7 +34,7 @@ SAMPLING_RANGES: Mapping[str, tuple[float, float]] = {
     "repetition_penalty": (MIN_REPETITION_PENALTY, 100.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
-    "n": (1, 128),
+    "n": (1, MAX_N),
     "min_tokens": (0, math.inf),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
@@ -304,6 +305,7 @@ class Request:
     `retention` biases eviction for ranges of its prompt. `session_id` names what later KV hints may speak of;
     `kv_hints` are done when the request ends, if it ran. `scripted_output`: a simulated answer ends by itself
     with so many tokens, which nobody who schedules may know.
+    `client`: API key or address, end user, call; scheduling shares between siblings. Empty: tenant, `group`.
     """
 
     request_id: str
@@ -320,6 +322,7 @@ class Request:
     session_id: str | None = None
     kv_hints: KvHintsEnvelope | None = None
     scripted_output: int | None = None
+    client: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.tokens):

@@ -3,7 +3,8 @@
 """
 
 from sagellm.serving.app import create_app
+from sagellm.serving.clients import ClientLimits
 from sagellm.serving.connection import ConnectionLimits
 from sagellm.serving.server import bind, make_server, serve
 
-__all__ = ["ConnectionLimits", "bind", "create_app", "make_server", "serve"]
+__all__ = ["ClientLimits", "ConnectionLimits", "bind", "create_app", "make_server", "serve"]

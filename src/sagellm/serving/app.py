@@ -19,12 +19,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 import sagellm
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ConfigError, UnknownModelError
-from sagellm.core.types import SAMPLING_RANGES, Tokens
+from sagellm.core.types import Tokens
 from sagellm.engines.llm import LLM
 from sagellm.serving import errors
 from sagellm.serving.access_log import REQUEST_ID_HEADER, AccessLog
 from sagellm.serving.admin import Admin, admin_check
-from sagellm.serving.gateway import Gateway
+from sagellm.serving.clients import ClientLimits
+from sagellm.serving.gateway import DEFAULT_LIMITS, Gateway
 from sagellm.serving.generate import Generator
 from sagellm.serving.hints import HintRoute
 from sagellm.serving.openapi import document
@@ -47,6 +48,8 @@ def create_app(
     *,
     model_name: str | None = None,
     api_key: str | None = None,
+    client_keys: Mapping[str, str] | None = None,
+    client_limits: ClientLimits = DEFAULT_LIMITS,
     admin_key: str | None = None,
     cors_origins: Sequence[str] = (),
     max_waiting: int = DEFAULT_MAX_WAITING,
@@ -60,20 +63,20 @@ def create_app(
     """The application; its lifespan starts and stops the engine loop, the caller closes the `llm` afterwards.
 
     `model_name` is what clients call the model. With an `api_key`, all but /health, /ready, /version and
-    /metrics want it as a bearer token. At most `max_waiting` sequences wait for their first token, then 429;
-    a body of more than `max_body_bytes` is answered 413, one that takes more than `body_timeout_s` to arrive
-    408. A step that runs at shutdown is waited for `stop_timeout_s`. With `log_requests` each request has a
-    line in the log `sagellm.access`.
+    /metrics want it as a bearer token; so they do with `client_keys`, by the name of the client that has the
+    key. At most `max_waiting` sequences wait for their first token, then 429; of one client the server takes
+    what `client_limits` say. A body of more than `max_body_bytes` is answered 413, one that takes more than
+    `body_timeout_s` to arrive 408. A step that runs at shutdown is waited for `stop_timeout_s`. With
+    `log_requests` each request has a line in the log `sagellm.access`.
     """
-    if api_key is not None and not api_key.strip():
-        raise ConfigError("api_key is empty: give it a value, or None for a server that wants no key")
-    if admin_key is not None and (not admin_key.strip() or admin_key == api_key):
+    keys = _names_by_key(api_key, client_keys or {})
+    if admin_key is not None and (not admin_key.strip() or admin_key in keys):
         raise ConfigError("admin_key is empty, or the api_key, which every client has: choose another")
-    gateway = Gateway(llm, max_waiting=max_waiting, clock=clock)
+    gateway = Gateway(llm, max_waiting=max_waiting, client_limits=client_limits, clock=clock)
     lifespan = _lifespan_of(gateway, stop_timeout_s)
     app = FastAPI(title="sageLLM", version=sagellm.__version__, lifespan=lifespan)
     app.state.gateway = gateway
-    app.state.wants_key = api_key is not None
+    app.state.wants_key = bool(keys)
     errors.install(app)
     _allow_origins(app, cors_origins)
     app.add_middleware(
@@ -90,10 +93,10 @@ def create_app(
     }
     tokens = TokenRoutes(reader, encoder, models)
     posts |= {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
-    _add_api_routes(app, models, posts, Depends(_key_check(api_key)))
+    _add_api_routes(app, models, posts, Depends(_key_check(keys)))
     admin = Admin(gateway, reader, encoder, models.check)
     _add_admin_routes(app, admin, Depends(admin_check(admin_key)))
-    _describe(app, gateway, models, max_waiting)
+    _describe(app, gateway, models)
     return app
 
 
@@ -165,17 +168,28 @@ class TokenRoutes:
         return self.encoder.chat(body.messages or [], body.template_options(), add_generation_prompt=prompted)
 
 
-def _describe(app: FastAPI, gateway: Gateway, models: Models, max_waiting: int) -> None:
+def _names_by_key(api_key: str | None, client_keys: Mapping[str, str]) -> dict[str, str]:
+    """The name of the client that has each key; "" for `api_key`, which all may have."""
+    if api_key is not None and not api_key.strip():
+        raise ConfigError("api_key is empty: give it a value, or None for a server that wants no key")
+    names = {key: name for name, key in client_keys.items()}
+    if any(not key.strip() for key in names) or len(names) < len(client_keys):
+        raise ConfigError("client_keys: each client needs a key of its own, which is not empty")
+    if api_key is not None:
+        names.setdefault(api_key, "")
+    return names
+
+
+def _describe(app: FastAPI, gateway: Gateway, models: Models) -> None:
     """Serve our own OpenAPI document: FastAPI sees only that handlers read the request by themselves."""
 
     @cache
     def described() -> dict[str, Any]:
-        choices = min(int(SAMPLING_RANGES["n"][1]), max_waiting)
         limits = Limits(
             models.name,
             gateway.llm.tokenizer.vocab_size,
             models.max_model_len,
-            choices,
+            min(gateway.load.limits.max_n, gateway.load.most_of_one_client),
             attributes_misses=gateway.attributes_misses,
         )
         return document(limits, wants_key=app.state.wants_key)
@@ -256,16 +270,20 @@ def _add_get(app: FastAPI, path: str, handler: Callable[..., Awaitable[Any]], **
     app.add_api_route(path, handler, methods=["HEAD"], **(options | {"include_in_schema": False}))
 
 
-def _key_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
-    """A dependency that raises `UnauthorizedError` unless the request carries the key."""
+def _key_check(keys: Mapping[str, str]) -> Callable[[Request], Awaitable[None]]:
+    """A dependency that raises `UnauthorizedError` unless the request carries one of the keys, if there are
+    any. It notes whose key it is."""
 
     async def check(request: Request) -> None:
-        if api_key is None:
+        if not keys:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        same = secrets.compare_digest(given.encode("latin-1"), api_key.encode())  # headers come as latin-1
-        if scheme.lower() != "bearer" or not same:
+        sent = given.encode("latin-1")  # as headers come
+        # Each key is compared, and in constant time, so that the time taken tells nothing of a key.
+        names = [name for key, name in keys.items() if secrets.compare_digest(sent, key.encode())]
+        if scheme.lower() != "bearer" or not names:
             defect = "the API key is wrong" if given else "no API key"
             raise errors.UnauthorizedError(f"{defect}: send it as 'Authorization: Bearer KEY'")
+        request.state.key_name = names[0]
 
     return check

@@ -15,6 +15,7 @@ from sagellm.core.errors import RequestError
 from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
 from sagellm.core.types import SLO, Retention, SamplingParams, Tokens
 from sagellm.engines.llm import LLM, TextDelta
+from sagellm.serving.clients import Client, ClientLimits, ClientLoad
 from sagellm.serving.errors import GenerationError, OverloadedError, SlowClientError, UnavailableError
 from sagellm.serving.loop import Abort, Answered, Call, EngineLoop, Event, LoopFailed, Refused, Submit
 from sagellm.serving.metrics import RequestTimes, ServerMetrics
@@ -30,18 +31,23 @@ DIAGNOSTICS_TIMEOUT_S = 1.0
 T = TypeVar("T")
 
 _POLL_S = 0.01
+DEFAULT_LIMITS = ClientLimits()
+NO_CLIENT: Client = ("", "")
+
 _BYTES_PER_TOKEN = 64
 """What a token, or an alternative to it, takes at least beside its text."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """A request in the engine: whose it is, its place among the prompts, its times."""
+    """A request in the engine: whose it is, its place among the prompts, its times, its tokens at most."""
 
     generation: Generation
     position: int
     num_choices: int
     times: RequestTimes
+    client: Client
+    num_tokens: int
     started: bool = False
 
 
@@ -126,11 +132,17 @@ class Gateway:
     At most `max_waiting` sequences may be without their first token; what would go beyond is refused.
     """
 
-    def __init__(self, llm: LLM, *, max_waiting: int, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        max_waiting: int,
+        client_limits: ClientLimits = DEFAULT_LIMITS,
+        clock: Clock | None = None,
+    ) -> None:
         self.llm = llm
         self._clock = clock or MonotonicClock()
-        self._max_waiting = max_waiting
-        self._num_waiting = 0
+        self.load = ClientLoad(client_limits, max_waiting)
         self._open: dict[str, _Open] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count()
@@ -180,17 +192,21 @@ class Gateway:
         kv_hints: KvHintsEnvelope | None = None,
         slo: SLO | None = None,
         retention: Sequence[Retention] = (),
+        client: Client = NO_CLIENT,
     ) -> Generation:
         """Submit all prompts. Raises `UnavailableError` or `OverloadedError` and submits none."""
-        self.check_room(len(prompts), params.n)
+        self.check_room(len(prompts), params.n, client)
+        sizes = [len(tokens) + params.n * self._most_tokens(tokens, params) for tokens in prompts]
+        self.load.limits.check_tokens(sum(sizes), self.llm.max_model_len)
+        self.load.check_tokens(client, sum(sizes))
         generation = Generation(self, len(prompts))
         now_s = self._clock.now()
-        for position, tokens in enumerate(prompts):
+        for position, (tokens, num_tokens) in enumerate(zip(prompts, sizes, strict=True)):
             request_id = f"http-{next(self._ids)}"
             times = RequestTimes(now_s)
             generation.times.append(times)
-            self._open[request_id] = _Open(generation, position, params.n, times)
-            self._num_waiting += params.n
+            self._open[request_id] = _Open(generation, position, params.n, times, client, num_tokens)
+            self.load.enter(client, params.n, num_tokens)
             generation.request_ids.add(request_id)
             self._loop.send(
                 Submit(
@@ -204,6 +220,7 @@ class Gateway:
                     kv_hints,
                     slo,
                     retention,
+                    client=(*client, generation.generation_id),
                 )
             )
         return generation
@@ -217,7 +234,7 @@ class Gateway:
         raises. As many calls may wait as sequences; raises `UnavailableError` or `OverloadedError` else.
         """
         self._check_alive()
-        if len(self._calls) >= self._max_waiting:
+        if len(self._calls) >= self.load.max_waiting:
             raise OverloadedError(f"{len(self._calls)} calls wait for the engine: try again later")
         call_id = next(self._ids)
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -272,17 +289,21 @@ class Gateway:
             log.warning("the engine's last step did not end in time")
         self._asyncio = None
 
-    def check_room(self, num_prompts: int, n: int) -> None:
+    def check_room(self, num_prompts: int, n: int, client: Client = NO_CLIENT) -> None:
         """Raises what `open` would for that many prompts with `n` choices each, before they are encoded."""
-        num_sequences = num_prompts * n
-        if num_sequences > self._max_waiting:
-            at_most = f"at most {self._max_waiting} sequences may wait on this server (server.max_waiting)"
+        num_sequences, most = num_prompts * n, self.load.most_of_one_client
+        self.load.limits.check_n(n)
+        if num_sequences > most:
+            at_most = f"at most {most} sequences of a client may wait on this server (server.max_waiting)"
             asked = f"{num_prompts} prompts times n = {n} are {num_sequences}: send fewer at a time"
-            raise RequestError(f"{at_most}; {asked}", "n" if n > self._max_waiting else "prompt")
+            raise RequestError(f"{at_most}; {asked}", "n" if n > most else "prompt")
         self._check_alive()
-        if self._num_waiting + num_sequences > self._max_waiting:
-            full = f"{self._num_waiting} of at most {self._max_waiting} sequences wait"
-            raise OverloadedError(f"{full}: try again later")
+        self.load.check_waiting(client, num_sequences)
+
+    def _most_tokens(self, tokens: Tokens, params: SamplingParams) -> int:
+        """That one choice may generate."""
+        room = max(0, self.llm.max_model_len - len(tokens))
+        return room if params.max_tokens is None else min(room, params.max_tokens)
 
     def _check_alive(self) -> None:
         if self.failure is not None:
@@ -353,12 +374,13 @@ class Gateway:
     def _mark_started(self, entry: _Open) -> None:
         if not entry.started:
             entry.started = True
-            self._num_waiting -= entry.num_choices
+            self.load.start(entry.client, entry.num_choices)
 
     def _forget(self, request_id: str, reason: str) -> None:
         entry = self._open.pop(request_id, None)
         if entry is not None:
             self._mark_started(entry)
             entry.times.finish_reason = reason
+            self.load.leave(entry.client, entry.num_tokens)
             entry.generation.request_ids.discard(request_id)
             self.metrics.on_end(reason)

@@ -13,6 +13,7 @@ from sagellm.core.errors import UnsupportedParameterError
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import Completion, Usage
 from sagellm.serving.access_log import record_of
+from sagellm.serving.clients import Client, client_of
 from sagellm.serving.errors import CLIENT_CLOSED_REQUEST
 from sagellm.serving.gateway import Gateway, Generation
 from sagellm.serving.prompts import PromptEncoder
@@ -38,7 +39,7 @@ class Generator:
         model = self.check_model(body.model)
         params = body.params(self.gateway.llm)
         options = body.template_options()
-        self.gateway.check_room(1, params.n)
+        self.gateway.check_room(1, params.n, self._client(request, body))
         tokens = await run_in_threadpool(self.encoder.chat, body.messages, options)
         generation = self._open(request, [tokens], params, body)
         head = self._head("chatcmpl", generation, model, body)
@@ -51,7 +52,7 @@ class Generator:
         model = self.check_model(body.model)
         params = body.params(self.gateway.llm)
         prompts = body.prompts()
-        self.gateway.check_room(len(prompts), params.n)
+        self.gateway.check_room(len(prompts), params.n, self._client(request, body))
         tokens = await run_in_threadpool(lambda: [self.encoder.prompt(prompt) for prompt in prompts])
         echoes = [""] * len(prompts)
         if body.echo:
@@ -67,6 +68,9 @@ class Generator:
         )
         return await self._answer(request, body, params, generation, reply, num_prompts=len(prompts))
 
+    def _client(self, request: Request, body: GenerationFields) -> Client:
+        return client_of(request, body.user, trust_user=self.gateway.load.limits.trust_user)
+
     def _open(
         self, request: Request, prompts: Sequence[Tokens], params: SamplingParams, body: GenerationFields
     ) -> Generation:
@@ -80,13 +84,14 @@ class Generator:
         generation = self.gateway.open(
             prompts,
             params,
-            priority=body.priority or 0,
+            priority=self.gateway.load.limits.priority(body.priority, body.service_tier),
             tenant=body.cache_salt or "",
             service_class=body.service_class,
             session_id=body.session_id,
             kv_hints=body.kv_hints,
             slo=body.slo_goals(),
             retention=body.retentions(),
+            client=self._client(request, body),
         )
         record.times = generation.times
         return generation

@@ -31,6 +31,7 @@ class Submit:
     kv_hints: KvHintsEnvelope | None = None
     slo: SLO | None = None
     retention: Sequence[Retention] = ()
+    client: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,7 @@ class EngineLoop:
                 kv_hints=job.kv_hints,
                 slo=job.slo,
                 retention=job.retention,
+                client=job.client,
             )
         except RequestError as error:
             events.append(Refused(job.request_id, error))

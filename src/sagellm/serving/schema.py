@@ -152,6 +152,7 @@ class GenerationFields(LenientRequest):
     retention: list[RetentionFields] | None = Field(default=None, max_length=MAX_RETENTIONS, fail_fast=True)
     return_cache_misses: bool | None = None
     service_tier: str | None = Field(default=None, pattern=r"^[\w.-]{1,64}$")
+    user: str | None = None
 
     fewest_tokens: ClassVar[int] = 1
     """The least `max_tokens`."""

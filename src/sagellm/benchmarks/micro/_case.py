@@ -22,6 +22,7 @@ class Plan:
 
     `sizes` are prompts in tokens, `allocations` requests in blocks, and `evictions` those made of a pool of
     `large_pool` blocks. `memory_blocks` are cached to weigh the metadata. `running` and `new` are requests.
+    `rows` are tokens that kernels compute at a time, in so many `layers`; `lengths` are contexts in tokens.
     """
 
     variants: tuple[str, ...]
@@ -33,6 +34,9 @@ class Plan:
     memory_blocks: int = 100_000
     running: tuple[int, ...] = (64, 256, 1024)
     new: tuple[int, ...] = (16, 64, 256)
+    rows: tuple[int, ...] = (1, 4, 8, 16, 32, 64, 128, 512)
+    lengths: tuple[int, ...] = (512, 2048)
+    layers: int = 12
     repeats: int = 100
     seed: int = 0
 
@@ -56,6 +60,9 @@ class Plan:
             large_pool=6400,
             running=(64,),
             new=(16,),
+            rows=(1, 8),
+            lengths=(256,),
+            layers=1,
             repeats=min(self.repeats, 20),
         )
 

@@ -147,13 +147,15 @@ class LLM:
         slo: SLO | None = None,
         session_id: str | None = None,
         kv_hints: Hints | None = None,
+        client: tuple[str, ...] = (),
     ) -> str:
         """Queue a request and return its id; its text comes out of `step`. A `RequestError` queues nothing.
 
         Requests of different tenants never share KV. `service_class` names the class whose share of KV memory
         is used, `retention` ranges of the prompt that eviction should spare. `session_id` is what later hints
         may call its KV; `kv_hints` are done when it ends. With `n > 1` the seeds are `seed + index`, and the
-        first choice alone does the hints.
+        first choice alone does the hints. `client` is the path of the sender, as of `Request`: scheduling
+        shares the batch between clients.
         """
         _check_session(session_id)
         tokens = self.encode(prompt)
@@ -172,6 +174,7 @@ class LLM:
             slo=slo or SLO(),
             session_id=session_id,
             kv_hints=None if kv_hints is None else _parsed(kv_hints),
+            client=client,
         )
         self._add(request_id, list(_expand(first)))
         return request_id

@@ -21,12 +21,12 @@ CLOSING: Recipe = (("chunked_prefill", {}), ("memory_aware_preemption", {}))
 
 PRESETS: Mapping[str, Recipe] = {
     "fifo": CLOSING,
-    "priority": (("prefix_cache_aware", {}), ("priority_based", {"preempt": True}), *CLOSING),
+    "priority": (("prefix_cache_aware", {}), ("priority_based", {"preempt": True, "fair": True}), *CLOSING),
     "slo": (("prefix_cache_aware", {}), ("slo_aware", {}), *CLOSING),
     "adaptive": (
         ("prefix_cache_aware", {}),
         ("slo_aware", {"ttft_s": 10.0}),
-        ("priority_based", {"preempt": True}),
+        ("priority_based", {"preempt": True, "fair": True}),
         ("admission", {}),
         *CLOSING,
     ),

@@ -1,0 +1,1 @@
+"""What an OpenAI-compatible HTTP server costs beside its engine: latency and requests per second."""

@@ -1,0 +1,139 @@
+"""The client of `sagellm bench http`, in a process of its own, apart from the server's interpreter:
+
+    python -m sagellm.benchmarks.http.client
+
+It reads a `Job` as JSON from stdin and writes one JSON list of samples to stdout. `http.client` of the
+standard library is used for its small and steady cost; a thread sends one request at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import json
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+TIMEOUT_S = 120.0
+_END = b"data: [DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`num_requests` requests of one kind, `concurrency` at a time. `body` None is a GET, else a POST.
+
+    With `keep_alive` each thread has one connection, else each request.
+    """
+
+    url: str
+    path: str
+    body: Mapping[str, Any] | None
+    num_requests: int
+    concurrency: int
+    keep_alive: bool
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One answer: seconds to its first and its last byte of content, and how many events it had (a stream).
+
+    `began_s` is on the client's monotonic clock. `error`: what went wrong, if something did.
+    """
+
+    began_s: float
+    first_s: float
+    total_s: float
+    num_events: int
+    error: str = ""
+
+
+class Sender:
+    """Sends requests over one connection, or a new one for each."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._content = None if job.body is None else json.dumps(job.body).encode()
+        self._connection: http.client.HTTPConnection | None = None
+        parts = urlsplit(job.url)
+        made = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._made, self._host, self._port = made, parts.hostname or "", parts.port
+        self._path = parts.path.rstrip("/") + job.path
+        self._headers = {**job.headers, **({} if job.keep_alive else {"Connection": "close"})}
+        if job.body is not None:
+            self._headers["Content-Type"] = "application/json"
+
+    def send(self) -> Sample:
+        """One request and its whole answer; an error is in the sample."""
+        began_s = time.perf_counter()
+        try:
+            first_s, num_events = self._exchange()
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self.close()
+            elapsed_s = time.perf_counter() - began_s
+            return Sample(began_s, elapsed_s, elapsed_s, 0, f"{type(error).__name__}: {error}")
+        ended_s = time.perf_counter()
+        if not self._job.keep_alive:
+            self.close()
+        return Sample(began_s, first_s - began_s, ended_s - began_s, num_events)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _exchange(self) -> tuple[float, int]:
+        """When the first content came, and the number of events."""
+        if self._connection is None:
+            self._connection = self._made(self._host, self._port, timeout=TIMEOUT_S)
+        method = "GET" if self._content is None else "POST"
+        self._connection.request(method, self._path, self._content, self._headers)
+        answer = self._connection.getresponse()
+        if answer.status != http.client.OK:
+            raise ValueError(f"status {answer.status}: {answer.read(300).decode(errors='replace')}")
+        if "text/event-stream" not in answer.headers.get("content-type", ""):
+            answer.read()
+            return time.perf_counter(), 0
+        return self._read_events(answer)
+
+    def _read_events(self, answer: http.client.HTTPResponse) -> tuple[float, int]:
+        first_s, num_events, last = 0.0, 0, b""
+        for line in answer:
+            if line.startswith(b"data:"):
+                first_s = first_s or time.perf_counter()
+                num_events, last = num_events + 1, line
+        if not last.startswith(_END):
+            raise ValueError(f"the stream ended early: {last[:300].decode(errors='replace')}")
+        return first_s, num_events - 1
+
+
+def run(job: Job) -> list[Sample]:
+    """All samples, in order of their ends."""
+    samples: list[Sample] = []
+    numbers = iter(range(job.num_requests))
+    lock = threading.Lock()
+
+    def work() -> None:
+        sender = Sender(job)
+        while True:
+            with lock:
+                if next(numbers, None) is None:
+                    break
+            samples.append(sender.send())
+        sender.close()
+
+    threads = [threading.Thread(target=work) for _ in range(job.concurrency)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return samples
+
+
+if __name__ == "__main__":
+    print(json.dumps([dataclasses.asdict(sample) for sample in run(Job(**json.load(sys.stdin)))]))

@@ -1,0 +1,182 @@
+"""Run the cases against a server; the report, as JSON and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from sagellm.benchmarks._results import Environment, figure
+from sagellm.benchmarks._tables import Table
+from sagellm.benchmarks.http.client import Job, Sample
+from sagellm.core.errors import ConfigError, SageError
+
+FORMAT = "sagellm.bench.http/1"
+COLUMNS = (
+    "answer", "connection", "at a time", "ms median", "ms p99", "first ms", "requests/s", "events/s", "runs",
+)  # fmt: skip
+PROMPT = "17 + 25 ="
+MS = 1e3
+KINDS = ("list", "one-token", "stream")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure: kinds of answers, requests at a time, over kept connections and new ones.
+
+    `num_requests` short answers, and a `stream_share` of them streams of `stream_tokens` tokens, in each of
+    `repeats` runs.
+    """
+
+    kinds: Sequence[str] = KINDS
+    concurrencies: Sequence[int] = (1, 8, 32)
+    num_requests: int = 400
+    stream_tokens: int = 64
+    repeats: int = 3
+
+    STREAM_SHARE = 8
+
+    def __post_init__(self) -> None:
+        unknown = [kind for kind in self.kinds if kind not in KINDS]
+        if unknown or not self.kinds:
+            raise ConfigError(f"there is no answer {''.join(unknown[:1])!r}; there are {', '.join(KINDS)}")
+        for name in ("num_requests", "stream_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name.replace('_', ' ')} must be at least 1, got {getattr(self, name)}")
+        if not self.concurrencies or min(self.concurrencies) < 1 or max(self.concurrencies) > 1024:
+            raise ConfigError("the requests at a time must be from 1 to 1024, for example 1,8,32")
+
+    def job(self, kind: str, concurrency: int, *, keep_alive: bool, target: Target) -> Job:
+        """The requests of one run."""
+        body: dict[str, Any] | None = None
+        path, count = "/v1/models", self.num_requests
+        if kind != "list":
+            path = "/v1/completions"
+            body = {"model": target.model, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
+            if kind == "stream":
+                body |= {"max_tokens": self.stream_tokens, "stream": True, "ignore_eos": True}
+                count = max(concurrency, count // self.STREAM_SHARE)
+        return Job(target.url, path, body, count, concurrency, keep_alive, target.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server that is there. `headers` go with every request; they are not in the report."""
+
+    name: str
+    url: str
+    model: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of one case. Latencies in ms over its requests, rates over the time from first to last."""
+
+    kind: str
+    keep_alive: bool
+    concurrency: int
+    num_requests: int
+    median_ms: float
+    p99_ms: float
+    first_ms: float
+    requests_per_s: float
+    events_per_s: float
+
+    @classmethod
+    def of(cls, kind: str, job: Job, samples: Sequence[Sample]) -> Run:
+        totals = sorted(sample.total_s for sample in samples)
+        begin_s = min(sample.began_s for sample in samples)
+        span_s = max(sample.began_s + sample.total_s for sample in samples) - begin_s
+        return cls(
+            kind,
+            job.keep_alive,
+            job.concurrency,
+            len(samples),
+            median_ms=round(MS * median(totals), 3),
+            p99_ms=round(MS * totals[min(len(totals) - 1, int(0.99 * len(totals)))], 3),
+            first_ms=round(MS * median(sample.first_s for sample in samples), 3),
+            requests_per_s=round(len(samples) / span_s, 2),
+            events_per_s=round(sum(sample.num_events for sample in samples) / span_s, 1),
+        )
+
+
+@dataclass(slots=True)
+class Report:
+    """All that was measured so far."""
+
+    plan: Plan
+    target: Target
+    environment: Environment
+    runs: list[Run] = field(default_factory=list)
+
+    def cases(self) -> dict[tuple[str, bool, int], list[Run]]:
+        groups: dict[tuple[str, bool, int], list[Run]] = {}
+        for run in self.runs:
+            groups.setdefault((run.kind, run.keep_alive, run.concurrency), []).append(run)
+        return groups
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as JSON values; `FORMAT` says which form."""
+        return {
+            "format": FORMAT,
+            "environment": dataclasses.asdict(self.environment),
+            "server": self.target.name,
+            "model": self.target.model,
+            "plan": dataclasses.asdict(self.plan),
+            "runs": [dataclasses.asdict(run) for run in self.runs],
+        }
+
+    def tables(self) -> Iterator[Table]:
+        title = f"{self.target.name}, model {self.target.model}: medians of the runs"
+        yield Table(title, COLUMNS, [_line(runs) for runs in self.cases().values()], num_names=3)
+
+
+def run(report: Report, *, on_run: Callable[[str], None] = lambda what: None) -> None:
+    """Measure into `report`; what was measured before an error stays in it. Each case warms up once."""
+    plan = report.plan
+    for kind in plan.kinds:
+        for concurrency in plan.concurrencies:
+            for keep_alive in (True, False):
+                job = plan.job(kind, concurrency, keep_alive=keep_alive, target=report.target)
+                on_run(f"{kind}, {concurrency} at a time, {_connection(keep_alive)} connections")
+                measure(dataclasses.replace(job, num_requests=2 * concurrency))
+                for _ in range(plan.repeats):
+                    report.runs.append(Run.of(kind, job, measure(job)))
+
+
+def measure(job: Job) -> list[Sample]:
+    """The samples of one job, taken by a process of its own. Raises `SageError` where a request failed."""
+    command = [sys.executable, "-m", "sagellm.benchmarks.http.client"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    given = json.dumps(dataclasses.asdict(job))
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False, env=environ)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        raise SageError(f"the client failed: {' '.join(last) or f'exit status {done.returncode}'}")
+    samples = [Sample(**one) for one in json.loads(done.stdout)]
+    failed = [sample.error for sample in samples if sample.error]
+    if failed:
+        raise SageError(f"{len(failed)} of {len(samples)} requests failed: {failed[0]}")
+    return samples
+
+
+def _connection(keep_alive: bool) -> str:
+    return "kept" if keep_alive else "new"
+
+
+def _line(runs: Sequence[Run]) -> list[str]:
+    first = runs[0]
+    figures = [
+        figure(median(getattr(run, name) for run in runs))
+        for name in ("median_ms", "p99_ms", "first_ms", "requests_per_s", "events_per_s")
+    ]
+    figures[-1] = figures[-1] if first.kind == "stream" else ""
+    names = [first.kind, _connection(first.keep_alive), str(first.concurrency)]
+    return [*names, *figures, str(len(runs))]

@@ -1,0 +1,175 @@
+"""Who sends a request, and how much of the server one client may use at a time."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fastapi import Request
+
+from sagellm.core.errors import ConfigError, RequestError
+from sagellm.core.types import MAX_N
+from sagellm.serving.errors import OverloadedError
+
+MAX_USER_CHARS = 256
+IPV6_PREFIX = 64
+"""Bits of an IPv6 address that name a client: one host has all addresses of such a network."""
+
+Client = tuple[str, ...]
+"""From the outside in: API key or address, then the end user that the request names ("" for none)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """What the server takes of one client; `core/config.py` explains each.
+
+    Tokens are counted as the prompts plus `n` times `max_tokens`.
+    """
+
+    max_n: int = MAX_N
+    max_request_tokens: int | None = 2**20
+    max_client_tokens: int | None = None
+    waiting_share: float = 0.75
+    max_priority: int | None = None
+    tier_priorities: Mapping[str, int] = field(default_factory=lambda: {"priority": 1, "flex": -1})
+    trust_user: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_n < 1 or not 0 < self.waiting_share <= 1:
+            raise ConfigError("max_n must be at least 1 and waiting_share in (0, 1]")
+
+    def priority(self, priority: int | None, service_tier: str | None) -> int:
+        """The request's priority plus its service tier's. Raises `RequestError` above `max_priority`."""
+        asked = (priority or 0) + self.tier_priorities.get(service_tier or "", 0)
+        if self.max_priority is not None and asked > self.max_priority:
+            allowed = f"at most {self.max_priority} is allowed here (server.max_priority)"
+            where = "priority" if priority else "service_tier"
+            raise RequestError(f"{where} asks for priority {asked}: {allowed}", where)
+        return asked
+
+    def check_n(self, n: int) -> None:
+        if n > self.max_n:
+            text = f"n must be at most {self.max_n} on this server (server.max_n), got {n}"
+            raise RequestError(f"{text}: send several requests", "n", "integer_above_max_value")
+
+    def check_tokens(self, num_tokens: int, max_model_len: int) -> None:
+        """Refuse a request that could never be taken. One answer that fills the context always can."""
+        limits = {"max_request_tokens": self.max_request_tokens, "max_client_tokens": self.max_client_tokens}
+        for name, limit in limits.items():
+            if limit is not None and num_tokens > max(limit, max_model_len):
+                asked = f"the prompts and n times max_tokens are {num_tokens} tokens"
+                allowed = f"at most {max(limit, max_model_len)} are allowed in one request (server.{name})"
+                raise RequestError(f"{asked}; {allowed}: send a smaller n or max_tokens", "max_tokens")
+
+
+def client_of(request: Request, user: str | None, *, trust_user: bool = False) -> Client:
+    """The client that sent the request: the name of its API key where the key has one, else its address.
+
+    With `trust_user`, the end user alone where the request names one: a gateway in front has checked it.
+    """
+    user = (user or "")[:MAX_USER_CHARS]
+    if trust_user and user:
+        return (f"user {user}", "")
+    name = getattr(request.state, "key_name", "")
+    host = request.client.host if request.client is not None else ""
+    return (f"key {name}" if name else f"address {_network(host)}", user)
+
+
+def _network(host: str) -> str:
+    """The address, or the network of an IPv6 address."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # the path of a Unix socket
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, IPV6_PREFIX), strict=False))
+
+
+class ClientLoad:
+    """Sequences that wait for their first token, and tokens of open requests, in all and by client.
+
+    Both are counted for a client as a whole (key or address), waiting sequences also for each end user.
+    """
+
+    def __init__(self, limits: ClientLimits, max_waiting: int) -> None:
+        self.limits = limits
+        self.max_waiting = max_waiting
+        self.num_waiting = 0
+        self._waiting: Counter[Client] = Counter()
+        self._tokens: Counter[str] = Counter()
+
+    @property
+    def most_of_one_client(self) -> int:
+        """Sequences that may wait where no other client is there."""
+        return math.ceil(self.limits.waiting_share * self.max_waiting)
+
+    def check_waiting(self, client: Client, num_sequences: int) -> None:
+        """Raises `OverloadedError` where so many more may not wait now.
+
+        A client, and an end user of it, gets `waiting_share` of the places that others leave: so there is
+        always a place for a client that comes later.
+        """
+        if self.num_waiting + num_sequences > self.max_waiting:
+            full = f"{self.num_waiting} of at most {self.max_waiting} sequences wait"
+            raise OverloadedError(f"{full}: try again later")
+        room, around = self.max_waiting, self.num_waiting
+        for path in _levels(client):
+            own = self._waiting[path]
+            room = math.ceil(self.limits.waiting_share * (room - (around - own)))
+            if own + num_sequences > room:
+                used = f"{own} of your sequences wait, and at most {room} may"
+                raise OverloadedError(
+                    f"{used} while others leave room (server.client_waiting_share): try again later"
+                )
+            around = own
+
+    def check_tokens(self, client: Client, num_tokens: int) -> None:
+        """Raises `OverloadedError` where the client's open requests leave no room for so many tokens."""
+        limit, used = self.limits.max_client_tokens, self._tokens[client[0]]
+        if limit is not None and used and used + num_tokens > limit:
+            asked = f"your open requests may generate or hold {used} tokens, this one {num_tokens}"
+            raise OverloadedError(
+                f"{asked}; at most {limit} are allowed together (server.max_client_tokens): "
+                "try again when one has ended"
+            )
+
+    def enter(self, client: Client, num_sequences: int, num_tokens: int) -> None:
+        """A request is open, and its sequences wait."""
+        self._wait(client, num_sequences)
+        self._tokens[client[0]] += num_tokens
+
+    def start(self, client: Client, num_sequences: int) -> None:
+        """The sequences wait no longer."""
+        self._wait(client, -num_sequences)
+
+    def leave(self, client: Client, num_tokens: int) -> None:
+        """The request has ended; it waits no longer."""
+        self._tokens[client[0]] -= num_tokens
+        if not self._tokens[client[0]]:
+            del self._tokens[client[0]]
+
+    def check(self) -> None:
+        """Raise `AssertionError` where the counts contradict each other."""
+        wholes = [count for path, count in self._waiting.items() if len(path) == 1]
+        assert sum(wholes) == self.num_waiting
+        assert min([0, *self._waiting.values(), *self._tokens.values()]) == 0
+        for path, count in self._waiting.items():
+            assert count <= self._waiting[path[:1]], path
+
+    def _wait(self, client: Client, num_sequences: int) -> None:
+        self.num_waiting += num_sequences
+        for path in _levels(client):
+            self._waiting[path] += num_sequences
+            if not self._waiting[path]:
+                del self._waiting[path]
+
+
+def _levels(client: Client) -> list[Client]:
+    """The client as a whole, and its end user where it names one."""
+    return [client[:1], client] if client[1] else [client[:1]]

@@ -1,0 +1,130 @@
+"""`sagellm bench http`: its client against a live server, its figures, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sagellm.benchmarks._results import environment
+from sagellm.benchmarks.http import client
+from sagellm.benchmarks.http.client import Job, Sample
+from sagellm.benchmarks.http.run import KINDS, Plan, Report, Run, Target, measure, run
+from sagellm.benchmarks.http.server import our_server, served_model
+from sagellm.core.errors import ConfigError, SageError
+from tests.scripted_engine import scripted_llm
+from tests.serving.live import Live, serving
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with serving(scripted_llm("a b c d ")) as running:
+        yield running
+
+
+def target_of(live: Live) -> Target:
+    return Target("sagellm", live.url, "toy")
+
+
+@pytest.mark.parametrize("keep_alive", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_client_gets_every_answer(live: Live, kind: str, *, keep_alive: bool) -> None:
+    plan = Plan(num_requests=24, stream_tokens=5)
+    job = plan.job(kind, 3, keep_alive=keep_alive, target=target_of(live))
+    samples = client.run(job)
+    assert [sample.error for sample in samples] == [""] * (3 if kind == "stream" else 24)
+    assert all(0 < sample.first_s <= sample.total_s for sample in samples)
+    if kind == "stream":
+        assert all(1 <= sample.num_events <= 6 for sample in samples)  # tokens may come together
+
+
+def test_kept_connections_are_kept(live: Live) -> None:
+    """As many connections as threads, or as requests."""
+    for keep_alive, expected in ((True, 2), (False, 12)):
+        plan = Plan(num_requests=12)
+        seen: set[Any] = set()
+        accepted = live.server.server_state.total_requests
+        job = plan.job("list", 2, keep_alive=keep_alive, target=target_of(live))
+        original = client.Sender._exchange
+
+        def noted(sender: client.Sender, original: Any = original, seen: set[Any] = seen) -> Any:
+            found = original(sender)
+            seen.add(sender._connection)
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(client.Sender, "_exchange", noted)
+            client.run(job)
+        assert len(seen) == expected
+        assert live.server.server_state.total_requests - accepted == 12
+
+
+def test_a_report_has_every_case_and_no_key(live: Live) -> None:
+    target = Target("sagellm", live.url, "toy", {"Authorization": "Bearer secret"})
+    plan = Plan(KINDS, (1, 2), num_requests=8, stream_tokens=3, repeats=2)
+    report = Report(plan, target, environment(datetime.now(UTC)))
+    heard: list[str] = []
+    run(report, on_run=heard.append)
+    assert len(report.cases()) == len(heard) == len(KINDS) * 2 * 2
+    assert all(len(runs) == 2 for runs in report.cases().values())
+    text = json.dumps(report.as_json())
+    assert "secret" not in text
+    [table] = report.tables()
+    assert len(table.rows) == len(report.cases())
+
+
+def test_the_figures_of_a_run() -> None:
+    job = Job("http://x", "/", None, 4, 2, keep_alive=True, headers={})
+    samples = [Sample(float(number), 0.1, 0.2 + number / 10, 5) for number in range(4)]
+    found = Run.of("stream", job, samples)
+    assert (found.median_ms, found.p99_ms, found.first_ms) == (350.0, 500.0, 100.0)
+    assert found.requests_per_s == round(4 / 3.5, 2)
+    assert found.events_per_s == round(20 / 3.5, 1)
+
+
+def test_a_failed_request_ends_the_measurement(live: Live) -> None:
+    job = Plan(num_requests=4).job("one-token", 1, keep_alive=True, target=Target("x", live.url, "nope"))
+    with pytest.raises(SageError, match=r"4 of 4 requests failed: ValueError: status 404.*model_not_found"):
+        measure(job)
+
+
+def test_a_stream_that_ends_early_is_an_error(live: Live) -> None:
+    live.llm._engine.error_for = None  # type: ignore[attr-defined]
+    body = {"prompt": "x", "stream": True, "max_tokens": 0, "seed": -1}
+    job = Job(live.url, "/v1/completions", body, 1, 1, keep_alive=True, headers={})
+    [sample] = client.run(job)
+    assert sample.error
+
+
+def test_a_server_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="no server answers"):
+        served_model("http://127.0.0.1:9", {})
+    for url in ("127.0.0.1:80", "ftp://x", "http://"):
+        with pytest.raises(ConfigError, match="write the address of a server"):
+            served_model(url, {})
+
+
+def test_another_server_is_named(live: Live) -> None:
+    assert served_model(live.url, {}) == "toy"
+
+
+def test_our_server_explains_why_it_does_not_start(tmp_path: Path) -> None:
+    with (
+        pytest.raises(SageError, match="the server did not start: sagellm: "),
+        our_server(["--model", str(tmp_path)]),
+    ):
+        raise AssertionError("it started")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"kinds": ["nope"]}, {"kinds": []}, {"concurrencies": []}, {"concurrencies": [0]}, {"num_requests": 0},
+     {"stream_tokens": 0}, {"repeats": 0}, {"concurrencies": [2000]}],
+)  # fmt: skip
+def test_plans_out_of_range(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Plan(**wrong)
