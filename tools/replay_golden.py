@@ -1,4 +1,4 @@
-"""Hit blocks of every registered policy, and of the optimum, on the kept traces.
+"""Hit blocks of every policy of the package, and of the optimum, on the kept traces.
 
 python tools/replay_golden.py             print, and say what differs from what is kept
 python tools/replay_golden.py --write     keep: after a policy was added, or meant to choose otherwise
@@ -27,8 +27,8 @@ Hits = dict[str, dict[str, dict[str, int]]]
 
 
 def policies() -> list[str]:
-    """All registered ones, and the bound."""
-    return [*registry("policy").names(), OPTIMUM]
+    """Those of the package, and the bound."""
+    return [*registry("policy").own_names(), OPTIMUM]
 
 
 def load(trace: str) -> BlockTrace:

@@ -1,7 +1,13 @@
-"""What every registered policy must do: exactly n blocks or none, never a pinned one, tails before heads."""
+"""What every policy must do: exactly n blocks, never a pinned one, tails before heads.
+
+Runs over all registered policies, and over those that `SAGELLM_POLICIES` names, separated by commas:
+
+    SAGELLM_POLICIES=my_policy:Mine python -m pytest tests/contracts/test_eviction.py -k my_policy
+"""
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from typing import Any
 
@@ -19,10 +25,10 @@ from hypothesis.stateful import (
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import EvictionPolicy, Hint, Run
 from sagellm.core.registry import registry
-from sagellm.kvmgr.eviction import EvictionCandidate
+from sagellm.kvmgr.eviction import EvictionCandidate, select_victims
 from tests.effort import examples
 
-POLICIES = registry("policy").names()
+POLICIES = [*registry("policy").names(), *filter(None, os.environ.get("SAGELLM_POLICIES", "").split(","))]
 CLASSIC = ["arc", "cost_benefit", "fifo", "hotspot", "lfu", "lru", "qos", "s3fifo", "sieve", "slo", "two_q"]
 """Those that remember nothing beyond their capacity; the learning ones have longer memories, bounded too."""
 
@@ -171,7 +177,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_state_machine(name: str) -> None:
-    machine: Any = type(f"Policy_{name}", (PolicyMachine,), {"name": name})
+    machine: Any = type(f"Policy_{name.replace(':', '_')}", (PolicyMachine,), {"name": name})
     run_state_machine_as_test(machine, settings=settings(max_examples=examples(40), stateful_step_count=30))
 
 
@@ -225,24 +231,26 @@ def check_memory(name: str, step: int) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_negative_counts_are_errors(name: str) -> None:
-    with pytest.raises(BookkeepingError, match="-1"):
+    with pytest.raises(BookkeepingError):
         make(name).evict(-1, lambda extent, count: None)
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_form_of_the_design_documents(name: str) -> None:
-    policy: Any = make(name)
     candidates = [
         EvictionCandidate("old", [1, 2], 1.0),
         EvictionCandidate("held", [3, 4, 5], 0.0, is_pinned=True),
         EvictionCandidate("new", [6, 7], 3.0),
         EvictionCandidate("middle", [8], 2.0),
     ]
-    victims = policy.select_victims(candidates, required_blocks=3)
+
+    def fresh() -> EvictionPolicy:
+        return make(name)
+
+    victims = select_victims(fresh, candidates, required_blocks=3)
     assert "held" not in victims
     assert sum(len(c.block_ids) for c in candidates if c.sequence_id in victims) >= 3
-    assert policy.select_victims(candidates, required_blocks=6) == []
-    assert policy.num_evictable == 0
+    assert select_victims(fresh, candidates, required_blocks=6) == []
 
 
 def evicted(policy: EvictionPolicy, count: int) -> list[tuple[int, int]]:

@@ -74,6 +74,10 @@ class Registry(Generic[T]):
         """Every known name, sorted: files of the package and entry points. Imports no plug-in."""
         return sorted({*self._own_names(), *self._entry_points()})
 
+    def own_names(self) -> list[str]:
+        """The names of the package's own plug-ins, sorted."""
+        return sorted(self._own_names())
+
     def get(self, name: str) -> Callable[..., T]:
         """The class (or factory) of that name; raises `UnknownNameError` with the list of names."""
         plugin = self._find(name)
@@ -143,12 +147,10 @@ class Registry(Generic[T]):
 
     def _from_path(self, path: str) -> Any:
         module_name, _, attribute = path.partition(":")
-        try:
-            found = importlib.util.find_spec(module_name)
-        except (ImportError, ValueError):
-            found = None
-        if found is None:
-            raise UnknownNameError(f"{self.kind} {path!r}: there is no module {module_name!r} to import")
+        if not _can_import(module_name):
+            raise UnknownNameError(
+                f"{self.kind} {path!r}: there is no module {module_name!r}, in this directory neither"
+            )
         module = importlib.import_module(module_name)
         if not hasattr(module, attribute):
             public = [name for name in vars(module) if not name.startswith("_")]
@@ -186,6 +188,22 @@ class Registry(Generic[T]):
             raise ConfigError(
                 f"{self.kind} {name!r} needs {', '.join(missing)}; it takes {', '.join(named)}."
             )
+
+
+def _can_import(module_name: str) -> bool:
+    """Whether there is such a module; the working directory is looked into last, and then stays on the
+    path."""
+    folder = str(Path.cwd())
+    added = folder not in sys.path and "" not in sys.path
+    if added:
+        sys.path.append(folder)
+    try:
+        found = importlib.util.find_spec(module_name) is not None
+    except (ImportError, ValueError):
+        found = False
+    if added and not found:
+        sys.path.remove(folder)
+    return found
 
 
 def _is_plugin(path: Path) -> bool:

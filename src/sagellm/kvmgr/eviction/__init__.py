@@ -1,6 +1,6 @@
 """Eviction: which KV to give up first."""
 
-from sagellm.kvmgr.eviction._candidates import EvictionCandidate
+from sagellm.kvmgr.eviction._candidates import EvictionCandidate, select_victims
 from sagellm.kvmgr.eviction._cost import PrefillCostModel
 from sagellm.kvmgr.eviction.adaptive import AdaptiveEvictionPolicy
 from sagellm.kvmgr.eviction.cost_benefit import CostBenefitMigration
@@ -14,4 +14,5 @@ __all__ = [
     "LRUEvictionPolicy",
     "PrefillCostModel",
     "jain_index",
+    "select_victims",
 ]
