@@ -405,9 +405,8 @@ class CapabilityDescriptor:
 
     `sliding_window`: no token in any layer attends further back; None where a layer sees everything.
     `num_host_blocks`: blocks in host memory, tier 'dram'; `host_copy_s`: seconds to copy one there or back.
-    `prefill_token_s`: seconds for each token of a long prompt, 0 where that is not known.
-    `weight_bytes`: what a step reads of the weights at least, 0 where there are none.
-    """
+    `prefill_token_s`: seconds per token of a long prompt (0: unknown), `_squared_s`: and per token in front.
+    `weight_bytes`: what a step reads of the weights at least, 0 where there are none."""
 
     device: str
     dtype: str
@@ -423,6 +422,7 @@ class CapabilityDescriptor:
     num_host_blocks: int = 0
     host_copy_s: float = 0.0
     prefill_token_s: float = 0.0
+    prefill_token_squared_s: float = 0.0
     weight_bytes: int = 0
 
 

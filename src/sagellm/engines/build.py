@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,14 @@ from sagellm.core.events import EventBus
 from sagellm.core.files import read_text
 from sagellm.core.garbage import nothing_collected
 from sagellm.core.protocols.engine import EngineCore, InferenceBackend
-from sagellm.core.protocols.eviction import EvictionPolicy
+from sagellm.core.protocols.eviction import CostBenefitModel, EvictionPolicy
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
 from sagellm.core.types import CapabilityDescriptor
 from sagellm.engines.config_file import read_config_file
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
+from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.free_list import GPUKVPool
 from sagellm.kvmgr.kv_pool.quota import QuotaManager
 from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
@@ -76,12 +78,14 @@ def build_kv(
     window: int | None = None,
     swap: SwapSpace | None = None,
     prefill_token_s: float = 0.0,
+    cost_model: CostBenefitModel | None = None,
     clock: Clock | None = None,
     events: EventBus | None = None,
 ) -> KVCacheManager:
     """Pool, quota, eviction policy and prefix index, joined by a manager; `KVCacheManager` says what the
-    other arguments are."""
+    other arguments are. `cost_model`: for policies that weigh what computing KV again takes."""
     clock, events = clock or MonotonicClock(), events or EventBus()
+    cost_model = cost_model or PrefillCostModel(config.block_size)
     _check_given(config.eviction_options)
     quota = build_quota(config, num_blocks)
     pool = registry("pool").create(
@@ -91,7 +95,7 @@ def build_kv(
         config.index,
         block_size=config.block_size,
         policy_factory=lambda: make_policy(
-            config.eviction, capacity=num_blocks, clock=clock, **config.eviction_options
+            config.eviction, capacity=num_blocks, clock=clock, model=cost_model, **config.eviction_options
         ),
         events=events,
         clock=clock,
@@ -116,13 +120,20 @@ def build_kv(
 
 
 def make_policy(
-    name: str, /, *, capacity: int, clock: Clock, seed: int = 0, **options: Any
+    name: str,
+    /,
+    *,
+    capacity: int,
+    clock: Clock,
+    seed: int = 0,
+    model: CostBenefitModel | None = None,
+    **options: Any,
 ) -> EvictionPolicy:
-    """An eviction policy by name; it is told the size of the pool in blocks, the clock and the seed, and
-    given a predictor, where its constructor asks for them."""
+    """An eviction policy by name; it is told the size of the pool in blocks, the clock, the seed and what
+    computing KV again takes, and given a predictor, where its constructor asks for them."""
     policies = registry("policy")
     asked = policies.options(name)
-    told = {"capacity": capacity, "clock": clock, "seed": seed}
+    told = {"capacity": capacity, "clock": clock, "seed": seed, "model": model}
     if "predictor" in asked:
         told["predictor"] = ReuseTable()
     given = {key: value for key, value in told.items() if key in asked} | options
@@ -136,7 +147,7 @@ def make_policy(
 
 def _check_given(options: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for options of a policy that the engine itself gives."""
-    given = sorted({"capacity", "clock", "seed", "predictor"} & options.keys())
+    given = sorted({"capacity", "clock", "seed", "predictor", "model"} & options.keys())
     if given:
         raise ConfigError(f"kv.eviction_options: {', '.join(given)} is given by the engine: leave it out")
 
@@ -144,10 +155,26 @@ def _check_given(options: Mapping[str, Any]) -> None:
 def swap_policy(engine: EngineCore, name: str, /, **options: Any) -> None:
     """Another eviction policy on a live engine, by name; the cache stays as it is. Raises `UnknownNameError`
     or `ConfigError` while nothing has changed."""
-    capacity, clock = engine.capability().num_blocks, engine.clock
+    capability, clock = engine.capability(), engine.clock
+    capacity, model = capability.num_blocks, prefill_costs(capability)
     _check_given(options)
-    make_policy(name, capacity=capacity, clock=clock, **options)
-    engine.set_policy(lambda: make_policy(name, capacity=capacity, clock=clock, **options))
+    make_policy(name, capacity=capacity, clock=clock, model=model, **options)
+    engine.set_policy(lambda: make_policy(name, capacity=capacity, clock=clock, model=model, **options))
+
+
+def prefill_costs(capability: CapabilityDescriptor) -> PrefillCostModel:
+    """What computing KV again takes with a backend: as it was measured, or else in the order of
+    `PrefillCostModel`'s defaults."""
+    costs = PrefillCostModel(capability.block_size)
+    if capability.kv_schema is not None:
+        costs = replace(costs, bytes_per_block=capability.kv_schema.bytes_per_block)
+    if not capability.prefill_token_s:
+        return costs
+    return replace(
+        costs,
+        seconds_per_token=capability.prefill_token_s,
+        seconds_per_token_squared=capability.prefill_token_squared_s,
+    )
 
 
 def build_swap(capability: CapabilityDescriptor) -> SwapSpace | None:
@@ -278,6 +305,7 @@ def build_backend(config: Config, *, progress: Progress | None = None) -> Infere
         num_blocks=config.kv.num_blocks,
         kv_memory_fraction=config.kv.memory_fraction,
         host_memory_bytes=_host_memory_bytes(config),
+        measure_prefill="model" in registry("policy").options(config.kv.eviction),
         max_num_seqs=config.scheduler.max_num_seqs,
         threads=config.engine.threads,
         seed=config.engine.seed,
@@ -308,6 +336,7 @@ def build_engine(
         window=capability.sliding_window,
         swap=build_swap(capability),
         prefill_token_s=capability.prefill_token_s,
+        cost_model=prefill_costs(capability),
         clock=clock,
         events=events,
     )

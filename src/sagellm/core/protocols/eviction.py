@@ -8,11 +8,15 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Use(NamedTuple):
-    """A request that used an extent: tokens that it generated, and leading blocks of its prompt that it found
-    here."""
+    """A request that used an extent: tokens that it generated, leading blocks of its prompt that it found
+    here, and blocks of its prompt in all (0: not known); its priority (higher is served first), and the
+    seconds that it may take to its first token (None: no goal)."""
 
     num_output_tokens: int = 0
     num_reused_blocks: int = 0
+    num_prompt_blocks: int = 0
+    priority: int = 0
+    ttft_slo_s: float | None = None
 
 
 NO_USE = Use()

@@ -68,7 +68,8 @@ class NativeBackend:
     is computed in float32 (see `precision`), unless `compute_dtype` says otherwise. The pool has `num_blocks`
     blocks, or as many as `kv_memory_bytes`, or `kv_memory_fraction` of what is available, hold, but never
     more than `max_num_seqs` sequences of `max_model_len` tokens can use. `host_memory_bytes`: for the KV of
-    requests that are preempted; what swapping and computing again take is measured then. `threads` defaults
+    requests that are preempted; what swapping and computing again take is measured then, and the latter with
+    `measure_prefill` too. `threads` defaults
     to one for each 8 M parameters, at most one for each physical core that this process may use.
     `progress(bytes_done, bytes_total)` is called while weights are loaded. `kernels` is asked, on a CPU, for
     kernels that are measured against torch's; where they are faster, matrices stay in the checkpoint's dtype,
@@ -96,6 +97,7 @@ class NativeBackend:
         kv_memory_fraction: float | None = None,
         kv_memory_bytes: int | None = None,
         host_memory_bytes: int = 0,
+        measure_prefill: bool = False,
         max_num_seqs: int = 64,
         max_model_len: int | None = None,
         threads: int | None = None,
@@ -140,7 +142,7 @@ class NativeBackend:
         self._rows = BatchRows(
             max_num_seqs, self._max_model_len, blocks, block_size, self._spec.vocab_size, seed
         )
-        self._measure_returning()
+        self._measure_returning(num_parameters(plan), prefill=measure_prefill)
 
     def _pool(self, blocks: int, block_size: int, host_memory_bytes: int, *, has_scratch: bool) -> PagedKV:
         check_host(host_memory_bytes)
@@ -151,14 +153,20 @@ class NativeBackend:
             has_scratch=has_scratch,
         )  # fmt: skip
 
-    def _measure_returning(self) -> None:
-        """What swapping a preempted request and computing it again take, where there is room for swapping."""
-        self._host_copy_s = self._prefill_token_s = 0.0
+    def _measure_returning(self, num_weights: int, *, prefill: bool) -> None:
+        """What swapping a preempted request takes, where there is room for that, and computing it again.
+
+        A token takes 2 FLOPs per parameter, and 4 per layer, unit of the heads and token in front of it.
+        """
+        self._host_copy_s = self._prefill_token_s = self._prefill_token_squared_s = 0.0
+        spec, clock = self._spec, MonotonicClock()
         if self._kv.num_host_blocks:
-            clock = MonotonicClock()
-            most = min(self._max_model_len, self._kv.num_blocks * self._kv.block_size)
             self._host_copy_s = host_copy_s(self._kv, clock)
+        if self._kv.num_host_blocks or prefill:
+            most = min(self._max_model_len, self._kv.num_blocks * self._kv.block_size)
             self._prefill_token_s = prefill_token_s(self.execute, most, self._kv.block_size, clock)
+            attention_share = 4 * spec.num_layers * spec.num_heads * spec.head_dim / (2 * num_weights)
+            self._prefill_token_squared_s = self._prefill_token_s * attention_share
 
     def _load(
         self, folder: Path, plan: list[Parameter], dtype: str, compute_dtype: str, progress: Progress | None,
@@ -233,6 +241,7 @@ class NativeBackend:
             num_host_blocks=self._kv.num_host_blocks,
             host_copy_s=self._host_copy_s,
             prefill_token_s=self._prefill_token_s,
+            prefill_token_squared_s=self._prefill_token_squared_s,
             weight_bytes=self._weight_bytes,
         )
 

@@ -44,6 +44,9 @@ class SimulatedBackend:
         self._clock = clock
         self._on_step = on_step
         self._bytes_per_block = model.kv_bytes_per_token * block_size
+        prefill_s, behind_s = (
+            cost_model.step_s(StepShape(prefills=((first, LONG_PROMPT),))) for first in (0, LONG_PROMPT)
+        )
         self._capability = CapabilityDescriptor(
             cost_model.device.name,
             model.dtype,
@@ -56,7 +59,8 @@ class SimulatedBackend:
             memory_bytes=cost_model.device.memory_bytes,
             num_host_blocks=host_memory_bytes // self._bytes_per_block,
             host_copy_s=cost_model.moves_s({("hbm", "dram"): self._bytes_per_block}),
-            prefill_token_s=cost_model.step_s(StepShape(prefills=((0, LONG_PROMPT),))) / LONG_PROMPT,
+            prefill_token_s=prefill_s / LONG_PROMPT,
+            prefill_token_squared_s=(behind_s - prefill_s) / LONG_PROMPT**2,
         )
         self._tokens: dict[int, int] = {}
         self._wants_logprobs: set[int] = set()

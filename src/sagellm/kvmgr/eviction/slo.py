@@ -21,8 +21,9 @@ NO_WISH: Wish = (0, -math.inf)
 class SLOEvictionPolicy(QueuedPolicy):
     """Lower priorities go first; within one, LRU in which an extent looks younger by what its loss risks.
 
-    A request has `ttft_slo_s` until its first token. Recomputing an extent takes part of that slack: the
-    larger the part, the younger the extent looks, by `patience_s` where the whole slack would be gone.
+    The priority and the goal for the first token are those of the request that used the extent last; one
+    without a goal has `ttft_slo_s`. Recomputing an extent takes part of that time: the larger the part, the
+    younger the extent looks, by `patience_s` where all of it would be gone.
     `hint(priority=..., duration_s=...)` sets the priority, and lets the extent look as if used when the
     duration ends; `wanted_by` keeps it until nothing else is left. The clock must be that of `used_s`.
     """
@@ -72,13 +73,13 @@ class SLOEvictionPolicy(QueuedPolicy):
         self._put(extent, self._queue, self._rank(extent, wish))
 
     def _own_wish(self, extent: Extent) -> Wish:
-        """Some extents bring a priority of their own, though the contract does not ask for it."""
-        priority = getattr(extent, "priority", 0)
+        """The last request's priority; a candidate brings one of its own."""
+        priority = extent.use.priority or getattr(extent, "priority", 0)
         return (priority, -math.inf) if priority else NO_WISH
 
     def _rank(self, extent: Extent, wish: Wish) -> tuple[float, ...]:
         when_s, last_use, depth = recency(extent)
-        risk = min(1.0, self._model.recompute_s(extent) / self._ttft_slo_s)
+        risk = min(1.0, self._model.recompute_s(extent) / (extent.use.ttft_slo_s or self._ttft_slo_s))
         when_s = max(when_s + risk * self._patience_s, wish[1])
         return (wish[0], when_s, last_use, depth)
 

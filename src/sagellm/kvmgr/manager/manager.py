@@ -247,7 +247,16 @@ class KVCacheManager(Quotes):
             self._register(sequence, state.num_computed)
         else:
             self._registrar.discard(sequence)
-        self.index.unpin(sequence.hit, Use(state.num_output_tokens, sequence.num_reused_blocks))
+        num_prompt_blocks = state.num_prompt_tokens // self.block_size
+        request = state.request
+        use = Use(
+            state.num_output_tokens,
+            sequence.num_reused_blocks,
+            num_prompt_blocks,
+            request.priority,
+            request.slo.ttft_s,
+        )
+        self.index.unpin(sequence.hit, use)
         try:
             self.pool.free(sequence.own)
         except Exception:
