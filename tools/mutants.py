@@ -44,16 +44,27 @@ NEAREST: Mapping[str, tuple[str, ...]] = {
     "kvmgr/prefix_cache": ("contracts/test_prefix_index.py", "kvmgr/test_radix.py", "kvmgr/test_hashed.py"),
     "kvmgr/kv_pool": ("contracts/test_kv_pool.py", "kvmgr/test_quota.py", "engines/test_engine_fuzz.py"),
     "kvmgr/manager": ("kvmgr/test_manager.py", "kvmgr/test_books.py", "engines/test_engine_fuzz.py"),
-    "kvmgr/scheduler_ir": ("kvmgr/scheduler_ir/test_batch.py", "engines/test_engine.py"),
+    "kvmgr/scheduler_ir": (
+        "kvmgr/scheduler_ir/test_batch.py",
+        "engines/test_engine.py",
+        "benchmarks/simulate/test_leaps.py",
+    ),
     "kvmgr/eviction": ("kvmgr/test_eviction_adaptive.py",),
     "engines": ("engines/test_engine.py", "engines/test_engine_fuzz.py", "engines/test_overlap.py"),
 }
 """By the beginning of a module's path: the tests that notice most of its mutants."""
-ELSEWHERE = ("lifetime", "learned", "predictive", "llm")
+ELSEWHERE = ("lifetime", "learned", "predictive", "llm", "graph", "text", "calibrate", "devices", "outputs")
 """Tests that say nothing of these modules, and take their time."""
 ALL = tuple(
     str(path.relative_to(ROOT / "tests"))
-    for folder in ("contracts", "kvmgr", "engines")
+    for folder in (
+        "contracts",
+        "kvmgr",
+        "kvmgr/scheduler_ir",
+        "engines",
+        "engines/simulator",
+        "benchmarks/simulate",
+    )
     for path in sorted((ROOT / "tests" / folder).glob("test_*.py"))
     if not any(word in path.name for word in ELSEWHERE)
 )
