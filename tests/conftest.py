@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from sagellm.kvmgr.manager import KVCacheManager
 
@@ -25,6 +25,7 @@ settings.register_profile(
 _CALM = settings.get_profile("sagellm")
 settings.register_profile("slow", parent=_CALM, max_examples=100)
 settings.register_profile("explore", parent=_CALM, derandomize=False, max_examples=1000)
+settings.register_profile("mutants", parent=_CALM, phases=(Phase.explicit, Phase.generate))  # shrinks nothing
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "sagellm"))
 
 

@@ -187,7 +187,12 @@ def passes(source: Path, tests: Sequence[str], *, verbose: bool) -> bool:
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "-m", markers, *(f"tests/{one}" for one in tests)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(source),
+            "HYPOTHESIS_PROFILE": "mutants",
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         check=False,
