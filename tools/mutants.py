@@ -183,7 +183,8 @@ def is_killed(mutant: Mutant, *, verbose: bool) -> bool:
 def passes(source: Path, tests: Sequence[str], *, verbose: bool) -> bool:
     """Whether these tests pass on the package in the folder `source`."""
     markers = "not gpu and not slow and not peer and not traces"
-    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", f"--timeout={SECONDS_PER_TEST}"]
+    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider"]
+    options += [f"--timeout={SECONDS_PER_TEST}", "--timeout-method=thread"]  # a hang ends the process
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "-m", markers, *(f"tests/{one}" for one in tests)],
         cwd=ROOT,
