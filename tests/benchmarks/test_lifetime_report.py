@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sagellm.cli._bench_lifetime import lifetime
+from sagellm.cli._bench_output import Output
 from sagellm.cli._commands import app
 from sagellm.core.errors import ConfigError, UnknownNameError
 
@@ -82,5 +83,6 @@ def test_what_cannot_be_is_refused_with_what_could(
     settings: dict[str, Any] = {"traces": None, "workload": None, "predictor": None, "out": None}
     settings |= {"part": "test", "after": 0} | given
     wrapped: Any = getattr(lifetime, "__wrapped__", lifetime)
+    output = Output(settings.pop("out"), markdown=False)
     with pytest.raises(error, match=text):
-        wrapped(**settings)
+        wrapped(**settings, output=output)

@@ -149,7 +149,7 @@ def test_what_is_printed_can_be_parsed(run: Any) -> None:
         (["a=4+1", "--request", "b"], "--request 'b': no such request. Known: a."),
         (["a=4+1", "--steps", "0"], "--steps and --limit begin with 1"),
         (["a=4+1", "--step-ms", "0"], "--step-ms 0.0: write milliseconds above 0"),
-        (["a=40+1", "--num-blocks", "1"], "the prompt has 40 tokens"),
+        (["a=40+1", "--num-blocks", "1"], "maximum context length is 16 tokens, but the prompt has 40"),
         (["--requests", "nowhere.jsonl"], "cannot read the requests in nowhere.jsonl"),
     ],
 )

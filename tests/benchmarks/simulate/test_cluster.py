@@ -161,7 +161,7 @@ def test_what_the_engine_refuses_is_rejected_with_its_reason() -> None:
     made = trace(request(0, 50, 1, session="a"), request(0, 8, 1, session="a"))
     first, second = served(made, machine=Boastful(blocks=10), spec=WorkloadSpec(turns=Turns(0.0))).served
     assert first.outcome is Outcome.REJECTED
-    assert "the prompt has 50 tokens, at most 39 fit" in first.reason
+    assert "maximum context length is 40 tokens, but the prompt has 50" in first.reason
     assert second.outcome is Outcome.FINISHED, "the session goes on"
 
 
