@@ -18,6 +18,9 @@ BULK_SHARE = 8
 """The last element of a path is one call (an HTTP request). Calls of one client are served in order of
 arrival; those that want more than an eighth of the rows (bulk calls) take turns and yield to the others."""
 
+MAX_ENDED = 256
+"""Requests that have ended and are remembered, beyond as many as wait or run, before they are looked for."""
+
 
 @dataclass(slots=True, eq=False)
 class _Node:
@@ -61,6 +64,7 @@ class ClientShares:
         self._running: dict[RequestState, None] = {}
         self._batch: list[RequestState] = []
         self._num_contests = 0
+        self._forget_at = MAX_ENDED
         self._turns: dict[RequestState, tuple[int, ...]] = {}
 
     @property
@@ -81,15 +85,17 @@ class ClientShares:
         bulk_size = max(1, max_num_seqs // BULK_SHARE)
         for state in arrived:
             self._add(state, bulk_size)
-        if self.knows(running):
-            return False
-        members = dict.fromkeys(running)
-        for state in members:
-            self._add(state, bulk_size)
-        self._running, self._batch = members, running.copy()
-        for state in [one for one in self._chains if one.status is RequestStatus.FINISHED]:
-            self._remove(state)
-        return True
+        has_changed = not self.knows(running)
+        if has_changed:
+            members = dict.fromkeys(running)
+            for state in members:
+                self._add(state, bulk_size)
+            self._running, self._batch = members, running.copy()
+        if has_changed or len(self._chains) > self._forget_at:
+            for state in [one for one in self._chains if one.status is RequestStatus.FINISHED]:
+                self._remove(state)
+            self._forget_at = 2 * len(self._chains) + MAX_ENDED
+        return has_changed
 
     def arrange(
         self,
