@@ -21,6 +21,9 @@ main()
 INTERRUPTED = """
 import signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a background job
+
+
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
         if name == "sagellm.core.config":
