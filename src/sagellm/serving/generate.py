@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from json import JSONEncoder
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
-from sagellm.core.errors import UnsupportedParameterError
+from sagellm.core.errors import RequestError, UnsupportedParameterError
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import Completion, Usage
 from sagellm.serving.access_log import record_of
@@ -21,6 +23,9 @@ from sagellm.serving.reader import RequestReader
 from sagellm.serving.replies import ChatReply, CompletionReply, Head, Reply
 from sagellm.serving.schema import ChatRequest, CompletionRequest, GenerationFields
 from sagellm.serving.sse import EventStream, closed_on_disconnect, events
+
+MAX_LOGPROB_ENTRIES = 2**20
+"""Of one request at a time: each takes about 250 bytes of memory and 25 to 60 of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ class Generator:
             raise UnsupportedParameterError(f"{where} needs kv.miss_attribution: true on the server", where)
         for tokens in prompts:
             self.gateway.llm.resolve(tokens, params)
+        check_logprobs(prompts, params, self.gateway.llm.max_model_len, stream=bool(body.stream))
         generation = self.gateway.open(
             prompts,
             params,
@@ -140,6 +146,36 @@ async def _whole(
         if generation.closed:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
     usage = sum((completion.usage for completion in completions), Usage())
-    if any(choice.prompt_logprobs for one in completions for choice in one.choices):  # they may be many
-        return await run_in_threadpool(lambda: JSONResponse(reply.whole(completions, usage)))
+    choices = [choice for completion in completions for choice in completion.choices]
+    if any(choice.prompt_logprobs or choice.logprobs for choice in choices):  # they may be many
+        return await run_in_threadpool(lambda: _written(reply.whole(completions, usage)))
     return JSONResponse(reply.whole(completions, usage))
+
+
+def _written(answer: dict[str, Any]) -> Response:
+    """The answer, written choice by choice: the interpreter serves no other thread while one value is."""
+    encoder = JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    choices = ",".join(map(encoder.encode, answer["choices"]))
+    rest = encoder.encode({name: value for name, value in answer.items() if name != "choices"})
+    return Response(f'{rest[:-1]},"choices":[{choices}]}}', media_type="application/json")
+
+
+def check_logprobs(
+    prompts: Sequence[Tokens], params: SamplingParams, max_model_len: int, *, stream: bool
+) -> None:
+    """Raise `RequestError` where the log-probabilities that the answer holds at one time could take hundreds
+    of megabytes: those of prompts and, without a stream, of what is generated. One choice always may have
+    them."""
+    num_entries = 0
+    for tokens in prompts:
+        if params.prompt_logprobs is not None:
+            num_entries += params.n * len(tokens) * (1 + params.prompt_logprobs)
+        if params.logprobs is not None and not stream:
+            room = max_model_len - len(tokens)
+            most = room if params.max_tokens is None else min(room, params.max_tokens)
+            num_entries += params.n * most * (1 + params.logprobs)
+    per_token = 1 + max(params.prompt_logprobs or 0, params.logprobs or 0)
+    allowed = max(MAX_LOGPROB_ENTRIES, max_model_len * per_token)
+    if num_entries > allowed:
+        asked = f"the answer could hold {num_entries} log-probabilities, at most {allowed} are allowed"
+        raise RequestError(f"{asked}: send fewer prompts, a smaller n, max_tokens or logprobs", "logprobs")

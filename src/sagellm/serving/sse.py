@@ -52,11 +52,11 @@ async def events(
     continuous_usage: bool,
 ) -> AsyncIterator[bytes]:
     """The events of a generation up to `[DONE]`, joined where a client lags. An error is the last event."""
-    usages = [Usage()] * num_prompts
+    usages, total = [Usage()] * num_prompts, Usage()
 
     def dressed(chunk: dict[str, Any]) -> bytes:
         if continuous_usage:
-            chunk["usage"] = reply.head.usage(sum(usages, Usage()))
+            chunk["usage"] = reply.head.usage(total)
         elif include_usage:
             chunk["usage"] = None
         return event(chunk)
@@ -70,6 +70,7 @@ async def events(
         async for batch in generation:
             pieces: list[bytes] = []
             for position, delta in batch:
+                total += delta.usage - usages[position]
                 usages[position] = delta.usage
                 if delta.prompt_logprobs:  # they may be many
                     pieces += await run_in_threadpool(parts, position, delta)
@@ -81,7 +82,7 @@ async def events(
         yield event(body_of(error))
         return
     if include_usage:
-        yield event(reply.closing(sum(usages, Usage())))
+        yield event(reply.closing(total))
     yield DONE
 
 

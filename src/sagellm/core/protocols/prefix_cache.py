@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from operator import add
+from operator import add, sub
 from typing import Any, NamedTuple, Protocol
 
 from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Hint, Use
@@ -165,6 +165,10 @@ class MissCounts(NamedTuple):
     def plus(self, other: MissCounts | None) -> MissCounts:
         """The sums of both, by cause."""
         return self if other is None else MissCounts(*map(add, self, other))
+
+    def minus(self, other: MissCounts | None) -> MissCounts:
+        """The differences, by cause."""
+        return self if other is None else MissCounts(*map(sub, self, other))
 
 
 class MissObserver(Protocol):

@@ -31,6 +31,15 @@ class Usage:
             other.misses if self.misses is None else self.misses.plus(other.misses),
         )
 
+    def __sub__(self, other: Usage) -> Usage:
+        """What came since `other`, which is an earlier usage of the same requests."""
+        return Usage(
+            self.prompt_tokens - other.prompt_tokens,
+            self.completion_tokens - other.completion_tokens,
+            self.cached_tokens - other.cached_tokens,
+            self.misses if self.misses is None else self.misses.minus(other.misses),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
