@@ -134,6 +134,30 @@ def test_a_request_waits_for_another_class_of_its_tenant_below_their_ceiling() -
     assert outcomes(engine) == {"first": None, "second": None}
 
 
+def crossed(preset: str) -> Engine:
+    """Class `flex` has 4 blocks at most; a request of another class runs, and reads 3 that it has computed."""
+    backend = TokenMemoryBackend(num_blocks=16, block_size=4)
+    shares = {"flex": {"ceiling": 0.25}}
+    engine = fake_engine(backend, passes=make(preset), class_shares=shares)
+    engine.add(request("before", range(12), 1, service_class="flex"))
+    assert outcomes(engine) == {"before": None}
+    engine.add(request("reader", range(14), 12))
+    engine.step()
+    return engine
+
+
+@pytest.mark.parametrize("preset", ["fifo", "priority", "fair", "vllm-like"])
+@pytest.mark.parametrize("num_prompt_tokens", [10, 3])
+def test_a_request_waits_for_blocks_below_its_ceiling_that_another_class_reads(
+    preset: str, num_prompt_tokens: int
+) -> None:
+    """At its admission, or at its next block: nothing that runs counts on its ceiling, and yet it is not
+    alone."""
+    engine = crossed(preset)
+    engine.add(request("late", [7] * num_prompt_tokens, 12 - num_prompt_tokens, service_class="flex"))
+    assert outcomes(engine) == {"reader": None, "late": None}
+
+
 def test_a_forgotten_account_can_still_give_back_nothing() -> None:
     engine = fake_engine(TokenMemoryBackend(num_blocks=64), tenant_shares={"a": {"guaranteed": 0.25}})
     engine.add(request("first", range(12), 1, service_class=""))

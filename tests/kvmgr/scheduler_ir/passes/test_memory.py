@@ -190,9 +190,9 @@ def test_who_waits_behind_another_is_told_so() -> None:
     ]
 
 
-def test_a_rejected_one_lets_nobody_overtake() -> None:
-    """Where a tenant's ceiling can never hold a prompt, it is refused with its own figures; who came later
-    waits on behind who came first."""
+def test_what_a_ceiling_keeps_out_is_refused_when_nothing_runs() -> None:
+    """With its own figures. While others run it waits, and nobody overtakes whoever came before it: by a
+    prefix that they share they may use blocks that count on the ceiling."""
 
     class Capped(DeskView):
         def budget(self) -> BlockBudget:
@@ -203,10 +203,12 @@ def test_a_rejected_one_lets_nobody_overtake() -> None:
     waiting = [state("large", 40), state("never", 16, tenant="poor"), state("small", 4)]
     draft = _asked(Capped(available=4), *waiting)
     assert [(one.request_id, one.action) for one in draft.decisions] == [
-        ("large", "wait"), ("never", "reject"), ("small", "wait"),
+        ("large", "wait"), ("never", "wait"), ("small", "wait"),
     ]  # fmt: skip
-    assert draft.rejected == {"never": "out of KV memory: its prompt needs 4 blocks, 2 are available"}
     assert draft.chunks == {}
+    draft = _asked(Capped(available=4), *waiting[1:], running=0)
+    assert draft.rejected == {"never": "out of KV memory: its prompt needs 4 blocks, 2 are available"}
+    assert list(draft.chunks) == ["small"]
 
 
 def _preemptions(passes: list[SchedulerPass]) -> int:

@@ -81,8 +81,7 @@ class MemoryAwarePreemptionPass:
                 rivals = budget.competitors(state, price, keepers)
                 victim = choose_victim(self.victims, rivals, state, view.kv)
                 if victim is None:
-                    alone = not draft.preempted and len(rivals) == 1
-                    self._give_up(draft, state, price, budget.left(state), alone=alone)
+                    self._give_up(draft, state, price, budget.left(state), keepers)
                     break
                 keepers.remove(victim)
                 self._preempt(draft, victim, state)
@@ -107,13 +106,20 @@ class MemoryAwarePreemptionPass:
             cost = f"{price.swap_s * 1e3:.3g} ms to copy, {price.recompute_s * 1e3:.3g} ms to compute again"
             draft.say(self.name, state, "swap", f"{price.num_host_blocks} blocks to host memory: {cost}")
 
-    def _give_up(self, draft: Draft, state: RequestState, price: int, left: int, *, alone: bool) -> None:
-        """A request that is alone (below the ceiling that is in the way) and does not fit can never go on;
-        any other goes on when blocks come back."""
+    def _give_up(
+        self, draft: Draft, state: RequestState, price: int, left: int, keepers: list[RequestState]
+    ) -> None:
+        """A request that is alone and does not fit can never go on; any other goes on when blocks come back.
+
+        Those below other ceilings may use blocks that count on its own, by a prefix that they share: they end
+        before it, or leave, the last first, where it is the first."""
         reason = f"it needs {price} blocks, {left} are available"
-        if alone:
-            self._reject(draft, state, reason)
-            return
+        if not draft.preempted:
+            if len(keepers) == 1:
+                self._reject(draft, state, reason)
+                return
+            if keepers[0] is state:
+                self._preempt(draft, keepers.pop(), state)
         draft.hold(state)
         draft.say(self.name, state, "hold", reason)
 
@@ -137,7 +143,7 @@ class MemoryAwarePreemptionPass:
                 holders.append(state)
                 continue
             reason = self._why(price, budget.left(state), kept)
-            if not fits and not draft.preempted and not budget.competitors(state, price, holders):
+            if not fits and not draft.preempted and not holders:
                 self._reject(draft, state, reason)
                 continue
             del draft.chunks[state.request_id]
