@@ -119,19 +119,26 @@ class Case:
         )
 
     def fits_alone(self, one: Request, num_pinned: int) -> bool:
-        """Whether the request could end with nothing else running, whatever the cache holds then."""
-        tenant, service_class = one.namespace.tenant, one.service_class
-        guaranteed = sum(
-            _blocks(self.num_blocks, share["guaranteed"])
-            for own, shares in ((tenant, self.tenant_shares), (service_class, self.class_shares))
-            for name, share in shares.items()
-            if name != own
-        )
-        own_shares = self.tenant_shares.get(tenant, {}), self.class_shares.get(service_class, {})
-        ceiling = _blocks(self.num_blocks, min(share.get("ceiling", 1.0) for share in own_shares))
+        """Whether the request could end with nothing else running, whatever the cache holds then: cached
+        blocks that are guaranteed to other tenants may count on a ceiling of its class, and those that are
+        guaranteed to other classes on one of its tenant."""
+        tenants, classes = self.tenant_shares, self.class_shares
+        of_tenants = self._guaranteed(tenants, one.namespace.tenant)
+        of_classes = self._guaranteed(classes, one.service_class)
+        room = self.num_blocks - of_tenants - of_classes
+        for shares, own, others in (
+            (tenants, one.namespace.tenant, of_classes),
+            (classes, one.service_class, of_tenants),
+        ):
+            ceiling = shares.get(own, {}).get("ceiling")
+            if ceiling is not None:
+                room = min(room, _blocks(self.num_blocks, ceiling) - others)
         assert one.params.max_tokens is not None
         needed = -(-(len(one.tokens) + one.params.max_tokens - 1) // self.block_size)
-        return needed <= ceiling - guaranteed - num_pinned
+        return needed <= room - num_pinned
+
+    def _guaranteed(self, shares: dict[str, dict[str, float]], but: str) -> int:
+        return sum(_blocks(self.num_blocks, one["guaranteed"]) for name, one in shares.items() if name != but)
 
 
 TEXTS = (list(range(96)), [7] * 96)

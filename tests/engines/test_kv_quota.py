@@ -135,7 +135,7 @@ def test_a_request_waits_for_another_class_of_its_tenant_below_their_ceiling() -
 
 
 def crossed(preset: str) -> Engine:
-    """Class `flex` has 4 blocks at most; a request of another class runs, and reads 3 that it has computed."""
+    """Class `flex` has 4 blocks at most; a request of another class runs, and reads 3 that it computed."""
     backend = TokenMemoryBackend(num_blocks=16, block_size=4)
     shares = {"flex": {"ceiling": 0.25}}
     engine = fake_engine(backend, passes=make(preset), class_shares=shares)

@@ -20,6 +20,7 @@ from sagellm.core.types import Tokens
 
 _MARK = "\ufdd0"
 """A code point that Unicode reserves for use inside of a program (a noncharacter)."""
+_DELIMITER = re.compile(r"<[|\uff5c][^<>|\uff5c]*[|\uff5c]>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,19 @@ class RenderedChat:
 class ControlTokens:
     """The special tokens of a tokenizer, as text and as ids."""
 
-    def __init__(self, fast: FastTokenizer, model: Mapping[str, Any]) -> None:
-        """`model` is the part of that name of tokenizer.json."""
+    def __init__(self, fast: FastTokenizer, model: Mapping[str, Any], named: Collection[str] = ()) -> None:
+        """`model` is the part of that name of tokenizer.json. Added tokens are special that say so, that the
+        model's folder has a name for (`named`: that of its end, say) or that look like `_DELIMITER`: some
+        folders mark the tokens around a turn as ordinary ones.
+        """
         self._fast = fast
         added = fast.get_added_tokens_decoder()
-        self._ids = {token.content: i for i, token in added.items() if token.special and token.content}
+        self._ids = {
+            token.content: i
+            for i, token in added.items()
+            if token.content
+            and (token.special or token.content in named or _DELIMITER.fullmatch(token.content))
+        }
         unknown = model.get("unk_id") if "unk_id" in model else fast.token_to_id(model.get("unk_token") or "")
         self._control_ids = frozenset(self._ids.values()) - {unknown}
         """All but the one that stands for text that the vocabulary lacks."""

@@ -62,14 +62,16 @@ class Tokenizer:
         self._fast = fast
         self._special_in_messages = special_in_messages
         description = json.loads(fast.to_str())
-        self._control = ControlTokens(fast, description["model"])
         self.special_tokens = dict(special_tokens or {})
+        eos_token_ids = frozenset(eos_token_ids)
+        eos = {token for i in eos_token_ids if i >= 0 and (token := fast.id_to_token(i)) is not None}
+        self._control = ControlTokens(fast, description["model"], eos.union(self.special_tokens.values()))
         self.default_sampling = dict(default_sampling or {})
         self._template = (
             ChatTemplate(chat_template, self.special_tokens, self._control.texts) if chat_template else None
         )
-        eos = fast.token_to_id(self.special_tokens.get("eos_token", ""))
-        self._eos_token_ids = frozenset(eos_token_ids) | frozenset(() if eos is None else (eos,))
+        eos_id = fast.token_to_id(self.special_tokens.get("eos_token", ""))
+        self._eos_token_ids = eos_token_ids | frozenset(() if eos_id is None else (eos_id,))
         self._kinds = decoder_kinds(description.get("decoder"))
         added = fast.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
