@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,20 @@ def test_a_line_that_is_no_text_ends_nothing(fake: Any, capsys: pytest.CaptureFi
 def test_a_question_may_have_several_lines(fake: Any, typed: list[Any], asked: str) -> None:
     talk(fake, *typed)
     assert [one[0][-1]["content"] for one in fake.asked] == [asked]
+
+
+def test_a_pipe_gets_no_prompts(fake: Any) -> None:
+    prompts = []
+
+    def read(prompt: str) -> str:
+        prompts.append(prompt)
+        raise EOFError
+
+    for is_terminal in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.stdin", SimpleNamespace(isatty=lambda answer=is_terminal: answer))
+            Conversation(fake).talk(read)
+    assert prompts == ["", "> "]
 
 
 def test_sampling_parameters_are_set_and_taken_back(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:

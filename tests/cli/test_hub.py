@@ -118,7 +118,10 @@ def test_pull_then_models_and_doctor(hub: FakeHub, home: Path) -> None:
     ("arguments", "said"),
     [
         (("run", "-m", "org/none", "hi"), "'org/none' is no folder here"),
-        (("run", "-m", "org/demo", "--offline", "hi"), "taking it from the local cache failed"),
+        (
+            ("run", "-m", "org/demo", "--offline", "hi"),
+            "is not in the local cache. Without --offline, `sagellm pull org/demo`",
+        ),
         (("run", "-m", "org/pickled", "hi"), "the weights have to be safetensors files"),
         (("pull",), "which model? sagellm pull ORG/NAME"),
     ],
@@ -131,3 +134,9 @@ def test_what_cannot_be_fetched_is_one_line(
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
     assert weights(hub.fetched) == []
+
+
+def test_a_folder_that_holds_no_model_says_so(home: Path, tmp_path: Path) -> None:
+    done = sagellm(None, home, "run", "-m", str(tmp_path), "hi")
+    assert done.returncode == 2
+    assert "it has no config.json" in done.stderr

@@ -263,6 +263,8 @@ def test_at_the_end_of_a_block_it_is_closed() -> None:
         assert llm.has_work()
     assert not llm.has_work()
     assert engine.closed
+    with pytest.raises(RequestError, match="this LLM is closed"):
+        llm.generate("x")
 
 
 def test_it_says_what_it_is() -> None:

@@ -268,6 +268,14 @@ def test_unknown_models_routes_and_methods(live: Live) -> None:
         response = live.http.request(method, path)
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    for method, path in (("GET", "/v1/nothing"), ("GET", CHAT)):
+        assert "GET /openapi.json lists" in live.http.request(method, path).json()["error"]["message"]
+
+
+def test_an_unknown_field_within_a_field_is_named(live: Live) -> None:
+    error = refused(live, COMPLETIONS, 400, prompt="hi", slo={"ttft": 1})
+    assert error["param"] == "slo"
+    assert "slo: unknown field 'ttft'" in error["message"]
 
 
 def test_a_prompt_that_is_too_long(live: Live) -> None:

@@ -171,13 +171,14 @@ def _read_text(read: Callable[[str], str]) -> str:
     """A line, those that it goes on in after a backslash, or those between two lines of quotes. The end of
     input ends such lines, too.
     """
-    lines = [read("> ").strip()]
+    prompts = ("> ", ". ") if sys.stdin.isatty() else ("", "")  # from a pipe, stdout holds answers alone
+    lines = [read(prompts[0]).strip()]
     quoted = lines[0].startswith(QUOTES)
     lines[0] = lines[0].removeprefix(QUOTES)
     try:
         while QUOTES not in lines[-1] if quoted else lines[-1].endswith("\\"):
             lines[-1] = lines[-1] if quoted else lines[-1][:-1]
-            lines.append(read(". "))
+            lines.append(read(prompts[1]))
     except EOFError:
         pass
     if quoted:

@@ -171,7 +171,7 @@ def admin_check(admin_key: str | None) -> Callable[[Request], Awaitable[None]]:
 
     async def check(request: Request) -> None:
         if admin_key is None:
-            raise ForbiddenError("this server has no admin key (server.admin_key): it takes no changes")
+            raise ForbiddenError("changes need an admin key: start the server with server.admin_key set")
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         same = secrets.compare_digest(given.encode("latin-1"), admin_key.encode())
         if scheme.lower() != "bearer" or not same:

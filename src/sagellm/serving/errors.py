@@ -163,6 +163,8 @@ async def _no_route(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     status = HTTPStatus(error.status_code)
     message = f"{clipped(request.method)} {clipped(request.url.path)}: {status.phrase}"
+    if status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+        message += "; GET /openapi.json lists the endpoints and their methods"
     code = status.phrase.lower().replace(" ", "_")
     return JSONResponse(error_body(message, status, code=code), status, dict(error.headers or {}))
 

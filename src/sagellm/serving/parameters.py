@@ -209,6 +209,10 @@ def _readable(error: ValidationError) -> RequestError:
     path = _path(details[0]["loc"])
     messages = [one["msg"] for one in details if _path(one["loc"]) == path]
     message = " or ".join(dict.fromkeys(_lowered(text) for text in messages))
+    if details[0]["type"] == "extra_forbidden":
+        message = (
+            f"unknown field {clipped(str(details[0]['loc'][-1]))!r}; GET /openapi.json lists the known ones"
+        )
     return RequestError(f"{path or 'body'}: {message}", path or None)
 
 

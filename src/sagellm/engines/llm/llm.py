@@ -82,6 +82,7 @@ class LLM:
         self._group_of: dict[str, _Group] = {}
         self._undelivered: list[TextDelta] = []
         self._ids = itertools.count(1)
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<LLM {self.model_name!r}, context of {self.max_model_len} tokens>"
@@ -157,6 +158,8 @@ class LLM:
         first choice alone does the hints. `client` is the path of the sender, as of `Request`: scheduling
         shares the batch between clients.
         """
+        if self._closed:
+            raise RequestError("this LLM is closed: load it anew")
         _check_session(session_id)
         tokens = self.encode(prompt)
         params = self.resolve(tokens, params or self.sampling_params())
@@ -252,6 +255,7 @@ class LLM:
         """Abort what is open and release the engine."""
         for request_id in list(self._groups):
             self.abort(request_id)
+        self._closed = True
         self._engine.close()
 
     def generate(

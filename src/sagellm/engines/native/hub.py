@@ -54,11 +54,15 @@ def model_folder(
     cache; `revision` is a branch, tag or commit there. With `offline`, or HF_HUB_OFFLINE in the environment,
     the cache alone is asked.
 
-    Raises `ModelError` for a folder that does not exist, for a model that `check` refuses, whose weights are
-    then not fetched, or where the hub does not answer and the cache does not hold the model.
+    Raises `ModelError` for a folder that does not exist or has no `config.json` that can be read, for a model
+    that `check` refuses, whose weights are then not fetched, or where the hub does not answer and the cache
+    does not hold the model.
     """
     path = Path(model).expanduser()
     if path.is_dir():
+        read_config(
+            path
+        )  # first of all: of a folder that holds no model, the tokenizer is not what is missing
         return path
     name = str(model)
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists():
@@ -150,11 +154,13 @@ def _snapshot(
             )
     except Exception as error:
         # The hub's client raises its own, requests' and httpx's errors; each means the same to the user.
-        said = next(iter(str(error).splitlines()), "no message")
-        asked = "taking it from the local cache" if offline else "fetching it from the Hugging Face hub"
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        failed = f"fetching it from the Hugging Face hub failed ({said}). Check the name and the network"
+        if offline:
+            failed = f"it is not in the local cache. Without --offline, `sagellm pull {name}` fetches it"
         raise ModelError(
-            f"{name!r} is no folder here, and {asked} failed ({type(error).__name__}: {said}). Give a folder "
-            "that holds config.json and *.safetensors, or check the name and the network."
+            f"{name!r} is no folder here, and {failed}, or give a folder that holds config.json and "
+            "*.safetensors."
         ) from error
     return Path(found)
 
