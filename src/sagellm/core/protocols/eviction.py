@@ -23,15 +23,15 @@ NO_USE = Use()
 
 
 class Extent(Protocol):
-    """A run of blocks that lives and dies as a unit from its tail: one edge of the prefix tree, or one block.
+    """A run of blocks that is evicted from its end on: one edge of the prefix tree, or one block.
 
-    A live object of whoever calls the policy, who alone changes it, and says so by an event: an index hands
-    in its nodes as they are. `key` is a deterministic content hash, unique among living extents, so that an
-    extent that comes back meets its ghost. `parent` is the extent in front of it; above the first one may
-    stand a root, which has no blocks. `used_s` and `last_use` say when its last user went, in seconds of
-    the clock and as a count; `num_uses` how often it was used, also as part of a longer prefix; `bonus_s` are
-    the seconds by which soft retention makes it look younger; `use` is what is known of its last
-    user, `hint` what was said of it since (a policy that takes in an extent heeds it).
+    A live object of the index that calls the policy: the index alone changes it, and announces each change by
+    an event. `key` is a deterministic content hash, unique among resident extents: an extent that was evicted
+    and comes back has the same key. `parent` is the extent in front of it; above the first there may be a
+    root, which has no blocks. `used_s` and `last_use` say when its last use ended, in seconds of the clock
+    and as a count; `num_uses` how often it was used, also as part of a longer prefix; `bonus_s` are the
+    seconds by which soft retention makes it look younger; `use` is what is known of the request that used it
+    last, `hint` the last hint since then (`insert` and `unpin` must apply it).
     """
 
     @property
@@ -70,7 +70,7 @@ class Extent(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """The simplest extent: for flat streams of blocks, guests and tests. Equal to itself alone."""
+    """The simplest extent: for flat streams of blocks, other engines and tests. Equal to itself alone."""
 
     key: int
     num_blocks: int = 1
@@ -89,7 +89,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What somebody knows after the fact; None leaves a field as it is.
+    """What became known of an extent after its last use; None leaves a field as it is.
 
     `priority` is 0 to 100, `duration_s` counts from the hint; `ended`: the session is over; `superseded`: an
     edited history replaced it; `wanted_by`: number of waiting requests about to use it;
@@ -105,7 +105,7 @@ class Hint:
 
     @property
     def wanted(self) -> int | None:
-        """How many are about to use it, as far as this hint says."""
+        """How many requests are about to use it, as far as this hint says."""
         if self.wanted_by is None and self.expected is None:
             return None
         return (self.wanted_by or 0) + bool(self.expected)
@@ -130,18 +130,20 @@ that emptied it, the answer is its parent, where that became an evictable leaf."
 
 
 class EvictionPolicy(Protocol):
-    """Hears what happens to extents and, when asked, chooses.
+    """Is called for what happens to extents, and chooses which blocks to evict.
 
-    Only evictable leaves are in its hands: `insert` and `unpin` bring one in, `pin` and `remove` take it out.
+    It holds evictable leaves only: `insert` and `unpin` add one, `pin` and `remove` take one out.
     """
 
     @property
     def num_evictable(self) -> int:
-        """Blocks of all extents in the policy's hands."""
+        """Blocks of all extents that the policy holds."""
         ...
 
     def insert(self, extent: Extent) -> None:
-        """A new evictable leaf; also said of a parent whose last child went."""
+        """A new evictable leaf, or a parent that became one when its last child was removed. Not called for
+        evictions: there `give_up` returns the parent.
+        """
         ...
 
     def pin(self, key: int) -> None:
@@ -149,19 +151,19 @@ class EvictionPolicy(Protocol):
         ...
 
     def unpin(self, extent: Extent) -> None:
-        """The last user went; the extent is evictable again."""
+        """No request uses the extent any more; it is evictable again."""
         ...
 
     def remove(self, key: int) -> None:
-        """The extent is gone, or is no longer a leaf, for another reason than this policy's choice."""
+        """The extent is gone, or no longer a leaf, for another reason than this policy's choice."""
         ...
 
     def evict(self, num_blocks: int, give_up: GiveUp) -> int:
-        """Give up `num_blocks` blocks, tails before heads; returns how many it gave: fewer only where nothing
-        is left in its hands. A negative number is an error.
+        """Evict `num_blocks` blocks, tails before heads; returns how many were evicted: fewer only where the
+        policy holds no more. Raises `BookkeepingError` for a negative number.
 
-        Each choice is told to `give_up` at once; an extent that it empties is out of the policy's hands, and
-        the parent that it answers with is in them, and may be chosen in the same call.
+        Each choice is a call of `give_up` at once. The policy drops an extent that this empties, and inserts
+        the parent that it returns, which may be chosen in the same call.
         """
         ...
 
