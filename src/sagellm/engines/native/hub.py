@@ -159,8 +159,8 @@ def _snapshot(
         if offline:
             failed = f"it is not in the local cache. Without --offline, `sagellm pull {name}` fetches it"
         raise ModelError(
-            f"{name!r} is no folder here, and {failed}, or give a folder that holds config.json and "
-            "*.safetensors."
+            f"{name!r} is no folder here, and {failed}. Give a folder instead "
+            "that holds config.json and *.safetensors."
         ) from error
     return Path(found)
 
