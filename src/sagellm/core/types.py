@@ -347,8 +347,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(NamedTuple):
     """What one step added to one request: the engine's answer, tokens only.
 
     `prompt_logprobs`: one for each prompt token but the first, which nothing predicts; given once, with the
