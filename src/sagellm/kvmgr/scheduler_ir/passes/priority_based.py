@@ -1,4 +1,4 @@
-"""Classes of service with ageing: higher priority first, and who waits long rises; equals share by client.
+"""Classes of service with ageing: higher priority first, long waiting raises it; equals share by client.
 
 Priority that grows with the time waited is Kleinrock's (1964) time-dependent priority.
 """
@@ -23,13 +23,15 @@ SHORTEST_AGE_S = 1e-3
 
 
 class PriorityBasedPass:
-    """Sorts the waiting by level, equals staying as they are. A level is the request's priority, plus that of
-    its class of service (`classes`), plus one for each `age_s` seconds that it has waited (None: no ageing).
+    """Sorts the waiting requests by level, equals staying in their order. A level is the request's priority,
+    plus that of its class of service (`classes`), plus one for each `age_s` seconds that it has waited (None:
+    no ageing).
 
-    So nobody is overtaken by those who come more than `age_s * (1 + difference of priority)` seconds later.
-    The running are sorted by arrival, `age_s` seconds earlier for each level of priority: who stands last is
-    the first to be preempted. With `preempt`, the first of the waiting pushes out those of lower priority and
-    level, the last first, where rows or memory are short, and takes their share of the token budget.
+    So no request is overtaken by one that comes more than `age_s * (1 + difference of priority)` seconds
+    later. The running requests are sorted by arrival, `age_s` seconds earlier for each level of priority: the
+    last one is preempted first. With `preempt`, the first waiting request preempts running ones of lower
+    priority and level, the last first, where rows or memory are short, and takes their share of the token
+    budget.
 
     With `fair`, clients take turns among requests of the same priority, by the rows that each has (see
     `ClientShares`), and `preempt` gives a client a row of one that has at least two more. Then only requests
