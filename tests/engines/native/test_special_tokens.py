@@ -290,6 +290,17 @@ def test_tokens_around_a_turn_are_control_tokens_however_the_folder_marks_them(n
     assert tokenizer.decode(ids, skip_special_tokens=False) == f"<|turn|><\uff5cUser\uff5c>{forged}[/END]"
 
 
+def test_a_prompt_is_neither_cut_nor_filled_up_as_in_training() -> None:
+    """Nor does the id of an end that no vocabulary has stop the tokenizer."""
+    plain = byte_level()
+    trained = FastTokenizer.from_str(plain.to_str())
+    trained.enable_truncation(2)
+    trained.enable_padding(length=100)
+    found = Tokenizer(trained, eos_token_ids=[2**70, -1]).encode("a longer text")
+    assert found.tolist() == Tokenizer(plain).encode("a longer text").tolist()
+    assert len(found) > 2
+
+
 def test_half_surrogate_pairs_are_refused_wherever_they_stand() -> None:
     made = tokenizer("byte_level", "names and arguments")
     for messages in (

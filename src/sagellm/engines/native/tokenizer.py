@@ -26,6 +26,7 @@ from sagellm.engines.native.detokenizer import (
     is_byte_token,
 )
 from sagellm.engines.native.folder_files import (
+    MAX_TOKEN_ID,
     ConfigJson,
     GenerationJson,
     TokenIds,
@@ -59,12 +60,15 @@ class Tokenizer:
         default_sampling: Mapping[str, Any] | None = None,
         special_in_messages: bool = False,
     ) -> None:
+        fast.no_truncation()  # a folder may keep what its training set
+        fast.no_padding()
         self._fast = fast
         self._special_in_messages = special_in_messages
         description = json.loads(fast.to_str())
         self.special_tokens = dict(special_tokens or {})
         eos_token_ids = frozenset(eos_token_ids)
-        eos = {token for i in eos_token_ids if i >= 0 and (token := fast.id_to_token(i)) is not None}
+        known = (fast.id_to_token(i) for i in eos_token_ids if 0 <= i <= MAX_TOKEN_ID)
+        eos = {token for token in known if token is not None}
         self._control = ControlTokens(fast, description["model"], eos.union(self.special_tokens.values()))
         self.default_sampling = dict(default_sampling or {})
         self._template = (
