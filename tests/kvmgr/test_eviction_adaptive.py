@@ -6,6 +6,8 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,16 +16,17 @@ from hypothesis import strategies as st
 from sagellm.benchmarks.replay.replayer import replay
 from sagellm.benchmarks.traces.record import TraceRequest
 from sagellm.core.clock import ManualClock
+from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import EvictionPolicy, Run
 from sagellm.core.registry import registry
 from sagellm.core.types import Namespace, Tokens
 from sagellm.kvmgr.eviction._lru_shadow import Lineage, LRUShadow
-from sagellm.kvmgr.eviction.adaptive import FIRST_PENALTY, AdaptiveEvictionPolicy
+from sagellm.kvmgr.eviction.adaptive import AdaptiveEvictionPolicy
 from sagellm.kvmgr.eviction.learned import LearnedEvictionPolicy
 from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache
 
 CAPACITY = 250
-MARGIN, SLACK = 0.001, 16.0
+MARGIN, SLACK, FIRST_REST = 0.001, 4.0, 125
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,7 @@ def test_the_loss_is_bounded(turned: World) -> None:
     at first what the other one kept."""
     policy = turned.adaptive.policy
     assert isinstance(policy, AdaptiveEvictionPolicy)
-    num_losses = math.log2(policy._penalty / FIRST_PENALTY)
+    num_losses = math.log2(policy._next_rest / FIRST_REST)
     mean = turned.num_asked / len(turned.requests)
     loss = sum(turned.lru.hits) - sum(turned.adaptive.hits)
     stated = MARGIN * turned.num_asked + SLACK * mean * (1 + num_losses)
@@ -149,12 +152,12 @@ def test_lru_takes_over_for_its_time_and_a_trial_follows(turned: World) -> None:
     flips = turned.adaptive.flips
     assert len(flips) >= 2
     assert turned.requests[flips[0]].time_s > turned.requests[0].time_s + 3_000.0  # not in the first phase
-    penalty = FIRST_PENALTY
+    rest = FIRST_REST
     for taken, given_back in zip(flips[::2], flips[1::2], strict=False):
         assert turned.adaptive.follows_lru[taken]
         assert not turned.adaptive.follows_lru[given_back]
-        assert given_back - taken == penalty
-        penalty *= 2
+        assert given_back - taken == rest
+        rest *= 2
 
 
 def test_while_lru_leads_hits_become_those_of_lru(turned: World) -> None:
@@ -205,6 +208,25 @@ def test_no_patience_means_an_early_change() -> None:
                 flips[slack] = number
                 break
     assert flips[0.5] < flips[50.0]
+
+
+@pytest.mark.parametrize("first_rest", [0, -1, True, 1.5])
+def test_a_rest_that_is_no_whole_number_is_refused(first_rest: Any) -> None:
+    with pytest.raises(ConfigError, match="first_rest must be a whole number of at least 1"):
+        AdaptiveEvictionPolicy(first_rest=first_rest)
+
+
+def test_first_rest_is_the_number_of_requests_under_lru() -> None:
+    """Twice as many after the second trial."""
+    clock = ManualClock()
+    policy = AdaptiveEvictionPolicy(capacity=CAPACITY, clock=clock, margin=0.0, slack=0.5, first_rest=40)
+    index = RadixPrefixCache(block_size=1, policy=policy, clock=clock)
+    sides = []
+    for one in turning_world(2, 600, 900):
+        replay([one], index, clock, CAPACITY)
+        sides.append(policy.follows_lru)
+    rests = [len(list(group)) for follows_lru, group in groupby(sides) if follows_lru]
+    assert rests[:2] == [40, 80]
 
 
 def test_select_victims_and_options_reach_a_fresh_one() -> None:

@@ -1,4 +1,4 @@
-"""The default: learned eviction, held to account by LRU."""
+"""The default: learned eviction, with LRU where that is estimated to hit more."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ from sagellm.kvmgr.eviction._lives import Life
 from sagellm.kvmgr.eviction._lru_shadow import LRUShadow
 from sagellm.kvmgr.eviction.learned import LearnedEvictionPolicy
 
-FIRST_PENALTY = 1000
-
 
 class AdaptiveEvictionPolicy(LearnedEvictionPolicy):
-    """Ranks as `learned` does while that hits at least what LRU would, and as LRU while it does not.
+    """Ranks as `learned` does, and as LRU for some time after that was estimated to hit less than LRU.
 
-    Beside the cache runs a shadow of LRU, sizes only. When what is learned has lost more than `margin` of all
-    blocks asked for since its trial began, plus `slack` requests' worth of blocks for chance, LRU takes over
-    for `FIRST_PENALTY` requests, twice as many each time; then the next trial begins. So the loss to
-    LRU is bounded by the margin, and by slack and one capacity (what the cache holds at that moment) for each
-    of the logarithmically many trials.
+    A shadow of LRU, which keeps sizes only, estimates what LRU would hit. A trial of the learned ranking ends
+    when it has hit fewer blocks than this estimate by more than the allowance: `margin` of the blocks
+    looked up since the trial began, plus `slack` requests of mean length. Then the policy ranks as LRU for
+    `first_rest` requests, twice as many after each further trial, and the next trial begins.
+
+    By construction, the estimated loss in a trial exceeds the allowance by at most one request's blocks, and
+    the number of trials grows with the logarithm of the number of requests. The loss to a real LRU over a
+    whole run is not bounded by a fixed share of the look-ups: the shadow is an estimate, each trial has an
+    allowance of its own, and after a trial the cache lacks blocks that LRU would have kept (at most as many
+    as the capacity). What was measured is in docs/decisions/0006-retention.md.
+
+    Raises `ConfigError` for a `margin` outside 0..1, a negative `slack` or a `first_rest` below 1.
     """
 
     def __init__(
@@ -31,18 +36,21 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy):
         clock: Clock | None = None,
         max_lives: int = 16_384,
         margin: float = 0.001,
-        slack: float = 16.0,
+        slack: float = 4.0,
+        first_rest: int = 125,
     ) -> None:
         super().__init__(capacity=capacity, clock=clock, max_lives=max_lives)
         if not (_is_number(margin) and 0 <= margin <= 1 and _is_number(slack) and 0 <= slack < math.inf):
             raise ConfigError(f"margin must be in 0..1 and slack at least 0, got {margin!r} and {slack!r}")
+        if type(first_rest) is not int or first_rest < 1:
+            raise ConfigError(f"first_rest must be a whole number of at least 1, got {first_rest!r}")
         self._margin, self._slack = margin, slack
         self._shadow = LRUShadow()
         self._num_cached = self._room = 0
         self._matching = 1.0
         self._lead = 0.0
         self._num_asked = self._num_requests = 0
-        self._penalty, self._rest = FIRST_PENALTY, 0
+        self._next_rest, self._rest = first_rest, 0
 
     @property
     def follows_lru(self) -> bool:
@@ -84,8 +92,8 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy):
         self._num_requests += 1
         typical = self._num_asked / self._num_requests
         if self._lead < -(self._margin * self._num_asked + self._slack * typical):
-            self._rest = self._penalty
-            self._penalty *= 2
+            self._rest = self._next_rest
+            self._next_rest *= 2
             self._take_sides()
 
     def _follows_recency(self) -> bool:
