@@ -280,15 +280,18 @@ def test_an_unknown_field_within_a_field_is_named(live: Live) -> None:
 
 def test_a_prompt_that_is_too_long(live: Live) -> None:
     """Status, code and words as OpenAI's, which `openai`, `langchain-openai` and `litellm` look for."""
-    for asked in ({"prompt": [20] * 64}, {"prompt": [20], "max_tokens": 64}):
+    for asked, reason in (
+        ({"prompt": [20] * 64}, "the prompt is too long"),
+        ({"prompt": [20], "max_tokens": 64}, "max_tokens is too large"),
+    ):
         for stream in (False, True):
             error = refused(live, COMPLETIONS, 400, **asked, stream=stream)
             assert error["code"] == "context_length_exceeded"
-            assert "prompt is too long: this model's maximum context length is 64 tokens" in error["message"]
+            assert f"{reason}: this model's maximum context length is 64 tokens" in error["message"]
             assert error["type"] == "invalid_request_error"
     error = refused(live, CHAT, 400, messages=[{"role": "user", "content": "word " * 100}])
     assert error["code"] == "context_length_exceeded"
-    assert "maximum context length is 64 tokens" in error["message"]
+    assert "the prompt is too long: this model's maximum context length is 64 tokens" in error["message"]
 
 
 @pytest.mark.parametrize(

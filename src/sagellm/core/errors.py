@@ -102,7 +102,8 @@ class ContextLengthError(RequestError):
 
     def __init__(self, max_tokens: int, excess: str, param: str | None = None) -> None:
         limit = f"this model's maximum context length is {max_tokens} tokens"
-        super().__init__(f"the prompt is too long: {limit}, but {excess}", param)
+        subject = "max_tokens is too large" if param == "max_tokens" else "the prompt is too long"
+        super().__init__(f"{subject}: {limit}, but {excess}", param)
 
 
 class UnknownModelError(RequestError):
