@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.pre_tokenizers import Split
 
 from sagellm.core.errors import ModelError, RequestError, UnsupportedParameterError
 from sagellm.engines.native.tokenizer import Tokenizer
@@ -249,3 +251,13 @@ def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_a_pattern_that_backtracks_without_end_is_an_error_of_the_request() -> None:
+    """The Rust library panics there, and a panic is no `Exception`: it would end a thread of the server."""
+    fast = byte_level()
+    fast.pre_tokenizer = Split(Regex("(a+)+$"), "isolated")
+    tokenizer = Tokenizer(fast, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+    assert tokenizer.encode("aaa")
+    with pytest.raises(RequestError, match="tokenizer cannot process this text"):
+        tokenizer.encode("a" * 60 + "b")

@@ -16,11 +16,25 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
+from sagellm.core.errors import RequestError
 from sagellm.core.types import Tokens
 
 _MARK = "\ufdd0"
 """A code point that Unicode reserves for use inside of a program (a noncharacter)."""
 _DELIMITER = re.compile(r"<[|\uff5c][^<>|\uff5c]*[|\uff5c]>")
+
+
+def token_ids(tokenizer: FastTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """The ids of a text. Raises `RequestError` where the tokenizer cannot process it (a pattern of its own
+    that backtracks without end, say)."""
+    try:  # of a batch, since that lets other threads run meanwhile and `encode` does not
+        [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of the Rust library, and no `Exception`
+            raise
+        raise RequestError(f"the model's tokenizer cannot process this text: {error}") from None
+    ids: list[int] = encoding.ids
+    return ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +98,8 @@ class ControlTokens:
         marked = "".join(
             marks[part] if i % 2 else part.replace(_MARK, "\ufffd") for i, part in enumerate(chat.parts)
         )
-        [encoding] = tokenizer.encode_batch_fast([marked], add_special_tokens=False)
-        return Tokens([original_ids.get(token_id, token_id) for token_id in encoding.ids])
+        ids = token_ids(tokenizer, marked, add_special_tokens=False)
+        return Tokens([original_ids.get(token_id, token_id) for token_id in ids])
 
     @cached_property
     def _literal(self) -> tuple[FastTokenizer, dict[int, int], dict[str, str]]:

@@ -17,7 +17,7 @@ from sagellm.core.protocols.tokenizer import Message, TokenStream
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.native.bpe_files import MERGES_FILE, VOCAB_FILE, read_bpe
 from sagellm.engines.native.chat_template import ChatTemplate
-from sagellm.engines.native.control_tokens import ControlTokens, RenderedChat
+from sagellm.engines.native.control_tokens import ControlTokens, RenderedChat, token_ids
 from sagellm.engines.native.detokenizer import (
     ByteStream,
     WindowStream,
@@ -120,7 +120,7 @@ class Tokenizer:
         """Special tokens as the post-processor in tokenizer.json adds them.
 
         The flags add_bos_token and add_eos_token beside it do not count, as in transformers 5. Raises
-        `RequestError` for text that has no UTF-8 form.
+        `RequestError` for text that has no UTF-8 form, or that the tokenizer cannot process.
         """
         try:
             text.encode()
@@ -128,9 +128,7 @@ class Tokenizer:
             raise RequestError(
                 f"character {error.start} of the text is half a surrogate pair: send valid Unicode"
             ) from error
-        # Of a batch, since that lets other threads run meanwhile and `encode` does not.
-        [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return Tokens(encoding.ids)
+        return Tokens(token_ids(self._fast, text, add_special_tokens=add_special_tokens))
 
     def encode_chat(
         self,
