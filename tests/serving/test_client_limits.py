@@ -125,16 +125,55 @@ def test_priority_and_tier_reach_the_engine(slow: Live) -> None:
         ({"service_tier": "flex", "priority": 1}, 0),
         ({"service_tier": "auto"}, 0),
         ({"priority": -5}, -5),
+        ({"priority": 3, "service_tier": "priority"}, 3),
+        ({"priority": 4, "service_tier": "flex"}, 3),
     ):
         assert post(slow, **fields).status_code == 200
         assert engine_of(slow).added[-1].priority == priority
-    for fields, param in (
-        ({"priority": 4}, "priority"),
-        ({"priority": 3, "service_tier": "priority"}, "priority"),
-    ):
+    for fields in ({"priority": 4}, {"priority": 4, "service_tier": "priority"}):
         response = post(slow, **fields)
-        assert (response.status_code, error_of(response)["param"]) == (400, param)
+        assert (response.status_code, error_of(response)["param"]) == (400, "priority")
         assert "server.max_priority" in error_of(response)["message"]
+
+
+def test_a_client_may_lower_its_priority_and_not_raise_it() -> None:
+    with serving(scripted_llm()) as live:
+        response = post(live, priority=100)
+        assert (response.status_code, error_of(response)["param"]) == (400, "priority")
+        assert "at most 0 is allowed" in error_of(response)["message"]
+        for fields, priority in (
+            ({"priority": 0}, 0),
+            ({"priority": -100}, -100),
+            ({"service_tier": "priority"}, 0),
+            ({"service_tier": "priority", "priority": -1}, 0),
+            ({"service_tier": "flex"}, -1),
+        ):
+            assert post(live, **fields).status_code == 200
+            assert engine_of(live).added[-1].priority == priority
+        schemas = live.http.get("/openapi.json").json()["components"]["schemas"]
+        assert schemas["ChatRequest"]["properties"]["priority"]["anyOf"][0]["maximum"] == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "priority", "tier", "served"),
+    [
+        (None, 100, "priority", 101),
+        (-2, None, None, -2),
+        (-2, 0, "priority", -2),
+        (-2, -3, None, -3),
+        (5, 5, None, 5),
+    ],
+)
+def test_the_operator_chooses_the_highest_priority(
+    limit: int | None, priority: int | None, tier: str | None, served: int
+) -> None:
+    assert ClientLimits(max_priority=limit).priority(priority, tier) == served
+
+
+def test_the_setting_is_the_limit_of_the_server() -> None:
+    assert load_config(environ={}).config.server.max_priority == ClientLimits().max_priority == 0
+    config = load_config(environ={"SAGELLM_SERVER_MAX_PRIORITY": "none"}).config
+    assert config.server.max_priority is None
 
 
 def test_the_engine_knows_the_client() -> None:
@@ -191,7 +230,7 @@ def test_networks() -> None:
 def test_a_flood_over_http_does_not_hold_up_the_others() -> None:
     """The demo model: a small request and an urgent one end while most of the flood still waits."""
     config = load_config(cli={"scheduler.max_num_seqs": 8, "kv.num_blocks": 2000}, environ={}).config
-    with serving(build_llm(config)) as live:
+    with serving(build_llm(config), client_limits=ClientLimits(max_priority=5)) as live:
         steps = 0
         step = live.llm.step
 

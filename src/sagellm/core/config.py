@@ -243,7 +243,7 @@ class ServerConfig(Section):
         default=None, ge=1, description="the same of all open requests of one client; more are answered 429"
     )
     max_priority: int | None = Field(
-        default=None, description="highest priority that a request may ask for; none: any"
+        default=0, description="highest priority that a request may ask for (any may ask for less); none: any"
     )
     tier_priorities: dict[str, int] = Field(
         default_factory=lambda: {"priority": 1, "flex": -1},

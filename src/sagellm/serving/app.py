@@ -190,6 +190,7 @@ def _describe(app: FastAPI, gateway: Gateway, models: Models) -> None:
             gateway.llm.tokenizer.vocab_size,
             models.max_model_len,
             min(gateway.load.limits.max_n, gateway.load.most_of_one_client),
+            gateway.load.limits.max_priority,
             attributes_misses=gateway.attributes_misses,
         )
         return document(limits, wants_key=app.state.wants_key)

@@ -33,7 +33,7 @@ class ClientLimits:
     max_request_tokens: int | None = 2**20
     max_client_tokens: int | None = None
     waiting_share: float = 0.75
-    max_priority: int | None = None
+    max_priority: int | None = 0
     tier_priorities: Mapping[str, int] = field(default_factory=lambda: {"priority": 1, "flex": -1})
     trust_user: bool = False
 
@@ -42,13 +42,20 @@ class ClientLimits:
             raise ConfigError("max_n must be at least 1 and waiting_share in (0, 1]")
 
     def priority(self, priority: int | None, service_tier: str | None) -> int:
-        """The request's priority plus its service tier's. Raises `RequestError` above `max_priority`."""
+        """The request's priority plus its service tier's, at most `max_priority`.
+
+        A tier that would exceed it is lowered to it, as OpenAI serves a tier that a project does not have.
+        Raises `RequestError` for a number that exceeds it: a client that sends one relies on it.
+        """
         asked = (priority or 0) + self.tier_priorities.get(service_tier or "", 0)
-        if self.max_priority is not None and asked > self.max_priority:
-            allowed = f"at most {self.max_priority} is allowed here (server.max_priority)"
-            where = "priority" if priority else "service_tier"
-            raise RequestError(f"{where} asks for priority {asked}: {allowed}", where)
-        return asked
+        limit = self.max_priority
+        if limit is None or asked <= limit:
+            return asked
+        if priority and priority > limit:
+            allowed = f"at most {limit} is allowed on this server (server.max_priority)"
+            order = "requests with a higher number are served first"
+            raise RequestError(f"priority is {priority}; {allowed}, and {order}: leave it out", "priority")
+        return limit
 
     def check_n(self, n: int) -> None:
         if n > self.max_n:

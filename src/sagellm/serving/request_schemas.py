@@ -19,6 +19,7 @@ from sagellm.serving.parameters import (
     LenientRequest,
 )
 from sagellm.serving.schema import (
+    MAX_PRIORITY,
     ROLES,
     ChatRequest,
     CompletionRequest,
@@ -43,12 +44,13 @@ WITHOUT: Schema = {"description": "Accepted with any value, without effect."}
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the schemas depend on: the served model, and how many choices a request may ask for."""
+    """What the schemas depend on: the served model, and what a request may ask for."""
 
     model_name: str
     vocab_size: int
     max_model_len: int
     max_choices: int
+    max_priority: int | None = None
     attributes_misses: bool = False
 
 
@@ -113,6 +115,7 @@ def _generation_fields(limits: Limits) -> Schema:
         "top_p": _or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
         "top_k": _or_null(_in_range("top_k", whole=True)),
         "n": _or_null(_integer(1, limits.max_choices)),
+        "priority": _or_null(_integer(-MAX_PRIORITY, _highest_priority(limits))),
         "max_tokens": _or_null(_integer(1, limits.max_model_len - 1)),
         "min_tokens": _or_null(_integer(0, limits.max_model_len - 1)),
         "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}),
@@ -125,6 +128,11 @@ def _generation_fields(limits: Limits) -> Schema:
         ),
         "return_cache_misses": {"enum": [None, False, True][: 2 + limits.attributes_misses]},
     }
+
+
+def _highest_priority(limits: Limits) -> int:
+    """0 is never refused: where even that is too high, it is lowered."""
+    return MAX_PRIORITY - 1 if limits.max_priority is None else max(0, limits.max_priority)
 
 
 def _logit_bias(vocab_size: int) -> Schema:

@@ -29,6 +29,7 @@ COMPLETION_MAX_TOKENS = 16
 MAX_LISTED = 2**16
 """Entries of `logit_bias` and `stop_token_ids`."""
 
+MAX_PRIORITY = 2**31
 MAX_SALT_CHARS = 2**16
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -144,7 +145,7 @@ class GenerationFields(LenientRequest):
     stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_LISTED, fail_fast=True)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
+    priority: int | None = Field(default=None, ge=-MAX_PRIORITY, lt=MAX_PRIORITY)
     cache_salt: str | None = Field(default=None, max_length=MAX_SALT_CHARS)
     session_id: str | None = Field(default=None, min_length=1, max_length=MAX_SESSION_ID_CHARS)
     kv_hints: KvHints | None = None
