@@ -119,23 +119,16 @@ class Case:
         )
 
     def fits_alone(self, one: Request, num_pinned: int) -> bool:
-        """Whether the request could end with nothing else running, whatever the cache holds then: cached
-        blocks that are guaranteed to other tenants may count on a ceiling of its class, and those that are
-        guaranteed to other classes on one of its tenant."""
+        """Whether the request could end with nothing else running, whatever the cache holds then: below its
+        ceilings, and in what the guarantees of others leave of the pool."""
         tenants, classes = self.tenant_shares, self.class_shares
-        of_tenants = self._guaranteed(tenants, one.namespace.tenant)
-        of_classes = self._guaranteed(classes, one.service_class)
-        room = self.num_blocks - of_tenants - of_classes
-        for shares, own, others in (
-            (tenants, one.namespace.tenant, of_classes),
-            (classes, one.service_class, of_tenants),
-        ):
-            ceiling = shares.get(own, {}).get("ceiling")
-            if ceiling is not None:
-                room = min(room, _blocks(self.num_blocks, ceiling) - others)
+        tenant, service_class = one.namespace.tenant, one.service_class
+        own = tenants.get(tenant, {}), classes.get(service_class, {})
+        ceiling = _blocks(self.num_blocks, min(share.get("ceiling", 1.0) for share in own))
+        others = self._guaranteed(tenants, tenant) + self._guaranteed(classes, service_class)
         assert one.params.max_tokens is not None
         needed = -(-(len(one.tokens) + one.params.max_tokens - 1) // self.block_size)
-        return needed <= room - num_pinned
+        return needed <= min(ceiling, self.num_blocks - others) - num_pinned
 
     def _guaranteed(self, shares: dict[str, dict[str, float]], but: str) -> int:
         return sum(_blocks(self.num_blocks, one["guaranteed"]) for name, one in shares.items() if name != but)

@@ -134,6 +134,59 @@ def test_a_request_waits_for_another_class_of_its_tenant_below_their_ceiling() -
     assert outcomes(engine) == {"first": None, "second": None}
 
 
+def full_ceiling(preset: str) -> Engine:
+    """16 blocks of which class `flex` has 8 at most: 4 hold what `c` computed, within its guarantee."""
+    engine = fake_engine(
+        TokenMemoryBackend(num_blocks=16, block_size=4),
+        passes=make(preset),
+        tenant_shares={"c": {"guaranteed": 0.25}},
+        class_shares={"flex": {"ceiling": 0.5}},
+    )
+    engine.add(request("cached", range(16), 1, namespace=tenant("c"), service_class="flex"))
+    assert outcomes(engine) == {"cached": None}
+    return engine
+
+
+@pytest.mark.parametrize("preset", ["fifo", "priority", "fair", "vllm-like"])
+@pytest.mark.parametrize("num_prompt_tokens", [22, 6])
+def test_guaranteed_blocks_in_the_cache_do_not_end_a_request_below_its_ceiling(
+    preset: str, num_prompt_tokens: int
+) -> None:
+    """At its admission, or at its next block: 6 blocks fit below the ceiling, 12 are guaranteed to none."""
+    engine = full_ceiling(preset)
+    alone = request("alone", [7] * num_prompt_tokens, 24 - num_prompt_tokens, service_class="flex")
+    engine.add(alone)
+    assert outcomes(engine) == {"alone": None}
+    assert engine.kv.room.num_evicted == {"quota": 2}
+
+
+def test_guaranteed_blocks_in_the_cache_stay_while_another_request_may_make_room() -> None:
+    engine = full_ceiling("fifo")
+    engine.add(request("first", [7] * 10, 6, service_class="flex"))
+    engine.step()
+    engine.add(request("second", [8] * 10, 6, service_class="flex"))
+    assert outcomes(engine) == {"first": None, "second": None}
+    again = request("again", range(17), 1, namespace=tenant("c"), service_class="flex")
+    engine.add(again)
+    assert engine.step()[0].num_cached_tokens == 16
+
+
+def test_guaranteed_blocks_below_a_ceiling_go_although_others_are_cached_behind_them() -> None:
+    """Blocks of `c` in class `flex` lead to blocks of `a`, which count on no ceiling."""
+    engine = fake_engine(
+        TokenMemoryBackend(num_blocks=16, block_size=4),
+        tenant_shares={"a": {"guaranteed": 0.125}, "c": {"guaranteed": 0.25}},
+        class_shares={"flex": {"ceiling": 0.5}},
+        sharing_groups={"g": ["a", "c"]},
+    )
+    engine.add(request("front", range(16), 1, namespace=tenant("c"), service_class="flex"))
+    assert outcomes(engine) == {"front": None}
+    engine.add(request("behind", range(24), 1, namespace=tenant("a")))
+    assert outcomes(engine) == {"behind": None}
+    engine.add(request("alone", [7] * 22, 2, service_class="flex"))
+    assert outcomes(engine) == {"alone": None}
+
+
 def crossed(preset: str) -> Engine:
     """Class `flex` has 4 blocks at most; a request of another class runs, and reads 3 that it computed."""
     backend = TokenMemoryBackend(num_blocks=16, block_size=4)

@@ -114,11 +114,13 @@ class UnknownModelError(RequestError):
 
 
 class CapacityError(SageError):
-    """Memory that was asked for does not exist; `request_id` says for whom, where it was one request."""
+    """Memory that was asked for does not exist. Where one request asked for KV blocks, `request_id` and
+    `num_blocks` say which and how many."""
 
-    def __init__(self, message: str, request_id: str | None = None) -> None:
+    def __init__(self, message: str, request_id: str | None = None, num_blocks: int = 0) -> None:
         super().__init__(message)
         self.request_id = request_id
+        self.num_blocks = num_blocks
 
 
 class BookkeepingError(SageError):

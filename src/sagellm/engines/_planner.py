@@ -163,7 +163,7 @@ class Planner:
         admitted behind it wait for a later step first, since they may hold what it lacks; then it waits
         itself. Running requests come before all admitted ones."""
         self._drop_stale(draft)
-        short: tuple[RequestState, str] | None = None
+        short: CapacityError | None = None
         while draft.num_scheduled:
             try:
                 self._kv.bind(draft)
@@ -174,20 +174,23 @@ class Planner:
                 place = next((i for i, chunk in enumerate(admitted) if chunk.state is state), -1)
                 behind = admitted[place + 1 :]
                 if not behind:
-                    short = short or (state, reason)
+                    short = short or error
                 for one in [chunk.state for chunk in behind] or [state]:
                     self._put_off(draft, one, reason)
         if short is not None:
-            self._make_way(*short)
+            self._make_way(self._roster.states[short.request_id or ""], short)
 
-    def _make_way(self, state: RequestState, reason: str) -> None:
+    def _make_way(self, state: RequestState, error: CapacityError) -> None:
         """Nothing could be bound, though the passes expected it (guarantees of others are in the way): the
-        last of several running requests goes back to the queue; one that is alone can never go on."""
+        last of several running requests goes back to the queue. For one that is alone, guaranteed blocks in
+        the cache are evicted where its ceilings are in the way; otherwise it can never go on."""
         running = self._roster.running
         if len(running) > 1:
             self._preempt(running[-1])
-        elif not running or running[0] is state:
-            self._end(state, FinishReason.ERROR, error=f"out of KV memory: {reason}")
+            return
+        is_alone = not running or running[0] is state
+        if is_alone and not self._kv.make_room_below_ceilings(state, error.num_blocks):
+            self._end(state, FinishReason.ERROR, error=f"out of KV memory: {error}")
 
     def _put_off(self, draft: Draft, state: RequestState, reason: str) -> None:
         draft.hold(state)

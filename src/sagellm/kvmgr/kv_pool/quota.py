@@ -56,8 +56,8 @@ class _Book:
 class QuotaManager:
     """Implements `BlockQuota`. A charge counts on the account, on its tenant and on its class.
 
-    A guarantee is not set aside: whoever needs blocks borrows what is idle, up to its ceilings, and gives it
-    back by `reclaim`. `default` is the share of each tenant that has no name here; a class without a name has
+    A guarantee is not set aside: others borrow what is idle of it, up to their ceilings, and give it back by
+    `reclaim`. `default` is the share of each tenant that has no name here; a class without a name has
     neither guarantee nor ceiling. Only named ones have guarantees, which must fit into the pool together.
 
     Belongs to one pool, which charges and refunds under its lock; `headroom`, `used` and `reclaim` are for

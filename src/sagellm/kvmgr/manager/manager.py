@@ -307,6 +307,14 @@ class KVCacheManager(Quotes):
         if self.swap is not None:
             self.swap.check()
 
+    def make_room_below_ceilings(self, state: RequestState, num_blocks: int) -> bool:
+        """Evict guaranteed blocks too, where nothing else runs and only the request's ceilings are in the
+        way; returns whether any went."""
+        if self.quota is None:
+            return False
+        self._num_changes += 1
+        return self.room.make_below_ceilings(num_blocks, self.quota.paying(state.request.account))
+
     # -- inside: admission and growth
 
     def _copies_for(self, request_id: str, hit: PrefixHit) -> Iterable[BlockCopy]:

@@ -40,6 +40,21 @@ class Room:
                 self._count(evicted, "capacity")
                 self._give_back(evicted, NO_ACCOUNT)
 
+    def make_below_ceilings(self, num_blocks: int, account: Account) -> bool:
+        """Evict cached blocks that count on a ceiling which leaves the account less than `num_blocks`, also
+        within guarantees: what is guaranteed stays available, as free blocks. For a request that could not
+        run otherwise though nothing else runs. Returns whether any went."""
+        quota, num_evicted = self.quota, 0
+        if quota is None:
+            return False
+        for giver, count in sorted(self._evictable().items(), key=lambda one: (one[0] == account, one)):
+            left = quota.headrooms(account)
+            shared = left.keys() & quota.headrooms(giver).keys()
+            short = max((num_blocks - left[name] for name in shared), default=0)
+            if short > 0:
+                num_evicted += self._evict_from(giver, min(count, short), "quota") or self._dig(short)
+        return num_evicted > 0
+
     def clear(self) -> int:
         """Free every block that nobody uses; returns how many."""
         freed = given = 0
@@ -70,14 +85,14 @@ class Room:
             if missing > 0 and not self._dig(missing):
                 return
 
-    def _dig(self, num_blocks: int) -> bool:
+    def _dig(self, num_blocks: int) -> int:
         """Blocks that the quota named lead to cached blocks of accounts that it spares: those go first, since
-        no request could ever have the others otherwise. Returns whether any went."""
+        no request could ever have the others otherwise. Returns how many went."""
         freed = 0
         for account, count in sorted(self._evictable().items(), key=lambda one: (-one[1], one[0])):
             if freed < num_blocks:
                 freed += self._evict_from(account, min(count, num_blocks - freed), "quota")
-        return freed > 0
+        return freed
 
     def _evictable(self) -> dict[Account, int]:
         return {one: count for one, count in self.index.evictable_by_account().items() if count}

@@ -122,7 +122,9 @@ class DecodeTables:
         if taken is None:
             name = sequence.own.owner
             raise CapacityError(
-                f"{name}: {num_blocks} blocks asked for, {self._pool.num_free} could be made free", name
+                f"{name}: {num_blocks} blocks asked for, {self._pool.num_free} could be made free",
+                name,
+                num_blocks,
             )
         return taken
 
