@@ -42,7 +42,7 @@ check: $(VENV)/.test ## lint, format, types, import rules, sizes, documents
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/check_docs.py
 
-mutants: $(VENV)/.test ## do the tests notice when one operator of the KV books or the step is wrong? (an hour)
+mutants: $(VENV)/.test ## do the tests notice when one operator of the KV books or the step is wrong? (half an hour)
 	$(BIN)/python tools/mutants.py $(ARGS)
 
 format: $(VENV)/.test ## put the code into ruff's format

@@ -3,10 +3,18 @@
     python tools/mutants.py [--count 200] [--seed 0] [--only PART] [--jobs 1] [--verbose]
 
 Takes a seeded sample of small changes (another comparison, another sign, another boolean, a call left out) to
-the prefix indexes, pools, quota, KV manager, batch, planner, commit and `adaptive`. For each it runs the
-tests of these on a changed copy of `src` until one fails, the nearest first. Prints the mutants that no test
-noticed. Those that cannot be noticed are in `tests/equivalent_mutants.txt` with the reason, and are not run.
-Exits 1 where fewer than 90 % are killed, or where a survivor is not listed.
+the prefix indexes, pools, quota, KV manager, batch, planner, commit and `adaptive`, and prints those that no
+test notices. Changes that no test can notice are in `tests/equivalent_mutants.txt` with the reason, and are
+not run. Exits 1 where fewer than 90 % are killed, or where a survivor is not listed; 2 where a test fails on
+the source as it is.
+
+First runs all tests of these modules once on the source as it is, and notes which statements each executes. A
+test that does not execute the changed statement cannot notice the change, so a mutant is tried only on those
+that do: first those of the nearest files, quick ones first. A test kills a mutant only if exactly the same
+tests, in the same order and under the same limits of time and memory, pass on the source as it is.
+
+`build/mutants` keeps what was noted and which mutants were killed, until a file of `src` or `tests` changes,
+so that a run that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -15,7 +23,9 @@ import argparse
 import ast
 import copy
 import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,11 +33,14 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "sagellm"
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.txt"
+STATE = ROOT / "build" / "mutants"
 MODULES = (
     *(
         f"kvmgr/prefix_cache/{name}.py"
@@ -69,7 +82,8 @@ ALL = tuple(
     if not any(word in path.name for word in ELSEWHERE)
 )
 NEEDED = 0.9
-SECONDS_PER_TEST = 120
+PASSED = re.compile(" (PASSED|SKIPPED|XFAIL)")
+SECONDS_PER_TEST = 300
 OTHER: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -81,7 +95,8 @@ OTHER: dict[type[ast.AST], type[ast.AST]] = {
 @dataclass(frozen=True)
 class Mutant:
     """One change: in `path`, in the function `where`, the code `before` is `after`; `source` is the file with
-    it. `number` tells equal changes of one function apart."""
+    it. `number` tells equal changes of one function apart; `statement` is the line of the statement that is
+    executed whenever the changed code is, 0 for code of a class body."""
 
     path: str
     where: str
@@ -89,6 +104,7 @@ class Mutant:
     after: str
     number: int
     line: int
+    statement: int
     source: str
 
     @property
@@ -106,7 +122,7 @@ def mutants(path: str) -> Iterator[Mutant]:
     """Every mutant of a module, in order of the source."""
     tree = ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
     seen: dict[tuple[str, str, str], int] = {}
-    for where, node, field, index in _sites(tree):
+    for where, statement, node, field, index in _sites(tree):
         before = ast.unparse(node)
         held = copy.copy(getattr(node, field))
         line = getattr(node, "lineno", 0)
@@ -116,33 +132,47 @@ def mutants(path: str) -> Iterator[Mutant]:
         setattr(node, field, held)
         key = (where, before, after)
         number = seen[key] = seen.get(key, -1) + 1
-        yield Mutant(path, where, before.partition("\n")[0], after.partition("\n")[0], number, line, source)
+        before, after = before.partition("\n")[0], after.partition("\n")[0]
+        yield Mutant(path, where, before, after, number, line, statement, source)
 
 
-def _sites(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str, int]]:
-    """Each place that can be changed: its function, the node, the field of the node, the index in that."""
-    stack: list[tuple[str, ast.AST]] = [("", tree)]
+def _sites(tree: ast.Module) -> Iterator[tuple[str, int, ast.AST, str, int]]:
+    """Each place that can be changed: its function, the line of its statement, the node, the field of the
+    node, the index in that."""
+    stack: list[tuple[str, int, ast.AST]] = [("", 0, tree)]
     while stack:
-        where, node = stack.pop()
+        where, line, node = stack.pop()
         inside = where
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             inside = f"{where}.{node.name}".lstrip(".")
-        stack += [(inside, child) for child in reversed(list(ast.iter_child_nodes(node)))]
+            line = _first_line(node) if isinstance(node, ast.FunctionDef) else 0
+        elif isinstance(node, ast.stmt) and line:
+            line = node.lineno
+        stack += [(inside, line, child) for child in reversed(list(ast.iter_child_nodes(node)))]
         if not inside:
             continue
         match node:
             case ast.Compare(ops=ops):
-                yield from ((inside, node, "ops", i) for i, op in enumerate(ops) if type(op) in OTHER)
+                yield from ((inside, line, node, "ops", i) for i, op in enumerate(ops) if type(op) in OTHER)
             case ast.BinOp(op=op) | ast.AugAssign(op=op) | ast.BoolOp(op=op) if type(op) in OTHER:
-                yield inside, node, "op", 0
+                yield inside, line, node, "op", 0
             case ast.UnaryOp(op=ast.Not()):
-                yield inside, node, "operand", 0
+                yield inside, line, node, "operand", 0
             case ast.UnaryOp(op=ast.USub()):
-                yield inside, node, "op", 0
+                yield inside, line, node, "op", 0
             case ast.Constant(value=bool()):
-                yield inside, node, "value", 0
+                yield inside, line, node, "value", 0
             case ast.Expr(value=ast.Call()):
-                yield inside, node, "value", 0
+                yield inside, line, node, "value", 0
+
+
+def _first_line(function: ast.FunctionDef) -> int:
+    """The line of the first statement behind the docstring, 0 if there is none."""
+    return next((one.lineno for one in function.body if not _is_text(one)), 0)
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _change(node: ast.AST, field: str, index: int) -> None:
@@ -170,39 +200,136 @@ def sample(count: int, seed: int, only: str) -> list[Mutant]:
     return sorted(every, key=lambda one: one.rank(seed))[:count]
 
 
-def is_killed(mutant: Mutant, *, verbose: bool) -> bool:
-    """Whether a test fails on the changed source."""
+def with_marks(path: str) -> str:
+    """The source of a module in which each statement of a function first notes path and line in `EXECUTED` of
+    `mutants_plugin`."""
+    tree = ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for node in {id(one): one for function in functions for one in ast.walk(function)}.values():
+        for field in ("body", "orelse", "finalbody"):
+            statements = getattr(node, field, None)
+            if isinstance(statements, list):
+                setattr(node, field, [each for one in statements for each in _marked(path, one)])
+    future = max(i for i, node in enumerate(tree.body) if _is_text(node) or isinstance(node, ast.ImportFrom))
+    tree.body.insert(future + 1, ast.parse("from mutants_plugin import EXECUTED as _executed").body[0])
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def _marked(path: str, statement: ast.stmt) -> list[ast.stmt]:
+    if _is_text(statement):
+        return [statement]
+    return [*ast.parse(f"_executed.add({f'{path}:{statement.lineno}'!r})").body, statement]
+
+
+@dataclass(frozen=True)
+class Test:
+    """What a test of the unchanged source took and executed (`path:line` of statements)."""
+
+    seconds: float
+    executed: frozenset[str]
+
+
+def measure(report: Path) -> None:
+    """Run all tests on the source as it is; write to `report` a line for each. Exits where one fails."""
+    unfinished = report.with_suffix(".unfinished")
+    unfinished.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="sagellm-mutant-") as folder:
-        package = Path(folder, "sagellm")
-        shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+        package = _copy(Path(folder))
+        for path in MODULES:
+            (package / path).write_text(with_marks(path), encoding="utf-8")
+        tests = [f"tests/{one}" for one in ALL]
+        failed = first_failure(Path(folder), tests, SECONDS_PER_TEST, {"MUTANTS_REPORT": str(unfinished)})
+    if failed:
+        _refuse(failed)
+    unfinished.replace(report)
+
+
+def _refuse(failed: str) -> NoReturn:
+    print(f"fails on the source as it is: {failed}", file=sys.stderr)
+    os._exit(2)  # other mutants are being tried in threads
+
+
+def read_report(report: Path) -> dict[str, Test]:
+    lines = (json.loads(line) for line in report.read_text(encoding="utf-8").splitlines())
+    return {one["test"]: Test(one["seconds"], frozenset(one["executed"])) for one in lines}
+
+
+def killer(mutant: Mutant, measured: Mapping[str, Test]) -> str:
+    """The first test that fails on the changed source; empty if there is none."""
+    near = next(files for prefix, files in NEAREST.items() if mutant.path.startswith(prefix))
+    tests = sorted(_reaching(mutant, measured), key=lambda one: measured[one].seconds)
+    nearest = tuple(one for one in tests if one.removeprefix("tests/").partition("::")[0] in near)
+    others = tuple(one for one in tests if one not in set(nearest))
+    with tempfile.TemporaryDirectory(prefix="sagellm-mutant-") as folder:
+        package = _copy(Path(folder))
         (package / mutant.path).write_text(mutant.source, encoding="utf-8")
-        near = next(tests for prefix, tests in NEAREST.items() if mutant.path.startswith(prefix))
-        return any(not passes(Path(folder), tests, verbose=verbose) for tests in (near, ALL))
+        for some in (nearest, others):
+            limit_s = 20 + 10 * max((measured[one].seconds for one in some), default=0.0)
+            failed = first_failure(Path(folder), some, limit_s) if some else ""
+            if failed:
+                _must_pass(some, limit_s)
+                return failed
+    return ""
 
 
-def passes(source: Path, tests: Sequence[str], *, verbose: bool) -> bool:
-    """Whether these tests pass on the package in the folder `source`."""
-    markers = "not gpu and not slow and not peer and not traces"
-    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider"]
-    options += [f"--timeout={SECONDS_PER_TEST}", "--timeout-method=thread"]  # a hang ends the process
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-m", markers, *(f"tests/{one}" for one in tests)],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(source),
-            "HYPOTHESIS_PROFILE": "mutants",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
+def _reaching(mutant: Mutant, measured: Mapping[str, Test]) -> list[str]:
+    """Tests that execute the statement; for code of a class body: any of the module."""
+    place = f"{mutant.path}:{mutant.statement or ''}"
+    if mutant.statement:
+        return [name for name, test in measured.items() if place in test.executed]
+    return [name for name, test in measured.items() if any(one.startswith(place) for one in test.executed)]
+
+
+@cache
+def _must_pass(tests: tuple[str, ...], limit_s: float) -> None:
+    if failed := first_failure(ROOT / "src", tests, limit_s):
+        _refuse(failed)
+
+
+def _copy(folder: Path) -> Path:
+    package = folder / "sagellm"
+    return Path(shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__")))
+
+
+def first_failure(
+    source: Path, tests: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
+) -> str:
+    """The first of these tests that fails on the package in the folder `source`; empty if all pass."""
+    options = ["-x", "-v", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "mutants_plugin"]
+    options += [f"--timeout={limit_s:.0f}", "--timeout-method=thread"]  # a hang ends the process
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as listed:
+        listed.write("\n".join(tests))
+        listed.flush()
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, f"@{listed.name}"],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join((str(source), str(ROOT / "tools"))),
+                "HYPOTHESIS_PROFILE": "mutants",
+                "OMP_NUM_THREADS": "1",
+                **(environment or {}),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if run.returncode == 0:
+        return ""
+    begun = [line for line in run.stdout.splitlines() if line.startswith("tests/")]
+    failed = next((line for line in begun if not PASSED.search(line)), "")
+    return (
+        failed.partition(" FAILED")[0].strip() or f"pytest ended with {run.returncode}: {run.stdout[-300:]}"
     )
-    if verbose:
-        print("\n".join(line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))))
-    if run.returncode not in (0, 1, 2):  # 2: a module that cannot be imported
-        raise RuntimeError(f"pytest ended with {run.returncode}:\n{run.stdout[-2000:]}{run.stderr[-2000:]}")
-    return run.returncode == 0
+
+
+def tree_digest() -> str:
+    """Changes with each file that can change an outcome."""
+    digest = hashlib.sha256()
+    files = [path for top in ("src", "tests") for path in (ROOT / top).rglob("*.py")]
+    for path in sorted([*files, *(ROOT / "tools").glob("mutants*.py")]):
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def equivalent() -> dict[str, str]:
@@ -220,22 +347,40 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--verbose", action="store_true", help="say which test noticed")
     options = parser.parse_args()
+    state = STATE / tree_digest()
+    state.mkdir(parents=True, exist_ok=True)
+    report, outcomes = state / "executed.jsonl", state / "outcomes.jsonl"
+    if not report.exists():
+        measure(report)
+    measured = read_report(report)
     chosen, known = sample(options.count, options.seed, options.only), equivalent()
-    if not passes(ROOT / "src", ALL, verbose=True):
-        print("the tests fail on the source as it is", file=sys.stderr)
-        return 2
     tried = [one for one in chosen if one.name not in known]
     print(f"{len(chosen)} mutants, {len(chosen) - len(tried)} of them listed as equivalent", flush=True)
-    killed = 0
+    killers = read_outcomes(outcomes)
+
+    def outcome(mutant: Mutant) -> str:
+        if mutant.name not in killers:
+            killers[mutant.name] = killer(mutant, measured)
+            with outcomes.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([mutant.name, killers[mutant.name]]) + "\n")
+        return killers[mutant.name]
+
     with ThreadPoolExecutor(options.jobs) as workers:
-        outcomes = workers.map(lambda one: is_killed(one, verbose=options.verbose), tried)
-        for number, (mutant, is_noticed) in enumerate(zip(tried, outcomes, strict=True), 1):
-            killed += is_noticed
-            if options.verbose or not is_noticed:
-                fate = "killed" if is_noticed else "SURVIVES"
-                print(f"{number:4} {fate} line {mutant.line} {mutant.name}", flush=True)
+        for number, (mutant, by) in enumerate(zip(tried, workers.map(outcome, tried), strict=True), 1):
+            if options.verbose or not by:
+                print(f"{number:4} {by or 'SURVIVES'}: line {mutant.line} {mutant.name}", flush=True)
+    killed = sum(killers[mutant.name] != "" for mutant in tried)
     print(f"{killed} of {len(tried)} killed ({killed / max(1, len(tried)):.1%})")
     return 0 if killed >= NEEDED * len(tried) and killed == len(tried) else 1
+
+
+def read_outcomes(path: Path) -> dict[str, str]:
+    """By name of a mutant that was tried on this tree: the test that noticed it, or nothing."""
+    return (
+        dict(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+        if path.exists()
+        else {}
+    )
 
 
 if __name__ == "__main__":
