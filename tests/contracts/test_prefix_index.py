@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 from hypothesis import settings
@@ -614,3 +616,25 @@ def test_only_the_whole_blocks_of_a_hit_are_looked_at(name: str) -> None:
     index.unpin(pinned)
     index.evict(3)
     assert index.pin(longer).num_blocks == 0
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_accounts_that_have_nothing_are_forgotten(name: str) -> None:
+    """Clients choose the names of tenants: nothing is kept for those whose blocks have gone."""
+    policies: WeakSet[Any] = WeakSet()
+
+    def factory() -> Any:
+        made = lru()
+        policies.add(made)
+        return made
+
+    index = make(name, policy_factory=factory)
+    kept = index.insert(Tokens([1, 2]), [0], account=Account("kept"), pin=True)
+    for number in range(1000):
+        index.insert(Tokens([0, number]), [1], account=Account(str(number)))
+        assert index.evict(1) is not None
+    index.check()
+    gc.collect()
+    assert len(policies) < 200
+    index.unpin(kept.hit)
+    assert list(index.evict_from(Account("kept"), 1)) == [0]

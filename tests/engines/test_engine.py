@@ -361,6 +361,30 @@ def test_a_pass_that_loses_requests_is_caught() -> None:
         engine.step()
 
 
+def test_a_pass_that_fails_with_a_request_twice_in_its_list_loses_none() -> None:
+    broken = True
+
+    def double(draft: Draft, view: SchedulingView) -> None:
+        if broken and len(draft.running) == 2:
+            draft.running[1] = draft.running[0]
+            raise CapacityError("after a wrong change")
+
+    double.name = "double"  # type: ignore[attr-defined]
+    backend = TokenMemoryBackend()
+    engine = fake_engine(backend, passes=[])
+    engine.add(request("a", [1, 2], 4))
+    engine.add(request("b", [3, 4], 4))
+    first = engine.step()
+    engine.scheduler.add_optimization_pass(double)  # type: ignore[arg-type]
+    with pytest.raises(CapacityError, match="after a wrong change"):
+        engine.step()
+    broken = False
+    rest = run_all(engine)
+    for one in first:
+        prompt = [1, 2] if one.request_id == "a" else [3, 4]
+        assert [*one.new_token_ids, *rest[one.request_id]] == expected_tokens(backend, prompt, 4)
+
+
 def test_close_gives_everything_back() -> None:
     engine = fake_engine()
     engine.add(request("r", range(9), 4))

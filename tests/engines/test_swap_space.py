@@ -322,3 +322,12 @@ def test_the_same_tokens_under_pressure(
         assert len(mine) == 14 or name in gone
     assert engine.stats().host_blocks_used == 0
     assert engine.kv.block_states().active == 0
+
+
+def test_host_blocks_that_are_not_there_are_asked_for_in_numbers() -> None:
+    space = SwapSpace(GPUKVPool(total_blocks=2, block_size=4))
+    space.save("a", Tokens(range(4)), [7], 0, 4)
+    with pytest.raises(CapacityError, match="b: 2 host blocks asked for, 1 are free"):
+        space.save("b", Tokens(range(12)), [4, 5, 6], 1, 12)
+    space.check()
+    assert (space.num_used, space.num_free) == (1, 1)

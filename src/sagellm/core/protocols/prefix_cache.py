@@ -198,7 +198,8 @@ class PrefixReuseIndex(Protocol):
 
     `lookup` is read-only. A pinned hit, and every prefix of it, is never evicted. Blocks belong to the index
     from `insert` until `evict` or `clear` gives them back. Each block is charged to the account that brought
-    it, and `evict_from` gives up one account's.
+    it, and `evict_from` gives up one account's. Clients choose the names of accounts, without end: accounts
+    that have no blocks are forgotten, with their policies.
     """
 
     @property

@@ -89,9 +89,8 @@ class Room:
         """Blocks that the quota named lead to cached blocks of accounts that it spares: those go first, since
         no request could ever have the others otherwise. Returns how many went."""
         freed = 0
-        for account, count in sorted(self._evictable().items(), key=lambda one: (-one[1], one[0])):
-            if freed < num_blocks:
-                freed += self._evict_from(account, min(count, num_blocks - freed), "quota")
+        for account, _ in sorted(self._evictable().items(), key=lambda one: (-one[1], one[0])):
+            freed += self._evict_from(account, num_blocks - freed, "quota")
         return freed
 
     def _evictable(self) -> dict[Account, int]:

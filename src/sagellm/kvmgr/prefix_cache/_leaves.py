@@ -12,6 +12,7 @@ from sagellm.core.types import NO_ACCOUNT, Account
 from sagellm.kvmgr.prefix_cache._node import Node, content_key
 
 GiveUpNode = Callable[[Node, int], Node | None]
+MIN_GROUPS_TO_PRUNE = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -44,11 +45,14 @@ class Leaves:
         self.nobody = Group(NO_ACCOUNT, policy)
         self.groups: dict[Account, Group] = {NO_ACCOUNT: self.nobody}
         self.by_key: dict[int, Node] = {}
+        self._prune_at = MIN_GROUPS_TO_PRUNE
 
     def group(self, account: Account) -> Group:
         """The group of an account, made at first need."""
         group = self.groups.get(account)
         if group is None:
+            if len(self.groups) >= self._prune_at:
+                self._prune()
             if self._factory is None and self.nobody.policy is not None:
                 raise BookkeepingError(
                     f"blocks of {account} need a policy of their own: make the index with policy_factory"
@@ -130,11 +134,12 @@ class Leaves:
     def evictable_by_account(self) -> Mapping[Account, int]:
         return {account: group.num_evictable for account, group in self.groups.items()}
 
-    def forget_empty(self) -> None:
-        """Accounts without blocks, and their policies: names come from outside, and never end."""
-        for account in [one for one, group in self.groups.items() if not group.num_cached]:
-            if account != NO_ACCOUNT:
-                del self.groups[account]
+    def _prune(self) -> None:
+        """Forget accounts without blocks, and their policies: clients choose the names, without end."""
+        self.groups = {
+            one: group for one, group in self.groups.items() if group.num_cached or group is self.nobody
+        }
+        self._prune_at = max(MIN_GROUPS_TO_PRUNE, 2 * len(self.groups))
 
 
 def _age(leaf: Node) -> tuple[int, int, int]:

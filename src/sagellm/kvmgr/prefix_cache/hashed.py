@@ -23,6 +23,7 @@ from sagellm.kvmgr.prefix_cache._simple_door import SimpleDoor
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
 
 DEFAULT_NAMESPACE = Namespace()
+MIN_SHARES_TO_PRUNE = 64
 
 
 class HashedPrefixCache(SimpleDoor):
@@ -58,6 +59,7 @@ class HashedPrefixCache(SimpleDoor):
         self._step = block_size * TOKEN_BYTES
         self._records = Records(self._step, hash_blocks)
         self._shares = {NO_ACCOUNT: Share(NO_ACCOUNT, policy)}
+        self._prune_at = MIN_SHARES_TO_PRUNE
         self._ghosts: Ghosts[bytes] = Ghosts(max_ghosts)
         self._tick = 0
 
@@ -298,9 +300,18 @@ class HashedPrefixCache(SimpleDoor):
                 raise BookkeepingError(
                     f"one policy cannot choose for {account} alone: give the index a policy_factory"
                 )
+            if len(self._shares) >= self._prune_at:
+                self._prune()
             policy = self._policy_factory() if self._policy_factory is not None else None
             share = self._shares[account] = Share(account, policy)
         return share
+
+    def _prune(self) -> None:
+        """Forget accounts without blocks, and their policies: clients choose the names, without end."""
+        self._shares = {
+            one: share for one, share in self._shares.items() if share.num_blocks or one == NO_ACCOUNT
+        }
+        self._prune_at = max(MIN_SHARES_TO_PRUNE, 2 * len(self._shares))
 
     def _enter(self, path: Sequence[BlockRecord], existing: int) -> None:
         """Stamp what was added behind the first `existing` records, and tell whom it concerns."""

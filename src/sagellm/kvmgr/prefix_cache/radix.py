@@ -25,7 +25,6 @@ from sagellm.kvmgr.prefix_cache._tree import RadixTree
 from sagellm.kvmgr.prefix_cache._tree_check import check_tree
 
 DEFAULT_NAMESPACE = Namespace()
-MANY_GROUPS = 64
 SAME_MOMENT_S = 1e-3
 """Evictions within this time share one record of when and why."""
 WORTH_TRIMMING = 4096
@@ -172,8 +171,6 @@ class RadixPrefixCache(SimpleDoor):
             )
         node, existing = self._walk(self.tree.root(namespace), data, end)
         if existing < total:
-            if len(self._leaves.groups) > MANY_GROUPS and account not in self._leaves.groups:
-                self._leaves.forget_empty()
             group = self._leaves.group(account)
             if node.end > existing:
                 node = self.tree.split(node, existing - node.first_position)
