@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from threading import Thread
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jinja2 import UndefinedError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from sagellm.core.errors import ModelError, RequestError
 from sagellm.engines.native import template_sandbox
@@ -62,6 +69,146 @@ def test_what_takes_too_much_is_stopped(source: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(template_sandbox, "MAX_OPERATIONS", 20_000)  # less time; the count is what is tested
     with pytest.raises(RequestError, match=r"the chat template was stopped: (it|a format)"):
         ChatTemplate(source, {}).render(MESSAGES)
+
+
+SHARED = """{% set ns = namespace(x=[1, 2], t=(1, 2), d={'a': 1}, y=[1, 2]) %}{% for i in range(DEPTH) %}
+{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% set ns.t = (ns.t, ns.t) %}
+{% set ns.d = {'a': ns.d, 'b': ns.d} %}{% endfor %}"""
+THROUGH_ALL = [
+    "{{ ns.x }}",
+    "{{ ns.t }}",
+    "{{ ns.d }}",
+    "{{ ns.d.values() }}",
+    "{{ ns.d.items() | list }}",
+    "{{ dict(a=ns.x) }}",
+    "{{ ns.x | string | length }}",
+    "{{ ns.x | tojson | length }}",
+    "{{ ns.d | tojson(indent=2) | length }}",
+    "{{ (ns.x ~ '') | length }}",
+    "{% set text %}{{ ns.x }}{% endset %}",
+    "{{ '%s' % ns.x }}",
+    "{{ '%s' % (ns.d,) }}",
+    "{{ '%s' | format(ns.x) }}",
+    "{{ '{}'.format(ns.x) }}",
+    "{{ '{a}'.format_map({'a': ns.x}) }}",
+    "{{ [ns.x] | join }}",
+    "{{ [ns.x] | map('string') | join }}",
+    "{{ ns.x | trim }}",
+    "{{ ns.x | upper }}",
+    "{{ ns.x | replace('a', 'b') }}",
+    "{{ 'a' | replace('a', ns.x) }}",
+    "{{ {'a': ns.x} | xmlattr }}",
+    "{{ ns.x is lower }}",
+    "{{ ns.x == ns.y }}",
+    "{{ ns.x != ns.y }}",
+    "{{ ns.x < ns.y }}",
+    "{{ [1] == [1] == ns.x }}",
+    "{{ ns.x is eq ns.y }}",
+    "{{ ns.x is lt ns.y }}",
+    "{{ ns.x in [ns.y] }}",
+    "{{ ns.x is in [ns.y] }}",
+    "{{ ns.x in [ns.y] | map('list') }}",
+    "{{ [ns.x] | select('eq', ns.y) | list | length }}",
+    "{{ [[ns.x]] | selectattr(0, 'eq', ns.y) | list | length }}",
+    "{{ [ns.y].index(ns.x) }}",
+    "{{ [ns.y].count(ns.x) }}",
+    "{{ [ns.x, ns.y] | sort | length }}",
+    "{{ [ns.x, ns.y] | max | length }}",
+    "{{ [ns.t] | unique | list | length }}",
+    "{{ [{'a': ns.x}, {'a': ns.y}] | groupby('a') | length }}",
+    "{{ {ns.t: 1} | length }}",
+    "{{ {}[ns.t] }}",
+    "{{ {}.get(ns.t) }}",
+    "{{ ns.t in {} }}",
+    "{{ ns.t is filter }}",
+    "{{ dict([(ns.t, 1)]) | length }}",
+    "{{ namespace([(ns.t, 1)]) }}",
+    "{{ [][ns.x].a }}",
+    "{{ raise_exception(ns.x) }}",
+    "{% macro m() %}{{ varargs }}{% endmacro %}{{ m(ns.x) }}",
+    "{% for i in [ns.x, ns.y] %}{% if loop.changed(i) %}{% endif %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("depth", [22, 300])
+@pytest.mark.parametrize("use", THROUGH_ALL)
+def test_lists_within_lists_count_as_often_as_they_appear(use: str, depth: int) -> None:
+    """300 levels of two are more items than there are atoms; without the measure 22 are gone through."""
+    with pytest.raises(RequestError, match="the chat template was stopped: it"):
+        ChatTemplate(SHARED.replace("DEPTH", str(depth)) + use, {}).render(MESSAGES)
+
+
+def test_what_looks_at_no_item_of_an_item_takes_shared_lists() -> None:
+    uses = """{{ ns.x | length }}{{ ns.x[0] | first | length }}{{ ns.x is defined }}{{ ns }}
+{% macro f(x) %}{{ x | length }}{% endmacro %}{{ f(ns.x) }}{{ (ns.x + ns.y) | length }}{{ 'a' in ns.d }}
+{% for x in ns.x | reverse %}{{ x | count }}{% endfor %}{{ ns.d.get('b') | length }}{{ ns.x[:1] | length }}"""
+    text = ChatTemplate(SHARED.replace("DEPTH", "300") + uses, {}).render(MESSAGES).text
+    assert text.split() == ["22True<Namespace>", "24True", "2221"]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "{{ '%999999999d' is odd }}",
+        "{{ '%999999999d' is divisibleby(3) }}",
+        "{{ 1.5 | round(99999999, 'floor') }}",
+        "{{ ('\\n' * 999999) | indent('x' * 999999) }}",
+        "{{ range(9999) | list | tojson(separators=('x' * 9999, ':')) }}",
+        LIST + "{% set ns = namespace(x=list) %}{% for i in range(300) %}{% set ns.x = [ns.x] %}{% endfor %}"
+        "{{ ns.x | tojson(indent=99) }}",
+    ],
+)
+def test_filters_and_tests_with_numbers_beyond_all_measure(use: str) -> None:
+    with pytest.raises(RequestError, match=r"stopped|test of numbers"):
+        ChatTemplate(use, {}).render(MESSAGES)
+
+
+def naive_measure(value: Any) -> tuple[int, int]:
+    """The slow twin of `_measure`: goes through shared parts again."""
+    if isinstance(value, str):
+        return 16 + len(value), 0
+    if not isinstance(value, (list, tuple, dict)):
+        return 16, 0
+    parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    found = [naive_measure(part) for part in parts]
+    return 16 + sum(chars for chars, _ in found), 1 + max((depth for _, depth in found), default=0)
+
+
+@st.composite
+def shared_values(draw: st.DrawFn) -> Any:
+    """A value whose parts are drawn from what was made before, so that many appear more than once."""
+    made: list[Any] = [1, "ab", None, 1.5, True]
+    for _ in range(draw(st.integers(1, 12))):
+        parts = draw(st.lists(st.sampled_from(range(len(made))), max_size=3))
+        values = [made[i] for i in parts]
+        kinds = [values, tuple(values), {f"k{i}": value for i, value in enumerate(values)}]
+        made.append(draw(st.sampled_from(kinds)))
+    return made[-1]
+
+
+@given(shared_values())
+def test_the_measure_agrees_with_its_slow_twin(value: Any) -> None:
+    sandbox = template_sandbox.TemplateSandbox()
+    with sandbox.rendering():
+        chars, depth = sandbox._measure(value)
+        assert (chars, depth) == naive_measure(value)
+        assert chars >= len(repr(value)) / 2
+        assert sandbox._measure(value) == (chars, depth)
+
+
+@given(shared_values(), st.sampled_from(["string", "tojson", "list"]))
+def test_a_fuzz_of_filters_does_as_jinja_does(value: Any, name: str) -> None:
+    source = "{{ x | FILTER | string }}{{ x == y }}{{ x in [y] }}".replace("FILTER", name)
+    plain = ImmutableSandboxedEnvironment()
+    plain.filters["tojson"] = json.dumps
+    wanted = plain.from_string(source)
+    y = copy.deepcopy(value)
+    try:
+        expected = wanted.render(x=value, y=y)
+    except (TypeError, UndefinedError):
+        return
+    options = {"x": value, "y": y}
+    assert ChatTemplate(source, {}).render(MESSAGES, options=options).text == expected
 
 
 def test_the_count_is_of_one_rendering_and_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,8 +96,8 @@ class ChatTemplate:
         extra = _OPERATIONS_PER_MESSAGE * len(messages)
         try:
             _mapped(given, _whole)
-            self._environment.begin(extra)
-            text = self._template.render({**self._special_tokens, **given})
+            with self._environment.rendering(extra):
+                text = self._template.render({**self._special_tokens, **given})
         except TemplateLimitError as error:
             raise RequestError(f"the chat template was stopped: {error}", "messages") from error
         except _TEMPLATE_FAILURES as error:
@@ -107,9 +107,9 @@ class ChatTemplate:
     def _origin(self, given: Mapping[str, Any], extra_operations: int) -> str:
         """The prompt with the characters of messages and options marked; empty if the template fails then."""
         marked = {name: _mapped(value, self._shadow) for name, value in given.items()}
-        self._environment.begin(extra_operations)
         try:
-            return self._template.render({**self._special_tokens, **marked})
+            with self._environment.rendering(extra_operations):
+                return self._template.render({**self._special_tokens, **marked})
         except _TEMPLATE_FAILURES:
             return ""
 

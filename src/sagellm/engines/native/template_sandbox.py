@@ -3,6 +3,10 @@
 Jinja's sandbox limits one `range` and nothing else. Here each loop iteration, call, filter and operator costs
 one operation, more on long texts, and what would make a text or list too large is refused before it is made.
 Operations are counted, not timed, so that a template is refused everywhere or nowhere.
+
+`[x, x]` holds `x` once, but `str`, `tojson`, comparisons and hashes go through it twice: thirty such lists,
+each in the next, are a billion items. So these cost operations by a measure in which a part counts as often
+as it appears.
 """
 
 from __future__ import annotations
@@ -10,13 +14,15 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
+from contextlib import contextmanager
 from typing import Any
 
 from jinja2 import nodes
 from jinja2.exceptions import TemplateRuntimeError
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MAX_OPERATIONS = 500_000
@@ -26,12 +32,23 @@ _CHARS_PER_OPERATION = 256
 _ITEMS_PER_OPERATION = 16
 _MAX_INTEGER_BITS = 10_000
 _SIZED = frozenset(
-    ("batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "tojson", "truncate", "wordwrap",
-     "zfill")
+    ("batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "truncate", "wordwrap", "zfill")
+)
+"""Filters and methods whose result grows with a number or text that they are given."""
+_ITEM_CHARS = _CHARS_PER_OPERATION // _ITEMS_PER_OPERATION
+_SHALLOW_FILTERS = frozenset(
+    ("batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "random", "reject",
+     "rejectattr", "reverse", "select", "selectattr", "slice")
 )  # fmt: skip
-"""Filters and methods whose result grows with a number that they are given."""
-_COMPARING_TESTS = ("in", "==", "eq", "equalto", "!=", "ne")
-_SLOW_FILTERS = ("striptags", "urlize")
+"""Filters that look at no item of an item."""
+_SHALLOW_TESTS = frozenset(
+    ("boolean", "callable", "defined", "escaped", "false", "float", "integer", "iterable", "mapping", "none",
+     "number", "sameas", "sequence", "string", "true", "undefined")
+)  # fmt: skip
+_NUMBER_TESTS = frozenset({"divisibleby", "even", "odd"})
+"""Of a text, `%` would format it."""
+_WITH_PARTS = (list, tuple, dict, KeysView, ValuesView, ItemsView)
+_SLOW_FILTERS = ("pprint", "striptags", "urlize")
 """Filters that may take more than linear time."""
 _FORMATS = frozenset({"format", "format_map"})
 _WIDE_FORMAT = re.compile(r"%(?:\([^()%]*\))?[-+ #0]*(?:\*|\d{5}|\d*\.(?:\*|\d{5}))|\{[^{}]*(?:\{|\d{5})")
@@ -43,7 +60,7 @@ class TemplateLimitError(TemplateRuntimeError):
 
 
 class _Counted(NodeTransformer):
-    """Makes what takes time reach the environment: iterations, `~`, comparisons and slices."""
+    """Makes what takes time reach the environment: iterations, `~`, comparisons, keys and slices."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - as Jinja calls it
         self.generic_visit(node)
@@ -58,10 +75,18 @@ class _Counted(NodeTransformer):
         self.generic_visit(node)
         return _filtered("concatenated", nodes.List(node.nodes))
 
-    def visit_Operand(self, node: nodes.Operand) -> nodes.Node:  # noqa: N802
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        """What two values take to compare is at most what the second takes to go through."""
         self.generic_visit(node)
-        if not isinstance(node.expr, nodes.Const):
-            node.expr = _filtered("counted", node.expr)
+        node.expr = _filtered("hashed", node.expr)
+        for operand in node.ops:
+            among = operand.op in ("in", "notin")
+            operand.expr = _filtered("searched" if among else "compared", operand.expr)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.key = _filtered("hashed", node.key)
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
@@ -71,35 +96,62 @@ class _Counted(NodeTransformer):
         return node
 
 
-def _filtered(name: str, value: nodes.Expr) -> nodes.Filter:
+def _filtered(name: str, value: nodes.Expr) -> nodes.Expr:
+    if isinstance(value, nodes.Const):
+        return value
     return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
 
 
+class _BareNamespace(Namespace):
+    """Its text does not hold its values, which change: so it need not be measured."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
+class _Count(threading.local):
+    """What a rendering has left, and the measures of the lists and dicts that it has gone through.
+
+    `measures`, by id, keep their values, so that no other gets the same id.
+    """
+
+    def __init__(self) -> None:
+        self.left = MAX_OPERATIONS
+        self.measures: dict[int, tuple[object, int, int]] = {}
+
+
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Several threads may render at once: each has its own count, which `begin` resets."""
+    """Several threads may render at once: each has its own count."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, optimized=False)  # nothing is computed before the count begins
-        self._thread = threading.local()
+        # Not optimized: nothing is computed before the count begins.
+        super().__init__(**options, optimized=False, finalize=self._go_through)
+        self._count = _Count()
         self.filters = {name: self._limited_filter(name, made) for name, made in self.filters.items()}
-        self.filters["concatenated"] = lambda pieces: self.concat(map(str, pieces))
+        self.filters["concatenated"] = lambda pieces: self.concat(map(str, map(self._go_through, pieces)))
         self.filters["counted"] = self._result
+        self.filters["compared"] = self._compared
+        self.filters["hashed"] = self._hashed
+        self.filters["searched"] = self._searched
         for name in _SLOW_FILTERS:
             del self.filters[name]
-        self.tests = {
-            **self.tests,
-            **{name: self._limited_test(self.tests[name]) for name in _COMPARING_TESTS},
-        }
+        self.tests = {name: self._limited_test(name, made) for name, made in self.tests.items()}
+        self.globals["namespace"] = _BareNamespace
         del self.globals["lipsum"]
 
     def add_filter(self, name: str, made: Callable[..., Any]) -> None:
         self.filters[name] = self._limited_filter(name, made)
 
-    def begin(self, extra_operations: int = 0) -> None:
-        """Before a rendering: it may take `MAX_OPERATIONS` and the extra ones."""
-        self._thread.left = MAX_OPERATIONS + extra_operations
+    @contextmanager
+    def rendering(self, extra_operations: int = 0) -> Iterator[None]:
+        """Within, this thread may take `MAX_OPERATIONS` and the extra ones."""
+        self._count.left = MAX_OPERATIONS + extra_operations
+        try:
+            yield
+        finally:
+            self._count.measures.clear()
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         parsed: nodes.Template = _Counted().visit(super()._parse(source, name, filename))
@@ -124,8 +176,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         owner = getattr(getattr(called, "__wrapped__", called), "__self__", None)
         name = getattr(called, "__name__", "")
         self._spend(owner)
+        if isinstance(called, type):  # a namespace or dict
+            self._go_through_all(args)
+        elif not isinstance(called, (Macro, LoopContext)):
+            found = () if isinstance(owner, dict) else (owner,)  # a dict's methods look at a key alone
+            self._go_through_all((*found, *args, *options.values()))
         if isinstance(owner, str):
-            args = _checked(name, owner, args, options)
+            args = self._checked(name, owner, args, options)
         return self._result(super().call(context, called, *args, **options))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -133,6 +190,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self._spend(left)
         if operator == "%" and isinstance(left, str):
             _check_format(left)
+            self._go_through(right)
         if operator == "*":
             _check_size(_length(left) * _number(right))
             _check_size(_length(right) * _number(left))
@@ -154,17 +212,84 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             if isinstance(value, Iterator):
                 value = list(value)  # so that what it takes is known
             self._spend(value)
-            rest = _checked(name, value, args[first + 1 :], options)
+            rest = args[first + 1 :]
+            if name not in _SHALLOW_FILTERS:
+                self._go_through_all((value, *rest, *options.values()))
+            rest = self._checked(name, value, rest, options)
             return self._result(made(*args[:first], value, *rest, **options))
 
         return limited
 
-    def _limited_test(self, made: Any) -> Callable[[Any, Any], Any]:
-        def limited(value: Any, other: Any) -> Any:
-            self._spend(other)
-            return made(value, other)
+    def _limited_test(self, name: str, made: Any) -> Callable[..., Any]:
+        if name in _SHALLOW_TESTS:
+            return made  # type: ignore[no-any-return]
+        first = 1 if hasattr(made, "jinja_pass_arg") else 0
+
+        @functools.wraps(made)
+        def limited(*args: Any) -> Any:
+            value, rest = args[first], args[first + 1 :]
+            if name in _NUMBER_TESTS and isinstance(value, str):
+                raise TemplateRuntimeError(f"{name} is a test of numbers, not of texts")
+            if name == "in":
+                return made(self._hashed(value), *map(self._searched, rest))
+            return made(*args[:first], *map(self._compared, args[first:]))
 
         return limited
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """`obj[argument]`; what is missing is named in the error, whatever it is."""
+        return super().getitem(obj, self._go_through(argument))
+
+    def _hashed(self, value: Any) -> Any:
+        """A key of a dict, or a value that may be one."""
+        return self._go_through(value) if isinstance(value, tuple) else value
+
+    def _searched(self, values: Any) -> Any:
+        """What stands behind `in`."""
+        if isinstance(values, dict):
+            self._take(1)
+            return values
+        return self._compared(values)
+
+    def _compared(self, value: Any) -> Any:
+        """What something is compared with, an iterator as a list."""
+        if isinstance(value, Iterator):
+            value = self._result(list(value))
+        if isinstance(value, str):
+            self._spend(value)
+        return self._go_through(value)
+
+    def _go_through(self, value: Any) -> Any:
+        """The value. Counts its measure if it has parts: before it is printed, compared or hashed."""
+        if isinstance(value, _WITH_PARTS):
+            chars, _ = self._measure(value)
+            _check_size(chars)
+            self._take(1 + chars // _CHARS_PER_OPERATION)
+        return value
+
+    def _go_through_all(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self._go_through(value)
+
+    def _measure(self, value: object) -> tuple[int, int]:
+        """Characters that the value has at most when printed, roughly, and how deep its lists are nested.
+
+        Each list and dict is gone through once in a rendering, wherever it appears.
+        """
+        if isinstance(value, str):
+            return _ITEM_CHARS + len(value), 0
+        if isinstance(value, int):
+            return _ITEM_CHARS + value.bit_length() // 3, 0
+        if not isinstance(value, _WITH_PARTS):
+            return _ITEM_CHARS, 0
+        measures = self._count.measures
+        if id(value) not in measures:
+            self._take(1)
+            parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+            found = [self._measure(part) for part in parts]
+            chars = _ITEM_CHARS + sum(chars for chars, _ in found)
+            measures[id(value)] = value, chars, 1 + max((depth for _, depth in found), default=0)
+        return measures[id(value)][1:]
 
     def _result(self, result: Any) -> Any:
         """What an operation made, counted by its size."""
@@ -175,32 +300,41 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def _spend(self, value: object) -> None:
         """One operation on a value, more on a long one."""
         per_operation = _CHARS_PER_OPERATION if isinstance(value, str) else _ITEMS_PER_OPERATION
-        left = getattr(self._thread, "left", MAX_OPERATIONS) - 1 - _length(value) // per_operation
-        self._thread.left = left
-        if left < 0:
+        self._take(1 + _length(value) // per_operation)
+
+    def _take(self, num_operations: int) -> None:
+        self._count.left -= num_operations
+        if self._count.left < 0:
             raise TemplateLimitError("it takes too many operations for these messages")
 
-
-def _checked(name: str, value: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a filter or method of `value`, if its result cannot be too large."""
-    given = [*args, *options.values()]
-    if name in _SIZED:
-        most = max(map(_number, given), default=0)
-        _check_size((_length(value) + 1) * most if most > 1 else 0)
-    elif name in _FORMATS and isinstance(value, str):
-        _check_format(value)
-    elif name == "replace" and len(given) > 1 and isinstance(value, str):
-        old, new = str(given[0]), str(given[1])
-        _check_size(len(value) + value.count(old) * len(new))
-    elif name == "join" and isinstance(value, str) and args:  # the method: `value` stands between the items
-        items = list(args[0])
-        _check_joined(items, value)
-        return (items,)
-    elif name == "sum" and any(isinstance(one, (list, tuple)) for one in given):
-        raise TemplateLimitError("it adds lists by the filter sum")
-    elif name == "join":
-        _check_joined(value, str(given[0]) if given else "")
-    return args
+    def _checked(
+        self, name: str, value: Any, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """The arguments of a filter or method of `value`, if its result cannot be too large."""
+        given = [*args, *options.values()]
+        if name == "tojson":
+            chars, depth = self._measure(value)
+            _check_size(chars // _ITEM_CHARS * depth * sum(map(_width, given)))
+        elif name in _SIZED:
+            most = max(map(_width, given), default=0)
+            _check_size((_length(value) + 1) * most if most > 1 else 0)
+        elif name == "round" and max(map(_number, given), default=0) > _MAX_INTEGER_BITS // 4:
+            raise TemplateLimitError("it rounds to thousands of digits")
+        elif name in _FORMATS and isinstance(value, str):
+            _check_format(value)
+        elif name == "replace" and len(given) > 1 and isinstance(value, str):
+            old, new = str(given[0]), str(given[1])
+            _check_size(len(value) + value.count(old) * len(new))
+        elif name == "join" and isinstance(value, str) and args:
+            # The method: `value` stands between the items.
+            items = list(args[0])
+            _check_joined(items, value)
+            return (items,)
+        elif name == "sum" and any(isinstance(one, (list, tuple)) for one in given):
+            raise TemplateLimitError("it adds lists by the filter sum")
+        elif name == "join":
+            _check_joined(value, str(given[0]) if given else "")
+        return args
 
 
 def _check_joined(items: Iterable[Any], separator: str) -> None:
@@ -225,3 +359,10 @@ def _length(value: object) -> int:
 
 def _number(value: object) -> int:
     return value if isinstance(value, int) else 0
+
+
+def _width(value: object) -> int:
+    """How far a number, a text or several texts can widen what they are put into."""
+    if isinstance(value, (list, tuple)):
+        return sum(map(_width, value))
+    return _number(value) or _length(value)
