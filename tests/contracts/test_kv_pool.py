@@ -254,6 +254,7 @@ MISUSES: dict[str, tuple[str, Callable[[KVPool, Allocation], object]]] = {
     "a block of a holder": ("held by 'index'.*take_back", lambda pool, mine: pool.free([3])),
     "a block that is none": ("no block 32", lambda pool, mine: pool.free([32])),
     "asking for a block that is none": ("no block -1", lambda pool, mine: pool.get_block_info(-1)),
+    "asking behind the last block": ("no block 32", lambda pool, mine: pool.get_block_info(32)),
     "more than a holder has": (
         "'index' holds 2 blocks and gives back 3",
         lambda pool, mine: pool.take_back("index", array("i", [3, 4, 5]), TENANT),
@@ -269,6 +270,7 @@ MISUSES: dict[str, tuple[str, Callable[[KVPool, Allocation], object]]] = {
     "a move onto a block in use": ("block 3 is a target", lambda pool, mine: pool.remap({0: 3})),
     "a move of a free block": ("block 26 is the source", lambda pool, mine: pool.remap({26: 25})),
     "a move from nowhere": ("no block 99", lambda pool, mine: pool.remap({99: 25})),
+    "a move from behind the last block": ("no block 32", lambda pool, mine: pool.remap({32: 25})),
     "two moves to one place": ("the same target", lambda pool, mine: pool.remap({0: 25, 1: 25})),
 }
 
@@ -313,6 +315,7 @@ def test_check_names_the_block_and_who_has_it(name: str) -> None:
         ({"index": [3, 26]}, "block 26 is free and held by 'index'"),
         ({"index": [3, 4], "tier": [3]}, "block 3 is held by 'index' and held by 'tier'"),
         ({"index": [3, 99]}, "no block 99"),
+        ({"index": [3, 32]}, "no block 32"),
         ({"index": [3]}, r"'index' holds 2 blocks and names 1; nobody has \[4\]"),
         ({}, r"'index' holds 2 blocks and names 0; nobody has \[3, 4\]"),
         ({"index": [3], "tier": [4]}, "'index' holds 2 blocks and names 1"),

@@ -429,6 +429,17 @@ def test_soft_retention_makes_a_range_look_younger(name: str) -> None:
 
 
 @each_index
+def test_soft_retention_holds_the_blocks_that_its_range_touches_and_no_others(name: str) -> None:
+    index = make(name, policy=lru(), clock=ManualClock())
+    wish = Retention(start=2, stop=5, priority=100, duration_s=100.0)  # the second and the third block
+    index.insert(Tokens([1, 1, 2, 2, 3, 3, 4, 4]), range(4), retention=[wish])
+    index.insert(Tokens([5, 5, 6, 6]), [4, 5])
+    assert [list(index.evict(1) or ()) for _ in range(5)] == [[3], [5], [4], [2], [1]]
+    index.insert(Tokens([7, 7]), [6])
+    assert list(index.evict(1) or ()) == [0]
+
+
+@each_index
 def test_the_account_with_most_evictable_blocks_gives_first(name: str) -> None:
     index = make(name, policy_factory=lru, clock=ManualClock())
     small, large = ACCOUNTS[1:]

@@ -47,7 +47,7 @@ def compute(kv: KVCacheManager, request: RequestState, up_to: int) -> None:
 
 
 def test_a_prompt_enters_the_index_when_it_is_whole() -> None:
-    kv = manager()
+    kv = KVCacheManager(RadixPrefixCache(block_size=BLOCK), GPUKVPool(16, BLOCK))  # no option is needed
     first = state("first", range(10))
     admit(kv, first, 6)
     compute(kv, first, 6)

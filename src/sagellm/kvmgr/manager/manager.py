@@ -374,7 +374,7 @@ class KVCacheManager(Quotes):
             sequence = self._sequences.get(name)
             if sequence is None or sequence.state is not chunk.state:  # never reached, or ended since
                 continue
-            self._registrar.withdraw(sequence, -1 if chunk.admits else chunk.start)
+            self._registrar.withdraw(sequence, 0 if chunk.admits else chunk.start)
             count = len(chunk.block_ids)
             if count:
                 self.pool.shrink(sequence.own, count)

@@ -95,8 +95,12 @@ class Registrar:
     def withdraw(self, sequence: SequenceKV, start: int) -> None:
         """Undo `publish` of a chunk from `start` on, if it did anything. What came to use the blocks since
         must have been undone."""
-        published = self._pop(sequence.state.request_id, -1, start)
-        if published is None or published.result is None:  # an earlier chunk's stands
+        request_id = sequence.state.request_id
+        records = self._published.get(request_id)
+        if records is None or records[-1].num_tokens <= start:  # an earlier chunk's stands
+            return
+        published = self._pop(request_id, -1)
+        if published.result is None:
             return
         self.num_changes += 1
         entered = sequence.block_ids[published.num_shared : sequence.num_shared]
@@ -110,7 +114,7 @@ class Registrar:
         while self.saw(sequence.state.request_id):
             hit = sequence.hit
             try:
-                self.withdraw(sequence, -1)
+                self.withdraw(sequence, 0)
             except BookkeepingError:
                 self._index.unpin(sequence.hit)
                 sequence.hit = hit
@@ -118,17 +122,18 @@ class Registrar:
 
     def settle(self, request_id: str) -> bool:
         """What the request published in the oldest step is computed; whether there was anything."""
-        return self._pop(request_id, 0) is not None
+        was_published = self.saw(request_id)
+        if was_published:
+            self._pop(request_id, 0)
+        return was_published
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._published.pop(request_id, None)
 
-    def _pop(self, request_id: str, place: int, start: int = -1) -> Published | None:
-        """The record at that place, taken out, if it reaches behind `start`."""
-        records = self._published.get(request_id)
-        if records is None or records[place].num_tokens <= start:
-            return None
+    def _pop(self, request_id: str, place: int) -> Published:
+        """The record at that place, taken out."""
+        records = self._published[request_id]
         found = records.pop(place)
         if not records:
             del self._published[request_id]
