@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import BlocksRemoved, BlocksStored, Event, EventBus, IndexCleared
+from sagellm.core.protocols.eviction import GiveUp
 from sagellm.core.protocols.prefix_cache import (
     InsertResult,
     MatchEnd,
@@ -32,6 +33,7 @@ from sagellm.core.protocols.prefix_cache import (
 )
 from sagellm.core.registry import registry
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Retention, Tokens
+from sagellm.kvmgr.eviction import LRUEvictionPolicy
 from sagellm.kvmgr.prefix_cache.fingerprint import fingerprint
 from sagellm.kvmgr.prefix_cache.matcher import PrefixMatcher
 from tests.effort import examples
@@ -571,6 +573,24 @@ def test_misuse_is_told_and_changes_nothing(name: str, wrong: str) -> None:
     index.check()
     assert index.lookup(Tokens([1, 1, 2, 2])).num_blocks == 2
     assert index.num_cached == index.num_evictable == (3 if "retract" in wrong else 2)
+
+
+class Lazy(LRUEvictionPolicy):
+    """Says yes and does nothing."""
+
+    def evict(self, num_blocks: int, give_up: GiveUp) -> int:
+        return num_blocks
+
+
+@each_index
+@pytest.mark.parametrize("account", ACCOUNTS)
+def test_a_policy_that_gives_up_nothing_is_named(name: str, account: Account) -> None:
+    index = make(name, policy_factory=Lazy)
+    index.insert(Tokens([1, 1]), [0], account=account)
+    with pytest.raises(BookkeepingError, match=r"the eviction policy gave .*0 blocks"):
+        index.evict(1)
+    index.check()
+    assert index.num_cached == 1
 
 
 @each_index

@@ -124,7 +124,7 @@ def test_what_sessions_share_is_not_ended_with_one_of_them(index: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "forgets"), [({"max_sessions": 2}, True), ({"max_tokens": 40}, True), ({}, False)]
+    ("limit", "forgets"), [({"max_sessions": 2}, True), ({"max_tokens": 36}, True), ({}, False)]
 )
 def test_sessions_are_bounded(limit: dict[str, int], forgets: bool) -> None:
     engine = small_engine(num_blocks=40)

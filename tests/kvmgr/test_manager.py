@@ -4,17 +4,23 @@ fails."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.plan import Chunk, Draft, RequestState
-from sagellm.core.types import NO_ACCOUNT, Request, RequestStatus, Tokens
+from sagellm.core.protocols.prefix_cache import PrefixHit
+from sagellm.core.types import NO_ACCOUNT, Account, Request, RequestStatus, Tokens
 from sagellm.engines.build import build_kv
-from sagellm.kvmgr.kv_pool import GPUKVPool
+from sagellm.kvmgr.eviction import LRUEvictionPolicy
+from sagellm.kvmgr.kv_pool import GPUKVPool, QuotaManager, Share
 from sagellm.kvmgr.manager import KVCacheManager
+from sagellm.kvmgr.manager.room import INDEX_OWNER, Room
 from sagellm.kvmgr.prefix_cache import RadixPrefixCache
+from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
 
 BLOCK = 4
 
@@ -285,6 +291,42 @@ def test_without_prefix_caching_nothing_stays() -> None:
     assert kv.block_states() == (0, 0, 8)
 
 
+def test_the_time_of_a_look_up_is_recorded() -> None:
+    clock, metrics = ManualClock(), PrefixReuseMetrics()
+
+    class Slow(RadixPrefixCache):
+        def lookup(self, *args: Any) -> PrefixHit:
+            clock.advance(0.5)
+            return super().lookup(*args)
+
+    clock.advance(100.0)
+    kv = KVCacheManager(Slow(block_size=BLOCK), GPUKVPool(16, BLOCK), metrics=metrics, clock=clock)
+    kv.match(state("r", range(9)))
+    assert metrics.snapshot().match_sum_s == 0.5
+
+
 def test_block_sizes_must_agree() -> None:
     with pytest.raises(ValueError, match="block sizes differ"):
         KVCacheManager(RadixPrefixCache(block_size=4), GPUKVPool(4, 8))
+
+
+def test_blocks_that_keep_a_borrower_from_giving_go_and_no_more_than_are_missing() -> None:
+    """The head of a prompt is borrowed, and leads to blocks that are guaranteed: one of these has to go, of
+    the account that has most."""
+    a, b, c = Account("a"), Account("b"), Account("c")
+    quota = QuotaManager(5, {"b": Share(2), "c": Share(1)})
+    index = RadixPrefixCache(block_size=BLOCK, policy_factory=LRUEvictionPolicy)
+    pool = GPUKVPool(5, BLOCK, quota=quota)
+    room = Room(index, pool, quota)
+    head = list(range(2 * BLOCK))
+    for account, tail, num_new in ((a, [], 2), (b, [50] * 2 * BLOCK, 2), (c, [60] * BLOCK, 1)):
+        tokens = Tokens([*head, *tail])
+        own = pool.allocate(num_new, "request", account)
+        assert own is not None
+        index.insert(tokens, [*index.block_ids(index.lookup(tokens)), *own.block_ids], account=account)
+        pool.hand_over(own, 0, num_new, INDEX_OWNER)
+        pool.free(own)
+    room.make(1, Account("other"))
+    assert pool.num_free == 1
+    assert dict(index.evictable_by_account()) == {NO_ACCOUNT: 0, a: 2, b: 1, c: 1}
+    pool.check({INDEX_OWNER: room.held()})

@@ -313,7 +313,8 @@ class KVCacheManager(Quotes):
         if self.quota is None:
             return False
         self._num_changes += 1
-        return self.room.make_below_ceilings(num_blocks, self.quota.paying(state.request.account))
+        account = self.quota.paying(state.request.account)
+        return self.room.make_below_ceilings(self.quota, num_blocks, account)
 
     # -- inside: admission and growth
 

@@ -40,13 +40,11 @@ class Room:
                 self._count(evicted, "capacity")
                 self._give_back(evicted, NO_ACCOUNT)
 
-    def make_below_ceilings(self, num_blocks: int, account: Account) -> bool:
+    def make_below_ceilings(self, quota: BlockQuota, num_blocks: int, account: Account) -> bool:
         """Evict cached blocks that count on a ceiling which leaves the account less than `num_blocks`, also
         within guarantees: what is guaranteed stays available, as free blocks. For a request that could not
         run otherwise though nothing else runs. Returns whether any went."""
-        quota, num_evicted = self.quota, 0
-        if quota is None:
-            return False
+        num_evicted = 0
         for giver, count in sorted(self._evictable().items(), key=lambda one: (one[0] == account, one)):
             left = quota.headrooms(account)
             shared = left.keys() & quota.headrooms(giver).keys()
