@@ -301,6 +301,7 @@ def test_only_the_request_that_makes_a_step_fail_ends() -> None:
     assert set(errors) == {"poison", "nan"}
     assert "overflow" in errors["poison"]
     assert "not finite" in errors["nan"]
+    assert got["nan"] == [], "a token that is not in the vocabulary is not reported"
     for name in ("a", "b"):
         assert got[name] == expected_tokens(backend, [ord(name) % 97] * 5, 8)
     assert got["early"] == expected_tokens(backend, range(9), 8)[1:]

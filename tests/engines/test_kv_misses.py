@@ -14,6 +14,7 @@ from sagellm.core.protocols.prefix_cache import MissCounts, TenantReuse
 from sagellm.core.types import Namespace, RequestOutput, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.kvmgr.scheduler_ir import presets
 from sagellm.kvmgr.scheduler_ir.passes import PrefixCacheAwarePass, PriorityBasedPass
 from tests.builders import TENANT_A, TENANT_B, fake_engine, request, run_all
 from tests.engines.kv_scenes import FILLER, INDEXES, OLD, YOUNG, Preempt, resident, serve, small_engine
@@ -75,6 +76,15 @@ def test_what_a_preempted_request_lost_is_missed_for_its_preemption() -> None:
     assert engine.stats().num_preemptions == 1
     grown = -(-(35 + 8) // 4)
     assert misses(engine) == {"cold": 4 + 8, "preemption": grown - (12 - 4)}
+
+
+@pytest.mark.parametrize("index", INDEXES)
+def test_what_one_request_computes_for_another_of_its_step_is_missed_once(index: str) -> None:
+    engine = counting(index=index, index_as_computed=True, passes=presets.make("vllm-like"))
+    for name in ("first", "second"):
+        engine.add(request(name, OLD, 1))
+    run_all(engine)
+    assert misses(engine) == {"cold": 4}
 
 
 @settings(max_examples=60)

@@ -106,6 +106,7 @@ def test_accepted_requests_that_fit_beside_all_guarantees_end_well(preset: str, 
         engine = fake_engine(backend, passes=make(preset), index=index, tenant_shares=shares)
         arrivals = sorted((draw.randrange(30), number) for number in range(8))
         found: dict[str, str | None] = {}
+        decided: set[tuple[str, str]] = set()
         step = 0
         while arrivals or engine.has_work():
             while arrivals and arrivals[0][0] <= step:
@@ -119,7 +120,10 @@ def test_accepted_requests_that_fit_beside_all_guarantees_end_well(preset: str, 
                 if output.finish_reason is not None:
                     found[output.request_id] = output.error
             check_books(engine)
+            plan = engine.last_plan
+            decided |= {(one.pass_name, one.action) for one in (plan.decisions if plan is not None else ())}
             step += 1
+        assert ("bind", "wait") in decided, "the plan says which request lacks blocks"
         assert found == dict.fromkeys(found)
         assert len(found) == 8
 
