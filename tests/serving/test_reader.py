@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,13 @@ from hypothesis import strategies as st
 
 from sagellm.core.errors import RequestError
 from sagellm.serving.errors import BodyTooLargeError
-from sagellm.serving.reader import MAX_VALUES, _check_number_of_values, commas_outside_strings, json_object
+from sagellm.serving.reader import (
+    MAX_NAMES,
+    MAX_VALUES,
+    _check_number_of_values,
+    json_object,
+    without_strings,
+)
 from tests.scripted_engine import scripted_llm
 from tests.serving.live import Live, serving
 
@@ -70,25 +77,118 @@ def test_what_is_no_utf8_json_is_400(live: Live, body: bytes) -> None:
     assert response.json()["error"]["code"] == "invalid_json"
 
 
+def read(body: bytes) -> dict[str, Any]:
+    structure = without_strings(body)
+    _check_number_of_values(structure)
+    return json_object(body, num_names=structure.count(b":"))
+
+
 def test_what_json_can_hold_is_read() -> None:
-    assert json_object(b'{"a": "\\ud83d\\ude42", "b": [1, 2.5, null]}') == {"a": "🙂", "b": [1, 2.5, None]}
+    assert read(b'{"a": "\\ud83d\\ude42", "b": [1, 2.5, null]}') == {"a": "🙂", "b": [1, 2.5, None]}
     with pytest.raises(RequestError, match="object"):
-        json_object(b"[1]")
+        read(b"[1]")
 
 
-def test_too_many_values_are_refused_before_they_are_built() -> None:
-    with pytest.raises(BodyTooLargeError, match=str(MAX_VALUES)):
-        _check_number_of_values(b"[" + b"1," * MAX_VALUES + b"1]")
-    _check_number_of_values(b"[" + b"1," * (MAX_VALUES - 1) + b"1]")
+@pytest.mark.parametrize(
+    ("piece", "most", "limit"),
+    [
+        (b"1,", MAX_VALUES - 2, MAX_VALUES),
+        (b"[[]],", (MAX_VALUES - 2) // 3, MAX_VALUES),
+        (b"[" * 100 + b"]" * 100 + b",", (MAX_VALUES - 2) // 101, MAX_VALUES),
+        (b'{"":1},', MAX_NAMES - 1, MAX_NAMES),
+        (b'{"":1,"":1},', (MAX_NAMES - 1) // 2, MAX_NAMES),
+    ],
+    ids=["items", "lists", "nested", "objects", "names"],
+)
+def test_too_many_values_are_refused_before_they_are_built(piece: bytes, most: int, limit: int) -> None:
+    """Items, lists, objects and names count: 32 MB of brackets took a minute."""
+    _check_number_of_values(without_strings(b'{"a":[' + piece * most + b"1]}"))
+    with pytest.raises(BodyTooLargeError, match=str(limit)):
+        _check_number_of_values(without_strings(b'{"a":[' + piece * (most + 1) + b"1]}"))
 
 
-def test_commas_of_a_text_are_no_values() -> None:
-    _check_number_of_values(b'{"prompt": "\\"' + b"a,\\\\" * MAX_VALUES + b'", "n": 1}')
+def test_what_clients_send_is_within_the_limits() -> None:
+    """A million tokens; a conversation of 20,000 tool calls with the schemas of 1,000 tools."""
+    prompt = {"prompt": [*range(1_000_000)], "max_tokens": 16, "logit_bias": {"1": 2}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    turns += [{"role": "tool", "content": "1", "tool_call_id": "1"}]
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "description": "b"}},
+        "required": ["a"],
+    }
+    tool = {"type": "function", "function": {"name": "f", "description": "c", "parameters": schema}}
+    chat = {"messages": turns * 20_000, "tools": [tool] * 1000}
+    for body in (prompt, chat):
+        assert read(json.dumps(body).encode()) == body
 
 
-def commas_by_pattern(body: bytes) -> int:
+def test_text_is_no_value() -> None:
+    read(b'{"prompt": "\\"' + b"a,[{:\\\\" * MAX_VALUES + b'", "n": 1}')
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (b'{"a": 1, "b": [1, 2, 3], "a": 2}', "'a'"),
+        (b'{"a": [{"b": 1}, {"c": {"d:": 1, "d:": 2}}]}', "'d:'"),
+        (b'{"a": 1, "\\u0061": 2}', "'a'"),
+        (b'{"": {"": {"": 1, "": 1}}}', "''"),
+        (b'{"a": [' + b"1," * 1000 + b'{"b": {}, "b": {}}]}', "'b'"),
+    ],
+)
+def test_a_name_given_twice_is_named(body: bytes, name: str) -> None:
+    with pytest.raises(RequestError, match=f"has the name {name} twice"):
+        read(body)
+
+
+def read_twice(body: bytes) -> dict[str, Any]:
+    """The slow twin: finds names given twice by parsing a second time."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise RequestError("twice")
+        return found
+
+    content: dict[str, Any] = json.loads(body, object_pairs_hook=unique)
+    return content
+
+
+def test_names_given_twice_are_found_as_by_the_slow_twin() -> None:
+    rng = random.Random(2)
+    num_refused = 0
+
+    def value(depth: int) -> str:
+        kind = rng.randrange(4) if depth else 3
+        inner = [value(depth - 1) for _ in range(rng.randrange(4))] if kind < 2 else []
+        if kind == 0:
+            return "[" + ",".join(inner) + "]"
+        if kind == 1:
+            return (
+                "{"
+                + ",".join(f'"{rng.choice(["a", "b:", ",", chr(92) * 2, "{"])}":{one}' for one in inner)
+                + "}"
+            )
+        return rng.choice(["1", "null", '"x:y"', '"\\":"'])
+
+    for _ in range(2000):
+        body = f'{{"x":{value(4)},"y":{value(4)}}}'.encode()
+        try:
+            wanted = read_twice(body)
+        except RequestError:
+            num_refused += 1
+            with pytest.raises(RequestError, match="twice"):
+                read(body)
+        else:
+            assert read(body) == wanted
+    assert 100 < num_refused < 1900
+
+
+def without_strings_by_pattern(body: bytes) -> bytes:
     """The slow twin: a pattern that begins anew at every quote of a string without an end."""
-    return re.sub(rb'"[^"\\]*(?:\\.[^"\\]*)*"', b"", body, flags=re.DOTALL).count(b",")
+    return re.sub(rb'"[^"\\]*(?:\\.[^"\\]*)*"', b'"', body, flags=re.DOTALL)
 
 
 WITHIN_STRING = [b'\\"', b"\\\\", b"\\n", b"\\u00e9", b",", b":", b"[", b"]", b"a", "é".encode(), b" ", b"\n"]
@@ -105,11 +205,11 @@ def random_body(rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("num_bodies", [500, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_commas_are_counted_as_by_the_slow_twin(num_bodies: int) -> None:
+def test_strings_are_left_out_as_by_the_slow_twin(num_bodies: int) -> None:
     rng = random.Random(1)
     for _ in range(num_bodies):
         body = random_body(rng)
-        assert commas_outside_strings(body) == commas_by_pattern(body), body
+        assert without_strings(body) == without_strings_by_pattern(body), body
 
 
 def containers(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
@@ -117,9 +217,9 @@ def containers(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
 
 
 @given(st.recursive(st.none() | st.text() | st.integers(), containers))
-def test_commas_of_any_json_are_counted_as_by_the_slow_twin(content: object) -> None:
+def test_strings_of_any_json_are_left_out_as_by_the_slow_twin(content: object) -> None:
     body = json.dumps(content).encode()
-    assert commas_outside_strings(body) == commas_by_pattern(body)
+    assert without_strings(body) == without_strings_by_pattern(body)
 
 
 @pytest.mark.parametrize(
@@ -132,11 +232,10 @@ def test_a_body_costs_linear_time(head: bytes, piece: bytes) -> None:
     """Sixteen times the size takes far less than the 256 times as long that a quadratic cost would."""
 
     def seconds(size: int) -> float:
-        body = head + b"," * MAX_VALUES + piece * (size // len(piece))
+        body = head + piece * (size // len(piece))
         began = time.thread_time()
         with suppress(RequestError):
-            _check_number_of_values(body)
-            json_object(body)
+            read(body)
         return time.thread_time() - began
 
     small = min(seconds(2**14) for _ in range(3))

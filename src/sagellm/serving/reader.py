@@ -19,6 +19,9 @@ from sagellm.serving.parameters import checked
 
 MAX_VALUES = 2**20
 """JSON values in one body: token ids of a batch of prompts, above all. A million take a tenth of a second."""
+MAX_NAMES = 2**18
+"""Names in all objects of one body, which take ten times as long. A step of an agent with a tool call and its
+result has 11: this is room for 20,000 steps and the schemas of 1,000 tools."""
 
 _READ_AT_ONCE_BYTES = 64 * 2**10
 
@@ -64,18 +67,24 @@ class RequestReader:
 
 
 def _parse(model: type[M], body: bytes) -> M:
-    _check_number_of_values(body)
-    return checked(model, json_object(body))
+    structure = without_strings(body)
+    _check_number_of_values(structure)
+    return checked(model, json_object(body, num_names=structure.count(b":")))
 
 
-def _check_number_of_values(body: bytes) -> None:
-    """Before anything is built. Commas within strings do not count, so a long text is never too many."""
-    if body.count(b",") >= MAX_VALUES and commas_outside_strings(body) >= MAX_VALUES:
-        raise BodyTooLargeError(f"the body holds more than {MAX_VALUES} values: send fewer at a time")
+def _check_number_of_values(structure: bytes) -> None:
+    """Before anything is built. `structure` is of `without_strings`: a comma or bracket for each value."""
+    num_values = sum(map(structure.count, (b",", b"[", b"{")))
+    for count, limit, kind in (
+        (num_values, MAX_VALUES, "values"),
+        (structure.count(b":"), MAX_NAMES, "names"),
+    ):
+        if count > limit:
+            raise BodyTooLargeError(f"the body holds more than {limit} {kind}: send fewer at a time")
 
 
-def commas_outside_strings(body: bytes) -> int:
-    """Commas of a JSON text that are not part of a string, in linear time.
+def without_strings(body: bytes) -> bytes:
+    """A JSON text without what its strings hold, in linear time. Of each string the closing quote is left.
 
     Exact up to the first syntax error, where a parser stops. Outside of strings JSON has no backslash, so
     without the escape pairs every quote that is left opens or closes a string.
@@ -83,21 +92,37 @@ def commas_outside_strings(body: bytes) -> int:
     unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
     codes = np.frombuffer(unescaped, np.uint8)
     within_string = np.logical_xor.accumulate(codes == ord('"'))
-    return int(np.count_nonzero((codes == ord(",")) & ~within_string))
+    return codes[~within_string].tobytes()
 
 
-def json_object(body: bytes) -> dict[str, Any]:
+def json_object(body: bytes, num_names: int) -> dict[str, Any]:
     """The body's object. It is UTF-8 throughout: half a surrogate pair, in bytes or escaped, is no JSON. A
-    name that an object holds twice is refused, since parsers disagree on which value counts.
+    name that an object holds twice is refused, since parsers disagree on which value counts: the objects then
+    hold fewer than the `num_names` names of the body.
     """
     try:
         content = from_json(body, allow_inf_nan=False)
-        json.loads(body, object_pairs_hook=_without_duplicates)
+        if _holds_fewer_names(content, num_names):
+            json.loads(body, object_pairs_hook=_without_duplicates)
     except ValueError as error:
         raise RequestError(f"the body is not JSON in UTF-8: {error}", code="invalid_json") from error
     if not isinstance(content, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
     return content
+
+
+def _holds_fewer_names(content: Any, num_names: int) -> bool:
+    """Looks no further once all names are found, which is before a long list of tokens."""
+    containers = [content]
+    while containers and num_names > 0:
+        one = containers.pop()
+        values = one
+        if isinstance(one, dict):
+            num_names -= len(one)
+            values = one.values()
+        if isinstance(one, (dict, list)) and num_names > 0:
+            containers += [value for value in values if isinstance(value, (dict, list))]
+    return num_names > 0
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> None:
