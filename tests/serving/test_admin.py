@@ -253,17 +253,45 @@ def test_what_cannot_take_over_changes_nothing(
     complete(live, OLD)
 
 
-def test_a_plug_in_that_breaks_does_not_take_the_engine_with_it(
-    live: Live, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("broken", "method", "path", "body"),
+    [
+        ("clear_cache", "POST", "/reset_prefix_cache", None),
+        ("pin_prefix", "POST", PINS, {"prompt": OLD}),
+        ("set_policy", "PUT", POLICY, {"policy": "lru"}),
+        ("set_passes", "PUT", STRATEGY, {"strategy": "fifo"}),
+        ("hint", "POST", "/v1/kv/hints", {"kv_hints": {"actions": []}}),
+    ],
+)
+def test_a_plug_in_that_breaks_fails_the_call_and_not_the_engine(
+    live: Live,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    broken: str,
+    method: str,
+    path: str,
+    body: Any,
 ) -> None:
-    def broken(*_args: Any, **_options: Any) -> None:
+    def broken_call(*_args: Any, **_options: Any) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("sagellm.serving.admin.swap_policy", broken)
-    status, param, message = refusal(live.http.put(POLICY, json={"policy": "lru"}))
-    assert (status, param) == (400, "policy")
-    assert "RuntimeError" in message
+    monkeypatch.setattr(engine_of(live), broken, broken_call)
+    status, _, message = refusal(live.http.request(method, path, json=body))
+    assert status == 500
+    assert "RuntimeError within the engine, which goes on" in message
     assert "secret" not in message
+    assert caplog.text.count("RuntimeError: secret detail") == 1  # with its traceback, once
+    complete(live, OLD)
+    assert live.http.get("/health").status_code == 200
+
+
+def test_metrics_do_not_need_diagnostics(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(engine_of(live), "diagnostics", broken)
+    for _ in range(2):
+        assert live.metric("sagellm_requests_running") == 0
     complete(live, OLD)
 
 

@@ -4,7 +4,6 @@ eviction policy and the scheduling strategy."""
 from __future__ import annotations
 
 import itertools
-import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -31,8 +30,6 @@ from sagellm.serving.schema import MAX_SALT_CHARS, TemplateFields, check_message
 from sagellm.serving.sse import closed_on_disconnect
 
 MAX_PINS = 1024
-
-log = logging.getLogger("sagellm.serving")
 
 
 class PinRequest(TemplateFields):
@@ -158,9 +155,6 @@ class Admin:
                 change(llm)
             except SageError as error:
                 raise RequestError(str(error), param) from error
-            except Exception as error:  # of a plug-in; nothing has changed, and the engine goes on
-                log.exception("a %s could not take over", param)
-                raise RequestError(f"{param}: {type(error).__name__} at taking over", param) from error
 
         await self.gateway.call(changed)
 

@@ -9,7 +9,8 @@ RequestError (core)
 ├── SlowClientError      408, a body that does not arrive, or a stream that its client does not read
 ├── OverloadedError      429, too many requests wait
 ├── UnavailableError     503, shutting down, or the engine loop has failed
-└── GenerationError      500, the engine gave this request up
+├── GenerationError      500, the engine gave this request up
+└── CallError            500, what an operator asked of the engine raised an exception that nobody expects
 """
 
 from __future__ import annotations
@@ -82,6 +83,16 @@ class UnavailableError(RequestError):
 class GenerationError(RequestError):
     status = 500
     code = "generation_failed"
+
+
+class CallError(RequestError):
+    status = 500
+    code = "internal_error"
+
+    def __init__(self, exception: str) -> None:
+        super().__init__(
+            f"internal error: {exception} within the engine, which goes on; the log has the details"
+        )
 
 
 def error_body(

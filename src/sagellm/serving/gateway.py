@@ -231,7 +231,8 @@ class Gateway:
 
     async def call(self, do: Callable[[LLM], T]) -> T:
         """What `do` returns, called on the engine's thread between two steps; raises the `SageError` that it
-        raises. As many calls may wait as sequences; raises `UnavailableError` or `OverloadedError` else.
+        raises, `CallError` for another exception. As many calls may wait as sequences; raises
+        `UnavailableError` or `OverloadedError` else.
         """
         self._check_alive()
         if len(self._calls) >= self.load.max_waiting:

@@ -13,6 +13,7 @@ from sagellm.core.kv_hints import KvHintsEnvelope
 from sagellm.core.protocols.engine import EngineStats
 from sagellm.core.types import SLO, Retention, SamplingParams, Tokens
 from sagellm.engines.llm import LLM, TextDelta
+from sagellm.serving.errors import CallError
 
 log = logging.getLogger("sagellm.serving")
 
@@ -67,7 +68,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What a `Call` has returned, or the error that it has raised."""
+    """What a `Call` has returned, or the error that it has raised; `CallError` for what is no `SageError`."""
 
     call_id: int
     result: object = None
@@ -182,3 +183,6 @@ class EngineLoop:
             return Answered(call.call_id, call.do(self._llm))
         except SageError as error:
             return Answered(call.call_id, error=error)
+        except Exception as error:  # of a plug-in, most likely: only this call has failed
+            log.exception("a call of the engine failed; the engine goes on")
+            return Answered(call.call_id, error=CallError(type(error).__name__))
