@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,13 +13,16 @@ from typing import Any
 import pytest
 import uvicorn
 
+from sagellm.core.clock import ManualClock
 from sagellm.core.log_lines import FIELDS, TextLines
 from sagellm.engines.llm import LLM
 from sagellm.engines.simulator import TokenMemoryBackend
+from sagellm.serving import ConnectionLimits
+from sagellm.serving.access_log import MAX_REFUSAL_LINES, REFUSAL_INTERVAL_S, Refusals
 from sagellm.serving.server import SageServer
 from tests.builders import fake_engine
 from tests.scripted_engine import scripted_llm, toy_tokenizer
-from tests.serving.live import Live, serving, wait_until
+from tests.serving.live import PATIENCE_S, Live, serving, wait_until
 
 SECRET = "the prompt that no log may hold"
 COMPLETIONS = "/v1/completions"
@@ -96,6 +100,82 @@ def test_whatever_is_refused_is_a_line_too(live: Live, lines: pytest.LogCaptureF
     assert [one["status"] for one in requests(lines, 4)] == [404, 400, 401, 405]
 
 
+def answer_to(live: Live, sent: bytes) -> tuple[int, str, dict[str, Any]]:
+    """Status, request id and body of a refusal before the application, after which the server closes."""
+    with socket.create_connection(live.address, timeout=PATIENCE_S) as client:
+        client.sendall(sent)
+        received = b"".join(iter(lambda: client.recv(2**16), b""))
+    head, _, body = received.partition(b"\r\n\r\n")
+    headers = dict(line.split(": ", 1) for line in head.decode().splitlines()[1:])
+    return int(head.split()[1]), headers["x-request-id"], json.loads(body)
+
+
+CHUNKED = (
+    f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nx-request-id: my-1\r\n\r\n"
+).encode()
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "fields"),
+    [
+        (b"no HTTP\r\n\r\n", 400, {"error": "invalid_http"}),
+        (b"GET / HTTP/1.1\r\nA: " + b"x" * 70_000 + b"\r\n\r\n", 431, {"error": "invalid_http"}),
+        (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", 505, {"error": "invalid_http"}),
+        (CHUNKED + b"no chunk\r\n", 400, {"request_id": "my-1", "method": "POST", "path": COMPLETIONS}),
+    ],
+)
+def test_what_the_connection_refuses_is_a_line_with_an_id(
+    live: Live, lines: pytest.LogCaptureFixture, sent: bytes, status: int, fields: dict[str, str]
+) -> None:
+    got, request_id, body = answer_to(live, sent)
+    assert (got, body["request_id"]) == (status, request_id)
+    [found] = requests(lines, 1)
+    assert found.items() >= {"status": status, "request_id": request_id, **fields}.items()
+    assert live.metric("sagellm_http_requests_total", status=str(status)) == 1
+
+
+def test_a_body_that_turns_out_malformed_later_is_one_line(
+    live: Live, lines: pytest.LogCaptureFixture
+) -> None:
+    """The application has begun by then: its line has the status that the client has got."""
+    with socket.create_connection(live.address, timeout=PATIENCE_S) as client:
+        client.sendall(CHUNKED.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer k\r\n\r\n"))
+        client.sendall(b"1\r\n{\r\n")
+        wait_until(lambda: bool(live.server.server_state.tasks))
+        client.sendall(b"no chunk\r\n")
+        assert client.recv(2**16).startswith(b"HTTP/1.1 400")
+    [found] = requests(lines, 1)
+    assert (found["status"], found["request_id"], found["path"]) == (400, "my-1", COMPLETIONS)
+    assert live.metric("sagellm_http_requests_total", status="400", endpoint=COMPLETIONS) == 1
+
+
+def test_connections_beyond_the_limit_are_lines(lines: pytest.LogCaptureFixture) -> None:
+    with (
+        serving(scripted_llm(), limits=ConnectionLimits(max_connections=1)) as live,
+        socket.create_connection(live.address),
+    ):
+        wait_until(lambda: bool(live.server.server_state.connections))
+        status, request_id, _ = answer_to(live, b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+    [found] = requests(lines, 1)
+    assert found == {"request_id": request_id, "status": status, "error": "too_many_connections"}
+    assert status == 503
+
+
+def test_a_flood_of_refusals_is_counted_whole_and_logged_in_part(lines: pytest.LogCaptureFixture) -> None:
+    clock, counted = ManualClock(), Counter[int]()
+    refusals = Refusals(clock, lambda _path, _method, status: counted.update([status]), enabled=True)
+    for i in range(1000):
+        refusals.note(f"a{i}", 400, "invalid_http")
+    refusals.note("b", 503, "too_many_connections")
+    clock.advance(REFUSAL_INTERVAL_S)
+    for i in range(2):
+        refusals.note(f"c{i}", 400, "invalid_http")
+    assert counted == {400: 1002, 503: 1}
+    found = requests(lines, MAX_REFUSAL_LINES + 3)
+    assert [one["request_id"] for one in found[-4:]] == ["a19", "b", "c0", "c1"]
+    assert [one.get("lines_left_out") for one in found[-3:]] == [None, 1000 - MAX_REFUSAL_LINES, None]
+
+
 def test_a_client_that_leaves_is_status_499(lines: pytest.LogCaptureFixture) -> None:
     with serving(scripted_llm("on and on " * 20, step_s=0.02)) as live:
         body = json.dumps({"prompt": "x", "max_tokens": 200})
@@ -119,6 +199,7 @@ def test_probes_are_no_lines_while_they_succeed(live: Live, lines: pytest.LogCap
 def test_the_log_of_requests_can_be_switched_off(lines: pytest.LogCaptureFixture) -> None:
     with serving(scripted_llm("hello"), log_requests=False) as live:
         assert live.http.post(COMPLETIONS, json={"prompt": "x"}).status_code == 200
+        assert answer_to(live, b"no HTTP\r\n\r\n")[0] == 400
         assert live.metric("sagellm_http_requests_total", status="200", endpoint=COMPLETIONS) == 1
     assert not [one for one in lines.records if one.name == "sagellm.access"]
 

@@ -88,6 +88,9 @@ def live() -> Iterator[Live]:
         (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", 400, ""),
         (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", 501, ""),
         (b"GET / HTTP/1.1\r\n\r\n", 400, "Host"),
+        (b"GET /version HTTP/2.0\r\nHost: x\r\n\r\n", 505, "HTTP/1.1"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, "HTTP/2.0"),
+        (b"GET /version HTTP/0.9\r\nHost: x\r\n\r\n", 505, "HTTP/0.9"),
     ],
     ids=lambda value: repr(value[:60]) if isinstance(value, bytes) else None,
 )

@@ -21,6 +21,9 @@ REQUEST_ID_HEADER = "x-request-id"
 PROBES = frozenset({"/health", "/ready", "/version", "/metrics"})
 """Asked every few seconds by machines: logged at debug level while they succeed."""
 
+MAX_REFUSAL_LINES = 20
+REFUSAL_INTERVAL_S = 10.0
+
 _REQUEST_ID = re.compile(r"[\w.~:/+=@-]{1,128}", re.ASCII)
 _RECORD = "sagellm.record"
 
@@ -30,7 +33,7 @@ log = logging.getLogger("sagellm.access")
 @dataclass(slots=True)
 class RequestRecord:
     """One HTTP request, from its head to the end of its answer. `times`: those of its prompts, where it
-    generates."""
+    generates. `refused`: the status with which the connection answered in place of the application."""
 
     request_id: str
     method: str
@@ -38,6 +41,7 @@ class RequestRecord:
     arrived_s: float
     tenant: str = ""
     status: int = CLIENT_CLOSED_REQUEST
+    refused: int | None = None
     times: list[RequestTimes] = field(default_factory=list)
 
     def fields(self, now_s: float) -> dict[str, Any]:
@@ -47,7 +51,7 @@ class RequestRecord:
             "tenant": clipped(self.tenant),
             "method": clipped(self.method),
             "path": clipped(self.path),
-            "status": self.status,
+            "status": self.refused or self.status,
             "queue_s": max((one.queued_s for one in self.times if one.queued_s is not None), default=None),
             "ttft_s": self._since(min((one.first_s for one in self.times if one.first_s), default=None)),
             "total_s": self._since(now_s),
@@ -75,6 +79,64 @@ def record_of(scope: Scope) -> RequestRecord:
     return record
 
 
+def begin_record(scope: Scope, now_s: float) -> RequestRecord:
+    """The record of the request, made if there is none yet."""
+    if _RECORD not in scope:
+        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope[_RECORD] = RequestRecord(request_id, scope["method"], scope["path"], now_s)
+    return record_of(scope)
+
+
+class LineLimit:
+    """At most `max_lines` per `interval_s`."""
+
+    def __init__(self, max_lines: int, interval_s: float, clock: Clock) -> None:
+        self._max_lines = max_lines
+        self._interval_s = interval_s
+        self._clock = clock
+        self._until_s: float | None = None
+        self._num_lines = 0
+        self._num_left_out = 0
+
+    def take(self) -> int | None:
+        """How many lines were left out since the last one, if another may be written; None if not."""
+        now_s = self._clock.now()
+        if self._until_s is None or now_s >= self._until_s:
+            self._until_s, self._num_lines = now_s + self._interval_s, 0
+        if self._num_lines == self._max_lines:
+            self._num_left_out += 1
+            return None
+        self._num_lines += 1
+        left_out, self._num_left_out = self._num_left_out, 0
+        return left_out
+
+
+class Refusals:
+    """Notes what connections answer in place of the application.
+
+    Each is counted, and has a line in the log; of each code there are at most `MAX_REFUSAL_LINES` in
+    `REFUSAL_INTERVAL_S`, since a flood costs a client little.
+    """
+
+    def __init__(self, clock: Clock, count: Callable[[str, str, int], None], *, enabled: bool) -> None:
+        self.clock = clock
+        self._count = count
+        self._enabled = enabled
+        self._limits: dict[str, LineLimit] = {}
+
+    def note(self, request_id: str, status: int, code: str) -> None:
+        """`code` is that of the error. There is neither method nor path: the request was not read."""
+        self._count("", "", status)
+        limit = self._limits.get(code)
+        if limit is None:
+            limit = self._limits[code] = LineLimit(MAX_REFUSAL_LINES, REFUSAL_INTERVAL_S, self.clock)
+        if not self._enabled or (left_out := limit.take()) is None:
+            return
+        fields = {"request_id": request_id, "status": status, "error": code}
+        log.info("request", extra={FIELDS: fields | ({"lines_left_out": left_out} if left_out else {})})
+
+
 class AccessLog:
     """The outermost middleware. The id comes from the client's `x-request-id` if that is 1 to 128 letters,
     digits and `._~:/+=@-`, else it is made here; the answer carries it.
@@ -94,18 +156,15 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        record = RequestRecord(request_id, scope["method"], scope["path"], self._clock.now())
-        scope[_RECORD] = record
+        record = begin_record(scope, self._clock.now())
 
         async def noted_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = record.request_id
             await send(message)
 
-        context = CURRENT_REQUEST_ID.set(request_id)
+        context = CURRENT_REQUEST_ID.set(record.request_id)
         try:
             await self._app(scope, receive, noted_send)
         finally:
@@ -113,8 +172,9 @@ class AccessLog:
             self._note(record, getattr(scope.get("route"), "path", ""))
 
     def _note(self, record: RequestRecord, endpoint: str) -> None:
-        self._count(endpoint, record.method, record.status)
-        level = logging.DEBUG if endpoint in PROBES and record.status < 400 else logging.INFO
+        status = record.refused or record.status
+        self._count(endpoint, record.method, status)
+        level = logging.DEBUG if endpoint in PROBES and status < 400 else logging.INFO
         if self._enabled and log.isEnabledFor(level):
             fields = record.fields(self._clock.now())
             log.log(level, "request", extra={FIELDS: fields})

@@ -22,7 +22,7 @@ from sagellm.core.errors import ConfigError, UnknownModelError
 from sagellm.core.types import Tokens
 from sagellm.engines.llm import LLM
 from sagellm.serving import errors
-from sagellm.serving.access_log import REQUEST_ID_HEADER, AccessLog
+from sagellm.serving.access_log import REQUEST_ID_HEADER, AccessLog, Refusals
 from sagellm.serving.admin import Admin, admin_check
 from sagellm.serving.clients import ClientLimits
 from sagellm.serving.gateway import DEFAULT_LIMITS, Gateway
@@ -79,9 +79,9 @@ def create_app(
     app.state.wants_key = bool(keys)
     errors.install(app)
     _allow_origins(app, cors_origins)
-    app.add_middleware(
-        AccessLog, clock=clock or MonotonicClock(), count=gateway.metrics.on_http, enabled=log_requests
-    )
+    log_clock, count = clock or MonotonicClock(), gateway.metrics.on_http
+    app.add_middleware(AccessLog, clock=log_clock, count=count, enabled=log_requests)
+    app.state.refusals = Refusals(log_clock, count, enabled=log_requests)
     models = Models(model_name or llm.model_name, llm.max_model_len, int(wall_clock()))
     _add_open_routes(app, gateway)
     reader, encoder = RequestReader(max_body_bytes, body_timeout_s), PromptEncoder(llm)

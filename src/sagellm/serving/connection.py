@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import sys
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -21,6 +22,7 @@ from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.serving.access_log import REQUEST_ID_HEADER, LineLimit, Refusals, begin_record
 from sagellm.serving.errors import RETRY_AFTER_S, clipped, error_body
 
 log = logging.getLogger("sagellm.serving")
@@ -56,18 +58,13 @@ class RateLimitedLog:
     """Logs a warning at most once per `interval_s`, with the number of those that it left out before."""
 
     def __init__(self, interval_s: float = 10.0, clock: Clock | None = None) -> None:
-        self._interval_s = interval_s
-        self._clock = clock or MonotonicClock()
-        self._next_s: float | None = None
-        self._count = 0
+        self._limit = LineLimit(1, interval_s, clock or MonotonicClock())
 
     def warning(self, message: str) -> None:
-        self._count += 1
-        now_s = self._clock.now()
-        if self._next_s is None or now_s >= self._next_s:
-            repeated = f" ({self._count} times since the last such line)" if self._count > 1 else ""
+        left_out = self._limit.take()
+        if left_out is not None:
+            repeated = f" ({left_out + 1} times since the last such line)" if left_out else ""
             log.warning("%s%s", message, repeated)
-            self._next_s, self._count = now_s + self._interval_s, 0
 
 
 class _Waiting(Enum):
@@ -82,16 +79,16 @@ class Connection(H11Protocol):
     """Limits the time for headers, for the pause between requests, and for a client that does not read its
     answer. `RequestReader` limits that of a body.
 
-    What is answered here, before the application, is counted by `count` with its endpoint (none), method
-    (none) and status.
+    What is answered here, before the application, is noted by `refusals`; `full` warns where connections are
+    refused for their number.
     """
 
     def __init__(
         self,
         *args: Any,
         limits: ConnectionLimits,
-        refusals: RateLimitedLog,
-        count: Callable[[str, str, int], None],
+        refusals: Refusals,
+        full: RateLimitedLog,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -100,7 +97,7 @@ class Connection(H11Protocol):
         self.timeout_keep_alive = limits.keep_alive_timeout_s  # type: ignore[assignment]
         self._limits = limits
         self._refusals = refusals
-        self._count = count
+        self._full = full
         self._refused = False
         self._waiting: _Waiting | None = None
         self._wait_timer: asyncio.TimerHandle | None = None
@@ -113,7 +110,7 @@ class Connection(H11Protocol):
             self._wait_for(_Waiting.HEAD)
             return
         limit = f"{self._limits.max_connections} connections are open (server.max_connections)"
-        self._refusals.warning(f"refused a connection: {limit}")
+        self._full.warning(f"refused a connection: {limit}")
         if len(self.connections) > self._limits.max_connections + _MAX_REFUSED:
             transport.abort()
         else:
@@ -208,15 +205,25 @@ class Connection(H11Protocol):
             return
         self._wait_for(None)
         self._refused = True
-        log.debug("answered %d to %s: %s", status, self.client, message)
-        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
-        if cycle and not cycle.response_complete:  # the application sees a disconnect
-            cycle.disconnected = True
-            cycle.message_event.set()
-        else:
-            self._count("", "", status)
-        self.transport.write(_response(status, error_body(message, status, code=code)))
+        request_id = self._note_refusal(status, code)
+        log.debug("answered %d to %s (request %s): %s", status, self.client, request_id, message)
+        body = error_body(message, status, code=code) | {"request_id": request_id}
+        self.transport.write(_response(status, body, request_id))
         self._linger()
+
+    def _note_refusal(self, status: HTTPStatus, code: str) -> str:
+        """The id of the request, a new one where none was read. The application's log notes those that it has
+        begun to answer, when it sees the disconnect."""
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        if cycle is None or cycle.response_complete:
+            request_id = uuid.uuid4().hex
+            self._refusals.note(request_id, status, code)
+            return request_id
+        record = begin_record(cycle.scope, self._refusals.clock.now())  # type: ignore[arg-type]
+        record.refused = status
+        cycle.disconnected = True
+        cycle.message_event.set()
+        return record.request_id
 
     def _linger(self) -> None:
         """Drop what the client still sends, until it closes or `LINGER_S` are over."""
@@ -235,12 +242,13 @@ class Connection(H11Protocol):
         self.transport.abort()
 
 
-def _response(status: HTTPStatus, content: dict[str, Any]) -> bytes:
+def _response(status: HTTPStatus, content: dict[str, Any], request_id: str) -> bytes:
     body = json.dumps(content).encode()
     retry = f"retry-after: {RETRY_AFTER_S}\r\n" if status == HTTPStatus.SERVICE_UNAVAILABLE else ""
     head = (
         f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
+        f"content-length: {len(body)}\r\n{REQUEST_ID_HEADER}: {request_id}\r\n{retry}"
+        "connection: close\r\n\r\n"
     )
     return head.encode() + body
 
@@ -257,6 +265,9 @@ class StrictConnection(h11.Connection):
     def next_event(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request):
+            if event.http_version[:2] != b"1.":
+                version = event.http_version.decode()
+                raise h11.RemoteProtocolError(f"HTTP/{version} is not spoken here: send HTTP/1.1", 505)
             names = {name for name, _ in event.headers}
             if b"transfer-encoding" in names and b"content-length" in names:
                 raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding: send one of them")

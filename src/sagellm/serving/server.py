@@ -174,8 +174,8 @@ def make_server(
     connection = partial(
         Connection,
         limits=limits or ConnectionLimits(),
-        refusals=RateLimitedLog(),
-        count=gateway.metrics.on_http,
+        refusals=app.state.refusals,
+        full=RateLimitedLog(),
     )
     config = uvicorn.Config(
         app,
