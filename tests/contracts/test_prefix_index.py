@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import BlocksRemoved, BlocksStored, Event, EventBus, IndexCleared
-from sagellm.core.protocols.eviction import GiveUp
+from sagellm.core.protocols.eviction import Extent, GiveUp
 from sagellm.core.protocols.prefix_cache import (
     InsertResult,
     MatchEnd,
@@ -418,9 +418,17 @@ def test_the_last_used_stays_longest_and_tails_go_before_heads(name: str) -> Non
         assert [list(one or ()) for one in freed] == [[2], [3], [1], [0]]
 
 
+class Strict(LRUEvictionPolicy):
+    """Is told of an extent once."""
+
+    def insert(self, extent: Extent) -> None:
+        assert extent.key not in self._live
+        super().insert(extent)
+
+
 @each_index
 def test_soft_retention_makes_a_range_look_younger(name: str) -> None:
-    index = filled(name, policy=lru())
+    index = filled(name, policy=Strict())
     wish = Retention(start=0, stop=2, priority=50, duration_s=20.0)
     index.insert(Tokens([1, 1, 2, 2]), [10, 11], retention=[wish])
     index.insert(Tokens([3, 3]), [12])
@@ -439,6 +447,35 @@ def test_soft_retention_holds_the_blocks_that_its_range_touches_and_no_others(na
     assert [list(index.evict(1) or ()) for _ in range(5)] == [[3], [5], [4], [2], [1]]
     index.insert(Tokens([7, 7]), [6])
     assert list(index.evict(1) or ()) == [0]
+
+
+@each_index
+def test_a_policy_hears_what_a_use_is_and_what_is_new(name: str) -> None:
+    calls: list[str] = []
+
+    class Recorder(LRUEvictionPolicy):
+        def insert(self, extent: Extent) -> None:
+            calls.append("insert")
+            super().insert(extent)
+
+        def pin(self, key: int) -> None:
+            calls.append("pin")
+            super().remove(key)
+
+        def unpin(self, extent: Extent) -> None:
+            calls.append("unpin")
+            super().unpin(extent)
+
+        def remove(self, key: int) -> None:
+            calls.append("remove")
+            super().remove(key)
+
+    index = make(name, policy=Recorder())
+    hit = index.insert(Tokens([1, 1]), [0]).hit
+    index.unpin(index.pin(hit))
+    assert calls == ["insert", "pin", "unpin"]
+    index.insert(Tokens([1, 1, 2, 2]), [0, 1])
+    assert calls[3:] == ["remove", "insert"]
 
 
 @each_index

@@ -386,6 +386,19 @@ def test_a_pass_that_fails_with_a_request_twice_in_its_list_loses_none() -> None
         assert [*one.new_token_ids, *rest[one.request_id]] == expected_tokens(backend, prompt, 4)
 
 
+def test_a_table_that_changed_is_told_once() -> None:
+    """Two requests compute the same prompt: the second goes on with the blocks of the first."""
+    engine = fake_engine(TokenMemoryBackend(block_size=4, num_blocks=64))
+    for name in "ab":
+        engine.add(request(name, range(9), 3))
+    told = []
+    while engine.has_work():
+        engine.step()
+        assert engine.last_plan is not None
+        told.append([grown.first for grown in engine.last_plan.grown])
+    assert told == [[], [0], []]
+
+
 def test_close_gives_everything_back() -> None:
     engine = fake_engine()
     engine.add(request("r", range(9), 4))

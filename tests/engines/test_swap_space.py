@@ -235,13 +235,12 @@ def test_saved_blocks_continue_what_the_index_has() -> None:
     copies = space.save("a", tokens, [7, 8, 9, 6], 2, 13)
     assert copies == [BlockCopy("hbm", 9, "dram", 0), BlockCopy("hbm", 6, "dram", 1)]
     hits = [PrefixHit(4 * count, count, tokens, Namespace()) for count in range(5)]
-    longer = [space.lengthen(hit, "a", 19) for hit in hits]
+    longer = [space.lengthen(hit, "a") for hit in hits]
     assert [hit.num_tokens for hit in longer] == [0, 4, 13, 13, 16], "a gap cannot be bridged"
-    assert space.lengthen(hits[2], "a", 9).num_tokens == 9
     assert space.copies_back(longer[3], "a", [1, 2, 3, 4]) == [BlockCopy("dram", 1, "hbm", 4)]
-    assert space.lengthen(hits[2], "b", 19) == hits[2]
+    assert space.lengthen(hits[2], "b") == hits[2]
     again = hits[2]._replace(tokens=Tokens(range(20)))
-    assert space.lengthen(again, "a", 19) == again, "another request of that name"
+    assert space.lengthen(again, "a") == again, "another request of that name"
     with pytest.raises(BookkeepingError, match="b counts on 5 tokens that nobody has saved"):
         space.copies_back(longer[2], "b", [1, 2, 3, 4])
     with pytest.raises(CapacityError, match="b: 7 host blocks asked for, 6 are free"):

@@ -167,6 +167,14 @@ def test_while_lru_leads_hits_become_those_of_lru(turned: World) -> None:
     assert turned.adaptive.hits[settled] == turned.lru.hits[settled]
 
 
+def test_without_a_capacity_it_counts_what_is_cached() -> None:
+    """And does not compare itself with an LRU that has more room."""
+    stream, clock = steady_world(0), ManualClock()
+    index = RadixPrefixCache(block_size=1, policy=AdaptiveEvictionPolicy(clock=clock), clock=clock)
+    hits = [replay([one], index, clock, CAPACITY).hits[0] for one in stream]
+    assert hits == course("adaptive", stream, CAPACITY).hits
+
+
 def test_it_learns_on_while_lru_leads(turned: World) -> None:
     policy = turned.adaptive.policy
     assert isinstance(policy, AdaptiveEvictionPolicy)

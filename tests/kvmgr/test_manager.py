@@ -17,7 +17,7 @@ from sagellm.core.types import NO_ACCOUNT, Account, Request, RequestStatus, Toke
 from sagellm.engines.build import build_kv
 from sagellm.kvmgr.eviction import LRUEvictionPolicy
 from sagellm.kvmgr.kv_pool import GPUKVPool, QuotaManager, Share
-from sagellm.kvmgr.manager import KVCacheManager
+from sagellm.kvmgr.manager import KVCacheManager, SwapSpace
 from sagellm.kvmgr.manager.room import INDEX_OWNER, Room
 from sagellm.kvmgr.prefix_cache import RadixPrefixCache
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
@@ -303,6 +303,35 @@ def test_the_time_of_a_look_up_is_recorded() -> None:
     kv = KVCacheManager(Slow(block_size=BLOCK), GPUKVPool(16, BLOCK), metrics=metrics, clock=clock)
     kv.match(state("r", range(9)))
     assert metrics.snapshot().match_sum_s == 0.5
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 2, 3])
+def test_what_fits_into_host_memory_is_saved(num_host_blocks: int) -> None:
+    swap = SwapSpace(GPUKVPool(num_host_blocks, BLOCK)) if num_host_blocks else None
+    kv = KVCacheManager(RadixPrefixCache(block_size=BLOCK), GPUKVPool(16, BLOCK), swap=swap)
+    running, step = state("r", range(10)), draft()
+    admit(kv, running)
+    compute(kv, running, 10)
+    assert kv.swap_out(step, running) == (num_host_blocks == 3)
+    assert len(step.copies) == (3 if num_host_blocks == 3 else 0)
+
+
+def test_no_version_comes_twice() -> None:
+    """Who kept an answer of the books looks whether their version is still the same."""
+    kv = manager()
+    versions = [kv.version]
+    for start in (0, 20):
+        request = state(f"from {start}", range(start, start + 9))
+        admit(kv, request)
+        compute(kv, request, 9)
+        versions.append(kv.version)
+        kv.release(request)
+        versions.append(kv.version)
+    kv.remap({0: 15})
+    versions.append(kv.version)
+    kv.clear_cache()
+    versions.append(kv.version)
+    assert versions == sorted(set(versions))
 
 
 def test_block_sizes_must_agree() -> None:

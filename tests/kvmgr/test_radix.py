@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from sagellm.core.clock import ManualClock
@@ -13,6 +15,7 @@ from sagellm.kvmgr.eviction import LRUEvictionPolicy
 from sagellm.kvmgr.prefix_cache import RadixPrefixCache
 from sagellm.kvmgr.prefix_cache import _leaves as leaves_file
 from sagellm.kvmgr.prefix_cache import _tree as tree_file
+from sagellm.kvmgr.prefix_cache._node import Node
 from sagellm.kvmgr.prefix_cache.fingerprint import fingerprint
 
 BLOCK = 2
@@ -194,3 +197,24 @@ def test_misuse_is_told_and_changes_nothing(wrong: str) -> None:
         with pytest.raises(ValueError, match="block_size"):
             RadixPrefixCache(block_size=0)
     index.check()
+
+
+BROKEN: dict[str, Callable[[RadixPrefixCache, Node], object]] = {
+    "blocks in the tree": lambda index, leaf: setattr(index.tree, "num_cached", 9),
+    "unpinned blocks": lambda index, leaf: setattr(index.tree, "num_pinned", 1),
+    "blocks of Account": lambda index, leaf: setattr(leaf.group, "num_cached", 9),
+    "wrongly": lambda index, leaf: index._leaves.by_key.clear(),
+    "0 hits that end here": lambda index, leaf: setattr(leaf, "pins", 1),
+    "2 blocks, 1 ids": lambda index, leaf: leaf.blocks.pop(),
+    "two places": lambda index, leaf: leaf.blocks.__setitem__(0, 0),
+    "does not know it": lambda index, leaf: setattr(leaf, "edge", leaf.edge[::-1]),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_check_names_what_is_broken(fault: str) -> None:
+    index = filled([1, 1, 2, 2], [3, 3, 4, 4])
+    index.check()
+    BROKEN[fault](index, index.lookup(Tokens([3, 3, 4, 4])).node)
+    with pytest.raises(BookkeepingError, match=fault):
+        index.check()

@@ -304,6 +304,7 @@ class KVCacheManager(Quotes):
         self.pool.check({INDEX_OWNER: self.room.held()})
         for sequence in self._sequences.values():
             sequence.check(self.index.block_ids(sequence.hit))
+        self._tables.check(self._sequences.values())
         if self.swap is not None:
             self.swap.check()
 

@@ -47,7 +47,7 @@ class Quotes:
             hit = self.index.lookup(state.tokens, namespace, limit)
             self.metrics.observe_match(self._now() - began_s)
         if self.swap is not None:
-            hit = self.swap.lengthen(hit, state.request_id, len(state.tokens) - 1)
+            hit = self.swap.lengthen(hit, state.request_id)
         if state.request.group is None or hit.num_swapped:
             return hit
         return self._donors.lengthen(hit, state, limit)

@@ -88,16 +88,13 @@ class SwapSpace:
             self._pool.free(saved.blocks)
             self.num_changes += 1
 
-    def lengthen(self, hit: PrefixHit, request_id: str, limit: int) -> PrefixHit:
-        """The hit, and what more is saved of the request, not of another of that name: at most `limit` tokens
-        in all."""
+    def lengthen(self, hit: PrefixHit, request_id: str) -> PrefixHit:
+        """The hit, and what more is saved of the request, not of another of that name."""
         saved = self._saved.get(request_id)
         if saved is None or saved.tokens is not hit.tokens or saved.first > hit.num_blocks:
             return hit
-        num_tokens = min(saved.num_tokens, limit)
-        if num_tokens <= hit.num_tokens:
-            return hit
-        return hit._replace(num_tokens=num_tokens, num_swapped=num_tokens - hit.num_tokens)
+        num_swapped = saved.num_tokens - hit.num_tokens
+        return hit._replace(num_tokens=saved.num_tokens, num_swapped=num_swapped) if num_swapped > 0 else hit
 
     def copies_back(self, hit: PrefixHit, request_id: str, table: Sequence[int]) -> list[BlockCopy]:
         """What fills the table behind the blocks that the index has."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
-from sagellm.core.errors import CapacityError
+from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.growth import Growth
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.kv_pool import KVPool
@@ -127,6 +127,12 @@ class DecodeTables:
                 num_blocks,
             )
         return taken
+
+    def check(self, sequences: Iterable[SequenceKV]) -> None:
+        """Raise `BookkeepingError` unless exactly these are admitted."""
+        known, running = set(self._of.values()), set(sequences)
+        if known != running or not known.issuperset(self._outdated.values()):
+            raise BookkeepingError(f"tables of {len(known)} requests are kept, {len(running)} run")
 
     def _stretch(
         self,

@@ -64,8 +64,7 @@ class RadixTree:
         if parent.parent is not None:
             if parent.cut is not None:
                 self.bury(parent)
-            if not parent.pins and not parent.children:
-                self.leaves.withdraw(parent)
+            self.leaves.withdraw(parent)
         first_block = edge[: self.step]
         key = content_key(parent, first_block)
         leaf = Node(parent, edge, blocks, parent.namespace, key, group)
