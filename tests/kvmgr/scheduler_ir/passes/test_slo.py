@@ -200,27 +200,54 @@ def with_a_decode(**options: float) -> tuple[Desk, RequestState]:
     return desk, runs
 
 
-def tokens_per_s(min_throughput: float) -> float:
-    """Of steps that take 10 ms and 30 µs for each token of a prompt."""
-    desk, runs = with_a_decode(min_throughput=min_throughput)
-    runs.first_token_s = 0.0
+def knows_the_cost(desk: Desk) -> None:
+    """Steps take 10 ms and 30 µs for each token of a prompt."""
     assert isinstance(desk.scheduler_pass, SLOAwarePass)
     for num_tokens in (64, 512, 2048):
         for num_decodes in (0, 8):
             desk.scheduler_pass.pace.observe(StepFacts(0.010 + 3e-5 * num_tokens, num_decodes, num_tokens))
-    total = 0
-    for _ in range(6000):
+
+
+def tokens_of_steps(desk: Desk, runs: RequestState, num_steps: int) -> list[int]:
+    """Tokens of prompts that each step computes, all beside a decode."""
+    runs.first_token_s = 0.0
+    found = []
+    for _ in range(num_steps):
         num_tokens = beside_a_decode(desk, runs) - 1
-        total += num_tokens
+        found.append(num_tokens)
         desk.view.last_step = StepFacts(0.010 + 3e-5 * num_tokens, 1, num_tokens)
         desk.now_s += desk.view.last_step.duration_s
-    return total / desk.now_s
+    return found
+
+
+def tokens_per_s(min_throughput: float) -> float:
+    desk, runs = with_a_decode(min_throughput=min_throughput)
+    knows_the_cost(desk)
+    return sum(tokens_of_steps(desk, runs, 6000)) / desk.now_s
 
 
 def test_short_steps_cost_no_more_throughput_than_they_may() -> None:
     full = 2048 / (0.010 + 3e-5 * 2048)
     assert tokens_per_s(0.0) < 0.65 * full
     assert 0.75 * full < tokens_per_s(0.8) < 0.9 * full
+
+
+def num_full_steps(num_served: int) -> int:
+    """Of 3,000 steps in which the same 20 requests wait, behind so many others that were served."""
+    desk, runs = with_a_decode()
+    knows_the_cost(desk)
+    stay, served = desk.waiting, [state(f"served {i}", 10) for i in range(num_served)]
+    desk.waiting = stay + served
+    beside_a_decode(desk, runs)
+    for one in served:
+        admit(one, 10)
+    desk.waiting = stay
+    return tokens_of_steps(desk, runs, 3000).count(2047)
+
+
+def test_short_steps_go_on_while_few_requests_wait_beside_those_served() -> None:
+    assert num_full_steps(2000) == 0
+    assert num_full_steps(10) > 100
 
 
 def test_a_late_first_token_frees_the_steps() -> None:

@@ -21,8 +21,10 @@ none."""
 DOUBT = 0.5
 """Who could not make it in this part of the time that it is thought to take is not thought of again."""
 NEVER_S = float("inf")
-GRACE_S = 10.0
+GRACE_S = 8.0
 """Seconds that short steps may cost beyond their share before full steps make up for it."""
+BACKLOG = 0.02
+"""A queue of this share of the requests served since it was last empty is no loss of throughput."""
 
 
 class SLOAwarePass:
@@ -38,8 +40,9 @@ class SLOAwarePass:
     time per token among the running requests, but not below `min_prefill` tokens of prompts. A request whose
     first token was late does not count: its goal is missed already. Short steps cost throughput, since each
     step has a fixed cost (reading the weights, launching). While requests wait, that may be
-    `1 - min_throughput` of the time, and 10 s; then full steps follow until it is made up for. The cost is an
-    estimate: 0.92 kept 0.9 of the throughput of `vllm-like` in simulations. 0 puts the goals first.
+    `1 - min_throughput` of the time, and 8 s; then full steps follow until it is made up for. It is at most
+    the time that the waiting requests would take, since full steps would have served no others. The cost is
+    an estimate: 0.92 kept 0.9 of the throughput of `vllm-like` in simulations. 0 puts the goals first.
     """
 
     name = "slo_aware"
@@ -70,6 +73,8 @@ class SLOAwarePass:
         self._num_goals = 0
         self._room: int | None = None
         self._lost_s = 0.0
+        self._busy_s = 0.0  # since the queue was last empty, as `_num_served`
+        self._num_served = 0
         self._catches_up = False
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
@@ -77,7 +82,8 @@ class SLOAwarePass:
         if (waiting or draft.chunks) and self.pace.observe(view.last_step):
             self._charge(draft, view)
         if not waiting:
-            self._lost_s = 0.0
+            self._lost_s = self._busy_s = 0.0
+            self._num_served = 0
         if waiting or queue.ranks:
             changed = queue.see(waiting)
             self._note(draft, view)
@@ -111,6 +117,7 @@ class SLOAwarePass:
         for state in queue.left:
             self._live.pop(state, None)
             self._note_goal(state)
+        self._num_served += len(queue.left)
         self._turns.note(queue.arrived, queue.left)
 
     def _rank(self, draft: Draft) -> None:
@@ -178,13 +185,18 @@ class SLOAwarePass:
 
     def _charge(self, draft: Draft, view: SchedulingView) -> None:
         """Add to `_lost_s` what the last step cost beyond `1 - min_throughput` of its time: of the time that
-        any step takes, the part for which full steps would not have been needed."""
+        any step takes, the part for which full steps would not have been needed. At most the time that the
+        requests waiting now would take."""
         facts, lost_s = view.last_step, 0.0
         if self._room is not None and facts.num_prefill_tokens:
             of_prompts = facts.num_prefill_tokens / view.max_batched_tokens
             of_decodes = facts.num_decodes / self._full_batch(draft, view)
             lost_s = self.pace.fixed_s * max(0.0, 1 - max(of_prompts, of_decodes))
-        self._lost_s = max(0.0, self._lost_s + lost_s - (1 - self.min_throughput) * facts.duration_s)
+        self._busy_s += facts.duration_s
+        lost_s += self._lost_s - (1 - self.min_throughput) * facts.duration_s
+        if self._num_served:
+            lost_s = min(lost_s, self._busy_s * (len(draft.waiting) / self._num_served - BACKLOG))
+        self._lost_s = max(0.0, lost_s)
 
     def _full_batch(self, draft: Draft, view: SchedulingView) -> float:
         """Requests that would run together if prompts were computed without delay: all, as far as rows and
