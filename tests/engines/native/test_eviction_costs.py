@@ -1,5 +1,4 @@
-"""What eviction policies weigh on the native backend: its own prefill cost and block size, a request's goal and
-priority."""
+"""What eviction policies weigh on the native backend: what it measured, and a request's goal and priority."""
 
 from __future__ import annotations
 
