@@ -52,6 +52,19 @@ def test_an_unknown_option_offers_the_nearest(cli: Any, typed: str, offered: str
     assert f"No such option: {typed} (Possible options: {offered})" in cli("run", "x", typed, "1").stderr
 
 
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (("nosuch",), "Known: run, chat, serve"),
+        (("bench", "nosuch"), "Known: engine, fairness, http"),
+        (("bench", "micro", "nosuch"), "Known: prefix_cache, kv_pool, scheduler_ir, eviction, fusion."),
+        (("bench", "micro", "fuson"), "Did you mean 'fusion'?"),
+    ],
+)
+def test_an_unknown_command_offers_the_nearest_or_all(cli: Any, typed: tuple[str, ...], offered: str) -> None:
+    assert f"No such command {typed[-1]!r}. {offered}" in cli(*typed).stderr
+
+
 def test_an_option_like_none_offers_none(cli: Any) -> None:
     assert cli("run", "x", "--zzz").stderr.endswith("No such option: --zzz\n")
 

@@ -127,7 +127,11 @@ def test_a_setting(run: Any, moon: str, tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         (["--preset", "adaptif"], "unknown preset 'adaptif'. Did you mean 'adaptive'? There are: "),
-        (["--device", "h1000"], "no device 'h1000'. Did you mean 'h100-80g'?"),
+        (["--device", "h1000"], "no device 'h1000'. Did you mean 'h100'?"),
+        (["--device", "h10"], "no device 'h10'. Did you mean 'h100'?"),
+        (["--device", "h100-81g"], "no device 'h100-81g'. Did you mean 'h100-80g'?"),
+        (["--device", "a1"], "no device 'a1'. Did you mean 'a10'?"),
+        (["--device", "mi300"], "no device 'mi300'. Did you mean 'mi300x'?"),
         (["--model", "lama"], "no model shape 'lama'"),
         (["--slo", "1"], "SLO '1': write seconds"),
         (["--slo", "1;100"], "as in 1,100"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sagellm.core.errors import RequestError
@@ -38,6 +40,38 @@ def test_out_of_range(given: dict[str, Any], param: str, text: str) -> None:
     with pytest.raises(RequestError, match=text) as caught:
         SamplingParams(**given)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"temperature": "x"}, "temperature must be a number, got 'x' (str)"),
+        ({"temperature": None}, "temperature must be a number"),
+        ({"top_p": True}, "top_p must be a number"),
+        ({"top_k": 2.0}, "top_k must be an integer"),
+        ({"n": "2"}, "n must be an integer"),
+        ({"seed": "a"}, "seed must be an integer or None"),
+        ({"max_tokens": 2.5}, "max_tokens must be an integer or None"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False"),
+        ({"stop": 5}, "stop must be a string or several, got 5 (int)"),
+        ({"stop": ["a", 5]}, "stop must be a string or several, got 5 (int)"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be several token ids"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must be several token ids, got 'a'"),
+        ({"logit_bias": [1]}, "logit_bias must be a mapping from token ids to numbers"),
+        ({"logit_bias": {"a": 1}}, "logit_bias must be a mapping from token ids to numbers"),
+    ],
+)
+def test_another_type(given: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(wanted)) as caught:
+        SamplingParams(**given)
+    assert caught.value.param == next(iter(given))
+
+
+def test_what_numpy_and_other_libraries_give_is_taken() -> None:
+    given: dict[str, Any] = {"temperature": np.float32(0.5), "top_k": np.int64(3), "stop_token_ids": [1, 2]}
+    params = SamplingParams(**given | {"stop": None, "logit_bias": None})
+    assert (params.temperature, params.top_k, params.stop, params.logit_bias) == (0.5, 3, (), {})
+    assert params.stop_token_ids == (1, 2)
 
 
 def test_one_stop_string_is_one_stop_string() -> None:

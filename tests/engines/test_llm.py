@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -195,6 +196,35 @@ def test_a_refused_request_leaves_nothing(prompt: Any, params: dict[str, Any]) -
 
 
 # -- the end of requests
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda llm: llm.generate("x", 5), "llm.sampling_params(temperature"),
+        (lambda llm: llm.generate("x", {"max_tokens": 5}), "params must be SamplingParams"),
+        (lambda llm: next(llm.stream("x", 5)), "params must be SamplingParams"),
+        (lambda llm: llm.chat("x", 5), "params must be SamplingParams"),
+        (lambda llm: llm.sampling_params(max_token=3), "'max_token'. Did you mean 'max_tokens'?"),
+        (lambda llm: llm.sampling_params(temperature="hot"), "temperature must be a number"),
+        (lambda llm: llm.generate(5), "a prompt is a text, a list of messages or of token ids, got 5 (int)"),
+        (lambda llm: llm.generate(None), "a prompt is a text"),
+        (lambda llm: llm.generate(b"x"), "a prompt is a text"),
+        (lambda llm: llm.generate(["a", 5]), "a prompt is a text"),
+        (lambda llm: llm.generate([1.5]), "a prompt is a text"),
+        (lambda llm: llm.generate([[1, "b"]]), "a prompt is a text"),
+        (lambda llm: llm.generate({"role": "user", "content": "x"}), "a prompt is a text"),
+        (lambda llm: llm.pin_prompt(5), "a prompt is a text"),
+        (lambda llm: llm.chat(5), "messages must be a text or a list"),
+        (lambda llm: llm.chat([5]), "messages must be a text or a list"),
+    ],
+)
+def test_what_has_another_type_is_explained(wrong: Callable[[LLM], object], words: str) -> None:
+    llm = scripted_llm()
+    with pytest.raises(RequestError) as caught:
+        wrong(llm)
+    assert words in str(caught.value)
+    assert not llm.has_work()
 
 
 def test_tenants_priority_and_slo_reach_the_engine() -> None:

@@ -8,6 +8,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -342,3 +343,14 @@ def test_metrics_are_there_after_the_engine_has_failed(monkeypatch: pytest.Monke
     with serving(scripted_llm("hello", fail_next=RuntimeError("broken"))) as live:
         live.http.post(COMPLETIONS, json={"prompt": "x"})
         assert live.metric("sagellm_http_requests_total", status="503") == 1
+
+
+def test_every_metric_is_in_the_documents() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    with serving(cached_llm()) as live:
+        live.http.post(COMPLETIONS, json={"prompt": [*range(17)], "max_tokens": 1})
+        shown = live.http.get("/metrics").text
+    families = [line.split()[2] for line in shown.splitlines() if line.startswith("# TYPE")]
+    names = {name.removeprefix("sagellm_") for name in families if not name.endswith("_created")}
+    assert len(names) > 20
+    assert not [name for name in sorted(names) if f"`{name}`" not in text]

@@ -12,11 +12,14 @@ from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.prefix_cache import MissCounts
 from sagellm.core.registry import registry
 from sagellm.core.types import SLO, Retention
+from sagellm.engines.build import load_config
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir import presets
 from sagellm.serving import create_app
+from sagellm.serving.admin import Current
+from sagellm.serving.answers import CurrentPolicy, CurrentStrategy
 from tests.builders import check_books, expected_tokens, fake_engine
 from tests.scripted_engine import ScriptedEngine, scripted_llm, toy_tokenizer
 from tests.serving.live import Live, serving
@@ -29,7 +32,9 @@ EVERY_CHANGE: list[tuple[str, str, Any]] = [
     ("POST", PINS, {"prompt": OLD}),
     ("GET", PINS, None),
     ("DELETE", f"{PINS}/pin-1", None),
+    ("GET", POLICY, None),
     ("PUT", POLICY, {"policy": "lru"}),
+    ("GET", STRATEGY, None),
     ("PUT", STRATEGY, {"strategy": "fifo"}),
     ("POST", "/reset_prefix_cache", None),
     ("POST", "/flush_cache", None),
@@ -190,6 +195,30 @@ def test_every_one_takes_over(live: Live, path: str, name: str, names: list[str]
         for prompt in (OLD, FILLER):
             complete(live, prompt)
     assert expected_tokens(backend, OLD, 1)
+
+
+def test_what_is_in_use_can_be_asked() -> None:
+    chosen = {"kv.eviction": "sieve", "scheduler.pass_options": {"prefix_cache_aware": {"max_wait_s": 3.0}}}
+    config = load_config(cli=chosen, environ={}).config
+    with serving(simulated(), admin_key="admin", config=config) as live:
+        live.http.headers.update(ADMIN)
+        assert live.http.get(POLICY).json() == {"policy": "sieve", "options": {}}
+        found = live.http.get(STRATEGY).json()
+        assert (found["strategy"], found["options"]) == ("priority", chosen["scheduler.pass_options"])
+        assert found["passes"][:2] == ["prefix_cache_aware", "priority_based"]
+        changed = {"policy": "adaptive", "options": {"margin": 0.1}}
+        assert live.http.put(POLICY, json=changed).json() == live.http.get(POLICY).json() == changed
+        assert live.http.put(POLICY, json={"policy": "nope"}).status_code == 400
+        assert live.http.get(POLICY).json() == changed
+        assert live.http.put(STRATEGY, json={"strategy": "fifo"}).status_code == 200
+        closing = ["chunked_prefill", "memory_aware_preemption"]
+        assert live.http.get(STRATEGY).json() == {"strategy": "fifo", "passes": closing, "options": {}}
+
+
+def test_passes_that_are_listed_are_no_strategy() -> None:
+    config = load_config(cli={"scheduler.passes": ["vllm_like"]}, environ={}).config
+    assert Current.of(config).strategy == CurrentStrategy(passes=["vllm_like"])
+    assert Current.of(None).policy == CurrentPolicy()
 
 
 def test_requests_go_on_while_everything_is_replaced() -> None:

@@ -88,10 +88,22 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """Commands; the whole first sentence of a group's help is shown in lists."""
+    """Commands; the whole first sentence of a group's help is shown in lists.
+
+    An unknown name is answered with the nearest command, or with all of them.
+    """
 
     def get_short_help_str(self, limit: int = 0) -> str:
         return super().get_short_help_str(_NO_LIMIT)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            message = getattr(error, "message", "")
+            if message.startswith("No such command") and "Did you mean" not in message:
+                error.message = f"{message} Known: {', '.join(self.list_commands(ctx))}."  # type: ignore[attr-defined]
+            raise
 
 
 class App(typer.Typer):

@@ -66,6 +66,7 @@ def serve(
                 log_requests=config.log.requests,
                 limits=limits,
                 grace_s=server.shutdown_grace_s,
+                config=config,
                 api_key=server.api_key,
                 client_keys=server.client_keys,
                 client_limits=_client_limits(server),

@@ -160,6 +160,11 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     return f" Known: {', '.join(sorted(known))}." if known else ""
 
 
+def shown(value: object) -> str:
+    """A value as errors repeat it, with its type."""
+    return f"{repr(value)[:MOST_CHARACTERS]} ({type(value).__name__})"
+
+
 def _words(name: str) -> list[str]:
     """The words and numbers of a name."""
     return re.findall(r"[^\W\d_]+|\d+", name.lower())

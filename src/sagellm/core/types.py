@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from sagellm.core._sampling_types import as_bias, as_strings, as_token_ids, check_types
 from sagellm.core.errors import RequestError
 from sagellm.core.kv_hints import KvHintsEnvelope
 
@@ -244,7 +245,10 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _as_strings(self.stop))
+        object.__setattr__(self, "stop", as_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", as_token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", as_bias(self.logit_bias))
+        check_types(self)
         _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         for name, (low, high) in SAMPLING_RANGES.items():
             if (value := getattr(self, name)) is not None:
@@ -274,11 +278,6 @@ class SamplingParams:
 
     def with_seed(self, seed: int) -> SamplingParams:
         return replace(self, seed=seed)
-
-
-def _as_strings(stop: str | Iterable[str]) -> tuple[str, ...]:
-    """One string is one stop string, not one for each of its letters."""
-    return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def _in_range(

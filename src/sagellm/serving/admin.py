@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from sagellm.core.config import Config
 from sagellm.core.errors import CapacityError, RequestError, SageError
 from sagellm.core.protocols.engine import PinnedPrefix
 from sagellm.core.registry import registry
@@ -21,7 +22,7 @@ from sagellm.engines.build import swap_policy, swap_strategy
 from sagellm.engines.llm import LLM
 from sagellm.kvmgr.scheduler_ir import presets
 from sagellm.serving.access_log import record_of
-from sagellm.serving.answers import CacheCleared, Pin, PinDeleted, PinList
+from sagellm.serving.answers import CacheCleared, CurrentPolicy, CurrentStrategy, Pin, PinDeleted, PinList
 from sagellm.serving.errors import ConflictError, ForbiddenError, NotFoundError, UnauthorizedError, clipped
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.prompts import PromptEncoder
@@ -70,15 +71,37 @@ class StrategyRequest(BaseModel):
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class Current:
+    """The policy and strategy that are in use."""
+
+    policy: CurrentPolicy
+    strategy: CurrentStrategy
+
+    @classmethod
+    def of(cls, config: Config | None) -> Current:
+        """Those of the configuration that the engine was built from; None: it is not known."""
+        if config is None:
+            return cls(CurrentPolicy(), CurrentStrategy())
+        scheduler = config.scheduler
+        strategy = None if scheduler.passes is not None else scheduler.strategy
+        passes = _passes(strategy) if strategy is not None else list(scheduler.passes or ())
+        return cls(
+            CurrentPolicy(policy=config.kv.eviction, options=config.kv.eviction_options),
+            CurrentStrategy(strategy=strategy, passes=passes, options=scheduler.pass_options),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Admin:
     """The handlers. Changes are made on the engine's thread between two steps, whole or not at all; requests
-    that run go on. `pins` is written on that thread alone."""
+    that run go on. `current` and `pins` are written on that thread alone."""
 
     gateway: Gateway
     reader: RequestReader
     encoder: PromptEncoder
     check_model: Callable[[str | None], str]
+    current: Current
     pins: dict[str, tuple[PinnedPrefix, str]] = field(default_factory=dict)
     _ids: Iterable[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -111,15 +134,33 @@ class Admin:
         body = await self.reader.read(PolicyRequest, request)
         _check_name("policy", body.policy, registry("policy").names())
         _check_options(body.options)
-        await self._replace("policy", lambda llm: swap_policy(llm.engine, body.policy, **body.options))
+
+        def replace(llm: LLM) -> None:
+            swap_policy(llm.engine, body.policy, **body.options)
+            self.current.policy = CurrentPolicy(policy=body.policy, options=body.options)
+
+        await self._replace("policy", replace)
         return body
+
+    async def get_policy(self) -> CurrentPolicy:
+        return self.current.policy
 
     async def set_strategy(self, request: Request) -> StrategyRequest:
         body = await self.reader.read(StrategyRequest, request)
         _check_name("strategy", body.strategy, presets.PRESETS)
         _check_options(body.options)
-        await self._replace("strategy", lambda llm: swap_strategy(llm.engine, body.strategy, **body.options))
+
+        def replace(llm: LLM) -> None:
+            swap_strategy(llm.engine, body.strategy, **body.options)
+            self.current.strategy = CurrentStrategy(
+                strategy=body.strategy, passes=_passes(body.strategy), options=body.options
+            )
+
+        await self._replace("strategy", replace)
         return body
+
+    async def get_strategy(self) -> CurrentStrategy:
+        return self.current.strategy
 
     def _tokens(self, body: PinRequest) -> Tokens:
         if body.messages:
@@ -177,6 +218,10 @@ def admin_check(admin_key: str | None) -> Callable[[Request], Awaitable[None]]:
 
 def _shown(pin_id: str, hold: PinnedPrefix, tenant: str) -> Pin:
     return Pin(id=pin_id, cache_salt=tenant, num_tokens=hold.num_tokens, num_blocks=hold.num_blocks)
+
+
+def _passes(strategy: str) -> list[str]:
+    return [name for name, _ in presets.PRESETS.get(strategy, ())]
 
 
 def _check_name(param: str, name: str, known: Iterable[str]) -> None:

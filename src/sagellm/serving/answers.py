@@ -3,7 +3,7 @@ they are of this form."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -225,6 +225,22 @@ class CacheCleared(Answer):
     """Cached blocks that were given up. What runs and what is pinned stays."""
 
     num_blocks: int
+
+
+class CurrentPolicy(Answer):
+    """The answer of GET /v1/admin/eviction_policy. Null: the server was not built from a configuration."""
+
+    policy: str | None = None
+    options: dict[str, Any] = {}
+
+
+class CurrentStrategy(Answer):
+    """The answer of GET /v1/admin/scheduling_strategy: its name and passes. Null: the configuration lists
+    passes of its own, or the server was not built from one."""
+
+    strategy: str | None = None
+    passes: list[str] = []
+    options: dict[str, dict[str, Any]] = {}
 
 
 class ServerStatus(Answer):

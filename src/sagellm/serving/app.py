@@ -18,12 +18,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import sagellm
 from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError, UnknownModelError
 from sagellm.core.types import Tokens
 from sagellm.engines.llm import LLM
 from sagellm.serving import errors
 from sagellm.serving.access_log import REQUEST_ID_HEADER, AccessLog, Refusals
-from sagellm.serving.admin import Admin, admin_check
+from sagellm.serving.admin import Admin, Current, admin_check
 from sagellm.serving.clients import ClientLimits
 from sagellm.serving.gateway import DEFAULT_LIMITS, Gateway
 from sagellm.serving.generate import Generator
@@ -46,6 +47,7 @@ Handler = Callable[[Request], Awaitable[Any]]
 def create_app(
     llm: LLM,
     *,
+    config: Config | None = None,
     model_name: str | None = None,
     api_key: str | None = None,
     client_keys: Mapping[str, str] | None = None,
@@ -62,6 +64,7 @@ def create_app(
 ) -> FastAPI:
     """The application; its lifespan starts and stops the engine loop, the caller closes the `llm` afterwards.
 
+    `config` is what the `llm` was built from, if from one: /v1/admin shows its policy and strategy.
     `model_name` is what clients call the model. With an `api_key`, all but /health, /ready, /version and
     /metrics want it as a bearer token; so they do with `client_keys`, by the name of the client that has the
     key. At most `max_waiting` sequences wait for their first token, then 429; of one client the server takes
@@ -94,7 +97,7 @@ def create_app(
     tokens = TokenRoutes(reader, encoder, models)
     posts |= {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
     _add_api_routes(app, models, posts, Depends(_key_check(keys)))
-    admin = Admin(gateway, reader, encoder, models.check)
+    admin = Admin(gateway, reader, encoder, models.check, Current.of(config))
     _add_admin_routes(app, admin, Depends(admin_check(admin_key)))
     _describe(app, gateway, models)
     return app
@@ -257,7 +260,9 @@ def _add_admin_routes(app: FastAPI, admin: Admin, key: Any) -> None:
         ("POST", "/v1/admin/pins", admin.pin),
         ("GET", "/v1/admin/pins", admin.list_pins),
         ("DELETE", "/v1/admin/pins/{pin_id}", admin.unpin),
+        ("GET", "/v1/admin/eviction_policy", admin.get_policy),
         ("PUT", "/v1/admin/eviction_policy", admin.set_policy),
+        ("GET", "/v1/admin/scheduling_strategy", admin.get_strategy),
         ("PUT", "/v1/admin/scheduling_strategy", admin.set_strategy),
         ("POST", "/reset_prefix_cache", admin.clear_cache),
         ("POST", "/flush_cache", admin.clear_cache),

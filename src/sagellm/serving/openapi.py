@@ -56,7 +56,7 @@ def admin(
     statuses: tuple[int, ...] = (),
 ) -> Operation:
     """A route that wants the admin key."""
-    errors = (403, 429, 503, *statuses)
+    errors = (403, 429, 500, 503, *statuses)
     return Operation(summary, answer, request, examples=examples or {}, statuses=errors, is_admin=True)
 
 
@@ -131,10 +131,14 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         answers.Pin,
         PinRequest,
         {"text": {"prompt": "A text of several blocks"}, "chat": {"messages": MESSAGES, "cache_salt": "a"}},
-        (409, 500),
+        (409,),
     ),
     ("GET", "/v1/admin/pins"): admin("The pinned prompts", answers.PinList),
     ("DELETE", "/v1/admin/pins/{pin_id}"): admin("Unpin a prompt", answers.PinDeleted, statuses=(404,)),
+    ("GET", "/v1/admin/eviction_policy"): admin("The eviction policy in use", answers.CurrentPolicy),
+    ("GET", "/v1/admin/scheduling_strategy"): admin(
+        "The scheduling strategy in use", answers.CurrentStrategy
+    ),
     ("PUT", "/v1/admin/eviction_policy"): admin(
         "Replace the eviction policy",
         PolicyRequest,

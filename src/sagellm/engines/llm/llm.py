@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self, cast
 
 from sagellm.core.clock import Clock
-from sagellm.core.errors import ContextLengthError, RequestError
+from sagellm.core.errors import ContextLengthError, RequestError, nearest, shown
 from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
 from sagellm.core.protocols.engine import EngineCore, EngineDiagnostics, EngineStats, PinnedPrefix
 from sagellm.core.protocols.prefix_cache import MissCounts
@@ -32,6 +32,7 @@ Hints = KvHintsEnvelope | Mapping[str, Any]
 """KV hints, parsed or as decoded JSON."""
 
 MAX_SESSION_ID_CHARS = 256
+_PARAMETERS = frozenset(one.name for one in fields(SamplingParams))
 
 
 @dataclass(slots=True)
@@ -94,7 +95,9 @@ class LLM:
         self.close()
 
     def sampling_params(self, **given: Any) -> SamplingParams:
-        """`SamplingParams` with this model's defaults for whatever is not given."""
+        """`SamplingParams` with this model's defaults for whatever is not given. Raises `RequestError`."""
+        for name in given.keys() - _PARAMETERS:
+            raise RequestError(f"no sampling parameter is named {name!r}.{nearest(name, _PARAMETERS)}", name)
         return SamplingParams(**{**self._defaults, **given})
 
     def encode(
@@ -109,6 +112,7 @@ class LLM:
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         if isinstance(prompt, Tokens):
             return prompt
+        _check_is_list(prompt)
         if prompt and isinstance(prompt[0], Mapping):
             messages = cast("Sequence[Message]", prompt)
             return self.tokenizer.encode_chat(messages, template_options=template_options)
@@ -116,6 +120,10 @@ class LLM:
 
     def resolve(self, tokens: Tokens, params: SamplingParams) -> SamplingParams:
         """`params` with `max_tokens` filled in; raises `RequestError` for what this model can never serve."""
+        given: object = params
+        if not isinstance(given, SamplingParams):
+            form = "llm.sampling_params(temperature=0.5, max_tokens=100)"
+            raise RequestError(f"params must be SamplingParams, as of {form}; got {shown(params)}", "params")
         room = self.max_model_len - len(tokens)
         if room < 1:
             raise ContextLengthError(
@@ -162,7 +170,7 @@ class LLM:
             raise RequestError("this LLM is closed: load it anew")
         _check_session(session_id)
         tokens = self.encode(prompt)
-        params = self.resolve(tokens, params or self.sampling_params())
+        params = self.resolve(tokens, self.sampling_params() if params is None else params)
         request_id = request_id or f"req-{next(self._ids)}"
         first = Request(
             request_id,
@@ -263,7 +271,7 @@ class LLM:
     ) -> list[Completion]:
         """Complete one prompt or several together, in order. A failed one carries `error`."""
         several = _as_prompts(prompts)
-        params = params or self.sampling_params()
+        params = self.sampling_params() if params is None else params
         prepared = [self.encode(prompt) for prompt in several]
         for tokens in prepared:
             self.resolve(tokens, params)
@@ -284,8 +292,10 @@ class LLM:
         """The model's answer to a conversation; a text is a conversation of one user message."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        if isinstance(messages, Mapping):
-            raise RequestError("messages must be a list of messages, not one message", "messages")
+        given: Any = messages
+        if not isinstance(given, Sequence) or not all(isinstance(one, Mapping) for one in given):
+            form = '[{"role": "user", "content": "..."}]'
+            raise RequestError(f"messages must be a text or a list {form}, got {shown(messages)}", "messages")
         if not messages:
             raise RequestError("messages is empty: send at least one message", "messages")
         return self.generate([messages], params)[0]
@@ -368,10 +378,13 @@ class LLM:
 
     def _checked_ids(self, ids: Sequence[int]) -> Tokens:
         limit = self.tokenizer.vocab_size
-        for token_id in ids:
-            if not 0 <= token_id < limit:
-                raise RequestError(f"prompt: token id {token_id} is not in [0, {limit})", "prompt")
-        return Tokens(ids)
+        try:
+            for token_id in ids:
+                if not 0 <= token_id < limit:
+                    raise RequestError(f"prompt: token id {token_id} is not in [0, {limit})", "prompt")
+            return Tokens(ids)
+        except TypeError:
+            raise _no_prompt(ids) from None
 
     def _check_bias(self, params: SamplingParams) -> None:
         limit = self.tokenizer.vocab_size
@@ -414,6 +427,18 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, or the prompts of a list: a list of ints or of messages is one prompt."""
     if isinstance(prompts, (str, Tokens)):
         return [prompts]
-    if isinstance(next(iter(prompts), None), (int, Mapping)):
+    _check_is_list(prompts)
+    if isinstance(next(iter(prompts), None), (int, float, Mapping)):
         return [cast("Prompt", prompts)]
     return list(cast("Sequence[Prompt]", prompts))
+
+
+def _check_is_list(given: object) -> None:
+    if not isinstance(given, Sequence) or isinstance(given, bytes):
+        raise _no_prompt(given)
+
+
+def _no_prompt(given: object) -> RequestError:
+    return RequestError(
+        f"a prompt is a text, a list of messages or of token ids, got {shown(given)}", "prompt"
+    )

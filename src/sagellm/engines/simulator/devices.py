@@ -128,4 +128,4 @@ def device(name: str) -> Device:
             return preset
     if short in _ALIASES:
         return DEVICES[_ALIASES[short]]
-    raise ConfigError(f"no device {name!r}.{nearest(short, DEVICES)}")
+    raise ConfigError(f"no device {name!r}.{nearest(short, [*DEVICES, *_ALIASES])}")

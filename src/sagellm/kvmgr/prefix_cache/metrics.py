@@ -8,9 +8,11 @@ from itertools import accumulate
 
 from sagellm.core.protocols.prefix_cache import PrefixReuseSnapshot, TenantReuse
 
-NUM_BOUNDS = 23
-BUCKET_BOUNDS_S: tuple[float, ...] = tuple(0.5**exponent for exponent in reversed(range(NUM_BOUNDS)))
-"""Upper ends of the buckets in seconds: powers of two from 0.24 us to 1 s. One more takes what is above."""
+BUCKET_BOUNDS_S: tuple[float, ...] = (
+    2.5e-07, 5e-07, 1e-06, 2.5e-06, 5e-06, 1e-05, 2.5e-05, 5e-05, 1e-04, 2.5e-04, 5e-04,
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
+)  # fmt: skip
+"""Upper ends of the buckets in seconds, in the usual steps of 1, 2.5 and 5. One more takes what is above."""
 NO_TENANT, OTHER_TENANTS = "(none)", "(other)"
 """Names for requests without a tenant, and for all tenants that the configuration does not name."""
 
@@ -37,7 +39,7 @@ class PrefixReuseMetrics:
         self.num_hit_blocks = 0
         self._sharing = 0.0
         self._match_sum_s = 0.0
-        self._match_counts = [0] * (NUM_BOUNDS + 1)
+        self._match_counts = [0] * (len(BUCKET_BOUNDS_S) + 1)
         self._by_tenant: dict[str, TenantReuse] = {}
 
     def record(
@@ -118,7 +120,7 @@ class PrefixReuseMetrics:
     def quantile(self, q: float) -> float | None:
         """Seconds under which the fraction `q` of the matches stayed; None before the first.
 
-        Known to a factor of two, and to 0.24 us: linear inside a bucket, as Prometheus' `histogram_quantile`
+        Known to a factor of 2.5, and to 0.25 us: linear inside a bucket, as Prometheus' `histogram_quantile`
         does it. What is above the last bound counts as the last bound.
         """
         if not 0.0 <= q <= 1.0:
