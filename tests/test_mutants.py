@@ -49,3 +49,10 @@ def test_first_failure_names_the_test_that_fails(tmp_path: Path) -> None:
     failed = mutants.first_failure(tmp_path, ["tests/kvmgr/test_radix.py"], 60)
     assert failed.startswith("tests/kvmgr/test_radix.py::test_")
     assert " " not in failed
+
+
+def test_each_listed_mutant_exists() -> None:
+    """A name changes with its function: then it has to be judged again."""
+    listed = set(mutants.equivalent())
+    paths = {name.partition("::")[0] for name in listed}
+    assert listed <= {one.name for path in paths for one in mutants.mutants(path)}
