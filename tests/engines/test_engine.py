@@ -127,6 +127,25 @@ def test_a_group_computes_its_prompt_once() -> None:
     assert computed == 21 + 3 * 1
 
 
+def test_a_request_waits_where_the_one_whose_last_block_it_would_copy_is_rejected() -> None:
+    def reject_first(draft: Draft, view: SchedulingView) -> None:
+        if draft.waiting and draft.running:
+            draft.reject(draft.running[0], "for the test")
+
+    reject_first.name = "reject_first"  # type: ignore[attr-defined]
+    backend = TokenMemoryBackend(block_size=4, num_blocks=64)
+    engine = fake_engine(backend, passes=[PrefixCacheAwarePass(), ChunkedPrefillPass(), reject_first])  # type: ignore[list-item]
+    engine.add(request("first", range(23), 4, group="r"))
+    engine.step()
+    engine.add(request("second", range(23), 4, group="r"))
+    [rejected] = engine.step()
+    assert (rejected.request_id, rejected.error) == ("first", "for the test")
+    assert engine.last_plan is not None
+    waits = [one.reason for one in engine.last_plan.decisions if one.pass_name == "bind"]
+    assert waits == ["the request whose last block it would copy has left"]
+    assert run_all(engine) == {"second": expected_tokens(backend, range(23), 4)}
+
+
 def test_nothing_leaks_after_a_thousand_aborts() -> None:
     engine = fake_engine(TokenMemoryBackend(num_blocks=40, max_num_seqs=6))
     chance = random.Random(0)
