@@ -320,7 +320,8 @@ def first_failure(
     begun = [line for line in run.stdout.splitlines() if line.startswith("tests/")]
     failed = next((line for line in begun if not PASSED.search(line)), "")
     return (
-        failed.partition(" FAILED")[0].strip() or f"pytest ended with {run.returncode}: {run.stdout[-300:]}"
+        re.split(r" (?:FAILED|ERROR|\+{3})", failed)[0].strip()
+        or f"pytest ended with {run.returncode}: {run.stdout[-300:]}"
     )
 
 
