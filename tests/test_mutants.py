@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 from pathlib import Path
@@ -36,9 +37,12 @@ def test_marks_change_nothing_but_note_what_is_executed(monkeypatch: pytest.Monk
     assert text[first - 1].strip().startswith("low, high =")
 
 
-def test_names_of_mutants_tell_equal_changes_apart() -> None:
-    names = [one.name for one in mutants.mutants("engines/_planner.py")]
-    assert len(names) == len(set(names))
+@pytest.mark.parametrize("path", ["engines/_planner.py", "kvmgr/kv_pool/_ledger.py"])
+def test_each_mutant_is_another_source_under_another_name(path: str) -> None:
+    every = list(mutants.mutants(path))
+    unchanged = ast.unparse(ast.parse((mutants.PACKAGE / path).read_text(encoding="utf-8")))
+    assert len({one.name for one in every}) == len(every)
+    assert len({unchanged, *(one.source for one in every)}) == len(every) + 1
 
 
 def test_first_failure_names_the_test_that_fails(tmp_path: Path) -> None:

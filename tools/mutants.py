@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import hashlib
 import json
 import os
@@ -124,7 +123,7 @@ def mutants(path: str) -> Iterator[Mutant]:
     seen: dict[tuple[str, str, str], int] = {}
     for where, statement, node, field, index in _sites(tree):
         before = ast.unparse(node)
-        held = copy.copy(getattr(node, field))
+        held = getattr(node, field)
         line = getattr(node, "lineno", 0)
         _change(node, field, index)
         after = ast.unparse(node)

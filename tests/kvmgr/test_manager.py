@@ -316,6 +316,16 @@ def test_what_fits_into_host_memory_is_saved(num_host_blocks: int) -> None:
     assert len(step.copies) == (3 if num_host_blocks == 3 else 0)
 
 
+def test_without_a_quota_there_is_no_ceiling_to_make_room_below() -> None:
+    kv = manager()
+    cached = state("cached", range(9))
+    admit(kv, cached)
+    compute(kv, cached, 9)
+    kv.release(cached)
+    assert not kv.make_room_below_ceilings(state("r", range(9)), 3)
+    assert kv.index.num_cached == 2
+
+
 def test_no_version_comes_twice() -> None:
     """Who kept an answer of the books looks whether their version is still the same."""
     kv = manager()
