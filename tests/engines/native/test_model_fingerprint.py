@@ -106,6 +106,17 @@ def test_a_few_values_are_missed_as_often_as_is_said(folder: Path) -> None:
     assert abs(missed - expected) < 5 * expected**0.5
 
 
+def test_many_tensors_count_in_order_of_their_names(folder: Path) -> None:
+    """They are hashed side by side: the same every time, and another one where two are exchanged."""
+    tensors = {f"large {i}": torch.full((WHOLE_BYTES,), i, dtype=torch.int16) for i in range(16)}
+    save_file(tensors, folder / SINGLE_FILE)
+    assert len({fingerprint(folder) for _ in range(8)}) == 1
+    before = fingerprint(folder)
+    tensors["large 3"], tensors["large 4"] = tensors["large 4"], tensors["large 3"]
+    save_file(tensors, folder / SINGLE_FILE)
+    assert fingerprint(folder) != before
+
+
 def test_dtype_and_quantization_count(folder: Path) -> None:
     assert len({fingerprint(folder, dtype) for dtype in ("float32", "bfloat16", "float16")}) == 3
     made = {
@@ -127,9 +138,10 @@ def test_lines_are_those_of_a_plain_reading(folder: Path) -> None:
     for name in ("config.json", "tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"):
         add((folder / name).read_bytes() if (folder / name).exists() else b"")
     add(f"large I32 {tuple(values.shape)}".encode())
-    pages = len(raw) // PAGE_BYTES
+    of_values, pages = hashlib.sha256(), len(raw) // PAGE_BYTES
     for page, line in enumerate(np.random.default_rng(len(raw)).integers(0, 64, pages, np.uint8)):
         begin = page * PAGE_BYTES + int(line) * LINE_BYTES
-        digest.update(raw[begin : begin + LINE_BYTES])
-    digest.update(raw[pages * PAGE_BYTES :])
+        of_values.update(raw[begin : begin + LINE_BYTES])
+    of_values.update(raw[pages * PAGE_BYTES :])
+    digest.update(of_values.digest())
     assert fingerprint(folder) == digest.hexdigest()[:32]

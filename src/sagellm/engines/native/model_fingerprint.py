@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,10 +21,8 @@ LINE_BYTES = 64
 """Of each page of a larger tensor one line is read."""
 _PART_BYTES = 64 << 20
 _LINES_PER_PAGE = PAGE_BYTES // LINE_BYTES
-
-
-class _Digest(Protocol):
-    def update(self, data: Any, /) -> None: ...
+_THREADS = 4
+"""Tensors hashed side by side; most of the time goes to page faults and hashing, which need no lock."""
 
 
 def model_fingerprint(folder: Path, checkpoint: Checkpoint, dtype: str) -> str:
@@ -40,13 +39,16 @@ def model_fingerprint(folder: Path, checkpoint: Checkpoint, dtype: str) -> str:
     _add(digest, dtype.encode())
     for name in ("config.json", *TOKENIZER_FILES):
         _add(digest, _content(folder / name))
-    for name, entry in sorted(checkpoint.entries.items()):
-        _add(digest, f"{name} {entry.dtype} {entry.shape}".encode())
-        _add_tensor(digest, checkpoint, name, entry.end - entry.begin)
+    names = sorted(checkpoint.entries)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for name, of_values in zip(names, threads.map(partial(_hash, checkpoint), names), strict=True):
+            entry = checkpoint.entries[name]
+            _add(digest, f"{name} {entry.dtype} {entry.shape}".encode())
+            digest.update(of_values)
     return digest.hexdigest()[:32]
 
 
-def _add(digest: _Digest, data: bytes) -> None:
+def _add(digest: hashlib._Hash, data: bytes) -> None:
     """With its length, so that no two lists of values are the same bytes."""
     digest.update(len(data).to_bytes(8, "little"))
     digest.update(data)
@@ -62,8 +64,11 @@ def _content(path: Path) -> bytes:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _add_tensor(digest: _Digest, checkpoint: Checkpoint, name: str, size: int) -> None:
-    draw = np.random.default_rng(size)
+def _hash(checkpoint: Checkpoint, name: str) -> bytes:
+    """Of the tensor's bytes that count."""
+    entry = checkpoint.entries[name]
+    size = entry.end - entry.begin
+    digest, draw = hashlib.sha256(), np.random.default_rng(size)
     for part in checkpoint.stored_bytes(name, _PART_BYTES):
         sampled = 0 if size <= WHOLE_BYTES else len(part) // PAGE_BYTES * PAGE_BYTES
         if sampled:
@@ -72,3 +77,4 @@ def _add_tensor(digest: _Digest, checkpoint: Checkpoint, name: str, size: int) -
             digest.update(lines[np.arange(len(lines)), chosen].tobytes())
             del lines
         digest.update(part[sampled:])
+    return digest.digest()
