@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 CLIENTS = Path(__file__).parent / "clients"
 ENVIRONMENTS = ROOT / "build" / "clients"
 TIMEOUT_S = 900
-MODEL, KEY = "demo", "a key"
+MODEL, KEY, ADMIN_KEY = "demo", "a key", "an admin key"
 NUM_SUMS = 100
 FEWEST_RIGHT = 0.9
 LOGLIKELIHOOD_TOLERANCE = 0.01
@@ -80,9 +80,10 @@ def check(name: str, environments: Path) -> str:
     client = KNOWN[name]
     folder = environments.absolute() / name
     _install(folder, client.packages)
+    options = ["--api-key", KEY, "--served-name", MODEL, "--set", f"server.admin_key={ADMIN_KEY}"]
     with (
         tempfile.TemporaryFile("w+") as log,
-        running_server(free_port(), log.fileno(), "--api-key", KEY, "--served-name", MODEL) as url,
+        running_server(free_port(), log.fileno(), *options) as url,
     ):
         found = client.run(url, folder)
     return f"{_versions(folder, client.packages)}: {found}"
@@ -221,11 +222,15 @@ def _largest_error(samples: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _schemathesis(url: str, folder: Path) -> str:
-    """With a key, so that it is tested too that nothing is answered without."""
+    """With the keys, so that it is tested too that nothing is answered without."""
     command = [_program(folder, "schemathesis"), "--config-file", str(CLIENTS / "schemathesis.toml")]
-    command += ["run", f"{url}/openapi.json", "--header", f"Authorization: Bearer {KEY}"]
-    hooks = {"SCHEMATHESIS_HOOKS": str(CLIENTS / "schemathesis_checks.py")}
-    lines = _call(command, folder, os.environ | hooks).splitlines()
+    command += ["run", f"{url}/openapi.json"]
+    given = {
+        "SCHEMATHESIS_HOOKS": str(CLIENTS / "schemathesis_checks.py"),
+        "KEY": KEY,
+        "ADMIN_KEY": ADMIN_KEY,
+    }
+    lines = _call(command, folder, os.environ | given).splitlines()
     [cases] = [line for line in lines if " generated, " in line]
     return cases.strip()
 

@@ -18,20 +18,24 @@ from sagellm.core.errors import ConfigError, UnknownNameError
 
 @pytest.fixture
 def traces(tmp_path: Path) -> Path:
-    """A folder with a small trace of lengths, which follow the prompt's, and one of blocks."""
+    write_traces(tmp_path)
+    return tmp_path
+
+
+def write_traces(folder: Path) -> None:
+    """A small trace of lengths, which follow the prompt's, and one of blocks."""
     chance = random.Random(0)
     lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
     for number in range(400):
         length = chance.choice((100, 900))
         time = f"2023-11-16 18:{number // 60:02}:{number % 60:02}.000000"
         lines.append(f"{time},{length},{length // 10 + chance.randrange(5)}")
-    (tmp_path / "azure2023_conv.csv").write_text("\n".join(lines) + "\n")
+    (folder / "azure2023_conv.csv").write_text("\n".join(lines) + "\n")
     blocks = [
         {"timestamp": 1000 * n, "input_length": 1024, "output_length": 9, "hash_ids": [n % 50, 100 + n % 70]}
         for n in range(400)
     ]
-    (tmp_path / "mooncake_conversation.jsonl").write_text("\n".join(map(json.dumps, blocks)) + "\n")
-    return tmp_path
+    (folder / "mooncake_conversation.jsonl").write_text("\n".join(map(json.dumps, blocks)) + "\n")
 
 
 def run(*arguments: str) -> Any:

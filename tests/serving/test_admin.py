@@ -258,6 +258,8 @@ def test_requests_go_on_while_everything_is_replaced() -> None:
         (POLICY, {"policy": "adaptive", "options": {"margin": 7}}, "policy", "margin"),
         (POLICY, {}, "policy", "required"),
         (POLICY, {"policy": "lru", "strategy": "x"}, "strategy", "unknown field"),
+        (POLICY, {"policy": "lru", "model": None}, "model", "unknown field 'model'. Known: options, policy."),
+        (POLICY, {"policy": "lru", "user": "x"}, "user", "unknown field"),
         (STRATEGY, {"strategy": "fifoo"}, "strategy", "known are adaptive, fair, fifo"),
         (STRATEGY, {"strategy": "fifo", "options": {"fairness": {}}}, "strategy", "no pass 'fairness'"),
         (STRATEGY, {"strategy": "fair", "options": {"fairness": {"quantum": "x"}}}, "strategy", "quantum"),
@@ -407,3 +409,16 @@ def test_the_admin_routes_are_in_the_document(live: Live) -> None:
     for method, path, _ in EVERY_CHANGE:
         template = path.replace("pin-1", "{pin_id}")
         assert method.lower() in paths[template], template
+
+
+def test_the_document_names_policies_and_strategies_and_no_other_fields(live: Live) -> None:
+    schemas = live.http.get("/openapi.json").json()["components"]["schemas"]
+    policy, strategy = (schemas[name]["properties"] for name in ("PolicyRequest", "StrategyRequest"))
+    assert policy["policy"]["enum"] == sorted(registry("policy").names())
+    assert strategy["strategy"]["enum"] == sorted(presets.PRESETS)
+    assert (set(policy), set(strategy)) == ({"policy", "options"}, {"strategy", "options"})
+    pin = schemas["PinRequest"]
+    assert [one["required"] for one in pin["oneOf"]] == [["prompt"], ["messages"]]
+    assert [
+        one.get("minLength", one.get("minItems")) for one in pin["properties"]["prompt"]["anyOf"][:2]
+    ] == [1, 1]

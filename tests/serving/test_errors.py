@@ -268,6 +268,12 @@ def test_unknown_models_routes_and_methods(live: Live) -> None:
         response = live.http.request(method, path)
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    for path, methods in (
+        (CHAT, "POST"),
+        ("/health", "GET, HEAD"),
+        ("/v1/admin/eviction_policy", "GET, PUT"),
+    ):
+        assert live.http.delete(path).headers["Allow"] == methods
     for method, path in (("GET", "/v1/nothing"), ("GET", CHAT)):
         assert "GET /openapi.json lists" in live.http.request(method, path).json()["error"]["message"]
 

@@ -19,7 +19,7 @@ from tests.serving.live import Live, serving, wait_until
 from tests.serving.test_connection import connected, rest
 
 AT_ONCE = 50
-REFUSED = {400, 404, 405, 408, 411, 413, 415, 431, 501}
+REFUSED = {400, 404, 405, 408, 411, 413, 415, 431, 501, 505}
 SEEDS: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         "prompt": ["one", "two"],

@@ -24,12 +24,18 @@ from tests.scripted_engine import scripted_llm
 from tests.serving.live import Live, serving
 
 POSTS = {path: one for (_, path), one in OPERATIONS.items() if one.request is not None and not one.is_admin}
-KEY = "a key"
+ADMIN_EXAMPLES = [
+    (method, path, name)
+    for (method, path), one in OPERATIONS.items()
+    if one.is_admin
+    for name in one.examples
+]
+KEY, ADMIN_KEY = "a key", "an admin key"
 
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    with serving(load(str(DEMO_MODEL)), api_key=KEY) as running:
+    with serving(load(str(DEMO_MODEL)), api_key=KEY, admin_key=ADMIN_KEY) as running:
         running.http.headers["Authorization"] = f"Bearer {KEY}"
         yield running
 
@@ -103,6 +109,15 @@ def test_what_it_shows_is_accepted_and_answered_as_it_says(live: Live, path: str
     response = live.http.post(path, json=operation.examples[name])
     assert response.status_code == 200, response.text
     check_answer(operation, response.text, streamed=bool(operation.examples[name].get("stream")))
+
+
+@pytest.mark.parametrize(("method", "path", "name"), ADMIN_EXAMPLES)
+def test_what_it_shows_to_operators_is_accepted(live: Live, method: str, path: str, name: str) -> None:
+    operation = OPERATIONS[(method, path)]
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    response = live.http.request(method, path, json=operation.examples[name], headers=headers)
+    assert response.status_code == 200, response.text
+    check_answer(operation, response.text, streamed=False)
 
 
 def check_answer(operation: Operation, text: str, *, streamed: bool) -> None:

@@ -34,7 +34,8 @@ MAX_PINS = 1024
 
 
 class PinRequest(TemplateFields):
-    """POST /v1/admin/pins: `prompt` (text or token ids) or `messages`, of the tenant `cache_salt`."""
+    """POST /v1/admin/pins: `prompt` (text or token ids) or `messages`, of the tenant `cache_salt`. At least
+    one whole block of tokens."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -54,7 +55,7 @@ class PinRequest(TemplateFields):
 
 
 class PolicyRequest(BaseModel):
-    """PUT /v1/admin/eviction_policy, and its answer."""
+    """PUT /v1/admin/eviction_policy, and its answer. The policy says which options it takes."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

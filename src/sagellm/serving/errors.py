@@ -25,6 +25,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sagellm.core.errors import RequestError
@@ -177,7 +178,17 @@ async def _no_route(request: Request, error: Exception) -> JSONResponse:
     if status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
         message += "; GET /openapi.json lists the endpoints and their methods"
     code = status.phrase.lower().replace(" ", "_")
-    return JSONResponse(error_body(message, status, code=code), status, dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    if status == HTTPStatus.METHOD_NOT_ALLOWED:
+        headers["Allow"] = ", ".join(_methods(request))
+    return JSONResponse(error_body(message, status, code=code), status, headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """Of all routes with the path: Starlette names those of the first."""
+    routes = (route for route in request.app.routes if isinstance(route, Route))
+    found = (route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted(set().union(*found))
 
 
 def _bug(error: Exception) -> JSONResponse:

@@ -130,7 +130,10 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "Compute a prompt and keep its KV",
         answers.Pin,
         PinRequest,
-        {"text": {"prompt": "A text of several blocks"}, "chat": {"messages": MESSAGES, "cache_salt": "a"}},
+        {
+            "text": {"prompt": "A text of several blocks of 16 tokens, such as the rules of an assistant."},
+            "chat": {"messages": [{"role": "user", "content": "1 + 1 = 2, " * 4}], "cache_salt": "a"},
+        },
         (409,),
     ),
     ("GET", "/v1/admin/pins"): admin("The pinned prompts", answers.PinList),

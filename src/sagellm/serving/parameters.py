@@ -153,9 +153,12 @@ def checked(model: type[M], fields: Mapping[str, Any]) -> M:
     """The request of these fields. Every defect is a `RequestError` that names one; fields of other servers
     are ignored by a `LenientRequest`, nothing is by others.
     """
-    served = model.model_fields.keys() | WITHOUT_EFFECT
     ignored = sorted(OF_OTHER_SERVERS & fields.keys()) if issubclass(model, LenientRequest) else []
-    check_names(fields, served.union(ignored), NEUTRAL)
+    asked = {name: value for name, value in fields.items() if name not in ignored}
+    if names_a_model(model):
+        check_names(asked, model.model_fields.keys() | WITHOUT_EFFECT, NEUTRAL)
+    else:
+        check_names(asked, model.model_fields, {})
     known = {name: value for name, value in fields.items() if name in model.model_fields}
     try:
         request = model.model_validate(known)
@@ -164,6 +167,11 @@ def checked(model: type[M], fields: Mapping[str, Any]) -> M:
     if isinstance(request, LenientRequest):
         request._ignored = tuple(ignored)
     return request
+
+
+def names_a_model(model: type[BaseModel]) -> bool:
+    """Whether the request is one of those that clients of OpenAI's API make, which have further fields."""
+    return "model" in model.model_fields
 
 
 def check_names(
@@ -189,8 +197,7 @@ def check_names(
 
 
 def _guess(name: str, served: Collection[str]) -> str:
-    known = [one for one in served if one not in OF_OTHER_SERVERS]
-    return nearest(name, known) if len(name) <= MAX_ECHO_CHARS else ""
+    return nearest(name, served) if len(name) <= MAX_ECHO_CHARS else ""
 
 
 def _among(value: Any, neutral: tuple[Any, ...]) -> bool:

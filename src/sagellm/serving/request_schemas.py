@@ -10,13 +10,17 @@ from typing import Any
 from pydantic import BaseModel
 
 from sagellm.core.kv_hints import MAX_ACTIONS, PROTOCOL_VERSION
+from sagellm.core.registry import registry
 from sagellm.core.types import MAX_RETENTIONS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SAMPLING_RANGES
+from sagellm.kvmgr.scheduler_ir import presets
+from sagellm.serving.admin import PinRequest, PolicyRequest, StrategyRequest
 from sagellm.serving.parameters import (
     MESSAGE_NEUTRAL,
     NEUTRAL,
     OF_OTHER_SERVERS,
     WITHOUT_EFFECT,
     LenientRequest,
+    names_a_model,
 )
 from sagellm.serving.schema import (
     MAX_PRIORITY,
@@ -60,9 +64,10 @@ def request_schema(model: type[BaseModel], limits: Limits) -> Schema:
     properties: Schema = {
         name: found["properties"][name] | {"title": name} for name in model.model_fields
     } | _fields_of(model, limits)
-    for name, values in NEUTRAL.items():
-        properties.setdefault(name, {"enum": _distinct([None, *values])})
-    properties |= dict.fromkeys(sorted(WITHOUT_EFFECT), WITHOUT)
+    if names_a_model(model):
+        for name, values in NEUTRAL.items():
+            properties.setdefault(name, {"enum": _distinct([None, *values])})
+        properties |= dict.fromkeys(sorted(WITHOUT_EFFECT), WITHOUT)
     if issubclass(model, LenientRequest):
         properties |= dict.fromkeys(sorted(OF_OTHER_SERVERS), IGNORED)
     return {
@@ -78,7 +83,9 @@ def request_schema(model: type[BaseModel], limits: Limits) -> Schema:
 def _fields_of(model: type[BaseModel], limits: Limits) -> Schema:
     """Fields of which pydantic's own schema says too little."""
     tokens = {"type": "array", "items": _integer(0, limits.vocab_size - 1)}
-    fields: Schema = {"model": {"enum": [limits.model_name, None], "description": "What is served."}}
+    fields: Schema = {}
+    if names_a_model(model):
+        fields["model"] = {"enum": [limits.model_name, None], "description": "What is served."}
     if issubclass(model, GenerationFields):
         fields |= _generation_fields(limits)
     if issubclass(model, ChatRequest):
@@ -88,10 +95,17 @@ def _fields_of(model: type[BaseModel], limits: Limits) -> Schema:
         fields["prompt"] = _prompt(tokens | {"minItems": 1})
         fields["max_tokens"] = _or_null(_integer(0, limits.max_model_len - 1))
         fields["logprobs"] = _or_null(_in_range("logprobs", whole=True))
+    elif model is PinRequest:
+        fields["prompt"] = _or_null(_text(min_length=1), tokens | {"minItems": 1})
+        fields["messages"] = _or_null(_messages())
     elif model is TokenizeRequest:
         fields["messages"] = _or_null(_messages())
     elif model is DetokenizeRequest:
         fields["tokens"] = tokens | {"maxItems": limits.max_model_len}
+    elif model is PolicyRequest:
+        fields["policy"] = {"enum": sorted(registry("policy").names())}
+    elif model is StrategyRequest:
+        fields["strategy"] = {"enum": sorted(presets.PRESETS)}
     elif model is HintRequest:
         fields["kv_hints"] = _kv_hints()
     if "cache_salt" in model.model_fields:
@@ -202,9 +216,9 @@ def _kv_hints() -> Schema:
 
 def _rules(model: type[BaseModel]) -> Schema:
     """What fields demand of each other."""
-    if model is TokenizeRequest:
-        one = [_given("prompt", {"type": "string"}), _given("messages", {"type": "array"})]
-        return {"oneOf": one}
+    if model in (TokenizeRequest, PinRequest):
+        prompt, messages = {"type": ["string", "array"]}, {"type": "array"}
+        return {"oneOf": [_given("prompt", prompt), _given("messages", messages)]}
     if not issubclass(model, GenerationFields):
         return {}
     rules = [{"anyOf": [_absent("stream_options"), _given("stream", {"const": True})]}]

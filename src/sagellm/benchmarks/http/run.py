@@ -19,7 +19,7 @@ from sagellm.core.errors import ConfigError, SageError
 
 FORMAT = "sagellm.bench.http/1"
 COLUMNS = (
-    "answer", "connection", "at a time", "ms median", "ms p99", "first ms", "requests/s", "events/s", "runs",
+    "answer", "connection", "at a time", "ms median", "ms p99", "first ms", "requests/s", "events/s",
 )  # fmt: skip
 PROMPT = "17 + 25 ="
 MS = 1e3
@@ -134,7 +134,8 @@ class Report:
         }
 
     def tables(self) -> Iterator[Table]:
-        title = f"{self.target.name}, model {self.target.model}: medians of the runs"
+        runs = "one run" if self.plan.repeats == 1 else f"medians of {self.plan.repeats} runs"
+        title = f"{self.target.name}, model {self.target.model}: {runs}"
         yield Table(title, COLUMNS, [_line(runs) for runs in self.cases().values()], num_names=3)
 
 
@@ -179,4 +180,4 @@ def _line(runs: Sequence[Run]) -> list[str]:
     ]
     figures[-1] = figures[-1] if first.kind == "stream" else ""
     names = [first.kind, _connection(first.keep_alive), str(first.concurrency)]
-    return [*names, *figures, str(len(runs))]
+    return [*names, *figures]
