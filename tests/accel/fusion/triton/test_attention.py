@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from sagellm.accel.fusion.triton.attention import TritonPagedAttention, paged_attention
 from sagellm.core.errors import KernelError
 from tests.accel.fusion.triton.scenes import DEVICE, DTYPES, Attention, attention, interpreted
+from tests.effort import examples
 
 F32, F16 = torch.float32, torch.float16
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1e-2, 1.6e-2), torch.float16: (2e-3, 2e-3)}
@@ -98,7 +99,7 @@ def check_step(processors: int, kv_heads: int, group: int, **scene: Any) -> None
     compare(attention(heads=kv_heads * group, kv_heads=kv_heads, **scene), processors)
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @any_step
 def test_any_step(**step: Any) -> None:
     check_step(**step)

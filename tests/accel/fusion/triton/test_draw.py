@@ -80,12 +80,13 @@ def test_as_the_sampler_draws() -> None:
 
 def test_frequencies_follow_the_distribution() -> None:
     """top_k 3 of four: the drawn shares are those of the three, renormalised."""
-    logits = torch.tensor([[0.0, 1.0, 2.0, 0.5]] * 16, device=DEVICE)
-    uniform = (torch.arange(16, dtype=torch.float64, device=DEVICE) + 0.5) / 16
-    params = torch.tensor([(1.0, 3, 1.0, 0.0, 0.0)] * 16, dtype=torch.float64, device=DEVICE)
+    logits = torch.tensor([[0.0, 1.0, 2.0, 0.5]] * 8, device=DEVICE)
+    uniform = (torch.arange(8, dtype=torch.float64, device=DEVICE) + 0.5) / 8
+    params = torch.tensor([(1.0, 3, 1.0, 0.0, 0.0)] * 8, dtype=torch.float64, device=DEVICE)
     params[:, 4] = uniform
     counts = torch.bincount(TritonDraw().apply(logits, params), minlength=4)
-    expected = torch.tensor([-math.inf, 1.0, 2.0, 0.5]).softmax(0) * 16
+    expected = torch.tensor([-math.inf, 1.0, 2.0, 0.5]).softmax(0) * 8
+    assert counts[0] == 0
     assert (counts.cpu() - expected).abs().max() <= 1
 
 

@@ -36,8 +36,8 @@ def generate(folder: Path, kernels: KernelSet, device: str) -> list[Running]:
     )  # fmt: skip
     for pool in (*backend._kv.keys, *backend._kv.values):
         pool.fill_(math.nan)
-    driver, generator, done = Driver(backend, (20, 9)), torch.Generator().manual_seed(2), []
-    for length, params in ((11, SamplingParams(temperature=0.0)), (21, DRAWN)):
+    driver, generator, done = Driver(backend, (9, 5)), torch.Generator().manual_seed(2), []
+    for length, params in ((5, SamplingParams(temperature=0.0)), (13, DRAWN)):
         prompt = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
         done.append(driver.add(prompt, 3, params, name=f"r{length}"))
         driver.step()
