@@ -87,7 +87,7 @@ def test_of_sharded_weights_the_shards_alone_are_fetched_and_then_nothing(hub: F
     assert not any(name.startswith(("original/", "onnx/")) for name in hub.fetched)
 
     hub.fetched.clear()
-    assert sagellm(hub, home, "run", "-m", "org/demo", "17 + 25").stdout == done.stdout
+    assert sagellm(hub, home, "pull", "org/demo").returncode == 0
     assert hub.fetched == []
 
     asked = hub.num_requests
