@@ -14,7 +14,7 @@ that do: first those of the nearest files, quick ones first. A test kills a muta
 before it, in the same order and under the same limits of time and memory, pass on the source as it is.
 
 `build/mutants` keeps what was noted and which mutants were killed, until a file of `src` or `tests` changes,
-so that a run that was interrupted goes on.
+so that a run that was interrupted goes on. The test that killed a mutant on an earlier tree is tried first.
 """
 
 from __future__ import annotations
@@ -253,8 +253,8 @@ def read_report(report: Path) -> dict[str, Test]:
     return {one["test"]: Test(one["seconds"], frozenset(one["executed"])) for one in lines}
 
 
-def killer(mutant: Mutant, measured: Mapping[str, Test]) -> str:
-    """The first test that fails on the changed source; empty if there is none."""
+def killer(mutant: Mutant, measured: Mapping[str, Test], former: str) -> str:
+    """The first test that fails on the changed source; empty if there is none. `former` killed it before."""
     near = next(files for prefix, files in NEAREST.items() if mutant.path.startswith(prefix))
     tests = sorted(_reaching(mutant, measured), key=lambda one: measured[one].seconds)
     nearest = tuple(one for one in tests if one.removeprefix("tests/").partition("::")[0] in near)
@@ -262,7 +262,7 @@ def killer(mutant: Mutant, measured: Mapping[str, Test]) -> str:
     with tempfile.TemporaryDirectory(prefix="sagellm-mutant-") as folder:
         package = _copy(Path(folder))
         (package / mutant.path).write_text(mutant.source, encoding="utf-8")
-        for some in (nearest, others):
+        for some in (((former,) if former in measured else ()), nearest, others):
             limit_s = 20 + 10 * max((measured[one].seconds for one in some), default=0.0)
             failed = first_failure(Path(folder), some, limit_s) if some else ""
             if failed:
@@ -358,10 +358,13 @@ def main() -> int:
     tried = [one for one in chosen if one.name not in known]
     print(f"{len(chosen)} mutants, {len(chosen) - len(tried)} of them listed as equivalent", flush=True)
     killers = read_outcomes(outcomes)
+    former: dict[str, str] = {}
+    for path in STATE.glob("*/outcomes.jsonl"):
+        former |= {name: by for name, by in read_outcomes(path).items() if by}
 
     def outcome(mutant: Mutant) -> str:
         if mutant.name not in killers:
-            killers[mutant.name] = killer(mutant, measured)
+            killers[mutant.name] = killer(mutant, measured, former.get(mutant.name, ""))
             with outcomes.open("a", encoding="utf-8") as file:
                 file.write(json.dumps([mutant.name, killers[mutant.name]]) + "\n")
         return killers[mutant.name]
