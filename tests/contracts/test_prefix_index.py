@@ -654,6 +654,17 @@ def test_an_insertion_that_others_use_is_not_retracted(name: str) -> None:
 
 
 @each_index
+def test_an_insertion_that_others_went_on_from_is_not_retracted(name: str) -> None:
+    index = filled(name)
+    result = index.insert(Tokens([1, 1, 2, 2]), [0, 1], pin=True)
+    index.insert(Tokens([1, 1, 2, 2, 3, 3]), [0, 1, 2])
+    with pytest.raises(BookkeepingError, match="retract"):
+        index.retract(result)
+    index.check()
+    assert index.lookup(Tokens([1, 1, 2, 2, 3, 3])).num_blocks == 3
+
+
+@each_index
 def test_a_block_has_at_least_one_token(name: str) -> None:
     with pytest.raises(ValueError, match="block_size"):
         registry("index").create(name, block_size=0)

@@ -302,6 +302,22 @@ class PoisonedBackend(TokenMemoryBackend):
         return StepResult(plan.step, tuple(97 if self.names[row] == "nan" else token for row, token in drawn))
 
 
+def test_token_0_beside_a_request_that_draws_nothing_is_a_token() -> None:
+    class Drawing(PoisonedBackend):
+        def execute(self, plan: ExecutionPlan) -> StepResult:
+            super().execute(plan)
+            names = [self.names[row] for row in plan.sample_rows]
+            return StepResult(plan.step, tuple(97 if name == "nan" and plan.step else 0 for name in names))
+
+    engine = fake_engine(Drawing(num_blocks=64))
+    for name in ("nan", "zero"):
+        engine.add(request(name, [1, 2, 3], 4))
+    outputs = [output for _ in range(4) for output in engine.step()]
+    got = [(one.request_id, one.new_token_ids, one.finish_reason) for one in outputs]
+    assert [one[1:] for one in got if one[0] == "zero"] == [*[((0,), None)] * 3, ((0,), FinishReason.LENGTH)]
+    assert [one[1:] for one in got if one[0] == "nan"] == [((0,), None), ((), FinishReason.ERROR)]
+
+
 def test_only_the_request_that_makes_a_step_fail_ends() -> None:
     backend = PoisonedBackend(num_blocks=64, max_num_seqs=6)
     engine = fake_engine(backend)

@@ -242,6 +242,8 @@ def test_others_give_all_that_the_guarantees_leave_before_the_account_itself_giv
     assert gifts is not None
     assert gifts.get(account, 0) == own
     assert quota.reclaim(account, others + own + 1, twin.used) is None
+    for count in range(others + own):  # no ceiling is in the way: nothing is given beyond what is asked for
+        assert sum((quota.reclaim(account, count, twin.used) or {}).values()) == count
 
 
 A, B, C = Account("a"), Account("b"), Account("c")
@@ -286,6 +288,27 @@ def test_blocks_are_exchanged_where_the_first_choice_leads_nowhere() -> None:
     assert quota.reclaim(Account("c"), 1, used) == {Account("a", "chat"): 1}
     assert quota.reclaim(Account("c"), 2, used) == {Account("a", "work"): 1, Account("b", "chat"): 1}
     assert quota.reclaim(Account("c"), 3, used) is None
+
+
+def test_no_more_is_exchanged_than_is_asked_for() -> None:
+    """More than one exchange is needed here, and the last one could give more than is missing."""
+    quota = QuotaManager(
+        40,
+        {"a": Share(2), "b": Share(4), "c": Share(2)},
+        {"chat": Share(5), "work": Share(), "talk": Share(3)},
+    )
+    blocks = {"a": (3, 3, 3, 4), "b": (4, 2, 1, 0), "c": (3, 0, 3, 0)}
+    classes = ("chat", "work", "talk", "")
+    used = {
+        Account(tenant, name): count
+        for tenant, counts in blocks.items()
+        for name, count in zip(classes, counts, strict=True)
+    }
+    for account, count in used.items():
+        assert quota.charge(account, count)
+    gifts = quota.reclaim(Account("d"), 17, used)
+    assert gifts is not None
+    assert sum(gifts.values()) == 17
 
 
 def test_room_below_a_ceiling_is_made_by_those_who_share_it() -> None:
