@@ -168,12 +168,29 @@ class EvictionPolicy(Protocol):
         ...
 
     def split(self, old: int, head: Extent, tail: Extent) -> None:
-        """The extent `old` became two; the tail keeps its place, the head is inner from now on."""
+        """The extent `old` became two; the tail keeps its place, the head is inner from now on. Called for
+        every extent: one that the policy does not hold is none of its business."""
         ...
 
     def hint(self, key: int, hint: Hint) -> None: ...
 
     def check(self) -> None: ...
+
+
+class UseListener:
+    """A base class of policies that need to know every use of a path, also of extents that they do not hold.
+
+    `num_cached` is the number of blocks that the policy's account has in the index then.
+    """
+
+    def found(self, extent: Extent, num_cached: int) -> None:
+        """A request found the path that ends with this extent, and holds it."""
+
+    def added(self, extent: Extent, num_new: int, num_cached: int) -> None:
+        """A request added the last `num_new` blocks of the path that ends with this extent, and holds it."""
+
+    def used(self, extent: Extent) -> None:
+        """A request no longer holds the path that ends with this extent; `extent.use` is about it."""
 
 
 class MigrationPolicy(Protocol):

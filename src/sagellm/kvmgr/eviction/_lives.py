@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from sagellm.core.protocols.eviction import Extent
 from sagellm.kvmgr.eviction._exposure import OpenLives
-from sagellm.kvmgr.eviction._lru_shadow import Lineage
 from sagellm.kvmgr.eviction._reuse_model import Features, ReuseModel
 
 FIT_FIRST, FIT_LAST, FIT_SHARE = 64, 4096, 8
@@ -22,23 +21,20 @@ HOT_BRANCHES = 3
 CONTINUED_SHARE = 0.75
 """A use of the first blocks of a path continues it, and supersedes the rest, if it is this share of it."""
 NUM_FEATURES = 7
-MAX_LINEAGE = 64
 NOWHERE = -1
 
 
 class Life:
     """One use of a path until the next one.
 
-    `end`: where the path ends, in blocks. Of the path before it, `known` blocks may have been found again,
-    and `claimed` is how long that was; `lineage`: the branches of the tree that the path is made of. `turn`:
-    uses in a row; `gap_s`: how long the use before this one lasted; `taken_s`: when the next use came;
-    `is_open`: nothing has ended it yet, and `place` is where `OpenLives` has it. `heir`: the key of the last
-    extent that continued this one; `branches`: how many did.
+    `end`: where the path ends, in blocks. `turn`: uses in a row; `gap_s`: how long the use before this one
+    lasted; `taken_s`: when the next use came; `is_open`: nothing has ended it yet, and `place` is where
+    `OpenLives` has it. `heir`: the key of the last extent that continued this one; `branches`: how many did.
     """
 
     __slots__ = (
-        "born_s", "branches", "claimed", "end", "features", "gap_s", "heir", "is_open", "key", "kind",
-        "known", "lineage", "place", "taken_s", "turn",
+        "born_s", "branches", "end", "features", "gap_s", "heir", "is_open", "key", "kind", "place",
+        "taken_s", "turn",
     )  # fmt: skip
 
     def __init__(self, key: int, born_s: float, end: int, turn: int, features: Features, kind: int) -> None:
@@ -48,8 +44,7 @@ class Life:
         self.gap_s: float | None = None
         self.taken_s: float | None = None
         self.heir: int | None = None
-        self.branches = self.known = self.claimed = 0
-        self.lineage: Lineage = ()
+        self.branches = 0
         self.is_open, self.place = True, NOWHERE
 
 
@@ -67,7 +62,7 @@ class Lives:
         self.changed: list[int] = []
         self._by_key: OrderedDict[int, Life] = OrderedDict()
         self._open = OpenLives()
-        self._num_begun = self._fitted_at = self._num_paths = self._num_used = 0
+        self._num_begun = self._fitted_at = self._num_used = 0
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -78,13 +73,13 @@ class Lives:
     def get(self, key: int) -> Life | None:
         return self._by_key.get(key)
 
-    def of(self, extent: Extent, now_s: float) -> tuple[Life, bool]:
-        """The life of an extent that is evictable now, and whether it is a new one."""
+    def of(self, extent: Extent, now_s: float) -> Life:
+        """The life of an extent that is evictable now; where it was used since, a new one."""
         life = self._by_key.get(extent.key)
         if life is not None and life.born_s >= extent.used_s and (life.is_open or life.kind == HOT):
-            return life, False
+            return life
         before = life if life is not None else self._above(extent)
-        return self._begin(extent, before, now_s), True
+        return self._begin(extent, before, now_s)
 
     def use(self, key: int, now_s: float) -> None:
         """The life of an extent ends: somebody uses it."""
@@ -103,10 +98,10 @@ class Lives:
             self._supersede(life, tail.key, end, now_s)
         else:
             rest = Life(tail.key, life.born_s, life.end, life.turn, life.features, life.kind)
-            rest.gap_s, rest.lineage = life.gap_s, life.lineage
+            rest.gap_s = life.gap_s
             self._keep(rest, self._end(life))
             life.branches += 1
-        life.end, life.claimed = end, life.end
+        life.end = end
 
     def succeed(self, parent: Extent, child_key: int) -> None:
         """The child is gone, and with it the path ends at its parent: the life goes on there."""
@@ -174,16 +169,6 @@ class Lives:
             0,
         )
         life = Life(extent.key, extent.used_s, end, turn, features, self.model.kind(features))
-        life.known = start
-        if before is not None:
-            life.claimed, before.claimed = max(start, before.claimed), 0
-        stem = before.lineage if before is not None else ()
-        while stem and stem[-1][1] >= start:  # what was cut off is not of this path
-            stem = stem[:-1]
-        if branches or not stem:
-            self._num_paths += 1
-            stem = (*stem, (self._num_paths, start if stem else 0))
-        life.lineage = stem[-MAX_LINEAGE:]
         if before is not None and before.key == extent.key:
             life.branches = before.branches
         self._keep(life, life.born_s)
@@ -208,7 +193,6 @@ class Lives:
         """A life ends by a use up to `end`; what is behind it lives on under `rest_key`, with less hope."""
         rest = Life(rest_key, life.born_s, life.end, life.turn, life.features, life.kind)
         self._take(life, now_s, end / life.end)
-        rest.lineage = life.lineage
         rest.features = (*life.features[:-1], 1)
         rest.kind = self.model.kind(rest.features)
         self._keep(rest, now_s)

@@ -61,6 +61,10 @@ class QueuedPolicy(ABC):
         """
         return (queue, entry[0], used)
 
+    def _portion(self, queue: ExtentQueue, extent: Extent, wanted: int) -> int:
+        """How many of the `wanted` last blocks of the extent chosen from `queue` may go now; at least 1."""
+        return wanted
+
     def _evicted(self, entry: Entry, queue: ExtentQueue) -> None:  # noqa: B027 - most policies need not know
         """An extent of the queue was chosen, and is gone whole."""
 
@@ -109,11 +113,13 @@ class QueuedPolicy(ABC):
             entry = queue.first()
             extent = entry[2]
             held = extent.num_blocks
-            if missing < held:
-                queue.num_blocks -= missing
-                self._num_blocks -= missing
-                give_up(extent, missing)
-                return num_blocks
+            portion = self._portion(queue, extent, min(missing, held))
+            if portion < held:
+                missing -= portion
+                queue.num_blocks -= portion
+                self._num_blocks -= portion
+                give_up(extent, portion)
+                continue
             queue.drop_first(entry, held)
             missing -= held
             self._num_blocks -= held

@@ -79,16 +79,11 @@ class LearnedEvictionPolicy(QueuedPolicy):
         if extent.used_s > self._now_s:
             self._now_s = extent.used_s
         lives = self._lives
-        life, is_new = lives.of(extent, self._now())
+        life = lives.of(extent, self._now())
         if lives.changed:
             self._look_again()
-        if is_new:
-            self._begun(extent, life)
         queue, rank = self._place(extent, life)
         self._put(extent, queue, rank)
-
-    def _begun(self, extent: Extent, life: Life) -> None:
-        """A hook: a request used the extent, and went."""
 
     def _choose(self) -> ExtentQueue | None:
         own, by_value = self._own, self._by_value
@@ -161,9 +156,9 @@ class LearnedEvictionPolicy(QueuedPolicy):
 
     def _look_again(self) -> None:
         for key in self._lives.changed:
-            entry = self._by_value.live.get(key) or self._own.live.get(key)
-            if entry is not None:
-                self._settle(entry)
+            queue = self._held.get(key)
+            if queue is not None and queue in self._queues():
+                self._settle(queue.live[key])
         self._lives.changed.clear()
 
     def _sweep(self, count: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.protocols.eviction import EvictionPolicy
+from sagellm.core.protocols.eviction import EvictionPolicy, UseListener
 from sagellm.core.types import NO_ACCOUNT, Account
 from sagellm.kvmgr.prefix_cache._node import Node, content_key
 
@@ -27,6 +27,12 @@ class Group:
     @property
     def num_evictable(self) -> int:
         return self.num_cached - self.num_pinned
+
+    @property
+    def listener(self) -> UseListener | None:
+        """The policy, if it wants to know every use."""
+        policy: object = self.policy
+        return policy if isinstance(policy, UseListener) else None
 
 
 class Leaves:
@@ -92,8 +98,8 @@ class Leaves:
         tail.key = self.free_key(head, tail.edge[: self._step])
         if evictable:
             self.by_key[tail.key] = tail
-            if tail.group.policy is not None:
-                tail.group.policy.split(head.key, head, tail)
+        if tail.group.policy is not None:
+            tail.group.policy.split(head.key, head, tail)
 
     def free_key(self, parent: Node, first_block: bytes) -> int:
         """A content key that no evictable leaf has: 64-bit hashes of hostile prompts can be made to clash."""

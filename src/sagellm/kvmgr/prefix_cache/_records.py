@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, GiveUp, Hint, Use, bonus_of
+from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, GiveUp, Hint, Use, UseListener, bonus_of
 from sagellm.core.types import Account, BlockIds, Namespace
 
 KEY_BYTES = 8
@@ -96,6 +96,12 @@ class Share:
     @property
     def num_evictable(self) -> int:
         return self.num_blocks - self.num_pinned
+
+    @property
+    def listener(self) -> UseListener | None:
+        """The policy, if it wants to know every use."""
+        policy: object = self.policy
+        return policy if isinstance(policy, UseListener) else None
 
     def offer(self, record: BlockRecord, *, returning: bool = False) -> None:
         """The record is one of the leaves from now on (`returning`: because its last user went)."""

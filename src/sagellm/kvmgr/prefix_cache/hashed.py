@@ -131,15 +131,22 @@ class HashedPrefixCache(SimpleDoor):
 
     def pin(self, hit: PrefixHit) -> PrefixHit:
         path = self._records_of(hit)
+        if path:
+            self._hold(path)
+            share = path[0].share
+            if share.listener is not None:
+                share.listener.found(path[0], share.num_blocks)
+        return self._hit(hit.tokens, hit.namespace, path[::-1])
+
+    def _hold(self, path: Sequence[BlockRecord]) -> None:
+        """Pin a path, the last record first."""
         for record in path:
             record.num_uses += 1
             record.pins += 1
             if record.pins == 1:
                 record.share.num_pinned += 1
                 record.share.withdraw(record, in_use=True)
-        if path:
-            path[0].num_ends += 1
-        return self._hit(hit.tokens, hit.namespace, path[::-1])
+        path[0].num_ends += 1
 
     def unpin(self, hit: PrefixHit, use: Use = NO_USE) -> None:
         if not hit.num_blocks:
@@ -150,6 +157,8 @@ class HashedPrefixCache(SimpleDoor):
         hit.node.last_use, hit.node.used_s = self._tick, self._clock.now()
         hit.node.use = use
         self._let_go(hit.node)
+        if use is not NO_USE and hit.node.share.listener is not None:
+            hit.node.share.listener.used(hit.node)
 
     # -- the policy
 
@@ -200,8 +209,10 @@ class HashedPrefixCache(SimpleDoor):
         if existing < len(path):
             self._enter(path, existing)
         hit = self._hit(tokens, namespace, path)
-        if pin:
-            hit = self.pin(hit)
+        if pin and path:
+            self._hold(path[::-1])
+            if share.listener is not None:
+                share.listener.added(path[-1], len(path) - existing, share.num_blocks)
         elif existing < len(path):
             for record in path:
                 record.num_uses += 1

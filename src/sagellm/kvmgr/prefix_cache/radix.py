@@ -128,7 +128,14 @@ class RadixPrefixCache(SimpleDoor):
     # -- pins
 
     def pin(self, hit: PrefixHit) -> PrefixHit:
-        hit = self._current(hit)
+        hit = self._pin(self._current(hit))
+        if hit.num_blocks:
+            group = hit.node.group
+            if group.listener is not None:
+                group.listener.found(hit.node, group.num_cached)
+        return hit
+
+    def _pin(self, hit: PrefixHit) -> PrefixHit:
         if not hit.num_blocks:
             return hit
         node: Node = hit.node
@@ -149,6 +156,8 @@ class RadixPrefixCache(SimpleDoor):
         self._touch(node)
         node.use = use
         self.tree.let_go(node)
+        if use is not NO_USE and node.group.listener is not None:
+            node.group.listener.used(node)
 
     # -- write
 
@@ -182,7 +191,9 @@ class RadixPrefixCache(SimpleDoor):
                 self._events.emit(self._stored(node))
         hit = self._hit(tokens, namespace, node, total)
         if pin:
-            hit = self.pin(hit)
+            hit = self._pin(hit)
+            if node.group.listener is not None:
+                node.group.listener.added(node, total - existing, node.group.num_cached)
         elif existing < total:
             node.num_uses = 1
             self._leaves.offer(node)
