@@ -31,7 +31,8 @@ class Extent(Protocol):
     root, which has no blocks. `used_s` and `last_use` say when its last use ended, in seconds of the clock
     and as a count; `num_uses` how often it was used, also as part of a longer prefix; `bonus_s` are the
     seconds by which soft retention makes it look younger; `use` is what is known of the request that used it
-    last, `hint` the last hint since then (`insert` and `unpin` must apply it).
+    last, `hint` the last hint since then (`insert` and `unpin` must apply it). `content` are the tokens as
+    int32, empty where the caller does not know them.
     """
 
     @property
@@ -67,6 +68,9 @@ class Extent(Protocol):
     @property
     def tenant(self) -> str: ...
 
+    @property
+    def content(self) -> bytes: ...
+
 
 @dataclass(slots=True, eq=False)
 class Run:
@@ -83,6 +87,7 @@ class Run:
     use: Use = NO_USE
     hint: Hint | None = None
     tenant: str = ""
+    content: bytes = b""
     priority: int = 0
     meta: Mapping[str, Any] = field(default_factory=dict)
 

@@ -97,7 +97,7 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
         super().insert(extent)
 
     def split(self, old: int, head: Extent, tail: Extent) -> None:
-        self._shadow.split(old, tail.key)
+        self._shadow.split(head, tail)
         super().split(old, head, tail)
 
     def hint(self, key: int, hint: Hint) -> None:

@@ -77,7 +77,7 @@ class Node:
         return self.group.account.tenant or self.namespace.tenant
 
     @property
-    def live_edge(self) -> bytes:
+    def content(self) -> bytes:
         """The bytes of the blocks that are still here."""
         parent = self.parent
         length = self.stop - parent.stop if parent is not None else 0
@@ -130,7 +130,7 @@ def hashes_of(node: Node, step: int) -> list[bytes]:
     for below in reversed(missing):
         parent = below.parent
         last = parent.hashes[-1] if parent is not None and parent.hashes else None
-        below.hashes = chain(below.live_edge, step, below.namespace, last)
+        below.hashes = chain(below.content, step, below.namespace, last)
     return node.hashes or []
 
 

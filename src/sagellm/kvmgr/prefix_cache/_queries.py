@@ -69,7 +69,7 @@ def _ghost(
     if node.end > num_blocks:
         return None
     if node.cut is not None:
-        dead = len(node.live_edge)
+        dead = len(node.content)
         if node.edge[dead : dead + tree.step] == next_block:
             return node.cut
     return tree.ghosts.get(content_key(node, next_block))

@@ -48,6 +48,10 @@ class BlockRecord:
         return self.share.account.tenant or self.namespace.tenant
 
     @property
+    def content(self) -> bytes:
+        return self.data
+
+    @property
     def is_evictable_leaf(self) -> bool:
         return not self.pins and not self.children
 

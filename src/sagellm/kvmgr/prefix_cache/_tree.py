@@ -131,7 +131,7 @@ class RadixTree:
 
     def bury(self, node: Node) -> None:
         """Forget the bytes of what was cut off the end of an edge, but not when and why it went."""
-        live = node.live_edge
+        live = node.content
         if node.cut is not None:
             self.ghosts.add(content_key(node, node.edge[len(live) : len(live) + self.step]), node.cut)
         node.edge, node.cut = live, None

@@ -42,7 +42,7 @@ def _check_node(tree: RadixTree, node: Node, seen: set[int]) -> None:
     _require(node.num_blocks > 0, f"{name}: an edge without blocks")
     _require(node.num_blocks == len(node.blocks), f"{name}: {node.num_blocks} blocks, {len(node.blocks)} ids")
     _require(node.stop == node.end * tree.step, f"{name}: ends at {node.end} blocks and {node.stop} bytes")
-    _require(len(node.live_edge) == node.num_blocks * tree.step, f"{name}: edge and blocks differ in length")
+    _require(len(node.content) == node.num_blocks * tree.step, f"{name}: edge and blocks differ in length")
     _require(node.first_position == parent.end, f"{name} does not begin where its parent ends")
     _require(parent.children.get(node.edge[: tree.step]) is node, f"{name}: its parent does not know it")
     _require(node.cut is None or not node.children, f"{name}: cut off, and has children")
