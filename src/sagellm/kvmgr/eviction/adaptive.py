@@ -108,7 +108,10 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
     def evict(self, num_blocks: int, give_up: GiveUp) -> int:
         room = self._most_cached = self._num_cached
         shadow = self._shadow
-        shadow.shrink(room, max(0, room - num_blocks))
+        shadow.shrink(room, room)
+        self._num_leaving = shadow.num_missing - shadow.num_firm_missing
+        reserve = shadow.num_missing if self.regret > self.budget else 0
+        shadow.shrink(room, min(room, max(0, room - num_blocks + reserve)))
         self._num_leaving = shadow.num_missing - shadow.num_firm_missing
 
         def book(extent: Extent, num_given: int) -> Extent | None:
