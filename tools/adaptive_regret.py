@@ -1,14 +1,14 @@
 """How much `adaptive` loses to LRU on traces that it was not developed on, generated from seeds.
 
-    python tools/adaptive_regret.py --traces FOLDER --first 1200 --trial 16,1000 --trial 4,125 --out FILE
+    python tools/adaptive_regret.py --traces FOLDER --first 1400 --trial 0.002,2 --out FILE
 
 Trace n is generated from seed n and has about 1,500 requests. The generator is chosen by n modulo 5:
 `resample` draws sessions with replacement and gives them new arrival times, `splice` puts windows of several
 traces one after the other, `shift` moves and stretches sessions in time, `mix` merges windows of several
 traces, each at its own rate, and `synth` uses the profiles of `sagellm trace synth`. Each trace is replayed
-with `lru` and, for each `--trial SLACK,FIRST_REST`, with `adaptive` and those options, at several capacities.
+with `lru` and, for each `--trial MAX_REGRET,STAKE`, with `adaptive` and those options, at several capacities.
 
-Seeds below 1200 have been looked at while policies were developed, so use them to choose. Seeds from 1200 on
+Seeds below 1400 have been looked at while policies were developed, so use them to choose. Seeds from 1400 on
 are for measuring only: never choose an option by them. The result is written after each trace.
 """
 
@@ -38,7 +38,7 @@ from sagellm.core.types import Namespace, Tokens
 from sagellm.kvmgr.eviction import AdaptiveEvictionPolicy, LRUEvictionPolicy
 from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache
 
-FIRST_MEASURING_SEED = 1200
+FIRST_MEASURING_SEED = 1400
 NUM_REQUESTS = 1_500
 SETTLED = 1_000
 """`worst_loss` counts from this request on."""
@@ -58,8 +58,8 @@ SOURCES = (
 KINDS = ("chat", "agents", "shared_prompts", "tenants")
 
 Session = list[TraceRequest]
-Trial = tuple[float, int]
-"""`slack` and `first_rest` of `adaptive`."""
+Trial = tuple[float, float]
+"""`max_regret` and `stake` of `adaptive`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class Outcome:
     requests: int
     capacity: float
     num_blocks: int
-    slack: float
-    first_rest: int
+    max_regret: float
+    stake: float
     lru: float
     adaptive: float
     loss: float
@@ -255,10 +255,10 @@ def measure(seed: int, paths: Sequence[Path], trials: Sequence[Trial]) -> list[O
         num_blocks = max(1, round(capacity * num_unique))
         clock = ManualClock(requests[0].time_s)
         lru = _hits(requests, num_blocks, LRUEvictionPolicy(), clock)
-        for slack, first_rest in trials:
+        for max_regret, stake in trials:
             clock = ManualClock(requests[0].time_s)
             policy = AdaptiveEvictionPolicy(
-                capacity=num_blocks, clock=clock, slack=slack, first_rest=first_rest
+                capacity=num_blocks, clock=clock, max_regret=max_regret, stake=stake
             )
             adaptive = _hits(requests, num_blocks, policy, clock)
             lost = accumulate(lrus - own for lrus, own in zip(lru, adaptive, strict=True))
@@ -267,7 +267,7 @@ def measure(seed: int, paths: Sequence[Path], trials: Sequence[Trial]) -> list[O
             worst = max(losses[min(SETTLED, len(losses) - 1) :])
             figures = [round(one, 4) for one in (*ratios, losses[-1], worst)]
             found.append(
-                Outcome(seed, generator, len(requests), capacity, num_blocks, slack, first_rest, *figures)
+                Outcome(seed, generator, len(requests), capacity, num_blocks, max_regret, stake, *figures)
             )
     return found
 
@@ -286,7 +286,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, dict[str, dict[str, float]
     """By options: the losses over all traces and capacities, and by generator."""
     groups: dict[str, dict[str, list[Outcome]]] = {}
     for one in outcomes:
-        by_generator = groups.setdefault(f"{one.slack:g},{one.first_rest}", {})
+        by_generator = groups.setdefault(f"{one.max_regret:g},{one.stake:g}", {})
         by_generator.setdefault("all", []).append(one)
         by_generator.setdefault(one.generator, []).append(one)
     return {
@@ -328,8 +328,8 @@ def result(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _trial(text: str) -> Trial:
-    slack, first_rest = text.split(",")
-    return float(slack), int(first_rest)
+    max_regret, stake = text.split(",")
+    return float(max_regret), float(stake)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -344,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=_trial,
         action="append",
         required=True,
-        metavar="SLACK,FIRST_REST",
+        metavar="MAX_REGRET,STAKE",
         help="may be repeated",
     )
     parser.add_argument("--out", type=Path, help="JSON file, written after each trace")

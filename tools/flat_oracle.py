@@ -127,22 +127,28 @@ class FlatCache:
 
     def access(self, key: int, tenant: str = "") -> bool:
         """Use a block, inserting it if it is not there; True if it was."""
-        from sagellm.core.protocols.eviction import Hint, Run
+        from sagellm.core.protocols.eviction import Hint, Run, UseListener
 
         self.tick += 1
+        listener = self.policy if isinstance(self.policy, UseListener) else UseListener()
         run = self.resident.get(key)
         if run is not None:
             self.policy.pin(key)
+            listener.found(run, len(self.resident))
             run.num_uses += 1
             run.last_use, run.used_s = self.tick, float(self.tick)
             self.policy.unpin(run)
+            listener.used(run)
             return True
         if self.announce:
             self.policy.hint(key, Hint(wanted_by=1))
         if len(self.resident) == self.capacity:
             self.policy.evict(1, self._give_up)
         run = self.resident[key] = Run(key, 1, last_use=self.tick, used_s=float(self.tick), tenant=tenant)
+        run.content = key.to_bytes(8, "little", signed=True)
+        listener.added(run, 1, len(self.resident))
         self.policy.insert(run)
+        listener.used(run)
         return False
 
     def hits(self, keys: Iterable[int]) -> int:

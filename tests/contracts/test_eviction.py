@@ -128,6 +128,12 @@ class PolicyMachine(RuleBasedStateMachine):
         self.parents[tail.key] = head
         self.free[tail.key] = tail
 
+    @rule()
+    def split_what_it_does_not_hold(self) -> None:
+        """Inner extents are split too; it is no business of the policy's order."""
+        head = self.extent(1)
+        self.policy.split(head.key, head, self.extent(2, head))
+
     @precondition(lambda self: self.free or self.pinned)
     @rule(
         data=st.data(),

@@ -66,7 +66,8 @@ def test_expectations_are_bounded_and_may_be_renewed(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "options", [{"margin": "x"}, {"margin": -1.0}, {"slack": float("nan")}, {"max_lives": 0}, {"capacity": 5}]
+    "options",
+    [{"max_regret": "x"}, {"max_regret": -1.0}, {"stake": float("nan")}, {"max_lives": 0}, {"capacity": 5}],
 )
 def test_options_that_make_no_sense_are_refused_before_anything_is_built(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):

@@ -1,12 +1,10 @@
-"""`adaptive`: the shadow that it compares itself with, and what a world that turns around may cost."""
+"""`adaptive`: its shadow is LRU, and what it may lose to LRU is bounded."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import pytest
@@ -17,49 +15,81 @@ from sagellm.benchmarks.replay.replayer import replay
 from sagellm.benchmarks.traces.record import TraceRequest
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import ConfigError
-from sagellm.core.protocols.eviction import EvictionPolicy, Run
+from sagellm.core.protocols.eviction import EvictionPolicy, Hint, Run, Use
+from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
 from sagellm.core.registry import registry
 from sagellm.core.types import Namespace, Tokens
-from sagellm.kvmgr.eviction._lru_shadow import Lineage, LRUShadow
 from sagellm.kvmgr.eviction.adaptive import AdaptiveEvictionPolicy
 from sagellm.kvmgr.eviction.learned import LearnedEvictionPolicy
+from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy
+from sagellm.kvmgr.prefix_cache.hashed import HashedPrefixCache
 from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache
 
 CAPACITY = 250
-MARGIN, SLACK, FIRST_REST = 0.001, 4.0, 125
-
-
-@dataclass(frozen=True, slots=True)
-class Course:
-    """A stream through one policy: hit blocks of each request, and who led after it."""
-
-    policy: EvictionPolicy
-    hits: list[int]
-    follows_lru: list[bool]
-
-    @property
-    def flips(self) -> list[int]:
-        """Requests with which the lead changed hands."""
-        sides = [False, *self.follows_lru]
-        return [number for number in range(len(self.hits)) if sides[number] != sides[number + 1]]
-
-
-def course(name: str, requests: Sequence[TraceRequest], capacity: int) -> Course:
-    clock, policies = ManualClock(), registry("policy")
-    known = {"capacity": capacity, "clock": clock}
-    options = {option: value for option, value in known.items() if option in policies.options(name)}
-    policy: EvictionPolicy = policies.create(name, **options)
-    index = RadixPrefixCache(block_size=1, policy=policy, clock=clock)
-    hits, sides = [], []
-    for request in requests:
-        hits.append(replay([request], index, clock, capacity).hits[0])
-        sides.append(isinstance(policy, AdaptiveEvictionPolicy) and policy.follows_lru)
-    policy.check()
-    return Course(policy, hits, sides)
+INDEXES: list[Any] = [RadixPrefixCache, HashedPrefixCache]
 
 
 def request(time_s: float, ids: Sequence[int], num_output_tokens: int = 0) -> TraceRequest:
     return TraceRequest(time_s, Tokens(ids), Namespace(), len(ids), num_output_tokens)
+
+
+def hits(requests: Sequence[TraceRequest], policy: EvictionPolicy, capacity: int) -> list[int]:
+    clock = ManualClock()
+    return list(
+        replay(requests, RadixPrefixCache(block_size=1, policy=policy, clock=clock), clock, capacity).hits
+    )
+
+
+class Cache:
+    """An index that serves one request after the other, with true block ids."""
+
+    def __init__(self, index: Any, policy: EvictionPolicy, capacity: int) -> None:
+        self.clock, self.policy, self.capacity = ManualClock(), policy, capacity
+        self.index: PrefixReuseIndex = index(block_size=1, policy=policy, clock=self.clock)
+        self.free = list(range(capacity))
+
+    def serve(self, one: TraceRequest) -> int:
+        """Returns the blocks found."""
+        self.clock.advance(max(0.0, one.time_s - self.clock.now()))
+        found = self.index.pin(self.index.lookup(one.ids))
+        num_new = len(one.ids) - found.num_blocks
+        if num_new > len(self.free):
+            freed = self.index.evict(num_new - len(self.free))
+            assert freed is not None
+            self.free += freed
+        taken = [self.free.pop() for _ in range(num_new)]
+        ids = [*self.index.block_ids(found), *taken]
+        whole = self.index.insert(one.ids, ids, pin=True).hit
+        if found.num_blocks:
+            self.index.unpin(found)
+        self.index.unpin(whole, Use(one.num_output_tokens, found.num_blocks))
+        return found.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A request beside LRU: blocks found by the policy, by its shadow of LRU and by LRU; then the books."""
+
+    own: int
+    shadow: int
+    lru: int
+    regret: int
+    budget: float
+
+
+def beside_lru(
+    requests: Sequence[TraceRequest], capacity: int, index: Any = RadixPrefixCache, **options: float
+) -> list[Step]:
+    """The policy and a real LRU, one request at a time."""
+    policy = AdaptiveEvictionPolicy(capacity=capacity, **options)  # type: ignore[arg-type]
+    caches = [Cache(index, one, capacity) for one in (policy, LRUEvictionPolicy())]
+    steps = []
+    for one in requests:
+        lead = policy.lead
+        own, lru = (cache.serve(one) for cache in caches)
+        steps.append(Step(own, own - (policy.lead - lead), lru, policy.regret, policy.budget))
+    policy.check()
+    return steps
 
 
 def turning_world(seed: int, num_before: int = 2_000, num_after: int = 2_500) -> list[TraceRequest]:
@@ -94,267 +124,199 @@ def steady_world(seed: int, num: int = 500) -> list[TraceRequest]:
     return sorted(requests, key=lambda one: one.time_s)
 
 
-@dataclass(frozen=True, slots=True)
-class World:
-    requests: list[TraceRequest]
-    lru: Course
-    learned: Course
-    adaptive: Course
-
-    @property
-    def num_asked(self) -> int:
-        return sum(len(one.ids) for one in self.requests)
-
-
-@pytest.fixture(scope="module", params=[0, 1])
-def turned(request: pytest.FixtureRequest) -> World:
-    stream = turning_world(request.param)
-    return World(stream, *(course(name, stream, CAPACITY) for name in ("lru", "learned", "adaptive")))
+def branching_world(seed: int, num: int, depth: int = 14) -> list[TraceRequest]:
+    """Paths through a tree of two symbols: prefixes that many share, that split, end inside each other and
+    come back after they were gone."""
+    draw = random.Random(seed)
+    requests = []
+    for number in range(num):
+        ids = [draw.randrange(3)] * 3 + [int(draw.random() < 0.25) for _ in range(depth)]
+        requests.append(request(float(number), ids[: draw.randrange(1, 4 + depth)]))
+    return requests
 
 
-# -- a world that turns around
+# -- the shadow
 
 
-def test_what_was_learned_is_wrong_there(turned: World) -> None:
-    """Otherwise the tests below would show nothing."""
-    assert sum(turned.learned.hits) < 0.9 * sum(turned.lru.hits)
+@pytest.mark.parametrize("index", INDEXES)
+@pytest.mark.parametrize("options", [{}, {"max_regret": 0.1}, {"max_regret": 1.0}, {"stake": 5.0}])
+def test_the_shadow_finds_what_lru_finds(options: dict[str, float], index: Any) -> None:
+    """Request by request, although the cache beside it holds other blocks."""
+    for requests, capacity in (
+        (branching_world(0, 600), 60),
+        (steady_world(1, 150), 300),
+        (turning_world(2, 200, 400), 150),
+    ):
+        steps = beside_lru(requests, capacity, index, **options)
+        assert [one.shadow for one in steps] == [one.lru for one in steps]
+    if options:
+        assert any(one.own != one.lru for one in steps)
 
 
-def test_the_loss_is_bounded(turned: World) -> None:
-    """The margin, the slack of each trial, and for each change of sides a cache's worth of blocks: LRU finds
-    at first what the other one kept."""
-    policy = turned.adaptive.policy
-    assert isinstance(policy, AdaptiveEvictionPolicy)
-    num_losses = math.log2(policy._next_rest / FIRST_REST)
-    mean = turned.num_asked / len(turned.requests)
-    loss = sum(turned.lru.hits) - sum(turned.adaptive.hits)
-    stated = MARGIN * turned.num_asked + SLACK * mean * (1 + num_losses)
-    assert loss <= stated + CAPACITY * num_losses
-    assert loss < 0.25 * (sum(turned.lru.hits) - sum(turned.learned.hits))
+paths = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple), min_size=1, max_size=40)
 
 
-def test_each_trial_loses_little(turned: World) -> None:
-    """Counted in hits, not by the policy's own shadow: twice what it allows, for what that cannot see."""
-    lead = [mine - others for mine, others in zip(turned.adaptive.hits, turned.lru.hits, strict=True)]
-    sizes = [len(one.ids) for one in turned.requests]
-    begin = 0
-    for number in turned.adaptive.flips:
-        if turned.adaptive.follows_lru[number]:
-            trial = slice(begin, number + 1)
-            asked = sum(sizes[trial])
-            allowed = MARGIN * asked + SLACK * asked / len(sizes[trial])
-            assert sum(lead[trial]) >= -2 * allowed
-        begin = number + 1
+@given(paths, st.integers(9, 24), st.sampled_from([0.0, 0.05, 1.0]), st.sampled_from(INDEXES))
+def test_the_shadow_is_lru(
+    taken: list[tuple[int, ...]], capacity: int, max_regret: float, index: Any
+) -> None:
+    requests = [request(float(number), ids) for number, ids in enumerate(taken)]
+    for step in beside_lru(requests, capacity, index, max_regret=max_regret):
+        assert step.shadow == step.lru
 
 
-def test_lru_takes_over_for_its_time_and_a_trial_follows(turned: World) -> None:
-    """For twice as long the second time."""
-    flips = turned.adaptive.flips
-    assert len(flips) >= 2
-    assert turned.requests[flips[0]].time_s > turned.requests[0].time_s + 3_000.0  # not in the first phase
-    rest = FIRST_REST
-    for taken, given_back in zip(flips[::2], flips[1::2], strict=False):
-        assert turned.adaptive.follows_lru[taken]
-        assert not turned.adaptive.follows_lru[given_back]
-        assert given_back - taken == rest
-        rest *= 2
+def bound_holds(steps: Sequence[Step], stake: float) -> None:
+    """The theorem of the docstring: what is over the budget was lost in one request, and is paid back."""
+    over, best_lead, lead = 0, 0, 0
+    for step in steps:
+        lost = max(0, step.lru - step.own)
+        lead += step.own - step.lru
+        best_lead = max(best_lead, lead)
+        over = max(over, lost)
+        floor = step.budget - (stake - 1) * max(0, lead)
+        assert step.regret <= floor + (stake - 1) * best_lead + over
+        assert -lead <= step.regret
 
 
-def test_while_lru_leads_hits_become_those_of_lru(turned: World) -> None:
-    """After the first 200 requests under LRU both caches hold the same."""
-    taken, given_back = turned.adaptive.flips[:2]
-    settled = slice(taken + 200, given_back)
-    assert turned.adaptive.hits[settled] == turned.lru.hits[settled]
+@given(paths, st.integers(9, 24), st.sampled_from([0.0, 0.02, 0.2]), st.sampled_from(INDEXES))
+def test_the_bound_holds(taken: list[tuple[int, ...]], capacity: int, max_regret: float, index: Any) -> None:
+    requests = [request(float(number), ids) for number, ids in enumerate(taken)]
+    bound_holds(beside_lru(requests, capacity, index, max_regret=max_regret, stake=1.0), 1.0)
 
 
-def test_without_a_capacity_it_counts_what_is_cached() -> None:
-    """And does not compare itself with an LRU that has more room."""
-    stream, clock = steady_world(0), ManualClock()
-    index = RadixPrefixCache(block_size=1, policy=AdaptiveEvictionPolicy(clock=clock), clock=clock)
-    hits = [replay([one], index, clock, CAPACITY).hits[0] for one in stream]
-    assert hits == course("adaptive", stream, CAPACITY).hits
+@pytest.mark.parametrize("stake", [1.0, 2.0, 4.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bound_holds_where_what_was_learned_turns_wrong(seed: int, stake: float) -> None:
+    bound_holds(beside_lru(turning_world(seed, 800, 1_000), CAPACITY, stake=stake), stake)
+    bound_holds(beside_lru(branching_world(seed, 1_000), 40, max_regret=0.02, stake=stake), stake)
 
 
-def test_it_learns_on_while_lru_leads(turned: World) -> None:
-    policy = turned.adaptive.policy
-    assert isinstance(policy, AdaptiveEvictionPolicy)
-    late = [life for life in policy._lives if life.born_s > turned.requests[-1].time_s - 100.0]
-    assert len(late) > 100
+# -- worlds
 
 
-# -- a world that does not
+@pytest.mark.parametrize("seed", [0, 1])
+def test_little_is_lost_where_what_was_learned_turns_wrong(seed: int) -> None:
+    requests = turning_world(seed)
+    num_asked = sum(len(one.ids) for one in requests)
+    lru = sum(hits(requests, LRUEvictionPolicy(), CAPACITY))
+    learned = sum(hits(requests, LearnedEvictionPolicy(capacity=CAPACITY), CAPACITY))
+    adaptive = sum(hits(requests, AdaptiveEvictionPolicy(capacity=CAPACITY), CAPACITY))
+    assert learned < 0.9 * lru
+    assert adaptive > lru - 0.003 * num_asked
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_where_learning_wins_it_is_the_same(seed: int) -> None:
-    stream = steady_world(seed)
-    learned, adaptive, lru = (course(name, stream, 400) for name in ("learned", "adaptive", "lru"))
-    assert adaptive.hits == learned.hits
-    assert sum(adaptive.hits) > sum(lru.hits) + 0.15 * sum(len(one.ids) for one in stream)
-    assert adaptive.flips == []
+def test_most_of_the_gain_is_kept_where_learning_wins(seed: int) -> None:
+    requests = steady_world(seed, 1_500)
+    lru, learned, adaptive = (
+        sum(hits(requests, policy, 400))
+        for policy in (
+            LRUEvictionPolicy(),
+            LearnedEvictionPolicy(capacity=400),
+            AdaptiveEvictionPolicy(capacity=400),
+        )
+    )
+    assert learned - lru > 0.15 * sum(len(one.ids) for one in requests)
+    assert adaptive - lru > 0.7 * (learned - lru)
+
+
+def test_without_a_budget_it_is_lru() -> None:
+    for requests in (steady_world(0), turning_world(0, 300, 500), branching_world(3, 500)):
+        adaptive = AdaptiveEvictionPolicy(capacity=100, max_regret=0.0)
+        assert hits(requests, adaptive, 100) == hits(requests, LRUEvictionPolicy(), 100)
 
 
 def test_where_all_fits_nothing_is_lost() -> None:
-    stream = steady_world(0, 200)
-    lru, adaptive = (course(name, stream, 100_000) for name in ("lru", "adaptive"))
-    assert adaptive.hits == lru.hits
-    assert adaptive.flips == []
+    requests = steady_world(0, 200)
+    adaptive = AdaptiveEvictionPolicy(capacity=100_000)
+    assert hits(requests, adaptive, 100_000) == hits(requests, LRUEvictionPolicy(), 100_000)
+    assert adaptive.regret == 0
 
 
-def test_no_patience_means_an_early_change() -> None:
-    """`margin` and `slack` are what they say: a loss of one block is too much for an impatient one."""
-    flips = {}
-    stream = turning_world(2, 600, 900)
-    for slack in (0.5, 50.0):
-        clock = ManualClock()
-        policy = AdaptiveEvictionPolicy(capacity=CAPACITY, clock=clock, margin=0.0, slack=slack)
-        index = RadixPrefixCache(block_size=1, policy=policy, clock=clock)
-        flips[slack] = len(stream)
-        for number, one in enumerate(stream):
-            replay([one], index, clock, CAPACITY)
-            if policy.follows_lru:
-                flips[slack] = number
-                break
-    assert flips[0.5] < flips[50.0]
+def test_it_learns_while_the_order_is_lru() -> None:
+    requests = turning_world(0, 300, 300)
+    policy = AdaptiveEvictionPolicy(capacity=CAPACITY, max_regret=0.0)
+    hits(requests, policy, CAPACITY)
+    late = [life for life in policy._lives if life.born_s > requests[-1].time_s - 100.0]
+    assert len(late) > 100
 
 
-@pytest.mark.parametrize("first_rest", [0, -1, True, 1.5])
-def test_a_rest_that_is_no_whole_number_is_refused(first_rest: Any) -> None:
-    with pytest.raises(ConfigError, match="first_rest must be a whole number of at least 1"):
-        AdaptiveEvictionPolicy(first_rest=first_rest)
-
-
-def test_first_rest_is_the_number_of_requests_under_lru() -> None:
-    """Twice as many after the second trial."""
+def test_an_extent_that_ended_is_no_loss() -> None:
+    """LRU evicts it first, so it is not missed."""
     clock = ManualClock()
-    policy = AdaptiveEvictionPolicy(capacity=CAPACITY, clock=clock, margin=0.0, slack=0.5, first_rest=40)
+    policy = AdaptiveEvictionPolicy(capacity=20)
     index = RadixPrefixCache(block_size=1, policy=policy, clock=clock)
-    sides = []
-    for one in turning_world(2, 600, 900):
-        replay([one], index, clock, CAPACITY)
-        sides.append(policy.follows_lru)
-    rests = [len(list(group)) for follows_lru, group in groupby(sides) if follows_lru]
-    assert rests[:2] == [40, 80]
+    replay([request(0.0, range(10)), request(1.0, range(100, 110))], index, clock, 20)
+    assert index.hint(index.lookup(Tokens(range(100, 110))), Hint(ended=True)) == 10
+    index.evict(10)
+    policy.check()
+    assert policy.regret == 0
+    assert index.lookup(Tokens(range(10))).num_blocks == 10
 
 
-def test_select_victims_and_options_reach_a_fresh_one() -> None:
-    policy = AdaptiveEvictionPolicy(capacity=10)
+@pytest.mark.parametrize("index", INDEXES)
+def test_a_cache_that_was_cleared_begins_anew(index: Any) -> None:
+    """LRU would have been cleared too: nothing is missed."""
+    policy = AdaptiveEvictionPolicy(capacity=60, max_regret=0.1)
+    cache = Cache(index, policy, 60)
+    for one in branching_world(4, 300):
+        cache.serve(one)
+    cache.free += cache.index.clear()
+    assert policy.regret == -policy.lead
+    lead = policy.lead
+    for one in branching_world(4, 10):
+        cache.serve(one)
+    assert policy.lead == lead
+    policy.check()
+
+
+# -- options and memory
+
+
+@pytest.mark.parametrize("max_regret", [-0.1, 1.1, float("nan"), "x", True])
+def test_a_share_that_is_none_is_refused(max_regret: Any) -> None:
+    with pytest.raises(ConfigError, match="max_regret must be a number from 0 to 1"):
+        AdaptiveEvictionPolicy(max_regret=max_regret)
+
+
+@pytest.mark.parametrize("stake", [0.5, float("inf"), float("nan"), "x", True])
+def test_a_stake_below_one_is_refused(stake: Any) -> None:
+    with pytest.raises(ConfigError, match="stake must be a number of at least 1"):
+        AdaptiveEvictionPolicy(stake=stake)
+
+
+def test_a_fresh_one_has_the_same_options() -> None:
+    policy = AdaptiveEvictionPolicy(capacity=10, max_regret=0.5, stake=3.0)
     fresh = policy._fresh()
-    assert isinstance(fresh, AdaptiveEvictionPolicy)
-    assert isinstance(fresh, LearnedEvictionPolicy)
+    assert (fresh._max_regret, fresh._stake, fresh._given_capacity) == (0.5, 3.0, 10)
     assert fresh.num_evictable == 0
-    assert not fresh.follows_lru
-
-
-# -- memory
 
 
 @pytest.mark.parametrize("name", ["learned", "adaptive"])
 def test_memory_is_bounded(name: str) -> None:
     """Whatever comes: new blocks, and pins that never come back."""
-    policy = registry("policy").create(name, capacity=50, max_lives=200)
-    most_kept = 0
+    policy: Any = registry("policy").create(name, capacity=50, max_lives=200)
     for key in range(4_000):
         policy.insert(Run(key, 1, last_use=key, used_s=float(key)))
         if key % 3 == 0:
             policy.pin(key)
         policy.evict(max(0, policy.num_evictable - 50), lambda run, count: None)
-        if isinstance(policy, AdaptiveEvictionPolicy):
-            most_kept = max(most_kept, len(policy._shadow._kept))
     policy.check()
     assert len(policy._lives) == 200
-    assert most_kept <= 52
     assert len(policy._model) < 100
     assert len(policy._hand) <= 100
     assert len(policy._lives._open) <= 200
     assert len(policy._by_value._order) <= 200
 
 
-# -- the shadow
-
-
-class SlowShadow:
-    """The same as a list of single blocks, the next to go first: of a branch the last block first, and of a
-    prompt its youngest branch."""
-
-    def __init__(self) -> None:
-        self.blocks: list[tuple[int, int]] = []
-
-    def use(self, lineage: Lineage, end: int) -> int:
-        found = self.found(lineage, end)
-        stop = end
-        for path, base in reversed(lineage):
-            own = [position for one, position in self.blocks if one == path]
-            keeps = stop if path == lineage[-1][0] else max([stop, *(position + 1 for position in own)])
-            self.blocks = [block for block in self.blocks if block[0] != path]
-            self.blocks += [(path, position) for position in reversed(range(base, keeps))]
-            stop = base
-        return found
-
-    def found(self, lineage: Lineage, end: int) -> int:
-        """The leading run of a prompt's blocks that are here."""
-        stops = [base for _, base in lineage[1:]] + [end]
-        wanted = [
-            (path, position)
-            for (path, base), stop in zip(lineage, stops, strict=True)
-            for position in range(base, stop)
-        ]
-        return next((position for path, position in wanted if (path, position) not in self.blocks), end)
-
-    def shrink(self, capacity: int) -> None:
-        self.blocks = self.blocks[max(0, len(self.blocks) - capacity) :]
-
-
-BRANCHES: list[Lineage] = [
-    ((0, 0),),
-    ((0, 0), (1, 3)),
-    ((0, 0), (1, 3), (2, 5)),
-    ((0, 0), (3, 3)),
-    ((0, 0), (3, 3), (4, 9)),
-    ((5, 0),),
-    ((5, 0), (6, 2)),
-]
-uses = st.tuples(st.sampled_from(BRANCHES), st.integers(1, 12))
-"""A branch, and how many blocks of its own a prompt has."""
-
-
-@given(st.lists(uses | st.integers(0, 50), max_size=60))
-def test_the_shadow_is_lru(steps: list[tuple[Lineage, int] | int]) -> None:
-    fast, slow = LRUShadow(), SlowShadow()
-    for step in steps:
-        if isinstance(step, int):
-            fast.shrink(step)
-            slow.shrink(step)
-        else:
-            lineage, num_own = step
-            end = lineage[-1][1] + num_own
-            assert fast.use(lineage, end) == slow.use(lineage, end)
-        assert fast.num_blocks == len(slow.blocks)
-
-
-def test_the_shadow_finds_what_the_real_lru_finds() -> None:
-    """Conversations that share nothing, in the real index under LRU. There the blocks of a request are made
-    room for before it is served; here after: at the border it may find some more."""
-    stream = steady_world(1, 300)
-    real = course("lru", stream, 400)
-    shadow, found = LRUShadow(), []
-    for one in stream:
-        found.append(shadow.use(((one.ids[0], 0),), len(one.ids)))
-        shadow.shrink(400)
-    assert sum(real.hits) > 500
-    num_asked = sum(len(one.ids) for one in stream)
-    assert sum(abs(mine - its) for mine, its in zip(found, real.hits, strict=True)) < 0.01 * num_asked
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_no_branch_has_less_than_nothing(seed: int) -> None:
-    """A tree of prompts of two symbols, cut and grown all the time."""
-    draw, clock = random.Random(seed), ManualClock()
-    policy = AdaptiveEvictionPolicy(capacity=30, clock=clock)
-    index = RadixPrefixCache(block_size=1, policy=policy, clock=clock)
-    for number in range(400):
-        ids = [0] * 4 + [draw.randrange(2) for _ in range(9)]
-        replay([request(float(number), ids[: draw.randrange(1, 14)])], index, clock, 30)
-        kept = policy._shadow._kept.values()
-        assert policy._shadow.num_blocks == sum(end - base for base, end in kept) <= 30
-        assert all(base <= end for base, end in kept)
+@pytest.mark.parametrize("index", INDEXES)
+def test_the_shadow_remembers_what_lru_holds_and_no_more(index: Any) -> None:
+    capacity = 40
+    policy = AdaptiveEvictionPolicy(capacity=capacity, max_regret=1.0)
+    cache = Cache(index, policy, capacity)
+    for one in branching_world(5, 3_000):
+        cache.serve(one)
+        shadow = policy._shadow
+        assert shadow.num_kept <= capacity
+        assert len(shadow._use_of) + shadow._num_gone <= 64 + 4 * capacity
+    policy.check()

@@ -26,7 +26,7 @@ def test_the_loss_on_a_few_traces_stays_within_what_was_measured(
         "--num",
         str(NUM_TRACES),
         "--trial",
-        "4,125",
+        "0.002,2",
         "--out",
         str(out),
     ]
@@ -34,9 +34,9 @@ def test_the_loss_on_a_few_traces_stays_within_what_was_measured(
     assert main(arguments) == 0
     found = json.loads(out.read_text(encoding="utf-8"))
     assert len(found["rows"]) == NUM_TRACES * len(CAPACITIES)
-    figures = found["summary"]["4,125"]["all"]
+    figures = found["summary"]["0.002,2"]["all"]
     assert figures["traces"] == NUM_TRACES
-    assert figures["worst_loss"] < 1.0
+    assert figures["worst_loss"] < 0.3
     assert figures["mean_gain"] > 0.5
 
 

@@ -197,6 +197,9 @@ class UseListener:
     def used(self, extent: Extent) -> None:
         """A request no longer holds the path that ends with this extent; `extent.use` is about it."""
 
+    def cleared(self, num_cached: int) -> None:
+        """The cache was cleared: no request took the place of what was evicted last."""
+
 
 class MigrationPolicy(Protocol):
     """Keep, demote or drop a victim, from what it costs to bring its KV back (tiers are a later module)."""

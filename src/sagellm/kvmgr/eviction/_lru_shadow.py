@@ -41,7 +41,7 @@ class Gone:
 
     @property
     def is_held(self) -> bool:
-        """Whether LRU still holds the first of the blocks; otherwise it holds nothing of this or behind it."""
+        """Whether LRU still holds the first of these blocks: if not, it holds nothing that follows either."""
         return self.use.base <= self.first < self.use.kept
 
 
@@ -62,7 +62,9 @@ class LRUShadow:
         self._order: OrderedDict[PathUse, None] = OrderedDict()
         self._newest = PathUse()
         self._use_of: dict[int, PathUse] = {}  # by key of a cached extent
-        self._gone: dict[int, dict[Place, Gone]] = {}  # by key of the cached extent, or root, that they follow
+        self._gone: dict[
+            int, dict[Place, Gone]
+        ] = {}  # by key of the cached extent, or root, that they follow
         self._num_gone = 0  # at most so many
         self._next_sweep = FEW
 
@@ -81,7 +83,7 @@ class LRUShadow:
             if use is not None:
                 stop = node.first_position + node.num_blocks
                 if use is newest and use.base == 0 and use.firm == use.own == stop:
-                    self._set(use, 0, end, end, end)  # the same request goes on
+                    self._change(use, 0, end, end, end)  # the same request goes on
                     found = max(found, stop)
                     break
                 found = max(found, self._take(use, stop))
@@ -90,7 +92,7 @@ class LRUShadow:
         else:
             newest = self._newest = PathUse()
             self._order[newest] = None
-            self._set(newest, 0, end, end, end)
+            self._change(newest, 0, end, end, end)
         for node in reversed(path):
             if node.key not in use_of and self._gone:
                 found = max(found, self._take_back(node))
@@ -100,19 +102,18 @@ class LRUShadow:
         return found
 
     def shrink(self, num_blocks: int, num_firm: int) -> None:
-        """LRU gives up what it holds beyond `num_blocks`; beyond `num_firm`, at most as many, it is about to.
-        """
+        """LRU gives up what it holds beyond `num_blocks`; beyond `num_firm` (at most that) it is about to."""
         order, leaving = self._order, self._leaving
         while self.num_firm > num_firm:
             use = next(iter(order))
-            self._set(use, use.base, use.firm - (self.num_firm - num_firm), use.kept, use.own)
+            self._change(use, use.base, use.firm - (self.num_firm - num_firm), use.kept, use.own)
             if use.firm == use.base and use.kept > use.base:
                 del order[use]
                 leaving[use] = None
         while self.num_kept > num_blocks:
             use = next(iter(leaving or order))
             kept = max(use.firm, use.kept - (self.num_kept - num_blocks))
-            self._set(use, use.base, use.firm, kept, use.own)
+            self._change(use, use.base, use.firm, kept, use.own)
 
     def split(self, head: Extent, tail: Extent) -> None:
         """An extent became two; the head keeps the key."""
@@ -129,7 +130,7 @@ class LRUShadow:
         """LRU gives up an extent at the end of its path: it has ended."""
         use = self._use_of.get(extent.key)
         if use is not None and use.own <= extent.first_position + extent.num_blocks:
-            self._set(use, use.base, use.firm, min(use.kept, extent.first_position), use.own)
+            self._change(use, use.base, use.firm, min(use.kept, extent.first_position), use.own)
 
     def num_free(self, extent: Extent) -> int:
         """How many of its last blocks LRU does not hold, or is about to give up."""
@@ -151,7 +152,7 @@ class LRUShadow:
         if is_whole:
             use.awaited = None
         if use.kept > use.base:
-            self._set(use, use.base, use.firm, use.kept, end)
+            self._change(use, use.base, use.firm, use.kept, end)
         if end < use.kept and extent.content:
             step = len(extent.content) // extent.num_blocks
             content = extent.content[-num_blocks * step :]
@@ -200,7 +201,7 @@ class LRUShadow:
         reached = min(use.kept, stop)
         if reached <= use.base:
             return 0
-        self._set(use, reached, use.firm, use.kept, use.own)
+        self._change(use, reached, use.firm, use.kept, use.own)
         return reached
 
     def _take_back(self, extent: Extent) -> int:
@@ -231,18 +232,15 @@ class LRUShadow:
             del self._gone[extent.key]
         return found
 
-    def _set(self, use: PathUse, base: int, firm: int, kept: int, own: int) -> None:
+    def _change(self, use: PathUse, base: int, firm: int, kept: int, own: int) -> None:
         """Change a use, and the counts with it; one without blocks is dropped."""
         kept = max(base, kept)
         firm = max(base, min(kept, firm))
         own = max(base, own)
-        before = use.own
         self.num_kept += kept - base - use.kept + use.base
         self.num_firm += firm - base - use.firm + use.base
-        self.num_missing += (kept - own if kept > own else 0) - (use.kept - before if use.kept > before else 0)
-        self.num_firm_missing += (firm - own if firm > own else 0) - (
-            use.firm - before if use.firm > before else 0
-        )
+        self.num_missing += max(0, kept - own) - max(0, use.kept - use.own)
+        self.num_firm_missing += max(0, firm - own) - max(0, use.firm - use.own)
         use.base, use.firm, use.kept, use.own = base, firm, kept, own
         if firm < own and use.awaited is not None:
             key, use.awaited = use.awaited, None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Self
 
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError
@@ -18,30 +20,35 @@ RANKS_PER_LOOK = 2
 class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
     """Evicts as `learned` does, as far as a budget of regret against LRU allows.
 
-    Beside the cache runs a shadow of LRU, sizes only, that never holds more blocks than the cache does.
-    `regret` is the number of hits lost to the shadow so far, less those won from it, plus the blocks that the
-    shadow holds and the cache does not: each of these may be asked for once before the shadow gives it up
-    too. `budget` is `max_regret` of all blocks looked up so far. A block that the shadow does not hold may
-    always be evicted. One that it holds is evicted only if it is worth less than the best free candidate and
-    `regret <= budget` still holds afterwards. With no budget left the order is LRU's, and the contents
-    become LRU's.
+    Beside the cache runs a shadow: what LRU would hold in a cache of the same size. `lead` counts the blocks
+    that this policy hit and the shadow did not, less the reverse. `regret` is `-lead`, plus the blocks that
+    the shadow holds and the cache does not, as each of these may be a lost hit. `budget` is `max_regret` of
+    all blocks looked up so far, plus `stake - 1` times the lead while that is positive. A block that the
+    shadow does not hold may always be evicted. One that it holds is evicted only where it is worth less than
+    the least of those, and `regret <= budget` holds afterwards. Without a budget the order is that of LRU.
 
-    Theorem: `regret <= budget` whenever no request is in progress, and `regret <= budget + U` always, where U
-    is the number of blocks that are pinned or wanted and that the shadow does not hold. Proof, by event:
+    For requests served one after the other, without retention bonuses and hints, the shadow is exactly LRU.
+    With `stake` 1, `regret <= budget + d` then holds between requests, where d is the number of blocks of one
+    request that LRU held and the cache did not, and so
 
-    * A use finds more blocks in the shadow than in the cache only where the cache lacks blocks that the
-      shadow holds. It brings these back, so `regret` does not rise, and `budget` grows.
+        hits of LRU - hits of this policy <= max_regret * blocks looked up + d
+
+    With a larger stake, `stake - 1` times the best lead so far may be lost in addition. Proof, by event:
+
+    * A request brings back what the cache lacks of it: each of these blocks was part of `regret` as a loss
+      that was possible, and still is, as one that happened. What else a use changes lowers `regret`.
     * When the shadow gives a block up, `regret` does not rise.
-    * Before the cache evicts n blocks, the shadow shrinks to what the cache will hold then. So at least n
-      blocks are in the cache and not in the shadow; all but U of them can go. For the at most U blocks that
-      are short, the cache evicts what LRU would evict next; `regret` rises by as much, until the U blocks are
-      used, which are hits that the shadow does not have.
-    * What the request that eviction makes room for finds itself, LRU would not have evicted for it. So blocks
-      that the shadow gives up before an eviction count in `regret` until the next use says which they were.
+    * Before the cache evicts n blocks for a request, the shadow marks the n blocks that LRU would evict for
+      it. At least n cached blocks are then marked or not in the shadow, so that no other block has to go.
+    * Where LRU holds d more blocks of that request, it evicts d fewer. Only this takes `regret` above the
+      budget. As long as it is there, the shadow leaves as many blocks unmarked as the cache lacks; d is at
+      most that number, so that `regret` does not rise again.
 
-    Assumptions: the shadow ignores retention bonuses, and gives up at once what a hint calls ended. Of
-    content that neither index nor policy holds any more only its first block is compared when it comes back:
-    the rest counts as found by LRU. With quotas each class has a policy, so the theorem holds for each.
+    While several requests run, the shadow no longer knows what LRU would have kept for each of them. It
+    ignores retention bonuses, and drops at once what a hint says has ended. With quotas each account has a
+    policy of its own. What was measured is in docs/decisions/0006-retention.md.
+
+    Raises `ConfigError` for a `max_regret` outside 0..1 or a `stake` below 1.
     """
 
     def __init__(
@@ -54,33 +61,36 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
         stake: float = 2.0,
     ) -> None:
         super().__init__(capacity=capacity, clock=clock, max_lives=max_lives)
-        if not _is_share(max_regret):
+        if not (_is_number(max_regret) and 0 <= max_regret <= 1):
             raise ConfigError(f"max_regret must be a number from 0 to 1, got {max_regret!r}")
+        if not (_is_number(stake) and 1 <= stake < math.inf):
+            raise ConfigError(f"stake must be a number of at least 1, got {stake!r}")
         self._max_regret, self._stake = max_regret, stake
         self._shadow = LRUShadow(self._lapsed)
         self._spared, self._forced = ExtentQueue(), ExtentQueue()
         self._spared_hand: list[int] = []
-        self._num_cached = self._most_cached = self._num_leaving = self._num_looked_up = self._lead = 0
+        self._num_cached = self._most_cached = self._num_leaving = 0
+        self._num_looked_up = self.lead = 0
 
     @property
     def regret(self) -> int:
         """Blocks of hits lost to LRU so far, net, and those that may still be lost."""
-        return self._shadow.num_firm_missing + self._num_leaving - self._lead
+        return self._shadow.num_firm_missing + self._num_leaving - self.lead
 
     @property
     def budget(self) -> float:
         """What `regret` may be by now, in blocks."""
-        return self._max_regret * self._num_looked_up + (self._stake - 1) * max(0, self._lead)
+        return self._max_regret * self._num_looked_up + (self._stake - 1) * max(0, self.lead)
 
     # -- events
 
     def found(self, extent: Extent, num_cached: int) -> None:
-        self._lead += extent.first_position + extent.num_blocks - self._shadow.use(extent)
+        self.lead += extent.first_position + extent.num_blocks - self._shadow.use(extent)
         self._shrink_shadow(num_cached)
 
     def added(self, extent: Extent, num_new: int, num_cached: int) -> None:
         own = extent.first_position + extent.num_blocks - num_new
-        self._lead -= max(0, self._shadow.use(extent) - own)
+        self.lead -= max(0, self._shadow.use(extent) - own)
         self._shrink_shadow(num_cached)
 
     def used(self, extent: Extent) -> None:
@@ -88,6 +98,10 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
         self._num_looked_up += extent.use.num_prompt_blocks or end
         self._shadow.use(extent)
         self._shrink_shadow(self._num_cached)
+
+    def cleared(self, num_cached: int) -> None:
+        self._most_cached = 0
+        self._shrink_shadow(num_cached)
 
     def insert(self, extent: Extent) -> None:
         key = extent.key
@@ -106,10 +120,9 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
             self._shadow.forget(self._lanes.ended.live[key][2])
 
     def evict(self, num_blocks: int, give_up: GiveUp) -> int:
-        room = self._most_cached = self._num_cached
-        shadow = self._shadow
-        shadow.shrink(room, room)
-        self._num_leaving = shadow.num_missing - shadow.num_firm_missing
+        shadow, room = self._shadow, self._num_cached
+        self._most_cached = room
+        self._shrink_shadow(room)
         reserve = shadow.num_missing if self.regret > self.budget else 0
         shadow.shrink(room, min(room, max(0, room - num_blocks + reserve)))
         self._num_leaving = shadow.num_missing - shadow.num_firm_missing
@@ -158,6 +171,15 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
     def _queues(self) -> Sequence[ExtentQueue]:
         return (self._own, self._by_value, self._spared, self._forced)
 
+    def _fresh(self) -> Self:
+        return type(self)(
+            capacity=self._given_capacity,
+            clock=self._clock,
+            max_lives=self._max_lives,
+            max_regret=self._max_regret,
+            stake=self._stake,
+        )
+
     # -- inside
 
     @property
@@ -170,6 +192,7 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
         self._num_cached = num_cached
         room = max(num_cached, self._most_cached)
         self._shadow.shrink(room, room)
+        self._num_leaving = self._shadow.num_missing - self._shadow.num_firm_missing
 
     def _lapsed(self, key: int) -> None:
         """The shadow gives up a block of a spared extent, which may be chosen now."""
@@ -190,12 +213,12 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
             self._requeue_first(entry, queue, self._spared, self._worth(extent))
         return None
 
-    def _force(self) -> ExtentQueue | None:
+    def _force(self) -> ExtentQueue:
         """The spared extent that LRU would take, in a queue of its own."""
-        key = self._shadow.first_awaited()
         spared = self._spared.live
-        entry = spared.get(key) if key in spared else next(iter(spared.values()))
-        self._requeue(entry[2], self._spared, self._forced, ())
+        key = self._shadow.first_awaited()
+        extent = spared[key if key in spared else next(iter(spared))][2]
+        self._requeue(extent, self._spared, self._forced, ())
         return self._forced
 
     def _refresh(self) -> None:
@@ -228,8 +251,8 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
         return (value, last_use)
 
 
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 PLUGIN = AdaptiveEvictionPolicy

@@ -269,6 +269,9 @@ class HashedPrefixCache(SimpleDoor):
     def clear(self) -> BlockIds:
         freed = self.evict(self.num_evictable, "cleared")
         assert freed is not None
+        for share in self._shares.values():
+            if share.listener is not None:
+                share.listener.cleared(share.num_blocks)
         if not self._records and self._events.wants(IndexCleared):
             self._events.emit(IndexCleared())
         return freed

@@ -258,6 +258,9 @@ class RadixPrefixCache(SimpleDoor):
     def clear(self) -> BlockIds:
         freed = self.evict(self.num_evictable, "cleared")
         assert freed is not None
+        for group in self._leaves.groups.values():
+            if group.listener is not None:
+                group.listener.cleared(group.num_cached)
         if not self.tree.num_cached and self._events.wants(IndexCleared):
             self._events.emit(IndexCleared())
         return freed
