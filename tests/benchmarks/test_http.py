@@ -17,7 +17,7 @@ from sagellm.benchmarks.http.run import KINDS, Plan, Report, Run, Target, measur
 from sagellm.benchmarks.http.server import our_server, served_model
 from sagellm.core.errors import ConfigError, SageError
 from tests.scripted_engine import scripted_llm
-from tests.serving.live import Live, serving
+from tests.serving.live import Live, wait_until, serving
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,8 @@ def test_kept_connections_are_kept(live: Live) -> None:
     for keep_alive, expected in ((True, 2), (False, 12)):
         plan = Plan(num_requests=12)
         seen: set[Any] = set()
-        accepted = live.server.server_state.total_requests
+        state = live.server.server_state
+        answered = state.total_requests
         job = plan.job("list", 2, keep_alive=keep_alive, target=target_of(live))
         original = client.Sender._exchange
 
@@ -60,7 +61,7 @@ def test_kept_connections_are_kept(live: Live) -> None:
             patch.setattr(client.Sender, "_exchange", noted)
             client.run(job)
         assert len(seen) == expected
-        assert live.server.server_state.total_requests - accepted == 12
+        wait_until(lambda state=state, answered=answered: state.total_requests - answered == 12)
 
 
 def test_a_report_has_every_case_and_no_key(live: Live) -> None:

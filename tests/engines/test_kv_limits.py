@@ -78,7 +78,7 @@ def test_a_swap_that_fails_changes_nothing() -> None:
     engine = fake_engine()
     engine.kv.index.insert(Tokens(range(8)), [0, 1])
     with pytest.raises(ConfigError):
-        swap_policy(engine, "adaptive", margin="x")
+        swap_policy(engine, "adaptive", max_regret="x")
     with pytest.raises(StopIteration):
         engine.set_policy(lambda: next(iter(())))
     engine.kv.index.insert(Tokens(range(20, 28)), [2, 3])

@@ -255,6 +255,22 @@ def test_an_extent_that_ended_is_no_loss() -> None:
 
 
 @pytest.mark.parametrize("index", INDEXES)
+def test_a_retention_counts_more_than_the_budget_while_it_lasts(index: Any) -> None:
+    old, young, others = range(10), range(100, 110), range(200, 210)
+    for time_s, kept, gone in ((50.0, old, young), (200.0, young, old)):
+        policy = AdaptiveEvictionPolicy(capacity=20, max_regret=0.0)
+        cache = Cache(index, policy, 20)
+        cache.serve(request(0.0, old))
+        cache.serve(request(1.0, young))
+        hit = cache.index.lookup(Tokens(old))
+        assert cache.index.hint(hit, Hint(priority=100, duration_s=100.0)) == 10
+        cache.serve(request(time_s, others))
+        assert cache.index.lookup(Tokens(kept)).num_blocks == 10
+        assert cache.index.lookup(Tokens(gone)).num_blocks == 0
+        policy.check()
+
+
+@pytest.mark.parametrize("index", INDEXES)
 def test_a_cache_that_was_cleared_begins_anew(index: Any) -> None:
     """LRU would have been cleared too: nothing is missed."""
     policy = AdaptiveEvictionPolicy(capacity=60, max_regret=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from typing import Self
@@ -45,8 +46,9 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
       most that number, so that `regret` does not rise again.
 
     While several requests run, the shadow no longer knows what LRU would have kept for each of them. It
-    ignores retention bonuses, and drops at once what a hint says has ended. With quotas each account has a
-    policy of its own. What was measured is in docs/decisions/0006-retention.md.
+    knows no retention, and drops at once what a hint says has ended; extents with a retention are evicted
+    last, whatever the budget. With quotas each account has a policy of its own. What was measured is in
+    docs/decisions/0006-retention.md.
 
     Raises `ConfigError` for a `max_regret` outside 0..1 or a `stake` below 1.
     """
@@ -69,6 +71,7 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
         self._shadow = LRUShadow(self._lapsed)
         self._spared, self._forced = ExtentQueue(), ExtentQueue()
         self._spared_hand: list[int] = []
+        self._retained: list[tuple[float, int]] = []  # a heap: until when, which key
         self._num_cached = self._most_cached = self._num_leaving = 0
         self._num_looked_up = self.lead = 0
 
@@ -120,6 +123,7 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
             self._shadow.forget(self._lanes.ended.live[key][2])
 
     def evict(self, num_blocks: int, give_up: GiveUp) -> int:
+        self._end_retentions()
         shadow, room = self._shadow, self._num_cached
         self._most_cached = room
         self._shrink_shadow(room)
@@ -195,30 +199,41 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
         self._num_leaving = self._shadow.num_missing - self._shadow.num_firm_missing
 
     def _lapsed(self, key: int) -> None:
-        """The shadow gives up a block of a spared extent, which may be chosen now."""
+        """A spared extent may be chosen now."""
         entry = self._spared.live.get(key)
         if entry is not None:
             self._settle(entry)
 
     def _first_free(self) -> ExtentQueue | None:
-        """The queue whose first extent has a block that the shadow does not hold; others on the way are
-        spared until it gives them up."""
+        """The queue whose first extent has a block that the shadow does not hold, and no retention; others on
+        the way are spared until that has changed."""
         shadow = self._shadow
         while (queue := super()._choose()) is not None:
             entry = queue.first()
             extent = entry[2]
-            if shadow.num_free(extent):
+            until_s = extent.used_s + extent.bonus_s
+            if extent.bonus_s and until_s > self._now():
+                heapq.heappush(self._retained, (until_s, extent.key))
+            elif shadow.num_free(extent):
                 return queue
-            shadow.wait(extent.key)
+            else:
+                shadow.wait(extent.key)
             self._requeue_first(entry, queue, self._spared, self._worth(extent))
         return None
 
+    def _end_retentions(self) -> None:
+        """Extents whose retention is over may be chosen."""
+        now_s = self._now()
+        while self._retained and self._retained[0][0] <= now_s:
+            self._lapsed(heapq.heappop(self._retained)[1])
+
     def _force(self) -> ExtentQueue:
-        """The spared extent that LRU would take, in a queue of its own."""
+        """The spared extent that LRU would take, in a queue of its own; one with a retention last."""
         spared = self._spared.live
         key = self._shadow.first_awaited()
-        extent = spared[key if key in spared else next(iter(spared))][2]
-        self._requeue(extent, self._spared, self._forced, ())
+        if key not in spared:
+            key = min(spared, key=lambda key: spared[key][2].used_s + spared[key][2].bonus_s)
+        self._requeue(spared[key][2], self._spared, self._forced, ())
         return self._forced
 
     def _refresh(self) -> None:
