@@ -43,8 +43,10 @@ def hits(requests: Sequence[TraceRequest], policy: EvictionPolicy, capacity: int
 class Cache:
     """An index that serves one request after the other, with true block ids."""
 
-    def __init__(self, index: Any, policy: EvictionPolicy, capacity: int) -> None:
-        self.clock, self.policy, self.capacity = ManualClock(), policy, capacity
+    def __init__(
+        self, index: Any, policy: EvictionPolicy, capacity: int, clock: ManualClock | None = None
+    ) -> None:
+        self.clock, self.policy, self.capacity = clock or ManualClock(), policy, capacity
         self.index: PrefixReuseIndex = index(block_size=1, policy=policy, clock=self.clock)
         self.free = list(range(capacity))
 
@@ -258,8 +260,9 @@ def test_an_extent_that_ended_is_no_loss() -> None:
 def test_a_retention_counts_more_than_the_budget_while_it_lasts(index: Any) -> None:
     old, young, others = range(10), range(100, 110), range(200, 210)
     for time_s, kept, gone in ((50.0, old, young), (200.0, young, old)):
-        policy = AdaptiveEvictionPolicy(capacity=20, max_regret=0.0)
-        cache = Cache(index, policy, 20)
+        clock = ManualClock()
+        policy = AdaptiveEvictionPolicy(capacity=20, max_regret=0.0, clock=clock)
+        cache = Cache(index, policy, 20, clock)
         cache.serve(request(0.0, old))
         cache.serve(request(1.0, young))
         hit = cache.index.lookup(Tokens(old))
