@@ -357,3 +357,4 @@ def test_a_fresh_pool_gives_consecutive_blocks(name: str, count: int) -> None:
 def test_a_pool_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="at least one"):
         make(name, total_blocks=0)
+    assert take(make(name, total_blocks=1), 1).block_ids.tolist() == [0]

@@ -330,3 +330,14 @@ def test_host_blocks_that_are_not_there_are_asked_for_in_numbers() -> None:
         space.save("b", Tokens(range(12)), [4, 5, 6], 1, 12)
     space.check()
     assert (space.num_used, space.num_free) == (1, 1)
+
+
+def test_what_has_been_copied_outlives_a_later_failure() -> None:
+    space = SwapSpace(GPUKVPool(total_blocks=2, block_size=4))
+    for name in "ab":
+        space.save(name, Tokens(range(4)), [7], 0, 4)
+    space.written(["a"])
+    space.failed(["a", "b"])
+    assert space.num_used == 1
+    space.drop("a")
+    assert space.num_used == 0

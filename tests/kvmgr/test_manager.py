@@ -144,6 +144,26 @@ def test_what_is_foreseen_can_be_reused_and_taken_back() -> None:
     assert kv.block_states().free == kv.num_blocks
 
 
+def test_a_part_of_a_prompt_is_not_foreseen() -> None:
+    kv = manager()
+    first = state("a", range(12))
+    chunk = Chunk(first, 0, 8, kv.match(first))
+    kv.bind(draft(chunk))
+    kv.foresee([chunk])
+    assert kv.match(state("b", range(12))).num_tokens == 0
+
+
+def test_check_compares_tables_with_what_requests_hold() -> None:
+    kv = manager()
+    running = state("a", range(9))
+    admit(kv, running)
+    compute(kv, running, 9)
+    kv.block_table("a").reverse()
+    with pytest.raises(BookkeepingError, match="a: the table"):
+        kv.check()
+    kv.block_table("a").reverse()
+
+
 def test_growth_takes_a_block_only_at_a_border() -> None:
     kv = manager()
     request = state("r", range(3))

@@ -114,7 +114,7 @@ class BuddyPool(BlockLedger):
         found.sort()
         joined: list[tuple[int, int]] = []
         for start, stop in found:
-            if not 0 <= start < stop <= self.total_blocks:
+            if start < 0 or stop > self.total_blocks:
                 raise self._unknown(start if start < 0 else stop - 1)
             if joined and start < joined[-1][1]:
                 raise BookkeepingError(f"block {start} is given back twice at once")
