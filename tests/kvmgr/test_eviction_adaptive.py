@@ -50,6 +50,9 @@ class Cache:
         self.index: PrefixReuseIndex = index(block_size=1, policy=policy, clock=self.clock)
         self.free = list(range(capacity))
 
+    def found(self, ids: Tokens) -> int:
+        return self.index.lookup(ids).num_blocks
+
     def serve(self, one: TraceRequest) -> int:
         """Returns the blocks found."""
         self.clock.advance(max(0.0, one.time_s - self.clock.now()))
@@ -191,6 +194,35 @@ def test_the_bound_holds(taken: list[tuple[int, ...]], capacity: int, max_regret
 def test_the_bound_holds_where_what_was_learned_turns_wrong(seed: int, stake: float) -> None:
     bound_holds(beside_lru(turning_world(seed, 800, 1_000), CAPACITY, stake=stake), stake)
     bound_holds(beside_lru(branching_world(seed, 1_000), 40, max_regret=0.02, stake=stake), stake)
+
+
+@pytest.mark.parametrize(
+    ("seed", "capacity", "max_regret", "longest", "num_calm"),
+    [(2, 33, 0.01, 5, 200), (16, 53, 0.1, 10, 200), (23, 79, 0.05, 5, 100), (3, 60, 0.02, 20, 300)],
+)
+def test_the_bound_holds_where_all_ask_for_what_is_missing(
+    seed: int, capacity: int, max_regret: float, longest: int, num_calm: int
+) -> None:
+    """After calm traffic every second request is the one of which LRU holds most that the cache does not."""
+    draw = random.Random(seed)
+    policy = AdaptiveEvictionPolicy(capacity=capacity, max_regret=max_regret, stake=1.0)
+    own, lru = (Cache(RadixPrefixCache, one, capacity) for one in (policy, LRUEvictionPolicy()))
+    recent: list[Tokens] = []
+    steps = []
+    for number in range(600):
+        ids = Tokens(range(1_000 * number, 1_000 * number + draw.randrange(2, longest + 1)))
+        if number > num_calm and number % 2:
+            gaps = [lru.found(one) - own.found(one) for one in recent]
+            if max(gaps) > 0:
+                ids = recent[gaps.index(max(gaps))]
+        elif number <= num_calm and recent and draw.random() < 0.5:
+            ids = draw.choice(recent[-12:])
+        recent = [*(one for one in recent if one != ids), ids][-60:]
+        lead = policy.lead
+        hit, hit_by_lru = (cache.serve(request(float(number), list(ids))) for cache in (own, lru))
+        steps.append(Step(hit, hit - (policy.lead - lead), hit_by_lru, policy.regret, policy.budget))
+    assert sum(step.lru > step.own for step in steps) > 10
+    bound_holds(steps, 1.0)
 
 
 # -- worlds

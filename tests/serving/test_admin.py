@@ -206,7 +206,7 @@ def test_what_is_in_use_can_be_asked() -> None:
         found = live.http.get(STRATEGY).json()
         assert (found["strategy"], found["options"]) == ("priority", chosen["scheduler.pass_options"])
         assert found["passes"][:2] == ["prefix_cache_aware", "priority_based"]
-        changed = {"policy": "adaptive", "options": {"margin": 0.1}}
+        changed = {"policy": "adaptive", "options": {"max_regret": 0.1}}
         assert live.http.put(POLICY, json=changed).json() == live.http.get(POLICY).json() == changed
         assert live.http.put(POLICY, json={"policy": "nope"}).status_code == 400
         assert live.http.get(POLICY).json() == changed
@@ -233,7 +233,7 @@ def test_requests_go_on_while_everything_is_replaced() -> None:
             ("PUT", POLICY, {"policy": "sieve"}),
             ("PUT", STRATEGY, {"strategy": "fair"}),
             ("POST", "/flush_cache", None),
-            ("PUT", POLICY, {"policy": "adaptive", "options": {"margin": 0.1}}),
+            ("PUT", POLICY, {"policy": "adaptive", "options": {"max_regret": 0.1}}),
             ("PUT", STRATEGY, {"strategy": "slo", "options": {"slo_aware": {"ttft_s": 1}}}),
         ]
         while not all(one.done() for one in answers):
@@ -254,8 +254,8 @@ def test_requests_go_on_while_everything_is_replaced() -> None:
         (POLICY, {"policy": "lru", "options": {"nope": 1}}, "policy", "no option 'nope'"),
         (POLICY, {"policy": "lru", "options": {"name": "x"}}, "policy", "no option 'name'"),
         (POLICY, {"policy": "lru", "options": {"capacity": 1}}, "policy", "given by the engine"),
-        (POLICY, {"policy": "adaptive", "options": {"margin": "x"}}, "policy", "margin"),
-        (POLICY, {"policy": "adaptive", "options": {"margin": 7}}, "policy", "margin"),
+        (POLICY, {"policy": "adaptive", "options": {"max_regret": "x"}}, "policy", "max_regret"),
+        (POLICY, {"policy": "adaptive", "options": {"max_regret": 7}}, "policy", "max_regret"),
         (POLICY, {}, "policy", "required"),
         (POLICY, {"policy": "lru", "strategy": "x"}, "strategy", "unknown field"),
         (POLICY, {"policy": "lru", "model": None}, "model", "unknown field 'model'. Known: options, policy."),

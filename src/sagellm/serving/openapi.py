@@ -146,7 +146,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "Replace the eviction policy",
         PolicyRequest,
         PolicyRequest,
-        {"adaptive": {"policy": "adaptive", "options": {"margin": 0.02}}},
+        {"adaptive": {"policy": "adaptive", "options": {"max_regret": 0.001}}},
     ),
     ("PUT", "/v1/admin/scheduling_strategy"): admin(
         "Replace the scheduling strategy",

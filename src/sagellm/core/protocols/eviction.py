@@ -188,7 +188,7 @@ class UseListener:
     `num_cached` is the number of blocks that the policy's account has in the index then.
     """
 
-    def found(self, extent: Extent, num_cached: int) -> None:
+    def found(self, extent: Extent) -> None:
         """A request found the path that ends with this extent, and holds it."""
 
     def added(self, extent: Extent, num_new: int, num_cached: int) -> None:

@@ -87,9 +87,8 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
 
     # -- events
 
-    def found(self, extent: Extent, num_cached: int) -> None:
+    def found(self, extent: Extent) -> None:
         self.lead += extent.first_position + extent.num_blocks - self._shadow.use(extent)
-        self._shrink_shadow(num_cached)
 
     def added(self, extent: Extent, num_new: int, num_cached: int) -> None:
         own = extent.first_position + extent.num_blocks - num_new

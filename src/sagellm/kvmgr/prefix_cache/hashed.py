@@ -135,7 +135,7 @@ class HashedPrefixCache(SimpleDoor):
             self._hold(path)
             share = path[0].share
             if share.listener is not None:
-                share.listener.found(path[0], share.num_blocks)
+                share.listener.found(path[0])
         return self._hit(hit.tokens, hit.namespace, path[::-1])
 
     def _hold(self, path: Sequence[BlockRecord]) -> None:

@@ -132,7 +132,7 @@ class RadixPrefixCache(SimpleDoor):
         if hit.num_blocks:
             group = hit.node.group
             if group.listener is not None:
-                group.listener.found(hit.node, group.num_cached)
+                group.listener.found(hit.node)
         return hit
 
     def _pin(self, hit: PrefixHit) -> PrefixHit:
