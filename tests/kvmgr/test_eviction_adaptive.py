@@ -371,3 +371,46 @@ def test_the_shadow_remembers_what_lru_holds_and_no_more(index: Any) -> None:
         assert shadow.num_kept <= capacity
         assert len(shadow._use_of) + shadow._num_gone <= 64 + 4 * capacity
     policy.check()
+
+
+def test_retentions_do_not_pile_up() -> None:
+    """One is noted at each use of its extent, and ends in a fortnight."""
+    policy = AdaptiveEvictionPolicy(capacity=10)
+    kept = Run(0, bonus_s=1e6)
+    policy.insert(kept)
+    for number in range(1, 1_000):
+        policy.pin(kept.key)
+        kept.used_s, kept.last_use = float(number), number
+        policy.unpin(kept)
+        policy.insert(Run(number, last_use=number, used_s=float(number)))
+        policy.evict(1, lambda run, count: None)
+    assert policy.num_evictable == 1
+    assert len(policy._retained) <= 100
+    assert len(policy._shadow._awaited) <= 200
+
+
+class Counting(dict[Any, Any]):
+    """Counts how many of its entries were looked at one after the other."""
+
+    num_seen = 0
+
+    def __iter__(self) -> Any:
+        for key in super().__iter__():
+            self.num_seen += 1
+            yield key
+
+
+@pytest.mark.parametrize("num_retained", [1_000, 600])
+def test_evicting_what_has_a_retention_is_linear(num_retained: int) -> None:
+    """In order of when the retentions end; what has none goes before."""
+    policy = AdaptiveEvictionPolicy(capacity=1_000)
+    spared, order = Counting(), Counting()
+    policy._spared.live, policy._shadow._order = spared, order  # type: ignore[assignment]
+    for key in range(1_000):
+        bonus_s = 3_600.0 if key < num_retained else 0.0
+        policy.insert(Run(key, last_use=key, used_s=float(key), bonus_s=bonus_s))
+    gone: list[int] = []
+    policy.evict(800, lambda run, count: gone.append(run.key))
+    policy.check()
+    assert gone == [*range(num_retained, 1_000), *range(num_retained)][:800]
+    assert spared.num_seen + order.num_seen < 20_000

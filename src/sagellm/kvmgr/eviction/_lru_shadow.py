@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable, Container, Iterator
 
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import Extent
@@ -17,12 +17,13 @@ class PathUse:
 
     LRU holds those before `kept`, the cache those before `own`. `firm` is at most `kept`: from there on LRU
     gives the blocks up once what the cache is making room for has come. `awaited`: the key of the last of the
-    cached extents, where the shadow's owner waits until LRU gives up a block of it.
+    cached extents, where the shadow's owner waits until LRU gives up a block of it. `number` counts the uses.
     """
 
-    __slots__ = ("awaited", "base", "firm", "kept", "own")
+    __slots__ = ("awaited", "base", "firm", "kept", "number", "own")
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.base = self.firm = self.kept = self.own = 0
         self.awaited: int | None = None
 
@@ -60,8 +61,9 @@ class LRUShadow:
         self._on_lapse = on_lapse
         self._leaving: OrderedDict[PathUse, None] = OrderedDict()  # the oldest: none of their blocks is firm
         self._order: OrderedDict[PathUse, None] = OrderedDict()
-        self._newest = PathUse()
+        self._newest = PathUse(0)
         self._use_of: dict[int, PathUse] = {}  # by key of a cached extent
+        self._awaited: list[tuple[int, int]] = []  # a heap: number of the use, key; some wait no longer
         self._gone: dict[
             int, dict[Place, Gone]
         ] = {}  # by key of the cached extent, or root, that they follow
@@ -90,7 +92,7 @@ class LRUShadow:
             path.append(node)
             node = node.parent
         else:
-            newest = self._newest = PathUse()
+            newest = self._newest = PathUse(newest.number + 1)
             self._order[newest] = None
             self._change(newest, 0, end, end, end)
         for node in reversed(path):
@@ -166,12 +168,20 @@ class LRUShadow:
 
     def wait(self, key: int) -> None:
         """Have `on_lapse` called for a cached extent of which LRU holds all."""
-        self._use_of[key].awaited = key
+        use = self._use_of[key]
+        use.awaited = key
+        heapq.heappush(self._awaited, (use.number, key))
+        if len(self._awaited) > FEW + 2 * len(self._use_of):
+            self._awaited = sorted({one for one in self._awaited if self._waits(one)})
 
-    def first_awaited(self) -> int | None:
-        """The awaited extent that LRU gives up first."""
-        waiting = (use.awaited for use in chain(self._leaving, self._order) if use.awaited is not None)
-        return next(waiting, None)
+    def first_awaited(self, among: Container[int]) -> int | None:
+        """Of the awaited extents, the one that LRU gives up first. Those before it that are not among the
+        given keys are left out from now on, until `wait` names them again.
+        """
+        awaited = self._awaited
+        while awaited and not (awaited[0][1] in among and self._waits(awaited[0])):
+            heapq.heappop(awaited)
+        return awaited[0][1] if awaited else None
 
     def check(self) -> None:
         """Raise `BookkeepingError` where the counts are not those of the uses."""
@@ -194,6 +204,11 @@ class LRUShadow:
             raise BookkeepingError(f"the LRU shadow remembers more than {self._num_gone} runs of gone blocks")
 
     # -- inside
+
+    def _waits(self, one: tuple[int, int]) -> bool:
+        number, key = one
+        use = self._use_of.get(key)
+        return use is not None and use.number == number and use.awaited == key and use.kept > use.base
 
     def _take(self, use: PathUse, stop: int) -> int:
         """A path is used again up to `stop`, of which `use` was the last use; returns how many leading blocks

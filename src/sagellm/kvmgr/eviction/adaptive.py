@@ -10,7 +10,7 @@ from typing import Self
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Extent, GiveUp, Hint, UseListener
-from sagellm.kvmgr.eviction._lru_shadow import LRUShadow
+from sagellm.kvmgr.eviction._lru_shadow import FEW, LRUShadow
 from sagellm.kvmgr.eviction._queue import Entry, ExtentQueue
 from sagellm.kvmgr.eviction.learned import CHANGED, LearnedEvictionPolicy
 
@@ -212,7 +212,7 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
             extent = entry[2]
             until_s = extent.used_s + extent.bonus_s
             if extent.bonus_s and until_s > self._now():
-                heapq.heappush(self._retained, (until_s, extent.key))
+                self._retain(until_s, extent.key)
             elif shadow.num_free(extent):
                 return queue
             else:
@@ -226,12 +226,26 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
         while self._retained and self._retained[0][0] <= now_s:
             self._lapsed(heapq.heappop(self._retained)[1])
 
+    def _retain(self, until_s: float, key: int) -> None:
+        """Note a retention. One that its extent outlived, by a use or an eviction, is forgotten in time."""
+        heapq.heappush(self._retained, (until_s, key))
+        if len(self._retained) > FEW + 2 * len(self._spared.live):
+            current = {one for one in self._retained if self._is_retained(one)}
+            self._retained = sorted(current | {(until_s, key)})
+
+    def _is_retained(self, one: tuple[float, int]) -> bool:
+        until_s, key = one
+        entry = self._spared.live.get(key)
+        return entry is not None and entry[2].used_s + entry[2].bonus_s == until_s
+
     def _force(self) -> ExtentQueue:
         """The spared extent that LRU would take, in a queue of its own; one with a retention last."""
-        spared = self._spared.live
-        key = self._shadow.first_awaited()
-        if key not in spared:
-            key = min(spared, key=lambda key: spared[key][2].used_s + spared[key][2].bonus_s)
+        spared, retained = self._spared.live, self._retained
+        key = self._shadow.first_awaited(spared)
+        if key is None:
+            while retained and not self._is_retained(retained[0]):
+                heapq.heappop(retained)
+            key = retained[0][1] if retained else next(iter(spared))
         self._requeue(spared[key][2], self._spared, self._forced, ())
         return self._forced
 
