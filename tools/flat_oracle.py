@@ -134,7 +134,7 @@ class FlatCache:
         run = self.resident.get(key)
         if run is not None:
             self.policy.pin(key)
-            listener.found(run)
+            listener.found(run, 0)
             run.num_uses += 1
             run.last_use, run.used_s = self.tick, float(self.tick)
             self.policy.unpin(run)

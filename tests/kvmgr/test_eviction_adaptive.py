@@ -306,6 +306,21 @@ def test_a_retention_counts_more_than_the_budget_while_it_lasts(index: Any) -> N
 
 
 @pytest.mark.parametrize("index", INDEXES)
+def test_what_others_hold_is_no_gain(index: Any) -> None:
+    """LRU cannot evict it either, however long ago it was used."""
+    policy = AdaptiveEvictionPolicy(capacity=30)
+    cache = Cache(index, policy, 30)
+    cache.serve(request(0.0, range(10)))
+    running = cache.index.pin(cache.index.lookup(Tokens(range(8))))
+    for number in range(1, 40):
+        cache.serve(request(float(number), range(100 * number, 100 * number + 10)))
+    assert cache.serve(request(50.0, range(10))) == 8
+    assert policy.lead == 0
+    cache.index.unpin(running)
+    policy.check()
+
+
+@pytest.mark.parametrize("index", INDEXES)
 def test_a_cache_that_was_cleared_begins_anew(index: Any) -> None:
     """LRU would have been cleared too: nothing is missed."""
     policy = AdaptiveEvictionPolicy(capacity=60, max_regret=0.1)

@@ -188,8 +188,9 @@ class UseListener:
     `num_cached` is the number of blocks that the policy's account has in the index then.
     """
 
-    def found(self, extent: Extent) -> None:
-        """A request found the path that ends with this extent, and holds it."""
+    def found(self, extent: Extent, num_held: int) -> None:
+        """A request found the path that ends with this extent, and holds it; other requests hold its first
+        `num_held` blocks already."""
 
     def added(self, extent: Extent, num_new: int, num_cached: int) -> None:
         """A request added the last `num_new` blocks of the path that ends with this extent, and holds it."""

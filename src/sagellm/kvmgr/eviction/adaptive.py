@@ -45,10 +45,11 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
       budget. As long as it is there, the shadow leaves as many blocks unmarked as the cache lacks; d is at
       most that number, so that `regret` does not rise again.
 
-    While several requests run, the shadow no longer knows what LRU would have kept for each of them. It
-    knows no retention, and drops at once what a hint says has ended; extents with a retention are evicted
-    last, whatever the budget. With quotas each account has a policy of its own. What was measured is in
-    docs/decisions/0006-retention.md.
+    While several requests run, the shadow does not know what LRU would have kept for each of them: `lead` is
+    an estimate then, and the bound holds for the estimate. It knows no retention, and drops at once what a
+    hint says has ended; extents with a retention are evicted last, whatever the budget. With quotas each
+    account has a policy of its own, which counts a shared prefix as its own; nothing is bounded for accounts
+    that share prefixes. What was measured is in docs/decisions/0006-retention.md.
 
     Raises `ConfigError` for a `max_regret` outside 0..1 or a `stake` below 1.
     """
@@ -87,8 +88,9 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
 
     # -- events
 
-    def found(self, extent: Extent) -> None:
-        self.lead += extent.first_position + extent.num_blocks - self._shadow.use(extent)
+    def found(self, extent: Extent, num_held: int) -> None:
+        end = extent.first_position + extent.num_blocks
+        self.lead += end - max(num_held, self._shadow.use(extent))
 
     def added(self, extent: Extent, num_new: int, num_cached: int) -> None:
         own = extent.first_position + extent.num_blocks - num_new

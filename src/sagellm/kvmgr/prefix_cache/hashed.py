@@ -132,10 +132,11 @@ class HashedPrefixCache(SimpleDoor):
     def pin(self, hit: PrefixHit) -> PrefixHit:
         path = self._records_of(hit)
         if path:
+            num_held = sum(record.pins > 0 for record in path)
             self._hold(path)
             share = path[0].share
             if share.listener is not None:
-                share.listener.found(path[0])
+                share.listener.found(path[0], num_held)
         return self._hit(hit.tokens, hit.namespace, path[::-1])
 
     def _hold(self, path: Sequence[BlockRecord]) -> None:

@@ -128,11 +128,12 @@ class RadixPrefixCache(SimpleDoor):
     # -- pins
 
     def pin(self, hit: PrefixHit) -> PrefixHit:
-        hit = self._pin(self._current(hit))
-        if hit.num_blocks:
-            group = hit.node.group
-            if group.listener is not None:
-                group.listener.found(hit.node)
+        hit = self._current(hit)
+        listener = hit.node.group.listener if hit.num_blocks else None
+        num_held = hit.num_blocks - self._count_on_path(hit, 0) if listener is not None else 0
+        hit = self._pin(hit)
+        if listener is not None:
+            listener.found(hit.node, num_held)
         return hit
 
     def _pin(self, hit: PrefixHit) -> PrefixHit:
