@@ -170,7 +170,7 @@ def test_the_shadow_is_lru(
         assert step.shadow == step.lru
 
 
-def bound_holds(steps: Sequence[Step], stake: float) -> None:
+def check_bound(steps: Sequence[Step], stake: float) -> None:
     """The theorem of the docstring: what is over the budget was lost in one request, and is paid back."""
     over, best_lead, lead = 0, 0, 0
     for step in steps:
@@ -186,14 +186,14 @@ def bound_holds(steps: Sequence[Step], stake: float) -> None:
 @given(paths, st.integers(9, 24), st.sampled_from([0.0, 0.02, 0.2]), st.sampled_from(INDEXES))
 def test_the_bound_holds(taken: list[tuple[int, ...]], capacity: int, max_regret: float, index: Any) -> None:
     requests = [request(float(number), ids) for number, ids in enumerate(taken)]
-    bound_holds(beside_lru(requests, capacity, index, max_regret=max_regret, stake=1.0), 1.0)
+    check_bound(beside_lru(requests, capacity, index, max_regret=max_regret, stake=1.0), 1.0)
 
 
 @pytest.mark.parametrize("stake", [1.0, 2.0, 4.0])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bound_holds_where_what_was_learned_turns_wrong(seed: int, stake: float) -> None:
-    bound_holds(beside_lru(turning_world(seed, 800, 1_000), CAPACITY, stake=stake), stake)
-    bound_holds(beside_lru(branching_world(seed, 1_000), 40, max_regret=0.02, stake=stake), stake)
+    check_bound(beside_lru(turning_world(seed, 800, 1_000), CAPACITY, stake=stake), stake)
+    check_bound(beside_lru(branching_world(seed, 1_000), 40, max_regret=0.02, stake=stake), stake)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_the_bound_holds_where_all_ask_for_what_is_missing(
         hit, hit_by_lru = (cache.serve(request(float(number), list(ids))) for cache in (own, lru))
         steps.append(Step(hit, hit - (policy.lead - lead), hit_by_lru, policy.regret, policy.budget))
     assert sum(step.lru > step.own for step in steps) > 10
-    bound_holds(steps, 1.0)
+    check_bound(steps, 1.0)
 
 
 # -- worlds

@@ -125,7 +125,8 @@ def test_what_clients_send_is_within_the_limits() -> None:
 
 
 def test_text_is_no_value() -> None:
-    read(b'{"prompt": "\\"' + b"a,[{:\\\\" * MAX_VALUES + b'", "n": 1}')
+    body = read(b'{"prompt": "\\"' + b"a,[{:\\\\" * MAX_VALUES + b'", "n": 1}')
+    assert body == {"prompt": '"' + "a,[{:\\" * MAX_VALUES, "n": 1}
 
 
 @pytest.mark.parametrize(

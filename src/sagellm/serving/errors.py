@@ -10,7 +10,7 @@ RequestError (core)
 ├── OverloadedError      429, too many requests wait
 ├── UnavailableError     503, shutting down, or the engine loop has failed
 ├── GenerationError      500, the engine gave this request up
-└── CallError            500, what an operator asked of the engine raised an exception that nobody expects
+└── CallError            500, what an operator asked of the engine raised an unexpected exception
 """
 
 from __future__ import annotations
