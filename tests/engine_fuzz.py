@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock, ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import CapacityError, ContextLengthError, RequestError
@@ -127,7 +128,7 @@ class Case:
         ceiling = _blocks(self.num_blocks, min(share.get("ceiling", 1.0) for share in own))
         others = self._guaranteed(tenants, tenant) + self._guaranteed(classes, service_class)
         assert one.params.max_tokens is not None
-        needed = -(-(len(one.tokens) + one.params.max_tokens - 1) // self.block_size)
+        needed = cdiv(len(one.tokens) + one.params.max_tokens - 1, self.block_size)
         return needed <= min(ceiling, self.num_blocks - others) - num_pinned
 
     def _guaranteed(self, shares: dict[str, dict[str, float]], but: str) -> int:
@@ -166,7 +167,7 @@ class Run:
             self.engine.fork(parent, child)
         except RequestError:  # the parent waits or has ended, or the account of the child cannot hold it
             return
-        self._began(self.engine._roster.states[child].request)
+        self._began(self.engine._request_table.states[child].request)
         self.seen["fork"] += 1
 
     def abort(self, name: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import RequestError
-from sagellm.core.kv_hints import HintOutcome, HintStatus, KvHintsEnvelope
+from sagellm.core.kv_hints import HintOutcome, HintStatus, KVHintsEnvelope
 from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, PinnedPrefix
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
@@ -54,7 +54,7 @@ class ScriptedEngine:
     error_for: str | None = None
     added: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
-    hinted: list[tuple[KvHintsEnvelope, Namespace]] = field(default_factory=list)
+    hinted: list[tuple[KVHintsEnvelope, Namespace]] = field(default_factory=list)
     running: dict[str, _Running] = field(default_factory=dict)
     closed: bool = False
     clock: Clock = field(default_factory=MonotonicClock)
@@ -110,7 +110,7 @@ class ScriptedEngine:
     def clear_cache(self) -> int:
         return 0
 
-    def hint(self, envelope: KvHintsEnvelope, namespace: Namespace) -> list[HintOutcome]:
+    def hint(self, envelope: KVHintsEnvelope, namespace: Namespace) -> list[HintOutcome]:
         """It caches nothing, so nothing is found."""
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None

@@ -17,6 +17,7 @@ import pytest
 from sagellm.benchmarks.traces import Trace, TraceRequest, read_trace
 from sagellm.benchmarks.traces.reading import OnError
 from sagellm.benchmarks.traces.summary import Reuse, reuse, summarize
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.types import Namespace, Tokens
 
@@ -268,7 +269,7 @@ def test_each_message_of_the_assistant_in_a_trajectory_is_a_request(save: Save) 
     first, second, third = sessions[0]
     assert [r.time_s - first.time_s for r in sessions[0]] == pytest.approx([0.0, 5.0, 10.0])
     assert first.num_output_tokens == len("Who are you?") // 4
-    assert second.num_output_tokens == -(-len(json.dumps(calls)) // 4)
+    assert second.num_output_tokens == cdiv(len(json.dumps(calls)), 4)
     whole = first.num_input_tokens - 1  # the last token of a prompt may be cut short
     assert list(second.ids)[:whole] == list(first.ids)[:whole] == list(sessions[1][0].ids)[:whole]
     assert first.num_input_tokens < second.num_input_tokens < third.num_input_tokens

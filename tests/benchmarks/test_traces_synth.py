@@ -12,6 +12,7 @@ import pytest
 from sagellm.benchmarks.traces import Trace, read_trace, write_trace
 from sagellm.benchmarks.traces.summary import summarize
 from sagellm.benchmarks.traces.synth import PROFILES, SUBAGENT, profile, synthesize
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError, UnknownNameError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "traces"
@@ -63,7 +64,7 @@ def test_requests_are_in_order_and_within_the_duration(kind: str) -> None:
     assert times == sorted(times)
     assert 0 <= times[0] <= times[-1] < 300
     for request in requests:
-        assert len(request.ids) == -(-request.num_input_tokens // 64)
+        assert len(request.ids) == cdiv(request.num_input_tokens, 64)
         assert request.num_output_tokens >= 1
 
 

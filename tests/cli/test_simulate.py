@@ -11,6 +11,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from sagellm.cli.simulate import simulate
+from sagellm.core.blocks import cdiv
 
 QUICK = ["--device", "h200", "--model", "llama-3.2-1b", "--rate", "5"]
 
@@ -35,7 +36,7 @@ def moon(tmp_path: Path) -> str:
     lines = [
         {
             "timestamp": 100 * at, "input_length": 1000 + at, "output_length": 1 + at % 5,
-            "hash_ids": [at // 2, 100 + at, 200 + at][: -(-(1000 + at) // 512)],
+            "hash_ids": [at // 2, 100 + at, 200 + at][: cdiv(1000 + at, 512)],
         }
         for at in range(60)
     ]  # fmt: skip

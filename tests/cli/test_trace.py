@@ -12,6 +12,7 @@ import pytest
 from sagellm import serving
 from sagellm.benchmarks.traces import read_trace
 from sagellm.cli.trace import assignments, read_prompts
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError
 from sagellm.core.events import RequestReceived
 
@@ -162,7 +163,7 @@ def test_record_runs_the_model_and_writes_what_it_was_asked(cli: Any, tmp_path: 
     first, second = trace.requests
     assert trace.block_tokens == 8
     assert first.ids == second.ids
-    assert len(first.ids) == -(-first.num_input_tokens // 8)
+    assert len(first.ids) == cdiv(first.num_input_tokens, 8)
     assert 1 <= first.num_output_tokens <= 3
 
 

@@ -100,7 +100,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(0, 5))
     def grow(self, data: st.DataObject, count: int) -> None:
         allocation, block_ids, _ = self.pick(data)
-        new = self.pool.grow(allocation, count)
+        new = self.pool.append_blocks(allocation, count)
         assert (new is not None) == self.fits(count, allocation.account)
         if new is not None:
             assert len(new) == count
@@ -223,7 +223,7 @@ def test_state_machine(name: str, with_quota: bool) -> None:
 
 MISUSES: dict[str, tuple[str, Callable[[KVPool, Allocation], object]]] = {
     "a negative count": ("-1", lambda pool, mine: pool.allocate(-1, "me")),
-    "growing by a negative count": ("-1", lambda pool, mine: pool.grow(mine, -1)),
+    "growing by a negative count": ("-1", lambda pool, mine: pool.append_blocks(mine, -1)),
     "shrinking by a negative count": ("-1", lambda pool, mine: pool.shrink(mine, -1)),
     "shrinking below nothing": ("cannot shrink by 4", lambda pool, mine: pool.shrink(mine, 4)),
     "a foreign allocation": (
@@ -232,7 +232,7 @@ MISUSES: dict[str, tuple[str, Callable[[KVPool, Allocation], object]]] = {
     ),
     "growing a foreign allocation": (
         "is not of this pool",
-        lambda pool, mine: pool.grow(Allocation("me", mine.block_ids), 1),
+        lambda pool, mine: pool.append_blocks(Allocation("me", mine.block_ids), 1),
     ),
     "shrinking a foreign allocation": (
         "is not of this pool",

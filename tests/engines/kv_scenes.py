@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from sagellm.core.kv_hints import KvHintAction, KvHintsEnvelope
+from sagellm.core.kv_hints import KVHintAction, KVHintsEnvelope
 from sagellm.core.plan import Draft
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.registry import registry
@@ -22,8 +22,8 @@ OLD, YOUNG, FILLER = range(17), range(20, 37), range(60, 89)
 """Prompts of four, four and seven whole blocks, and one token more."""
 
 
-def hints(kind: str, **payload: Any) -> KvHintsEnvelope:
-    return KvHintsEnvelope("0.1", "m", (KvHintAction("a", kind, payload=payload),))
+def hints(kind: str, **payload: Any) -> KVHintsEnvelope:
+    return KVHintsEnvelope("0.1", "m", (KVHintAction("a", kind, payload=payload),))
 
 
 def session(name: str, tokens: Iterable[int], max_tokens: int = 1, **options: Any) -> Request:
@@ -48,7 +48,7 @@ def resident(engine: Engine, tokens: Iterable[int], namespace: Namespace = NOBOD
     return engine.kv.index.lookup(Tokens(tokens), engine.kv.namespace_of(namespace)).num_blocks
 
 
-def status(engine: Engine, envelope: KvHintsEnvelope, namespace: Namespace = NOBODY) -> tuple[str, int]:
+def status(engine: Engine, envelope: KVHintsEnvelope, namespace: Namespace = NOBODY) -> tuple[str, int]:
     [outcome] = engine.hint(envelope, namespace)
     return outcome.status.value, outcome.num_blocks
 

@@ -34,7 +34,7 @@ class Unreliable(TokenMemoryBackend):
         poisoned = self.poison and any(self.names[row].startswith("poison") for row in rows)
         if not poisoned and self.chance.random() >= self.share:
             return super().execute(plan)
-        super().execute(ExecutionPlan(plan.step, plan.joined, plan.left, plan.grown))
+        super().execute(ExecutionPlan(plan.step, plan.joined, plan.left, plan.table_deltas))
         raise (
             RuntimeError("overflow") if poisoned or self.chance.random() < 0.5 else CapacityError("no memory")
         )

@@ -248,7 +248,7 @@ class FailingBackend(TokenMemoryBackend):
         failure = self.failures.get(self.calls)
         if failure is None:
             return super().execute(plan)
-        super().execute(ExecutionPlan(plan.step, plan.joined, plan.left, plan.grown))
+        super().execute(ExecutionPlan(plan.step, plan.joined, plan.left, plan.table_deltas))
         raise failure
 
 
@@ -295,7 +295,7 @@ class PoisonedBackend(TokenMemoryBackend):
         self.names = {**getattr(self, "names", {}), **names}
         rows = [*plan.decode_rows, *(op.row for op in plan.prefills)]
         if any(self.names[row] == "poison" for row in rows):
-            super().execute(ExecutionPlan(plan.step, plan.joined, plan.left, plan.grown))
+            super().execute(ExecutionPlan(plan.step, plan.joined, plan.left, plan.table_deltas))
             raise RuntimeError("overflow")
         result = super().execute(plan)
         drawn = zip(plan.sample_rows, result.token_ids, strict=True)
@@ -369,7 +369,7 @@ def test_dropping_many_who_wait_costs_by_change() -> None:
             compared += 1
             return super().__getitem__(key)
 
-    engine._roster.waiting = Counted(engine._roster.waiting)  # type: ignore[assignment]
+    engine._request_table.waiting = Counted(engine._request_table.waiting)  # type: ignore[assignment]
     for index in reversed(range(2000)):
         engine.abort(str(index))
     assert compared <= 2000
@@ -430,7 +430,7 @@ def test_a_table_that_changed_is_told_once() -> None:
     while engine.has_work():
         engine.step()
         assert engine.last_plan is not None
-        told.append([grown.first for grown in engine.last_plan.grown])
+        told.append([grown.first for grown in engine.last_plan.table_deltas])
     assert told == [[], [0], []]
 
 
@@ -440,4 +440,4 @@ def test_close_gives_everything_back() -> None:
     engine.step()
     engine.close()
     assert engine.kv.block_states().active == 0
-    assert all(state.status is RequestStatus.FINISHED for state in engine._roster.states.values())
+    assert all(state.status is RequestStatus.FINISHED for state in engine._request_table.states.values())

@@ -12,7 +12,7 @@ from sagellm.core.config import Config, KVConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Run, Use
 from sagellm.core.types import SLO, CapabilityDescriptor, KVCacheSchema
-from sagellm.engines.build import build_engine, build_kv, prefill_costs, swap_policy
+from sagellm.engines.build import build_engine, build_kv, prefill_costs, replace_policy
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.eviction.slo import SLOEvictionPolicy
@@ -49,7 +49,7 @@ def test_policies_get_the_backends_costs_and_the_configured_block_size(name: str
 
 def test_a_policy_that_is_swapped_in_gets_them_too() -> None:
     engine = build_engine(Config(kv=KVConfig(block_size=4)), Measured(block_size=4), clock=ManualClock())
-    swap_policy(engine, "cost_benefit")
+    replace_policy(engine, "cost_benefit")
     assert policy_of(engine)._model == EXPECTED
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sagellm.core.errors import RequestError
-from sagellm.core.kv_hints import HintStatus, KvHintsEnvelope
+from sagellm.core.kv_hints import HintStatus, KVHintsEnvelope
 from sagellm.core.types import Namespace, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
@@ -151,7 +151,7 @@ def test_hints_through_the_llm() -> None:
     list(llm.stream(list(OLD), one, session_id="s", tenant="a"))
     message = {"actions": [{"action_id": "x", "action_type": "session.end", "payload": {"session_id": "s"}}]}
     assert [outcome.status for outcome in llm.hint(message)] == [HintStatus.NOT_FOUND]
-    [outcome] = llm.hint(KvHintsEnvelope.parse(message), tenant="a")
+    [outcome] = llm.hint(KVHintsEnvelope.parse(message), tenant="a")
     assert (outcome.action_id, outcome.status, outcome.num_blocks) == ("x", HintStatus.APPLIED, 4)
     for wrong in ({"actions": 3}, {"actions": [{"action_type": ""}]}):
         with pytest.raises(RequestError, match="kv_hints"):
@@ -172,7 +172,7 @@ def test_hints_wait_for_the_end_where_a_request_is_preempted() -> None:
     seen: list[int] = []
     apply = engine.kv.hints.apply
 
-    def noted(envelope: KvHintsEnvelope, namespace: Namespace, own: Tokens | None = None) -> Any:
+    def noted(envelope: KVHintsEnvelope, namespace: Namespace, own: Tokens | None = None) -> Any:
         seen.append(len(own or ()))
         return apply(envelope, namespace, own)
 

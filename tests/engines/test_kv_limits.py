@@ -9,9 +9,9 @@ import pytest
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import ConfigError
-from sagellm.core.kv_hints import KvHintAction, KvHintsEnvelope
+from sagellm.core.kv_hints import KVHintAction, KVHintsEnvelope
 from sagellm.core.types import Namespace, Tokens
-from sagellm.engines.build import build_kv, swap_policy
+from sagellm.engines.build import build_kv, replace_policy
 from sagellm.kvmgr.eviction._exposure import NUM_AGES, age_bin
 from sagellm.kvmgr.eviction._lives import _level
 from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy
@@ -27,8 +27,8 @@ def test_an_expectation_ends() -> None:
     hints = KVHints(index, lambda namespace: namespace, clock.now)
     for first in (0, 10):
         index.insert(Tokens(range(first, first + 4)), range(first, first + 4))
-    expect = KvHintAction("a", "kv.expect", payload={"token_ids": [0, 1, 2, 3]})
-    (outcome,) = hints.apply(KvHintsEnvelope("0.1", "m", (expect,)), Namespace())
+    expect = KVHintAction("a", "kv.expect", payload={"token_ids": [0, 1, 2, 3]})
+    (outcome,) = hints.apply(KVHintsEnvelope("0.1", "m", (expect,)), Namespace())
     assert outcome.num_blocks == 4
     assert index.evict(2) is not None
     assert index.lookup(Tokens(range(4))).num_blocks == 4
@@ -48,8 +48,8 @@ def test_expectations_are_bounded_and_may_be_renewed(monkeypatch: pytest.MonkeyP
 
     def expect(first: int) -> None:
         payload = {"token_ids": [first, first + 1]}
-        action = KvHintAction("a", "kv.expect", payload=payload)
-        hints.apply(KvHintsEnvelope("0.1", "m", (action,)), Namespace())
+        action = KVHintAction("a", "kv.expect", payload=payload)
+        hints.apply(KVHintsEnvelope("0.1", "m", (action,)), Namespace())
 
     def wanted() -> list[bool]:
         nodes = [index.lookup(Tokens([first, first + 1])).node for first in (0, 10, 20)]
@@ -78,7 +78,7 @@ def test_a_swap_that_fails_changes_nothing() -> None:
     engine = fake_engine()
     engine.kv.index.insert(Tokens(range(8)), [0, 1])
     with pytest.raises(ConfigError):
-        swap_policy(engine, "adaptive", max_regret="x")
+        replace_policy(engine, "adaptive", max_regret="x")
     with pytest.raises(StopIteration):
         engine.set_policy(lambda: next(iter(())))
     engine.kv.index.insert(Tokens(range(20, 28)), [2, 3])

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.prefix_cache import MissCounts, TenantReuse
@@ -74,7 +75,7 @@ def test_what_a_preempted_request_lost_is_missed_for_its_preemption() -> None:
     engine.add(request("urgent", range(60, 95), 8, priority=9))
     run_all(engine)
     assert engine.stats().num_preemptions == 1
-    grown = -(-(35 + 8) // 4)
+    grown = cdiv(35 + 8, 4)
     assert misses(engine) == {"cold": 4 + 8, "preemption": grown - (12 - 4)}
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import UnknownNameError
-from sagellm.engines.build import swap_policy
+from sagellm.engines.build import replace_policy
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir.passes import PrefixCacheAwarePass, PriorityBasedPass
@@ -67,7 +67,7 @@ def test_a_hot_swap_keeps_the_cache_and_goes_on(policy: str, shares: dict[str, A
     engine = busy_engine(backend, tenant_shares=shares, index=index)
     before = all_blocks(engine)
     assert before[2] == [4, 4]
-    swap_policy(engine, policy)
+    replace_policy(engine, policy)
     check_books(engine)
     assert all_blocks(engine) == before
     for name in range(6):
@@ -85,7 +85,7 @@ def test_one_policy_after_the_other_on_one_engine() -> None:
         engine.add(request(f"r{number}", [number, *OLD], 5))
         engine.step()
         before = sorted(engine.kv.index.all_block_ids())
-        swap_policy(engine, policy)
+        replace_policy(engine, policy)
         check_books(engine)
         assert sorted(engine.kv.index.all_block_ids()) == before
     tokens = run_all(engine)
@@ -99,7 +99,7 @@ def test_hints_survive_a_hot_swap(policy: str, kind: str, left: int) -> None:
     engine = small_engine()
     serve(engine, session("old", OLD), session("young", YOUNG))
     assert status(engine, hints(kind, session_id="young")) == ("applied", 4)
-    swap_policy(engine, policy)
+    replace_policy(engine, policy)
     serve(engine, request("filler", FILLER, 1))
     assert (resident(engine, YOUNG), resident(engine, OLD)) == (left, 4 - left)
 
@@ -108,9 +108,9 @@ def test_a_swap_to_what_nobody_knows_changes_nothing() -> None:
     engine = small_engine()
     serve(engine, session("old", OLD), session("young", YOUNG))
     with pytest.raises(UnknownNameError, match="Known: adaptive"):
-        swap_policy(engine, "nonsense")
+        replace_policy(engine, "nonsense")
     with pytest.raises(UnknownNameError, match="no option"):
-        swap_policy(engine, "lru", wings=2)
+        replace_policy(engine, "lru", wings=2)
     serve(engine, request("filler", FILLER, 1))
     assert (resident(engine, OLD), resident(engine, YOUNG)) == (0, 4)
 
@@ -157,7 +157,7 @@ def test_hints_and_swaps_at_any_time_change_no_answer(
         elif what == "hint":
             engine.hint(how[0], tenant)
         elif what == "swap":
-            swap_policy(engine, how[0])
+            replace_policy(engine, how[0])
         elif what == "abort":
             wanted.pop(f"r{how[0]}", None)
             engine.abort(f"r{how[0]}")

@@ -60,7 +60,7 @@ def test_the_next_step_is_computing_when_one_has_landed() -> None:
             break
         threading.Event().wait(0.01)
     assert backend.seen == [0, 1, 2], "step 2 took off when step 1 had landed"
-    assert len(busy._roster.states["a"].tokens) == 5 + 2
+    assert len(busy._request_table.states["a"].tokens) == 5 + 2
     busy.close()
 
 
@@ -317,7 +317,7 @@ def test_nobody_ends_for_one_that_left_a_step_in_flight(how: str) -> None:
     got: list[RequestOutput] = []
     while busy.has_work():
         got += [output for output in busy.step() if output.request_id == "b"]
-        state = busy._roster.states.get("a")
+        state = busy._request_table.states.get("a")
         if how == "abort" and state is not None and len(state.tokens) == 12:
             busy.abort("a")
     assert got[-1].finish_reason is FinishReason.LENGTH

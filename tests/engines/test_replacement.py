@@ -13,7 +13,7 @@ from sagellm.core.errors import ConfigError, UnknownNameError
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.registry import registry
 from sagellm.core.types import Namespace, Tokens
-from sagellm.engines.build import swap_policy, swap_strategy
+from sagellm.engines.build import replace_policy, replace_strategy
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy
@@ -70,7 +70,7 @@ def test_every_policy_takes_over_a_busy_cache(policy: str, index: str, quotas: d
         engine.step()
     pinned = engine.pin_prefix(Tokens(range(40, 48)), Namespace(tenant="a"))
     engine.abort("1")
-    swap_policy(engine, policy)
+    replace_policy(engine, policy)
     check_books(engine)
     run_all(engine)
     for number in range(3):  # all that was cached before has to go
@@ -78,7 +78,7 @@ def test_every_policy_takes_over_a_busy_cache(policy: str, index: str, quotas: d
         run_all(engine)
     pinned.release()
     check_books(engine)
-    swap_policy(engine, "sieve")
+    replace_policy(engine, "sieve")
     num_cached = engine.stats().blocks_cached
     assert engine.clear_cache() == num_cached > 0
     check_books(engine)
@@ -96,9 +96,9 @@ def test_the_same_tokens_whatever_is_replaced_when(
     def replace() -> None:
         kind = data.draw(st.sampled_from(["policy", "strategy", "clear", "nothing"]))
         if kind == "policy":
-            swap_policy(engine, data.draw(st.sampled_from(POLICIES)))
+            replace_policy(engine, data.draw(st.sampled_from(POLICIES)))
         elif kind == "strategy":
-            swap_strategy(engine, data.draw(st.sampled_from(STRATEGIES)))
+            replace_strategy(engine, data.draw(st.sampled_from(STRATEGIES)))
         elif kind == "clear":
             engine.clear_cache()
 
@@ -140,15 +140,15 @@ def policies_of(engine: Engine) -> list[Any]:
 def test_unknown_names_are_answered_with_the_list() -> None:
     engine = fake_engine()
     with pytest.raises(UnknownNameError, match=r"unknown policy 'lruu'.*Known: adaptive.*two_q"):
-        swap_policy(engine, "lruu")
+        replace_policy(engine, "lruu")
     with pytest.raises(UnknownNameError, match=r"'fiffo'.*Did you mean 'fifo'\?.*Known: adaptive.*vllm-like"):
-        swap_strategy(engine, "fiffo")
+        replace_strategy(engine, "fiffo")
     with pytest.raises(UnknownNameError, match="no option 'foo'"):
-        swap_policy(engine, "lru", foo=1)
+        replace_policy(engine, "lru", foo=1)
     with pytest.raises(UnknownNameError, match="no pass 'fairness'"):
-        swap_strategy(engine, "fifo", fairness={})
+        replace_strategy(engine, "fifo", fairness={})
     with pytest.raises(ConfigError, match="capacity is given by the engine"):
-        swap_policy(engine, "lru", capacity=1)
+        replace_policy(engine, "lru", capacity=1)
 
 
 WRONG: tuple[Any, ...] = ("x", -1, [], {}, None, 10**400, True, {"a": "b"}, 0, [[]], 1e308)
@@ -163,7 +163,7 @@ def test_no_value_of_an_option_fails_later_than_at_once(kind: str) -> None:
             engine = fake_engine(TokenMemoryBackend(vocab_size=512, num_blocks=16))
             try:
                 if kind == "policy":
-                    swap_policy(engine, name, **{option: value})
+                    replace_policy(engine, name, **{option: value})
                 else:
                     engine.set_passes([presets.make_pass(name, {option: value})])
             except (ConfigError, UnknownNameError):
@@ -175,8 +175,8 @@ def test_no_value_of_an_option_fails_later_than_at_once(kind: str) -> None:
 
 def test_options_of_the_right_type_are_taken() -> None:
     engine = fake_engine()
-    swap_strategy(engine, "fair", fairness={"weights": {"a": 2, "b": 0.5}, "quantum": 100})
-    swap_strategy(engine, "slo", slo_aware={"ttft_s": None, "tpot_s": 1})
+    replace_strategy(engine, "fair", fairness={"weights": {"a": 2, "b": 0.5}, "quantum": 100})
+    replace_strategy(engine, "slo", slo_aware={"ttft_s": None, "tpot_s": 1})
     engine.set_passes([presets.make_pass("lifetime_aware", {"predictor": "statistical"})])
     with pytest.raises(ConfigError, match="weights"):
-        swap_strategy(engine, "fair", fairness={"weights": {"a": math.nan}})
+        replace_strategy(engine, "fair", fairness={"weights": {"a": math.nan}})

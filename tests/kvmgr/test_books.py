@@ -165,7 +165,8 @@ def test_a_million_steps(variant: str, index: str) -> None:
 
 
 OPERATIONS = ("index.insert", "index.pin", "index.unpin", "index.evict", "index.evict_from", "index.retract",
-              "pool.allocate", "pool.grow", "pool.free", "pool.hand_over", "pool.take_back")  # fmt: skip
+              "pool.allocate", "pool.append_blocks", "pool.free", "pool.hand_over",
+              "pool.take_back")  # fmt: skip
 
 
 class FaultyBooks(Books):

@@ -172,7 +172,7 @@ def test_growth_takes_a_block_only_at_a_border() -> None:
     taken = []
     for _ in range(6):
         request.tokens.append(7)
-        price = kv.price_to_grow(request, 1)
+        price = kv.blocks_to_append(request, 1)
         chunk = Chunk(request, request.num_computed, 1)
         kv.bind(draft(chunk))
         assert price == len(chunk.block_ids)
@@ -185,17 +185,17 @@ def test_prices_and_gains_are_what_happens() -> None:
     kv = manager(8)
     first = state("first", range(13))
     before = kv.available_blocks()
-    price = kv.price_to_admit(kv.match(first), 13)
+    price = kv.blocks_to_admit(kv.match(first), 13)
     admit(kv, first)
     assert before - kv.available_blocks() == price == 4
     compute(kv, first, 13)
-    gain = kv.gain_of_preempting(first)
+    gain = kv.blocks_freed_by_preempting(first)
     available = kv.available_blocks()
     kv.release(first)
     assert kv.available_blocks() - available == gain == 4
     second = state("second", [*range(12), 5, 5])
     hit = kv.match(second)
-    price = kv.price_to_admit(hit, 2)
+    price = kv.blocks_to_admit(hit, 2)
     available = kv.available_blocks()
     admit(kv, second)
     assert available - kv.available_blocks() == price == 4
@@ -246,9 +246,9 @@ class FailingPool(GPUKVPool):
         self._tick()
         return super().allocate(*given)
 
-    def grow(self, *given):  # type: ignore[no-untyped-def]
+    def append_blocks(self, *given):  # type: ignore[no-untyped-def]
         self._tick()
-        return super().grow(*given)
+        return super().append_blocks(*given)
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5])

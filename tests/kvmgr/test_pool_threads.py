@@ -51,7 +51,7 @@ class Worker:
             if allocation is not None:
                 self.live.append(allocation)
         elif choice < 0.5:
-            self.pool.grow(self.rng.choice(self.live), self.rng.randint(0, 3))
+            self.pool.append_blocks(self.rng.choice(self.live), self.rng.randint(0, 3))
         elif choice < 0.6:
             allocation = self.rng.choice(self.live)
             self.pool.shrink(allocation, self.rng.randint(0, len(allocation.block_ids)))
@@ -135,7 +135,7 @@ def test_counters(make: type[GPUKVPool] | type[BuddyPool]) -> None:
     pool = make(16)
     allocation = pool.allocate(6, "a")
     assert allocation is not None
-    pool.grow(allocation, 4)
+    pool.append_blocks(allocation, 4)
     assert pool.allocate(7, "b") is None
     pool.shrink(allocation, 3)
     pool.allocate(1, "c")

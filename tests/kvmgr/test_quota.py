@@ -379,7 +379,7 @@ def test_the_pool_charges_and_refunds() -> None:
     allocation = pool.allocate(3, "request", mine)
     assert allocation is not None
     assert pool.allocate(2, "another", mine) is None
-    assert pool.grow(allocation, 2) is None
+    assert pool.append_blocks(allocation, 2) is None
     assert pool.num_refused == 2
     handed = pool.hand_over(allocation, 0, 2, "index")
     pool.free(allocation)

@@ -15,6 +15,7 @@ from typing import Any
 
 from sagellm.benchmarks._results import Environment
 from sagellm.benchmarks._tables import Table
+from sagellm.core.blocks import cdiv
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import ConfigError
@@ -173,7 +174,7 @@ def _serve(manager: KVCacheManager, state: RequestState, clock: ManualClock) -> 
     state.status, state.num_computed = RequestStatus.RUNNING, num_tokens
     manager.commit(state)
     manager.release(state)
-    return Usage(num_tokens, -(-num_tokens // manager.block_size), hit.num_blocks)
+    return Usage(num_tokens, cdiv(num_tokens, manager.block_size), hit.num_blocks)
 
 
 def sharing(variant: str, pool_blocks: int, usages: Sequence[Usage]) -> Sharing:
@@ -210,7 +211,7 @@ def run(
     outcomes = []
     for variant in variants:
         prompts = conversation_prompts(variant, seed)
-        needed = -(-max(map(len, prompts)) // BLOCK_SIZE)
+        needed = cdiv(max(map(len, prompts)), BLOCK_SIZE)
         for blocks in pools:
             if blocks < needed:
                 raise ConfigError(f"a pool of {blocks} blocks does not hold the longest prompt: {needed} do")

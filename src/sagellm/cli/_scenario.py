@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError, nearest
 from sagellm.core.types import SLO, Namespace, Request, SamplingParams, Tokens
 
@@ -165,7 +166,7 @@ def _from_trace(path: Path, limit: int, step_s: float) -> list[ScenarioRequest]:
     made = []
     for number, (one, ids) in enumerate(zip(trace.requests, blocks, strict=True)):
         length = max(1, one.num_input_tokens)
-        missing = -(-length // size) - len(ids)  # of a format that has lengths only
+        missing = cdiv(length, size) - len(ids)  # of a format that has lengths only
         ids = [*ids, *range(fresh, fresh + max(0, missing))]
         fresh += max(0, missing)
         tokens = [block * size + i for block in ids for i in range(size)][:length]

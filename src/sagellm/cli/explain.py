@@ -11,6 +11,7 @@ import typer
 from sagellm.cli._options import command
 from sagellm.cli._scenario import FORM, ScenarioRequest, parse_request, read_requests, to_requests
 from sagellm.cli._settings import Settings
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -85,9 +86,7 @@ def run_scenario(config: Config, scenario: Sequence[ScenarioRequest], step_s: fl
 
     size = config.kv.block_size
     arrivals = to_requests(scenario, step_s)
-    num_blocks = config.kv.num_blocks or sum(
-        -(-(one.num_prompt + one.num_output) // size) for one in scenario
-    )
+    num_blocks = config.kv.num_blocks or sum(cdiv(one.num_prompt + one.num_output, size) for one in scenario)
     backend = TokenMemoryBackend(
         num_blocks=num_blocks,
         block_size=size,

@@ -10,14 +10,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from sagellm.core.growth import Growth
-from sagellm.core.plan import BlockCopy, Decision, Join, Placement, Prefill, Transfer
+from sagellm.core.plan import BlockCopy, BlockTableDelta, Decision, Join, Placement, Prefill, Transfer
 
 LOCAL = "local"
 """The name of the instance where there is one only."""
-HBM = "hbm"
-TIERS = (HBM, "dram", "nvme")
-"""Where blocks can be; a backend computes on those in `HBM`."""
 
 
 class Phase(str, Enum):
@@ -132,11 +128,11 @@ class JoinOp(Operation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrowOp(Operation):
+class BlockTableOp(Operation):
     """The block table of a row changes from one index on."""
 
     word: ClassVar[str] = "grow"
-    growth: Growth
+    growth: BlockTableDelta
     request: str | None = None
 
     @property

@@ -29,7 +29,7 @@ MAX_DURATION_S = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class KvHintAction:
+class KVHintAction:
     """One action. Its payload names a target (`session_id` or `token_ids`; none: the request that it came
     with) and what else its type asks for."""
 
@@ -45,12 +45,12 @@ class KvHintAction:
 
 
 @dataclass(frozen=True, slots=True)
-class KvHintsEnvelope:
+class KVHintsEnvelope:
     """A message: actions that do not depend on each other."""
 
     protocol_version: str
     message_id: str
-    actions: tuple[KvHintAction, ...]
+    actions: tuple[KVHintAction, ...]
 
     @classmethod
     def parse(cls, values: Any) -> Self:
@@ -98,9 +98,9 @@ def number(payload: Mapping[str, Any], name: str, default: float, most: float) -
     return float(value) if math.isfinite(value) else most
 
 
-def _action(values: Any, where: str) -> KvHintAction:
+def _action(values: Any, where: str) -> KVHintAction:
     action = _mapping(values, where)
-    return KvHintAction(
+    return KVHintAction(
         _text(action, "action_id", where, ""),
         _text(action, "action_type", where),
         _text(action, "action_version", where, "1.0"),

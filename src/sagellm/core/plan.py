@@ -4,17 +4,16 @@ backend executes, and the `StepResult` that it answers with.
     builder -> Draft -> passes edit it -> kv.bind fills in block ids -> verify -> freeze -> ExecutionPlan
     backend.execute(ExecutionPlan) -> StepResult -> engine.commit
 
-The running batch is kept by the backend in fixed rows; a plan carries what changed (joined, left, grown) and
-small copies of what runs, never live arrays.
+The running batch is kept by the backend in fixed rows; a plan carries what changed (joined, left, table
+deltas) and small copies of what runs, never live arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
-from sagellm.core.growth import Growth
 from sagellm.core.protocols.prefix_cache import MissCounts, PrefixHit
 from sagellm.core.types import (
     FinishReason,
@@ -26,6 +25,61 @@ from sagellm.core.types import (
 )
 
 NO_ROW = -1
+
+
+class BlockTableDelta(NamedTuple):
+    """The block table of `row` holds `block_ids` from index `first` on. Applying it twice changes nothing."""
+
+    row: int
+    first: int
+    block_ids: tuple[int, ...]
+
+
+class BlockTableDeltas(Sequence[BlockTableDelta]):
+    """A sequence of `BlockTableDelta` in columns: one block more for each of many rows, then others.
+
+    The items are made from the columns on first access. Immutable; equal to a tuple of the same items."""
+
+    __slots__ = ("_all", "block_ids", "others", "places", "rows")
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        places: Sequence[int],
+        block_ids: Sequence[int],
+        others: Sequence[BlockTableDelta] = (),
+    ) -> None:
+        self.rows, self.places, self.block_ids = tuple(rows), tuple(places), tuple(block_ids)
+        self.others = tuple(others)
+        self._all: tuple[BlockTableDelta, ...] | None = None
+
+    def _made(self) -> tuple[BlockTableDelta, ...]:
+        if self._all is None:
+            singles = map(BlockTableDelta, self.rows, self.places, zip(self.block_ids, strict=True))
+            self._all = (*singles, *self.others)
+        return self._all
+
+    def __len__(self) -> int:
+        return len(self.rows) + len(self.others)
+
+    def __iter__(self) -> Iterator[BlockTableDelta]:
+        return iter(self._made())
+
+    @overload
+    def __getitem__(self, index: int) -> BlockTableDelta: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[BlockTableDelta, ...]: ...
+    def __getitem__(self, index: int | slice) -> BlockTableDelta | tuple[BlockTableDelta, ...]:
+        return self._made()[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, tuple | BlockTableDeltas) and self._made() == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._made())
+
+    def __repr__(self) -> str:
+        return repr(self._made())
 
 
 @dataclass(slots=True, eq=False)
@@ -164,21 +218,21 @@ class Decodes(Protocol):
     def __len__(self) -> int: ...
 
     @property
-    def num_growing(self) -> int: ...
+    def num_needing_block(self) -> int: ...
 
-    def growing(self) -> Sequence[RequestState]:
+    def needing_block(self) -> Sequence[RequestState]:
         """Those whose next token needs one more block."""
         ...
 
 
 class _NoDecodes:
     states: Sequence[RequestState] = ()
-    num_growing = 0
+    num_needing_block = 0
 
     def __len__(self) -> int:
         return 0
 
-    def growing(self) -> Sequence[RequestState]:
+    def needing_block(self) -> Sequence[RequestState]:
         return ()
 
 
@@ -219,9 +273,9 @@ class Draft:
     placements: dict[str, Placement] = field(default_factory=dict)
     num_draft_tokens: int = 0
     decisions: list[Decision] = field(default_factory=list)
-    places: list[int] | None = None
+    decode_indices: list[int] | None = None
     """Where in `decodes.states` those stand that take part, once that is settled; None: all do."""
-    out: dict[str, RequestState] = field(default_factory=dict)
+    skipped_decodes: dict[str, RequestState] = field(default_factory=dict)
     """Requests in decode that compute nothing in this step: held, preempted or rejected."""
     may_bind: bool = False
     """Whether passes may have the blocks bound of what they have decided (`SchedulingView.bind_early`)."""
@@ -231,14 +285,14 @@ class Draft:
     """Whether those in decode have their blocks: no pass can take them out any more."""
     num_bind: int = 0
     """Which of all binds was the last one that it took part in."""
-    stretched: Stretched = field(default_factory=lambda: Stretched())
+    appended: AppendedBlocks = field(default_factory=lambda: AppendedBlocks())
     """Requests in decode to which `kv.bind` gave a block."""
-    grown: list[Growth] = field(default_factory=list)
+    table_deltas: list[BlockTableDelta] = field(default_factory=list)
     """What else the backend has to be told of the tables of requests in decode."""
 
     @property
     def num_decodes(self) -> int:
-        return len(self.decodes) - len(self.out)
+        return len(self.decodes) - len(self.skipped_decodes)
 
     @property
     def num_tokens(self) -> int:
@@ -251,30 +305,30 @@ class Draft:
 
     def scheduled(self) -> Iterator[RequestState]:
         """Requests that compute something: those in decode, then those with chunks."""
-        yield from (state for state in self.decodes.states if state.request_id not in self.out)
+        yield from (state for state in self.decodes.states if state.request_id not in self.skipped_decodes)
         yield from (chunk.state for chunk in self.chunks.values())
 
     def computes(self, state: RequestState) -> bool:
         """Whether the request computes something in this step."""
         if state.decoding:
-            return state.request_id not in self.out
+            return state.request_id not in self.skipped_decodes
         chunk = self.chunks.get(state.request_id)
         return chunk is not None and chunk.state is state
 
-    def growing(self) -> Sequence[RequestState]:
+    def needing_block(self) -> Sequence[RequestState]:
         """Requests in decode that take part and need one more block."""
-        growing = self.decodes.growing()
-        if not self.out or not growing:
+        growing = self.decodes.needing_block()
+        if not self.skipped_decodes or not growing:
             return growing
-        return [state for state in growing if state.request_id not in self.out]
+        return [state for state in growing if state.request_id not in self.skipped_decodes]
 
-    def say(self, pass_name: str, state: RequestState, action: str, reason: str = "") -> None:
+    def record(self, pass_name: str, state: RequestState, action: str, reason: str = "") -> None:
         self.decisions.append(Decision(pass_name, state.request_id, action, reason))
 
     def hold(self, state: RequestState) -> None:
         """Let a request compute nothing in this step; it keeps what it has."""
         if state.decoding:
-            self.out[state.request_id] = state
+            self.skipped_decodes[state.request_id] = state
         else:
             self.chunks.pop(state.request_id, None)
 
@@ -344,7 +398,7 @@ class Placement:
 
 
 @dataclass(slots=True)
-class Stretched:
+class AppendedBlocks:
     """A block each for many requests in decode, in columns: what `bind` gave, and (`news`: rows, indices in
     their tables, blocks) what the backend has to be told of it."""
 
@@ -380,7 +434,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
-    """One step for a backend. Order of effects: left, joined, grown, copies, compute, transfers.
+    """One step for a backend. Order of effects: left, joined, table deltas, copies, compute, transfers.
 
     `decode_rows[i]` computes the token at `decode_positions[i]`, the row's last: the last one drawn for it
     or, where none was drawn yet, the last of its `Join`. Tokens are drawn for `sample_rows`, in that order.
@@ -389,7 +443,7 @@ class ExecutionPlan:
     step: int
     joined: tuple[Join, ...] = ()
     left: tuple[int, ...] = ()
-    grown: Sequence[Growth] = ()
+    table_deltas: Sequence[BlockTableDelta] = ()
     decode_rows: tuple[int, ...] = ()
     decode_positions: tuple[int, ...] = ()
     prefills: tuple[Prefill, ...] = ()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from sagellm.core._sampling_types import as_bias, as_strings, as_token_ids, check_types
 from sagellm.core.errors import RequestError
-from sagellm.core.kv_hints import KvHintsEnvelope
+from sagellm.core.kv_hints import KVHintsEnvelope
 
 if TYPE_CHECKING:
     from sagellm.core.protocols.prefix_cache import MissCounts
@@ -319,7 +319,7 @@ class Request:
     service_class: str = ""
     retention: tuple[Retention, ...] = ()
     session_id: str | None = None
-    kv_hints: KvHintsEnvelope | None = None
+    kv_hints: KVHintsEnvelope | None = None
     scripted_output: int | None = None
     client: tuple[str, ...] = ()
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepResult
 from sagellm.core.types import FinishReason, RequestStatus, TokenLogprob
 from sagellm.engines._outcome import StepOutputs, output_of, stop_reason
-from sagellm.engines._roster import Roster
+from sagellm.engines._request_table import RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
 
 NOT_FINITE = "no token could be drawn: the model's logits are not finite"
@@ -33,9 +33,9 @@ class Committer:
     """The only one that moves requests forward for good."""
 
     def __init__(
-        self, roster: Roster, kv: KVCacheManager, end: End, *, vocab_size: int, max_model_len: int
+        self, roster: RequestTable, kv: KVCacheManager, end: End, *, vocab_size: int, max_model_len: int
     ) -> None:
-        self._roster = roster
+        self._request_table = roster
         self._kv = kv
         self._end = end
         self._vocab_size = vocab_size
@@ -75,7 +75,7 @@ class Committer:
                 if state.status is RequestStatus.RUNNING and not state.decoding:
                     slots = self._kv.num_slots(state.request_id)
                     slots -= self._kv.block_size * (state.request_id in grown_ahead)
-                    self._roster.decode(state, slots, self._max_model_len)
+                    self._request_table.decode(state, slots, self._max_model_len)
 
     def _decodes(
         self,
@@ -84,7 +84,7 @@ class Committer:
         logprobs: Mapping[int, TokenLogprob],
         outputs: StepOutputs,
     ) -> None:
-        batch, places = self._roster.decodes, draft.places
+        batch, places = self._request_table.decodes, draft.decode_indices
         states = list(batch.states) if places is None else [batch.states[i] for i in places]
         try:
             ends = batch.advance(token_ids, places)
@@ -100,7 +100,7 @@ class Committer:
             if (reason := stop_reason(states[i], token_ids[i], self._max_model_len)) is not None
         }
         outputs.decoded(states, token_ids, batch.lengths(places), logprobs, ended)
-        for state in self._roster.in_order(ended):
+        for state in self._request_table.in_order(ended):
             token_id, reason = ended[state]
             logprob = logprobs.get(state.row)
             self._end(state, reason, (token_id,), () if logprob is None else (logprob,))
@@ -110,7 +110,7 @@ class Committer:
         good = [state for state, token_id in drawn.items() if 0 <= token_id < self._vocab_size]
         for state in [one for one in drawn if one not in good]:
             self._end(state, FinishReason.ERROR, error=NOT_FINITE, keep=False)
-        draft.places = [self._roster.decodes.states.index(state) for state in good]
+        draft.decode_indices = [self._request_table.decodes.states.index(state) for state in good]
 
     def _append(
         self,

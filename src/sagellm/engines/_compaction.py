@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sagellm.core.growth import Growth
-from sagellm.core.plan import ExecutionPlan, RequestState
+from sagellm.core.plan import BlockTableDelta, ExecutionPlan, RequestState
 from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.kvmgr.kv_pool import as_copies, plan_compaction
 from sagellm.kvmgr.manager import KVCacheManager
@@ -24,9 +23,9 @@ def compact(
     if not moves:
         return 0
     kv.remap(moves)
-    grown = tuple(Growth(state.row, 0, tuple(kv.block_table(state.request_id))) for state in running)
+    grown = tuple(BlockTableDelta(state.row, 0, tuple(kv.block_table(state.request_id))) for state in running)
     try:
-        backend.execute(ExecutionPlan(step, grown=grown, copies=tuple(as_copies(moves))))
+        backend.execute(ExecutionPlan(step, table_deltas=grown, copies=tuple(as_copies(moves))))
     except Exception:
         kv.remap({target: source for source, target in moves.items()})
         raise

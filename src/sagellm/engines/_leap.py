@@ -18,10 +18,10 @@ from sagellm.core.clock import Clock
 from sagellm.core.plan import ExecutionPlan, Prefill, RequestState, StepResult
 from sagellm.core.types import FinishReason
 from sagellm.engines._outcome import stop_reason
-from sagellm.engines._roster import Roster
+from sagellm.engines._request_table import RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, DecodeBatch
-from sagellm.kvmgr.scheduler_ir.quiet import Quiet, knows_queues
+from sagellm.kvmgr.scheduler_ir.quiet import Stability, knows_queues
 
 MOST_STEPS = 256
 
@@ -74,7 +74,7 @@ class Leap(NamedTuple):
         return self.moments_s[-1] - self.moments_s[-2]
 
 
-def can_leap(scheduler: BaseSchedulerIR, kv: KVCacheManager, roster: Roster) -> bool:
+def can_leap(scheduler: BaseSchedulerIR, kv: KVCacheManager, roster: RequestTable) -> bool:
     """Whether all who run decode, all but one at most, and it is worth to ask the passes for how long nothing
     else will happen."""
     if not len(roster.decodes) or len(roster.prefilling) > 1 or not kv.is_regular:
@@ -85,11 +85,11 @@ def can_leap(scheduler: BaseSchedulerIR, kv: KVCacheManager, roster: Roster) -> 
 def leap(
     backend: LeapingBackend,
     kv: KVCacheManager,
-    roster: Roster,
+    roster: RequestTable,
     clock: Clock,
     first_step: int,
     until_s: float,
-    quiet: Quiet,
+    quiet: Stability,
     max_model_len: int,
 ) -> Leap | None:
     """Decode steps that begin before `until_s`, and while the passes are `quiet`: up to the one in which the
@@ -159,7 +159,7 @@ class _Steps:
 
 
 def _draw(
-    roster: Roster, tokens: Sequence[int], num_steps: int, num_regular: int, max_model_len: int
+    roster: RequestTable, tokens: Sequence[int], num_steps: int, num_regular: int, max_model_len: int
 ) -> Sequence[tuple[RequestState, int, FinishReason]]:
     """The tokens of all steps; who ends with the last of them, in the order of the batch."""
     batch = roster.decodes

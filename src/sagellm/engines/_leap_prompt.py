@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from sagellm.core.clock import Clock
 from sagellm.core.plan import Chunk, Draft, ExecutionPlan, Prefill, RequestState
 from sagellm.engines._leap import Leap, LeapingBackend
-from sagellm.engines._roster import Roster
+from sagellm.engines._request_table import RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
-from sagellm.kvmgr.scheduler_ir.quiet import Quiet
+from sagellm.kvmgr.scheduler_ir.quiet import Stability
 
 
 class _Growing:
@@ -24,21 +24,21 @@ class _Growing:
         return len(self.states)
 
     @property
-    def num_growing(self) -> int:
+    def num_needing_block(self) -> int:
         return len(self._growing)
 
-    def growing(self) -> Sequence[RequestState]:
+    def needing_block(self) -> Sequence[RequestState]:
         return self._growing
 
 
 def leap_prompt(
     backend: LeapingBackend,
     kv: KVCacheManager,
-    roster: Roster,
+    roster: RequestTable,
     clock: Clock,
     first_step: int,
     until_s: float,
-    quiet: Quiet,
+    quiet: Stability,
     chunk: Chunk,
 ) -> Leap | None:
     """Steps that begin before `until_s` and while the passes are `quiet`, each with a chunk as long as the
@@ -51,7 +51,7 @@ def leap_prompt(
     for number in range(most):
         has_changed = not kv.is_regular or (quiet.same_cache and kv.version != version)
         growing = [batch.states[place] for place in borders.get(number, ())]
-        price = len(growing) + kv.price_to_grow(state, size)
+        price = len(growing) + kv.blocks_to_append(state, size)
         if clock.now() >= until_s or has_changed or price > kv.available_blocks() or kv.quota is not None:
             break
         prefill = Prefill(state.row, state.request_id, state.num_computed, size, samples=False)

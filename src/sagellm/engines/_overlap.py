@@ -20,7 +20,7 @@ from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepResult
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import RequestStatus
 from sagellm.engines._planner import Planner
-from sagellm.engines._roster import Roster
+from sagellm.engines._request_table import RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
 
@@ -52,20 +52,20 @@ class Flight:
         draft, states = self.draft, self.states
         for name in [n for n, one in draft.chunks.items() if one.state.status is RequestStatus.FINISHED]:
             del draft.chunks[name]
-        draft.decodes, draft.out, draft.places = batch, {}, None
+        draft.decodes, draft.skipped_decodes, draft.decode_indices = batch, {}, None
         if batch.states != states:
             taking_part = set(states)
-            draft.places = [i for i, state in enumerate(batch.states) if state in taking_part]
-            draft.out = {one.request_id: one for one in batch.states if one not in taking_part}
+            draft.decode_indices = [i for i, state in enumerate(batch.states) if state in taking_part]
+            draft.skipped_decodes = {one.request_id: one for one in batch.states if one not in taking_part}
 
     def settle(self, result: StepResult) -> tuple[ExecutionPlan, StepResult]:
         """Plan and result for those who are in its adjusted draft, in the batch's order."""
         plan, draft, states = self.plan, self.draft, self.states
-        if draft.places is None:
+        if draft.decode_indices is None:
             return plan, result
         place_of = {state: place for place, state in enumerate(states)}
         members = draft.decodes.states
-        kept = [place_of[members[place]] for place in draft.places]
+        kept = [place_of[members[place]] for place in draft.decode_indices]
         rows, positions, tokens = plan.decode_rows, plan.decode_positions, result.token_ids
         count = len(states)
         plan = replace(
@@ -83,13 +83,13 @@ class Pipeline:
         self,
         compute: Callable[[ExecutionPlan], tuple[StepResult, float]],
         planner: Planner,
-        roster: Roster,
+        roster: RequestTable,
         kv: KVCacheManager,
         max_model_len: int,
     ) -> None:
         self._compute = compute
         self._planner = planner
-        self._roster = roster
+        self._request_table = roster
         self._kv = kv
         self._max_model_len = max_model_len
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="sagellm-backend")
@@ -106,8 +106,8 @@ class Pipeline:
         flight = self.flight
         if flight is None or not self._is_foreseeable(flight.draft):
             return None
-        flight.adjust(self._roster.decodes)
-        foresight = Foresight(flight.draft, self._roster, self._kv, self._max_model_len)
+        flight.adjust(self._request_table.decodes)
+        foresight = Foresight(flight.draft, self._request_table, self._kv, self._max_model_len)
         with foresight as ended:
             planned = self._planner.plan_ahead(flight.plan.step + 1, view, ended, len(flight.plan.left))
             if planned is None:
@@ -116,8 +116,10 @@ class Pipeline:
 
     def bound(self, draft: Draft, plan: ExecutionPlan) -> Ahead:
         """A plan with those who take part in it now."""
-        members = self._roster.decodes.states
-        taking_part = list(members) if draft.places is None else [members[i] for i in draft.places]
+        members = self._request_table.decodes.states
+        taking_part = (
+            list(members) if draft.decode_indices is None else [members[i] for i in draft.decode_indices]
+        )
         return Ahead(draft, plan, taking_part)
 
     def _is_foreseeable(self, draft: Draft) -> bool:
@@ -130,7 +132,7 @@ class Pipeline:
         """Requests that have a block for a token that is not drawn yet."""
         if self.flight is None:
             return frozenset()
-        return frozenset(state.request_id for state in self.flight.draft.stretched.states)
+        return frozenset(state.request_id for state in self.flight.draft.appended.states)
 
     def close(self) -> None:
         """Wait for what is in flight; its result is nobody's."""
@@ -146,17 +148,17 @@ class Foresight:
     being drawn.
     """
 
-    def __init__(self, draft: Draft, roster: Roster, kv: KVCacheManager, max_model_len: int) -> None:
+    def __init__(self, draft: Draft, roster: RequestTable, kv: KVCacheManager, max_model_len: int) -> None:
         self._chunks = list(draft.chunks.values())
-        self._places = draft.places
-        self._roster = roster
+        self._places = draft.decode_indices
+        self._request_table = roster
         self._kv = kv
         self._max_model_len = max_model_len
         self._joined: list[RequestState] = []
 
     def __enter__(self) -> list[RequestState]:
         """Returns who will have ended by its length."""
-        roster = self._roster
+        roster = self._request_table
         self._kv.foresee(self._chunks)
         self._prefilling = dict(roster.prefilling)
         self._columns = roster.decodes.foresee(self._places)
@@ -170,7 +172,7 @@ class Foresight:
         return roster.decodes.full()
 
     def __exit__(self, *_: object) -> None:
-        roster = self._roster
+        roster = self._request_table
         for state in reversed(self._joined):
             roster.decodes.leave(state)
             state.tokens.pop()

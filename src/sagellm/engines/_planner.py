@@ -12,7 +12,7 @@ from sagellm.core.plan import Draft, ExecutionPlan, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import FinishReason
 from sagellm.engines._recovery import Recovery
-from sagellm.engines._roster import Roster
+from sagellm.engines._request_table import RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, freeze, verify_bound
 
@@ -28,7 +28,7 @@ class Planner:
 
     def __init__(
         self,
-        roster: Roster,
+        roster: RequestTable,
         kv: KVCacheManager,
         scheduler: BaseSchedulerIR,
         recovery: Recovery,
@@ -38,7 +38,7 @@ class Planner:
         clock: Clock,
         events: EventBus,
     ) -> None:
-        self._roster = roster
+        self._request_table = roster
         self._kv = kv
         self._scheduler = scheduler
         self._recovery = recovery
@@ -49,7 +49,7 @@ class Planner:
 
     def draft(self, step: int) -> Draft:
         """What the step could do before any pass has said anything."""
-        roster = self._roster
+        roster = self._request_table
         return self._scheduler.builder.draft(
             step,
             self._clock.now(),
@@ -68,13 +68,13 @@ class Planner:
         draft.may_bind = not self._recovery.isolates
         self._run(draft, view)
         self._check_running(draft)
-        self._roster.running[:] = draft.running
-        self._roster.num_new_running = 0
+        self._request_table.running[:] = draft.running
+        self._request_table.num_new_running = 0
         self._recovery.isolate(draft)
         self._take_out(draft)
         for request_id, reason in draft.rejected.items():
-            self._end(self._roster.states[request_id], FinishReason.ERROR, error=reason)
-            draft.out.pop(request_id, None)
+            self._end(self._request_table.states[request_id], FinishReason.ERROR, error=reason)
+            draft.skipped_decodes.pop(request_id, None)
         self._bind(draft)
         self._seal(draft)
         return draft, self._freeze(draft)
@@ -85,9 +85,9 @@ class Planner:
             name = state.request_id
             if name in draft.swapped and not self._kv.swap_out(draft, state):
                 draft.swapped.remove(name)
-                draft.say("bind", state, "recompute", "there is no room in host memory")
+                draft.record("bind", state, "recompute", "there is no room in host memory")
             self._preempt(state)
-            draft.out.pop(name, None)
+            draft.skipped_decodes.pop(name, None)
 
     def plan_ahead(
         self, step: int, view: SchedulingView, ended: list[RequestState], num_told: int
@@ -99,7 +99,7 @@ class Planner:
         """
         draft = self.draft(step)
         draft.may_bind = True
-        draft.out = {state.request_id: state for state in ended}
+        draft.skipped_decodes = {state.request_id: state for state in ended}
         try:
             self._run(draft, view)
             self._check_running(draft)
@@ -107,8 +107,8 @@ class Planner:
             if draft.preempted or draft.rejected or not draft.num_scheduled:
                 raise CapacityError("requests would have to leave")
             self._kv.bind(draft)
-            self._roster.running[:] = draft.running
-            self._roster.num_new_running = 0
+            self._request_table.running[:] = draft.running
+            self._request_table.num_new_running = 0
             self._seal(draft)
         except SageError:
             self._kv.rollback(draft)
@@ -127,13 +127,13 @@ class Planner:
     def _keep_order(self, draft: Draft) -> None:
         """The order of those that run outlives a draft that is thrown away: a pass that has sorted them looks
         only at those who come."""
-        running = self._roster.running
+        running = self._request_table.running
         if len(draft.running) == len(running) and set(draft.running) == set(running):
             running[:] = draft.running
-            self._roster.num_new_running = 0
+            self._request_table.num_new_running = 0
 
     def _check_running(self, draft: Draft) -> None:
-        before, after = len(self._roster.running), len(draft.running)
+        before, after = len(self._request_table.running), len(draft.running)
         if before != after:
             raise PlanError(f"a pass lost running requests: {after} of {before} are left")
 
@@ -146,8 +146,10 @@ class Planner:
             raise
 
     def _freeze(self, draft: Draft, num_told: int = 0) -> ExecutionPlan:
-        roster = self._roster
-        draft.places = roster.decodes.places(draft.out) if draft.out else None
+        roster = self._request_table
+        draft.decode_indices = (
+            roster.decodes.indices_without(draft.skipped_decodes) if draft.skipped_decodes else None
+        )
         return freeze(draft, tuple(roster.left[num_told:]), self._kv, roster.decodes)
 
     # -- blocks
@@ -169,7 +171,7 @@ class Planner:
                 self._kv.bind(draft)
                 return
             except CapacityError as error:
-                state, reason = self._roster.states[error.request_id or ""], str(error)
+                state, reason = self._request_table.states[error.request_id or ""], str(error)
                 admitted = [chunk for chunk in draft.admitted() if chunk.state.request_id not in draft.bound]
                 place = next((i for i, chunk in enumerate(admitted) if chunk.state is state), -1)
                 behind = admitted[place + 1 :]
@@ -178,13 +180,13 @@ class Planner:
                 for one in [chunk.state for chunk in behind] or [state]:
                     self._put_off(draft, one, reason)
         if short is not None:
-            self._make_way(self._roster.states[short.request_id or ""], short)
+            self._make_way(self._request_table.states[short.request_id or ""], short)
 
     def _make_way(self, state: RequestState, error: CapacityError) -> None:
         """Nothing could be bound, though the passes expected it (guarantees of others are in the way): the
         last of several running requests goes back to the queue. For one that is alone, guaranteed blocks in
         the cache are evicted where its ceilings are in the way; otherwise it can never go on."""
-        running = self._roster.running
+        running = self._request_table.running
         if len(running) > 1:
             self._preempt(running[-1])
             return
@@ -194,13 +196,13 @@ class Planner:
 
     def _put_off(self, draft: Draft, state: RequestState, reason: str) -> None:
         draft.hold(state)
-        draft.say("bind", state, "wait", reason)
+        draft.record("bind", state, "wait", reason)
 
     def _enter(self, draft: Draft) -> None:
         """Admitted requests get rows; their state becomes that of a running one."""
         for chunk in draft.admitted():
             state = chunk.state
-            self._roster.enter(state)
+            self._request_table.enter(state)
             state.num_computed = chunk.start
             self._kv.admitted(chunk, again=state.scheduled_s is not None)
             if not state.num_preemptions:  # also if the step in which it entered before has failed

@@ -152,7 +152,7 @@ def _check_given(options: Mapping[str, Any]) -> None:
         raise ConfigError(f"kv.eviction_options: {', '.join(given)} is given by the engine: leave it out")
 
 
-def swap_policy(engine: EngineCore, name: str, /, **options: Any) -> None:
+def replace_policy(engine: EngineCore, name: str, /, **options: Any) -> None:
     """Another eviction policy on a live engine, by name; the cache stays as it is. Raises `UnknownNameError`
     or `ConfigError` while nothing has changed."""
     capability, clock = engine.capability(), engine.clock
@@ -373,7 +373,7 @@ def check_features(passes: Sequence[SchedulerPass], capability: CapabilityDescri
             )
 
 
-def swap_strategy(engine: EngineCore, name: str, /, **options: Mapping[str, Any]) -> None:
+def replace_strategy(engine: EngineCore, name: str, /, **options: Mapping[str, Any]) -> None:
     """Another scheduling strategy on a live engine, by name, from the next step on; `options` by name of
     pass. Raises `UnknownNameError` or `ConfigError` while nothing has changed."""
     passes = presets.make(name, options)

@@ -20,7 +20,7 @@ from sagellm.core.events import (
     RequestReceived,
     StepDone,
 )
-from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
+from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepResult
 from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, InferenceBackend, PinnedPrefix
 from sagellm.core.protocols.eviction import EvictionPolicy
@@ -45,7 +45,7 @@ from sagellm.engines._outcome import StepOutputs, finished, output_of
 from sagellm.engines._overlap import Ahead, Flight, Pipeline
 from sagellm.engines._planner import Planner
 from sagellm.engines._recovery import Recovery
-from sagellm.engines._roster import Roster
+from sagellm.engines._request_table import RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, DecodeBatch
 from sagellm.kvmgr.scheduler_ir.quiet import quiet
@@ -87,19 +87,19 @@ class Engine:
         self.last_plan: ExecutionPlan | None = None
         self.last_step = NO_STEP
         self._decodes = DecodeBatch(self._capability.vocab_size, kv.block_size)
-        self._roster = Roster(self.max_num_seqs, self._decodes)
+        self._request_table = RequestTable(self.max_num_seqs, self._decodes)
         self._recovery = Recovery(max_batched_tokens)
         self._outputs = StepOutputs()
         self._leaping = backend if isinstance(backend, LeapingBackend) and not overlap else None
         self._committer = Committer(
-            self._roster,
+            self._request_table,
             kv,
             self._end,
             vocab_size=self._capability.vocab_size,
             max_model_len=self.max_model_len,
         )
         self._planner = Planner(
-            self._roster,
+            self._request_table,
             kv,
             scheduler,
             self._recovery,
@@ -110,18 +110,20 @@ class Engine:
         )
         self._pipeline: Pipeline | None = None
         if overlap:
-            self._pipeline = Pipeline(self._compute, self._planner, self._roster, kv, self.max_model_len)
+            self._pipeline = Pipeline(
+                self._compute, self._planner, self._request_table, kv, self.max_model_len
+            )
         self._num_steps = 0
         self._num_preemptions = 0
 
     # -- requests in and out
 
     def add(self, request: Request) -> None:
-        if request.request_id in self._roster.states:
+        if request.request_id in self._request_table.states:
             raise RequestError(f"request id {request.request_id!r} is in use: send another", "request_id")
         check_request(request, self._capability, self.max_model_len)
         check_quota(request, self.kv.max_blocks(request.account) * self.kv.block_size)
-        self._roster.add(RequestState.of(request))
+        self._request_table.add(RequestState.of(request))
         now_s = self.clock.now()
         if self.events.wants(RequestReceived):
             self.events.emit(RequestReceived(request, now_s))
@@ -131,7 +133,7 @@ class Engine:
         """A second request goes on from where a running one stands, sharing its KV: whole blocks as they are,
         the last one as a copy. Its prompt is all that the first has so far; it is not scored again."""
         self._settle()
-        parent = self._roster.states.get(request_id)
+        parent = self._request_table.states.get(request_id)
         if parent is None or parent.status is not RequestStatus.RUNNING:
             raise RequestError(f"cannot fork {request_id!r}: no request of that id is running", "request_id")
         group = parent.request.group or f"fork of {request_id}"
@@ -148,7 +150,7 @@ class Engine:
         self.kv.fork(parent, group)
 
     def abort(self, request_id: str) -> bool:
-        state = self._roster.states.get(request_id)
+        state = self._request_table.states.get(request_id)
         if state is None:
             return False
         if self.kv.is_published(request_id):  # the step that computes it may still fail
@@ -156,19 +158,19 @@ class Engine:
         if state.status is not RequestStatus.FINISHED:
             self._end(state, FinishReason.ABORT)
         self._outputs.drop(request_id)
-        if not self._roster.states:  # no step will follow to tell of it
+        if not self._request_table.states:  # no step will follow to tell of it
             self._emit_step(ExecutionPlan(self._num_steps), self.clock.now())
         return True
 
     def has_work(self) -> bool:
         flies = self._pipeline is not None and self._pipeline.flight is not None
-        return bool(flies or self._roster.states or self._outputs)
+        return bool(flies or self._request_table.states or self._outputs)
 
     def stats(self) -> EngineStats:
         states, metrics = self.kv.block_states(), self.kv.metrics
         reuse = metrics.snapshot() if metrics is not None else None
         misses = self.kv.misses.snapshot() if self.kv.misses is not None else None
-        running, waiting = len(self._roster.running), len(self._roster.waiting)
+        running, waiting = len(self._request_table.running), len(self._request_table.waiting)
         preemptions, steps = self._num_preemptions, self._num_steps
         saved = self.kv.swap.num_used if self.kv.swap is not None else 0
         return EngineStats(running, waiting, *states, preemptions, steps, reuse, misses, saved)
@@ -190,7 +192,7 @@ class Engine:
 
     @property
     def num_free_rows(self) -> int:
-        return len(self._roster.free_rows)
+        return len(self._request_table.free_rows)
 
     def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> PinnedPrefix:
         hit = self.kv.pin_prefix(tokens, namespace)
@@ -199,7 +201,7 @@ class Engine:
     def clear_cache(self) -> int:
         return self.kv.clear_cache()
 
-    def hint(self, envelope: KvHintsEnvelope, namespace: Namespace) -> Sequence[HintOutcome]:
+    def hint(self, envelope: KVHintsEnvelope, namespace: Namespace) -> Sequence[HintOutcome]:
         return self.kv.hints.apply(envelope, namespace)
 
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
@@ -212,16 +214,16 @@ class Engine:
         """Move blocks between two steps so that free ones stand together; returns how many moved. The backend
         copies them now; if that fails, nothing has moved."""
         self._settle()
-        return compact(self.backend, self.kv, self._roster.running, self._num_steps, max_copies)
+        return compact(self.backend, self.kv, self._request_table.running, self._num_steps, max_copies)
 
     def check(self) -> None:
         """Raise `BookkeepingError` where requests, batch and KV disagree."""
         self.kv.check()
         early = self._pipeline.grown_ahead() if self._pipeline is not None else ()
-        self._roster.check(lambda name: self.kv.num_slots(name) - (name in early) * self.kv.block_size)
+        self._request_table.check(lambda name: self.kv.num_slots(name) - (name in early) * self.kv.block_size)
 
     def close(self) -> None:
-        for request_id in list(self._roster.states):
+        for request_id in list(self._request_table.states):
             self.abort(request_id)
         if self._pipeline is not None:
             self._pipeline.close()
@@ -232,7 +234,7 @@ class Engine:
     def step(self) -> Sequence[RequestOutput]:
         if self._pipeline is not None:
             return self._step_overlapped(self._pipeline)
-        if not self._roster.states:
+        if not self._request_table.states:
             return self._take_outputs()
         began_s = self.clock.now()
         draft, plan = self._planner.plan(self._num_steps, self)
@@ -251,7 +253,7 @@ class Engine:
         """One step lands; the next one computes by then, if it could be planned ahead."""
         flight = pipeline.flight
         if flight is None:
-            if not self._roster.states:
+            if not self._request_table.states:
                 return self._take_outputs()
             began_s = self.clock.now()
             draft, plan = self._planner.plan(self._num_steps, self)
@@ -292,7 +294,7 @@ class Engine:
         `until_s`, at once, on a backend that foresees them (a simulated one); None where the next is another,
         and where steps are planned ahead. Tokens are told to nobody, who ends in the last step is as always.
         """
-        backend, kv, roster, first = self._leaping, self.kv, self._roster, self._num_steps
+        backend, kv, roster, first = self._leaping, self.kv, self._request_table, self._num_steps
         if backend is None or self._pipeline is not None or self._outputs:
             return None
         if not can_leap(self.scheduler, kv, roster):
@@ -348,7 +350,7 @@ class Engine:
             self._end_all(self._recovery.failed(draft, plan), f"the backend failed: {error}")
             return None
         self.last_step = StepFacts(spent_s, len(plan.decode_rows), plan.num_prefill_tokens)
-        del self._roster.left[: len(plan.left)]
+        del self._request_table.left[: len(plan.left)]
         self._recovery.succeeded()
         return result
 
@@ -363,16 +365,16 @@ class Engine:
             if one is draft:
                 self.kv.give_up_saved(draft)
             for chunk in reversed(list(one.admitted())):
-                self._roster.leave(chunk.state)
-                self._roster.wait_again(chunk.state)
+                self._request_table.leave(chunk.state)
+                self._request_table.wait_again(chunk.state)
 
     # -- leaving the batch
 
     def _preempt(self, state: RequestState) -> None:
         self.events.emit(RequestPreempted(state.request_id, state.num_computed, self.clock.now()))
         self.kv.release(state, ended=False)
-        self._roster.leave(state)
-        self._roster.wait_again(state)
+        self._request_table.leave(state)
+        self._request_table.wait_again(state)
         state.num_preemptions += 1
         self._num_preemptions += 1
 
@@ -391,7 +393,7 @@ class Engine:
             self.kv.release(state, keep=keep)
         self.kv.forget(state)
         state.finish_reason = reason
-        self._roster.end(state)
+        self._request_table.end(state)
         if reason is not FinishReason.ABORT:
             self._outputs.append(output_of(state, token, logprobs, reason, error))
         self.events.emit(finished(state, reason, self.clock.now()))
@@ -402,7 +404,7 @@ class Engine:
 
     def _emit_step(self, plan: ExecutionPlan, began_s: float) -> None:
         if self.events.wants(StepDone):
-            running, waiting = len(self._roster.running), len(self._roster.waiting)
+            running, waiting = len(self._request_table.running), len(self._request_table.waiting)
             prompts, decodes = plan.num_prefill_tokens, len(plan.decode_rows)
             spent_s = self.clock.now() - began_s
             self.events.emit(StepDone(plan.step, prompts, decodes, running, waiting, spent_s))

@@ -18,7 +18,7 @@ from sagellm.core.errors import CapacityError, RequestError, SageError
 from sagellm.core.protocols.engine import PinnedPrefix
 from sagellm.core.registry import registry
 from sagellm.core.types import Tokens
-from sagellm.engines.build import swap_policy, swap_strategy
+from sagellm.engines.build import replace_policy, replace_strategy
 from sagellm.engines.llm import LLM
 from sagellm.kvmgr.scheduler_ir import presets
 from sagellm.serving.access_log import record_of
@@ -137,7 +137,7 @@ class Admin:
         _check_options(body.options)
 
         def replace(llm: LLM) -> None:
-            swap_policy(llm.engine, body.policy, **body.options)
+            replace_policy(llm.engine, body.policy, **body.options)
             self.current.policy = CurrentPolicy(policy=body.policy, options=body.options)
 
         await self._replace("policy", replace)
@@ -152,7 +152,7 @@ class Admin:
         _check_options(body.options)
 
         def replace(llm: LLM) -> None:
-            swap_strategy(llm.engine, body.strategy, **body.options)
+            replace_strategy(llm.engine, body.strategy, **body.options)
             self.current.strategy = CurrentStrategy(
                 strategy=body.strategy, passes=_passes(body.strategy), options=body.options
             )

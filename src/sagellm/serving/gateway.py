@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import RequestError
-from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
+from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.types import SLO, Retention, SamplingParams, Tokens
 from sagellm.engines.llm import LLM, TextDelta
 from sagellm.serving.clients import Client, ClientLimits, ClientLoad
@@ -189,7 +189,7 @@ class Gateway:
         tenant: str = "",
         service_class: str = "",
         session_id: str | None = None,
-        kv_hints: KvHintsEnvelope | None = None,
+        kv_hints: KVHintsEnvelope | None = None,
         slo: SLO | None = None,
         retention: Sequence[Retention] = (),
         client: Client = NO_CLIENT,
@@ -225,7 +225,7 @@ class Gateway:
             )
         return generation
 
-    async def hint(self, envelope: KvHintsEnvelope, *, tenant: str = "") -> Sequence[HintOutcome]:
+    async def hint(self, envelope: KVHintsEnvelope, *, tenant: str = "") -> Sequence[HintOutcome]:
         """Have the engine do KV hints before its next step; one answer per action. Raises as `call`."""
         return await self.call(lambda llm: llm.hint(envelope, tenant=tenant))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sagellm.core.errors import RequestError, SageError
-from sagellm.core.kv_hints import KvHintsEnvelope
+from sagellm.core.kv_hints import KVHintsEnvelope
 from sagellm.core.protocols.engine import EngineStats
 from sagellm.core.types import SLO, Retention, SamplingParams, Tokens
 from sagellm.engines.llm import LLM, TextDelta
@@ -29,7 +29,7 @@ class Submit:
     tenant: str = ""
     service_class: str = ""
     session_id: str | None = None
-    kv_hints: KvHintsEnvelope | None = None
+    kv_hints: KVHintsEnvelope | None = None
     slo: SLO | None = None
     retention: Sequence[Retention] = ()
     client: tuple[str, ...] = ()

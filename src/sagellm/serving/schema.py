@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from sagellm.core.errors import RequestError, UnsupportedParameterError
-from sagellm.core.kv_hints import MAX_DURATION_S, KvHintsEnvelope
+from sagellm.core.kv_hints import MAX_DURATION_S, KVHintsEnvelope
 from sagellm.core.types import MAX_LOGPROBS, MAX_RETENTIONS, SLO, Retention, SamplingParams
 from sagellm.engines.llm import LLM, MAX_SESSION_ID_CHARS
 from sagellm.serving.errors import clipped
@@ -34,7 +34,7 @@ MAX_SALT_CHARS = 2**16
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-KvHints = Annotated[KvHintsEnvelope, PlainValidator(KvHintsEnvelope.parse)]
+KVHints = Annotated[KVHintsEnvelope, PlainValidator(KVHintsEnvelope.parse)]
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 ROLES = ("system", "developer", "user", "assistant")
@@ -148,7 +148,7 @@ class GenerationFields(LenientRequest):
     priority: int | None = Field(default=None, ge=-MAX_PRIORITY, lt=MAX_PRIORITY)
     cache_salt: str | None = Field(default=None, max_length=MAX_SALT_CHARS)
     session_id: str | None = Field(default=None, min_length=1, max_length=MAX_SESSION_ID_CHARS)
-    kv_hints: KvHints | None = None
+    kv_hints: KVHints | None = None
     slo: SloFields | None = None
     retention: list[RetentionFields] | None = Field(default=None, max_length=MAX_RETENTIONS, fail_fast=True)
     return_cache_misses: bool | None = None
@@ -320,7 +320,7 @@ class HintRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str | None = None
-    kv_hints: KvHints
+    kv_hints: KVHints
     cache_salt: str | None = Field(default=None, max_length=MAX_SALT_CHARS)
 
 

@@ -16,6 +16,7 @@ from sagellm.accel.fusion.cpu.attention import attention_kernel, paged_attention
 from sagellm.accel.fusion.cpu.calls import Caller
 from sagellm.accel.fusion.cpu.cpu_level import LEVELS, CpuLevel, this_cpu_flags
 from sagellm.accel.fusion.cpu.library import compiled, find_compiler
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import FusedKernel
 from tests.effort import examples
@@ -57,7 +58,7 @@ def scene(
     same ones. What no sequence reads, padding too, is NaN.
     """
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    needed = [-(-(start + tokens) // block_size) for start, tokens in parts]
+    needed = [cdiv(start + tokens, block_size) for start, tokens in parts]
     num_blocks = sum(needed) + 2
     free = chance.sample(range(num_blocks), num_blocks)
     spans: list[tuple[int, ...]] = []

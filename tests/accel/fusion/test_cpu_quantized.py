@@ -15,6 +15,7 @@ from sagellm.accel.fusion.cpu.calls import Caller
 from sagellm.accel.fusion.cpu.cpu_level import LEVELS, CpuLevel, this_cpu_flags
 from sagellm.accel.fusion.cpu.library import compiled, find_compiler
 from sagellm.accel.fusion.cpu.quantized import quantized_kernel, quantized_rows
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.quantization import QuantizedMatrix
 from tests.effort import examples
@@ -46,7 +47,7 @@ def matrix(
 ) -> QuantizedMatrix:  # fmt: skip
     """Every code and zero that there is; results are of about unit size."""
     generator = torch.Generator().manual_seed(seed)
-    groups = (outputs, -(-inputs // group_size))
+    groups = (outputs, cdiv(inputs, group_size))
     size = 4.0 / (1 << bits) / math.sqrt(max(1, inputs))
     return QuantizedMatrix(
         torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.uint8, generator=generator),

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from sagellm.core.blocks import cdiv
+
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -40,7 +42,7 @@ def numbers(
     dtype: torch.dtype = torch.float16, seed: int = 0,
 ) -> Numbers:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
-    groups = -(-inputs // group_size)
+    groups = cdiv(inputs, group_size)
     group_of = torch.arange(inputs) // group_size
     if shuffled:
         group_of = group_of[torch.randperm(inputs, generator=generator)]

@@ -18,6 +18,7 @@ from sagellm.benchmarks.simulate.routers import RoundRobinRouter
 from sagellm.benchmarks.simulate.simulation import Goals, Layout, build_cluster, simulate
 from sagellm.benchmarks.simulate.workload import RequestMaker, Turns, Workload, WorkloadSpec, workload
 from sagellm.benchmarks.traces import Trace
+from sagellm.core.blocks import cdiv
 from sagellm.core.config import Config
 from sagellm.core.errors import BookkeepingError, ConfigError
 from sagellm.core.plan import Draft
@@ -34,7 +35,7 @@ def busy_trace(count: int = 60, seed: int = 7) -> Trace:
     made = []
     for number in range(count):
         length = draw.randint(1, 60)
-        ids = [draw.randint(0, 2) * 100 + place for place in range(-(-length // 8))]
+        ids = [draw.randint(0, 2) * 100 + place for place in range(cdiv(length, 8))]
         made.append(request(number * 0.02, length, draw.randint(1, 25), ids, session=str(number % 7)))
     return trace(*made)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sagellm.core.growth import Growth
-from sagellm.core.plan import ExecutionPlan, Join, Prefill, StepResult
+from sagellm.core.blocks import cdiv
+from sagellm.core.plan import BlockTableDelta, ExecutionPlan, Join, Prefill, StepResult
 from sagellm.core.types import SamplingParams, TokenLogprob, Tokens
 from sagellm.engines.native.backend import NativeBackend
 
@@ -107,7 +107,7 @@ class Driver:
 
     def _plan(self) -> tuple[ExecutionPlan, list[tuple[Running, int]]]:
         joined: list[Join] = []
-        grown: list[Growth] = []
+        grown: list[BlockTableDelta] = []
         prefills: list[Prefill] = []
         decodes: list[Running] = []
         chunks: list[tuple[Running, int]] = []
@@ -118,11 +118,11 @@ class Driver:
             left = len(sequence.tokens) - sequence.computed
             size = min(left, self.random.choice(self.chunk_sizes))
             first = len(sequence.table)
-            sequence.table += self._blocks(-(-(sequence.computed + size) // self.block_size) - first)
+            sequence.table += self._blocks(cdiv(sequence.computed + size, self.block_size) - first)
             if any(sequence is other for other in fresh):
                 joined.append(self._join(sequence))
             elif len(sequence.table) > first:
-                grown.append(Growth(sequence.row, first, tuple(sequence.table[first:])))
+                grown.append(BlockTableDelta(sequence.row, first, tuple(sequence.table[first:])))
             chunks.append((sequence, size))
             if left == 1 and sequence.outputs:
                 decodes.append(sequence)

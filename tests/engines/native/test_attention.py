@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sagellm.core.blocks import cdiv
 from sagellm.engines.native import attention
 from sagellm.engines.native.attention import AttentionPlanner, Span, attend, attention_reference, group_rows
 from sagellm.engines.native.kv_cache import PagedKV
@@ -31,7 +32,7 @@ def scene(
         random.Random(seed).shuffle(free)
     spans, first_row = [], 0
     for start, count in [(position, 1) for position in sorted(decode, reverse=True)] + prefill:
-        table = [free.pop(0) for _ in range(-(-(start + count) // BLOCK_SIZE))]
+        table = [free.pop(0) for _ in range(cdiv(start + count, BLOCK_SIZE))]
         spans.append(Span(first_row, count, start, table))
         first_row += count
     query = torch.randn(first_row, HEADS, DIM, dtype=torch.float64)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from sagellm.core.errors import CapacityError, ConfigError, PlanError
-from sagellm.core.growth import Growth
-from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, Prefill
+from sagellm.core.plan import BlockCopy, BlockTableDelta, ExecutionPlan, Join, Prefill
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.native import precision
 from sagellm.engines.native.backend import NativeBackend
@@ -178,9 +177,9 @@ def test_copied_blocks_serve_as_the_originals(backend: RecordingBackend) -> None
     join = Join(0, "a", Tokens(prompt).tobytes(), 10, 0, (0, 1, 2), GREEDY, frozenset())
     backend.execute(ExecutionPlan(0, joined=(join,), prefills=(Prefill(0, "a", 0, 10, True),)))
     copies = tuple(BlockCopy("hbm", i, "hbm", 40 - i) for i in range(3))
-    moved = Growth(0, 0, (40, 39, 38))
+    moved = BlockTableDelta(0, 0, (40, 39, 38))
     result = backend.execute(
-        ExecutionPlan(1, grown=(moved,), copies=copies, decode_rows=(0,), decode_positions=(10,))
+        ExecutionPlan(1, table_deltas=(moved,), copies=copies, decode_rows=(0,), decode_positions=(10,))
     )
     assert result.token_ids == (expected[1],)
     with pytest.raises(PlanError, match="hbm"):
@@ -198,8 +197,8 @@ def test_plans_that_cannot_be(backend: RecordingBackend) -> None:
     refused("outside the pool", joined=(replace(join, block_ids=(60,)),))
     refused("outside the vocabulary", joined=(replace(join, tokens=Tokens([257]).tobytes()),))
     refused("4 slots in its blocks", joined=(join,), prefills=(Prefill(0, "a", 0, 5, False),))
-    refused("5 tokens", grown=(Growth(0, 1, (1,)),), decode_rows=(0,), decode_positions=(5,))
-    refused("grows at block 5", grown=(Growth(0, 5, (1,)),))
+    refused("5 tokens", table_deltas=(BlockTableDelta(0, 1, (1,)),), decode_rows=(0,), decode_positions=(5,))
+    refused("grows at block 5", table_deltas=(BlockTableDelta(0, 5, (1,)),))
     long = replace(
         join, tokens=Tokens([1] * 220).tobytes(), num_prompt_tokens=220, block_ids=tuple(range(55))
     )

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from sagellm.core.blocks import Tier
 from sagellm.core.errors import CapacityError
 from sagellm.core.plan import BlockCopy
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.engines.native.host_pages import FEWEST_BYTES, lazy_zeros
-from sagellm.engines.native.kv_cache import TIER, PagedKV
+from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.memory import available_bytes, check_fits
 from tests.tiny_models import save_tiny
 
@@ -85,7 +86,7 @@ def test_blocks_are_cleared_and_copied() -> None:
     kv = PagedKV(2, 1024, 16, 2, 64, CPU, torch.float32)
     assert kv.keys[0].nbytes > FEWEST_BYTES
     kv.write(1, torch.tensor([33]), torch.ones(1, 2, 64), torch.full((1, 2, 64), torch.inf))
-    kv.copy_blocks([BlockCopy(TIER, 2, TIER, 1000)])
+    kv.copy_blocks([BlockCopy(Tier.HBM, 2, Tier.HBM, 1000)])
     assert torch.isinf(kv.values[1][1000, 1]).all()
     kv.clear_blocks([2])
     assert not kv.values[1][2].any()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagellm.accel.fusion.cpu import cpu_kernels
+from sagellm.core.blocks import cdiv
 from sagellm.core.protocols.fusion import FusedKernel, KernelSet
 from sagellm.engines.native import attention_choice
 from sagellm.engines.native.attention import AttentionPlanner, Span, attend, attention_reference
@@ -55,7 +56,7 @@ def test_a_step_by_kernel_and_by_both(
     kv, free = pool(400), torch.randperm(400).tolist()
     spans: list[Span] = []
     for start, tokens in [(start, 1) for start in sorted(decode, reverse=True)] + prefill:
-        table = [free.pop() for _ in range(-(-(start + tokens) // BLOCK_SIZE))]
+        table = [free.pop() for _ in range(cdiv(start + tokens, BLOCK_SIZE))]
         first = spans[-1].first_row + spans[-1].num_tokens if spans else 0
         spans.append(Span(first, tokens, start, table))
     num_rows = spans[-1].first_row + spans[-1].num_tokens

@@ -11,9 +11,9 @@ from typing import TypeVar
 from hypothesis import strategies as st
 
 from sagellm.core.errors import CapacityError, RequestError
-from sagellm.core.growth import Growth
 from sagellm.core.plan import (
     BlockCopy,
+    BlockTableDelta,
     Decision,
     ExecutionPlan,
     Join,
@@ -84,7 +84,7 @@ def plans(draw: st.DrawFn) -> ExecutionPlan:
         step=draw(NUMBERS),
         joined=draw(tuples(JOINS)),
         left=tuple(draw(st.lists(NUMBERS, max_size=3))),
-        grown=draw(tuples(st.builds(Growth, NUMBERS, NUMBERS, BLOCKS))),
+        table_deltas=draw(tuples(st.builds(BlockTableDelta, NUMBERS, NUMBERS, BLOCKS))),
         decode_rows=tuple(row for row, _ in decodes),
         decode_positions=tuple(position for _, position in decodes),
         prefills=draw(tuples(st.builds(Prefill, NUMBERS, NAMES, NUMBERS, NUMBERS, st.booleans()))),

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.plan import RequestState
 from sagellm.core.types import Request, SamplingParams, Tokens
@@ -51,7 +52,7 @@ class Batches(RuleBasedStateMachine):
             str(self.count), length, max_tokens=max_tokens, stop_token_ids=tuple(stops), ignore_eos=ignore
         )
         new.tokens.append(5)
-        self.slots[new] = (-(-length // BLOCK) + spare) * BLOCK
+        self.slots[new] = (cdiv(length, BLOCK) + spare) * BLOCK
         self.batch.enter(new, self.slots[new], LONGEST)
 
     @precondition(lambda self: self.slots)
@@ -71,11 +72,11 @@ class Batches(RuleBasedStateMachine):
         batch = self.batch
         names = [one.request_id for one in self.slots]
         out = data.draw(st.sets(st.sampled_from(names), max_size=len(names) - 1))
-        places = batch.places(out) if out else None
+        places = batch.indices_without(out) if out else None
         part = [one for one in batch.states if one.request_id not in out]
         needy = {one for one in self.slots if one.num_computed == self.slots[one]}
-        assert set(batch.growing()) == needy
-        assert batch.num_growing == len(needy)
+        assert set(batch.needing_block()) == needy
+        assert batch.num_needing_block == len(needy)
         before = {one: one.tokens.tolist() for one in self.slots}
         for one in needy & set(part):
             self.slots[one] += BLOCK

@@ -7,8 +7,16 @@ from itertools import pairwise
 
 from hypothesis import given, settings
 
-from sagellm.core.growth import Growth
-from sagellm.core.plan import BlockCopy, Decision, ExecutionPlan, Join, Placement, Prefill, Transfer
+from sagellm.core.plan import (
+    BlockCopy,
+    BlockTableDelta,
+    Decision,
+    ExecutionPlan,
+    Join,
+    Placement,
+    Prefill,
+    Transfer,
+)
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.kvmgr.scheduler_ir.diff import diff, diff_text
 from sagellm.kvmgr.scheduler_ir.rows import Row, Rows
@@ -34,7 +42,7 @@ def test_one_step_under_two_schedulers() -> None:
         FIRST,
         joined=(join(2, "new", (4,)),),
         left=(1,),
-        grown=(Growth(0, 2, (9,)),),
+        table_deltas=(BlockTableDelta(0, 2, (9,)),),
         decode_rows=(0,),
         decode_positions=(8,),
         prefills=(Prefill(2, "new", 0, 4, False),),

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import PlanError
 from sagellm.core.ir import LOCAL
 from sagellm.core.plan import NO_ROW
@@ -29,7 +30,7 @@ def before(running: list[ScheduleRequest], available: int) -> Rows:
     rows, first = {}, available
     for number, one in enumerate(running):
         length = len(one.token_ids)
-        count = -(-(length - 1) // one.block_size)
+        count = cdiv(length - 1, one.block_size)
         rows[number] = Row(one.request_id, length, length, length - 1, list(range(first, first + count)))
         first += count
     return Rows(rows)
@@ -40,7 +41,7 @@ def test_a_plan_for_those_who_wait_and_those_who_run() -> None:
     pending = [ask("new", 10, cached=4), ask("late", 6)]
     plan = build_plan(pending, running, available_memory=8, step=3, max_batched_tokens=10)
     assert (plan.step, plan.decode_rows, plan.decode_positions) == (3, (0, 1), (8, 6))
-    assert [(one.row, one.block_ids) for one in plan.grown] == [(0, (0,))]
+    assert [(one.row, one.block_ids) for one in plan.table_deltas] == [(0, (0,))]
     assert [(one.request_id, one.row, one.num_computed, one.block_ids) for one in plan.joined] == [
         ("new", 2, 4, (12, 1, 2)),
         ("late", 3, 0, (3,)),
@@ -57,7 +58,7 @@ def test_who_is_preempted_gives_row_and_blocks() -> None:
     running = [ask("old", 9), ask("young", 9)]
     plan = build_plan([ask("new", 4)], running, available_memory=0)
     assert (plan.preempted, plan.left, plan.decode_rows) == (("young",), (1,), (0,))
-    assert plan.grown[0].block_ids == (2,), "a block that young held"
+    assert plan.table_deltas[0].block_ids == (2,), "a block that young held"
     assert plan.joined == (), "a step that preempts admits nobody"
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sagellm.core.errors import PlanError
-from sagellm.core.growth import Growth
 from sagellm.core.ir import DecodeOp, InstanceStep, JoinOp, Phase, PlaceOp, PrefillOp, TransferOp
-from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, Placement, Prefill, Transfer
+from sagellm.core.plan import BlockCopy, BlockTableDelta, ExecutionPlan, Join, Placement, Prefill, Transfer
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.kvmgr.scheduler_ir.graph import IRGraph
 from sagellm.kvmgr.scheduler_ir.rows import Row, Rows
@@ -31,7 +30,7 @@ def test_an_operation_comes_after_those_that_it_meets() -> None:
         1,
         left=(2,),
         joined=(join(2, "new", (4, 5)),),
-        grown=(Growth(0, 1, (9,)),),
+        table_deltas=(BlockTableDelta(0, 1, (9,)),),
         decode_rows=(0, 1),
         decode_positions=(4, 3),
         prefills=(Prefill(2, "new", 0, 6, True),),
@@ -135,7 +134,7 @@ def test_rows_of_which_nothing_is_known_are_left_alone() -> None:
         ExecutionPlan(
             5,
             left=(9,),
-            grown=(Growth(1, 2, (3,)),),
+            table_deltas=(BlockTableDelta(1, 2, (3,)),),
             decode_rows=(1,),
             decode_positions=(4,),
             prefills=(Prefill(2, "a", 0, 3, True),),
@@ -148,6 +147,8 @@ def test_rows_of_which_nothing_is_known_are_left_alone() -> None:
     assert rows.names == {1: "b"}
     assert (rows[1].num_computed, rows[1].num_tokens) == (6, 7)
     before = rows.copy()
-    rows.follow(ExecutionPlan(7, grown=(Growth(1, 2, (3,)),), decode_rows=(1,), decode_positions=(6,)))
+    rows.follow(
+        ExecutionPlan(7, table_deltas=(BlockTableDelta(1, 2, (3,)),), decode_rows=(1,), decode_positions=(6,))
+    )
     assert rows[1] == Row("b", 8, 6, 7, [1, 2, 3])
     assert before[1] == Row("b", 7, 6, 6, [1, 2])

@@ -9,9 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagellm.core.errors import PlanError
-from sagellm.core.growth import Growth
 from sagellm.core.ir import InstanceStep, Phase
-from sagellm.core.plan import BlockCopy, Decision, ExecutionPlan, Join, Placement, Prefill, Transfer
+from sagellm.core.plan import (
+    BlockCopy,
+    BlockTableDelta,
+    Decision,
+    ExecutionPlan,
+    Join,
+    Placement,
+    Prefill,
+    Transfer,
+)
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.kvmgr.scheduler_ir.graph import IRGraph
 from sagellm.kvmgr.scheduler_ir.rows import Row, Rows
@@ -36,7 +44,7 @@ PLAN = ExecutionPlan(
         ),
     ),
     left=(3,),
-    grown=(Growth(1, 3, (17,)),),
+    table_deltas=(BlockTableDelta(1, 3, (17,)),),
     decode_rows=(1,),
     decode_positions=(12,),
     prefills=(Prefill(3, "c", 8, 14, True),),

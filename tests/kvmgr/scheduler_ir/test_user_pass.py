@@ -23,7 +23,7 @@ class OddOnesLastPass:
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
         draft.waiting.sort(key=lambda state: (state.request.params.max_tokens or 0) % self.modulus)
         for state in draft.waiting[:1]:
-            draft.say(self.name, state, "prefer", "it asks for an even number of tokens")
+            draft.record(self.name, state, "prefer", "it asks for an even number of tokens")
 
 
 def test_a_pass_from_outside_is_found_by_its_path_and_takes_options() -> None:

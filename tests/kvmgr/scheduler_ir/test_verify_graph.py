@@ -108,5 +108,5 @@ def test_engines_under_pressure_do_all_kinds_of_things() -> None:
     plans = [one.plan for seed in range(8) for one in run_engine(seed)]
     assert any(plan.copies for plan in plans), "forks copy a block"
     assert any(plan.preempted for plan in plans)
-    assert any(plan.grown for plan in plans)
+    assert any(plan.table_deltas for plan in plans)
     assert any(plan.decode_rows and plan.prefills for plan in plans)

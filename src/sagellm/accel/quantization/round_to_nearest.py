@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ModelError
 from sagellm.core.protocols.quantization import QuantizedMatrix
 
@@ -39,7 +40,7 @@ class RoundToNearest:
         bits = max(self._bits, _HEAD_BITS) if name == HEAD else self._bits
         outputs, inputs = weight.shape
         codes = torch.empty(outputs, inputs, dtype=torch.uint8, device=weight.device)
-        groups = -(-inputs // GROUP_SIZE)
+        groups = cdiv(inputs, GROUP_SIZE)
         scales = torch.empty(outputs, groups, dtype=torch.float16, device=weight.device)
         rows = max(1, _CHUNK // max(1, inputs))
         for first in range(0, outputs, rows):

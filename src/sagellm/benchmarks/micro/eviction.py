@@ -11,6 +11,7 @@ import dataclasses
 from sagellm.benchmarks.micro._case import MicroBenchmark, Plan, Recipe, Setting, timed
 from sagellm.benchmarks.micro._kv import Books, Prompts, books
 from sagellm.benchmarks.micro._timing import Operation
+from sagellm.core.blocks import cdiv
 from sagellm.core.registry import registry
 from sagellm.core.types import NO_ACCOUNT, Namespace, Tokens
 
@@ -27,7 +28,7 @@ def _full_cache(setting: Setting, num_blocks: int) -> tuple[Books, list[Tokens],
     """A cache of prompts, which are returned in order of arrival, without a free block."""
     prompts = Prompts(setting.plan.seed)
     plan = dataclasses.replace(setting.plan, policy=setting.variant)
-    kv = books(plan, -(-num_blocks // _PROMPT_BLOCKS) * _PROMPT_BLOCKS)
+    kv = books(plan, cdiv(num_blocks, _PROMPT_BLOCKS) * _PROMPT_BLOCKS)
     cached = []
     while kv.pool.num_free:
         cached.append(prompts.draw(_PROMPT_TOKENS))

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.benchmarks.micro._case import MicroBenchmark, Plan, Recipe, Setting, timed
 from sagellm.benchmarks.micro._timing import Operation
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError, UnknownNameError, nearest
 from sagellm.core.protocols.fusion import KernelSet
 
@@ -101,7 +102,7 @@ def _attention(setting: Setting, sequences: int, tokens: int, start: int) -> Ope
     """Of `tokens` behind `start` others in each sequence. Torch gets keys and values side by side, which an
     engine without the kernel has to gather first."""
     length = start + tokens
-    entries = -(-length // _BLOCK)
+    entries = cdiv(length, _BLOCK)
     query = _random(setting, sequences * tokens, _HEADS, _DIM)
     keys = _random(setting, sequences * entries, _BLOCK, _KV_HEADS, _DIM)
     values = keys.clone()
@@ -134,7 +135,7 @@ def _rope(setting: Setting, calls: int) -> Operation:
     rows = setting.size
     heads = _random(setting, rows, _HEADS + 2 * _KV_HEADS, _DIM)
     cos, sin = _random(setting, rows, _DIM // 2), _random(setting, rows, _DIM // 2)
-    keys = _random(setting, -(-rows // _BLOCK), _BLOCK, _KV_HEADS, _DIM)
+    keys = _random(setting, cdiv(rows, _BLOCK), _BLOCK, _KV_HEADS, _DIM)
     values, slots = keys.clone(), torch.arange(rows)
     kernel = _kernels().rope_to_cache
     assert kernel is not None

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from sagellm.benchmarks.micro._case import BLOCK_SIZE, MicroBenchmark, Plan, Recipe, Setting, timed
 from sagellm.benchmarks.micro._kv import OWNER, Prompts, books
 from sagellm.benchmarks.micro._timing import Operation
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import CapacityError
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.registry import registry
@@ -79,7 +80,9 @@ def _grow(setting: Setting, calls: int, *, quota: bool) -> Operation:
     """One more block for a sequence that has `size` of them, as decoding takes it at a block's border."""
     till = _half_full(setting, calls, quota=quota)
     pool, allocation = till.pool, till.allocate(setting.size)
-    return Operation(run=lambda _: pool.grow(allocation, 1), teardown=lambda *_: pool.shrink(allocation, 1))
+    return Operation(
+        run=lambda _: pool.append_blocks(allocation, 1), teardown=lambda *_: pool.shrink(allocation, 1)
+    )
 
 
 def _evict_and_allocate(setting: Setting, calls: int) -> Operation:
@@ -93,7 +96,7 @@ def _evict_and_allocate_in_large(setting: Setting, calls: int) -> Operation:
 def _taking(setting: Setting, num_blocks: int) -> Operation:
     """Every sample starts with no more free blocks than a prompt has."""
     prompts = Prompts(setting.plan.seed)
-    kv = books(setting.plan, -(-num_blocks // _PROMPT_BLOCKS) * _PROMPT_BLOCKS, pool=setting.variant)
+    kv = books(setting.plan, cdiv(num_blocks, _PROMPT_BLOCKS) * _PROMPT_BLOCKS, pool=setting.variant)
 
     def fill() -> int:
         while kv.pool.num_free >= _PROMPT_BLOCKS:

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sagellm.benchmarks.traces import Trace, TraceRequest
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import Tokens
 
@@ -65,7 +66,7 @@ class PromptContent:
 def check_lengths(trace: Trace) -> None:
     """Raise `ConfigError` for a request with more whole blocks of ids than its prompt is long."""
     for number, request in enumerate(trace.requests):
-        blocks = -(-request.num_input_tokens // trace.block_tokens)
+        blocks = cdiv(request.num_input_tokens, trace.block_tokens)
         if len(request.ids) > blocks:
             raise ConfigError(
                 f"request {number} of trace {trace.name!r} names {len(request.ids)} blocks of "

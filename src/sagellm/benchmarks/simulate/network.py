@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from sagellm.benchmarks.simulate.instance import Instance
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import NO_ACCOUNT, Request
 from sagellm.kvmgr.manager import KVCacheManager
@@ -117,7 +118,7 @@ def _cached_tokens(kv: KVCacheManager, transfer: Transfer) -> int:
 
 
 def _blocks(kv: KVCacheManager, num_tokens: int) -> int:
-    return -(-num_tokens // kv.block_size)
+    return cdiv(num_tokens, kv.block_size)
 
 
 def receive(kv: KVCacheManager, request: Request, num_tokens: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from sagellm.benchmarks.traces._parsing import BrokenLineError, IdMap
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.types import Namespace, Tokens
 
@@ -39,7 +40,7 @@ class TextTokens:
         """Of an output, which gets no ids."""
         if self._encode is not None:
             return len(list(self._encode(content)))
-        return -(-len(_utf8(content)) // BYTES_PER_TOKEN)
+        return cdiv(len(_utf8(content)), BYTES_PER_TOKEN)
 
 
 def _utf8(content: str) -> bytes:

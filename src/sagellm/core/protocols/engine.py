@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sagellm.core.clock import Clock
-from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
+from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseSnapshot, TenantReuse
@@ -114,7 +114,7 @@ class EngineCore(Protocol):
         """Give up every cached block that no request and no pin uses; returns how many."""
         ...
 
-    def hint(self, envelope: KvHintsEnvelope, namespace: Namespace) -> Sequence[HintOutcome]:
+    def hint(self, envelope: KVHintsEnvelope, namespace: Namespace) -> Sequence[HintOutcome]:
         """Do what KV hints ask, for sessions and prompts of that tenant; one answer per action."""
         ...
 

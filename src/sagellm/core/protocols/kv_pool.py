@@ -58,11 +58,11 @@ class KVPool(Protocol):
         an error."""
         ...
 
-    def grow(self, allocation: Allocation, num_blocks: int) -> BlockIds | None:
+    def append_blocks(self, allocation: Allocation, num_blocks: int) -> BlockIds | None:
         """Exactly `num_blocks` more at the end of the allocation, or None; returns the new ones."""
         ...
 
-    def grow_each(self, allocations: Sequence[Allocation]) -> BlockIds | None:
+    def append_block_to_each(self, allocations: Sequence[Allocation]) -> BlockIds | None:
         """One block more at the end of each allocation, or None and no change. All are of one account."""
         ...
 

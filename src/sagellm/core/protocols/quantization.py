@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.types import Tokens
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class QuantizedMatrix:
             raise ValueError(f"{self.bits} bits in groups of {self.group_size}: use 4 or 8, and at least 1")
         if self.activation_bits not in (8, 16):
             raise ValueError(f"activations in {self.activation_bits} bits: use 8 or 16")
-        expected = (outputs, -(-inputs // self.group_size))
+        expected = (outputs, cdiv(inputs, self.group_size))
         for name, tensor in (("scales", self.scales), ("zeros", self.zeros)):
             if tensor is not None and tuple(tensor.shape) != expected:
                 raise ValueError(f"{name} of shape {list(tensor.shape)}, not {list(expected)}")

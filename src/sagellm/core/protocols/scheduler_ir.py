@@ -84,7 +84,7 @@ class BlockBudget:
         return self._names[account]
 
 
-class ReturnPrice(NamedTuple):
+class ResumeCost(NamedTuple):
     """What it takes to bring back a request that is preempted: seconds to compute again what it loses, or
     `num_host_blocks`, of which `num_free` are free, and seconds of copies, there and back. Seconds are 0
     where nobody knows them."""
@@ -132,19 +132,19 @@ class KVQuotes(Protocol):
         """What the decisions of one step may spend, to be counted down by whoever decides."""
         ...
 
-    def price_to_grow(self, state: RequestState, num_tokens: int) -> int:
+    def blocks_to_append(self, state: RequestState, num_tokens: int) -> int:
         """Blocks that a running request lacks to hold `num_tokens` more computed tokens."""
         ...
 
-    def price_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
+    def blocks_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
         """Blocks for `num_tokens` beyond the hit, plus those of the hit that stop being evictable."""
         ...
 
-    def gain_of_preempting(self, state: RequestState) -> int:
+    def blocks_freed_by_preempting(self, state: RequestState) -> int:
         """Blocks that become available, at least, when a running request is preempted."""
         ...
 
-    def price_to_return(self, state: RequestState) -> ReturnPrice:
+    def resume_cost(self, state: RequestState) -> ResumeCost:
         """What a running request would need to go on, once it was preempted."""
         ...
 
@@ -192,7 +192,7 @@ class SchedulerPass(Protocol):
     A pass that itself keeps the token budget and the memory, for running and waiting requests alike, may have
     an attribute `closes = True`: then nothing runs behind it to see to them. `quiet = True` says that while
     nobody waits and all are in decode it neither does nor learns anything: simulations then pass over it. A
-    pass that can promise that while somebody waits has `quiet_until` (`kvmgr/scheduler_ir/quiet.py`).
+    pass that can promise that while somebody waits has `stable_until` (`kvmgr/scheduler_ir/quiet.py`).
     `requires`, a set of names, says which of `CapabilityDescriptor.features` a backend must have to carry out
     what the pass decides: a strategy with the pass is refused where the backend lacks one.
     """

@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ContextLengthError, RequestError, nearest, shown
-from sagellm.core.kv_hints import HintOutcome, KvHintsEnvelope
+from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.protocols.engine import EngineCore, EngineDiagnostics, EngineStats, PinnedPrefix
 from sagellm.core.protocols.prefix_cache import MissCounts
 from sagellm.core.protocols.tokenizer import Message, TextTokenizer
@@ -28,7 +28,7 @@ from sagellm.engines.llm.completion import Completion, TextDelta, Usage
 from sagellm.engines.llm.text_stream import Piece, TextStream
 
 Prompt = str | Tokens | Sequence[int] | Sequence[Message]
-Hints = KvHintsEnvelope | Mapping[str, Any]
+Hints = KVHintsEnvelope | Mapping[str, Any]
 """KV hints, parsed or as decoded JSON."""
 
 MAX_SESSION_ID_CHARS = 256
@@ -413,8 +413,8 @@ def _drawing(request: Request) -> Request:
     return replace(request, params=replace(request.params, max_tokens=1))
 
 
-def _parsed(kv_hints: Hints) -> KvHintsEnvelope:
-    return kv_hints if isinstance(kv_hints, KvHintsEnvelope) else KvHintsEnvelope.parse(kv_hints)
+def _parsed(kv_hints: Hints) -> KVHintsEnvelope:
+    return kv_hints if isinstance(kv_hints, KVHintsEnvelope) else KVHintsEnvelope.parse(kv_hints)
 
 
 def _check_session(session_id: str | None) -> None:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.protocols.fusion import FusedKernel
 from sagellm.engines.native.host_copies import moved
 from sagellm.engines.native.kv_cache import PagedKV
@@ -189,7 +190,7 @@ class AttentionPlanner:
         starts = [max(0, span.end - window) if window else 0 for span in spans]
         firsts = [start // bs for start in starts]
         tables = [
-            span.block_ids[first : -(-span.end // bs)] for span, first in zip(spans, firsts, strict=True)
+            span.block_ids[first : cdiv(span.end, bs)] for span, first in zip(spans, firsts, strict=True)
         ]
         key_starts = [start - first * bs for start, first in zip(starts, firsts, strict=True)]
         key_stops = [span.end - first * bs for span, first in zip(spans, firsts, strict=True)]
@@ -226,7 +227,7 @@ class AttentionPlanner:
                 return PrefillPlan(span, None, (tile,))
             return PrefillPlan(span, None, self._tiles(span, 0, window))
         first_block = first_key // bs
-        read = self._read([span.block_ids[first_block : -(-span.end // bs)]])
+        read = self._read([span.block_ids[first_block : cdiv(span.end, bs)]])
         return PrefillPlan(span, read, self._tiles(span, first_block * bs, window))
 
     def _tiles(self, span: Span, origin: int, window: int | None) -> tuple[Tile, ...]:

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.protocols.fusion import FusedKernel
 from sagellm.engines.native.attention import AttentionPlanner, Span, attend
 from sagellm.engines.native.kv_cache import PagedKV
@@ -34,7 +35,7 @@ def attention_planner(
 
 def chunks_pay(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> bool:
     """Whether a prefill chunk is faster by `kernel`, which on a CPU is one of one thread."""
-    small = _like(kv, -(-(CONTEXT + CHUNK) // kv.block_size))
+    small = _like(kv, cdiv(CONTEXT + CHUNK, kv.block_size))
     span = Span(0, CHUNK, CONTEXT, range(small.num_blocks))
     query = _query(kv, CHUNK, num_heads)
     key = query.new_ones(CHUNK, *small.keys[0].shape[2:])

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.protocols.fusion import FusedKernel
 from sagellm.engines.native.attention import AttentionPlan, KernelCall, Span
 from sagellm.engines.native.kv_cache import PagedKV
@@ -30,8 +31,8 @@ class DecodeInputs:
         self._max_rows = max_rows
         self._block_size, self._scratch = kv.block_size, kv.scratch_block
         device = kv.keys[0].device
-        most_entries = max_rows * -(-max_length // kv.block_size)
-        size = _FIELDS * max_rows + -(-most_entries // 2)
+        most_entries = max_rows * cdiv(max_length, kv.block_size)
+        size = _FIELDS * max_rows + cdiv(most_entries, 2)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._device = self._host if device.type == "cpu" else self._host.to(device)
         head = self._host[: _FIELDS * max_rows].view(_FIELDS, max_rows).numpy()
@@ -72,5 +73,5 @@ class DecodeInputs:
         self._spans[:rows, 0], self._spans[:rows, 1] = range(rows), 1
         self._tables[: len(tables)] = tables
         if self._device is not self._host:
-            used = _FIELDS * self._max_rows + -(-len(tables) // 2)
+            used = _FIELDS * self._max_rows + cdiv(len(tables), 2)
             self._device[:used].copy_(self._host[:used], non_blocking=True)

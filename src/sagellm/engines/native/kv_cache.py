@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import torch
 
+from sagellm.core.blocks import Tier
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import BlockCopy
 from sagellm.engines.native.host_pages import lazy_zeros
 
 LAYOUT = "layer.kv.block.token.head.dim"
-TIER, HOST = "hbm", "dram"
 
 
 class PagedKV:
@@ -59,14 +59,14 @@ class PagedKV:
         for copy in copies:
             self._check(copy, copy.source_tier, copy.source_block)
             self._check(copy, copy.target_tier, copy.target_block)
-        tiers = {TIER: [*self.keys, *self.values], HOST: self._host}
+        tiers: dict[str, list[torch.Tensor]] = {Tier.HBM: [*self.keys, *self.values], Tier.DRAM: self._host}
         for copy in copies:
             pairs = zip(tiers[copy.source_tier], tiers[copy.target_tier], strict=True)
             for source, target in pairs:  # on a GPU in the order of its stream, for pinned memory too
                 target[copy.target_block].copy_(source[copy.source_block], non_blocking=True)
 
     def _check(self, copy: BlockCopy, tier: str, block: int) -> None:
-        sizes = {TIER: self.num_blocks, HOST: self.num_host_blocks}
+        sizes: dict[str, int] = {Tier.HBM: self.num_blocks, Tier.DRAM: self.num_host_blocks}
         if tier not in sizes:
             raise PlanError(f"{copy}: the native backend has the tiers {', '.join(sizes)}")
         if not 0 <= block < sizes[tier]:

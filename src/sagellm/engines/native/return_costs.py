@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import torch
 
+from sagellm.core.blocks import Tier, cdiv
 from sagellm.core.clock import Clock
 from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, Prefill, StepResult
 from sagellm.core.types import SamplingParams, Tokens
-from sagellm.engines.native.kv_cache import HOST, TIER, PagedKV
+from sagellm.engines.native.kv_cache import PagedKV
 
 NUM_COPIES = 8
 PROMPT_TOKENS = 256
@@ -21,8 +22,8 @@ def host_copy_s(kv: PagedKV, clock: Clock) -> float:
     """Seconds to copy a block one way: the best of a few rounds there and back. Every block is zero before
     and after."""
     count = min(NUM_COPIES, kv.num_blocks, kv.num_host_blocks)
-    there = [BlockCopy(TIER, block, HOST, block) for block in range(count)]
-    back = [BlockCopy(HOST, block, TIER, block) for block in range(count)]
+    there = [BlockCopy(Tier.HBM, block, Tier.DRAM, block) for block in range(count)]
+    back = [BlockCopy(Tier.DRAM, block, Tier.HBM, block) for block in range(count)]
     return _best_s(lambda: kv.copy_blocks([*there, *back]), clock, kv.keys[0].device) / (2 * count)
 
 
@@ -32,7 +33,7 @@ def prefill_token_s(
     """Seconds for each token of a prompt of some hundred tokens, if so many fit. Leaves no row behind; what
     it writes into the first blocks is overwritten by whoever gets them."""
     num_tokens = min(PROMPT_TOKENS, max_tokens)
-    blocks = tuple(range(-(-num_tokens // block_size)))
+    blocks = tuple(range(cdiv(num_tokens, block_size)))
     prompt, params = Tokens([0] * num_tokens).tobytes(), SamplingParams(max_tokens=1)
     join = Join(0, "start-up", prompt, num_tokens, 0, blocks, params, frozenset())
     prefill = Prefill(0, "start-up", 0, num_tokens, samples=True)  # the token drawn is waited for

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from sagellm.core.errors import PlanError
-from sagellm.core.growth import Growth
-from sagellm.core.plan import ExecutionPlan, Join
+from sagellm.core.plan import BlockTableDelta, ExecutionPlan, Join
 from sagellm.engines.native.attention import AttentionPlanner, Span
 from sagellm.engines.native.host_copies import moved
 from sagellm.engines.native.model import StepInputs
@@ -65,7 +64,7 @@ class BatchRows:
             self._rows.pop(row, None)
         for join in plan.joined:
             self._join(join, device)
-        for growth in plan.grown:
+        for growth in plan.table_deltas:
             self._grow(growth)
 
     def _join(self, join: Join, device: torch.device) -> None:
@@ -83,7 +82,7 @@ class BatchRows:
         table = array("i", join.block_ids)
         self._rows[join.row] = Row(join.request_id, tokens, join.num_prompt_tokens, table, sampler)
 
-    def _grow(self, growth: Growth) -> None:
+    def _grow(self, growth: BlockTableDelta) -> None:
         row = self._row(growth.row)
         self._check_blocks(row.request_id, growth.block_ids)
         if growth.first > len(row.table):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
+from sagellm.core.blocks import Tier
 from sagellm.core.clock import ManualClock
 from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, TokenLogprob
@@ -58,7 +59,7 @@ class SimulatedBackend:
             model.kv_schema(block_size),
             memory_bytes=cost_model.device.memory_bytes,
             num_host_blocks=host_memory_bytes // self._bytes_per_block,
-            host_copy_s=cost_model.moves_s({("hbm", "dram"): self._bytes_per_block}),
+            host_copy_s=cost_model.moves_s({(Tier.HBM, Tier.DRAM): self._bytes_per_block}),
             prefill_token_s=prefill_s / LONG_PROMPT,
             prefill_token_squared_s=(behind_s - prefill_s) / LONG_PROMPT**2,
         )

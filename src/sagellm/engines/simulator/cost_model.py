@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from sagellm.core.blocks import Tier
 from sagellm.core.errors import ConfigError
 from sagellm.engines.simulator.devices import Device
 from sagellm.engines.simulator.models import ModelShape
@@ -256,7 +257,11 @@ class CostModel:
     def _path(self, source: str, target: str) -> float:
         """Bytes per second between two tiers: that of the slowest part."""
         device = self.device
-        speeds = {"hbm": device.bandwidth / 2, "dram": device.pcie, "nvme": device.nvme}
+        speeds: dict[str, float] = {
+            Tier.HBM: device.bandwidth / 2,
+            Tier.DRAM: device.pcie,
+            Tier.NVME: device.nvme,
+        }
         for tier in (source, target):
             if tier not in speeds:
                 raise ConfigError(f"no tier {tier!r}; tiers are {', '.join(speeds)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import CapacityError
 from sagellm.engines.simulator.devices import GIB, Device
 from sagellm.engines.simulator.models import ModelShape
@@ -39,13 +40,13 @@ def num_kv_blocks(
     Blocks, rows and tokens are those of all data-parallel groups together.
     """
     experts = model.num_experts * model.expert_params * model.itemsize
-    weights = -(-(model.weight_bytes - experts) // tensor_parallel)
-    weights += -(-experts // (tensor_parallel * data_parallel))
+    weights = cdiv(model.weight_bytes - experts, tensor_parallel)
+    weights += cdiv(experts, tensor_parallel * data_parallel)
     usable = int(device.memory_bytes * utilization) - RUNTIME_BYTES - weights
-    tokens, rows = -(-max_batched_tokens // data_parallel), -(-max_num_seqs // data_parallel)
+    tokens, rows = cdiv(max_batched_tokens, data_parallel), cdiv(max_num_seqs, data_parallel)
     usable -= activation_bytes(model, tokens, rows, tensor_parallel)
     shards = min(tensor_parallel, model.num_kv_heads)
-    blocks = usable // (-(-model.kv_bytes_per_token // shards) * block_size)
+    blocks = usable // (cdiv(model.kv_bytes_per_token, shards) * block_size)
     if blocks < 1:
         need = weights / GIB
         raise CapacityError(

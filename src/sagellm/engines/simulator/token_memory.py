@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, StepResult
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, TokenLogprob, Tokens
@@ -45,7 +46,10 @@ class TokenMemoryBackend:
             sliding_window=sliding_window, num_host_blocks=num_host_blocks,
         )  # fmt: skip
         self._memory: list[_Slot] = [None] * (num_blocks * block_size)
-        self._tiers = {"hbm": self._memory, "dram": list[_Slot]([None] * (num_host_blocks * block_size))}
+        self._tiers: dict[str, list[_Slot]] = {
+            Tier.HBM: self._memory,
+            Tier.DRAM: [None] * (num_host_blocks * block_size),
+        }
         self._rows: dict[int, _Row] = {}
 
     def capability(self) -> CapabilityDescriptor:
@@ -65,7 +69,7 @@ class TokenMemoryBackend:
             self._rows.pop(row, None)
         for join in plan.joined:
             self._rows[join.row] = _enter(join)
-        for growth in plan.grown:
+        for growth in plan.table_deltas:
             self._rows[growth.row].blocks[growth.first :] = growth.block_ids
         for copy in plan.copies:
             self._copy(copy)

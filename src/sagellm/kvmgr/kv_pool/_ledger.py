@@ -136,7 +136,7 @@ class BlockLedger(ABC):
         finally:
             lock.release()
 
-    def grow(self, allocation: Allocation, num_blocks: int) -> BlockIds | None:
+    def append_blocks(self, allocation: Allocation, num_blocks: int) -> BlockIds | None:
         lock = self._lock
         lock.acquire()
         try:
@@ -149,7 +149,7 @@ class BlockLedger(ABC):
         finally:
             lock.release()
 
-    def grow_each(self, allocations: Sequence[Allocation]) -> BlockIds | None:
+    def append_block_to_each(self, allocations: Sequence[Allocation]) -> BlockIds | None:
         lock, live = self._lock, self._live
         lock.acquire()
         try:

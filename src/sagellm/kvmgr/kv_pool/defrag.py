@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.plan import BlockCopy
 
@@ -35,7 +36,7 @@ def plan_compaction(used: Iterable[int], total_blocks: int, max_copies: int | No
     return dict(zip(sources[:best], targets[:best], strict=True))
 
 
-def as_copies(moves: Mapping[int, int], tier: str = "hbm") -> list[BlockCopy]:
+def as_copies(moves: Mapping[int, int], tier: Tier = Tier.HBM) -> list[BlockCopy]:
     """The moves as copies within one tier, for the plan that a backend executes."""
     return [BlockCopy(tier, source, tier, target) for source, target in moves.items()]
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sagellm.core.blocks import Tier
 from sagellm.core.plan import BlockCopy, RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit, SharedTail
 from sagellm.kvmgr.manager.sequence import SequenceKV
-
-TIER = "hbm"
 
 
 class Donors:
@@ -54,4 +53,4 @@ class Donors:
     def copy_of(self, tail: SharedTail, request_id: str) -> BlockCopy:
         """Of the donor's block into the one at the same place of the request."""
         source = self._sequences[tail.request_id].block_ids[tail.position]
-        return BlockCopy(TIER, source, TIER, self._sequences[request_id].block_ids[tail.position])
+        return BlockCopy(Tier.HBM, source, Tier.HBM, self._sequences[request_id].block_ids[tail.position])

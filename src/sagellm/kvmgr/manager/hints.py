@@ -11,8 +11,8 @@ from sagellm.core.kv_hints import (
     MAX_DURATION_S,
     HintOutcome,
     HintStatus,
-    KvHintAction,
-    KvHintsEnvelope,
+    KVHintAction,
+    KVHintsEnvelope,
     number,
 )
 from sagellm.core.plan import RequestState
@@ -62,7 +62,7 @@ class KVHints:
             self.apply(request.kv_hints, request.namespace, state.tokens)
 
     def apply(
-        self, envelope: KvHintsEnvelope, namespace: Namespace, own: Tokens | None = None
+        self, envelope: KVHintsEnvelope, namespace: Namespace, own: Tokens | None = None
     ) -> tuple[HintOutcome, ...]:
         """Do what the actions ask; `own`: the tokens of the request that brought them. Never raises for an
         action: each is answered."""
@@ -89,7 +89,7 @@ class KVHints:
 
     # -- inside
 
-    def _act(self, action: KvHintAction, namespace: Namespace, own: Tokens | None) -> HintOutcome:
+    def _act(self, action: KVHintAction, namespace: Namespace, own: Tokens | None) -> HintOutcome:
         if not action.is_known:
             name = f"{action.action_type}@{action.action_version}"
             return HintOutcome(action.action_id, HintStatus.UNSUPPORTED, reason=f"{name} is not known here")
@@ -123,7 +123,7 @@ class KVHints:
             self._index.hint(hit, Hint(expected=False))
 
     def _target(
-        self, action: KvHintAction, namespace: Namespace, own: Tokens | None
+        self, action: KVHintAction, namespace: Namespace, own: Tokens | None
     ) -> tuple[Tokens, Namespace] | None:
         session_id, token_ids = action.payload.get("session_id"), action.payload.get("token_ids")
         if session_id is not None:
@@ -145,7 +145,7 @@ class KVHints:
             self._num_tokens -= len(self._sessions.popitem(last=False)[1][0])
 
 
-def _hint_of(action: KvHintAction) -> Hint:
+def _hint_of(action: KVHintAction) -> Hint:
     """Raises `RequestError` for a payload that makes no sense."""
     payload = action.payload
     if action.action_type == "kv.retain":

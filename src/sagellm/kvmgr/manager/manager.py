@@ -25,8 +25,8 @@ from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
 from sagellm.kvmgr.manager.donors import Donors
 from sagellm.kvmgr.manager.hints import KVHints
 from sagellm.kvmgr.manager.pins import PinnedPrefixes
+from sagellm.kvmgr.manager.prefix_registrar import PrefixRegistrar
 from sagellm.kvmgr.manager.quotes import Quotes
-from sagellm.kvmgr.manager.registrar import Registrar
 from sagellm.kvmgr.manager.room import INDEX_OWNER, Room
 from sagellm.kvmgr.manager.sequence import Fragmentation, SequenceKV
 from sagellm.kvmgr.manager.swap import SwapSpace
@@ -81,7 +81,7 @@ class KVCacheManager(Quotes):
         self._sequences: dict[str, SequenceKV] = {}
         self._tables = DecodeTables(pool, self._make_room, with_quotas=quota is not None)
         self._donors = Donors(self._sequences, pool.block_size)
-        self._registrar = Registrar(index, pool, self._tables, self.namespace_of)
+        self._registrar = PrefixRegistrar(index, pool, self._tables, self.namespace_of)
         self.is_published = self._registrar.saw
         self._windows = Windows(window, self._sequences, self._donors, self._registrar, pool, quota)
         self._publishes = index_as_computed and prefix_caching and window is None
@@ -176,7 +176,7 @@ class KVCacheManager(Quotes):
     def swap_out(self, draft: Draft, state: RequestState) -> bool:
         """Plan the copies that save what the request is about to lose by preemption; False where there is no
         room. Before anything is bound: they have to come before all other copies of the draft."""
-        if self.swap is None or not self.price_to_return(state).fits:
+        if self.swap is None or not self.resume_cost(state).fits:
             return False
         table, first = self.block_table(state.request_id), self._first_lost(state)
         draft.copies += self.swap.save(state.request_id, state.tokens, table, first, state.num_computed)

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.plan import RequestState
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex, ReuseRecorder
-from sagellm.core.protocols.scheduler_ir import BlockBudget, ReturnPrice
+from sagellm.core.protocols.scheduler_ir import BlockBudget, ResumeCost
 from sagellm.core.types import Account, BlockIds, Namespace
 from sagellm.kvmgr.manager.donors import Donors
 from sagellm.kvmgr.manager.sequence import BlockStates, SequenceKV
@@ -76,27 +77,27 @@ class Quotes:
         total = self.pool.total_blocks
         return total if self.quota is None else min(total, self.quota.ceiling(self.quota.paying(account)))
 
-    def price_to_grow(self, state: RequestState, num_tokens: int) -> int:
+    def blocks_to_append(self, state: RequestState, num_tokens: int) -> int:
         held = len(self._sequences[state.request_id].block_ids)
         return max(0, self._blocks_for(state.num_computed + num_tokens) - held)
 
-    def price_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
-        new = -(-(hit.num_tokens + num_tokens) // self.block_size) - hit.num_blocks
+    def blocks_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
+        new = cdiv(hit.num_tokens + num_tokens, self.block_size) - hit.num_blocks
         return new + self.index.num_unpinned_on_path(hit) if hit.num_blocks else new
 
-    def gain_of_preempting(self, state: RequestState) -> int:
+    def blocks_freed_by_preempting(self, state: RequestState) -> int:
         sequence = self._sequences[state.request_id]
         own = len(sequence.own.block_ids) - self._windows.behind(sequence)
         return own + self.index.num_held_alone(sequence.hit)
 
-    def price_to_return(self, state: RequestState) -> ReturnPrice:
+    def resume_cost(self, state: RequestState) -> ResumeCost:
         first = self._first_lost(state)
         recompute_s = max(0, state.num_computed - first * self.block_size) * self.prefill_token_s
         swap = self.swap
         if swap is None or self.window is not None:
-            return ReturnPrice(0, 0, recompute_s, 0.0)
+            return ResumeCost(0, 0, recompute_s, 0.0)
         num_blocks = self._blocks_for(state.num_computed) - first
-        return ReturnPrice(num_blocks, swap.num_free, recompute_s, 2 * num_blocks * swap.block_s)
+        return ResumeCost(num_blocks, swap.num_free, recompute_s, 2 * num_blocks * swap.block_s)
 
     def block_states(self) -> BlockStates:
         cached, free = self.index.num_evictable, self.pool.num_free
@@ -117,11 +118,11 @@ class Quotes:
     # -- inside
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return cdiv(num_tokens, self.block_size)
 
     def _first_lost(self, state: RequestState) -> int:
         """From which block of its table on a request would lose what it has, if it were preempted."""
-        return len(self.block_table(state.request_id)) - self.gain_of_preempting(state)
+        return len(self.block_table(state.request_id)) - self.blocks_freed_by_preempting(state)
 
     def _ceilings_of(self, account: Account) -> Mapping[str, int]:
         """By ceiling of the account: blocks that it could have if all that can be freed below it were."""

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from sagellm.core.blocks import Tier, cdiv
 from sagellm.core.errors import BookkeepingError, CapacityError
 from sagellm.core.plan import BlockCopy
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import Tokens
-
-DEVICE, HOST = "hbm", "dram"
 
 
 @dataclass(slots=True)
@@ -56,7 +55,7 @@ class SwapSpace:
     ) -> list[BlockCopy]:
         """The copies that save the KV of the first `num_tokens` tokens from block `first` on. Until `written`
         it counts on a step that may still fail. Raises `CapacityError` where there is no room."""
-        stop = -(-num_tokens // self._block_size)
+        stop = cdiv(num_tokens, self._block_size)
         blocks = self._pool.allocate(stop - first, request_id)
         if blocks is None:
             raise CapacityError(
@@ -65,7 +64,7 @@ class SwapSpace:
         self._saved[request_id] = SavedKV(tokens, blocks, first, num_tokens)
         self.num_changes += 1
         pairs = zip(table[first:stop], blocks.block_ids, strict=True)
-        return [BlockCopy(DEVICE, source, HOST, target) for source, target in pairs]
+        return [BlockCopy(Tier.HBM, source, Tier.DRAM, target) for source, target in pairs]
 
     def written(self, request_ids: Iterable[str]) -> None:
         """The copies of these have been made."""
@@ -101,10 +100,10 @@ class SwapSpace:
         saved = self._saved.get(request_id)
         if saved is None:
             raise BookkeepingError(f"{request_id} counts on {hit.num_swapped} tokens that nobody has saved")
-        first, stop = hit.num_blocks, -(-hit.num_tokens // self._block_size)
+        first, stop = hit.num_blocks, cdiv(hit.num_tokens, self._block_size)
         sources = saved.blocks.block_ids[first - saved.first : stop - saved.first]
         pairs = zip(sources, table[first:stop], strict=True)
-        return [BlockCopy(HOST, source, DEVICE, target) for source, target in pairs]
+        return [BlockCopy(Tier.DRAM, source, Tier.HBM, target) for source, target in pairs]
 
     def check(self) -> None:
         """Raise `BookkeepingError` where records and host blocks disagree."""

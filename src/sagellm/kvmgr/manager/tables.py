@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 from sagellm.core.errors import BookkeepingError, CapacityError
-from sagellm.core.growth import Growth
-from sagellm.core.plan import Draft, RequestState
+from sagellm.core.plan import BlockTableDelta, Draft, RequestState
 from sagellm.core.protocols.kv_pool import KVPool
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, append_each
 from sagellm.kvmgr.manager.sequence import SequenceKV
@@ -74,9 +73,10 @@ class DecodeTables:
                 self.told(name)
 
     def grow(self, draft: Draft) -> None:
-        """Fill in `draft.stretched` and `draft.grown`. Raises `CapacityError`; what was given by then stands
-        in `stretched`."""
-        growing = draft.growing()
+        """Fill in `draft.appended` and `draft.table_deltas`.
+
+        Raises `CapacityError`; the blocks appended until then stand in `draft.appended`."""
+        growing = draft.needing_block()
         if growing:
             sequences = list(map(self._of.__getitem__, growing))
             if self._with_quotas:
@@ -87,7 +87,9 @@ class DecodeTables:
         for sequence in self._outdated.values():
             state, first = sequence.state, sequence.changed_from
             if first is not None and state.decoding and draft.computes(state):
-                draft.grown.append(Growth(state.row, first, tuple(sequence.block_ids[first:])))
+                draft.table_deltas.append(
+                    BlockTableDelta(state.row, first, tuple(sequence.block_ids[first:]))
+                )
 
     @property
     def is_up_to_date(self) -> bool:
@@ -104,21 +106,21 @@ class DecodeTables:
 
     def undo(self, draft: Draft) -> None:
         """Take back what `grow` gave."""
-        for state in draft.stretched.states:
+        for state in draft.appended.states:
             sequence = self._of.get(state)
             if sequence is None:  # it has ended since, and all went back
                 continue
             self._pool.shrink(sequence.own, 1)
             sequence.block_ids.pop()
-        draft.stretched.clear()
-        draft.grown.clear()
+        draft.appended.clear()
+        draft.table_deltas.clear()
 
     def take(self, sequence: SequenceKV, num_blocks: int) -> BlockIds:
         """Blocks for one request; raises `CapacityError`."""
         account = sequence.own.account
         if self._pool.num_free < num_blocks or self._with_quotas:
             self._make_room(num_blocks, account)
-        taken = self._pool.grow(sequence.own, num_blocks)
+        taken = self._pool.append_blocks(sequence.own, num_blocks)
         if taken is None:
             name = sequence.own.owner
             raise CapacityError(
@@ -145,19 +147,19 @@ class DecodeTables:
         tables = [sequence.block_ids for sequence in sequences]
         places = list(map(len, tables))
         append_each(tables, blocks)
-        draft.stretched.add(states, blocks)
+        draft.appended.add(states, blocks)
         rows = map(_ROW, states)
         if not self._outdated:
-            draft.stretched.tell(rows, places, blocks)
+            draft.appended.tell(rows, places, blocks)
             return
         for row, place, block, sequence in zip(rows, places, blocks, sequences, strict=True):
             if sequence.changed_from is None:
-                draft.stretched.tell((row,), (place,), (block,))
+                draft.appended.tell((row,), (place,), (block,))
 
     def _take_one_each(self, sequences: Sequence[SequenceKV]) -> BlockIds:
         if self._pool.num_free < len(sequences):
             self._make_room(len(sequences), NO_ACCOUNT)
-        taken = self._pool.grow_each([sequence.own for sequence in sequences])
+        taken = self._pool.append_block_to_each([sequence.own for sequence in sequences])
         if taken is None:
             raise CapacityError(
                 f"{len(sequences)} requests need a block each, {self._pool.num_free} could be made free",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
 from sagellm.core.types import Account
 from sagellm.kvmgr.manager.donors import Donors
-from sagellm.kvmgr.manager.registrar import Registrar
+from sagellm.kvmgr.manager.prefix_registrar import PrefixRegistrar
 from sagellm.kvmgr.manager.sequence import SequenceKV
 
 BEHIND_WINDOW = "behind the window"
@@ -21,7 +21,7 @@ class Windows:
         width: int | None,
         sequences: Mapping[str, SequenceKV],
         donors: Donors,
-        registrar: Registrar,
+        registrar: PrefixRegistrar,
         pool: KVPool,
         quota: BlockQuota | None,
     ) -> None:

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus, IndexCleared
@@ -344,7 +345,7 @@ class HashedPrefixCache(SimpleDoor):
         """Note the longest bonus of each block; what was noted before stays where it is longer."""
         for wish in retention:
             start = wish.start // self.block_size
-            stop = len(path) if wish.stop is None else -(-wish.stop // self.block_size)
+            stop = len(path) if wish.stop is None else cdiv(wish.stop, self.block_size)
             for record in path[start:stop]:
                 if record.bonus_s < wish.bonus_s:
                     record.bonus_s = wish.bonus_s

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus, IndexCleared
@@ -321,7 +322,7 @@ class RadixPrefixCache(SimpleDoor):
         first = wish.start // self.block_size
         last = hit.num_blocks
         if wish.stop is not None:
-            last = min(last, -(-wish.stop // self.block_size))
+            last = min(last, cdiv(wish.stop, self.block_size))
         if first >= last:
             return
         for border in (first, last):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sagellm.core.ir import HBM, TIERS, CopyOp, DecodeOp, GrowOp, JoinOp, Operation, PrefillOp, TransferOp
+from sagellm.core.blocks import Tier, cdiv
+from sagellm.core.ir import BlockTableOp, CopyOp, DecodeOp, JoinOp, Operation, PrefillOp, TransferOp
 from sagellm.kvmgr.scheduler_ir._graph_order import GraphOrder
 from sagellm.kvmgr.scheduler_ir._graph_rows import InstanceRows
 
@@ -48,7 +49,7 @@ def _accesses(
             continue
         table = now.row.block_ids
         first = 0 if window is None else max(0, op.start + 1 - window)
-        end = -(-op.end // block_size)
+        end = cdiv(op.end, block_size)
         yield Access(
             op,
             frozenset(table[first // block_size : end]),
@@ -62,7 +63,7 @@ def _id_problems(ops: Sequence[Operation]) -> Iterator[str]:
         ids: Sequence[int] = ()
         if isinstance(op, JoinOp):
             ids = op.join.block_ids
-        elif isinstance(op, GrowOp):
+        elif isinstance(op, BlockTableOp):
             ids = op.growth.block_ids
         elif isinstance(op, TransferOp):
             ids = op.transfer.block_ids
@@ -93,8 +94,8 @@ def _copy_problems(copies: Sequence[CopyOp], order: GraphOrder) -> Iterator[str]
     """Copies alone, and with each other."""
     targets: dict[tuple[str, int], CopyOp] = {}
     for op in copies:
-        for tier in {op.copy.source_tier, op.copy.target_tier} - set(TIERS):
-            yield f"{op.name}: there is no tier {tier!r}; tiers are {', '.join(TIERS)}"
+        for tier in {op.copy.source_tier, op.copy.target_tier} - set(Tier):
+            yield f"{op.name}: there is no tier {tier!r}; tiers are {', '.join(Tier)}"
         source, target = _source(op), _target(op)
         if source == target:
             yield f"{op.name} copies {_block(*source)} to itself; leave it out"
@@ -113,13 +114,13 @@ def _race(copy: CopyOp, access: Access, order: GraphOrder) -> Iterator[str]:
     copied, never overwritten; blocks that it got are ready when the copies with them are done."""
     op = access.op
     tier, block = _target(copy)
-    if tier == HBM and block in access.reads:
+    if tier == Tier.HBM and block in access.reads:
         if block not in access.new:
             yield f"{copy.name} overwrites {_block(tier, block)}, which {op.name} reads; choose a free block"
         elif not order.comes_after(op.op_id, copy.op_id):
             yield f"{op.name} reads {_block(tier, block)}, which {copy.name} fills; it has to come after that"
     tier, block = _source(copy)
-    overwritten = tier == HBM and block in access.writes & access.new
+    overwritten = tier == Tier.HBM and block in access.writes & access.new
     if overwritten and not order.comes_after(op.op_id, copy.op_id):
         yield f"{op.name} writes {_block(tier, block)}, which {copy.name} saves; it has to come after that"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from sagellm.core.ir import DecodeOp, GrowOp, JoinOp, LeaveOp, Operation, PrefillOp
+from sagellm.core.blocks import cdiv
+from sagellm.core.ir import BlockTableOp, DecodeOp, JoinOp, LeaveOp, Operation, PrefillOp
 from sagellm.kvmgr.scheduler_ir._graph_order import GraphOrder
 from sagellm.kvmgr.scheduler_ir.rows import Row, Rows
 
@@ -31,7 +32,7 @@ class InstanceRows:
         self._rows = {number: RowNow(row) for number, row in there.items()}
         self.problems: list[str] = []
         self._at = {row.row.request_id: number for number, row in self._rows.items() if row.row}
-        for kind in (LeaveOp, JoinOp, GrowOp):  # the order of effects
+        for kind in (LeaveOp, JoinOp, BlockTableOp):  # the order of effects
             for op in ops:
                 if isinstance(op, kind):
                     self._apply(op)
@@ -54,7 +55,7 @@ class InstanceRows:
             self._rows[op.row] = RowNow(None, [op], left_by=op)
         elif isinstance(op, JoinOp):
             self._join(op)
-        elif isinstance(op, GrowOp):
+        elif isinstance(op, BlockTableOp):
             self._grow(op)
 
     def _join(self, op: JoinOp) -> None:
@@ -69,7 +70,7 @@ class InstanceRows:
         self._rows[op.row] = RowNow(Row.of(op.join), [*earlier, op], set(op.join.block_ids))
         self._at[op.join.request_id] = op.row
 
-    def _grow(self, op: GrowOp) -> None:
+    def _grow(self, op: BlockTableOp) -> None:
         now, growth = self.get(op.row), op.growth
         if now is None:
             self.problems.append(f"{op.name} changes the table of row {op.row}, where nobody is")
@@ -138,7 +139,7 @@ def _join_problems(op: JoinOp) -> Iterator[str]:
 
 def _late_changes(op: DecodeOp | PrefillOp, now: RowNow, order: GraphOrder) -> Iterator[str]:
     for change in now.changes:
-        if isinstance(change, JoinOp | GrowOp) and not order.comes_after(op.op_id, change.op_id):
+        if isinstance(change, JoinOp | BlockTableOp) and not order.comes_after(op.op_id, change.op_id):
             yield f"{op.name} does not come after {change.name}; its row is not ready before that"
 
 
@@ -155,5 +156,5 @@ def _range_problems(op: DecodeOp | PrefillOp, row: Row, block_size: int) -> Iter
     if op.end > room:
         yield (
             f"{op.name} computes up to token {op.end}; the table of row {op.row} has {len(row.block_ids)} "
-            f"blocks for {room} tokens, it needs {-(-op.end // block_size)}"
+            f"blocks for {room} tokens, it needs {cdiv(op.end, block_size)}"
         )

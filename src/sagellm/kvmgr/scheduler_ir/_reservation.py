@@ -105,7 +105,7 @@ class Reservation:
                 break
             hit = hit_of(draft, view, state)
             num_tokens = len(state.tokens) - hit.num_tokens
-            prices.append(view.kv.price_to_admit(hit, num_tokens))
+            prices.append(view.kv.blocks_to_admit(hit, num_tokens))
             budget -= num_tokens
         return prices
 

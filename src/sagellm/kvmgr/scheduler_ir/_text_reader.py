@@ -9,13 +9,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn, TypedDict
 
 from sagellm.core.errors import PlanError, RequestError, nearest
-from sagellm.core.growth import Growth
 from sagellm.core.ir import (
     BOTH_PHASES,
     LOCAL,
+    BlockTableOp,
     CopyOp,
     DecodeOp,
-    GrowOp,
     InstanceStep,
     JoinOp,
     LeaveOp,
@@ -27,7 +26,7 @@ from sagellm.core.ir import (
     RejectOp,
     TransferOp,
 )
-from sagellm.core.plan import BlockCopy, Decision, Join, Placement, Prefill, Transfer
+from sagellm.core.plan import BlockCopy, BlockTableDelta, Decision, Join, Placement, Prefill, Transfer
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.kvmgr.scheduler_ir.graph import IRGraph
 
@@ -309,13 +308,13 @@ class GraphReader:
         except (RequestError, TypeError, ValueError) as error:
             line.expected(f"sampling parameters that are valid ({error})", back_to=start)
 
-    def _grow(self, line: Line, op_id: int) -> GrowOp:
+    def _grow(self, line: Line, op_id: int) -> BlockTableOp:
         row, request = self._row(line)
         line.take("from")
         first = line.integer("an index into the table")
         line.take("blocks")
-        growth = Growth(row, first, tuple(line.numbers("blocks")))
-        return GrowOp(growth=growth, request=request, **self._end(line, op_id))
+        growth = BlockTableDelta(row, first, tuple(line.numbers("blocks")))
+        return BlockTableOp(growth=growth, request=request, **self._end(line, op_id))
 
     def _copy(self, line: Line, op_id: int) -> CopyOp:
         source = line.word("a tier"), line.integer("a block")

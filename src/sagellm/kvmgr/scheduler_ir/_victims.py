@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from sagellm.core.plan import RequestState
-from sagellm.core.protocols.scheduler_ir import KVQuotes, ReturnPrice
+from sagellm.core.protocols.scheduler_ir import KVQuotes, ResumeCost
 
 VictimPolicy = Callable[[Sequence[RequestState], KVQuotes], RequestState]
 """Chooses one of the candidates, of which there is one at least; they stand in order of who comes first."""
 
 
-def return_s(price: ReturnPrice) -> float:
+def return_s(price: ResumeCost) -> float:
     """Seconds, by the better way of the two."""
     return min(price.recompute_s, price.swap_s) if price.fits else price.recompute_s
 
@@ -29,7 +29,7 @@ def _newest(candidates: Sequence[RequestState], kv: KVQuotes) -> RequestState:
 
 
 def _most_blocks(candidates: Sequence[RequestState], kv: KVQuotes) -> RequestState:
-    return max(reversed(candidates), key=kv.gain_of_preempting)
+    return max(reversed(candidates), key=kv.blocks_freed_by_preempting)
 
 
 def _cheapest(candidates: Sequence[RequestState], kv: KVQuotes) -> RequestState:
@@ -37,8 +37,8 @@ def _cheapest(candidates: Sequence[RequestState], kv: KVQuotes) -> RequestState:
     are known."""
 
     def price(one: RequestState) -> tuple[float, int]:
-        gain = kv.gain_of_preempting(one)
-        return (return_s(kv.price_to_return(one)) / gain if gain else float("inf"), one.num_computed)
+        gain = kv.blocks_freed_by_preempting(one)
+        return (return_s(kv.resume_cost(one)) / gain if gain else float("inf"), one.num_computed)
 
     return min(reversed(candidates), key=price)
 

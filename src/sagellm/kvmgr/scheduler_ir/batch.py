@@ -93,7 +93,7 @@ class DecodeBatch:
 
     # -- what a step needs, and what it brings
 
-    def growing(self) -> Sequence[RequestState]:
+    def needing_block(self) -> Sequence[RequestState]:
         """Those whose next token needs another block."""
         if self._growing is None:
             slack = self._column(SLACK)
@@ -102,8 +102,8 @@ class DecodeBatch:
         return self._growing
 
     @property
-    def num_growing(self) -> int:
-        return len(self.growing())
+    def num_needing_block(self) -> int:
+        return len(self.needing_block())
 
     def lengths(self, places: list[int] | None = None) -> Ints:
         """Tokens that each request has, prompt and output; a copy."""
@@ -111,9 +111,9 @@ class DecodeBatch:
         lengths: Ints = (column if places is None else column[places]) + 1
         return lengths
 
-    def places(self, out: Container[str]) -> list[int]:
+    def indices_without(self, skipped: Container[str]) -> list[int]:
         """Places in `states` of all but some."""
-        return [i for i, state in enumerate(self.states) if state.request_id not in out]
+        return [i for i, state in enumerate(self.states) if state.request_id not in skipped]
 
     def advance(self, token_ids: Sequence[int], places: list[int] | None = None) -> list[int]:
         """Append the token drawn for each request (of those at `places`, or of all).

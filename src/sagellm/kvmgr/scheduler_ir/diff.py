@@ -96,7 +96,7 @@ def _parts(plan: ExecutionPlan, rows: Rows | None) -> dict[str, Part]:
         part = _part(parts, join.request_id)
         part.join, part.blocks = f"row {join.row}, {join.num_computed} tokens computed", (0, join.block_ids)
     names |= {op.row: op.request_id for op in plan.prefills}
-    for growth in plan.grown:
+    for growth in plan.table_deltas:
         _part(parts, _name(names, growth.row)).blocks = (growth.first, growth.block_ids)
     for op in plan.prefills:
         _part(parts, op.request_id).prefill = op

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import PlanError
-from sagellm.core.growth import Growth
-from sagellm.core.plan import Draft, ExecutionPlan, RequestState
+from sagellm.core.plan import BlockTableDelta, Draft, ExecutionPlan, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.kvmgr.scheduler_ir.batch import DecodeBatch
 from sagellm.kvmgr.scheduler_ir.freeze import freeze
@@ -57,7 +57,9 @@ def build_plan(
         chunk.state.row = row
         binding.hold(chunk.state.request_id, chunk.hit.num_tokens)
         binding.fill(chunk.state.request_id, chunk.end)
-    draft.places = decodes.places(set(draft.out)) if draft.out else None
+    draft.decode_indices = (
+        decodes.indices_without(set(draft.skipped_decodes)) if draft.skipped_decodes else None
+    )
     return freeze(draft, left, binding, decodes)
 
 
@@ -75,7 +77,7 @@ class _Binding:
 
     def hold(self, request_id: str, num_tokens: int) -> None:
         """Blocks that have the KV of so many tokens already."""
-        count = -(-num_tokens // self._block_size)
+        count = cdiv(num_tokens, self._block_size)
         self._tables[request_id] = list(range(self._next_held, self._next_held + count))
         self._next_held += count
 
@@ -88,15 +90,15 @@ class _Binding:
     def fill(self, request_id: str, num_tokens: int) -> None:
         """Free blocks until the table holds so many tokens."""
         table = self._tables[request_id]
-        missing = -(-num_tokens // self._block_size) - len(table)
+        missing = cdiv(num_tokens, self._block_size) - len(table)
         if missing > 0:
             table += reversed(self._free[-missing:])
             del self._free[-missing:]
 
     def grow(self, draft: Draft) -> None:
         """One more block for each request in decode that needs it, told to the backend."""
-        for state in draft.growing():
+        for state in draft.needing_block():
             table = self._tables[state.request_id]
             first = len(table)
             self.fill(state.request_id, state.num_computed + 1)
-            draft.grown.append(Growth(state.row, first, tuple(table[first:])))
+            draft.table_deltas.append(BlockTableDelta(state.row, first, tuple(table[first:])))

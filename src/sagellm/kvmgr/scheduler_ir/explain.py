@@ -148,7 +148,7 @@ class _Snapshot:
     def of(cls, draft: Draft) -> _Snapshot:
         return cls(
             {name: (one.start, one.end, one.admits) for name, one in draft.chunks.items()},
-            frozenset(draft.out),
+            frozenset(draft.skipped_decodes),
             frozenset(state.request_id for state in draft.preempted),
             dict(draft.rejected),
             frozenset((one.request_id, one.target_instance) for one in draft.transfers),
@@ -223,7 +223,7 @@ def _work_of(step: StepRecord, request_id: str) -> Iterator[str]:
             again = "resumes" if request_id in step.before.preempted else "joins"
             cached = f"{join.num_computed} tokens cached"
             yield f"{again} in row {join.row} with {cached}, blocks {numbers(join.block_ids)}"
-    for growth in plan.grown:
+    for growth in plan.table_deltas:
         if names.get(growth.row) == request_id:
             yield f"gets blocks {numbers(growth.block_ids)} from {growth.first} on"
     for op in plan.prefills:

@@ -6,8 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from sagellm.core.growth import Growth, Growths
-from sagellm.core.plan import Chunk, Draft, ExecutionPlan, Join, Prefill, Transfer
+from sagellm.core.plan import (
+    BlockTableDelta,
+    BlockTableDeltas,
+    Chunk,
+    Draft,
+    ExecutionPlan,
+    Join,
+    Prefill,
+    Transfer,
+)
 
 
 class BlockTables(Protocol):
@@ -34,9 +42,9 @@ def freeze(
     """The plan of a draft whose blocks are bound and whose requests have rows. Copies; shares nothing
     live."""
     rows, positions = decodes.rows, decodes.positions()
-    if draft.places is not None:
-        rows = tuple(rows[i] for i in draft.places)
-        positions = tuple(positions[i] for i in draft.places)
+    if draft.decode_indices is not None:
+        rows = tuple(rows[i] for i in draft.decode_indices)
+        positions = tuple(positions[i] for i in draft.decode_indices)
     chunks = list(draft.chunks.values())
     single = [chunk for chunk in chunks if chunk.is_decode]
     others = [_growth(chunk, table) for chunk in chunks if (table := _outdated(chunk, tables))]
@@ -44,7 +52,7 @@ def freeze(
         step=draft.step,
         joined=tuple(_join(chunk, tables) for chunk in chunks if chunk.admits),
         left=left,
-        grown=_grown(draft, others),
+        table_deltas=_grown(draft, others),
         decode_rows=(*rows, *(chunk.state.row for chunk in single)),
         decode_positions=(*positions, *(chunk.start for chunk in single)),
         prefills=tuple(_prefill(chunk) for chunk in chunks if not chunk.is_decode),
@@ -58,11 +66,11 @@ def freeze(
     )
 
 
-def _grown(draft: Draft, others: list[Growth]) -> Sequence[Growth]:
-    news = draft.stretched.news
+def _grown(draft: Draft, others: list[BlockTableDelta]) -> Sequence[BlockTableDelta]:
+    news = draft.appended.news
     if not news[0]:
-        return (*draft.grown, *others)
-    return Growths(*news, (*draft.grown, *others))
+        return (*draft.table_deltas, *others)
+    return BlockTableDeltas(*news, (*draft.table_deltas, *others))
 
 
 def _outdated(chunk: Chunk, tables: BlockTables) -> tuple[int, ...]:
@@ -70,8 +78,8 @@ def _outdated(chunk: Chunk, tables: BlockTables) -> tuple[int, ...]:
     return () if chunk.admits else tuple(tables.block_table(chunk.state.request_id)[chunk.first_block :])
 
 
-def _growth(chunk: Chunk, table: tuple[int, ...]) -> Growth:
-    return Growth(chunk.state.row, chunk.first_block, table)
+def _growth(chunk: Chunk, table: tuple[int, ...]) -> BlockTableDelta:
+    return BlockTableDelta(chunk.state.row, chunk.first_block, table)
 
 
 def _join(chunk: Chunk, tables: BlockTables) -> Join:

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypedDict, TypeVar
 
+from sagellm.core.blocks import Tier
 from sagellm.core.errors import PlanError
 from sagellm.core.ir import (
     BOTH_PHASES,
-    HBM,
     LOCAL,
+    BlockTableOp,
     CopyOp,
     DecodeOp,
-    GrowOp,
     InstanceStep,
     JoinOp,
     LeaveOp,
@@ -88,7 +88,7 @@ class IRGraph:
             step=step.step,
             joined=tuple(op.join for op in _only(ops, JoinOp)),
             left=tuple(op.row for op in _only(ops, LeaveOp)),
-            grown=tuple(op.growth for op in _only(ops, GrowOp)),
+            table_deltas=tuple(op.growth for op in _only(ops, BlockTableOp)),
             decode_rows=tuple(op.row for op in decodes),
             decode_positions=tuple(op.position for op in decodes),
             prefills=tuple(op.prefill for op in _only(ops, PrefillOp)),
@@ -163,12 +163,12 @@ class _Derivation:
             self._join(join)
         for prefill in plan.prefills:
             self._names.setdefault(prefill.row, prefill.request_id)
-        for growth in plan.grown:
+        for growth in plan.table_deltas:
             after = self._of_row(growth.row)
             self._new_blocks.setdefault(growth.row, set()).update(growth.block_ids)
             self._row_op[growth.row] = self._next
             name = self._names.get(growth.row)
-            self._add(GrowOp(growth=growth, request=name, **self._at(after)))
+            self._add(BlockTableOp(growth=growth, request=name, **self._at(after)))
         for copy in plan.copies:
             source, target = (copy.source_tier, copy.source_block), (copy.target_tier, copy.target_block)
             after = {*self._writes[source], *self._writes[target], *self._reads[target]}
@@ -229,7 +229,7 @@ class _Derivation:
             after.add(self._placed[self._names[row]])
         for copies in (self._reads, self._writes):
             for (tier, block), ops in copies.items():
-                if tier == HBM and block in self._new_blocks.get(row, ()):
+                if tier == Tier.HBM and block in self._new_blocks.get(row, ()):
                     after.update(ops)
         return after
 

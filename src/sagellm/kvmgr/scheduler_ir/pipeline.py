@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ConfigError
 from sagellm.core.plan import Draft, RequestState
@@ -13,7 +14,7 @@ from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.protocols.scheduler_ir import (
     NO_STEP,
     BlockBudget,
-    ReturnPrice,
+    ResumeCost,
     SchedulerPass,
     SchedulingView,
     StepFacts,
@@ -94,7 +95,7 @@ class BaseSchedulerIR:
         waiting = [RequestState.of(_as_request(request)) for request in pending_requests]
         decodes = DecodeBatch(1, 1)
         for state, request in zip(running, running_requests, strict=True):
-            held = -(-state.num_computed // request.block_size) * request.block_size
+            held = cdiv(state.num_computed, request.block_size) * request.block_size
             decodes.enter(state, held, held + request.max_tokens + 1)
         draft = self.builder.draft(0, 0.0, max_batched_tokens, running, waiting, decodes)
         self.run(draft, view)
@@ -123,7 +124,7 @@ class ScheduleRequest:
     @property
     def kv_blocks_needed(self) -> int:
         """Blocks for the prompt beyond what is cached, and for all that may be generated."""
-        total = -(-(len(self.token_ids) + self.max_tokens) // self.block_size)
+        total = cdiv(len(self.token_ids) + self.max_tokens, self.block_size)
         return total - self.prefix_cache_hit // self.block_size
 
 
@@ -181,19 +182,19 @@ class _SimpleView:
     def budget(self) -> BlockBudget:
         return BlockBudget(self.free_blocks)
 
-    def price_to_grow(self, state: RequestState, num_tokens: int) -> int:
+    def blocks_to_append(self, state: RequestState, num_tokens: int) -> int:
         size = self.requests[state.request_id].block_size
-        return -(-(state.num_computed + num_tokens) // size) - -(-state.num_computed // size)
+        return cdiv(state.num_computed + num_tokens, size) - cdiv(state.num_computed, size)
 
-    def price_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
+    def blocks_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
         size = hit.num_tokens // hit.num_blocks if hit.num_blocks else self.block_size
-        return -(-(hit.num_tokens + num_tokens) // size) - hit.num_blocks
+        return cdiv(hit.num_tokens + num_tokens, size) - hit.num_blocks
 
-    def gain_of_preempting(self, state: RequestState) -> int:
-        return -(-state.num_computed // self.requests[state.request_id].block_size)
+    def blocks_freed_by_preempting(self, state: RequestState) -> int:
+        return cdiv(state.num_computed, self.requests[state.request_id].block_size)
 
-    def price_to_return(self, state: RequestState) -> ReturnPrice:
-        return ReturnPrice(0, 0, 0.0, 0.0)
+    def resume_cost(self, state: RequestState) -> ResumeCost:
+        return ResumeCost(0, 0, 0.0, 0.0)
 
 
 def _as_request(request: ScheduleRequest) -> Request:

@@ -10,26 +10,26 @@ from sagellm.core.plan import Draft
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 
 
-class Quiet(NamedTuple):
+class Stability(NamedTuple):
     """A promise for the drafts of the next steps: nobody is admitted, held, preempted or rejected in those
     made before `until_s`, and with `same_cache` before anything enters or leaves the cache."""
 
     until_s: float = math.inf
     same_cache: bool = False
 
-    def and_also(self, other: Quiet) -> Quiet:
-        return Quiet(min(self.until_s, other.until_s), self.same_cache or other.same_cache)
+    def and_also(self, other: Stability) -> Stability:
+        return Stability(min(self.until_s, other.until_s), self.same_cache or other.same_cache)
 
 
-QUIET = Quiet()
+ALWAYS_STABLE = Stability()
 """For as long as nobody comes or goes."""
-Ask = Callable[[Draft, SchedulingView], Quiet | None]
+Ask = Callable[[Draft, SchedulingView], Stability | None]
 
 
 class QuietPass(Protocol):
     """A pass that can also be quiet while somebody waits."""
 
-    def quiet_until(self, draft: Draft, view: SchedulingView) -> Quiet | None:
+    def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
         """How long it would go on to do with such drafts what it does with this one; None where it would do
         more than order the waiting and keep them waiting, or cannot tell.
 
@@ -43,16 +43,16 @@ class QuietPass(Protocol):
 
 def knows_queues(order: Sequence[SchedulerPass]) -> bool:
     """Whether it is worth to ask while somebody waits or a prompt is computed."""
-    return all(_promised(one, "quiet_until") is not None for one in order)
+    return all(_promised(one, "stable_until") is not None for one in order)
 
 
-def quiet(order: Sequence[SchedulerPass], draft: Draft, view: SchedulingView) -> Quiet | None:
-    """How long all passes together stay quiet; `draft` is spent with it. A pass that has no `quiet_until` is
+def quiet(order: Sequence[SchedulerPass], draft: Draft, view: SchedulingView) -> Stability | None:
+    """How long all passes together stay quiet; `draft` is spent with it. A pass that has no `stable_until` is
     quiet where it says so (`quiet = True`), nobody waits, nobody has just come and all decode."""
-    found, alone = QUIET, not draft.waiting and not draft.num_new_running and not draft.chunks
+    found, alone = ALWAYS_STABLE, not draft.waiting and not draft.num_new_running and not draft.chunks
     for one in order:
-        ask: Ask | None = _promised(one, "quiet_until")
-        said = QUIET if ask is None and alone and _promised(one, "quiet") else None
+        ask: Ask | None = _promised(one, "stable_until")
+        said = ALWAYS_STABLE if ask is None and alone and _promised(one, "quiet") else None
         if ask is not None:
             said = ask(draft, view)
         if said is None:

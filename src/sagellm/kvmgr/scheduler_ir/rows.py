@@ -66,7 +66,7 @@ class Rows(Mapping[int, Row]):
         for join in plan.joined:
             self._rows[join.row] = Row.of(join)
             self.preempted.discard(join.request_id)
-        for growth in plan.grown:
+        for growth in plan.table_deltas:
             if growth.row in self._rows:
                 self._rows[growth.row].block_ids[growth.first :] = growth.block_ids
         for number, position in zip(plan.decode_rows, plan.decode_positions, strict=True):

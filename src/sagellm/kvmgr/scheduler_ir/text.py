@@ -21,9 +21,9 @@ from typing import Any
 
 from sagellm.core.ir import (
     BOTH_PHASES,
+    BlockTableOp,
     CopyOp,
     DecodeOp,
-    GrowOp,
     InstanceStep,
     JoinOp,
     LeaveOp,
@@ -156,7 +156,7 @@ def _plain(value: Any) -> Any:
 
 
 @_body.register
-def _(op: GrowOp) -> str:
+def _(op: BlockTableOp) -> str:
     growth = op.growth
     return f"grow {_row(growth.row, op.request)} from {growth.first} blocks {numbers(growth.block_ids)}"
 

@@ -34,7 +34,7 @@ def _check_one_fate_each(draft: Draft) -> None:
     for request_id in draft.swapped:
         if fates.get(request_id) != "preempted":
             raise PlanError(f"swap {request_id}: only who is preempted is saved, it is not")
-    for request_id, state in draft.out.items():
+    for request_id, state in draft.skipped_decodes.items():
         if not state.decoding or state.request_id != request_id:
             raise PlanError(f"{request_id} is left out of decode, and {state.request_id} is not in it")
 
@@ -64,7 +64,7 @@ def _check_bound(draft: Draft) -> None:
     for request_id, chunk in draft.bound.items():
         if draft.chunks.get(request_id) is not chunk:
             raise PlanError(f"{request_id} has the blocks of its chunk: no pass can take the chunk back")
-    stretched = draft.stretched
+    stretched = draft.appended
     for state, block in zip(stretched.states, stretched.block_ids, strict=True):
         if not draft.computes(state):
             raise PlanError(f"{state.request_id} has block {block} for its token: no pass can leave it out")
@@ -77,22 +77,24 @@ def _check_budgets(draft: Draft, view: SchedulingView) -> None:
     rows = view.num_free_rows + len(draft.preempted)
     if admitted > rows:
         raise PlanError(f"{admitted} requests admitted, {rows} rows are free")
-    price = 0 if draft.decodes_bound else len(draft.growing())
+    price = 0 if draft.decodes_bound else len(draft.needing_block())
     price += sum(_price(one, view) for name, one in draft.chunks.items() if name not in draft.bound)
-    funds = view.kv.available_blocks() + sum(view.kv.gain_of_preempting(state) for state in draft.preempted)
+    funds = view.kv.available_blocks() + sum(
+        view.kv.blocks_freed_by_preempting(state) for state in draft.preempted
+    )
     if price > funds:
         raise PlanError(f"the step needs {price} blocks, {funds} are available")
 
 
 def _price(chunk: Chunk, view: SchedulingView) -> int:
     if chunk.hit is not None:
-        return view.kv.price_to_admit(chunk.hit, chunk.num_tokens)
-    return view.kv.price_to_grow(chunk.state, chunk.num_tokens)
+        return view.kv.blocks_to_admit(chunk.hit, chunk.num_tokens)
+    return view.kv.blocks_to_append(chunk.state, chunk.num_tokens)
 
 
 def verify_bound(draft: Draft) -> None:
     """Raise `PlanError` if a block is given to two requests of the step."""
-    stretched = draft.stretched
+    stretched = draft.appended
     blocks = stretched.block_ids.copy()
     for chunk in draft.chunks.values():
         blocks += chunk.block_ids

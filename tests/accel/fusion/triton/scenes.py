@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sagellm.core.blocks import cdiv
 from tests.effort import usual
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -51,7 +52,7 @@ def attention(
     same ones; where `strided`, heads lie beside others. What no sequence reads, padding too, is NaN.
     """
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    needed = [-(-(start + tokens) // block_size) for start, tokens in parts]
+    needed = [cdiv(start + tokens, block_size) for start, tokens in parts]
     num_blocks = sum(needed) + 2
     free = chance.sample(range(num_blocks), num_blocks)
     spans: list[tuple[int, ...]] = []

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit
-from sagellm.core.protocols.scheduler_ir import NO_STEP, BlockBudget, ReturnPrice, SchedulerPass, StepFacts
+from sagellm.core.protocols.scheduler_ir import NO_STEP, BlockBudget, ResumeCost, SchedulerPass, StepFacts
 from sagellm.core.types import SLO, Namespace, Request, RequestStatus, SamplingParams, Tokens
 
 
@@ -47,23 +48,23 @@ class DeskView:
     def bind_early(self, draft: Draft) -> bool:
         return False
 
-    def price_to_grow(self, state: RequestState, num_tokens: int) -> int:
+    def blocks_to_append(self, state: RequestState, num_tokens: int) -> int:
         return self._blocks(state.num_computed + num_tokens) - self._blocks(state.num_computed)
 
-    def price_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
+    def blocks_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
         return self._blocks(hit.num_tokens + num_tokens) - hit.num_blocks
 
-    def gain_of_preempting(self, state: RequestState) -> int:
+    def blocks_freed_by_preempting(self, state: RequestState) -> int:
         return self._blocks(state.num_computed)
 
-    def price_to_return(self, state: RequestState) -> ReturnPrice:
-        num_blocks = self.gain_of_preempting(state)
-        return ReturnPrice(
+    def resume_cost(self, state: RequestState) -> ResumeCost:
+        num_blocks = self.blocks_freed_by_preempting(state)
+        return ResumeCost(
             num_blocks, self.num_host_free, state.num_computed * self.token_s, 2 * num_blocks * self.copy_s
         )
 
     def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return cdiv(num_tokens, self.block_size)
 
 
 def state(

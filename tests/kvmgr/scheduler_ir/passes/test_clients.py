@@ -114,7 +114,7 @@ def test_several_requests_of_one_client_get_half_of_the_rows() -> None:
     most = 0
     for _ in range(50):
         running.step()
-        rows = [state for state in running._roster.running if state.request.client[0] == "bob"]
+        rows = [state for state in running._request_table.running if state.request.client[0] == "bob"]
         most = max(most, len(rows))
     assert most == ROWS // 2
 

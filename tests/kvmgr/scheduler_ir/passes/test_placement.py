@@ -218,7 +218,7 @@ def test_attention_and_ffn_are_named_together() -> None:
 class Decoding:
     """So many requests in decode."""
 
-    num_growing = 0
+    num_needing_block = 0
 
     def __init__(self, count: int) -> None:
         self.states = [state(str(i)) for i in range(count)]
@@ -226,7 +226,7 @@ class Decoding:
     def __len__(self) -> int:
         return len(self.states)
 
-    def growing(self) -> list[Any]:
+    def needing_block(self) -> list[Any]:
         return []
 
 

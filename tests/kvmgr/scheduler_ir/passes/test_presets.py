@@ -92,9 +92,9 @@ class CountingView(DeskView):
 
     num_prices = 0
 
-    def price_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
+    def blocks_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
         self.num_prices += 1
-        return super().price_to_admit(hit, num_tokens)
+        return super().blocks_to_admit(hit, num_tokens)
 
 
 @pytest.mark.parametrize("name", OPEN)

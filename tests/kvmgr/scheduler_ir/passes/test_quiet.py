@@ -14,7 +14,7 @@ from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwar
 from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
 from sagellm.kvmgr.scheduler_ir.passes.slo_aware import SLOAwarePass
 from sagellm.kvmgr.scheduler_ir.passes.vllm_like import VllmLikePass
-from sagellm.kvmgr.scheduler_ir.quiet import QUIET, Quiet, quiet
+from sagellm.kvmgr.scheduler_ir.quiet import ALWAYS_STABLE, Stability, quiet
 from tests.kvmgr.scheduler_ir.passes.desk import Desk, DeskView, admit, state
 
 
@@ -30,7 +30,7 @@ def draft_of(desk: Desk, *, chunk: int = 0, budget: int = 16) -> Draft:
     return made
 
 
-def ask(desk: Desk, one: SchedulerPass, **how: int) -> Quiet | None:
+def ask(desk: Desk, one: SchedulerPass, **how: int) -> Stability | None:
     return quiet([one], draft_of(desk, **how), desk.view)
 
 
@@ -45,9 +45,9 @@ def desk_with(one: SchedulerPass, view: DeskView | None = None) -> Desk:
 
 def test_until_the_first_rises() -> None:
     one = PriorityBasedPass(age_s=10.0)
-    assert ask(desk_with(one), one) == Quiet(until_s=11.0)
+    assert ask(desk_with(one), one) == Stability(until_s=11.0)
     without_age = PriorityBasedPass(age_s=None)
-    assert ask(desk_with(without_age), without_age) == QUIET
+    assert ask(desk_with(without_age), without_age) == ALWAYS_STABLE
 
 
 def test_who_must_make_way_is_a_reason_to_plan() -> None:
@@ -74,7 +74,7 @@ def test_a_turn_that_is_not_earned_does_not_come_with_time() -> None:
     one = PrefixCacheAwarePass(max_wait_s=1.0)
     desk = desk_with(one)
     said = ask(desk, one)
-    assert said == Quiet(same_cache=True)
+    assert said == Stability(same_cache=True)
 
 
 @pytest.mark.parametrize("one", [PriorityBasedPass(), PrefixCacheAwarePass(), FairnessPass()])
@@ -86,7 +86,7 @@ def test_a_queue_that_the_pass_has_not_seen(one: SchedulerPass) -> None:
 
 def test_tenants_that_compete_are_told_apart_by_every_token() -> None:
     one = FairnessPass()
-    assert ask(desk_with(one), one) == QUIET
+    assert ask(desk_with(one), one) == ALWAYS_STABLE
     desk = Desk(one := FairnessPass())
     desk.waiting = [state("a", tenant="x"), state("b", tenant="y")]
     desk.step()
@@ -94,11 +94,11 @@ def test_tenants_that_compete_are_told_apart_by_every_token() -> None:
 
 
 def test_the_first_that_does_not_fit() -> None:
-    for available, said in ((5, None), (4, QUIET)):
+    for available, said in ((5, None), (4, ALWAYS_STABLE)):
         one = VllmLikePass()
         assert ask(desk_with(one, DeskView(available=available)), one) == said
     both: list[SchedulerPass] = [ChunkedPrefillPass(), MemoryAwarePreemptionPass(watermark=1)]
-    for available, said in ((6, None), (5, QUIET)):
+    for available, said in ((6, None), (5, ALWAYS_STABLE)):
         view = DeskView(available=available)
         desk = desk_with(ChunkedPrefillPass(), view)
         assert quiet(both, draft_of(desk), view) == said
@@ -114,7 +114,7 @@ def test_what_the_first_has_cached_is_told_to_the_cache_in_every_step() -> None:
 def test_a_prompt_that_fills_the_step_leaves_nothing_to_who_waits(one: SchedulerPass) -> None:
     desk = desk_with(one)
     draft = draft_of(desk, chunk=40)
-    assert quiet([one], draft, desk.view) == QUIET
+    assert quiet([one], draft, desk.view) == ALWAYS_STABLE
     assert draft.chunks["prompt"].num_tokens == 15
     assert ask(desk, one, chunk=15) is None, "its end draws a token"
 
@@ -127,7 +127,7 @@ def test_a_shorter_chunk_leaves_tokens_to_others() -> None:
 def test_a_pass_that_cannot_tell() -> None:
     one = SLOAwarePass()
     desk = Desk(one)
-    assert ask(desk, one) == QUIET, "nobody waits"
+    assert ask(desk, one) == ALWAYS_STABLE, "nobody waits"
     assert ask(desk, one, chunk=40) is None
     desk.waiting = [state("a")]
     assert ask(desk, one) is None
@@ -141,7 +141,7 @@ def test_a_pass_that_cannot_tell() -> None:
 
 
 def test_promises_are_joined() -> None:
-    assert Quiet(3.0).and_also(Quiet(2.0, same_cache=True)) == Quiet(2.0, same_cache=True)
+    assert Stability(3.0).and_also(Stability(2.0, same_cache=True)) == Stability(2.0, same_cache=True)
 
 
 def test_a_promise_is_made_for_one_call_and_not_for_another() -> None:
@@ -151,8 +151,8 @@ def test_a_promise_is_made_for_one_call_and_not_for_another() -> None:
             super().__call__(draft, view)
 
     class Knows(Hurried):
-        def quiet_until(self, draft: Draft, view: SchedulingView) -> Quiet | None:
-            return QUIET
+        def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
+            return ALWAYS_STABLE
 
     class Renamed(MemoryAwarePreemptionPass):
         name = "renamed"

@@ -87,12 +87,12 @@ def test_steps_are_no_longer_than_the_shortest_goal_of_those_that_run() -> None:
     desk.waiting = [state("new", 100)]
 
     class Two:
-        states, num_growing = (tight, other), 0
+        states, num_needing_block = (tight, other), 0
 
         def __len__(self) -> int:
             return 2
 
-        def growing(self) -> tuple[RequestState, ...]:
+        def needing_block(self) -> tuple[RequestState, ...]:
             return ()
 
     def budget(chunk_tokens: int = 0) -> int:
@@ -167,7 +167,7 @@ def test_one_stray_step_does_not_spoil_the_pace() -> None:
 class OneDecodes:
     """The decoding rows of a step: one request."""
 
-    num_growing = 0
+    num_needing_block = 0
 
     def __init__(self, only: RequestState) -> None:
         self.states = (only,)
@@ -175,7 +175,7 @@ class OneDecodes:
     def __len__(self) -> int:
         return 1
 
-    def growing(self) -> tuple[RequestState, ...]:
+    def needing_block(self) -> tuple[RequestState, ...]:
         return ()
 
 

@@ -55,7 +55,7 @@ def test_a_decode_behind_a_long_prompt_is_left_out_when_tokens_are_spent() -> No
     draft.token_budget = 4  # as after a step for which the device had not enough memory
     VllmLikePass()(draft, engine)
     assert {name: chunk.num_tokens for name, chunk in draft.chunks.items()} == {"a": 4}
-    assert (draft.num_decodes, list(draft.out)) == (0, ["b"])
+    assert (draft.num_decodes, list(draft.skipped_decodes)) == (0, ["b"])
     assert [(one.request_id, one.action) for one in draft.decisions] == [("b", "skip")]
 
 

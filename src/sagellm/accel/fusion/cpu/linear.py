@@ -23,6 +23,7 @@ import torch
 from sagellm.accel.fusion.cpu.calls import Caller, Function
 from sagellm.accel.fusion.cpu.cpu_level import CpuLevel
 from sagellm.accel.fusion.cpu.library import loaded
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSupport, Tolerance, Zeros
 
@@ -147,7 +148,7 @@ class CpuLinear:
         self, outputs: int, inputs: int, dtype: torch.dtype, zeros: Zeros = torch.zeros
     ) -> PackedMatrix:
         group = _GROUPS[dtype]
-        shape = (-(-outputs // self._panel), -(-inputs // group), self._panel, group)
+        shape = (cdiv(outputs, self._panel), cdiv(inputs, group), self._panel, group)
         return PackedMatrix(self, zeros(shape, dtype=dtype), (outputs, inputs))
 
     def supports(self, *inputs: Any) -> KernelSupport:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from sagellm.accel.fusion.cpu.calls import Caller, Function
 from sagellm.accel.fusion.cpu.library import loaded
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSupport, Tolerance
 from sagellm.core.protocols.quantization import QuantizedMatrix
@@ -86,7 +87,7 @@ class PackedWeight:
             _address(self.zeros),
             _address(self.order),
         )
-        groups_per_scale = -(-min(self.group_size, self.inputs) // GROUP)
+        groups_per_scale = cdiv(min(self.group_size, self.inputs), GROUP)
         sizes = (self.outputs, self.inputs, groups_per_scale, _TYPES[self.scales.dtype])
         matrix = _Matrix(*addresses, *sizes, self.bits, self.activation_bits)
         object.__setattr__(self, "matrix", matrix)

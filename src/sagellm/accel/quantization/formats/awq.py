@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sagellm.accel.quantization.formats._packing import REAL, WORDS, group_size_of, ordered, unpacked
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import UnsupportedModelError
 from sagellm.core.protocols.quantization import QuantizedMatrix, StoredTensor
 
@@ -34,7 +35,7 @@ class AWQ:
         self._group_size = group_size_of(config.get("group_size", config.get("q_group_size", 128)))
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
-        groups, words = -(-inputs // self._group(inputs)), -(-outputs // len(_PLACES))
+        groups, words = cdiv(inputs, self._group(inputs)), cdiv(outputs, len(_PLACES))
         return {
             "qweight": StoredTensor((inputs, words), WORDS),
             "qzeros": StoredTensor((groups, words), WORDS, optional=not self._has_zeros),

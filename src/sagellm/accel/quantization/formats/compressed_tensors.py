@@ -25,6 +25,7 @@ from sagellm.accel.quantization.formats._packing import (
     ordered,
     unpacked,
 )
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import UnsupportedModelError
 from sagellm.core.protocols.quantization import QuantizedMatrix, StoredTensor
 
@@ -46,15 +47,15 @@ class CompressedTensors:
         self._is_reordered = order in ("group", "dynamic")
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
-        groups, per_word = -(-inputs // self._group(inputs)), 32 // self._bits
+        groups, per_word = cdiv(inputs, self._group(inputs)), 32 // self._bits
         scale = {"weight_scale": StoredTensor((outputs, groups), REAL)}
         if self._form == _PLAIN:
             zero = StoredTensor((outputs, groups), BYTES, optional=self._symmetric)
             weight = StoredTensor((outputs, inputs), BYTES)
             return {"weight": weight, "weight_zero_point": zero, **scale}
-        zero = StoredTensor((-(-outputs // per_word), groups), WORDS, optional=self._symmetric)
+        zero = StoredTensor((cdiv(outputs, per_word), groups), WORDS, optional=self._symmetric)
         return {
-            "weight_packed": StoredTensor((outputs, -(-inputs // per_word)), WORDS),
+            "weight_packed": StoredTensor((outputs, cdiv(inputs, per_word)), WORDS),
             "weight_zero_point": zero,
             "weight_g_idx": StoredTensor((inputs,), INDEX, optional=not self._is_reordered),
             "weight_shape": StoredTensor((2,), INDEX, optional=True, values=(outputs, inputs)),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sagellm.accel.quantization.formats._packing import INDEX, REAL, WORDS, group_size_of, ordered, unpacked
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import UnsupportedModelError
 from sagellm.core.protocols.quantization import QuantizedMatrix, StoredTensor
 
@@ -42,10 +43,10 @@ class GPTQ:
         self._stored_less = _FORMATS[form]
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
-        groups, per_word = -(-inputs // self._group(inputs)), 32 // self._bits
+        groups, per_word = cdiv(inputs, self._group(inputs)), 32 // self._bits
         return {
-            "qweight": StoredTensor((-(-inputs // per_word), outputs), WORDS),
-            "qzeros": StoredTensor((groups, -(-outputs // per_word)), WORDS),
+            "qweight": StoredTensor((cdiv(inputs, per_word), outputs), WORDS),
+            "qzeros": StoredTensor((groups, cdiv(outputs, per_word)), WORDS),
             "scales": StoredTensor((groups, outputs), REAL),
             "g_idx": StoredTensor((inputs,), INDEX, optional=not self._is_reordered),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulingView
@@ -56,7 +57,7 @@ class AdmissionPass:
             self._reject(draft, view)
         first = self._reservation.cut(draft, view, self.remaining)
         if first is not None:
-            draft.say(self.name, first, "wait", "the predicted memory of all that run would not hold it")
+            draft.record(self.name, first, "wait", "the predicted memory of all that run would not hold it")
 
     def remaining(self, state: RequestState) -> float:
         """Tokens that it is thought to get from now on."""
@@ -86,11 +87,11 @@ class AdmissionPass:
 
     def _reject(self, draft: Draft, view: SchedulingView) -> None:
         for state in self._queue.arrived:
-            price = -(-len(state.tokens) // view.kv.block_size)
+            price = cdiv(len(state.tokens), view.kv.block_size)
             if price > view.kv.num_blocks:
                 reason = f"out of KV memory: it needs {price} blocks, there are {view.kv.num_blocks}"
                 draft.reject(state, reason)
-                draft.say(self.name, state, "reject", reason)
+                draft.record(self.name, state, "reject", reason)
                 draft.waiting.remove(state)
 
 

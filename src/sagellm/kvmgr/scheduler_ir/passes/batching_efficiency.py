@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, Turns, hit_of, num_to_compute
@@ -70,7 +71,7 @@ class BatchingEfficiencyPass:
 
     def _backfill(self, draft: Draft, view: SchedulingView) -> None:
         """Looks no further than to the first where all that are looked at fit."""
-        left = view.kv.available_blocks() - len(draft.growing()) - self.watermark * len(draft.running)
+        left = view.kv.available_blocks() - len(draft.needing_block()) - self.watermark * len(draft.running)
         if left >= self._most_blocks(draft, view):
             return
         fits: list[RequestState] = []
@@ -80,20 +81,20 @@ class BatchingEfficiencyPass:
             if state.request.priority != first.request.priority:
                 break
             hit = hit_of(draft, view, state)
-            price = view.kv.price_to_admit(hit, len(state.tokens) - hit.num_tokens)
+            price = view.kv.blocks_to_admit(hit, len(state.tokens) - hit.num_tokens)
             if price > left:
                 too_large.append(state)
                 continue
             left -= price + self.watermark
             fits.append(state)
         if too_large and fits and first is too_large[0]:
-            draft.say(self.name, first, "wait", f"{len(fits)} behind it fit into memory now, it does not")
+            draft.record(self.name, first, "wait", f"{len(fits)} behind it fit into memory now, it does not")
             draft.waiting[: len(fits) + len(too_large)] = fits + too_large
 
     def _most_blocks(self, draft: Draft, view: SchedulingView) -> int:
         """Blocks with which the head is sure to fit."""
         head = draft.waiting[0]
-        return -(-len(head.tokens) // view.kv.block_size)
+        return cdiv(len(head.tokens), view.kv.block_size)
 
 
 PLUGIN = BatchingEfficiencyPass

@@ -8,7 +8,7 @@ from __future__ import annotations
 from sagellm.core.plan import Chunk, Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.kvmgr.scheduler_ir._queue import hit_of
-from sagellm.kvmgr.scheduler_ir.quiet import QUIET, Quiet
+from sagellm.kvmgr.scheduler_ir.quiet import ALWAYS_STABLE, Stability
 
 
 class ChunkedPrefillPass:
@@ -46,7 +46,7 @@ class ChunkedPrefillPass:
                 break
             group = state.request.group
             if group is not None and group in computing:
-                draft.say(
+                draft.record(
                     self.name, state, "wait", "another request of its group is computing the shared prompt"
                 )
                 continue
@@ -56,7 +56,7 @@ class ChunkedPrefillPass:
             budget -= chunk.num_tokens
             rows -= 1
 
-    def quiet_until(self, draft: Draft, view: SchedulingView) -> Quiet | None:
+    def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
         """Those whom it would admit are left to the passes behind it. None where one of them has something
         cached, which a bind tells to the cache in every step."""
         budget, rows = draft.token_budget - draft.num_decodes, view.num_free_rows
@@ -67,7 +67,7 @@ class ChunkedPrefillPass:
                 return None
             chunk.num_tokens = budget
             draft.waiting.clear()
-            return QUIET
+            return ALWAYS_STABLE
         tried: list[RequestState] = []
         for state in draft.waiting:
             if budget < 1 or len(tried) == rows:
@@ -77,20 +77,21 @@ class ChunkedPrefillPass:
             tried.append(state)
             budget -= self._cut(len(state.tokens), budget)
         draft.waiting[:] = tried
-        return QUIET
+        return ALWAYS_STABLE
 
     def _hold_last(self, draft: Draft, excess: int) -> int:
         """More requests are in decode than the step may compute tokens: the last of them wait."""
-        last = [s for s in reversed(draft.running) if s.decoding and s.request_id not in draft.out][:excess]
+        decodes = [state for state in draft.running if state.decoding and draft.computes(state)]
+        last = decodes[::-1][:excess]
         for state in last:
             draft.hold(state)
-            draft.say(self.name, state, "skip", "the token budget of the step is spent")
+            draft.record(self.name, state, "skip", "the token budget of the step is spent")
         return len(last)
 
     def _keep(self, draft: Draft, chunk: Chunk, budget: int) -> int:
         take = self._cut(chunk.num_tokens, budget)
         if take < 1:
-            draft.say(self.name, chunk.state, "skip", "the token budget of the step is spent")
+            draft.record(self.name, chunk.state, "skip", "the token budget of the step is spent")
             return 0
         chunk.num_tokens = take
         draft.chunks[chunk.state.request_id] = chunk
@@ -102,7 +103,7 @@ class ChunkedPrefillPass:
             hit = draft.hits[state.request_id] = view.kv.match(state)
         take = self._cut(len(state.tokens) - hit.num_tokens, budget)
         chunk = draft.chunks[state.request_id] = Chunk(state, hit.num_tokens, take, hit)
-        draft.say(self.name, state, "admit", f"{take} tokens from {hit.num_tokens} on")
+        draft.record(self.name, state, "admit", f"{take} tokens from {hit.num_tokens} on")
         return chunk
 
     def _cut(self, num_tokens: int, budget: int) -> int:

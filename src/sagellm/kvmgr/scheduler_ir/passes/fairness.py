@@ -15,7 +15,7 @@ from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import RequestStatus
 from sagellm.kvmgr.scheduler_ir._queue import ROOM_TO_FORGET, RankedQueue, has_run, hit_of, num_to_compute
-from sagellm.kvmgr.scheduler_ir.quiet import QUIET, Quiet
+from sagellm.kvmgr.scheduler_ir.quiet import ALWAYS_STABLE, Stability
 
 RIVALS = 8
 """Tenants within a quantum of the least, at most, whose cached tokens are compared."""
@@ -63,12 +63,12 @@ class FairnessPass:
         self._settle()
         self._order(draft, view)
 
-    def quiet_until(self, draft: Draft, view: SchedulingView) -> Quiet | None:
+    def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
         """Where one tenant alone waits; else counters grow with every token, and the order with them."""
         if not self._queue.knows(draft.waiting):
             return None
         alone = len(self._waiting) < 2 or len(draft.waiting) < 2 or not view.num_free_rows
-        return QUIET if alone else None
+        return ALWAYS_STABLE if alone else None
 
     # -- counters
 

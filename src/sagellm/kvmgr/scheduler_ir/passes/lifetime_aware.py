@@ -68,7 +68,7 @@ class LifetimeAwarePass:
         self._turns.give(waiting, draft.now_s)
         first = self._reservation.cut(draft, view, self.remaining) if self._reservation else None
         if first is not None:
-            draft.say(self.name, first, "wait", "the memory reserved for all that run would not hold it")
+            draft.record(self.name, first, "wait", "the memory reserved for all that run would not hold it")
 
     def remaining(self, state: RequestState) -> float:
         """Tokens that are reserved for it from now on: half of what it has, once it got more than

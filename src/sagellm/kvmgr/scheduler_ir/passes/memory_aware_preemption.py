@@ -7,7 +7,7 @@ from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import BlockBudget, SchedulingView
 from sagellm.kvmgr.scheduler_ir._queue import hit_of
 from sagellm.kvmgr.scheduler_ir._victims import VICTIMS, choose_victim
-from sagellm.kvmgr.scheduler_ir.quiet import QUIET, Quiet
+from sagellm.kvmgr.scheduler_ir.quiet import ALWAYS_STABLE, Stability
 
 SWAPS = ("cost", "always", "never")
 
@@ -39,15 +39,17 @@ class MemoryAwarePreemptionPass:
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
         budget = view.kv.budget()
         for state in draft.preempted:  # by a pass before this one
-            budget.gain(state, view.kv.gain_of_preempting(state))
+            budget.gain(state, view.kv.blocks_freed_by_preempting(state))
         admits = any(chunk.admits for chunk in draft.chunks.values())
-        growing = draft.growing()
+        growing = draft.needing_block()
         chunks = [chunk for chunk in draft.chunks.values() if not chunk.admits]
-        price = len(growing) + sum(view.kv.price_to_grow(chunk.state, chunk.num_tokens) for chunk in chunks)
+        price = len(growing) + sum(
+            view.kv.blocks_to_append(chunk.state, chunk.num_tokens) for chunk in chunks
+        )
         if not budget.spend_together(price):
             needs = {state.request_id: 1 for state in growing}
             needs |= {
-                one.state.request_id: view.kv.price_to_grow(one.state, one.num_tokens) for one in chunks
+                one.state.request_id: view.kv.blocks_to_append(one.state, one.num_tokens) for one in chunks
             }
             self._fit_running(draft, view, budget, needs)
         if draft.preempted and self.swap != "never":
@@ -55,18 +57,18 @@ class MemoryAwarePreemptionPass:
         if admits:
             self._fit_admitted(draft, view, budget)
 
-    def quiet_until(self, draft: Draft, view: SchedulingView) -> Quiet | None:
+    def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
         """While the first that could be admitted does not fit: what it needs beyond blocks that others hold
         cannot fall while all decode, and what is available cannot rise. Nobody overtakes it where no ceilings
         tell accounts apart."""
         if not draft.waiting:
-            return QUIET
+            return ALWAYS_STABLE
         head, budget = draft.waiting[0], view.kv.budget()
         hit = hit_of(draft, view, head)
-        price = view.kv.price_to_admit(hit, len(head.tokens) - hit.num_tokens)
+        price = view.kv.blocks_to_admit(hit, len(head.tokens) - hit.num_tokens)
         has_ceilings = budget.is_capped(head, view.kv.num_blocks + 1)
         fits = price + self.watermark * len(draft.running) <= budget.available
-        return None if fits or has_ceilings else QUIET
+        return None if fits or has_ceilings else ALWAYS_STABLE
 
     def _fit_running(
         self, draft: Draft, view: SchedulingView, budget: BlockBudget, needs: dict[str, int]
@@ -85,17 +87,17 @@ class MemoryAwarePreemptionPass:
                     break
                 keepers.remove(victim)
                 self._preempt(draft, victim, state)
-                budget.gain(victim, view.kv.gain_of_preempting(victim))
+                budget.gain(victim, view.kv.blocks_freed_by_preempting(victim))
 
     def _preempt(self, draft: Draft, victim: RequestState, winner: RequestState) -> None:
         draft.preempt(victim)
-        draft.say(self.name, victim, "preempt", f"{winner.request_id} comes first and needs its blocks")
+        draft.record(self.name, victim, "preempt", f"{winner.request_id} comes first and needs its blocks")
 
     def _save(self, draft: Draft, view: SchedulingView) -> None:
         """Have what the preempted have computed saved, where there is room for it and it pays."""
         num_taken = 0
         for state in draft.preempted:
-            price = view.kv.price_to_return(state)
+            price = view.kv.resume_cost(state)
             price = price._replace(num_free=price.num_free - num_taken)
             if state.request_id in draft.swapped or not price.fits:
                 continue
@@ -104,7 +106,7 @@ class MemoryAwarePreemptionPass:
             num_taken += price.num_host_blocks
             draft.swapped.append(state.request_id)
             cost = f"{price.swap_s * 1e3:.3g} ms to copy, {price.recompute_s * 1e3:.3g} ms to compute again"
-            draft.say(self.name, state, "swap", f"{price.num_host_blocks} blocks to host memory: {cost}")
+            draft.record(self.name, state, "swap", f"{price.num_host_blocks} blocks to host memory: {cost}")
 
     def _give_up(
         self, draft: Draft, state: RequestState, price: int, left: int, keepers: list[RequestState]
@@ -121,11 +123,11 @@ class MemoryAwarePreemptionPass:
             if keepers[0] is state:
                 self._preempt(draft, keepers.pop(), state)
         draft.hold(state)
-        draft.say(self.name, state, "hold", reason)
+        draft.record(self.name, state, "hold", reason)
 
     def _reject(self, draft: Draft, state: RequestState, reason: str) -> None:
         draft.reject(state, f"out of KV memory: {reason}")
-        draft.say(self.name, state, "reject", reason)
+        draft.record(self.name, state, "reject", reason)
 
     def _fit_admitted(self, draft: Draft, view: SchedulingView, budget: BlockBudget) -> None:
         """Admit in order. A request that would not fit even alone is refused: nothing that it waits for can
@@ -135,7 +137,7 @@ class MemoryAwarePreemptionPass:
         for chunk in list(draft.admitted()):
             assert chunk.hit is not None
             state = chunk.state
-            price = view.kv.price_to_admit(chunk.hit, len(state.tokens) - chunk.start)
+            price = view.kv.blocks_to_admit(chunk.hit, len(state.tokens) - chunk.start)
             capped, kept = budget.is_capped(state, price), self.watermark * len(holders)
             fits = not capped and price + kept <= budget.available
             if fits and not closed:
@@ -147,7 +149,7 @@ class MemoryAwarePreemptionPass:
                 self._reject(draft, state, reason)
                 continue
             del draft.chunks[state.request_id]
-            draft.say(self.name, state, "wait", closed or reason)
+            draft.record(self.name, state, "wait", closed or reason)
             if not capped and not closed:
                 closed = f"{state.request_id} comes first and waits for memory"
 

@@ -130,10 +130,10 @@ class PDSeparationPass:
         if prefill != HERE:
             site = self.sites[prefill]
             site.free_at_s = max(site.free_at_s, draft.now_s) + site.token_s * num_tokens
-            draft.say(self.name, state, "place", f"prefill on {prefill}: done in {prefill_s:.3f} s")
+            draft.record(self.name, state, "place", f"prefill on {prefill}: done in {prefill_s:.3f} s")
         if decode != HERE:
             self.sites[decode].num_decodes += 1
-            draft.say(self.name, state, "place", f"decode on {decode}")
+            draft.record(self.name, state, "place", f"decode on {decode}")
         if (prefill, decode) != (HERE, HERE):
             self.placements[state.request_id] = Placement(prefill, decode)
             self._placed[state] = NOT_SEEN
@@ -182,7 +182,7 @@ class PDSeparationPass:
                 self._placed[state] = NOT_SENT
             elif decode != HERE and sent != state.num_preemptions and state.decoding:
                 draft.transfers.append(Transfer(state.request_id, (), decode))
-                draft.say(self.name, state, "transfer", f"its prompt is computed; it decodes on {decode}")
+                draft.record(self.name, state, "transfer", f"its prompt is computed; it decodes on {decode}")
                 self._placed[state] = state.num_preemptions
 
     def _beside(self, draft: Draft, state: RequestState, placement: Placement) -> Placement:

@@ -11,7 +11,7 @@ from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import TOKEN_BYTES, RequestStatus
 from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, Turns
-from sagellm.kvmgr.scheduler_ir.quiet import QUIET, Quiet
+from sagellm.kvmgr.scheduler_ir.quiet import ALWAYS_STABLE, Stability
 
 
 @dataclass(slots=True)
@@ -89,16 +89,16 @@ class PrefixCacheAwarePass:
         if self._held:
             self._let_wait(draft)
 
-    def quiet_until(self, draft: Draft, view: SchedulingView) -> Quiet | None:
+    def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
         """While the cache is the same, until somebody gets a turn; where nobody waits for another."""
         waiting, queue = draft.waiting, self._queue
         if not waiting and not queue.ranks:
-            return QUIET
+            return ALWAYS_STABLE
         if view.kv.version != self._version or self._held or not queue.knows(waiting):
             return None
         queue.sort(waiting)
         until_s = self._turns.stay_until(waiting, draft.now_s)
-        return None if until_s is None else Quiet(until_s, same_cache=True)
+        return None if until_s is None else Stability(until_s, same_cache=True)
 
     # -- look-ups
 
@@ -115,7 +115,7 @@ class PrefixCacheAwarePass:
             self._queue.rerank(state, rank)
             if num_cached:
                 reason = f"{num_cached} of {len(state.tokens)} tokens are cached"
-                draft.say(self.name, state, "reuse", reason)
+                draft.record(self.name, state, "reuse", reason)
         return num_cached
 
     def _lookup(self, index: PrefixReuseIndex, state: RequestState) -> PrefixHit:
@@ -192,7 +192,7 @@ class PrefixCacheAwarePass:
             if hold.leader in present:
                 order[hold.leader] = None
             reason = f"{hold.leader.request_id} computes {hold.num_shared} tokens that it shares"
-            draft.say(self.name, state, "wait", reason)
+            draft.record(self.name, state, "wait", reason)
         draft.waiting[:] = order
 
     def _forget(self, left: list[RequestState]) -> None:

@@ -17,7 +17,7 @@ from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import RequestStatus
 from sagellm.kvmgr.scheduler_ir._clients import ClientShares
 from sagellm.kvmgr.scheduler_ir._queue import ROOM_TO_FORGET, RankedQueue, hit_of
-from sagellm.kvmgr.scheduler_ir.quiet import QUIET, Quiet
+from sagellm.kvmgr.scheduler_ir.quiet import ALWAYS_STABLE, Stability
 
 SHORTEST_AGE_S = 1e-3
 
@@ -88,7 +88,7 @@ class PriorityBasedPass:
         if self.preempt and waiting and draft.running:
             self._make_way(draft, view)
 
-    def quiet_until(self, draft: Draft, view: SchedulingView) -> Quiet | None:
+    def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
         """Until somebody rises; where nobody of lower priority runs who would have to make way."""
         waiting = draft.waiting
         if draft.num_new_running or not self._queue.knows(waiting):
@@ -98,7 +98,7 @@ class PriorityBasedPass:
         self._sort(draft)
         if self.preempt and waiting and self._may_push_out(waiting[0]):
             return None
-        return Quiet(self._birthdays[0][0]) if waiting and self._birthdays else QUIET
+        return Stability(self._birthdays[0][0]) if waiting and self._birthdays else ALWAYS_STABLE
 
     def priority(self, state: RequestState) -> int:
         """Of the request and its class, without ageing."""
@@ -193,7 +193,9 @@ class PriorityBasedPass:
             return
         hit = hit_of(draft, view, head)
         num_tokens = len(head.tokens) - hit.num_tokens
-        missing = view.kv.price_to_admit(hit, num_tokens) - view.kv.available_blocks() + len(draft.growing())
+        missing = (
+            view.kv.blocks_to_admit(hit, num_tokens) - view.kv.available_blocks() + len(draft.needing_block())
+        )
         missing += self.watermark * len(draft.running)
         if missing > 0 or not view.num_free_rows:
             self._push_out(draft, view, head, lower, missing)
@@ -219,14 +221,14 @@ class PriorityBasedPass:
         victims = []
         for state in lower:
             victims.append(state)
-            missing -= view.kv.gain_of_preempting(state) + self.watermark
+            missing -= view.kv.blocks_freed_by_preempting(state) + self.watermark
             if missing <= 0:
                 break
         else:
             return
         for state in victims:
             draft.preempt(state)
-            draft.say(self.name, state, "preempt", self._why(state, head))
+            draft.record(self.name, state, "preempt", self._why(state, head))
 
     def _why(self, state: RequestState, head: RequestState) -> str:
         if self.priority(state) < self.priority(head):
@@ -244,7 +246,7 @@ class PriorityBasedPass:
             if cut > 0:
                 lack -= cut
                 chunk.num_tokens -= cut
-                draft.say(self.name, chunk.state, "shorten", self._why(chunk.state, head))
+                draft.record(self.name, chunk.state, "shorten", self._why(chunk.state, head))
 
 
 def _groups_in_prefill(draft: Draft) -> set[str | None]:

@@ -174,7 +174,7 @@ class SLOAwarePass:
             room -= chunk.num_tokens
             if not chunk.num_tokens:
                 draft.hold(chunk.state)
-                draft.say(self.name, chunk.state, "hold", f"a step may take {goals[0][0]} s")
+                draft.record(self.name, chunk.state, "hold", f"a step may take {goals[0][0]} s")
 
     def _counts(self, state: RequestState, now_s: float) -> bool:
         """Whether it runs and can still meet its goals."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from sagellm.core.plan import Chunk, Draft, RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.protocols.scheduler_ir import BlockBudget, SchedulingView
-from sagellm.kvmgr.scheduler_ir.quiet import QUIET, Quiet
+from sagellm.kvmgr.scheduler_ir.quiet import ALWAYS_STABLE, Stability
 
 
 class VllmLikePass:
@@ -48,7 +48,7 @@ class VllmLikePass:
         if draft.waiting and not draft.preempted:
             step.walk_waiting(self.watermark)
 
-    def quiet_until(self, draft: Draft, view: SchedulingView) -> Quiet | None:
+    def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
         """While rows, tokens or blocks keep the first of the queue out. What its prompt needs beyond blocks
         that others hold cannot fall while all decode, and what is available cannot rise."""
         tokens = draft.token_budget - draft.num_decodes
@@ -59,15 +59,15 @@ class VllmLikePass:
             if not last or self.long_prefill_tokens or not 0 < tokens < chunk.num_tokens:
                 return None
             chunk.num_tokens = tokens
-            return QUIET
+            return ALWAYS_STABLE
         if not draft.waiting or not tokens or view.num_free_rows < 1:
-            return QUIET
+            return ALWAYS_STABLE
         head = draft.waiting[0]
         if head.request.group is not None or not draft.running:
             return None
         hit = view.kv.match(head)
-        needed = view.kv.price_to_admit(hit, len(head.tokens) - hit.num_tokens) + self.watermark
-        return QUIET if needed > view.kv.budget().left(head) else None
+        needed = view.kv.blocks_to_admit(hit, len(head.tokens) - hit.num_tokens) + self.watermark
+        return ALWAYS_STABLE if needed > view.kv.budget().left(head) else None
 
     def _cap(self, draft: Draft) -> int:
         """The longest chunk: a request that is alone has nobody to hold up."""
@@ -89,14 +89,14 @@ class _Step:
         self.tokens = self.draft.token_budget
         self.blocks = self.view.kv.budget()
         for state in self.draft.preempted:  # by a pass before this one
-            self.blocks.gain(state, self.view.kv.gain_of_preempting(state))
+            self.blocks.gain(state, self.view.kv.blocks_freed_by_preempting(state))
 
     # -- who runs
 
     def grant_all(self) -> bool:
         """A step for everybody who runs, if that can be; else change nothing and answer False. Costs by
         chunk, not by request."""
-        draft, price = self.draft, self.view.kv.price_to_grow
+        draft, price = self.draft, self.view.kv.blocks_to_append
         chunks = list(draft.chunks.values())
         wanted = [min(chunk.num_tokens, self.cap) for chunk in chunks]
         left = self.tokens - draft.num_decodes - sum(wanted)
@@ -106,7 +106,7 @@ class _Step:
                 return False
             wanted[-1] += left
             left = 0
-        blocks = len(draft.growing())
+        blocks = len(draft.needing_block())
         blocks += sum(price(one.state, n) for one, n in zip(chunks, wanted, strict=True))
         if not self.blocks.spend_together(blocks):
             return False
@@ -120,7 +120,7 @@ class _Step:
         draft = self.draft
         gone = {state.request_id for state in draft.preempted}
         batch = [state for state in draft.running if state.request_id not in gone]
-        price = dict.fromkeys((state.request_id for state in draft.growing()), 1)
+        price = dict.fromkeys((state.request_id for state in draft.needing_block()), 1)
         done = 0
         while done < len(batch) and self.tokens:
             state = batch[done]
@@ -130,7 +130,7 @@ class _Step:
         for state in batch[done:]:
             if draft.computes(state):
                 draft.hold(state)
-                draft.say(NAME, state, "skip", "the token budget of the step is spent")
+                draft.record(NAME, state, "skip", "the token budget of the step is spent")
 
     def _grant(self, state: RequestState, batch: list[RequestState], price: int) -> bool:
         """Tokens and blocks for one request; the batch loses its last until there are enough. False: it was
@@ -139,7 +139,7 @@ class _Step:
         take = 1
         if chunk is not None:
             take = min(chunk.num_tokens, self.cap, self.tokens)
-            price = self.view.kv.price_to_grow(state, take)
+            price = self.view.kv.blocks_to_append(state, take)
         while not self.blocks.spend(state, price):
             victim = batch.pop()
             self._preempt(victim, state)
@@ -152,11 +152,11 @@ class _Step:
 
     def _preempt(self, victim: RequestState, winner: RequestState) -> None:
         self.draft.preempt(victim)
-        self.blocks.gain(victim, self.view.kv.gain_of_preempting(victim))
+        self.blocks.gain(victim, self.view.kv.blocks_freed_by_preempting(victim))
         reason = f"{winner.request_id} comes first and needs its blocks"
         if victim is winner:
             reason = "it needs another block, and nobody runs behind it"
-        self.draft.say(NAME, victim, "preempt", reason)
+        self.draft.record(NAME, victim, "preempt", reason)
 
     # -- who waits
 
@@ -171,25 +171,25 @@ class _Step:
                 self.blocks = kv.budget()  # what is bound may have evicted what this one would reuse
             hit = kv.match(state)
             rest = len(state.tokens) - hit.num_tokens
-            price = kv.price_to_admit(hit, rest)
+            price = kv.blocks_to_admit(hit, rest)
             needed = price + (watermark if num_running else 0)
             if needed <= self.blocks.left(state):
                 take = min(rest, self.cap, self.tokens)
-                self._admit(state, hit, take, price if take == rest else kv.price_to_admit(hit, take))
+                self._admit(state, hit, take, price if take == rest else kv.blocks_to_admit(hit, take))
                 rows, num_running = rows - 1, num_running + 1
                 continue
             reason = f"its prompt needs {needed} blocks, {self.blocks.left(state)} are available"
             if num_running:
-                draft.say(NAME, state, "wait", reason)
+                draft.record(NAME, state, "wait", reason)
                 return
             draft.reject(state, f"out of KV memory: {reason}")  # nothing that it waits for can come
-            draft.say(NAME, state, "reject", reason)
+            draft.record(NAME, state, "reject", reason)
 
     def _admit(self, state: RequestState, hit: PrefixHit, take: int, price: int) -> None:
         draft = self.draft
         self.blocks.spend(state, price)
         draft.chunks[state.request_id] = Chunk(state, hit.num_tokens, take, hit)
-        draft.say(NAME, state, "admit", f"{take} tokens from {hit.num_tokens} on")
+        draft.record(NAME, state, "admit", f"{take} tokens from {hit.num_tokens} on")
         self.tokens -= take
 
 

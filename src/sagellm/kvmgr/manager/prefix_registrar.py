@@ -27,7 +27,7 @@ class Published(NamedTuple):
     num_shared: int
 
 
-class Registrar:
+class PrefixRegistrar:
     """Moves blocks of requests into the index. `num_changes` counts the times that it did.
 
     A backend writes the KV of all chunks of a step before any of them attends to it, layer by layer: that is

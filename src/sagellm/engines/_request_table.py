@@ -11,7 +11,7 @@ from sagellm.core.types import RequestStatus
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
 
 
-class Roster:
+class RequestTable:
     """Every request is in exactly one place; `running` is ordered by who comes first, the rest as they came.
 
     `left`: rows that were left since the backend was last told.

@@ -1,0 +1,18 @@
+"""Blocks of KV: ids, memory tiers, and the arithmetic of blocks and tokens."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Tier(StrEnum):
+    """A memory that holds KV blocks. A backend computes on the blocks in `HBM`."""
+
+    HBM = "hbm"
+    DRAM = "dram"
+    NVME = "nvme"
+
+
+def cdiv(dividend: int, divisor: int) -> int:
+    """The quotient, rounded up: how many blocks of `divisor` tokens hold `dividend` tokens."""
+    return -(-dividend // divisor)
