@@ -14,6 +14,10 @@ README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8"
 CLIENT, LIBRARY = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+
+
 def test_the_client_example_needs_no_package_of_ours() -> None:
     imported = {node.module for node in ast.walk(ast.parse(CLIENT)) if isinstance(node, ast.ImportFrom)}
     assert imported == {"openai"}
