@@ -11,13 +11,18 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+from sagellm.compat import (
+    BaseSchedulerIR,
+    BlockAllocationRequest,
+    EvictionCandidate,
+    GPUKVPool,
+    LRUEvictionPolicy,
+    RadixPrefixCache,
+    ScheduleRequest,
+)
 from sagellm.core.clock import ManualClock
 from sagellm.core.types import Tokens
-from sagellm.kvmgr.eviction import EvictionCandidate, LRUEvictionPolicy
-from sagellm.kvmgr.kv_pool import BlockAllocationRequest, GPUKVPool
 from sagellm.kvmgr.lifetime import LSTMLifetimePredictor, PredictionRequest
-from sagellm.kvmgr.prefix_cache import RadixPrefixCache
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, ScheduleRequest
 from sagellm.kvmgr.scheduler_ir.passes import PrefixCacheAwarePass, PriorityBasedPass
 
 SECONDS_PER_TOKEN = 0.02

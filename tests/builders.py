@@ -15,7 +15,7 @@ from sagellm.core.types import FinishReason, Namespace, Request, SamplingParams,
 from sagellm.engines.build import build_kv, build_swap
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
+from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.passes import PrefixCacheAwarePass, PriorityBasedPass
 
 
@@ -40,9 +40,7 @@ def fake_engine(
         clock=clock,
         events=events,
     )
-    scheduler = BaseSchedulerIR(
-        passes if passes is not None else [PrefixCacheAwarePass(), PriorityBasedPass()]
-    )
+    scheduler = PassPipeline(passes if passes is not None else [PrefixCacheAwarePass(), PriorityBasedPass()])
     return Engine(backend, kv, scheduler, max_batched_tokens=max_batched_tokens, clock=clock, events=events)
 
 

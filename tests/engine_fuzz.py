@@ -27,7 +27,7 @@ from sagellm.core.types import SLO, FinishReason, Namespace, Request, Tokens
 from sagellm.engines.build import build_kv, build_swap
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
+from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.presets import PRESETS, make
 from tests.builders import PreemptAtRandom, check_books, expected_tokens, request
 
@@ -113,7 +113,7 @@ class Case:
         return Engine(
             backend,
             kv,
-            BaseSchedulerIR(passes),
+            PassPipeline(passes),
             max_batched_tokens=self.max_batched_tokens,
             overlap=self.overlap,
             clock=clock,

@@ -35,8 +35,8 @@ from sagellm.benchmarks.traces.synth import profile, synthesize
 from sagellm.core.clock import ManualClock
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.types import Namespace, Tokens
-from sagellm.kvmgr.eviction import AdaptiveEvictionPolicy, LRUEvictionPolicy
-from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache
+from sagellm.kvmgr.eviction import AdaptiveEvictionPolicy, LRUPolicy
+from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 
 FIRST_MEASURING_SEED = 1400
 NUM_REQUESTS = 1_500
@@ -254,7 +254,7 @@ def measure(seed: int, paths: Sequence[Path], trials: Sequence[Trial]) -> list[O
     for capacity in CAPACITIES:
         num_blocks = max(1, round(capacity * num_unique))
         clock = ManualClock(requests[0].time_s)
-        lru = _hits(requests, num_blocks, LRUEvictionPolicy(), clock)
+        lru = _hits(requests, num_blocks, LRUPolicy(), clock)
         for max_regret, stake in trials:
             clock = ManualClock(requests[0].time_s)
             policy = AdaptiveEvictionPolicy(
@@ -275,7 +275,7 @@ def measure(seed: int, paths: Sequence[Path], trials: Sequence[Trial]) -> list[O
 def _hits(
     requests: Sequence[TraceRequest], num_blocks: int, policy: EvictionPolicy, clock: ManualClock
 ) -> Sequence[int]:
-    index = RadixPrefixCache(block_size=1, policy=policy, clock=clock)
+    index = RadixIndex(block_size=1, policy=policy, clock=clock)
     return replay(requests, index, clock, num_blocks).hits
 
 

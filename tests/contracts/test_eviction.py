@@ -25,7 +25,6 @@ from hypothesis.stateful import (
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import EvictionPolicy, Hint, Run
 from sagellm.core.registry import registry
-from sagellm.kvmgr.eviction import EvictionCandidate, select_victims
 from tests.effort import examples
 
 POLICIES = [*registry("policy").names(), *filter(None, os.environ.get("SAGELLM_POLICIES", "").split(","))]
@@ -239,24 +238,6 @@ def check_memory(name: str, step: int) -> None:
 def test_negative_counts_are_errors(name: str) -> None:
     with pytest.raises(BookkeepingError):
         make(name).evict(-1, lambda extent, count: None)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_the_form_of_the_design_documents(name: str) -> None:
-    candidates = [
-        EvictionCandidate("old", [1, 2], 1.0),
-        EvictionCandidate("held", [3, 4, 5], 0.0, is_pinned=True),
-        EvictionCandidate("new", [6, 7], 3.0),
-        EvictionCandidate("middle", [8], 2.0),
-    ]
-
-    def fresh() -> EvictionPolicy:
-        return make(name)
-
-    victims = select_victims(fresh, candidates, required_blocks=3)
-    assert "held" not in victims
-    assert sum(len(c.block_ids) for c in candidates if c.sequence_id in victims) >= 3
-    assert select_victims(fresh, candidates, required_blocks=6) == []
 
 
 def evicted(policy: EvictionPolicy, count: int) -> list[tuple[int, int]]:

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from sagellm.compat import PrefixMatcher
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import BlocksRemoved, BlocksStored, Event, EventBus, IndexCleared
@@ -33,9 +34,8 @@ from sagellm.core.protocols.prefix_cache import (
 )
 from sagellm.core.registry import registry
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Retention, Tokens
-from sagellm.kvmgr.eviction import LRUEvictionPolicy
+from sagellm.kvmgr.eviction import LRUPolicy
 from sagellm.kvmgr.prefix_cache.fingerprint import fingerprint
-from sagellm.kvmgr.prefix_cache.matcher import PrefixMatcher
 from tests.effort import examples
 
 BLOCK = 2
@@ -418,7 +418,7 @@ def test_the_last_used_stays_longest_and_tails_go_before_heads(name: str) -> Non
         assert [list(one or ()) for one in freed] == [[2], [3], [1], [0]]
 
 
-class Strict(LRUEvictionPolicy):
+class Strict(LRUPolicy):
     """Is told of an extent once."""
 
     def insert(self, extent: Extent) -> None:
@@ -453,7 +453,7 @@ def test_soft_retention_holds_the_blocks_that_its_range_touches_and_no_others(na
 def test_a_policy_hears_what_a_use_is_and_what_is_new(name: str) -> None:
     calls: list[str] = []
 
-    class Recorder(LRUEvictionPolicy):
+    class Recorder(LRUPolicy):
         def insert(self, extent: Extent) -> None:
             calls.append("insert")
             super().insert(extent)
@@ -567,20 +567,6 @@ def test_a_lookup_changes_nothing(name: str) -> None:
     assert (index.num_cached, index.num_evictable) == (2, 2)
 
 
-@each_index
-def test_a_matcher_reads_for_a_router(name: str) -> None:
-    index = filled(name, [1, 1, 2, 2], [1, 1, 3, 3, 4, 4])
-    matcher = PrefixMatcher(index)
-    match = matcher.match([1, 1, 2, 2, 9])
-    assert (match.match_length, match.block_ids) == (4, [0, 1])
-    assert matcher.match([1, 1, 2, 2], max_tokens=3).match_length == 2
-    assert matcher.match([1, 1], SPACES[1]).block_ids == []
-    best = matcher.best([1, 1, 2, 2], k=5)
-    assert [(one.hit.num_tokens, one.num_blocks, one.used_s) for one in best] == [(4, 2, 1.0), (2, 3, 2.0)]
-    assert matcher.best([1, 1]) == matcher.best([1, 1], k=2)[:1]
-    assert matcher.best([1, 1])[0].num_blocks == 3, "of equal matches the one that was used last"
-
-
 MISUSE: dict[str, tuple[Callable[[PrefixReuseIndex], object], str]] = {
     "unpin of what nobody pins": (
         lambda index: index.unpin(index.lookup(Tokens([1, 1]))),
@@ -612,7 +598,7 @@ def test_misuse_is_told_and_changes_nothing(name: str, wrong: str) -> None:
     assert index.num_cached == index.num_evictable == (3 if "retract" in wrong else 2)
 
 
-class Lazy(LRUEvictionPolicy):
+class Lazy(LRUPolicy):
     """Says yes and does nothing."""
 
     def evict(self, num_blocks: int, give_up: GiveUp) -> int:

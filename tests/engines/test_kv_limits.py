@@ -14,16 +14,16 @@ from sagellm.core.types import Namespace, Tokens
 from sagellm.engines.build import build_kv, replace_policy
 from sagellm.kvmgr.eviction._exposure import NUM_AGES, age_bin
 from sagellm.kvmgr.eviction._lives import _level
-from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy
+from sagellm.kvmgr.eviction.lru import LRUPolicy
 from sagellm.kvmgr.manager import hints as hints_module
 from sagellm.kvmgr.manager.hints import EXPECTED_FOR_S, KVHints
-from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache
+from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 from tests.builders import fake_engine
 
 
 def test_an_expectation_ends() -> None:
     clock = ManualClock()
-    index = RadixPrefixCache(block_size=1, policy_factory=LRUEvictionPolicy, clock=clock)
+    index = RadixIndex(block_size=1, policy_factory=LRUPolicy, clock=clock)
     hints = KVHints(index, lambda namespace: namespace, clock.now)
     for first in (0, 10):
         index.insert(Tokens(range(first, first + 4)), range(first, first + 4))
@@ -41,7 +41,7 @@ def test_an_expectation_ends() -> None:
 def test_expectations_are_bounded_and_may_be_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hints_module, "MAX_EXPECTED", 2)
     clock = ManualClock()
-    index = RadixPrefixCache(block_size=1, policy_factory=LRUEvictionPolicy, clock=clock)
+    index = RadixIndex(block_size=1, policy_factory=LRUPolicy, clock=clock)
     hints = KVHints(index, lambda namespace: namespace, clock.now)
     for first in (0, 10, 20):
         index.insert(Tokens([first, first + 1]), [first, first + 1])

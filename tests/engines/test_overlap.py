@@ -19,7 +19,7 @@ from sagellm.core.types import FinishReason, RequestOutput
 from sagellm.engines.build import build_kv, build_swap
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, presets
+from sagellm.kvmgr.scheduler_ir import PassPipeline, presets
 from tests.builders import check_books, expected_tokens, request
 from tests.effort import examples
 
@@ -30,7 +30,7 @@ def engine(
     capability = backend.capability()
     clock, config = ManualClock(), KVConfig(block_size=capability.block_size, **kv_options)
     kv = build_kv(config, capability.num_blocks, swap=build_swap(capability), clock=clock)
-    scheduler = BaseSchedulerIR(presets.make(strategy))
+    scheduler = PassPipeline(presets.make(strategy))
     return Engine(backend, kv, scheduler, max_batched_tokens=24, overlap=overlap, clock=clock)
 
 

@@ -8,7 +8,7 @@ from sagellm.core.errors import ConfigError, RequestError
 from sagellm.core.plan import ExecutionPlan, RequestState, StepResult
 from sagellm.core.types import SLO, FinishReason
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, presets
+from sagellm.kvmgr.scheduler_ir import PassPipeline, presets
 from sagellm.kvmgr.scheduler_ir.passes import ChunkedPrefillPass
 from sagellm.kvmgr.scheduler_ir.passes.vllm_like import VllmLikePass
 from tests.builders import fake_engine, request
@@ -86,7 +86,7 @@ def test_a_goal_is_a_number_of_seconds(goal_s: float) -> None:
 
 
 def test_nothing_stands_behind_a_pass_that_closes() -> None:
-    scheduler = BaseSchedulerIR([VllmLikePass()])
+    scheduler = PassPipeline([VllmLikePass()])
     with pytest.raises(ConfigError, match="chunked_prefill cannot stand behind it"):
         scheduler.add_optimization_pass(ChunkedPrefillPass())
     assert [one.name for one in scheduler.order] == ["vllm_like"]

@@ -16,7 +16,7 @@ from sagellm.core.types import Namespace, Tokens
 from sagellm.engines.build import replace_policy, replace_strategy
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy
+from sagellm.kvmgr.eviction.lru import LRUPolicy
 from sagellm.kvmgr.scheduler_ir import presets
 from tests.builders import check_books, expected_tokens, fake_engine, request, run_all
 from tests.effort import examples
@@ -107,7 +107,7 @@ def test_the_same_tokens_whatever_is_replaced_when(
 
 @pytest.mark.parametrize("index", INDEXES)
 def test_a_policy_that_refuses_what_is_cached_does_not_take_over(index: str) -> None:
-    class Refuses(LRUEvictionPolicy):
+    class Refuses(LRUPolicy):
         def insert(self, extent: Any) -> None:
             if num_made > 1:
                 raise RuntimeError("not this one")

@@ -19,9 +19,9 @@ from sagellm.core.types import FinishReason, Namespace, Tokens
 from sagellm.engines.build import build_kv, build_swap
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.kvmgr.kv_pool.free_list import GPUKVPool
+from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.manager import SwapSpace
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, presets
+from sagellm.kvmgr.scheduler_ir import PassPipeline, presets
 from tests.builders import check_books, expected_tokens, fake_engine, request
 from tests.effort import examples
 from tests.engines.kv_scenes import Preempt
@@ -64,7 +64,7 @@ def passes(*first: SchedulerPass, **options: object) -> list[SchedulerPass]:
 def overlapped(backend: TokenMemoryBackend, chosen: Sequence[SchedulerPass], *, overlap: bool) -> Engine:
     config, capability = KVConfig(block_size=4), backend.capability()
     kv = build_kv(config, capability.num_blocks, swap=build_swap(capability), clock=ManualClock())
-    scheduler = BaseSchedulerIR(chosen)
+    scheduler = PassPipeline(chosen)
     return Engine(backend, kv, scheduler, max_batched_tokens=32, overlap=overlap, clock=ManualClock())
 
 
@@ -231,7 +231,7 @@ def test_what_others_use_is_not_saved() -> None:
 
 
 def test_saved_blocks_continue_what_the_index_has() -> None:
-    space, tokens = SwapSpace(GPUKVPool(8, 4)), Tokens(range(20))
+    space, tokens = SwapSpace(FreeListPool(8, 4)), Tokens(range(20))
     copies = space.save("a", tokens, [7, 8, 9, 6], 2, 13)
     assert copies == [BlockCopy("hbm", 9, "dram", 0), BlockCopy("hbm", 6, "dram", 1)]
     hits = [PrefixHit(4 * count, count, tokens, Namespace()) for count in range(5)]
@@ -324,7 +324,7 @@ def test_the_same_tokens_under_pressure(
 
 
 def test_host_blocks_that_are_not_there_are_asked_for_in_numbers() -> None:
-    space = SwapSpace(GPUKVPool(total_blocks=2, block_size=4))
+    space = SwapSpace(FreeListPool(total_blocks=2, block_size=4))
     space.save("a", Tokens(range(4)), [7], 0, 4)
     with pytest.raises(CapacityError, match="b: 2 host blocks asked for, 1 are free"):
         space.save("b", Tokens(range(12)), [4, 5, 6], 1, 12)
@@ -333,7 +333,7 @@ def test_host_blocks_that_are_not_there_are_asked_for_in_numbers() -> None:
 
 
 def test_what_has_been_copied_outlives_a_later_failure() -> None:
-    space = SwapSpace(GPUKVPool(total_blocks=2, block_size=4))
+    space = SwapSpace(FreeListPool(total_blocks=2, block_size=4))
     for name in "ab":
         space.save(name, Tokens(range(4)), [7], 0, 4)
     space.written(["a"])

@@ -21,12 +21,12 @@ from sagellm.core.registry import registry
 from sagellm.core.types import Namespace, Tokens
 from sagellm.kvmgr.eviction.adaptive import AdaptiveEvictionPolicy
 from sagellm.kvmgr.eviction.learned import LearnedEvictionPolicy
-from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy
-from sagellm.kvmgr.prefix_cache.hashed import HashedPrefixCache
-from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache
+from sagellm.kvmgr.eviction.lru import LRUPolicy
+from sagellm.kvmgr.prefix_cache.hashed import HashedIndex
+from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 
 CAPACITY = 250
-INDEXES: list[Any] = [RadixPrefixCache, HashedPrefixCache]
+INDEXES: list[Any] = [RadixIndex, HashedIndex]
 
 
 def request(time_s: float, ids: Sequence[int], num_output_tokens: int = 0) -> TraceRequest:
@@ -35,9 +35,7 @@ def request(time_s: float, ids: Sequence[int], num_output_tokens: int = 0) -> Tr
 
 def hits(requests: Sequence[TraceRequest], policy: EvictionPolicy, capacity: int) -> list[int]:
     clock = ManualClock()
-    return list(
-        replay(requests, RadixPrefixCache(block_size=1, policy=policy, clock=clock), clock, capacity).hits
-    )
+    return list(replay(requests, RadixIndex(block_size=1, policy=policy, clock=clock), clock, capacity).hits)
 
 
 class Cache:
@@ -83,11 +81,11 @@ class Step:
 
 
 def beside_lru(
-    requests: Sequence[TraceRequest], capacity: int, index: Any = RadixPrefixCache, **options: float
+    requests: Sequence[TraceRequest], capacity: int, index: Any = RadixIndex, **options: float
 ) -> list[Step]:
     """The policy and a real LRU, one request at a time."""
     policy = AdaptiveEvictionPolicy(capacity=capacity, **options)  # type: ignore[arg-type]
-    caches = [Cache(index, one, capacity) for one in (policy, LRUEvictionPolicy())]
+    caches = [Cache(index, one, capacity) for one in (policy, LRUPolicy())]
     steps = []
     for one in requests:
         lead = policy.lead
@@ -206,7 +204,7 @@ def test_the_bound_holds_where_all_ask_for_what_is_missing(
     """After calm traffic every second request is the one of which LRU holds most that the cache does not."""
     draw = random.Random(seed)
     policy = AdaptiveEvictionPolicy(capacity=capacity, max_regret=max_regret, stake=1.0)
-    own, lru = (Cache(RadixPrefixCache, one, capacity) for one in (policy, LRUEvictionPolicy()))
+    own, lru = (Cache(RadixIndex, one, capacity) for one in (policy, LRUPolicy()))
     recent: list[Tokens] = []
     steps = []
     for number in range(600):
@@ -232,7 +230,7 @@ def test_the_bound_holds_where_all_ask_for_what_is_missing(
 def test_little_is_lost_where_what_was_learned_turns_wrong(seed: int) -> None:
     requests = turning_world(seed)
     num_asked = sum(len(one.ids) for one in requests)
-    lru = sum(hits(requests, LRUEvictionPolicy(), CAPACITY))
+    lru = sum(hits(requests, LRUPolicy(), CAPACITY))
     learned = sum(hits(requests, LearnedEvictionPolicy(capacity=CAPACITY), CAPACITY))
     adaptive = sum(hits(requests, AdaptiveEvictionPolicy(capacity=CAPACITY), CAPACITY))
     assert learned < 0.9 * lru
@@ -245,7 +243,7 @@ def test_most_of_the_gain_is_kept_where_learning_wins(seed: int) -> None:
     lru, learned, adaptive = (
         sum(hits(requests, policy, 400))
         for policy in (
-            LRUEvictionPolicy(),
+            LRUPolicy(),
             LearnedEvictionPolicy(capacity=400),
             AdaptiveEvictionPolicy(capacity=400),
         )
@@ -257,13 +255,13 @@ def test_most_of_the_gain_is_kept_where_learning_wins(seed: int) -> None:
 def test_without_a_budget_it_is_lru() -> None:
     for requests in (steady_world(0), turning_world(0, 300, 500), branching_world(3, 500)):
         adaptive = AdaptiveEvictionPolicy(capacity=100, max_regret=0.0)
-        assert hits(requests, adaptive, 100) == hits(requests, LRUEvictionPolicy(), 100)
+        assert hits(requests, adaptive, 100) == hits(requests, LRUPolicy(), 100)
 
 
 def test_where_all_fits_nothing_is_lost() -> None:
     requests = steady_world(0, 200)
     adaptive = AdaptiveEvictionPolicy(capacity=100_000)
-    assert hits(requests, adaptive, 100_000) == hits(requests, LRUEvictionPolicy(), 100_000)
+    assert hits(requests, adaptive, 100_000) == hits(requests, LRUPolicy(), 100_000)
     assert adaptive.regret == 0
 
 
@@ -279,7 +277,7 @@ def test_an_extent_that_ended_is_no_loss() -> None:
     """LRU evicts it first, so it is not missed."""
     clock = ManualClock()
     policy = AdaptiveEvictionPolicy(capacity=20)
-    index = RadixPrefixCache(block_size=1, policy=policy, clock=clock)
+    index = RadixIndex(block_size=1, policy=policy, clock=clock)
     replay([request(0.0, range(10)), request(1.0, range(100, 110))], index, clock, 20)
     assert index.hint(index.lookup(Tokens(range(100, 110))), Hint(ended=True)) == 10
     index.evict(10)
@@ -353,7 +351,7 @@ def test_a_stake_below_one_is_refused(stake: Any) -> None:
 
 def test_a_fresh_one_has_the_same_options() -> None:
     policy = AdaptiveEvictionPolicy(capacity=10, max_regret=0.5, stake=3.0)
-    fresh = policy._fresh()
+    fresh = policy.fresh()
     assert (fresh._max_regret, fresh._stake, fresh._given_capacity) == (0.5, 3.0, 10)
     assert fresh.num_evictable == 0
 

@@ -8,14 +8,15 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
+from sagellm.compat import EvictionCandidate, select_victims
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import EvictionPolicy, Hint, Run, Use
 from sagellm.core.types import Retention, Tokens
-from sagellm.kvmgr.eviction import EvictionCandidate, LRUEvictionPolicy
+from sagellm.kvmgr.eviction import LRUPolicy
 from sagellm.kvmgr.eviction._lives import FIT_FIRST, HOT, HOT_BRANCHES, Life
 from sagellm.kvmgr.eviction.learned import LearnedEvictionPolicy
-from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache
+from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 from tests.eviction_workloads import Request, mixed
 
 """When, and which blocks."""
@@ -27,7 +28,7 @@ class Cache:
 
     def __init__(self, policy: EvictionPolicy, clock: ManualClock, capacity: int = 1_000) -> None:
         self.policy, self.clock, self.capacity = policy, clock, capacity
-        self.index = RadixPrefixCache(block_size=1, policy=policy, clock=clock)
+        self.index = RadixIndex(block_size=1, policy=policy, clock=clock)
         self.evicted: list[int] = []
         self._num_made = 0
 
@@ -84,7 +85,7 @@ class LearnedCache(Cache):
 
 
 def lru(capacity: int = 1_000) -> Cache:
-    return Cache(LRUEvictionPolicy(), ManualClock(), capacity)
+    return Cache(LRUPolicy(), ManualClock(), capacity)
 
 
 def open_lives(cache: LearnedCache) -> list[Life]:
@@ -336,9 +337,9 @@ def test_select_victims_asks_a_fresh_policy() -> None:
         EvictionCandidate(str(number), list(range(draw.randint(1, 9))), draw.uniform(0, 500.0))
         for number in range(FIT_FIRST // 2)
     ]
-    expected = LRUEvictionPolicy().select_victims(candidates, 40)
+    expected = select_victims(LRUPolicy, candidates, 40)
     before = cache.learned.num_evictable
-    assert cache.learned.select_victims(candidates, 40) == expected
+    assert select_victims(cache.learned.fresh, candidates, 40) == expected
     assert (cache.learned.num_evictable, kept(cache)) == (before, [0, 1, 2, 3])
 
 

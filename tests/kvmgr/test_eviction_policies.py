@@ -23,7 +23,7 @@ from sagellm.kvmgr.eviction.s3fifo import S3FIFOEvictionPolicy
 from sagellm.kvmgr.eviction.sieve import SieveEvictionPolicy
 from sagellm.kvmgr.eviction.slo import SLOEvictionPolicy
 from sagellm.kvmgr.eviction.two_q import TwoQEvictionPolicy
-from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache
+from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 
 OURS = ["arc", "cost_benefit", "fifo", "hotspot", "lfu", "qos", "s3fifo", "sieve", "slo", "two_q"]
 
@@ -151,7 +151,7 @@ def test_in_the_radix_tree(name: str) -> None:
     draw = random.Random(5)
     policy = make(name, capacity=60)
     clock = ManualClock()
-    index = RadixPrefixCache(block_size=1, policy=policy, clock=clock)
+    index = RadixIndex(block_size=1, policy=policy, clock=clock)
     pinned = []
     for _ in range(400):
         clock.advance(1.0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from sagellm.compat import EvictionCandidate, select_victims
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import EvictionPolicy, Hint, Run
@@ -20,10 +21,10 @@ from sagellm.core.protocols.lifetime import (
     ReusePredictor,
 )
 from sagellm.core.types import Tokens
-from sagellm.kvmgr.eviction import EvictionCandidate, LRUEvictionPolicy, predictive
+from sagellm.kvmgr.eviction import LRUPolicy, predictive
 from sagellm.kvmgr.eviction.predictive import PredictiveEvictionPolicy
 from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
-from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache
+from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 from tests.eviction_workloads import Request, mixed
 
 SOON = {0.1: 1.0, 0.5: 5.0, 0.9: 10.0}
@@ -104,7 +105,7 @@ class Cache:
     def __init__(self, make: Callable[[ManualClock], EvictionPolicy], capacity: int) -> None:
         self.clock, self.capacity = ManualClock(), capacity
         self.policy = make(self.clock)
-        self.index = RadixPrefixCache(block_size=1, policy=self.policy, clock=self.clock)
+        self.index = RadixIndex(block_size=1, policy=self.policy, clock=self.clock)
         self.evicted: list[int] = []
         self._num_made = 0
 
@@ -188,7 +189,7 @@ def test_what_it_has_forgotten_does_not_stay_for_ever(
 def test_an_abstaining_predictor_leaves_it_at_lru() -> None:
     requests = mixed(1, 300)
     predictor = FakeReuse(lambda features, _: ReusePrediction(1 / features.num_blocks, SOON, abstained=True))
-    lru = Cache(lambda _: LRUEvictionPolicy(), 300)
+    lru = Cache(lambda _: LRUPolicy(), 300)
     asking = Cache(lambda clock: PredictiveEvictionPolicy(predictor=predictor, clock=clock), 300)
     assert asking.ask_all(requests) == lru.ask_all(requests)
     assert asking.evicted == lru.evicted
@@ -196,7 +197,7 @@ def test_an_abstaining_predictor_leaves_it_at_lru() -> None:
 
 def test_without_a_predictor_it_is_lru() -> None:
     requests = mixed(2, 300)
-    lru = Cache(lambda _: LRUEvictionPolicy(), 300)
+    lru = Cache(lambda _: LRUPolicy(), 300)
     asking = Cache(lambda clock: PredictiveEvictionPolicy(clock=clock), 300)
     assert asking.ask_all(requests) == lru.ask_all(requests)
     assert asking.evicted == lru.evicted
@@ -204,7 +205,7 @@ def test_without_a_predictor_it_is_lru() -> None:
 
 def test_with_a_table_it_finds_more_than_lru_once_it_has_seen_enough() -> None:
     requests = mixed(3, 1_500)
-    lru = Cache(lambda _: LRUEvictionPolicy(), 300)
+    lru = Cache(lambda _: LRUPolicy(), 300)
     asking = Cache(
         lambda clock: PredictiveEvictionPolicy(predictor=ReuseTable(), capacity=300, clock=clock), 300
     )
@@ -311,15 +312,15 @@ def candidates() -> list[EvictionCandidate]:
 
 def test_candidates_that_are_predicted_to_end_soon_go_first() -> None:
     policy, _ = made(None)
-    assert policy.select_victims(candidates(), 1) == ["short"]
-    assert policy.select_victims(candidates(), 2) == ["short", "over"]
-    assert policy.select_victims(candidates(), 5) == []
+    assert select_victims(policy.fresh, candidates(), 1) == ["short"]
+    assert select_victims(policy.fresh, candidates(), 2) == ["short", "over"]
+    assert select_victims(policy.fresh, candidates(), 5) == []
 
 
 def test_to_ask_for_victims_teaches_nobody() -> None:
     reuse, lengths = FakeReuse(certain), FakeLengths()
     for predictor in (reuse, lengths):
-        assert len(made(predictor)[0].select_victims(candidates(), 4)) == 3
+        assert len(select_victims(made(predictor)[0].fresh, candidates(), 4)) == 3
     assert not reuse.told
     assert not lengths.told
 

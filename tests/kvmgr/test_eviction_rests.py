@@ -10,8 +10,9 @@ import pytest
 
 from sagellm.benchmarks.replay.replayer import replay
 from sagellm.benchmarks.traces import read_trace
+from sagellm.compat import EvictionCandidate, select_victims
 from sagellm.core.clock import ManualClock
-from sagellm.core.protocols.eviction import EvictionPolicy, Hint, Run
+from sagellm.core.protocols.eviction import Hint, Run
 from sagellm.core.protocols.lifetime import (
     LifetimePredictor,
     Prediction,
@@ -21,13 +22,13 @@ from sagellm.core.protocols.lifetime import (
     ReusePredictor,
 )
 from sagellm.core.types import Tokens
-from sagellm.kvmgr.eviction import EvictionCandidate, LRUEvictionPolicy
+from sagellm.kvmgr.eviction import LRUPolicy
 from sagellm.kvmgr.eviction._predicted_ranks import LEAST_HELD_S, PATIENCE_S, density
 from sagellm.kvmgr.eviction._rests import HOT_BRANCHES
 from sagellm.kvmgr.eviction.predictive import PredictiveEvictionPolicy
 from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
 from sagellm.kvmgr.lifetime.statistical import StatisticalLifetimePredictor
-from sagellm.kvmgr.prefix_cache.radix import RadixPrefixCache
+from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 from tests.eviction_workloads import Request, mixed
 
 Told = tuple[ReuseFeatures, float, bool, float]
@@ -80,7 +81,7 @@ class Cache:
     def __init__(self, predictor: ReusePredictor | LifetimePredictor | None, capacity: int = 1_000) -> None:
         self.clock, self.capacity = ManualClock(), capacity
         self.policy = PredictiveEvictionPolicy(predictor=predictor, capacity=capacity, clock=self.clock)
-        self.index = RadixPrefixCache(block_size=1, policy=self.policy, clock=self.clock)
+        self.index = RadixIndex(block_size=1, policy=self.policy, clock=self.clock)
         self.evicted: list[int] = []
         self._num_made = 0
 
@@ -122,7 +123,7 @@ class Cache:
 class PlainLRU(Cache):
     def __init__(self, capacity: int) -> None:
         super().__init__(None, capacity)
-        self.index = RadixPrefixCache(block_size=1, policy=LRUEvictionPolicy(), clock=self.clock)
+        self.index = RadixIndex(block_size=1, policy=LRUPolicy(), clock=self.clock)
 
 
 def prompt(number: int, length: int) -> range:
@@ -360,14 +361,14 @@ def test_candidates_go_by_the_lifetime_that_they_bring() -> None:
         EvictionCandidate("nothing known", [5, 6], 20.0),
     ]
     for policy in (PredictiveEvictionPolicy(), PredictiveEvictionPolicy(predictor=FakeLengths())):
-        assert policy.select_victims(candidates, 4) == ["ends at once", "nothing known"]
+        assert select_victims(policy.fresh, candidates, 4) == ["ends at once", "nothing known"]
 
 
 def test_candidates_are_asked_about_and_teach_nothing() -> None:
     predictor = FakeReuse()
-    policy: EvictionPolicy = PredictiveEvictionPolicy(predictor=predictor, capacity=100)
+    policy = PredictiveEvictionPolicy(predictor=predictor, capacity=100)
     candidates = [EvictionCandidate("even", [1, 2], 0.0), EvictionCandidate("odd", [3, 4, 5], 50.0)]
-    assert policy.select_victims(candidates, 3) == ["odd"]  # type: ignore[attr-defined]
+    assert select_victims(policy.fresh, candidates, 3) == ["odd"]
     assert predictor.asked
     assert not predictor.told
     assert policy.num_evictable == 0
@@ -393,6 +394,6 @@ def test_on_conversation_the_table_is_worth_more_than_recency(sagellm_traces: Pa
     for predictor in (ReuseTable(), None):
         clock = ManualClock(requests[0].time_s)
         policy = PredictiveEvictionPolicy(predictor=predictor, capacity=capacity, clock=clock)
-        index = RadixPrefixCache(block_size=1, policy=policy, clock=clock)
+        index = RadixIndex(block_size=1, policy=policy, clock=clock)
         hits.append(sum(replay(requests, index, clock, capacity).hits))
     assert hits[0] > 1.2 * hits[1]

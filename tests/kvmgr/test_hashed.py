@@ -8,12 +8,13 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from sagellm.compat import PrefixMatcher
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import Extent, GiveUp
 from sagellm.core.types import Account, Namespace, Tokens
-from sagellm.kvmgr.eviction import LRUEvictionPolicy
+from sagellm.kvmgr.eviction import LRUPolicy
 from sagellm.kvmgr.prefix_cache.fingerprint import HASH_BYTES, chain
-from sagellm.kvmgr.prefix_cache.hashed import HashedPrefixCache
+from sagellm.kvmgr.prefix_cache.hashed import HashedIndex
 from tests.contracts.test_prefix_index import POLICIES, IndexMachine
 from tests.effort import examples
 
@@ -25,8 +26,8 @@ def one_bit(data: bytes, step: int, namespace: Namespace, parent: bytes | None =
     return [bytes([one[0] & 1]) * HASH_BYTES for one in chain(data, step, namespace, parent)]
 
 
-def filled(*prompts: list[int], **options: Any) -> HashedPrefixCache:
-    index = HashedPrefixCache(block_size=BLOCK, **options)
+def filled(*prompts: list[int], **options: Any) -> HashedIndex:
+    index = HashedIndex(block_size=BLOCK, **options)
     for tokens in prompts:
         start = index.num_cached
         index.insert(Tokens(tokens), range(start, start + len(tokens) // BLOCK))
@@ -51,8 +52,8 @@ def test_a_clash_is_a_miss() -> None:
     same = next(one for one in range(3, 99) if _name([one, one]) == _name([1, 1]))
     assert index.lookup(Tokens([same, same])).num_blocks == 0
     index.insert(Tokens([same, same]), [9])
-    assert index.match_prefix([same, same]).block_ids == [9]
-    assert index.match_prefix([1, 1, 2, 2]).block_ids == [0, 1]
+    assert PrefixMatcher(index).match([same, same]).block_ids == [9]
+    assert PrefixMatcher(index).match([1, 1, 2, 2]).block_ids == [0, 1]
     index.check()
 
 
@@ -66,13 +67,13 @@ def test_a_block_has_one_place(block_ids: list[int]) -> None:
     with pytest.raises(BookkeepingError, match=r"different and not negative|in the index already"):
         index.insert(Tokens([2, 2, 4, 4]), block_ids)
     index.check()
-    assert (index.num_cached, index.match_prefix([2, 2, 4, 4]).block_ids) == (3, [1])
+    assert (index.num_cached, PrefixMatcher(index).match([2, 2, 4, 4]).block_ids) == (3, [1])
 
 
 def test_a_block_moves_to_a_free_one() -> None:
     index = filled([1, 1], [2, 2], [3, 3])
     index.remap({0: 5, 1: 0, 9: 2})
-    assert [index.match_prefix([token] * 2).block_ids for token in (1, 2, 3)] == [[5], [0], [2]]
+    assert [PrefixMatcher(index).match([token] * 2).block_ids for token in (1, 2, 3)] == [[5], [0], [2]]
     for wrong in ({5: 2}, {5: 7, 0: 7}):
         with pytest.raises(BookkeepingError, match="a free one of its own"):
             index.remap(wrong)
@@ -87,28 +88,15 @@ def test_only_who_pinned_can_unpin() -> None:
     index.check()
 
 
-def test_duplicates_come_back_to_be_freed() -> None:
-    index = HashedPrefixCache(block_size=BLOCK)
-    assert index.insert_prefix([1, 1, 2, 2], [10, 11]) == []
-    assert index.insert_prefix([1, 1, 2, 2, 3, 3, 4], [20, 21, 22]) == [20, 21]
-    assert index.match_prefix([1, 1, 2, 2, 3, 3]).block_ids == [10, 11, 22]
-
-
-def test_max_blocks_pushes_out_what_is_oldest() -> None:
-    index = HashedPrefixCache(max_blocks=2, block_size=BLOCK)
-    index.insert_prefix([1, 1, 2, 2], [10, 11])
-    assert index.insert_prefix([3, 3], [12]) == [11]
-
-
 def test_an_extent_is_one_block_and_comes_back_with_its_key() -> None:
     heard: list[Extent] = []
 
-    class Listening(LRUEvictionPolicy):
+    class Listening(LRUPolicy):
         def insert(self, extent: Extent) -> None:
             heard.append(extent)
             super().insert(extent)
 
-    index = HashedPrefixCache(block_size=BLOCK, policy_factory=Listening)
+    index = HashedIndex(block_size=BLOCK, policy_factory=Listening)
     tokens, account = Tokens([1, 1, 2, 2]), Account("tenant")
     index.insert(tokens, [0, 1], account=account)
     index.evict(2)
@@ -128,7 +116,7 @@ def test_uses_are_counted_for_the_prefix_too() -> None:
     assert shorter.node.num_uses == 2
 
 
-class Greedy(LRUEvictionPolicy):
+class Greedy(LRUPolicy):
     """Gives up more of an extent than it has."""
 
     def evict(self, num_blocks: int, give_up: GiveUp) -> int:

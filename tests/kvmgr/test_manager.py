@@ -15,11 +15,11 @@ from sagellm.core.plan import Chunk, Draft, RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import NO_ACCOUNT, Account, Request, RequestStatus, Tokens
 from sagellm.engines.build import build_kv
-from sagellm.kvmgr.eviction import LRUEvictionPolicy
-from sagellm.kvmgr.kv_pool import GPUKVPool, QuotaManager, Share
+from sagellm.kvmgr.eviction import LRUPolicy
+from sagellm.kvmgr.kv_pool import FreeListPool, QuotaManager, Share
 from sagellm.kvmgr.manager import KVCacheManager, SwapSpace
 from sagellm.kvmgr.manager.room import INDEX_OWNER, Room
-from sagellm.kvmgr.prefix_cache import RadixPrefixCache
+from sagellm.kvmgr.prefix_cache import RadixIndex
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
 
 BLOCK = 4
@@ -53,7 +53,7 @@ def compute(kv: KVCacheManager, request: RequestState, up_to: int) -> None:
 
 
 def test_a_prompt_enters_the_index_when_it_is_whole() -> None:
-    kv = KVCacheManager(RadixPrefixCache(block_size=BLOCK), GPUKVPool(16, BLOCK))  # no option is needed
+    kv = KVCacheManager(RadixIndex(block_size=BLOCK), FreeListPool(16, BLOCK))  # no option is needed
     first = state("first", range(10))
     admit(kv, first, 6)
     compute(kv, first, 6)
@@ -232,7 +232,7 @@ def test_a_bind_that_cannot_be_leaves_the_books_as_they_were() -> None:
     assert kv.block_states() == before
 
 
-class FailingPool(GPUKVPool):
+class FailingPool(FreeListPool):
     """Raises at the n-th operation."""
 
     countdown = -1
@@ -254,7 +254,7 @@ class FailingPool(GPUKVPool):
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
 def test_an_exception_in_the_middle_of_bind_is_undone(at: int) -> None:
     pool = FailingPool(total_blocks=16, block_size=BLOCK)
-    kv = KVCacheManager(RadixPrefixCache(block_size=BLOCK), pool)
+    kv = KVCacheManager(RadixIndex(block_size=BLOCK), pool)
     running = state("running", range(4))
     admit(kv, running)
     compute(kv, running, 4)
@@ -314,21 +314,21 @@ def test_without_prefix_caching_nothing_stays() -> None:
 def test_the_time_of_a_look_up_is_recorded() -> None:
     clock, metrics = ManualClock(), PrefixReuseMetrics()
 
-    class Slow(RadixPrefixCache):
+    class Slow(RadixIndex):
         def lookup(self, *args: Any) -> PrefixHit:
             clock.advance(0.5)
             return super().lookup(*args)
 
     clock.advance(100.0)
-    kv = KVCacheManager(Slow(block_size=BLOCK), GPUKVPool(16, BLOCK), metrics=metrics, clock=clock)
+    kv = KVCacheManager(Slow(block_size=BLOCK), FreeListPool(16, BLOCK), metrics=metrics, clock=clock)
     kv.match(state("r", range(9)))
     assert metrics.snapshot().match_sum_s == 0.5
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 2, 3])
 def test_what_fits_into_host_memory_is_saved(num_host_blocks: int) -> None:
-    swap = SwapSpace(GPUKVPool(num_host_blocks, BLOCK)) if num_host_blocks else None
-    kv = KVCacheManager(RadixPrefixCache(block_size=BLOCK), GPUKVPool(16, BLOCK), swap=swap)
+    swap = SwapSpace(FreeListPool(num_host_blocks, BLOCK)) if num_host_blocks else None
+    kv = KVCacheManager(RadixIndex(block_size=BLOCK), FreeListPool(16, BLOCK), swap=swap)
     running, step = state("r", range(10)), draft()
     admit(kv, running)
     compute(kv, running, 10)
@@ -366,7 +366,7 @@ def test_no_version_comes_twice() -> None:
 
 def test_block_sizes_must_agree() -> None:
     with pytest.raises(ValueError, match="block sizes differ"):
-        KVCacheManager(RadixPrefixCache(block_size=4), GPUKVPool(4, 8))
+        KVCacheManager(RadixIndex(block_size=4), FreeListPool(4, 8))
 
 
 def test_blocks_that_keep_a_borrower_from_giving_go_and_no_more_than_are_missing() -> None:
@@ -374,8 +374,8 @@ def test_blocks_that_keep_a_borrower_from_giving_go_and_no_more_than_are_missing
     the account that has most."""
     a, b, c = Account("a"), Account("b"), Account("c")
     quota = QuotaManager(5, {"b": Share(2), "c": Share(1)})
-    index = RadixPrefixCache(block_size=BLOCK, policy_factory=LRUEvictionPolicy)
-    pool = GPUKVPool(5, BLOCK, quota=quota)
+    index = RadixIndex(block_size=BLOCK, policy_factory=LRUPolicy)
+    pool = FreeListPool(5, BLOCK, quota=quota)
     room = Room(index, pool, quota)
     head = list(range(2 * BLOCK))
     for account, tail, num_new in ((a, [], 2), (b, [50] * 2 * BLOCK, 2), (c, [60] * BLOCK, 1)):

@@ -14,7 +14,7 @@ from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.registry import registry
 from sagellm.core.types import Account, BlockIds
-from sagellm.kvmgr.kv_pool import BlockAllocationRequest, BuddyPool, GPUKVPool, QuotaManager, Share
+from sagellm.kvmgr.kv_pool import BuddyPool, FreeListPool, QuotaManager, Share
 
 TOTAL = 256
 POOLS = registry("pool").names()
@@ -130,8 +130,8 @@ def test_of_two_threads_that_free_the_same_one_is_told(name: str) -> None:
             assert pool.num_free == TOTAL
 
 
-@pytest.mark.parametrize("make", [GPUKVPool, BuddyPool])
-def test_counters(make: type[GPUKVPool] | type[BuddyPool]) -> None:
+@pytest.mark.parametrize("make", [FreeListPool, BuddyPool])
+def test_counters(make: type[FreeListPool] | type[BuddyPool]) -> None:
     pool = make(16)
     allocation = pool.allocate(6, "a")
     assert allocation is not None
@@ -142,22 +142,6 @@ def test_counters(make: type[GPUKVPool] | type[BuddyPool]) -> None:
     pool.take_back("index", pool.hand_over(allocation, 0, 2, "index"))
     counts = (pool.num_allocated_total, pool.num_freed_total, pool.peak_used, pool.num_refused)
     assert counts == (11, 5, 10, 1)
-
-
-@pytest.mark.parametrize("make", [GPUKVPool, BuddyPool])
-def test_the_design_documents_form_of_an_allocation(make: type[GPUKVPool] | type[BuddyPool]) -> None:
-    pool = make(16)
-    block_ids = pool.allocate(BlockAllocationRequest(5, "sequence"))
-    assert block_ids == [0, 1, 2, 3, 4]
-    assert {pool.block_info[block].sequence_id for block in block_ids} == {"sequence"}
-    with pytest.raises(MemoryError, match="12 blocks asked for, 11 of 16 free"):
-        pool.allocate(BlockAllocationRequest(12, "too long"))
-    pool.free(block_ids[1:3])
-    pool.free([4, 0, 3])
-    pool.check()
-    assert pool.get_free_blocks() == 16
-    with pytest.raises(BookkeepingError, match="double free of block 1"):
-        pool.free([1])
 
 
 def test_a_buddy_pool_keeps_allocations_contiguous() -> None:

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.types import NO_ACCOUNT, Account
-from sagellm.kvmgr.kv_pool import GPUKVPool, QuotaManager, Share
+from sagellm.kvmgr.kv_pool import FreeListPool, QuotaManager, Share
 
 TOTAL = 24
 ACCOUNTS = [Account(tenant, service) for tenant in ("x", "y", "z") for service in ("batch", "chat", "")]
@@ -374,7 +374,7 @@ def test_accounts_that_have_nothing_are_forgotten() -> None:
 
 def test_the_pool_charges_and_refunds() -> None:
     quota = QuotaManager(10, {"x": Share(2, 4)})
-    pool = GPUKVPool(10, quota=quota)
+    pool = FreeListPool(10, quota=quota)
     mine = Account("x")
     allocation = pool.allocate(3, "request", mine)
     assert allocation is not None

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
+from sagellm.compat import PrefixMatcher
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus, IndexCleared
 from sagellm.core.protocols.prefix_cache import MatchEnd
 from sagellm.core.types import Account, Namespace, Retention, Tokens
-from sagellm.kvmgr.eviction import LRUEvictionPolicy
-from sagellm.kvmgr.prefix_cache import RadixPrefixCache
+from sagellm.kvmgr.eviction import LRUPolicy
+from sagellm.kvmgr.prefix_cache import RadixIndex
 from sagellm.kvmgr.prefix_cache import _leaves as leaves_file
 from sagellm.kvmgr.prefix_cache import _tree as tree_file
 from sagellm.kvmgr.prefix_cache._node import Node
@@ -21,8 +22,8 @@ from sagellm.kvmgr.prefix_cache.fingerprint import fingerprint
 BLOCK = 2
 
 
-def filled(*prompts: list[int]) -> RadixPrefixCache:
-    index = RadixPrefixCache(block_size=BLOCK)
+def filled(*prompts: list[int]) -> RadixIndex:
+    index = RadixIndex(block_size=BLOCK)
     block = 0
     for tokens in prompts:
         whole = len(tokens) // BLOCK
@@ -37,7 +38,7 @@ def test_without_a_policy_the_last_unpinned_leaf_stays_longest() -> None:
     index.unpin(first)
     assert list(index.evict(2) or []) == [2, 3]
     assert list(index.evict(1) or []) == [1]  # the tail before the head
-    assert index.match_prefix([1, 1, 1, 1]).match_length == 2
+    assert PrefixMatcher(index).match([1, 1, 1, 1]).match_length == 2
 
 
 def test_a_hit_that_became_wrong_is_looked_up_again() -> None:
@@ -55,25 +56,12 @@ def test_a_lookup_changes_nothing() -> None:
     assert (index.num_cached, index.num_evictable) == (2, 2)
 
 
-def test_duplicates_come_back_to_be_freed() -> None:
-    index = RadixPrefixCache(block_size=BLOCK)
-    assert index.insert_prefix([1, 1, 2, 2], [10, 11]) == []
-    assert index.insert_prefix([1, 1, 2, 2, 3, 3], [20, 21, 22]) == [20, 21]
-    assert index.match_prefix([1, 1, 2, 2, 3, 3]).block_ids == [10, 11, 22]
-
-
-def test_max_blocks_pushes_out_what_is_oldest() -> None:
-    index = RadixPrefixCache(max_blocks=2, block_size=BLOCK)
-    index.insert_prefix([1, 1, 2, 2], [10, 11])
-    assert index.insert_prefix([3, 3], [12]) == [11]
-
-
 def test_events_tell_of_blocks_that_come_and_go() -> None:
     events = EventBus()
     seen: list[object] = []
     for kind in (BlocksStored, BlocksRemoved, IndexCleared):
         events.subscribe(kind, seen.append)
-    index = RadixPrefixCache(block_size=BLOCK, events=events)
+    index = RadixIndex(block_size=BLOCK, events=events)
     tokens, space = Tokens([1, 1, 2, 2, 3, 3]), Namespace()
     one, two, three = fingerprint(tokens, BLOCK)
     index.insert(Tokens([1, 1, 2, 2]), [7, 8])
@@ -99,13 +87,13 @@ def test_what_was_cut_off_an_edge_is_gone_and_can_come_back() -> None:
         assert index.lookup(Tokens([1, 1, 2, 2])).num_blocks == min(2, left)
     index.insert(Tokens([1, 1, 2, 2, 9, 9]), [0, 11, 12])
     index.check()
-    assert index.match_prefix([1, 1, 2, 2, 9, 9]).block_ids == [0, 11, 12]
-    assert index.match_prefix([1, 1, 2, 2, 3, 3]).block_ids == [0, 11]
+    assert PrefixMatcher(index).match([1, 1, 2, 2, 9, 9]).block_ids == [0, 11, 12]
+    assert PrefixMatcher(index).match([1, 1, 2, 2, 3, 3]).block_ids == [0, 11]
 
 
 def test_explain_says_why_a_match_ends() -> None:
     clock = ManualClock()
-    index = RadixPrefixCache(block_size=BLOCK, clock=clock)
+    index = RadixIndex(block_size=BLOCK, clock=clock)
     index.insert(Tokens([1, 1, 2, 2, 3, 3]), [0, 1, 2])
     index.insert(Tokens([5, 5]), [3], Namespace(tenant="other"))
     index.insert(Tokens([8, 8]), [4])
@@ -132,7 +120,7 @@ def test_explain_says_why_a_match_ends() -> None:
 
 def test_retention_biases_the_policy_and_decays() -> None:
     clock = ManualClock()
-    index = RadixPrefixCache(block_size=BLOCK, policy=LRUEvictionPolicy(), clock=clock)
+    index = RadixIndex(block_size=BLOCK, policy=LRUPolicy(), clock=clock)
     kept = (Retention(0, 2, priority=100, duration_s=10.0),)
     index.insert(Tokens([1, 1, 2, 2]), [0, 1], retention=kept)
     clock.advance(5.0)
@@ -145,7 +133,7 @@ def test_retention_biases_the_policy_and_decays() -> None:
 
 
 def test_each_account_gives_up_its_own() -> None:
-    index = RadixPrefixCache(block_size=BLOCK, policy_factory=LRUEvictionPolicy)
+    index = RadixIndex(block_size=BLOCK, policy_factory=LRUPolicy)
     a, b = Account("a"), Account("b")
     index.insert(Tokens([1, 1]), [0], account=a)
     index.insert(Tokens([1, 1, 2, 2]), [0, 1], account=b)
@@ -158,7 +146,7 @@ def test_each_account_gives_up_its_own() -> None:
 
 
 def test_accounts_need_policies_of_their_own() -> None:
-    index = RadixPrefixCache(block_size=BLOCK, policy=LRUEvictionPolicy())
+    index = RadixIndex(block_size=BLOCK, policy=LRUPolicy())
     with pytest.raises(BookkeepingError, match="policy_factory"):
         index.insert(Tokens([1, 1]), [0], account=Account("a"))
     assert index.num_cached == 0
@@ -171,7 +159,7 @@ def test_keys_that_clash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
 
     for module in (leaves_file, tree_file):
         monkeypatch.setattr(module, "content_key", clash)
-    index = RadixPrefixCache(block_size=BLOCK, policy=LRUEvictionPolicy())
+    index = RadixIndex(block_size=BLOCK, policy=LRUPolicy())
     for token in range(1, 6):
         index.insert(Tokens([token, token, 7, 7]), [2 * token, 2 * token + 1])
         index.check()
@@ -195,11 +183,11 @@ def test_misuse_is_told_and_changes_nothing(wrong: str) -> None:
             index.evict(-1)
     else:
         with pytest.raises(ValueError, match="block_size"):
-            RadixPrefixCache(block_size=0)
+            RadixIndex(block_size=0)
     index.check()
 
 
-BROKEN: dict[str, Callable[[RadixPrefixCache, Node], object]] = {
+BROKEN: dict[str, Callable[[RadixIndex, Node], object]] = {
     "blocks in the tree": lambda index, leaf: setattr(index.tree, "num_cached", 9),
     "unpinned blocks": lambda index, leaf: setattr(index.tree, "num_pinned", 1),
     "blocks of Account": lambda index, leaf: setattr(leaf.group, "num_cached", 9),

@@ -1,4 +1,4 @@
-"""Passes, verifier and the simple door, on small scenarios."""
+"""Passes and the verifier on small scenarios."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
+from sagellm.compat import BaseSchedulerIR, ScheduleRequest
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import Chunk, Draft
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.types import Tokens
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.kvmgr.prefix_cache import RadixPrefixCache
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, ScheduleRequest, verify
+from sagellm.kvmgr.prefix_cache import RadixIndex
+from sagellm.kvmgr.scheduler_ir import verify
 from sagellm.kvmgr.scheduler_ir.passes import (
     ChunkedPrefillPass,
     MemoryAwarePreemptionPass,
@@ -28,36 +29,8 @@ def ask(
     return ScheduleRequest(name, list(range(first, first + length)), 16, priority, arrived)
 
 
-def test_the_simple_door_schedules_what_fits_in_order() -> None:
-    scheduler = BaseSchedulerIR()
-    scheduler.add_optimization_pass(PriorityBasedPass())
-    pending = [ask("low", 64), ask("high", 64, priority=1), ask("late", 64, arrived=1.0)]
-    result = scheduler.schedule(pending, [], available_memory=9)
-    assert [r.request_id for r in result.scheduled_requests] == ["high", "low"]
-    assert [d.action for d in result.draft.decisions if d.request_id == "late"] == ["admit", "wait"]
-    assert scheduler.schedule(pending, [], available_memory=3).scheduled_requests == []
-
-
-def test_the_simple_door_preempts_for_who_comes_first() -> None:
-    scheduler = BaseSchedulerIR([PriorityBasedPass()])
-    inside = [ask("old", 16), ask("young", 16, arrived=1.0)]
-    result = scheduler.schedule([ask("new", 16)], inside, available_memory=0)
-    assert (result.scheduled_requests, result.preempted_requests) == ([], [])
-    at_a_border = [ask("old", 33), ask("young", 17, arrived=1.0)]
-    result = scheduler.schedule([ask("new", 16)], at_a_border, available_memory=0)
-    assert result.scheduled_requests == []
-    assert [r.request_id for r in result.preempted_requests] == ["young"]
-
-
-def test_kv_blocks_needed_counts_what_is_cached() -> None:
-    wanted = ask("r", 40)
-    assert wanted.kv_blocks_needed == 4
-    wanted.prefix_cache_hit = 32
-    assert wanted.kv_blocks_needed == 2
-
-
 def test_more_cached_tokens_go_first_until_someone_waits_too_long() -> None:
-    index = RadixPrefixCache(block_size=16)
+    index = RadixIndex(block_size=16)
     index.insert(Tokens(range(100, 164)), list(range(4)))
     pending = [ask("cold", 64), ask("warm", 64, first=100)]
     scheduler = BaseSchedulerIR([PrefixCacheAwarePass(index), PriorityBasedPass()])
@@ -69,7 +42,7 @@ def test_more_cached_tokens_go_first_until_someone_waits_too_long() -> None:
 
 
 def test_priority_comes_before_cached_tokens() -> None:
-    index = RadixPrefixCache(block_size=16)
+    index = RadixIndex(block_size=16)
     index.insert(Tokens(range(100, 164)), list(range(4)))
     pending = [ask("warm", 64, first=100), ask("urgent", 64, priority=1)]
     cache_aware, by_priority = PrefixCacheAwarePass(index), PriorityBasedPass()

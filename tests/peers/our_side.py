@@ -14,7 +14,7 @@ from sagellm.core.types import Request, SamplingParams, Tokens
 from sagellm.engines.build import build_kv
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
+from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.passes.vllm_like import VllmLikePass
 from tests.peers.workloads import Arrival, Settings, Workload
 
@@ -130,7 +130,7 @@ def build(
     return Engine(
         backend,
         kv,
-        BaseSchedulerIR([*chosen, recorder]),
+        PassPipeline([*chosen, recorder]),
         max_batched_tokens=settings.max_batched_tokens,
         clock=clock,
     )

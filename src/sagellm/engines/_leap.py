@@ -20,7 +20,7 @@ from sagellm.core.types import FinishReason
 from sagellm.engines._outcome import stop_reason
 from sagellm.engines._request_table import RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, DecodeBatch
+from sagellm.kvmgr.scheduler_ir import DecodeBatch, PassPipeline
 from sagellm.kvmgr.scheduler_ir.quiet import Stability, knows_queues
 
 MOST_STEPS = 256
@@ -74,7 +74,7 @@ class Leap(NamedTuple):
         return self.moments_s[-1] - self.moments_s[-2]
 
 
-def can_leap(scheduler: BaseSchedulerIR, kv: KVCacheManager, roster: RequestTable) -> bool:
+def can_leap(scheduler: PassPipeline, kv: KVCacheManager, roster: RequestTable) -> bool:
     """Whether all who run decode, all but one at most, and it is worth to ask the passes for how long nothing
     else will happen."""
     if not len(roster.decodes) or len(roster.prefilling) > 1 or not kv.is_regular:

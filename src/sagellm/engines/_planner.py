@@ -14,7 +14,7 @@ from sagellm.core.types import FinishReason
 from sagellm.engines._recovery import Recovery
 from sagellm.engines._request_table import RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, freeze, verify_bound
+from sagellm.kvmgr.scheduler_ir import PassPipeline, build_draft, freeze, verify_bound
 
 
 class EndWithError(Protocol):
@@ -30,7 +30,7 @@ class Planner:
         self,
         roster: RequestTable,
         kv: KVCacheManager,
-        scheduler: BaseSchedulerIR,
+        scheduler: PassPipeline,
         recovery: Recovery,
         *,
         preempt: Callable[[RequestState], None],
@@ -50,7 +50,7 @@ class Planner:
     def draft(self, step: int) -> Draft:
         """What the step could do before any pass has said anything."""
         roster = self._request_table
-        return self._scheduler.builder.draft(
+        return build_draft(
             step,
             self._clock.now(),
             self._recovery.token_budget,

@@ -33,13 +33,13 @@ from sagellm.engines.config_file import read_config_file
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
 from sagellm.kvmgr.eviction import PrefillCostModel
-from sagellm.kvmgr.kv_pool.free_list import GPUKVPool
+from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.quota import QuotaManager
 from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
 from sagellm.kvmgr.manager import KVCacheManager, SwapSpace
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, presets
+from sagellm.kvmgr.scheduler_ir import PassPipeline, presets
 
 if TYPE_CHECKING:
     from sagellm.engines.native.footprint import Footprint
@@ -185,7 +185,7 @@ def build_swap(capability: CapabilityDescriptor) -> SwapSpace | None:
         raise ConfigError(
             "kv.swap_space_gb: what a model with sliding windows has computed is not swapped; leave it out"
         )
-    host = GPUKVPool(capability.num_host_blocks, capability.block_size)
+    host = FreeListPool(capability.num_host_blocks, capability.block_size)
     return SwapSpace(host, capability.host_copy_s)
 
 
@@ -343,7 +343,7 @@ def build_engine(
     return Engine(
         backend,
         kv,
-        BaseSchedulerIR(passes),
+        PassPipeline(passes),
         max_batched_tokens=config.scheduler.max_batched_tokens,
         overlap=config.engine.overlap,
         clock=clock,

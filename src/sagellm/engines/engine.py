@@ -47,7 +47,7 @@ from sagellm.engines._planner import Planner
 from sagellm.engines._recovery import Recovery
 from sagellm.engines._request_table import RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR, DecodeBatch
+from sagellm.kvmgr.scheduler_ir import DecodeBatch, PassPipeline
 from sagellm.kvmgr.scheduler_ir.quiet import quiet
 
 log = logging.getLogger("sagellm.engine")
@@ -66,7 +66,7 @@ class Engine:
         self,
         backend: InferenceBackend,
         kv: KVCacheManager,
-        scheduler: BaseSchedulerIR,
+        scheduler: PassPipeline,
         *,
         max_batched_tokens: int = 2048,
         overlap: bool = False,

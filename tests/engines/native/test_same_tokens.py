@@ -25,7 +25,7 @@ from sagellm.core.types import Request, RequestOutput, SamplingParams, Tokens
 from sagellm.engines.build import build_kv, build_swap
 from sagellm.engines.engine import Engine
 from sagellm.engines.native.backend import NativeBackend
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
+from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.passes import ChunkedPrefillPass, PrefixCacheAwarePass, PriorityBasedPass
 from tests.builders import PreemptAtRandom, run_all
 from tests.effort import examples
@@ -77,7 +77,7 @@ def engine(
     return Engine(
         backend(name, reference),
         kv,
-        BaseSchedulerIR(passes),
+        PassPipeline(passes),
         max_batched_tokens=budget,
         overlap=overlap,
         clock=clock,

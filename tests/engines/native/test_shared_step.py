@@ -9,7 +9,7 @@ from sagellm.core.config import KVConfig
 from sagellm.core.types import Request, SamplingParams, Tokens
 from sagellm.engines.build import build_kv
 from sagellm.engines.engine import Engine
-from sagellm.kvmgr.scheduler_ir import BaseSchedulerIR
+from sagellm.kvmgr.scheduler_ir import PassPipeline
 from sagellm.kvmgr.scheduler_ir.passes.vllm_like import VllmLikePass
 from tests.builders import run_all
 from tests.engines.native.test_same_tokens import BLOCK, backend, prompt
@@ -29,7 +29,7 @@ def answers(*, together: bool) -> dict[str, list[int]]:
     device = backend("llama", not together)
     for pool in (*device._kv.keys, *device._kv.values):
         pool.fill_(math.nan)
-    engine = Engine(device, kv, BaseSchedulerIR([VllmLikePass()]), max_batched_tokens=64, clock=clock)
+    engine = Engine(device, kv, PassPipeline([VllmLikePass()]), max_batched_tokens=64, clock=clock)
     got: dict[str, list[int]] = {}
     for seed, (name, length) in enumerate(LENGTHS.items()):
         tokens = Tokens(prompt(1, length, seed % 3))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from sagellm.core.plan import BlockCopy
-from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, TransportPlan
+from sagellm.core.types import NO_ACCOUNT, Account, BlockIds
 
 
 class Allocation:
@@ -175,25 +175,3 @@ class KVStorage(Protocol):
     def write_block(self, block_id: int, payload: Any) -> None: ...
 
     def copy(self, copies: Sequence[BlockCopy]) -> None: ...
-
-
-class KVBackendProtocol(Protocol):
-    """The design documents' door to a host engine's KV: pool operations plus migration of blocks."""
-
-    def allocate(self, num_blocks: int, owner: str, account: Account = ...) -> Allocation | None: ...
-
-    def free(self, allocation: Allocation | Sequence[int]) -> None: ...
-
-    def migrate(self, plan: TransportPlan) -> str:
-        """Begin to move blocks; returns a ticket for `poll`."""
-        ...
-
-    def poll(self) -> Sequence[str]:
-        """Tickets of the moves that have ended since the last call."""
-        ...
-
-    def get_utilization(self) -> float: ...
-
-    def get_fragmentation(self) -> float: ...
-
-    def get_block_info(self, block_id: int) -> BlockInfo: ...

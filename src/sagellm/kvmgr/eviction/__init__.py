@@ -1,18 +1,15 @@
 """Eviction: which KV to give up first."""
 
-from sagellm.kvmgr.eviction._candidates import EvictionCandidate, select_victims
 from sagellm.kvmgr.eviction._cost import PrefillCostModel
 from sagellm.kvmgr.eviction.adaptive import AdaptiveEvictionPolicy
 from sagellm.kvmgr.eviction.cost_benefit import CostBenefitMigration
-from sagellm.kvmgr.eviction.lru import LRUEvictionPolicy
+from sagellm.kvmgr.eviction.lru import LRUPolicy
 from sagellm.kvmgr.eviction.qos import jain_index
 
 __all__ = [
     "AdaptiveEvictionPolicy",
     "CostBenefitMigration",
-    "EvictionCandidate",
-    "LRUEvictionPolicy",
+    "LRUPolicy",
     "PrefillCostModel",
     "jain_index",
-    "select_victims",
 ]

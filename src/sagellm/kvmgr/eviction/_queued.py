@@ -9,7 +9,6 @@ from typing import Any, Self
 
 from sagellm.core.errors import BookkeepingError, ConfigError
 from sagellm.core.protocols.eviction import Extent, GiveUp, Hint
-from sagellm.kvmgr.eviction._candidates import EvictionCandidate, select_victims
 from sagellm.kvmgr.eviction._hints import HintLanes
 from sagellm.kvmgr.eviction._queue import Entry, ExtentQueue
 
@@ -47,8 +46,8 @@ class QueuedPolicy(ABC):
         """The queue whose first extent is to go, None if all are empty."""
 
     @abstractmethod
-    def _fresh(self) -> Self:
-        """Another of the same options that has seen nothing."""
+    def fresh(self) -> Self:
+        """An empty policy with the same options."""
 
     @abstractmethod
     def _queues(self) -> Sequence[ExtentQueue]:
@@ -153,10 +152,7 @@ class QueuedPolicy(ABC):
         elif lane is None and held_in is lanes.wanted:
             self._move_home(key)
 
-    # -- the form of the design documents, and the books
-
-    def select_victims(self, candidates: Sequence[EvictionCandidate], required_blocks: int) -> list[str]:
-        return select_victims(self._fresh, candidates, required_blocks)
+    # -- consistency
 
     def check(self) -> None:
         """Raise `BookkeepingError` where the books do not balance, or grow beyond their bounds."""

@@ -176,7 +176,7 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
     def _queues(self) -> Sequence[ExtentQueue]:
         return (self._own, self._by_value, self._spared, self._forced)
 
-    def _fresh(self) -> Self:
+    def fresh(self) -> Self:
         return type(self)(
             capacity=self._given_capacity,
             clock=self._clock,

@@ -101,7 +101,7 @@ class ARCEvictionPolicy(QueuedPolicy):
     def _most_ghosts(self) -> int:
         return 3 * self._capacity
 
-    def _fresh(self) -> Self:
+    def fresh(self) -> Self:
         return type(self)(capacity=self._given_capacity)
 
     def _queues(self) -> Sequence[ExtentQueue]:

@@ -40,7 +40,7 @@ class CostBenefitEvictionPolicy(AgeingPolicy):
                 seconds = min(seconds, self._model.transfer_s(extent, tier))
         return uses * seconds / extent.num_blocks
 
-    def _fresh(self) -> Self:
+    def fresh(self) -> Self:
         return type(self)(capacity=self._given_capacity, model=self._model, copies=self._copies)
 
 

@@ -25,7 +25,7 @@ class FIFOEvictionPolicy(QueuedPolicy):
     def _choose(self) -> ExtentQueue | None:
         return self._queue if self._queue.live else None
 
-    def _fresh(self) -> Self:
+    def fresh(self) -> Self:
         return type(self)(capacity=self._given_capacity)
 
     def _queues(self) -> Sequence[ExtentQueue]:

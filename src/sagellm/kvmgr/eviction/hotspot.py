@@ -84,7 +84,7 @@ class HotspotEvictionPolicy(QueuedPolicy):
     def _follow(self, parent: Extent, entry: Entry, queue: ExtentQueue) -> None:
         self._admit(parent, None)
 
-    def _fresh(self) -> Self:
+    def fresh(self) -> Self:
         return type(self)(
             capacity=self._given_capacity,
             half_life_s=self._half_life_s,

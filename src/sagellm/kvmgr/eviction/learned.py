@@ -110,7 +110,7 @@ class LearnedEvictionPolicy(QueuedPolicy):
     def _queues(self) -> Sequence[ExtentQueue]:
         return (self._own, self._by_value)
 
-    def _fresh(self) -> Self:
+    def fresh(self) -> Self:
         return type(self)(capacity=self._given_capacity, clock=self._clock, max_lives=self._max_lives)
 
     # -- ranks

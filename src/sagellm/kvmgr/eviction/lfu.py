@@ -17,7 +17,7 @@ class LFUEvictionPolicy(AgeingPolicy):
     def _worth(self, extent: Extent, uses: int) -> float:
         return uses
 
-    def _fresh(self) -> Self:
+    def fresh(self) -> Self:
         return type(self)(capacity=self._given_capacity, ageing=self._ageing)
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
 
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import Extent, GiveUp, Hint
-from sagellm.kvmgr.eviction._candidates import EvictionCandidate, select_victims
 
 Entry = tuple[float, int, int, int, Extent]
 
 
-class LRUEvictionPolicy:
+class LRUPolicy:
     """A heap of (time of last use plus retention, count of uses, depth), entries deleted lazily.
 
     A parent that became a leaf may be older than others, so a plain queue would not do. Among extents that
@@ -84,9 +82,6 @@ class LRUEvictionPolicy:
         if entry is not None:
             self._place(entry[4], _when_s(entry[4], hint))
 
-    def select_victims(self, candidates: Sequence[EvictionCandidate], required_blocks: int) -> list[str]:
-        return select_victims(LRUEvictionPolicy, candidates, required_blocks)
-
     def check(self) -> None:
         blocks = sum(entry[4].num_blocks for entry in self._live.values())
         if blocks != self._num_blocks:
@@ -119,4 +114,4 @@ def _when_s(extent: Extent, hint: Hint) -> float:
     return -math.inf if hint.ended or hint.superseded else extent.used_s + extent.bonus_s
 
 
-PLUGIN = LRUEvictionPolicy
+PLUGIN = LRUPolicy

@@ -105,7 +105,7 @@ class PredictiveEvictionPolicy(QueuedPolicy):
     def _queues(self) -> Sequence[ExtentQueue]:
         return (self._queue,)
 
-    def _fresh(self) -> Self:
+    def fresh(self) -> Self:
         """Another that asks the same predictor about reuse, and teaches it nothing; of lengths, it knows what
         candidates bring."""
         asked = ReadOnly(self._predictor) if predicts_reuse(self._predictor) else None

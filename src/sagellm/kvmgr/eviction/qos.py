@@ -159,7 +159,7 @@ class QoSEvictionPolicy(QueuedPolicy):
         for tenant in self._tenants.values():
             tenant.ghosts.check(self._ghost_factor * self._capacity)
 
-    def _fresh(self) -> Self:
+    def fresh(self) -> Self:
         return type(self)(
             capacity=self._given_capacity,
             weights=self._weights,

@@ -90,7 +90,7 @@ class S3FIFOEvictionPolicy(QueuedPolicy):
         super().check()
         self._ghosts.check(2 * self._capacity)
 
-    def _fresh(self) -> Self:
+    def fresh(self) -> Self:
         return type(self)(capacity=self._given_capacity, small_share=self._small_share)
 
     def _queues(self) -> Sequence[ExtentQueue]:

@@ -68,7 +68,7 @@ class SieveEvictionPolicy(QueuedPolicy):
         if queue is self._ahead:
             self._hand = entry[0]
 
-    def _fresh(self) -> Self:
+    def fresh(self) -> Self:
         return type(self)(capacity=self._given_capacity)
 
     def _queues(self) -> Sequence[ExtentQueue]:

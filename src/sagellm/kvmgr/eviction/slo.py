@@ -97,7 +97,7 @@ class SLOEvictionPolicy(QueuedPolicy):
         """Who cared for the child cares for what stands in front of it: the priority is the child's."""
         self._admit(parent, (queue, None, 0, (entry[0][0], -math.inf)))
 
-    def _fresh(self) -> Self:
+    def fresh(self) -> Self:
         return type(self)(
             capacity=self._given_capacity,
             clock=self._clock,

@@ -69,7 +69,7 @@ class TwoQEvictionPolicy(QueuedPolicy):
     def _most_ghosts(self) -> float:
         return (1 + self._out_share) * self._capacity
 
-    def _fresh(self) -> Self:
+    def fresh(self) -> Self:
         return type(self)(capacity=self._given_capacity, in_share=self._in_share, out_share=self._out_share)
 
     def _queues(self) -> Sequence[ExtentQueue]:

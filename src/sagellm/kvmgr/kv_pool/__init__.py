@@ -1,15 +1,13 @@
 """The block pool: who owns which block of KV memory, who may have how many, how free ones become one run."""
 
-from sagellm.kvmgr.kv_pool._ledger import BlockAllocationRequest
 from sagellm.kvmgr.kv_pool.buddy import BuddyPool
 from sagellm.kvmgr.kv_pool.defrag import as_copies, plan_compaction
-from sagellm.kvmgr.kv_pool.free_list import GPUKVPool
+from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.quota import QuotaManager, Share
 
 __all__ = [
-    "BlockAllocationRequest",
     "BuddyPool",
-    "GPUKVPool",
+    "FreeListPool",
     "QuotaManager",
     "Share",
     "as_copies",

@@ -6,24 +6,12 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from threading import Lock
-from typing import overload
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.kv_pool import Allocation, BlockInfo, BlockQuota
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, append_each
-
-
-@dataclass(frozen=True, slots=True)
-class BlockAllocationRequest:
-    """The design documents' form of an allocation: for a sequence, with a priority (recorded, not acted
-    on)."""
-
-    num_blocks: int
-    sequence_id: str
-    priority: int = 0
 
 
 class BlockLedger(ABC):
@@ -78,9 +66,6 @@ class BlockLedger(ABC):
                     records[block] = BlockInfo(block, allocation.owner, allocation.owner, made_s)
         return records
 
-    def get_free_blocks(self) -> int:
-        return self.num_free
-
     def num_held(self, holder: str) -> int:
         return self._held.get(holder, 0)
 
@@ -108,21 +93,8 @@ class BlockLedger(ABC):
 
     # -- hot paths: no loop over blocks; `with` would cost twice what acquire and release do
 
-    @overload
-    def allocate(self, num_blocks: BlockAllocationRequest) -> list[int]: ...
-
-    @overload
-    def allocate(self, num_blocks: int, owner: str, account: Account = ...) -> Allocation | None: ...
-
-    def allocate(
-        self, num_blocks: int | BlockAllocationRequest, owner: str = "", account: Account = NO_ACCOUNT
-    ) -> Allocation | list[int] | None:
-        """Exactly `num_blocks` blocks for `owner`, or None.
-
-        Given a `BlockAllocationRequest` it returns a list of ids instead, and raises `MemoryError` when full.
-        """
-        if not isinstance(num_blocks, int):
-            return self._allocate_or_raise(num_blocks)
+    def allocate(self, num_blocks: int, owner: str, account: Account = NO_ACCOUNT) -> Allocation | None:
+        """Exactly `num_blocks` blocks for `owner`, or None."""
         lock = self._lock
         lock.acquire()
         try:
@@ -315,14 +287,6 @@ class BlockLedger(ABC):
         self._put(gone)
         self._used -= num_gone
         del block_ids[keep:]
-
-    def _allocate_or_raise(self, request: BlockAllocationRequest) -> list[int]:
-        allocation = self.allocate(request.num_blocks, request.sequence_id)
-        if allocation is None:
-            raise MemoryError(
-                f"{request.num_blocks} blocks asked for, {self.num_free} of {self.total_blocks} free"
-            )
-        return allocation.block_ids.tolist()
 
     def _free_single(self, block_ids: Sequence[int]) -> None:
         wanted = set(block_ids)

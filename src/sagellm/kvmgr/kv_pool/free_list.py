@@ -1,4 +1,4 @@
-"""`GPUKVPool`: a fixed number of equal blocks on a free list, taken and given back as slices."""
+"""`FreeListPool`: a fixed number of equal blocks on a free list, taken and given back as slices."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sagellm.core.types import BlockIds
 from sagellm.kvmgr.kv_pool._ledger import BlockLedger
 
 
-class GPUKVPool(BlockLedger):
-    """Implements `KVPool`. The name is the design documents'; the bytes may live on any device.
+class FreeListPool(BlockLedger):
+    """Implements `KVPool`. The bytes may live on any device.
 
     Low ids go first, so that a fresh pool gives consecutive blocks; what was freed last is given next.
     Threads and counters: see `BlockLedger`.
@@ -51,4 +51,4 @@ class GPUKVPool(BlockLedger):
             )
 
 
-PLUGIN = GPUKVPool
+PLUGIN = FreeListPool

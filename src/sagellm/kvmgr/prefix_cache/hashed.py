@@ -1,4 +1,4 @@
-"""`HashedPrefixCache`: a dictionary from chained block hashes to blocks, one record per block.
+"""`HashedIndex`: a dictionary from chained block hashes to blocks, one record per block.
 
 This is the form in which other engines name blocks (vLLM's automatic prefix caching, and the KV events that
 routers read). The hash of a block covers all that is before it, so one flat dictionary holds every prefix. A
@@ -20,25 +20,23 @@ from sagellm.core.protocols.prefix_cache import Branch, InsertResult, MatchEnd, 
 from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, Account, BlockIds, Namespace, Retention, Tokens
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost, Ghosts
 from sagellm.kvmgr.prefix_cache._records import BlockRecord, HashBlocks, Records, Share
-from sagellm.kvmgr.prefix_cache._simple_door import SimpleDoor
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
 
 DEFAULT_NAMESPACE = Namespace()
 MIN_SHARES_TO_PRUNE = 64
 
 
-class HashedPrefixCache(SimpleDoor):
+class HashedIndex:
     """Implements `PrefixReuseIndex`. Not thread-safe: one engine thread owns it.
 
     `evict` gives up what `policy` chooses; without one, the block that was used longest ago, deeper ones
-    first. With `policy_factory` each account has a policy of its own. `max_blocks` bounds what
-    `insert_prefix` keeps, `max_ghosts` how many evictions `explain` remembers. `hash_blocks` stands in for
+    first. With `policy_factory` each account has a policy of its own. `max_ghosts` bounds
+    how many evictions `explain` remembers. `hash_blocks` stands in for
     `fingerprint.chain` in tests.
     """
 
     def __init__(
         self,
-        max_blocks: int | None = None,
         block_size: int = 16,
         policy: EvictionPolicy | None = None,
         events: EventBus | None = None,
@@ -53,7 +51,6 @@ class HashedPrefixCache(SimpleDoor):
         if policy is None and policy_factory is not None:
             policy = policy_factory()
         self.block_size = block_size
-        self.max_blocks = max_blocks
         self._policy_factory = policy_factory
         self._events = events or EventBus()
         self._clock = clock or MonotonicClock()
@@ -424,4 +421,4 @@ def _stored(path: Sequence[BlockRecord], existing: int, block_size: int) -> Bloc
     )
 
 
-PLUGIN = HashedPrefixCache
+PLUGIN = HashedIndex

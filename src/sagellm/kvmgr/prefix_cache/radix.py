@@ -1,4 +1,4 @@
-"""`RadixPrefixCache`: a compressed radix tree over token blocks whose edges are `bytes`.
+"""`RadixIndex`: a compressed radix tree over token blocks whose edges are `bytes`.
 
 A child is found by the bytes of its first block, an edge is compared as memory, and reference counts (pins)
 live on nodes. The idea of a radix tree over KV is RadixAttention's (Zheng et al., SGLang, 2024).
@@ -21,7 +21,6 @@ from sagellm.kvmgr.prefix_cache._hinting import hint_path
 from sagellm.kvmgr.prefix_cache._leaves import Group, Leaves
 from sagellm.kvmgr.prefix_cache._node import Node, hashes_of
 from sagellm.kvmgr.prefix_cache._queries import branches, explain
-from sagellm.kvmgr.prefix_cache._simple_door import SimpleDoor
 from sagellm.kvmgr.prefix_cache._tree import RadixTree
 from sagellm.kvmgr.prefix_cache._tree_check import check_tree
 
@@ -33,17 +32,16 @@ WORTH_TRIMMING = 4096
 _new_hit = tuple.__new__  # a hit per look-up: this is three times faster than the class's own constructor
 
 
-class RadixPrefixCache(SimpleDoor):
+class RadixIndex:
     """Implements `PrefixReuseIndex`.
 
     `evict` gives up what `policy` chooses; without one, leaves in order of their last use. With
-    `policy_factory` each account has a policy of its own. `max_blocks` bounds what `insert_prefix` keeps,
-    `max_ghosts` how many evictions `explain` remembers. Not thread-safe: one engine thread owns it.
+    `policy_factory` each account has a policy of its own. `max_ghosts`
+    bounds how many evictions `explain` remembers. Not thread-safe: one engine thread owns it.
     """
 
     def __init__(
         self,
-        max_blocks: int | None = None,
         block_size: int = 16,
         policy: EvictionPolicy | None = None,
         events: EventBus | None = None,
@@ -54,7 +52,6 @@ class RadixPrefixCache(SimpleDoor):
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.block_size = block_size
-        self.max_blocks = max_blocks
         self._step = step = block_size * TOKEN_BYTES
         self._leaves = Leaves(step, policy, policy_factory)
         self.tree = RadixTree(step, self._leaves, max_ghosts)
@@ -407,4 +404,4 @@ class RadixPrefixCache(SimpleDoor):
         check_tree(self.tree)
 
 
-PLUGIN = RadixPrefixCache
+PLUGIN = RadixIndex

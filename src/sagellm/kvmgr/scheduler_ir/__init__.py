@@ -2,26 +2,21 @@
 graphs and as text."""
 
 from sagellm.kvmgr.scheduler_ir.batch import DecodeBatch
-from sagellm.kvmgr.scheduler_ir.builder import IRBuilder
 from sagellm.kvmgr.scheduler_ir.diff import diff, diff_text
-from sagellm.kvmgr.scheduler_ir.door import build_plan
 from sagellm.kvmgr.scheduler_ir.freeze import freeze
 from sagellm.kvmgr.scheduler_ir.graph import IRGraph
-from sagellm.kvmgr.scheduler_ir.pipeline import BaseSchedulerIR, ScheduleRequest, ScheduleResult
+from sagellm.kvmgr.scheduler_ir.pipeline import PassPipeline, build_draft
 from sagellm.kvmgr.scheduler_ir.rows import Rows
 from sagellm.kvmgr.scheduler_ir.text import parse_graph, parse_plan, print_graph, print_plan
 from sagellm.kvmgr.scheduler_ir.verify import verify, verify_bound
 from sagellm.kvmgr.scheduler_ir.verify_graph import verify_graph
 
 __all__ = [
-    "BaseSchedulerIR",
     "DecodeBatch",
-    "IRBuilder",
     "IRGraph",
+    "PassPipeline",
     "Rows",
-    "ScheduleRequest",
-    "ScheduleResult",
-    "build_plan",
+    "build_draft",
     "diff",
     "diff_text",
     "freeze",
