@@ -59,7 +59,7 @@ NEAREST: Mapping[str, tuple[str, ...]] = {
     "kvmgr/scheduler_ir": (
         "kvmgr/scheduler_ir/test_batch.py",
         "engines/test_engine.py",
-        "benchmarks/simulate/test_leaps.py",
+        "benchmarks/simulate/test_fast_forward.py",
     ),
     "kvmgr/eviction": ("kvmgr/test_eviction_adaptive.py",),
     "engines": ("engines/test_engine.py", "engines/test_engine_fuzz.py", "engines/test_overlap.py"),

@@ -32,6 +32,8 @@ from sagellm.core.types import CapabilityDescriptor
 from sagellm.engines.config_file import read_config_file
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
+from sagellm.engines.simulator.backend import SimulatedBackend
+from sagellm.engines.simulator.fast_forward import SimulatedEngine
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.quota import QuotaManager
@@ -340,7 +342,8 @@ def build_engine(
         clock=clock,
         events=events,
     )
-    return Engine(
+    engine_type = SimulatedEngine if isinstance(backend, SimulatedBackend) else Engine
+    return engine_type(
         backend,
         kv,
         PassPipeline(passes),

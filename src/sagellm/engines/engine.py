@@ -39,8 +39,6 @@ from sagellm.core.types import (
 from sagellm.engines._commit import Committer
 from sagellm.engines._compaction import compact
 from sagellm.engines._door import check_quota, check_request
-from sagellm.engines._leap import Leap, LeapingBackend, can_leap, leap
-from sagellm.engines._leap_prompt import leap_prompt
 from sagellm.engines._outcome import StepOutputs, finished, output_of
 from sagellm.engines._overlap import Ahead, Flight, Pipeline
 from sagellm.engines._planner import Planner
@@ -48,7 +46,6 @@ from sagellm.engines._recovery import Recovery
 from sagellm.engines._request_table import RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import DecodeBatch, PassPipeline
-from sagellm.kvmgr.scheduler_ir.quiet import quiet
 
 log = logging.getLogger("sagellm.engine")
 
@@ -90,7 +87,6 @@ class Engine:
         self._request_table = RequestTable(self.max_num_seqs, self._decodes)
         self._recovery = Recovery(max_batched_tokens)
         self._outputs = StepOutputs()
-        self._leaping = backend if isinstance(backend, LeapingBackend) and not overlap else None
         self._committer = Committer(
             self._request_table,
             kv,
@@ -288,33 +284,6 @@ class Engine:
         if self._pipeline is not None and self._pipeline.flight is not None:
             self._land(self._pipeline, self._pipeline.flight)
             self._outputs.keep()
-
-    def leap(self, until_s: float) -> Leap | None:
-        """The steps that would only decode, or compute the middle of one prompt beside that, and begin before
-        `until_s`, at once, on a backend that foresees them (a simulated one); None where the next is another,
-        and where steps are planned ahead. Tokens are told to nobody, who ends in the last step is as always.
-        """
-        backend, kv, roster, first = self._leaping, self.kv, self._request_table, self._num_steps
-        if backend is None or self._pipeline is not None or self._outputs:
-            return None
-        if not can_leap(self.scheduler, kv, roster):
-            return None
-        draft = self._planner.draft(first)
-        calm = quiet(self.scheduler.order, draft, self)
-        if calm is None:
-            return None
-        if roster.prefilling:
-            [chunk] = draft.chunks.values()
-            done = leap_prompt(backend, kv, roster, self.clock, first, until_s, calm, chunk)
-        else:
-            done = leap(backend, kv, roster, self.clock, first, until_s, calm, self.max_model_len)
-        if done is not None:
-            self._num_steps += done.num_steps
-            self.last_step = StepFacts(done.last_s, done.num_decodes, done.num_prefill_tokens)
-            for state, token_id, reason in done.ended:
-                self._end(state, reason, (token_id,))
-            self._take_outputs()
-        return done
 
     def draft(self) -> Draft:
         """What the next step could do, with the passes' decisions in it; nothing is bound, nothing moves. A

@@ -24,6 +24,7 @@ from sagellm.core.errors import BookkeepingError, ConfigError
 from sagellm.core.plan import Draft
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.engines.engine import Engine
+from sagellm.engines.simulator.fast_forward import SimulatedEngine
 from tests.benchmarks.simulate.stand_in import STEP_S, VOCAB, StandIn, config, request, served, trace
 
 near: Any = pytest.approx
@@ -245,18 +246,18 @@ def test_steps_that_are_taken_at_once_are_those_taken_one_by_one(
     machine, chosen = hardware("l4", "llama-3.2-1b"), config(kv__num_blocks=30)
     made = trace(*(request(0.1 * at, 10 + at % 40, 10 + at % 50) for at in range(60)))
     work = workload(made, WorkloadSpec(Arrivals(rate=11.0)), machine.max_model_len(chosen))
-    leap, leaps = Engine.leap, []
+    fast_forward, num_steps = SimulatedEngine.fast_forward, []
 
-    def counting(self: Engine, until_s: float) -> Any:
-        done = leap(self, until_s)
-        leaps.extend([] if done is None else [done.num_steps])
+    def counting(self: SimulatedEngine, until_s: float) -> Any:
+        done = fast_forward(self, until_s)
+        num_steps.extend([] if done is None else [done.num_steps])
         return done
 
-    monkeypatch.setattr(Engine, "leap", counting)
+    monkeypatch.setattr(SimulatedEngine, "fast_forward", counting)
     at_once = simulate("x", chosen, work, machine, Layout(**layout))
-    monkeypatch.setattr(Engine, "leap", lambda self, until_s: None)
+    monkeypatch.setattr(SimulatedEngine, "fast_forward", lambda self, until_s: None)
     singly = simulate("x", chosen, work, machine, Layout(**layout))
-    assert sum(leaps) > 50
+    assert sum(num_steps) > 50
     assert at_once.figures["preemptions"] > 0 or layout
     assert at_once.served == singly.served
     assert at_once.figures == singly.figures

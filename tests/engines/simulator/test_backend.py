@@ -79,19 +79,19 @@ def test_tokens_of_requests_differ_and_end_nobody() -> None:
 
 def test_steps_priced_together_are_those_taken_one_by_one() -> None:
     seen: list[tuple[StepShape, float]] = []
-    single_clock, leap_clock = ManualClock(), ManualClock()
+    single_clock, other_clock = ManualClock(), ManualClock()
     single = backend(single_clock)
-    leaping = SimulatedBackend(COST, leap_clock, num_blocks=9, on_step=lambda *step: seen.append(step))
+    together = SimulatedBackend(COST, other_clock, num_blocks=9, on_step=lambda *step: seen.append(step))
     start = ExecutionPlan(0, joined=(join(0, "a"), join(1, "b")), decode_rows=(0, 1), decode_positions=(3, 8))
     single.execute(start)
-    leaping.execute(start)
-    prices = leaping.price_decodes((4, 9), 3)
-    leaping.pass_decodes(1, (0, 1), prices[:1])
-    leaping.pass_decodes(2, (0, 1), prices[1:])
+    together.execute(start)
+    prices = together.price_decodes((4, 9), 3)
+    together.pass_decodes(prices[:1])
+    together.pass_decodes(prices[1:])
     for i in range(3):
         plan = ExecutionPlan(1 + i, decode_rows=(0, 1), decode_positions=(4 + i, 9 + i))
-        assert tuple(leaping.repeated((0, 1))) == single.execute(plan).token_ids
-    assert single_clock.now() == leap_clock.now()
+        assert tuple(together.repeated_tokens((0, 1))) == single.execute(plan).token_ids
+    assert single_clock.now() == other_clock.now()
     assert [shape.decode_context for shape, _ in seen] == [13, 15, 17, 19]
     assert [seconds for _, seconds in seen[1:]] == prices
 

@@ -106,11 +106,11 @@ TestBatches = Batches.TestCase
 TestBatches.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
-def test_a_leap_needs_a_token_for_each_request() -> None:
+def test_repeated_tokens_need_one_for_each_request() -> None:
     batch = DecodeBatch(VOCAB, BLOCK)
     batch.enter(state("1", 3), 4, LONGEST)
     with pytest.raises(ValueError, match="zip"):
-        batch.repeat((1, 2), 3)
+        batch.append_repeated((1, 2), 3)
 
 
 def test_a_token_outside_the_vocabulary_changes_nothing() -> None:

@@ -13,7 +13,7 @@ from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import EventBus, RequestPreempted, StepDone
 from sagellm.core.plan import ExecutionPlan, Prefill
-from sagellm.engines._leap import Leap
+from sagellm.engines.simulator.fast_forward import EqualSteps
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.manager.sequence import BlockStates
 
@@ -62,22 +62,21 @@ class Course:
         self.running.append(step.num_running)
         self.waiting.append(step.num_waiting)
 
-    def leapt(self, leap: Leap) -> None:
+    def add_equal_steps(self, steps: EqualSteps) -> None:
         """Steps that the engine took at once."""
-        moments_s, count = leap.moments_s, leap.num_steps
-        ends_s = array("d", moments_s[1:])
-        self.durations_s.extend(map(sub, ends_s, moments_s))
+        ends_s = array("d", steps.times_s[1:])
+        self.durations_s.extend(map(sub, ends_s, steps.times_s))
         self.ends_s.extend(ends_s)
         self._look(len(self.ends_s) - 1)
         for column, value in (
-            (self.prefill_tokens, leap.num_prefill_tokens),
-            (self.decode_tokens, leap.num_decodes),
-            (self.running, leap.num_decodes + bool(leap.prefills)),
-            (self.waiting, leap.num_waiting),
+            (self.prefill_tokens, steps.num_prefill_tokens),
+            (self.decode_tokens, steps.num_decodes),
+            (self.running, steps.num_decodes + bool(steps.prefills)),
+            (self.waiting, steps.num_waiting),
         ):
-            column.extend(array("q", (value,)) * count)
-        self.running[-1] -= len(leap.ended)
-        self.observe(leap.prefills)
+            column.extend(array("q", (value,)) * steps.num_steps)
+        self.running[-1] -= steps.num_ended
+        self.observe(steps.prefills)
 
     def _look(self, step: int) -> None:
         """At the KV pool behind a step, now and then."""

@@ -13,6 +13,7 @@ from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.core.protocols.router import InstanceLoad
 from sagellm.core.types import Request, RequestOutput
 from sagellm.engines.build import build_engine
+from sagellm.engines.simulator.fast_forward import SimulatedEngine
 
 Role = Literal["both", "prefill", "decode"]
 BackendFactory = Callable[["InstanceClock", Config], InferenceBackend]
@@ -77,9 +78,11 @@ class Instance:
         """
         engine, ended, now = self.engine, self.ended, self.clock.now
         while True:
-            leap = engine.leap(until_s) if self.token_times.steady else None
-            if leap is not None:
-                self.course.leapt(leap)
+            steps = None
+            if self.token_times.steady and isinstance(engine, SimulatedEngine):
+                steps = engine.fast_forward(until_s)
+            if steps is not None:
+                self.course.add_equal_steps(steps)
             else:
                 self._step(next_event_s)
             if ended or now() >= until_s or self.stalled or not engine.has_work():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import NamedTuple, Protocol
 
 from sagellm.core.plan import Draft, RequestState
@@ -190,9 +191,8 @@ class SchedulerPass(Protocol):
     """One scheduling concern, applied in place. `name` is the file's name.
 
     A pass that itself keeps the token budget and the memory, for running and waiting requests alike, may have
-    an attribute `closes = True`: then nothing runs behind it to see to them. `quiet = True` says that while
-    nobody waits and all are in decode it neither does nor learns anything: simulations then pass over it. A
-    pass that can promise that while somebody waits has `stable_until` (`kvmgr/scheduler_ir/quiet.py`).
+    an attribute `closes = True`: then nothing runs behind it to see to them. A `StablePass` lets simulations
+    take many equal steps at once.
     `requires`, a set of names, says which of `CapabilityDescriptor.features` a backend must have to carry out
     what the pass decides: a strategy with the pass is refused where the backend lacks one.
     """
@@ -201,3 +201,47 @@ class SchedulerPass(Protocol):
     def name(self) -> str: ...
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None: ...
+
+
+class Stability(NamedTuple):
+    """A promise of a pass: its decisions stay the same in the steps that begin before `until_s`.
+
+    In those steps it admits, holds, preempts and rejects no request, as long as none arrives and none ends.
+    With `same_cache` the promise also ends with any change of the prefix cache.
+    """
+
+    until_s: float = inf
+    same_cache: bool = False
+
+    def and_also(self, other: Stability) -> Stability:
+        """What holds as long as both promises hold."""
+        return Stability(min(self.until_s, other.until_s), self.same_cache or other.same_cache)
+
+
+ALWAYS_STABLE = Stability()
+"""Holds until a request arrives or ends."""
+
+
+def stable_while_all_decode(draft: Draft) -> Stability | None:
+    """The promise of a pass that does nothing in a step in which every request decodes."""
+    return None if draft.waiting or draft.num_new_running or draft.chunks else ALWAYS_STABLE
+
+
+class StablePass(SchedulerPass, Protocol):
+    """A pass that can say for how long its decisions stay the same.
+
+    Simulations take many equal steps at once if every pass of the order is one; otherwise they plan each
+    step. The promise describes `__call__`: a subclass that overrides `__call__` must override `stable_until`
+    too.
+    """
+
+    def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
+        """How long `__call__` would go on to decide what it decides for this draft.
+
+        None if the pass would do more now than to order the waiting requests, or if it cannot tell. Passes
+        are asked in their order. In the draft every running request decodes, or all but one; in the steps
+        to come they have more tokens and blocks, and time has passed. The pass edits the draft for the passes
+        behind it: it sets the length of the one chunk, which must then be right for all these steps, and it
+        reduces `draft.waiting` to the requests that it leaves to those passes, in its order.
+        """
+        ...

@@ -92,24 +92,27 @@ class SimulatedBackend:
         return StepResult(plan.step, drawn, self._logprobs(plan) if self._wants_logprobs else {})
 
     def price_decodes(self, positions: Sequence[int], num_steps: int) -> list[float]:
-        """Seconds of each of so many steps in a row in which rows decode, at those positions in the first:
-        what `execute` would take for one after the other."""
+        """Seconds of each of the next `num_steps` steps, which only decode.
+
+        `positions`: where the rows decode in the first of them. The seconds are those that `execute` would
+        take for one step after the other; `pass_decodes` lets them pass.
+        """
         num_decodes = len(positions)
         self._next = StepShape(num_decodes, sum(positions) + num_decodes)
         found: list[float] = self.cost_model.decode_steps_s(self._next, num_steps).tolist()
         return found
 
-    def pass_decodes(self, step: int, rows: Sequence[int], seconds: Sequence[float]) -> None:
-        """Those next of the steps that `price_decodes` priced."""
-        for one_s in seconds:
+    def pass_decodes(self, seconds: Sequence[float]) -> None:
+        """Let the time of the next steps pass that `price_decodes` has priced."""
+        for step_s in seconds:
             if self._on_step is not None:
-                self._on_step(self._next, one_s)
+                self._on_step(self._next, step_s)
                 context = self._next.decode_context + self._next.num_decodes
                 self._next = self._next._replace(decode_context=context)
-            self._clock.advance(one_s)
+            self._clock.advance(step_s)
 
-    def repeated(self, rows: Sequence[int]) -> Sequence[int]:
-        """The token that each row draws, in every step."""
+    def repeated_tokens(self, rows: Sequence[int]) -> Sequence[int]:
+        """The token that each row draws in every step."""
         return [self._tokens[row] for row in rows]
 
     def close(self) -> None:

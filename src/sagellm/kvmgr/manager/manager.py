@@ -100,9 +100,9 @@ class KVCacheManager(Quotes):
         """Whether a step that only decodes does nothing here but take blocks."""
         return self.window is None and self._tables.is_up_to_date and self.hints.is_idle
 
-    def extend(self, states: Sequence[RequestState]) -> None:
+    def append_blocks(self, states: Sequence[RequestState]) -> None:
         """A block for each running request, of which no backend has to be told. Raises `CapacityError`."""
-        self._tables.extend(states)
+        self._tables.append_blocks(states)
 
     def fragmentation(self) -> Fragmentation:
         slots = self.block_size * sum(len(one.block_ids) for one in self._sequences.values())

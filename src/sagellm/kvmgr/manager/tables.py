@@ -95,7 +95,7 @@ class DecodeTables:
     def is_up_to_date(self) -> bool:
         return not self._outdated
 
-    def extend(self, states: Sequence[RequestState]) -> None:
+    def append_blocks(self, states: Sequence[RequestState]) -> None:
         """One block for each, of which no backend has to be told."""
         sequences = [self._of[state] for state in states]
         if self._with_quotas:

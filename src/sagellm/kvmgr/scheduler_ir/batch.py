@@ -167,15 +167,18 @@ class DecodeBatch:
         self._table[:, : len(self.states)] = before
         self._growing = None
 
-    # -- many steps alike
+    # -- many equal steps
 
     @property
-    def num_regular(self) -> int:
-        """Steps before the one in which the first request reaches its length."""
+    def steps_below_length(self) -> int:
+        """Steps after which no request has reached its length yet; the next one ends a request."""
         return int(self._column(LEFT).min()) - 1 if self.states else 0
 
-    def borders(self, num_steps: int) -> dict[int, list[int]]:
-        """By step from now: the places of those that need a block in it, if all take part in all of them."""
+    def block_boundaries(self, num_steps: int) -> dict[int, list[int]]:
+        """By step from now (the next one is 0): indices of the requests that need a block in it.
+
+        All requests take part in all of the `num_steps` steps.
+        """
         found: dict[int, list[int]] = {}
         slack = self._column(SLACK)
         for place in np.flatnonzero(slack < num_steps).tolist():
@@ -183,8 +186,8 @@ class DecodeBatch:
                 found.setdefault(step, []).append(place)
         return found
 
-    def repeat(self, token_ids: Sequence[int], num_steps: int) -> None:
-        """So many steps of all requests, each of which drew the same token in every one; none ends."""
+    def append_repeated(self, token_ids: Sequence[int], num_steps: int) -> None:
+        """Append each request's token `num_steps` times: equal steps, in which no request ends."""
         for tokens, token_id in zip(self._tokens, token_ids, strict=True):
             tokens.extend(array("i", (token_id,)) * num_steps)
         table = self._table[:, : len(self.states)]

@@ -8,7 +8,7 @@ from collections import deque
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError
 from sagellm.core.plan import Draft, RequestState
-from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.protocols.scheduler_ir import SchedulingView, Stability, stable_while_all_decode
 from sagellm.core.types import RequestStatus
 from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, has_come_to_its_end, has_run
 from sagellm.kvmgr.scheduler_ir._reservation import Reservation
@@ -25,7 +25,6 @@ class AdmissionPass:
     """
 
     name = "admission"
-    quiet = True
 
     def __init__(
         self,
@@ -58,6 +57,9 @@ class AdmissionPass:
         first = self._reservation.cut(draft, view, self.remaining)
         if first is not None:
             draft.record(self.name, first, "wait", "the predicted memory of all that run would not hold it")
+
+    def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
+        return stable_while_all_decode(draft)
 
     def remaining(self, state: RequestState) -> float:
         """Tokens that it is thought to get from now on."""

@@ -12,7 +12,7 @@ from heapq import heapify, heapreplace
 from math import ceil
 
 from sagellm.core.plan import Draft, Placement, RequestState
-from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, SchedulingView, Stability
 from sagellm.core.types import RequestStatus
 from sagellm.kvmgr.scheduler_ir._queue import RankedQueue
 
@@ -44,7 +44,6 @@ class AFSeparationPass:
         if min(attention_s, ffn_s) <= 0 or link_s < 0:
             raise ValueError("attention_s and ffn_s must be positive, link_s must not be negative")
         self.attention, self.ffn = tuple(attention), tuple(ffn)
-        self.quiet = not attention
         self.requires = frozenset({self.name} if attention else ())
         self.num_micro_batches = ceil((attention_s + ffn_s + 2 * link_s) / max(attention_s, ffn_s))
         self.placements: dict[str, str] = {}
@@ -62,6 +61,9 @@ class AFSeparationPass:
         if (draft.waiting or self._queue.ranks) and self._queue.see(draft.waiting):
             self._queue.ranks.update(dict.fromkeys(self._queue.arrived))
             self._place(draft, [one for one in self._queue.left if one.status is RequestStatus.RUNNING])
+
+    def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
+        return None if self.attention else ALWAYS_STABLE
 
     def _place(self, draft: Draft, entered: list[RequestState]) -> None:
         heap = [(num_tokens, name) for name, num_tokens in self.num_tokens.items()]

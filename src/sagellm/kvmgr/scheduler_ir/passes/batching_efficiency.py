@@ -10,7 +10,7 @@ import math
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.plan import Draft, RequestState
-from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.protocols.scheduler_ir import SchedulingView, Stability, stable_while_all_decode
 from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, Turns, hit_of, num_to_compute
 
 
@@ -24,7 +24,6 @@ class BatchingEfficiencyPass:
     """
 
     name = "batching_efficiency"
-    quiet = True
 
     def __init__(
         self, max_wait_s: float = 5.0, *, share: float = 0.1, depth: int = 64, watermark: int = 1
@@ -47,6 +46,9 @@ class BatchingEfficiencyPass:
         turn = self._turns.give(waiting, draft.now_s)
         if len(waiting) > 1 and view.num_free_rows and turn is None:
             self._backfill(draft, view)
+
+    def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
+        return stable_while_all_decode(draft)
 
     def _note(self, draft: Draft, view: SchedulingView) -> None:
         for state in self._queue.arrived:

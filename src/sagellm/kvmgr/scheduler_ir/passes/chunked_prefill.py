@@ -6,9 +6,8 @@ Mixing prompt chunks into decode steps is Sarathi-Serve's (Agrawal et al., 2024)
 from __future__ import annotations
 
 from sagellm.core.plan import Chunk, Draft, RequestState
-from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, SchedulingView, Stability
 from sagellm.kvmgr.scheduler_ir._queue import hit_of
-from sagellm.kvmgr.scheduler_ir.quiet import ALWAYS_STABLE, Stability
 
 
 class ChunkedPrefillPass:
@@ -20,7 +19,6 @@ class ChunkedPrefillPass:
     """
 
     name = "chunked_prefill"
-    quiet = True
 
     def __init__(self, chunk_size: int | None = None) -> None:
         if chunk_size is not None and chunk_size < 1:

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 
 from sagellm.core.plan import Draft, RequestState
-from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, SchedulingView, Stability
 from sagellm.core.types import RequestStatus
 from sagellm.kvmgr.scheduler_ir._queue import ROOM_TO_FORGET, RankedQueue, has_run, hit_of, num_to_compute
-from sagellm.kvmgr.scheduler_ir.quiet import ALWAYS_STABLE, Stability
 
 RIVALS = 8
 """Tenants within a quantum of the least, at most, whose cached tokens are compared."""
@@ -34,7 +33,6 @@ class FairnessPass:
     """
 
     name = "fairness"
-    quiet = True
 
     def __init__(
         self, weights: Mapping[str, float] | None = None, quantum: float = 4096.0, output_cost: float = 2.0

@@ -4,10 +4,9 @@ waiting."""
 from __future__ import annotations
 
 from sagellm.core.plan import Draft, RequestState
-from sagellm.core.protocols.scheduler_ir import BlockBudget, SchedulingView
+from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, BlockBudget, SchedulingView, Stability
 from sagellm.kvmgr.scheduler_ir._queue import hit_of
 from sagellm.kvmgr.scheduler_ir._victims import VICTIMS, choose_victim
-from sagellm.kvmgr.scheduler_ir.quiet import ALWAYS_STABLE, Stability
 
 SWAPS = ("cost", "always", "never")
 
@@ -26,7 +25,6 @@ class MemoryAwarePreemptionPass:
     """
 
     name = "memory_aware_preemption"
-    quiet = True
 
     def __init__(self, watermark: int = 1, victims: str = "last", swap: str = "cost") -> None:
         if type(watermark) is not int or watermark < 0:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.plan import Draft, Placement, RequestState, Transfer
-from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, SchedulingView, Stability
 from sagellm.core.types import RequestStatus
 from sagellm.kvmgr.scheduler_ir._pace import StepPace
 from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, hit_of
@@ -92,7 +92,6 @@ class PDSeparationPass:
             name: site if isinstance(site, Site) else Site.of(name, site) for name, site in sites.items()
         }
         self.bytes_per_token, self.expected_output, self.margin = bytes_per_token, expected_output, margin
-        self.quiet = not self.sites
         self.requires = frozenset({self.name} if self.sites else ())
         self.placements: dict[str, Placement] = {}
         self.pace = StepPace()
@@ -114,6 +113,9 @@ class PDSeparationPass:
                 if not state.num_preemptions:
                     self._place(draft, state, num_tokens)
             self._work = sum(self._queue.ranks.values())
+
+    def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
+        return None if self.sites else ALWAYS_STABLE
 
     def _observe(self, view: SchedulingView) -> None:
         facts = view.last_step

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
-from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, SchedulingView, Stability
 from sagellm.core.types import TOKEN_BYTES, RequestStatus
 from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, Turns
-from sagellm.kvmgr.scheduler_ir.quiet import ALWAYS_STABLE, Stability
 
 
 @dataclass(slots=True)
@@ -41,7 +40,6 @@ class PrefixCacheAwarePass:
     """
 
     name = "prefix_cache_aware"
-    quiet = True
 
     def __init__(
         self,

@@ -13,11 +13,10 @@ from heapq import heapify, heappop, heappush
 from itertools import count, pairwise
 
 from sagellm.core.plan import Draft, RequestState
-from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, SchedulingView, Stability
 from sagellm.core.types import RequestStatus
 from sagellm.kvmgr.scheduler_ir._clients import ClientShares
 from sagellm.kvmgr.scheduler_ir._queue import ROOM_TO_FORGET, RankedQueue, hit_of
-from sagellm.kvmgr.scheduler_ir.quiet import ALWAYS_STABLE, Stability
 
 SHORTEST_AGE_S = 1e-3
 
@@ -39,7 +38,6 @@ class PriorityBasedPass:
     """
 
     name = "priority_based"
-    quiet = True
 
     def __init__(
         self,

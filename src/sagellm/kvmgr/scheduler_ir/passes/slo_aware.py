@@ -10,7 +10,7 @@ from heapq import heappop, heappush, heappushpop
 from itertools import count
 
 from sagellm.core.plan import Draft, RequestState
-from sagellm.core.protocols.scheduler_ir import SchedulingView
+from sagellm.core.protocols.scheduler_ir import SchedulingView, Stability, stable_while_all_decode
 from sagellm.core.types import RequestStatus
 from sagellm.kvmgr.scheduler_ir._pace import StepPace
 from sagellm.kvmgr.scheduler_ir._queue import ROOM_TO_FORGET, RankedQueue, Turns, hit_of, num_to_compute
@@ -46,7 +46,6 @@ class SLOAwarePass:
     """
 
     name = "slo_aware"
-    quiet = True
 
     def __init__(
         self,
@@ -95,6 +94,9 @@ class SLOAwarePass:
             self._keep_pace(draft)
         else:
             self._room = None
+
+    def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
+        return stable_while_all_decode(draft)
 
     def deadline_s(self, state: RequestState) -> float:
         """When its first token should be there; never without a goal."""

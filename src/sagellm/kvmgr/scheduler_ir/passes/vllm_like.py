@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from sagellm.core.plan import Chunk, Draft, RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit
-from sagellm.core.protocols.scheduler_ir import BlockBudget, SchedulingView
-from sagellm.kvmgr.scheduler_ir.quiet import ALWAYS_STABLE, Stability
+from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, BlockBudget, SchedulingView, Stability
 
 
 class VllmLikePass:
@@ -30,7 +29,6 @@ class VllmLikePass:
 
     name = "vllm_like"
     closes = True
-    quiet = True
 
     def __init__(self, long_prefill_tokens: int = 0, watermark: int = 0) -> None:
         if long_prefill_tokens < 0:

@@ -1,11 +1,13 @@
-"""How long passes promise to let nobody in: until a moment, while the cache is the same, or not at all."""
+"""How long passes promise the same decisions: until a time, while the cache is the same, or not at all."""
 
 from __future__ import annotations
 
 import pytest
 
 from sagellm.core.plan import Chunk, Draft
-from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
+from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, SchedulerPass, SchedulingView, Stability
+from sagellm.core.registry import registry
+from sagellm.engines.simulator.fast_forward import joint_stability
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
 from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass
 from sagellm.kvmgr.scheduler_ir.passes.fairness import FairnessPass
@@ -14,7 +16,6 @@ from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwar
 from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
 from sagellm.kvmgr.scheduler_ir.passes.slo_aware import SLOAwarePass
 from sagellm.kvmgr.scheduler_ir.passes.vllm_like import VllmLikePass
-from sagellm.kvmgr.scheduler_ir.quiet import ALWAYS_STABLE, Stability, quiet
 from tests.kvmgr.scheduler_ir.passes.desk import Desk, DeskView, admit, state
 
 
@@ -31,7 +32,7 @@ def draft_of(desk: Desk, *, chunk: int = 0, budget: int = 16) -> Draft:
 
 
 def ask(desk: Desk, one: SchedulerPass, **how: int) -> Stability | None:
-    return quiet([one], draft_of(desk, **how), desk.view)
+    return joint_stability([one], draft_of(desk, **how), desk.view)
 
 
 def desk_with(one: SchedulerPass, view: DeskView | None = None) -> Desk:
@@ -101,7 +102,7 @@ def test_the_first_that_does_not_fit() -> None:
     for available, said in ((6, None), (5, ALWAYS_STABLE)):
         view = DeskView(available=available)
         desk = desk_with(ChunkedPrefillPass(), view)
-        assert quiet(both, draft_of(desk), view) == said
+        assert joint_stability(both, draft_of(desk), view) == said
 
 
 def test_what_the_first_has_cached_is_told_to_the_cache_in_every_step() -> None:
@@ -114,7 +115,7 @@ def test_what_the_first_has_cached_is_told_to_the_cache_in_every_step() -> None:
 def test_a_prompt_that_fills_the_step_leaves_nothing_to_who_waits(one: SchedulerPass) -> None:
     desk = desk_with(one)
     draft = draft_of(desk, chunk=40)
-    assert quiet([one], draft, desk.view) == ALWAYS_STABLE
+    assert joint_stability([one], draft, desk.view) == ALWAYS_STABLE
     assert draft.chunks["prompt"].num_tokens == 15
     assert ask(desk, one, chunk=15) is None, "its end draws a token"
 
@@ -144,20 +145,12 @@ def test_promises_are_joined() -> None:
     assert Stability(3.0).and_also(Stability(2.0, same_cache=True)) == Stability(2.0, same_cache=True)
 
 
-def test_a_promise_is_made_for_one_call_and_not_for_another() -> None:
-    class Hurried(MemoryAwarePreemptionPass):
-        def __call__(self, draft: Draft, view: SchedulingView) -> None:
-            self.watermark = 0
-            super().__call__(draft, view)
-
-    class Knows(Hurried):
-        def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
-            return ALWAYS_STABLE
-
-    class Renamed(MemoryAwarePreemptionPass):
-        name = "renamed"
-
-    desk = Desk(VllmLikePass())
-    for made, promised in ((Hurried(), False), (Knows(), True), (Renamed(), True)):
-        said = quiet([made], draft_of(desk), desk.view)
-        assert (said is not None) == promised
+@pytest.mark.parametrize("name", registry("pass").names())
+def test_a_class_that_overrides_call_overrides_stable_until(name: str) -> None:
+    """The promise describes `__call__`: an inherited promise would describe another one."""
+    classes = type(registry("pass").create(name)).__mro__
+    if not hasattr(classes[0], "stable_until"):
+        return
+    made_by = next(i for i, made in enumerate(classes) if "stable_until" in vars(made))
+    runs_by = next(i for i, made in enumerate(classes) if "__call__" in vars(made))
+    assert made_by <= runs_by
