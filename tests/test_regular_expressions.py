@@ -28,7 +28,7 @@ COMPUTED = {
     "core/config.py": "ORIGIN, below, in pydantic's engine",
 }
 """Files with a pattern that is no literal."""
-BY_HELPER = {"kvmgr/scheduler_ir/_text_reader.py": {"match"}}
+BY_HELPER = {"kvmgr/scheduler_ir/text.py": {"match"}}
 """Methods called on a pattern that a function gets as its argument."""
 SMALL, LARGE = 2**9, 2**12
 FIXED = (" ", "\n", "\0", "a", "0", '"', "\\")

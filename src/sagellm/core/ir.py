@@ -1,7 +1,7 @@
-"""The operations of a plan, one by one: what `ExecutionPlan` lists by kind, here as nodes of a graph.
+"""The operations of a plan as nodes of a graph; `ExecutionPlan` lists them by kind.
 
-An operation is a record of the plan (`Join`, `Prefill`, ...) with an id, the instance that does it, and the
-ids of the operations that it comes after.
+An operation is a record of the plan (`Join`, `Prefill`, ...) with an id, the instance that executes it, and
+the ids of the operations that must come before it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import ClassVar
 from sagellm.core.plan import BlockCopy, BlockTableDelta, Decision, Join, Placement, Prefill, Transfer
 
 LOCAL = "local"
-"""The name of the instance where there is one only."""
+"""The name of the instance where there is only one."""
 
 
 class Phase(str, Enum):
-    """The two kinds of work of a request: its prompt, then one token a step."""
+    """The two kinds of work of a request: its prompt, then one token per step."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -28,8 +28,11 @@ BOTH_PHASES = frozenset(Phase)
 
 @dataclass(frozen=True, slots=True)
 class InstanceStep:
-    """One instance's part of a graph: its name, its step, the phases that it computes, the tokens that may be
-    drafted for each request in decode, and why it does what it does."""
+    """One instance's part of a graph, beside its operations.
+
+    `phases` are those that the instance computes. `num_draft_tokens` may be proposed for each request in
+    decode. `decisions` are those of its passes, with their reasons.
+    """
 
     name: str
     step: int
@@ -40,7 +43,7 @@ class InstanceStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """`op_id` is unique in its graph; `after` names the operations whose effects this one must see."""
+    """A node of the graph. `op_id` is unique in it; `after` are the ids of operations that come before."""
 
     word: ClassVar[str] = "operation"
     op_id: int
@@ -49,19 +52,19 @@ class Operation:
 
     @property
     def request_id(self) -> str | None:
-        """The request that it is about, where that is known."""
+        """The request, where it is known."""
         return None
 
     @property
     def name(self) -> str:
-        """How messages speak of it."""
-        about = self.request_id
-        return f"%{self.op_id} {self.word}" + ("" if about is None else f' "{about}"')
+        """The operation in messages, as `%3 prefill "c"`."""
+        request_id = self.request_id
+        return f"%{self.op_id} {self.word}" + ("" if request_id is None else f' "{request_id}"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptOp(Operation):
-    """A running request gives its blocks back and waits again."""
+    """A running request releases its blocks and waits again."""
 
     word: ClassVar[str] = "preempt"
     request: str
@@ -73,7 +76,7 @@ class PreemptOp(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectOp(Operation):
-    """A request ends with an error, since it can never go on."""
+    """A request ends with an error because it can never run."""
 
     word: ClassVar[str] = "reject"
     request: str
@@ -86,7 +89,7 @@ class RejectOp(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceOp(Operation):
-    """Phases of a request, or halves of its layers (attention, FFN), are computed by other instances."""
+    """Other instances compute phases of a request, or halves of its layers (attention, FFN)."""
 
     word: ClassVar[str] = "place"
     request: str
@@ -99,7 +102,7 @@ class PlaceOp(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveOp(Operation):
-    """A row of the batch is empty from here on. The plan does not say who left: `request` may be None."""
+    """A row of the batch becomes empty. A plan names only the row, so `request` may be None."""
 
     word: ClassVar[str] = "leave"
     row: int
@@ -112,7 +115,7 @@ class LeaveOp(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinOp(Operation):
-    """A request enters the batch; `resumes`: it was there before, and was preempted."""
+    """A request enters the batch. `resumes` is set if it was preempted before."""
 
     word: ClassVar[str] = "join"
     join: Join
@@ -129,10 +132,10 @@ class JoinOp(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTableOp(Operation):
-    """The block table of a row changes from one index on."""
+    """Blocks are written into the block table of a row, from index `delta.first` on."""
 
-    word: ClassVar[str] = "grow"
-    growth: BlockTableDelta
+    word: ClassVar[str] = "table"
+    delta: BlockTableDelta
     request: str | None = None
 
     @property
@@ -141,12 +144,12 @@ class BlockTableOp(Operation):
 
     @property
     def row(self) -> int:
-        return self.growth.row
+        return self.delta.row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOp(Operation):
-    """One block goes from tier to tier, or from block to block."""
+    """One block is copied to another block or tier."""
 
     word: ClassVar[str] = "copy"
     copy: BlockCopy
@@ -154,7 +157,7 @@ class CopyOp(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeOp(Operation):
-    """Compute the token at `position` of a row, its last, and draw the next."""
+    """Compute the last token of a row, at `position`, and sample the next."""
 
     word: ClassVar[str] = "decode"
     row: int
@@ -184,8 +187,10 @@ class DecodeOp(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillOp(Operation):
-    """Compute a range of a request's tokens. Its `phase` is decode where a request whose prompt another
-    instance computed goes on with its last token alone."""
+    """Compute a range of a request's tokens.
+
+    `phase` is decode if another instance computed the prompt and only its last token is computed again.
+    """
 
     word: ClassVar[str] = "prefill"
     prefill: Prefill
@@ -214,7 +219,7 @@ class PrefillOp(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOp(Operation):
-    """Blocks of a request go to another instance."""
+    """Blocks of a request are sent to another instance."""
 
     word: ClassVar[str] = "transfer"
     transfer: Transfer

@@ -47,9 +47,9 @@ def test_an_operation_comes_after_those_that_it_meets() -> None:
         'preempt "gone"': [],
         'leave "gone"': ['preempt "gone"'],
         'join "new"': ['leave "gone"'],
-        'grow "old"': [],
+        'table "old"': [],
         "copy": ["copy"],  # the last: it reads what the first writes
-        'decode "old"': ['grow "old"'],
+        'decode "old"': ['table "old"'],
         'decode "else"': [],
         'prefill "new"': ['join "new"', "copy"],
         'transfer "old"': ['decode "old"'],

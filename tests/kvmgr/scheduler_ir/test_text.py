@@ -64,7 +64,7 @@ step 7 @local
 %3 = leave row 3 "b" after %0
 %4 = resume row 3 "c" computed 8 prompt 21 blocks [0, 1, 7] tokens [100:121, 5] \
 params {"temperature": 0.0, "logit_bias": [[5, 1.5]], "stop": ["\\n"]} eos [2] after %3
-%5 = grow row 1 "a" from 3 blocks [17]
+%5 = table row 1 "a" from 3 blocks [17]
 %6 = copy dram 4 to hbm 7
 %7 = decode row 1 "a" at 12 after %2, %5
 %8 = prefill row 3 "c" tokens 8:22 samples after %4, %6
@@ -176,10 +176,10 @@ def test_comments_and_empty_lines_are_left_out() -> None:
         ('%0 = prefill row 1 "a" tokens 0-4', "column 32: expected ':', found -4"),
         ('%0 = prefill row 1 "a" tokens 0:4 phase x', "expected prefill or decode, found x"),
         ('%0 = place "a" attention x', "column 26: expected an instance, as @name, found x"),
-        ("%0 = grow row 1 from 0 blocks [1 2]", "column 34: expected ',' or ']', found 2"),
-        ("%0 = grow row 1 from 0 blocks [4:4]", "column 34: expected an end from 5 to"),
-        ("%0 = grow row 1 from 0 blocks [0:99999999999]", "column 34: expected an end from 1 to"),
-        ("%0 = grow row 1 from 0 blocks 4", "column 31: expected blocks as [1, 4:7], found 4"),
+        ("%0 = table row 1 from 0 blocks [1 2]", "column 35: expected ',' or ']', found 2"),
+        ("%0 = table row 1 from 0 blocks [4:4]", "column 35: expected an end from 5 to"),
+        ("%0 = table row 1 from 0 blocks [0:99999999999]", "column 35: expected an end from 1 to"),
+        ("%0 = table row 1 from 0 blocks 4", "column 32: expected blocks as [1, 4:7], found 4"),
         ("%0 = copy hbm 4 into hbm 5", "column 17: expected 'to', found into"),
         ('%0 = reject "a"', "column 16: expected 'because', the line ends"),
         (
@@ -210,3 +210,8 @@ def test_parameters_are_checked(params: str, message: str) -> None:
         parse_graph(text)
     assert f"line 1, column {len(text) - len(params) + 1}: " in str(caught.value)
     assert message in str(caught.value)
+
+
+def test_the_word_of_older_texts_is_read() -> None:
+    old = 'step 1 @local\n%0 = grow row 1 "a" from 3 blocks [17]\n'
+    assert parse_graph(old) == parse_graph(old.replace("grow", "table"))

@@ -1,5 +1,4 @@
-"""The scheduling IR: a draft of the next step, passes that edit it, a verifier that checks it; plans as
-graphs and as text."""
+"""Scheduling: passes edit a draft of the next step, a verifier checks it; plans as graphs and text."""
 
 from sagellm.kvmgr.scheduler_ir.batch import DecodeBatch
 from sagellm.kvmgr.scheduler_ir.diff import diff, diff_text

@@ -1,27 +1,32 @@
-"""What differs between two plans, told by request: two steps of one run, or one step under two schedulers."""
+"""What differs between two plans, request by request.
+
+The plans may be two steps of one run, or one step under two schedulers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
-from sagellm.core.plan import BlockCopy, ExecutionPlan, Placement, Prefill
+from sagellm.core.plan import ExecutionPlan, Placement, Prefill
 from sagellm.kvmgr.scheduler_ir.rows import Rows
 from sagellm.kvmgr.scheduler_ir.text import numbers, quoted
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """`request_id` is None for what is of no one request. `sign`: + only in the second plan, - only in the
-    first, ~ other there."""
+    """One difference. `sign` is + for only in the second plan, - for only in the first, ~ for other there.
+
+    `request_id` is None where the difference concerns no single request.
+    """
 
     sign: str
     request_id: str | None
     text: str
 
     def __str__(self) -> str:
-        about = "" if self.request_id is None else f"{quoted(self.request_id)} "
-        return f"{self.sign} {about}{self.text}"
+        request = "" if self.request_id is None else f"{quoted(self.request_id)} "
+        return f"{self.sign} {request}{self.text}"
 
 
 @dataclass(slots=True)
@@ -40,27 +45,27 @@ class Part:
 def diff(
     a: ExecutionPlan, b: ExecutionPlan, rows_a: Rows | None = None, rows_b: Rows | None = None
 ) -> list[Change]:
-    """The changes from `a` to `b`, each request's reason in `b` with the first of them.
+    """The changes from `a` to `b`; the first change of a request has its reason in `b`.
 
-    `rows_a` and `rows_b`, the batches before them, give names to rows; a row without a name is told as row N.
-    Between plans of different steps it is no change that a decode goes on, nor that what happened once in `a`
-    (joined, left, got blocks, ...) does not happen again.
+    `rows_a` and `rows_b`, the batches before them, give the request ids of rows; a row without one is printed
+    as row N. Between plans of different steps, a decode that continues is no change, nor is an event of `a`
+    (joined, left, got blocks, ...) that does not happen again.
     """
     parts_a, parts_b = _parts(a, rows_a), _parts(b, rows_b)
     if a.step != b.step:
         parts_a = {
-            name: Part(placed=one.placed, prefill=one.prefill, position=one.position)
-            for name, one in parts_a.items()
+            name: Part(placed=part.placed, prefill=part.prefill, position=part.position)
+            for name, part in parts_a.items()
         }
-    why = {one.request_id: one for one in b.decisions}
+    reasons = {decision.request_id: decision for decision in b.decisions}
     found: list[Change] = []
     for name in dict.fromkeys([*parts_a, *parts_b]):
         before, after = parts_a.get(name, Part()), parts_b.get(name, Part())
         changes = list(_of_request(name, before, after, b.step - a.step))
-        reason = why.get(name)
+        reason = reasons.get(name)
         if changes and reason is not None and reason.reason:
-            told = f"{changes[0].text} ({reason.pass_name}: {reason.reason})"
-            changes[0] = replace(changes[0], text=told)
+            text = f"{changes[0].text} ({reason.pass_name}: {reason.reason})"
+            changes[0] = replace(changes[0], text=text)
         found += changes
     return [*found, *_moves(a, b)]
 
@@ -68,26 +73,26 @@ def diff(
 def diff_text(
     a: ExecutionPlan, b: ExecutionPlan, rows_a: Rows | None = None, rows_b: Rows | None = None
 ) -> str:
-    """The same as text, a line each; empty for plans that do the same."""
+    """`diff` as text, one line per change; empty for plans that do the same."""
     return "".join(f"{change}\n" for change in diff(a, b, rows_a, rows_b))
 
 
-def placement_text(one: Placement) -> str:
-    """The parts that are elsewhere, and where."""
-    at = {"prefill": one.prefill, "decode": one.decode, "attention": one.attention, "ffn": one.ffn}
+def placement_text(placement: Placement) -> str:
+    """The parts that another instance computes, as `prefill @p0, decode @d0`."""
+    at = {part.name: getattr(placement, part.name) for part in fields(placement)}
     return ", ".join(f"{part} @{name}" for part, name in at.items() if name)
 
 
 def _parts(plan: ExecutionPlan, rows: Rows | None) -> dict[str, Part]:
-    """By request, in order of the plan."""
+    """What the plan does, by request id, in order of the plan."""
     names = {} if rows is None else rows.names
     parts: dict[str, Part] = {}
     for request in plan.preempted:
         _part(parts, request).fates.append("preempted")
     for request, reason in plan.rejected:
         _part(parts, request).fates.append(f"rejected: {reason}")
-    for request, one in plan.placements:
-        _part(parts, request).placed = placement_text(one)
+    for request, placement in plan.placements:
+        _part(parts, request).placed = placement_text(placement)
     for row in plan.left:
         _part(parts, _name(names, row)).left = True
         names.pop(row, None)
@@ -96,8 +101,8 @@ def _parts(plan: ExecutionPlan, rows: Rows | None) -> dict[str, Part]:
         part = _part(parts, join.request_id)
         part.join, part.blocks = f"row {join.row}, {join.num_computed} tokens computed", (0, join.block_ids)
     names |= {op.row: op.request_id for op in plan.prefills}
-    for growth in plan.table_deltas:
-        _part(parts, _name(names, growth.row)).blocks = (growth.first, growth.block_ids)
+    for delta in plan.table_deltas:
+        _part(parts, _name(names, delta.row)).blocks = (delta.first, delta.block_ids)
     for op in plan.prefills:
         _part(parts, op.request_id).prefill = op
     for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
@@ -158,22 +163,20 @@ def _either(name: str, what: str, a: str, b: str, other: str = "not") -> Iterato
 
 
 def _moves(a: ExecutionPlan, b: ExecutionPlan) -> Iterator[Change]:
-    """Copies and transfers that only one of the plans has, and another number of tokens to draft."""
+    """Copies and transfers that only one of the plans has, and a changed number of draft tokens."""
     if a.num_draft_tokens != b.num_draft_tokens:
         yield Change(
             "~", None, f"drafts {b.num_draft_tokens} tokens for each decode, not {a.num_draft_tokens}"
         )
-    for sign, here, there in (("-", a, b), ("+", b, a)):
+    for sign, plan, other in (("-", a, b), ("+", b, a)):
         if sign == "-" and a.step != b.step:
             continue
-        for copy in here.copies:
-            if copy not in there.copies:
-                yield Change(sign, None, _copy(copy))
-        for sent in here.transfers:
-            if sent not in there.transfers:
+        for copy in plan.copies:
+            if copy not in other.copies:
+                source = f"{copy.source_tier} {copy.source_block}"
+                target = f"{copy.target_tier} {copy.target_block}"
+                yield Change(sign, None, f"copy {source} to {target}")
+        for sent in plan.transfers:
+            if sent not in other.transfers:
                 blocks = numbers(sent.block_ids)
                 yield Change(sign, sent.request_id, f"sends blocks {blocks} to @{sent.target_instance}")
-
-
-def _copy(copy: BlockCopy) -> str:
-    return f"copy {copy.source_tier} {copy.source_block} to {copy.target_tier} {copy.target_block}"

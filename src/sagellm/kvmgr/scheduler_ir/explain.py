@@ -1,6 +1,7 @@
-"""What each pass did to each request, and why: passes under watch, and the story of a run.
+"""What each pass did to each request, and why, over the steps of a run.
 
-A pass says why by `Draft.say`. One that says nothing is watched: the draft before and after it are compared.
+A pass gives its reasons with `Draft.record`. What it changes without a record is found by comparing the draft
+before and after it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sagellm.kvmgr.scheduler_ir.text import numbers, print_plan, quoted
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What one pass changed for one request, without saying so itself."""
+    """What one pass changed for one request without a record of its own."""
 
     pass_name: str
     request_id: str
@@ -28,7 +29,7 @@ class Effect:
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step: the plan, the batch before it, what passes changed in silence, who arrived and who ended."""
+    """One step: its plan, the batch before it, unrecorded effects of passes, and arrivals and ends."""
 
     plan: ExecutionPlan
     before: Rows
@@ -40,7 +41,7 @@ class StepRecord:
 
     @property
     def title(self) -> str:
-        """When, how much, and how full it is afterwards."""
+        """The time, the work of the step, and the load after it."""
         plan, load = self.plan, self.load
         work = f"{len(plan.decode_rows)} decode and {plan.num_prefill_tokens} prompt tokens"
         title = f"# {self.now_s:.3f} s: {work}"
@@ -51,13 +52,13 @@ class StepRecord:
 
     @property
     def text(self) -> str:
-        """The plan, what passes changed in silence as comments above it."""
-        effects = (f"# {one.pass_name} {quoted(one.request_id)}: {one.text}\n" for one in self.effects)
+        """The plan, under the unrecorded effects of passes as comments."""
+        effects = (f"# {e.pass_name} {quoted(e.request_id)}: {e.text}\n" for e in self.effects)
         return "".join(effects) + print_plan(self.plan, self.before, tokens=False)
 
 
 class ScheduleLog:
-    """Follows an engine step by step. For debugging: every pass is watched, every batch is copied."""
+    """Records an engine step by step. For debugging: it compares every draft and copies every batch."""
 
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
@@ -65,8 +66,8 @@ class ScheduleLog:
         self._rows = Rows()
 
     def watch(self, passes: Sequence[SchedulerPass]) -> list[SchedulerPass]:
-        """The same passes, under watch."""
-        return [WatchedPass(one, self._effects) for one in passes]
+        """The same passes, each wrapped to find its unrecorded effects."""
+        return [WatchedPass(inner, self._effects) for inner in passes]
 
     def record(
         self,
@@ -76,8 +77,8 @@ class ScheduleLog:
         outputs: Sequence[RequestOutput] = (),
         load: EngineStats | None = None,
     ) -> StepRecord:
-        """A step that was executed, with what came in before it and out of it, and the load after it."""
-        ended = {one.request_id: _ending(one) for one in outputs if one.finish_reason is not None}
+        """Append an executed step: requests that arrived before it, its outputs, the load after it."""
+        ended = {o.request_id: _ending(o) for o in outputs if o.finish_reason is not None}
         step = StepRecord(plan, self._rows.copy(), now_s, self._effects[:], arrived, ended, load)
         self._effects.clear()
         self._rows.follow(plan)
@@ -85,23 +86,23 @@ class ScheduleLog:
         return step
 
     def diff_text(self, index: int) -> str:
-        """What step `index` does otherwise than the one before it."""
-        here = self.steps[index]
+        """The `diff` of step `index` against the step before it."""
+        step = self.steps[index]
         if not index:
-            return diff_text(ExecutionPlan(here.plan.step), here.plan, None, here.before)
+            return diff_text(ExecutionPlan(step.plan.step), step.plan, None, step.before)
         last = self.steps[index - 1]
-        return diff_text(last.plan, here.plan, last.before, here.before)
+        return diff_text(last.plan, step.plan, last.before, step.before)
 
     def story(self, request_id: str) -> list[str]:
-        """What happened to one request, a line each; steps that brought the same are told once."""
-        told: list[tuple[int, int, list[str]]] = []
+        """What happened to one request, as lines; consecutive equal steps are printed once."""
+        runs: list[tuple[int, int, list[str]]] = []
         for step in self.steps:
             lines = list(_lines_of(step, request_id))
-            if told and lines == told[-1][2] and told[-1][1] == step.plan.step - 1:
-                told[-1] = (told[-1][0], step.plan.step, lines)
+            if runs and lines == runs[-1][2] and runs[-1][1] == step.plan.step - 1:
+                runs[-1] = (runs[-1][0], step.plan.step, lines)
             elif lines:
-                told.append((step.plan.step, step.plan.step, lines))
-        spans = [(f"step {a}" if a == b else f"steps {a} to {b}", lines) for a, b, lines in told]
+                runs.append((step.plan.step, step.plan.step, lines))
+        spans = [(f"step {a}" if a == b else f"steps {a} to {b}", lines) for a, b, lines in runs]
         width = max((len(span) for span, _ in spans), default=0)
         return [
             f"{span if not i else '':{width}}  {line}"
@@ -111,7 +112,7 @@ class ScheduleLog:
 
 
 class WatchedPass:
-    """A pass that does what it did, and has its silent effects written into `effects`."""
+    """Calls the inner pass and appends its unrecorded effects to `effects`."""
 
     def __init__(self, inner: SchedulerPass, effects: list[Effect]) -> None:
         self.inner = inner
@@ -123,9 +124,9 @@ class WatchedPass:
         return self.inner.name
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
-        before, num_said = _Snapshot.of(draft), len(draft.decisions)
+        before, num_recorded = _Snapshot.of(draft), len(draft.decisions)
         self.inner(draft, view)
-        explained = {one.request_id for one in draft.decisions[num_said:]}
+        explained = {decision.request_id for decision in draft.decisions[num_recorded:]}
         for request_id, text in before.changes(_Snapshot.of(draft)):
             if request_id not in explained:
                 self.effects.append(Effect(self.name, request_id, text))
@@ -133,10 +134,10 @@ class WatchedPass:
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """What a pass can change. `computes`: the tokens of each chunk, and whether it admits."""
+    """What a pass can change in a draft. `computes`: start and end of each chunk, and whether it admits."""
 
     computes: Mapping[str, tuple[int, int, bool]]
-    out: frozenset[str]
+    skipped: frozenset[str]
     preempted: frozenset[str]
     rejected: Mapping[str, str]
     sent: frozenset[tuple[str, str]]
@@ -147,23 +148,25 @@ class _Snapshot:
     @classmethod
     def of(cls, draft: Draft) -> _Snapshot:
         return cls(
-            {name: (one.start, one.end, one.admits) for name, one in draft.chunks.items()},
+            {name: (c.start, c.end, c.admits) for name, c in draft.chunks.items()},
             frozenset(draft.skipped_decodes),
             frozenset(state.request_id for state in draft.preempted),
             dict(draft.rejected),
-            frozenset((one.request_id, one.target_instance) for one in draft.transfers),
+            frozenset((t.request_id, t.target_instance) for t in draft.transfers),
             dict(draft.placements),
             _ids(draft.waiting),
             _ids(draft.running),
         )
 
     def changes(self, after: _Snapshot) -> Iterator[tuple[str, str]]:
-        """By request, from this snapshot to a later one."""
+        """Request ids and texts of what differs in a later snapshot."""
         gone = after.preempted | after.rejected.keys()
         yield from ((name, "preempted") for name in sorted(after.preempted - self.preempted))
         for name in after.rejected.keys() - self.rejected.keys():
             yield name, f"rejected: {after.rejected[name]}"
-        yield from ((name, "held: it computes nothing") for name in sorted(after.out - self.out - gone))
+        yield from (
+            (name, "held: it computes nothing") for name in sorted(after.skipped - self.skipped - gone)
+        )
         yield from self._chunk_changes(after, gone)
         yield from ((name, f"its blocks are sent to @{to}") for name, to in sorted(after.sent - self.sent))
         for name, placement in after.placed.items():
@@ -198,7 +201,7 @@ def _ids(states: Sequence[RequestState]) -> tuple[str, ...]:
 
 
 def _lines_of(step: StepRecord, request_id: str) -> Iterator[str]:
-    """What one step brought to one request, in the order in which it happened."""
+    """What happened to one request in one step, in order."""
     if request_id in step.arrived:
         yield "arrived"
     for effect in step.effects:
@@ -223,9 +226,9 @@ def _work_of(step: StepRecord, request_id: str) -> Iterator[str]:
             again = "resumes" if request_id in step.before.preempted else "joins"
             cached = f"{join.num_computed} tokens cached"
             yield f"{again} in row {join.row} with {cached}, blocks {numbers(join.block_ids)}"
-    for growth in plan.table_deltas:
-        if names.get(growth.row) == request_id:
-            yield f"gets blocks {numbers(growth.block_ids)} from {growth.first} on"
+    for delta in plan.table_deltas:
+        if names.get(delta.row) == request_id:
+            yield f"gets blocks {numbers(delta.block_ids)} from {delta.first} on"
     for op in plan.prefills:
         if op.request_id == request_id:
             drawn = ", and draws a token" if op.samples else ""

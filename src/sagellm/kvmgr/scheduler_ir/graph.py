@@ -1,6 +1,6 @@
-"""`IRGraph`: a plan as a graph of typed operations, for those who print, compare, check or rewrite plans.
+"""`IRGraph` is a plan as a graph of typed operations, to print, compare, check or rewrite.
 
-It is derived from an `ExecutionPlan` and gives it back exactly; no step of an engine builds one.
+It is derived from an `ExecutionPlan` and gives it back exactly. No step of an engine builds one.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Op = TypeVar("Op", bound=Operation)
 class IRGraph:
     """Operations of one step on one or several instances.
 
-    The order of `ops` is that of the plan within each kind; what must come after what is in `Operation.after`
-    alone. A graph may be wrong in any way: `verify_graph` says how.
+    Within a kind, `ops` are in the order of the plan. Dependencies are in `Operation.after` alone. A graph
+    may be wrong in any way: `verify_graph` checks it.
     """
 
     instances: tuple[InstanceStep, ...]
@@ -56,31 +56,36 @@ class IRGraph:
         phases: frozenset[Phase] = BOTH_PHASES,
         rows: Rows | None = None,
     ) -> IRGraph:
-        """The graph of one instance's plan. `rows`, the batch before it, gives names to rows and tells a
-        resumed request from a new one; without it, who has output already is resumed."""
-        made = _Derivation(instance, phases, Rows() if rows is None else rows)
-        made.add(plan)
+        """The graph of one instance's plan.
+
+        `rows`, the batch before it, says which request is in which row and which joins are resumed; without
+        it, a joining request is resumed if it has output.
+        """
+        derivation = _Derivation(instance, phases, Rows() if rows is None else rows)
+        derivation.add(plan)
         step = InstanceStep(instance, plan.step, phases, plan.num_draft_tokens, plan.decisions)
-        return cls((step,), tuple(made.ops))
+        return cls((step,), tuple(derivation.ops))
 
     @classmethod
     def merged(cls, graphs: Iterable[IRGraph]) -> IRGraph:
-        """One graph of several instances' graphs, renumbered: a request enters the instance that its blocks
-        are sent to after they were sent."""
+        """One graph of several instances' graphs, renumbered.
+
+        A request joins the instance that its blocks are sent to after that transfer.
+        """
         instances: list[InstanceStep] = []
         ops: list[Operation] = []
         for graph in graphs:
             instances += graph.instances
             numbers = {op.op_id: len(ops) + i for i, op in enumerate(graph.ops)}
             ops += [
-                replace(op, op_id=numbers[op.op_id], after=tuple(numbers.get(one, one) for one in op.after))
+                replace(op, op_id=numbers[op.op_id], after=tuple(numbers.get(i, i) for i in op.after))
                 for op in graph.ops
             ]
         sent = {(op.request_id, op.transfer.target_instance): op.op_id for op in _only(ops, TransferOp)}
         return cls(tuple(instances), tuple(_after_transfer(op, sent) for op in ops))
 
     def to_plan(self, instance: str | None = None) -> ExecutionPlan:
-        """The plan of an instance; of the only one, where there is one."""
+        """The plan of the named instance, or of the only one."""
         step = self.instance(instance)
         ops = [op for op in self.ops if op.instance == step.name]
         decodes = list(_only(ops, DecodeOp))
@@ -88,7 +93,7 @@ class IRGraph:
             step=step.step,
             joined=tuple(op.join for op in _only(ops, JoinOp)),
             left=tuple(op.row for op in _only(ops, LeaveOp)),
-            table_deltas=tuple(op.growth for op in _only(ops, BlockTableOp)),
+            table_deltas=tuple(op.delta for op in _only(ops, BlockTableOp)),
             decode_rows=tuple(op.row for op in decodes),
             decode_positions=tuple(op.position for op in decodes),
             prefills=tuple(op.prefill for op in _only(ops, PrefillOp)),
@@ -102,11 +107,11 @@ class IRGraph:
         )
 
     def instance(self, name: str | None = None) -> InstanceStep:
-        """The instance of that name, or the only one; raises `PlanError` with the names."""
-        found = [one for one in self.instances if name in (None, one.name)]
+        """The step of the named instance, or of the only one; raises `PlanError` with the names."""
+        found = [step for step in self.instances if name in (None, step.name)]
         if len(found) == 1:
             return found[0]
-        known = ", ".join(one.name for one in self.instances) or "none"
+        known = ", ".join(step.name for step in self.instances) or "none"
         asked = "an instance has to be named" if name is None else f"no single instance is named {name!r}"
         raise PlanError(f"{asked}: the graph has {known}")
 
@@ -122,8 +127,8 @@ def _after_transfer(op: Operation, sent: dict[tuple[str, str], int]) -> Operatio
     return op if transfer is None else replace(op, after=tuple(sorted({*op.after, transfer})))
 
 
-class _Place(TypedDict):
-    """What every operation is told."""
+class _NodeFields(TypedDict):
+    """The fields that every operation has."""
 
     op_id: int
     instance: str
@@ -131,8 +136,10 @@ class _Place(TypedDict):
 
 
 class _Derivation:
-    """Adds a plan's operations in the order of their effects, each after those before it of the same row, the
-    same block, the same request."""
+    """Makes a plan's operations in the order of their effects.
+
+    An operation comes after earlier ones of the same row, the same block or the same request.
+    """
 
     def __init__(self, instance: str, phases: frozenset[Phase], rows: Rows) -> None:
         self.instance = instance
@@ -143,7 +150,7 @@ class _Derivation:
         self._preempted: dict[str, int] = {}
         self._placed: dict[str, int] = {}
         self._row_op: dict[int, int] = {}  # the last operation that changed the row or its table
-        self._new_blocks: dict[int, set[int]] = {}  # by row: those that its table got in this step
+        self._new_blocks: dict[int, set[int]] = {}  # by row: added to its table in this step
         self._reads: defaultdict[tuple[str, int], list[int]] = defaultdict(list)  # copies by block
         self._writes: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         self._computes: defaultdict[str | None, list[int]] = defaultdict(list)
@@ -163,12 +170,12 @@ class _Derivation:
             self._join(join)
         for prefill in plan.prefills:
             self._names.setdefault(prefill.row, prefill.request_id)
-        for growth in plan.table_deltas:
-            after = self._of_row(growth.row)
-            self._new_blocks.setdefault(growth.row, set()).update(growth.block_ids)
-            self._row_op[growth.row] = self._next
-            name = self._names.get(growth.row)
-            self._add(BlockTableOp(growth=growth, request=name, **self._at(after)))
+        for delta in plan.table_deltas:
+            after = self._of_row(delta.row)
+            self._new_blocks.setdefault(delta.row, set()).update(delta.block_ids)
+            self._row_op[delta.row] = self._next
+            name = self._names.get(delta.row)
+            self._add(BlockTableOp(delta=delta, request=name, **self._at(after)))
         for copy in plan.copies:
             source, target = (copy.source_tier, copy.source_block), (copy.target_tier, copy.target_block)
             after = {*self._writes[source], *self._writes[target], *self._reads[target]}
@@ -185,7 +192,7 @@ class _Derivation:
     def _next(self) -> int:
         return len(self.ops)
 
-    def _at(self, after: Iterable[int] = ()) -> _Place:
+    def _at(self, after: Iterable[int] = ()) -> _NodeFields:
         return {"op_id": self._next, "instance": self.instance, "after": tuple(sorted(after))}
 
     def _add(self, op: Operation) -> None:
@@ -222,8 +229,8 @@ class _Derivation:
             self._add(PrefillOp(prefill=prefill, phase=phase, **at))
 
     def _before_compute(self, row: int) -> set[int]:
-        """The row's last change, where its request is placed, and the copies that fill or empty the blocks
-        which it got."""
+        """Ids of the row's last change, of its request's placement, and of copies from or to its new
+        blocks."""
         after = self._of_row(row)
         if self._names.get(row) in self._placed:
             after.add(self._placed[self._names[row]])

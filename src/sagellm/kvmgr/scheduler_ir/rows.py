@@ -1,6 +1,6 @@
-"""`Rows`: what a backend knows of its batch, from the plans that it was told.
+"""`Rows` is the batch as a backend knows it from the plans that it executed.
 
-A plan says what changes; who wants to read or check one needs to know what was there before.
+A plan holds changes only; to read or check it, one needs the batch before it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sagellm.core.types import TOKEN_BYTES
 
 @dataclass(slots=True)
 class Row:
-    """One request in the batch: `num_tokens` it has, the first `num_computed` have KV in `block_ids`."""
+    """One request in the batch. Its first `num_computed` of `num_tokens` tokens have KV in `block_ids`."""
 
     request_id: str
     num_tokens: int
@@ -31,7 +31,7 @@ class Row:
 
 
 class Rows(Mapping[int, Row]):
-    """Rows by number. `preempted`: requests that left by preemption and have not come back."""
+    """Rows by number. `preempted` are requests that were preempted and have not resumed."""
 
     def __init__(self, rows: Mapping[int, Row] | None = None) -> None:
         self._rows = dict(rows or {})
@@ -48,27 +48,26 @@ class Rows(Mapping[int, Row]):
 
     @property
     def names(self) -> dict[int, str]:
-        """The request in each row."""
+        """The request id of each row."""
         return {number: row.request_id for number, row in self._rows.items()}
 
     def copy(self) -> Rows:
-        """The same rows, free to change."""
-        made = Rows({number: replace(row, block_ids=row.block_ids[:]) for number, row in self.items()})
-        made.preempted = set(self.preempted)
-        return made
+        """An independent copy."""
+        copied = Rows({number: replace(row, block_ids=row.block_ids[:]) for number, row in self.items()})
+        copied.preempted = set(self.preempted)
+        return copied
 
     def follow(self, plan: ExecutionPlan) -> None:
-        """What the plan changes, once it was executed. Rows that entered before the first plan are left
-        alone: nothing is known of them."""
+        """Apply a plan that was executed. Rows that joined before the first plan stay unknown."""
         self.preempted.update(plan.preempted)
         for row in plan.left:
             self._rows.pop(row, None)
         for join in plan.joined:
             self._rows[join.row] = Row.of(join)
             self.preempted.discard(join.request_id)
-        for growth in plan.table_deltas:
-            if growth.row in self._rows:
-                self._rows[growth.row].block_ids[growth.first :] = growth.block_ids
+        for delta in plan.table_deltas:
+            if delta.row in self._rows:
+                self._rows[delta.row].block_ids[delta.first :] = delta.block_ids
         for number, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
             self._computed(number, position + 1)
         for op in plan.prefills:

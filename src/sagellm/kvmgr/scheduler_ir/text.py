@@ -1,4 +1,4 @@
-"""The text form of a graph, in the spirit of MLIR: one operation a line, complete, and read back by `parse`.
+"""The text form of a graph, one operation per line, in the spirit of MLIR.
 
     step 12 @local
     // chunked_prefill admit "c": "13 tokens from 8 on"
@@ -7,20 +7,24 @@
     %2 = decode row 1 "a" at 12
     %3 = prefill row 3 "c" tokens 8:21 samples after %1
 
-A header line for each instance, the decisions of its passes under it, then the operations. `a:b` stands for
-a, a + 1, ..., b - 1. Lines that begin with # are comments of whoever writes, and are not kept.
+Each instance has a header line, then the decisions of its passes; the operations follow. `a:b` stands for
+a, a + 1, ..., b - 1. Lines that begin with # are comments and are not kept. The text is complete:
+`parse_graph` gives back the graph that `print_graph` printed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import singledispatch
-from typing import Any
+from typing import Any, NoReturn, TypedDict
 
+from sagellm.core.errors import PlanError, RequestError, nearest
 from sagellm.core.ir import (
     BOTH_PHASES,
+    LOCAL,
     BlockTableOp,
     CopyOp,
     DecodeOp,
@@ -35,24 +39,44 @@ from sagellm.core.ir import (
     RejectOp,
     TransferOp,
 )
-from sagellm.core.plan import Decision, ExecutionPlan, Join
+from sagellm.core.plan import (
+    BlockCopy,
+    BlockTableDelta,
+    Decision,
+    ExecutionPlan,
+    Join,
+    Placement,
+    Prefill,
+    Transfer,
+)
 from sagellm.core.types import SamplingParams, Tokens
-from sagellm.kvmgr.scheduler_ir._text_reader import WORD, GraphReader
 from sagellm.kvmgr.scheduler_ir.graph import IRGraph
 from sagellm.kvmgr.scheduler_ir.rows import Rows
 
 MIN_RUN = 3
-"""Consecutive numbers from so many on are written as a range."""
-_DEFAULTS = SamplingParams()
+"""At least this many consecutive numbers are written as a range."""
+MAX_RANGE = 1 << 24
+"""Most numbers that one range may stand for."""
+SPACE = re.compile(r"[ \t\r]*")
+WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
+WORD_PART = re.compile(r"[A-Za-z0-9_.\-]")
+NUMBER = re.compile(r"-?[0-9]{1,18}")
+STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+ANYTHING = re.compile(r'"(?:[^"\\]|\\.)*"?|[%@]?[A-Za-z0-9_.\-]+|.')
+PLACEMENT_PARTS = [field.name for field in fields(Placement)]
+DEFAULT_PARAMS = SamplingParams()
+PARAM_NAMES = [field.name for field in fields(SamplingParams)]
 
 
 def print_graph(graph: IRGraph, *, tokens: bool = True) -> str:
-    """The graph as text; equal graphs give equal texts. Without `tokens`, those of joins are only counted: to
-    be read by people, not by `parse_graph`."""
+    """The graph as text; equal graphs give equal texts.
+
+    Without `tokens`, the tokens of joins are only counted: shorter, but `parse_graph` cannot read it.
+    """
     lines = []
-    for one in graph.instances:
-        lines.append(_header(one))
-        lines += map(_decision, one.decisions)
+    for step in graph.instances:
+        lines.append(_header(step))
+        lines += map(_decision, step.decisions)
     first = graph.instances[0].name if graph.instances else None
     lines += [_line(op, first, tokens=tokens) for op in graph.ops]
     return "".join(f"{line}\n" for line in lines)
@@ -64,7 +88,7 @@ def parse_graph(text: str) -> IRGraph:
 
 
 def print_plan(plan: ExecutionPlan, rows: Rows | None = None, *, tokens: bool = True) -> str:
-    """The text of a plan's graph; `rows`, the batch before it, gives names to rows."""
+    """The text of a plan. `rows`, the batch before it, says which request is in which row."""
     return print_graph(IRGraph.of(plan, rows=rows), tokens=tokens)
 
 
@@ -73,38 +97,34 @@ def parse_plan(text: str) -> ExecutionPlan:
     return parse_graph(text).to_plan()
 
 
-# -- header and decisions
+# -- printing
 
 
-def _header(one: InstanceStep) -> str:
-    phases = "".join(f" for {phase.value}" for phase in Phase if phase in one.phases)
-    header = f"step {one.step} {instance(one.name)}"
-    if one.phases != BOTH_PHASES:
-        header += phases or " for none"
-    return header + (f" drafts {one.num_draft_tokens}" if one.num_draft_tokens else "")
+def _header(step: InstanceStep) -> str:
+    header = f"step {step.step} {instance(step.name)}"
+    if step.phases != BOTH_PHASES:
+        header += "".join(f" for {phase.value}" for phase in Phase if phase in step.phases) or " for none"
+    return header + (f" drafts {step.num_draft_tokens}" if step.num_draft_tokens else "")
 
 
 def _decision(decision: Decision) -> str:
-    made = f"// {word(decision.pass_name)} {word(decision.action)} {quoted(decision.request_id)}"
-    return made + (f": {quoted(decision.reason)}" if decision.reason else "")
-
-
-# -- operations
+    text = f"// {word(decision.pass_name)} {word(decision.action)} {quoted(decision.request_id)}"
+    return text + (f": {quoted(decision.reason)}" if decision.reason else "")
 
 
 def _line(op: Operation, first_instance: str | None, *, tokens: bool) -> str:
-    parts = [f"%{op.op_id} = {_body(op)}"]
-    if isinstance(op, JoinOp):
-        parts[0] = f"%{op.op_id} = {_join(op, tokens=tokens)}"
+    body = _join(op, tokens=tokens) if isinstance(op, JoinOp) else _body(op)
+    parts = [f"%{op.op_id} = {body}"]
     if op.instance != first_instance:
         parts.append(f"on {instance(op.instance)}")
     if op.after:
-        parts.append("after " + ", ".join(f"%{one}" for one in op.after))
+        parts.append("after " + ", ".join(f"%{op_id}" for op_id in op.after))
     return " ".join(parts)
 
 
 @singledispatch
 def _body(op: Operation) -> str:
+    """The part of a line that is special to the kind of operation."""
     return op.word
 
 
@@ -120,8 +140,7 @@ def _(op: RejectOp) -> str:
 
 @_body.register
 def _(op: PlaceOp) -> str:
-    one = op.placement
-    named = ((each.name, getattr(one, each.name)) for each in fields(one))
+    named = ((part, getattr(op.placement, part)) for part in PLACEMENT_PARTS)
     return " ".join([f"place {quoted(op.request)}", *(f"{part} {instance(at)}" for part, at in named if at)])
 
 
@@ -130,41 +149,16 @@ def _(op: LeaveOp) -> str:
     return f"leave {_row(op.row, op.request)}"
 
 
-def _join(op: JoinOp, *, tokens: bool) -> str:
-    join = op.join
-    held = Tokens.frombytes(join.tokens)
-    parts = [
-        "resume" if op.resumes else "join",
-        _row(join.row, join.request_id),
-        f"computed {join.num_computed} prompt {join.num_prompt_tokens} blocks {numbers(join.block_ids)}",
-        f"tokens {numbers(held)}" if tokens else f"of {len(held)} tokens",
-    ]
-    return " ".join([*parts, *_sampling(join)])
-
-
-def _sampling(join: Join) -> Iterable[str]:
-    given = {one.name: getattr(join.params, one.name) for one in fields(SamplingParams)}
-    changed = {name: _plain(value) for name, value in given.items() if value != getattr(_DEFAULTS, name)}
-    if changed:
-        yield f"params {json.dumps(changed)}"
-    if join.eos_token_ids:
-        yield f"eos {numbers(sorted(join.eos_token_ids))}"
-
-
-def _plain(value: Any) -> Any:
-    return [[key, one] for key, one in value.items()] if isinstance(value, Mapping) else value
-
-
 @_body.register
 def _(op: BlockTableOp) -> str:
-    growth = op.growth
-    return f"grow {_row(growth.row, op.request)} from {growth.first} blocks {numbers(growth.block_ids)}"
+    return f"table {_row(op.row, op.request)} from {op.delta.first} blocks {numbers(op.delta.block_ids)}"
 
 
 @_body.register
 def _(op: CopyOp) -> str:
-    one = op.copy
-    return f"copy {word(one.source_tier)} {one.source_block} to {word(one.target_tier)} {one.target_block}"
+    copy = op.copy
+    source = f"{word(copy.source_tier)} {copy.source_block}"
+    return f"copy {source} to {word(copy.target_tier)} {copy.target_block}"
 
 
 @_body.register
@@ -174,19 +168,38 @@ def _(op: DecodeOp) -> str:
 
 @_body.register
 def _(op: PrefillOp) -> str:
-    made = f"prefill {_row(op.row, op.request_id)} tokens {op.start}:{op.end}"
-    made += " samples" if op.samples else ""
-    return made if op.phase is Phase.PREFILL else f"{made} phase {op.phase.value}"
+    text = f"prefill {_row(op.row, op.request_id)} tokens {op.start}:{op.end}"
+    text += " samples" if op.samples else ""
+    return text if op.phase is Phase.PREFILL else f"{text} phase {op.phase.value}"
 
 
 @_body.register
 def _(op: TransferOp) -> str:
-    sent = op.transfer
-    target = instance(sent.target_instance)
-    return f"transfer {quoted(sent.request_id)} blocks {numbers(sent.block_ids)} to {target}"
+    transfer = op.transfer
+    target = instance(transfer.target_instance)
+    return f"transfer {quoted(transfer.request_id)} blocks {numbers(transfer.block_ids)} to {target}"
 
 
-# -- words, texts, numbers
+def _join(op: JoinOp, *, tokens: bool) -> str:
+    join = op.join
+    token_ids = Tokens.frombytes(join.tokens)
+    parts = [
+        "resume" if op.resumes else "join",
+        _row(join.row, join.request_id),
+        f"computed {join.num_computed} prompt {join.num_prompt_tokens} blocks {numbers(join.block_ids)}",
+        f"tokens {numbers(token_ids)}" if tokens else f"of {len(token_ids)} tokens",
+    ]
+    params = {name: getattr(join.params, name) for name in PARAM_NAMES}
+    changed = {name: value for name, value in params.items() if value != getattr(DEFAULT_PARAMS, name)}
+    if changed:
+        as_json = {
+            name: [*map(list, value.items())] if isinstance(value, Mapping) else value
+            for name, value in changed.items()
+        }
+        parts.append(f"params {json.dumps(as_json)}")
+    if join.eos_token_ids:
+        parts.append(f"eos {numbers(sorted(join.eos_token_ids))}")
+    return " ".join(parts)
 
 
 def _row(row: int, request: str | None) -> str:
@@ -194,12 +207,12 @@ def _row(row: int, request: str | None) -> str:
 
 
 def quoted(text: str) -> str:
-    """A JSON string; what cannot be seen is escaped."""
+    """A JSON string; characters that cannot be seen are escaped."""
     return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
 def word(text: str) -> str:
-    """As it is where it is one word, else quoted."""
+    """The text itself if it is one word, else quoted."""
     return text if WORD.fullmatch(text) else quoted(text)
 
 
@@ -208,16 +221,332 @@ def instance(name: str) -> str:
 
 
 def numbers(values: Iterable[int]) -> str:
-    """A list in which runs of consecutive numbers are ranges."""
-    parts: list[str] = []
-    run: list[int] = []
+    """A list in which runs of consecutive numbers are ranges: `[1, 4:7]`."""
+    runs: list[list[int]] = []
     for value in values:
-        if run and value != run[-1] + 1:
-            parts += _run(run)
-            run = []
-        run.append(value)
-    return f"[{', '.join([*parts, *_run(run)])}]"
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    parts: list[str] = []
+    for run in runs:
+        parts += [f"{run[0]}:{run[-1] + 1}"] if len(run) >= MIN_RUN else map(str, run)
+    return f"[{', '.join(parts)}]"
 
 
-def _run(run: list[int]) -> list[str]:
-    return [f"{run[0]}:{run[-1] + 1}"] if len(run) >= MIN_RUN else list(map(str, run))
+# -- reading
+
+
+class OpEnd(TypedDict):
+    """The fields that every operation ends with."""
+
+    op_id: int
+    instance: str
+    after: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Line:
+    """A cursor over one line.
+
+    Each reading method moves it behind what it read, or raises `PlanError` with the column.
+    """
+
+    number: int
+    text: str
+    at: int = 0
+
+    def expected(self, what: str, *, back_to: int | None = None) -> NoReturn:
+        """Raise `PlanError` for the text at the cursor, or at `back_to`."""
+        if back_to is not None:
+            self.at = back_to
+        self._skip()
+        found = ANYTHING.match(self.text, self.at)
+        seen = f"found {found.group()}" if found else "the line ends"
+        raise PlanError(f"line {self.number}, column {self.at + 1}: expected {what}, {seen}")
+
+    def ends(self) -> bool:
+        self._skip()
+        return self.at == len(self.text)
+
+    def has(self, literal: str) -> bool:
+        """Read that word or sign if it comes next; returns whether it does."""
+        self._skip()
+        end = self.at + len(literal)
+        if not self.text.startswith(literal, self.at):
+            return False
+        if literal.isalpha() and WORD_PART.match(self.text, end):
+            return False
+        self.at = end
+        return True
+
+    def take(self, literal: str) -> None:
+        if not self.has(literal):
+            self.expected(f"'{literal}'")
+
+    def integer(self, what: str) -> int:
+        return int(self._match(NUMBER, what))
+
+    def string(self, what: str) -> str:
+        start = self.at
+        try:
+            text = json.loads(self._match(STRING, f"{what} in double quotes"))
+        except ValueError:
+            self.expected(f"{what} as a JSON string", back_to=start)
+        return str(text)
+
+    def word(self, what: str) -> str:
+        """A word or a quoted text."""
+        self._skip()
+        return self.string(what) if self.text.startswith('"', self.at) else self._match(WORD, what)
+
+    def instance(self) -> str:
+        if not self.has("@"):
+            self.expected("an instance, as @name")
+        return self.word("the instance's name")
+
+    def op_ids(self) -> tuple[int, ...]:
+        found = [self.op_id()]
+        while self.has(","):
+            found.append(self.op_id())
+        return tuple(found)
+
+    def op_id(self) -> int:
+        if not self.has("%"):
+            self.expected("an operation, as %0")
+        return self.integer("the operation's number")
+
+    def numbers(self, what: str) -> list[int]:
+        """The numbers 1, 4, 5, 6 of `[1, 4:7]`."""
+        if not self.has("["):
+            self.expected(f"{what} as [1, 4:7]")
+        found: list[int] = []
+        while not self.has("]"):
+            if found and not self.has(","):
+                self.expected("',' or ']'")
+            start = self.integer("a number or a range")
+            if not self.has(":"):
+                found.append(start)
+                continue
+            start_of_stop = self.at
+            stop = self.integer("the end of the range")
+            if not start < stop <= start + MAX_RANGE:
+                self.expected(f"an end from {start + 1} to {start + MAX_RANGE}", back_to=start_of_stop)
+            found += range(start, stop)
+        return found
+
+    def json(self, what: str) -> Any:
+        self._skip()
+        try:
+            value, self.at = json.JSONDecoder().raw_decode(self.text, self.at)
+        except (ValueError, RecursionError):
+            self.expected(what)
+        return value
+
+    def _skip(self) -> None:
+        found = SPACE.match(self.text, self.at)
+        self.at = found.end() if found else self.at
+
+    def _match(self, pattern: re.Pattern[str], what: str) -> str:
+        self._skip()
+        found = pattern.match(self.text, self.at)
+        if found is None:
+            self.expected(what)
+        self.at = found.end()
+        return found.group()
+
+
+class GraphReader:
+    """Reads one text into a graph."""
+
+    def __init__(self) -> None:
+        self._instances: list[InstanceStep] = []
+        self._decisions: list[list[Decision]] = []
+        self._ops: list[Operation] = []
+        self._kinds: Mapping[str, Callable[[Line, int], Operation]] = {
+            "preempt": self._preempt,
+            "reject": self._reject,
+            "place": self._place,
+            "leave": self._leave,
+            "join": lambda line, op_id: self._join(line, op_id, resumes=False),
+            "resume": lambda line, op_id: self._join(line, op_id, resumes=True),
+            "table": self._table,
+            "copy": self._copy,
+            "decode": self._decode,
+            "prefill": self._prefill,
+            "transfer": self._transfer,
+        }
+
+    def read(self, text: str) -> IRGraph:
+        for number, content in enumerate(text.split("\n"), 1):
+            line = Line(number, content)
+            if not line.ends() and not line.has("#"):
+                self._read(line)
+                if not line.ends():
+                    line.expected("the end of the line")
+        instances = (
+            replace(step, decisions=tuple(decisions))
+            for step, decisions in zip(self._instances, self._decisions, strict=True)
+        )
+        return IRGraph(tuple(instances), tuple(self._ops))
+
+    def _read(self, line: Line) -> None:
+        if line.has("step"):
+            self._header(line)
+        elif line.has("//"):
+            if not self._instances:
+                line.expected("a line 'step N @instance' before decisions", back_to=0)
+            self._decision(line)
+        else:
+            if not line.text.startswith("%", line.at):
+                line.expected("'step', '//' or an operation, as %0 = ...")
+            self._operation(line)
+
+    def _header(self, line: Line) -> None:
+        step, name = line.integer("the number of the step"), line.instance()
+        phases: set[Phase] = set()
+        given = False
+        while line.has("for"):
+            given = True
+            if not line.has("none"):
+                phases.add(self._phase(line))
+        num_draft_tokens = line.integer("the number of tokens to draft") if line.has("drafts") else 0
+        able = frozenset(phases) if given else BOTH_PHASES
+        self._instances.append(InstanceStep(name, step, able, num_draft_tokens))
+        self._decisions.append([])
+
+    def _decision(self, line: Line) -> None:
+        pass_name, action = line.word("the name of a pass"), line.word("what it did")
+        request = line.string("the request")
+        reason = line.string("the reason") if line.has(":") else ""
+        self._decisions[-1].append(Decision(pass_name, request, action, reason))
+
+    def _phase(self, line: Line) -> Phase:
+        start = line.at
+        try:
+            return Phase(line.word("a phase"))
+        except ValueError:
+            line.expected("prefill or decode", back_to=start)
+
+    # -- operations
+
+    def _operation(self, line: Line) -> None:
+        op_id = line.op_id()
+        line.take("=")
+        start = line.at
+        kind = line.word("an operation")
+        kind = "table" if kind == "grow" else kind  # older texts
+        if kind not in self._kinds:
+            line.expected(f"one of {', '.join(self._kinds)}", back_to=start)
+        self._ops.append(self._kinds[kind](line, op_id))
+
+    def _end(self, line: Line, op_id: int) -> OpEnd:
+        first = self._instances[0].name if self._instances else LOCAL
+        name = line.instance() if line.has("on") else first
+        return {"op_id": op_id, "instance": name, "after": line.op_ids() if line.has("after") else ()}
+
+    def _preempt(self, line: Line, op_id: int) -> PreemptOp:
+        return PreemptOp(request=line.string("a request"), **self._end(line, op_id))
+
+    def _reject(self, line: Line, op_id: int) -> RejectOp:
+        request = line.string("a request")
+        line.take("because")
+        return RejectOp(request=request, reason=line.string("a reason"), **self._end(line, op_id))
+
+    def _place(self, line: Line, op_id: int) -> PlaceOp:
+        request = line.string("a request")
+        parts = {part: line.instance() for part in PLACEMENT_PARTS if line.has(part)}
+        return PlaceOp(request=request, placement=Placement(**parts), **self._end(line, op_id))
+
+    def _leave(self, line: Line, op_id: int) -> LeaveOp:
+        row, request = self._row(line)
+        return LeaveOp(row=row, request=request, **self._end(line, op_id))
+
+    def _row(self, line: Line) -> tuple[int, str | None]:
+        line.take("row")
+        row = line.integer("the number of a row")
+        return row, line.string("the request") if not line.ends() and line.text[line.at] == '"' else None
+
+    def _named_row(self, line: Line) -> tuple[int, str]:
+        row, request = self._row(line)
+        if request is None:
+            line.expected("the request in double quotes")
+        return row, request
+
+    def _join(self, line: Line, op_id: int, *, resumes: bool) -> JoinOp:
+        row, request = self._named_row(line)
+        line.take("computed")
+        computed = line.integer("the number of computed tokens")
+        line.take("prompt")
+        prompt = line.integer("the number of prompt tokens")
+        line.take("blocks")
+        blocks = tuple(line.numbers("blocks"))
+        line.take("tokens")
+        tokens = self._tokens(line)
+        params = self._params(line) if line.has("params") else SamplingParams()
+        eos = frozenset(line.numbers("token ids")) if line.has("eos") else frozenset[int]()
+        join = Join(row, request, tokens, prompt, computed, blocks, params, eos)
+        return JoinOp(join=join, resumes=resumes, **self._end(line, op_id))
+
+    def _tokens(self, line: Line) -> bytes:
+        start = line.at
+        try:
+            return Tokens(line.numbers("token ids")).tobytes()
+        except OverflowError:
+            line.expected("token ids of 32 bits", back_to=start)
+
+    def _params(self, line: Line) -> SamplingParams:
+        start = line.at
+        given = line.json("sampling parameters as a JSON object")
+        if not isinstance(given, dict):
+            line.expected("sampling parameters as a JSON object", back_to=start)
+        for name in sorted(given.keys() - set(PARAM_NAMES)):
+            line.expected(f"names of sampling parameters.{nearest(name, PARAM_NAMES)}", back_to=start)
+        try:
+            return SamplingParams(**{name: _value(name, value) for name, value in given.items()})
+        except (RequestError, TypeError, ValueError) as error:
+            line.expected(f"sampling parameters that are valid ({error})", back_to=start)
+
+    def _table(self, line: Line, op_id: int) -> BlockTableOp:
+        row, request = self._row(line)
+        line.take("from")
+        first = line.integer("an index into the table")
+        line.take("blocks")
+        delta = BlockTableDelta(row, first, tuple(line.numbers("blocks")))
+        return BlockTableOp(delta=delta, request=request, **self._end(line, op_id))
+
+    def _copy(self, line: Line, op_id: int) -> CopyOp:
+        source = line.word("a tier"), line.integer("a block")
+        line.take("to")
+        target = line.word("a tier"), line.integer("a block")
+        return CopyOp(copy=BlockCopy(*source, *target), **self._end(line, op_id))
+
+    def _decode(self, line: Line, op_id: int) -> DecodeOp:
+        row, request = self._row(line)
+        line.take("at")
+        position = line.integer("a position")
+        return DecodeOp(row=row, position=position, request=request, **self._end(line, op_id))
+
+    def _prefill(self, line: Line, op_id: int) -> PrefillOp:
+        row, request = self._named_row(line)
+        line.take("tokens")
+        start = line.integer("the first token")
+        line.take(":")
+        end = line.integer("the end of the tokens")
+        prefill = Prefill(row, request, start, end - start, line.has("samples"))
+        phase = self._phase(line) if line.has("phase") else Phase.PREFILL
+        return PrefillOp(prefill=prefill, phase=phase, **self._end(line, op_id))
+
+    def _transfer(self, line: Line, op_id: int) -> TransferOp:
+        request = line.string("a request")
+        line.take("blocks")
+        blocks = tuple(line.numbers("blocks"))
+        line.take("to")
+        return TransferOp(transfer=Transfer(request, blocks, line.instance()), **self._end(line, op_id))
+
+
+def _value(name: str, value: Any) -> Any:
+    """A field of `SamplingParams` from JSON, which has lists where Python has tuples and int keys."""
+    if name == "logit_bias":
+        return {int(key): bias for key, bias in value}
+    return tuple(value) if isinstance(value, list) else value

@@ -1,21 +1,28 @@
-"""`verify_graph`: what must hold of a plan, whoever made or rewrote it.
+"""`verify_graph` checks everything that must hold of a plan, whoever made or rewrote it.
 
-Slow and complete, for tests, tools and `sagellm explain`; the engine's own check of each step is `verify`.
+Slow and complete, for tests, tools and `sagellm explain`. The engine checks each step with `verify` instead.
 
-Four looks, each at what the one before it left standing: the graph itself; one fate for each request; rows,
-their tokens and tables; blocks, and who reads and writes them.
+There are four stages, and each looks only at what the stage before found correct: the graph itself (ids,
+cycles, instances); requests (what happens to each, token ranges, the budget); rows (which request is in each,
+with which tokens and table); blocks (readers and writers, and their order).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from sagellm.core.blocks import Tier, cdiv
 from sagellm.core.errors import PlanError
 from sagellm.core.ir import (
     BOTH_PHASES,
+    BlockTableOp,
+    ComputeOp,
+    CopyOp,
     DecodeOp,
     JoinOp,
+    LeaveOp,
     Operation,
     Phase,
     PlaceOp,
@@ -24,11 +31,8 @@ from sagellm.core.ir import (
     RejectOp,
     TransferOp,
 )
-from sagellm.kvmgr.scheduler_ir._graph_blocks import block_problems
-from sagellm.kvmgr.scheduler_ir._graph_order import GraphOrder, find_cycle
-from sagellm.kvmgr.scheduler_ir._graph_rows import InstanceRows, row_problems
 from sagellm.kvmgr.scheduler_ir.graph import IRGraph
-from sagellm.kvmgr.scheduler_ir.rows import Rows
+from sagellm.kvmgr.scheduler_ir.rows import Row, Rows
 
 
 def verify_graph(
@@ -42,9 +46,9 @@ def verify_graph(
 ) -> None:
     """Raise `PlanError` naming the first operation that is wrong, and what would be right.
 
-    `token_budget`: of each instance; `window`: no token attends further back. `before`: the batch of each
-    instance before the step; without it, rows that do not join are believed. `peers`:
-    instances outside the graph.
+    `token_budget` is that of each instance. With a `window`, a token attends at most that many tokens back.
+    `before` is the batch of each instance before the step; without it, a row that does not join is assumed to
+    be there. `peers` are instances outside the graph.
     """
     for problem in problems(
         graph, block_size, token_budget=token_budget, window=window, before=before, peers=peers
@@ -61,31 +65,85 @@ def problems(
     before: Mapping[str, Rows] | None = None,
     peers: Collection[str] = (),
 ) -> Iterator[str]:
-    """All that is wrong, as far as it can be told: what stands on something wrong is not looked at."""
+    """All problems of the first stage that finds any, for each instance."""
     ops: dict[int, Operation] = {}
-    found = [*_graph_problems(graph, ops, {one.name for one in graph.instances} | {*peers})]
+    found = [*_graph_problems(graph, ops, {step.name for step in graph.instances} | {*peers})]
     if found:
         yield from found
         return
     order = GraphOrder(ops)
     for instance in graph.instances:
         own = [op for op in graph.ops if op.instance == instance.name]
-        found = [*_fate_problems(own), *_budget_problems(own, token_budget)]
+        found = [*_request_problems(own), *_range_problems(own), *_budget_problems(own, token_budget)]
         rows = InstanceRows(own, (before or {}).get(instance.name))
-        found = found or [*row_problems(own, rows, order, block_size)]
-        yield from found or block_problems(own, rows, order, block_size, window)
+        found = found or [*_row_problems(own, rows, order, block_size)]
+        yield from found or _block_problems(own, rows, order, block_size, window)
 
 
-# -- the graph itself
+# -- order of operations
+
+
+class GraphOrder:
+    """Which operation of a graph without cycles comes after which: one bit set per operation."""
+
+    def __init__(self, ops: Mapping[int, Operation]) -> None:
+        self._bits = {op_id: 1 << i for i, op_id in enumerate(ops)}
+        self._before: dict[int, int] = {}
+        for op in _in_order(ops):
+            before = 0
+            for op_id in op.after:
+                before |= self._before[op_id] | self._bits[op_id]
+            self._before[op.op_id] = before
+
+    def comes_after(self, later: int, earlier: int) -> bool:
+        """Whether `later` sees the effects of `earlier`."""
+        return bool(self._before[later] & self._bits[earlier])
+
+    def are_ordered(self, a: int, b: int) -> bool:
+        return self.comes_after(a, b) or self.comes_after(b, a)
+
+
+def find_cycle(ops: Mapping[int, Operation]) -> Sequence[Operation]:
+    """A cycle: each operation comes after the next, the last after the first. Empty if there is none."""
+    done = {op.op_id for op in _in_order(ops)}
+    rest = [op_id for op_id in ops if op_id not in done]
+    if not rest:
+        return ()
+    path: dict[int, None] = {}
+    op_id = rest[0]
+    while op_id not in path:  # each of the rest comes after another of the rest
+        path[op_id] = None
+        op_id = next(earlier for earlier in ops[op_id].after if earlier not in done)
+    ids = list(path)
+    return [ops[member] for member in ids[ids.index(op_id) :]]
+
+
+def _in_order(ops: Mapping[int, Operation]) -> list[Operation]:
+    """Topological order of all operations that no cycle precedes (Kahn 1962)."""
+    missing = {op_id: len(set(op.after)) for op_id, op in ops.items()}
+    followers: dict[int, list[int]] = {op_id: [] for op_id in ops}
+    for op in ops.values():
+        for earlier in set(op.after):
+            followers[earlier].append(op.op_id)
+    ready = [op_id for op_id, count in missing.items() if not count]
+    for op_id in ready:  # the list grows during the loop
+        for follower in followers[op_id]:
+            missing[follower] -= 1
+            if not missing[follower]:
+                ready.append(follower)
+    return [ops[op_id] for op_id in ready]
+
+
+# -- stage 1: the graph itself
 
 
 def _graph_problems(graph: IRGraph, ops: dict[int, Operation], known: set[str]) -> Iterator[str]:
-    """Fills `ops`, by id."""
+    """Problems of ids, instances and order. Fills `ops`, by id."""
     names: set[str] = set()
-    for one in graph.instances:
-        if one.name in names:
-            yield f"instance @{one.name} is there twice: an instance has one step in a graph"
-        names.add(one.name)
+    for step in graph.instances:
+        if step.name in names:
+            yield f"instance @{step.name} is there twice: an instance has one step in a graph"
+        names.add(step.name)
     for op in graph.ops:
         if op.op_id in ops:
             yield f"{op.name}: %{op.op_id} is also {ops[op.op_id].name}; each operation has its own number"
@@ -105,18 +163,18 @@ def _graph_problems(graph: IRGraph, ops: dict[int, Operation], known: set[str]) 
 
 
 def _place_problems(graph: IRGraph, known: set[str]) -> Iterator[str]:
-    """Who does what where."""
-    phases = {one.name: one.phases for one in graph.instances}
+    """Phases on instances that do not compute them, and unknown instances."""
+    phases = {step.name: step.phases for step in graph.instances}
     for op in graph.ops:
         able = phases.get(op.instance, BOTH_PHASES)
-        if isinstance(op, DecodeOp | PrefillOp) and op.phase not in able:
-            listed = " or ".join(sorted(one.value for one in able)) or "nothing"
+        if isinstance(op, ComputeOp) and op.phase not in able:
+            listed = " or ".join(sorted(phase.value for phase in able)) or "nothing"
             yield f"{op.name}: @{op.instance} computes {listed} only, not {op.phase.value}"
         if isinstance(op, PrefillOp) and op.phase is Phase.DECODE and op.end - op.start != 1:
             yield f"{op.name}: phase decode with {op.end - op.start} tokens; decode computes one a step"
         if isinstance(op, PlaceOp):
-            one = op.placement
-            for name in sorted({one.prefill, one.decode, one.attention, one.ffn} - known - {""}):
+            placed = op.placement
+            for name in sorted({placed.prefill, placed.decode, placed.attention, placed.ffn} - known - {""}):
                 yield f"{op.name} names unknown instance @{name}; known: {_listed(known)}"
         if isinstance(op, TransferOp):
             target = op.transfer.target_instance
@@ -130,31 +188,30 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(f"@{name}" for name in sorted(names)) or "none"
 
 
-# -- requests
+# -- stage 2: requests
 
 
-def _fate_problems(ops: list[Operation]) -> Iterator[str]:
-    """A request is scheduled, preempted or rejected, once, in one row."""
-    fates: dict[str, PreemptOp | RejectOp | JoinOp | DecodeOp | PrefillOp] = {}
+def _request_problems(ops: list[Operation]) -> Iterator[str]:
+    """A request computes, is preempted or is rejected: one of these, once, in one row."""
+    first: dict[str, PreemptOp | RejectOp | JoinOp | DecodeOp | PrefillOp] = {}
     for op in ops:
-        about = op.request_id
-        if about is None or not isinstance(op, PreemptOp | RejectOp | DecodeOp | PrefillOp | JoinOp):
+        request_id = op.request_id
+        if request_id is None or not isinstance(op, PreemptOp | RejectOp | DecodeOp | PrefillOp | JoinOp):
             continue
-        other = fates.setdefault(about, op)
+        other = first.setdefault(request_id, op)
         if other is op:
             continue
         if isinstance(op, PreemptOp | RejectOp) or isinstance(other, PreemptOp | RejectOp):
             yield f"{op.name}: {other.name} is in the same step; a request has one fate a step"
         elif op.row != other.row:
             yield f"{op.name} is in row {op.row}, {other.name} in row {other.row}; a request has one row"
-    yield from _compute_problems(ops)
 
 
-def _compute_problems(ops: list[Operation]) -> Iterator[str]:
-    """Ranges that are no ranges, and tokens that two operations compute."""
-    by_row: defaultdict[int, list[DecodeOp | PrefillOp]] = defaultdict(list)
+def _range_problems(ops: list[Operation]) -> Iterator[str]:
+    """Empty or negative token ranges, and tokens that two operations compute."""
+    by_row: defaultdict[int, list[ComputeOp]] = defaultdict(list)
     for op in ops:
-        if not isinstance(op, DecodeOp | PrefillOp):
+        if not isinstance(op, ComputeOp):
             continue
         if op.start < 0:
             yield f"{op.name} starts at {op.start}; the first token is 0"
@@ -172,9 +229,303 @@ def _compute_problems(ops: list[Operation]) -> Iterator[str]:
 def _budget_problems(ops: list[Operation], budget: int | None) -> Iterator[str]:
     total = 0
     for op in ops:
-        if budget is None or not isinstance(op, DecodeOp | PrefillOp):
+        if budget is None or not isinstance(op, ComputeOp):
             continue
         total += op.end - op.start
         if total > budget:
             yield f"{op.name} brings the step to {total} tokens; the budget is {budget}"
             return
+
+
+# -- stage 3: rows
+
+
+@dataclass(slots=True)
+class RowState:
+    """A row as its compute operation finds it.
+
+    `row` is None if nothing is known of it but what this step says. `changes` are the operations of this step
+    that changed it, and `new_blocks` the blocks that they added to its table.
+    """
+
+    row: Row | None
+    changes: list[Operation] = field(default_factory=list)
+    new_blocks: set[int] = field(default_factory=set)
+    left_by: LeaveOp | None = None
+
+
+class InstanceRows:
+    """The batch of one instance after its leaves, joins and table changes.
+
+    Without `before`, a row that does not join is assumed to be there.
+    """
+
+    def __init__(self, ops: Sequence[Operation], before: Rows | None) -> None:
+        self.known = before is not None
+        batch = Rows() if before is None else before.copy()
+        self._rows = {number: RowState(row) for number, row in batch.items()}
+        self.problems: list[str] = []
+        self._row_of = {row.request_id: number for number, row in batch.items()}
+        for op in ops:  # leaves, joins, table changes: the order of effects
+            if isinstance(op, LeaveOp):
+                self._leave(op)
+        for op in ops:
+            if isinstance(op, JoinOp):
+                self._join(op)
+        for op in ops:
+            if isinstance(op, BlockTableOp):
+                self._change_table(op)
+
+    def get(self, row: int) -> RowState | None:
+        """The row, or None if it is not in the batch."""
+        if row not in self._rows and not self.known:
+            self._rows[row] = RowState(None)
+        found = self._rows.get(row)
+        return None if found is None or found.left_by is not None else found
+
+    def left_by(self, row: int) -> LeaveOp | None:
+        return self._rows[row].left_by if row in self._rows else None
+
+    def _leave(self, op: LeaveOp) -> None:
+        old = self._rows.get(op.row)
+        if old is not None and old.row is not None:
+            self._row_of.pop(old.row.request_id, None)
+        self._rows[op.row] = RowState(None, [op], left_by=op)
+
+    def _join(self, op: JoinOp) -> None:
+        old = self._rows.get(op.row)
+        elsewhere = self._row_of.get(op.join.request_id)
+        if old is not None and old.left_by is None:
+            occupant = "another request" if old.row is None else f'"{old.row.request_id}"'
+            if old.changes:
+                occupant = old.changes[0].name
+            self.problems.append(f"{op.name} enters row {op.row}, where {occupant} is; choose an empty row")
+        elif elsewhere is not None:
+            self.problems.append(f"{op.name} enters row {op.row} and is in row {elsewhere}; it has one row")
+        earlier = old.changes if old is not None else []
+        self._rows[op.row] = RowState(Row.of(op.join), [*earlier, op], set(op.join.block_ids))
+        self._row_of[op.join.request_id] = op.row
+
+    def _change_table(self, op: BlockTableOp) -> None:
+        state, delta = self.get(op.row), op.delta
+        if state is None:
+            self.problems.append(f"{op.name} changes the table of row {op.row}, which is empty")
+            return
+        state.changes.append(op)
+        state.new_blocks.update(delta.block_ids)
+        if state.row is None:
+            return
+        held = len(state.row.block_ids)
+        if not 0 <= delta.first <= held:
+            self.problems.append(
+                f"{op.name} begins at index {delta.first}; the table of row {op.row} has {held} blocks: "
+                f"begin at {held} at most"
+            )
+            return
+        state.new_blocks -= set(state.row.block_ids[: delta.first])
+        state.row.block_ids[delta.first :] = delta.block_ids
+
+
+def _row_problems(
+    ops: Sequence[Operation], rows: InstanceRows, order: GraphOrder, block_size: int
+) -> Iterator[str]:
+    """Problems of rows, and of what is computed in them."""
+    yield from rows.problems
+    for op in ops:
+        if isinstance(op, JoinOp):
+            yield from _join_problems(op)
+        elif isinstance(op, ComputeOp):
+            state = rows.get(op.row)
+            if state is None:
+                gone = rows.left_by(op.row)
+                if gone is not None:
+                    yield f"{op.name} computes row {op.row}, which {gone.name} has emptied; leave it out"
+                else:
+                    yield f"{op.name} computes row {op.row}, which is empty; join a request first"
+                continue
+            for change in state.changes:
+                late = isinstance(change, JoinOp | BlockTableOp)
+                if late and not order.comes_after(op.op_id, change.op_id):
+                    yield f"{op.name} does not come after {change.name}; its row is not ready before that"
+            if state.row is not None:
+                yield from _compute_problems(op, state.row, block_size)
+    for op in ops:
+        state = rows.get(op.row) if isinstance(op, JoinOp) else None
+        for change in state.changes[:-1] if state is not None else ():
+            if isinstance(change, LeaveOp) and not order.comes_after(op.op_id, change.op_id):
+                yield f"{op.name} does not come after {change.name}, which empties its row"
+
+
+def _join_problems(op: JoinOp) -> Iterator[str]:
+    row = Row.of(op.join)
+    if not 1 <= row.num_prompt_tokens <= row.num_tokens:
+        yield f"{op.name} has a prompt of {row.num_prompt_tokens} tokens; it brings {row.num_tokens} in all"
+    if not 0 <= row.num_computed < row.num_tokens:
+        yield (
+            f"{op.name} has {row.num_computed} of {row.num_tokens} tokens computed; at least one is left "
+            "to compute"
+        )
+
+
+def _compute_problems(op: ComputeOp, row: Row, block_size: int) -> Iterator[str]:
+    """A compute operation against the request, the tokens and the table of its row."""
+    if op.request_id not in (None, row.request_id):
+        yield f'{op.name} computes row {op.row}, where "{row.request_id}" is'
+    if op.start != row.num_computed and isinstance(op, PrefillOp):
+        yield f"{op.name} starts at {op.start}; {row.num_computed} tokens are computed: start there"
+    if op.end > row.num_tokens:
+        yield f"{op.name} ends at {op.end}; the request has {row.num_tokens} tokens"
+    elif op.samples and op.end < row.num_tokens:
+        yield f"{op.name} draws a token after {op.end} of {row.num_tokens} tokens; draw after the last"
+    room = len(row.block_ids) * block_size
+    if op.end > room:
+        yield (
+            f"{op.name} computes up to token {op.end}; the table of row {op.row} has {len(row.block_ids)} "
+            f"blocks for {room} tokens, it needs {cdiv(op.end, block_size)}"
+        )
+
+
+# -- stage 4: blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The blocks that a compute operation reads; those of them that it writes; those new in this step."""
+
+    op: ComputeOp
+    reads: frozenset[int]
+    writes: frozenset[int]
+    new: frozenset[int]
+
+
+def _block_problems(
+    ops: Sequence[Operation], rows: InstanceRows, order: GraphOrder, block_size: int, window: int | None
+) -> Iterator[str]:
+    """Two writers, copies into blocks that are read, transfers before the KV is there."""
+    accesses = list(_accesses(ops, rows, block_size, window))
+    copies = [op for op in ops if isinstance(op, CopyOp)]
+    yield from _id_problems(ops)
+    yield from _writer_problems(accesses, order)
+    yield from _copy_problems(copies, order)
+    for copy in copies:
+        for access in accesses:
+            yield from _race_problems(copy, access, order)
+    for op in ops:
+        if isinstance(op, TransferOp):
+            yield from _transfer_problems(op, accesses, order)
+
+
+def _accesses(
+    ops: Sequence[Operation], rows: InstanceRows, block_size: int, window: int | None
+) -> Iterator[Access]:
+    """The accesses in rows whose whole table is known."""
+    for op in ops:
+        state = rows.get(op.row) if isinstance(op, ComputeOp) else None
+        if not isinstance(op, ComputeOp) or state is None or state.row is None:
+            continue
+        table = state.row.block_ids
+        first = 0 if window is None else max(0, op.start + 1 - window)
+        end = cdiv(op.end, block_size)
+        yield Access(
+            op,
+            frozenset(table[first // block_size : end]),
+            frozenset(table[op.start // block_size : end]),
+            frozenset(state.new_blocks),
+        )
+
+
+def _id_problems(ops: Sequence[Operation]) -> Iterator[str]:
+    for op in ops:
+        ids: Sequence[int] = ()
+        if isinstance(op, JoinOp):
+            ids = op.join.block_ids
+        elif isinstance(op, BlockTableOp):
+            ids = op.delta.block_ids
+        elif isinstance(op, TransferOp):
+            ids = op.transfer.block_ids
+        elif isinstance(op, CopyOp):
+            ids = (op.copy.source_block, op.copy.target_block)
+        if any(block < 0 for block in ids):
+            yield f"{op.name} names block {min(ids)}; blocks are numbered from 0 on"
+
+
+def _writer_problems(accesses: Sequence[Access], order: GraphOrder) -> Iterator[str]:
+    """Blocks with two writers, and reads of a block before another request has written it."""
+    writers: dict[int, Access] = {}
+    for access in accesses:
+        for block in sorted(access.writes):
+            other = writers.setdefault(block, access)
+            if other.op.row != access.op.row:
+                both = f"{access.op.name} writes block {block}, and so does {other.op.name}"
+                yield f"{both}; a block that is written has one owner"
+    for access in accesses:
+        for block in sorted(access.reads & writers.keys()):
+            op, writer = access.op, writers[block].op
+            if op.row != writer.row and not order.comes_after(op.op_id, writer.op_id):
+                both = f"{op.name} reads block {block}, which {writer.name} writes"
+                yield f"{both}; it has to come after that"
+
+
+def _copy_problems(copies: Sequence[CopyOp], order: GraphOrder) -> Iterator[str]:
+    """Each copy alone, and copies with each other."""
+    targets: dict[tuple[str, int], CopyOp] = {}
+    for op in copies:
+        for tier in {op.copy.source_tier, op.copy.target_tier} - set(Tier):
+            yield f"{op.name}: there is no tier {tier!r}; tiers are {', '.join(Tier)}"
+        source, target = _source(op), _target(op)
+        if source == target:
+            yield f"{op.name} copies {_block(*source)} to itself; leave it out"
+        other = targets.setdefault(target, op)
+        if other is not op:
+            yield f"{op.name} copies into {_block(*target)}, and so does {other.name}; one can be right"
+    for op in copies:
+        writer = targets.get(_source(op))
+        if writer is not None and writer is not op and not order.are_ordered(op.op_id, writer.op_id):
+            both = f"{writer.name} copies into {_block(*_source(op))}, which {op.name} reads in the same step"
+            yield f"{both}; one has to come after the other"
+
+
+def _race_problems(copy: CopyOp, access: Access, order: GraphOrder) -> Iterator[str]:
+    """A copy and a compute operation that use the same block.
+
+    KV that a row had before the step may be copied, never overwritten. A block that the row got in this step
+    is ready once the copies from and into it are done.
+    """
+    op = access.op
+    tier, block = _target(copy)
+    if tier == Tier.HBM and block in access.reads:
+        if block not in access.new:
+            yield f"{copy.name} overwrites {_block(tier, block)}, which {op.name} reads; choose a free block"
+        elif not order.comes_after(op.op_id, copy.op_id):
+            yield f"{op.name} reads {_block(tier, block)}, which {copy.name} fills; it has to come after that"
+    tier, block = _source(copy)
+    overwritten = tier == Tier.HBM and block in access.writes & access.new
+    if overwritten and not order.comes_after(op.op_id, copy.op_id):
+        yield f"{op.name} writes {_block(tier, block)}, which {copy.name} saves; it has to come after that"
+
+
+def _transfer_problems(op: TransferOp, accesses: Sequence[Access], order: GraphOrder) -> Iterator[str]:
+    sent = set(op.transfer.block_ids)
+    if not sent:
+        yield f"{op.name} sends no blocks; leave it out"
+    for access in accesses:
+        if access.op.request_id != op.request_id:
+            continue
+        early = not order.comes_after(op.op_id, access.op.op_id)
+        if early and (access.writes & sent):
+            yield f"{op.name} does not come after {access.op.name}, which computes what it sends"
+        foreign = sent - access.reads
+        if foreign:
+            yield f"{op.name} sends block {min(foreign)}, which is not in the request's table"
+
+
+def _source(op: CopyOp) -> tuple[str, int]:
+    return op.copy.source_tier, op.copy.source_block
+
+
+def _target(op: CopyOp) -> tuple[str, int]:
+    return op.copy.target_tier, op.copy.target_block
+
+
+def _block(tier: str, block: int) -> str:
+    return f"{tier} block {block}"
