@@ -6,12 +6,11 @@ The scheduler and the KV cache are the real ones; a cost model says how long eac
 
 from __future__ import annotations
 
-from sagellm.benchmarks.simulate.arrivals import Arrivals
-from sagellm.benchmarks.simulate.experiment import Bench, run_rates
+from sagellm.benchmarks.simulate.experiment import SimulationSetup, run_rates
 from sagellm.benchmarks.simulate.hardware import hardware
 from sagellm.benchmarks.simulate.metrics import SLOPair
-from sagellm.benchmarks.simulate.simulation import Goals, Result
-from sagellm.benchmarks.simulate.workload import WorkloadSpec
+from sagellm.benchmarks.simulate.simulation import ServiceGoals, SimulationResult
+from sagellm.benchmarks.simulate.workload import Arrivals, WorkloadSpec
 from sagellm.benchmarks.traces.synth import synthesize
 
 PRESETS = ("vllm-like", "adaptive")
@@ -19,10 +18,10 @@ REQUESTS_PER_S = 30.0
 GOAL = SLOPair(ttft_s=1.0, tpot_ms=30.0)
 
 
-def simulate() -> list[Result]:
+def simulate() -> list[SimulationResult]:
     """One result for each preset."""
     trace = synthesize("chat", duration_s=900.0, seed=0)
-    bench = Bench(hardware("h100-80g", "llama-3.1-8b"), goals=Goals((GOAL,)))
+    bench = SimulationSetup(hardware("h100-80g", "llama-3.1-8b"), goals=ServiceGoals((GOAL,)))
     return run_rates(bench, trace, WorkloadSpec(Arrivals(rate=REQUESTS_PER_S)), PRESETS, [1.0])
 
 

@@ -27,9 +27,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from sagellm.benchmarks._results import environment, write_json
 from sagellm.benchmarks.replay.block_trace import block_trace
 from sagellm.benchmarks.replay.replayer import replay
+from sagellm.benchmarks.reporting import environment, write_json
 from sagellm.benchmarks.traces import Trace, TraceRequest, read_trace
 from sagellm.benchmarks.traces.synth import profile, synthesize
 from sagellm.core.clock import ManualClock

@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 from sagellm.benchmarks.replay.block_trace import BlockTrace, block_trace
-from sagellm.benchmarks.replay.plan import OPTIMUM, Plan
-from sagellm.benchmarks.replay.sweep import run_sweep
+from sagellm.benchmarks.replay.sweep import OPTIMUM, ReplaySweepPlan, run_sweep
 from sagellm.benchmarks.traces import read_trace
 from sagellm.core.registry import registry
 
@@ -37,7 +36,7 @@ def load(trace: str) -> BlockTrace:
 
 def hits(policy: str, trace: BlockTrace) -> dict[str, int]:
     """By capacity."""
-    results = run_sweep(trace, Plan((policy,), CAPACITIES))
+    results = run_sweep(trace, ReplaySweepPlan((policy,), CAPACITIES))
     return {one.case.capacity.text: one.measures.hit_blocks for one in results}
 
 

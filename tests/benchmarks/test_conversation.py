@@ -10,16 +10,15 @@ from random import Random
 
 import pytest
 
-from sagellm.benchmarks._results import environment
 from sagellm.benchmarks.conversation import (
     FIRST_PROMPT,
     FORMAT,
     POOLS,
     VARIANTS,
+    ConversationMix,
+    ConversationOutcome,
     Lognormal,
-    Sharing,
-    Usage,
-    Variant,
+    PromptReuse,
     as_json,
     as_table,
     conversation_prompts,
@@ -28,13 +27,14 @@ from sagellm.benchmarks.conversation import (
     run,
     sharing,
 )
+from sagellm.benchmarks.reporting import environment
 from sagellm.core.errors import ConfigError
 from sagellm.core.registry import registry
 
 MULTI, SINGLE, SYSTEM = VARIANTS
 
 
-def digest(variant: Variant) -> str:
+def digest(variant: ConversationMix) -> str:
     """Of all prompts, as the int32 bytes of their lengths and tokens."""
     sha = hashlib.sha256()
     for prompt in conversation_prompts(variant, seed=0):
@@ -50,14 +50,16 @@ def digest(variant: Variant) -> str:
         (SYSTEM, 100, 47_458, "d71df6131ad31de8"),
     ],
 )
-def test_the_trace_is_that_of_the_peers(variant: Variant, requests: int, tokens: int, expected: str) -> None:
+def test_the_trace_is_that_of_the_peers(
+    variant: ConversationMix, requests: int, tokens: int, expected: str
+) -> None:
     prompts = conversation_prompts(variant, seed=0)
     assert (len(prompts), sum(map(len, prompts))) == (requests, tokens)
     assert digest(variant) == expected
 
 
 def test_each_turn_carries_the_history() -> None:
-    variant = Variant("two", num_requests=6, turns=3, system_tokens=4)
+    variant = ConversationMix("two", num_requests=6, turns=3, system_tokens=4)
     prompts = conversation_prompts(variant, seed=3)
     assert len({tuple(prompt[:4]) for prompt in prompts}) == 1
     talks: dict[tuple[int, ...], list[list[int]]] = {}
@@ -97,14 +99,14 @@ def test_single_turns_share_the_system_prompt_alone() -> None:
 
 
 def test_every_pool_and_variant_is_run() -> None:
-    outcomes = run(pools=[600, 200], variants=[Variant("small", num_requests=4, turns=2)])
+    outcomes = run(pools=[600, 200], variants=[ConversationMix("small", num_requests=4, turns=2)])
     assert [(one.variant, one.pool_blocks) for one in outcomes] == [("small", 600), ("small", 200)]
 
 
 def test_sharing_counts_blocks_and_averages_requests() -> None:
-    usages = (Usage(16, 1, 1), Usage(60, 4, 1), Usage(60, 5, 0))
+    usages = (PromptReuse(16, 1, 1), PromptReuse(60, 4, 1), PromptReuse(60, 5, 0))
     outcome = sharing("x", 9, usages)
-    assert outcome == Sharing("x", 9, 3, 136, 10, 2, 0.2, 0.4167, 0.2353, usages)
+    assert outcome == ConversationOutcome("x", 9, 3, 136, 10, 2, 0.2, 0.4167, 0.2353, usages)
     assert {name: count for name, count in outcome.match_lengths().items() if count} == {"0": 1, "1 to 63": 2}
     rows = request_table(outcome).rows
     assert rows[1] == ["1", "60", "4", "1", "3", "25.00%"]
@@ -125,11 +127,11 @@ def test_a_pool_that_no_prompt_fits_into_is_refused() -> None:
 @pytest.mark.parametrize(("requests", "turns"), [(10, 3), (0, 1), (5, 0)])
 def test_a_variant_that_cannot_be_is_refused(requests: int, turns: int) -> None:
     with pytest.raises(ConfigError, match="no whole number"):
-        Variant("x", requests, turns)
+        ConversationMix("x", requests, turns)
 
 
 def test_the_json_and_the_table() -> None:
-    outcome = Sharing("x", 9, 3, 136, 10, 2, 0.2, 0.4167, 0.2353, (Usage(16, 1, 1),))
+    outcome = ConversationOutcome("x", 9, 3, 136, 10, 2, 0.2, 0.4167, 0.2353, (PromptReuse(16, 1, 1),))
     here = environment(datetime(2026, 11, 20, tzinfo=UTC))
     values = json.loads(json.dumps(as_json([outcome], here, {"policy": "lru"})))
     assert list(values) == ["format", "environment", "block_size", "settings", "outcomes"]

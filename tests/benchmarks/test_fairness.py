@@ -9,12 +9,11 @@ from datetime import UTC, datetime
 
 import pytest
 
-from sagellm.benchmarks._results import environment
 from sagellm.benchmarks.fairness import (
     BASELINE,
     FORMAT,
-    Outcome,
-    Served,
+    FairnessOutcome,
+    TenantHits,
     as_json,
     as_table,
     run,
@@ -22,7 +21,8 @@ from sagellm.benchmarks.fairness import (
     tenants_trace,
 )
 from sagellm.benchmarks.replay.block_trace import BlockTrace, block_trace
-from sagellm.benchmarks.replay.plan import Capacity
+from sagellm.benchmarks.replay.sweep import CacheCapacity
+from sagellm.benchmarks.reporting import environment
 from sagellm.benchmarks.traces.record import Trace, TraceRequest
 from sagellm.benchmarks.traces.synth import synthesize
 from sagellm.core.errors import ConfigError, UnknownNameError
@@ -56,9 +56,11 @@ def short() -> BlockTrace:
     return block_trace(synthesize("tenants", seed=5, duration_s=600.0))
 
 
-def outcome(*hits: int, policy: str = "fair", lost: float = 0.0, baseline_jain: float = 0.5) -> Outcome:
-    tenants = tuple(Served(str(number), 1, 100, hit, 50) for number, hit in enumerate(hits))
-    return Outcome(policy, Capacity("9", 9), tenants, lost, baseline_jain)
+def outcome(
+    *hits: int, policy: str = "fair", lost: float = 0.0, baseline_jain: float = 0.5
+) -> FairnessOutcome:
+    tenants = tuple(TenantHits(str(number), 1, 100, hit, 50) for number, hit in enumerate(hits))
+    return FairnessOutcome(policy, CacheCapacity("9", 9), tenants, lost, baseline_jain)
 
 
 def test_the_trace_is_of_three_tenants_at_8_1_1_with_nothing_in_common() -> None:
@@ -78,8 +80,8 @@ def test_the_trace_is_of_three_tenants_at_8_1_1_with_nothing_in_common() -> None
 def test_sums_are_by_tenant() -> None:
     trace = a_trace(*TINY)
     a, b = served(trace, [0, 0, 1, 1, 0])
-    assert a == Served("a", requests=3, blocks=7, hit_blocks=1, bound_blocks=4)
-    assert b == Served("b", requests=2, blocks=4, hit_blocks=1, bound_blocks=1)
+    assert a == TenantHits("a", requests=3, blocks=7, hit_blocks=1, bound_blocks=4)
+    assert b == TenantHits("b", requests=2, blocks=4, hit_blocks=1, bound_blocks=1)
     assert (a.hit_ratio, a.infinite_ratio, a.normalised) == (1 / 7, 4 / 7, 1 / 4)
     assert b.normalised == 1.0
 

@@ -10,11 +10,20 @@ from typing import Any
 
 import pytest
 
-from sagellm.benchmarks._results import environment
 from sagellm.benchmarks.http import client
-from sagellm.benchmarks.http.client import Job, Sample
-from sagellm.benchmarks.http.run import KINDS, Plan, Report, Run, Target, measure, run
-from sagellm.benchmarks.http.server import our_server, served_model
+from sagellm.benchmarks.http.client import HttpJob, HttpSample
+from sagellm.benchmarks.http.run import (
+    KINDS,
+    HttpBenchPlan,
+    HttpBenchReport,
+    HttpRun,
+    HttpTarget,
+    measure,
+    our_server,
+    run,
+    served_model,
+)
+from sagellm.benchmarks.reporting import environment
 from sagellm.core.errors import ConfigError, SageError
 from tests.scripted_engine import scripted_llm
 from tests.serving.live import Live, serving, wait_until
@@ -26,14 +35,14 @@ def live() -> Iterator[Live]:
         yield running
 
 
-def target_of(live: Live) -> Target:
-    return Target("sagellm", live.url, "toy")
+def target_of(live: Live) -> HttpTarget:
+    return HttpTarget("sagellm", live.url, "toy")
 
 
 @pytest.mark.parametrize("keep_alive", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_client_gets_every_answer(live: Live, kind: str, *, keep_alive: bool) -> None:
-    plan = Plan(num_requests=24, stream_tokens=5)
+    plan = HttpBenchPlan(num_requests=24, stream_tokens=5)
     job = plan.job(kind, 3, keep_alive=keep_alive, target=target_of(live))
     samples = client.run(job)
     assert [sample.error for sample in samples] == [""] * (3 if kind == "stream" else 24)
@@ -45,29 +54,29 @@ def test_the_client_gets_every_answer(live: Live, kind: str, *, keep_alive: bool
 def test_kept_connections_are_kept(live: Live) -> None:
     """As many connections as threads, or as requests."""
     for keep_alive, expected in ((True, 2), (False, 12)):
-        plan = Plan(num_requests=12)
+        plan = HttpBenchPlan(num_requests=12)
         seen: set[Any] = set()
         state = live.server.server_state
         expected_in_all = state.total_requests + 12
         job = plan.job("list", 2, keep_alive=keep_alive, target=target_of(live))
-        original = client.Sender._exchange
+        original = client.HttpSender._exchange
 
-        def noted(sender: client.Sender, original: Any = original, seen: set[Any] = seen) -> Any:
+        def noted(sender: client.HttpSender, original: Any = original, seen: set[Any] = seen) -> Any:
             found = original(sender)
             seen.add(sender._connection)
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(client.Sender, "_exchange", noted)
+            patch.setattr(client.HttpSender, "_exchange", noted)
             client.run(job)
         assert len(seen) == expected
         wait_until(lambda: state.total_requests == expected_in_all)  # noqa: B023 - called at once
 
 
 def test_a_report_has_every_case_and_no_key(live: Live) -> None:
-    target = Target("sagellm", live.url, "toy", {"Authorization": "Bearer secret"})
-    plan = Plan(KINDS, (1, 2), num_requests=8, stream_tokens=3, repeats=2)
-    report = Report(plan, target, environment(datetime.now(UTC)))
+    target = HttpTarget("sagellm", live.url, "toy", {"Authorization": "Bearer secret"})
+    plan = HttpBenchPlan(KINDS, (1, 2), num_requests=8, stream_tokens=3, repeats=2)
+    report = HttpBenchReport(plan, target, environment(datetime.now(UTC)))
     heard: list[str] = []
     run(report, on_run=heard.append)
     assert len(report.cases()) == len(heard) == len(KINDS) * 2 * 2
@@ -79,16 +88,18 @@ def test_a_report_has_every_case_and_no_key(live: Live) -> None:
 
 
 def test_the_figures_of_a_run() -> None:
-    job = Job("http://x", "/", None, 4, 2, keep_alive=True, headers={})
-    samples = [Sample(float(number), 0.1, 0.2 + number / 10, 5) for number in range(4)]
-    found = Run.of("stream", job, samples)
+    job = HttpJob("http://x", "/", None, 4, 2, keep_alive=True, headers={})
+    samples = [HttpSample(float(number), 0.1, 0.2 + number / 10, 5) for number in range(4)]
+    found = HttpRun.of("stream", job, samples)
     assert (found.median_ms, found.p99_ms, found.first_ms) == (350.0, 500.0, 100.0)
     assert found.requests_per_s == round(4 / 3.5, 2)
     assert found.events_per_s == round(20 / 3.5, 1)
 
 
 def test_a_failed_request_ends_the_measurement(live: Live) -> None:
-    job = Plan(num_requests=4).job("one-token", 1, keep_alive=True, target=Target("x", live.url, "nope"))
+    job = HttpBenchPlan(num_requests=4).job(
+        "one-token", 1, keep_alive=True, target=HttpTarget("x", live.url, "nope")
+    )
     with pytest.raises(SageError, match=r"4 of 4 requests failed: ValueError: status 404.*model_not_found"):
         measure(job)
 
@@ -96,7 +107,7 @@ def test_a_failed_request_ends_the_measurement(live: Live) -> None:
 def test_a_stream_that_ends_early_is_an_error(live: Live) -> None:
     live.llm._engine.error_for = None  # type: ignore[attr-defined]
     body = {"prompt": "x", "stream": True, "max_tokens": 0, "seed": -1}
-    job = Job(live.url, "/v1/completions", body, 1, 1, keep_alive=True, headers={})
+    job = HttpJob(live.url, "/v1/completions", body, 1, 1, keep_alive=True, headers={})
     [sample] = client.run(job)
     assert sample.error
 
@@ -128,4 +139,4 @@ def test_our_server_explains_why_it_does_not_start(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_plans_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        Plan(**wrong)
+        HttpBenchPlan(**wrong)

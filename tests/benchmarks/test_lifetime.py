@@ -11,21 +11,29 @@ import numpy as np
 import pytest
 
 from sagellm.benchmarks.lifetime import reuse
-from sagellm.benchmarks.lifetime.baselines import BASELINES
-from sagellm.benchmarks.lifetime.demo_tasks import demo_tasks
-from sagellm.benchmarks.lifetime.lengths import BEST_CONSTANT, LengthRow, Stream, evaluate_lengths
+from sagellm.benchmarks.lifetime.lengths import (
+    BASELINES,
+    BEST_CONSTANT,
+    LengthRow,
+    LengthStream,
+    evaluate_lengths,
+)
 from sagellm.benchmarks.lifetime.reuse import ReuseRow, evaluate_reuse, horizon_of
-from sagellm.benchmarks.lifetime.samples import (
+from sagellm.benchmarks.lifetime.score import auc, calibration, score_lengths, score_reuse, spearman
+from sagellm.benchmarks.lifetime.workloads import (
     LengthSample,
     LengthWorkload,
     Part,
+    ReuseTrace,
+    demo_tasks,
+    find_trace,
+    infer_sessions,
+    load_lengths,
+    load_reuse,
     part_of,
     split_by_hash,
     split_by_time,
 )
-from sagellm.benchmarks.lifetime.score import auc, calibration, score_lengths, score_reuse, spearman
-from sagellm.benchmarks.lifetime.sessions import infer_sessions
-from sagellm.benchmarks.lifetime.workloads import ReuseTrace, find_trace, load_lengths, load_reuse
 from sagellm.benchmarks.traces.record import Trace, TraceRequest
 from sagellm.core.errors import ConfigError, UnknownNameError
 from sagellm.core.protocols.lifetime import Prediction, PredictionRequest
@@ -159,7 +167,7 @@ def test_an_end_is_told_when_it_has_come_and_not_before() -> None:
     made = workload(
         sample("long", 0, 100), sample("short", 1, 10), sample("next", 2, 1), sample("last", 9, 1)
     )
-    Stream(recorder, made, "train").run()
+    LengthStream(recorder, made, "train").run()
     assert recorder.events == [
         ("asked", "long"), ("asked", "short"), ("told", "short"), ("asked", "next"), ("told", "next"),
         ("told", "long"), ("asked", "last"),
@@ -170,7 +178,7 @@ def test_what_is_tested_is_not_told_where_prompts_recur() -> None:
     recorder = Recorder()
     made = [sample("a", 0, 1), sample("b", 0, 1, "validation"), sample("c", 0, 1, "test")]
     made.append(sample("d", 9, 1, "test"))
-    Stream(recorder, workload(*made, learns_in_test=False), "test").run()
+    LengthStream(recorder, workload(*made, learns_in_test=False), "test").run()
     assert ("told", "b") in recorder.events
     assert ("told", "c") not in recorder.events
 
@@ -178,13 +186,13 @@ def test_what_is_tested_is_not_told_where_prompts_recur() -> None:
 def test_nothing_after_the_scored_part_is_looked_at() -> None:
     recorder = Recorder()
     made = [sample("a", 0, 1), sample("b", 1, 1, "validation"), sample("c", 2, 1, "test")]
-    Stream(recorder, workload(*made), "validation").run()
+    LengthStream(recorder, workload(*made), "validation").run()
     assert [name for kind, name in recorder.events if kind == "asked"] == ["a", "b"]
 
 
 def test_asked_after_some_tokens_only_those_that_have_more_are_scored() -> None:
     made = workload(sample("a", 0, 5, "test"), sample("b", 1, 50, "test"))
-    scored = Stream(Recorder(), made, "test", after=20).run()
+    scored = LengthStream(Recorder(), made, "test", after=20).run()
     assert scored.actual == [30]
 
 

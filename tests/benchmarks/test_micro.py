@@ -13,13 +13,19 @@ from datetime import UTC, datetime
 import pytest
 from rich.console import Console
 
-from sagellm.benchmarks._results import cpu_model, environment
 from sagellm.benchmarks.micro import kv_pool, memory, prefix_cache, scheduler_ir
-from sagellm.benchmarks.micro._case import MicroBenchmark, Plan, Row, Setting
-from sagellm.benchmarks.micro._comparable import COMPARABLE
-from sagellm.benchmarks.micro._kv import Prompts, books, cached_prompt
-from sagellm.benchmarks.micro._timing import Operation, Stopwatch
-from sagellm.benchmarks.micro.run import FORMAT, Report, run, tables
+from sagellm.benchmarks.micro._kv import Prompts, cached_prompt, pool_and_index
+from sagellm.benchmarks.micro.cases import (
+    MicroBenchCell,
+    MicroBenchmark,
+    MicroBenchPlan,
+    MicroBenchRow,
+    Operation,
+    Stopwatch,
+)
+from sagellm.benchmarks.micro.peers import COMPARABLE
+from sagellm.benchmarks.micro.run import FORMAT, MicroBenchReport, run, tables
+from sagellm.benchmarks.reporting import cpu_model, environment
 from sagellm.core.errors import BookkeepingError, CapacityError, ConfigError, UnknownNameError
 from sagellm.core.registry import registry
 
@@ -44,8 +50,8 @@ OPERATIONS = {
 }
 
 
-def tiny(*variants: str) -> Plan:
-    return Plan(
+def tiny(*variants: str) -> MicroBenchPlan:
+    return MicroBenchPlan(
         variants,
         sizes=SIZES,
         allocations=BLOCKS,
@@ -56,13 +62,13 @@ def tiny(*variants: str) -> Plan:
     )
 
 
-def measured(benchmark: MicroBenchmark, sections: str, plan: Plan) -> Report:
-    report = Report(benchmark.name, environment(DAY), plan)
+def measured(benchmark: MicroBenchmark, sections: str, plan: MicroBenchPlan) -> MicroBenchReport:
+    report = MicroBenchReport(benchmark.name, environment(DAY), plan)
     run(benchmark, report, sections)
     return report
 
 
-def cells(rows: list[Row]) -> set[tuple[str, str, int]]:
+def cells(rows: list[MicroBenchRow]) -> set[tuple[str, str, int]]:
     return {(row.variant, row.case, row.size) for row in rows}
 
 
@@ -86,7 +92,7 @@ def test_kv_pool_has_every_row() -> None:
         check_timed(row, "d")
 
 
-def check_timed(row: Row, section: str) -> None:
+def check_timed(row: MicroBenchRow, section: str) -> None:
     assert (row.section, row.unit, row.turn) == (section, "us", 0)
     assert row.timing is not None
     assert row.timing.samples == 2
@@ -154,7 +160,7 @@ def test_the_table_shows_every_row() -> None:
     assert len(lines) == 2 + len(report.rows)  # a title and a line of names, and no line is broken
 
 
-RECIPES: dict[str, Callable[[Setting, int], Operation]] = {
+RECIPES: dict[str, Callable[[MicroBenchCell, int], Operation]] = {
     "insert": prefix_cache._insert,
     "insert, evicting": prefix_cache._insert_evicting,
 }
@@ -164,7 +170,7 @@ RECIPES: dict[str, Callable[[Setting, int], Operation]] = {
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("calls", [1, 5])
 def test_an_insert_leaves_the_books_in_order(name: str, index: str, calls: int) -> None:
-    operation = RECIPES[name](Setting(tiny(index), index, 64), calls)
+    operation = RECIPES[name](MicroBenchCell(tiny(index), index, 64), calls)
     for _ in range(3):
         contexts = [operation.setup() for _ in range(calls)]
         for context, result in [(context, operation.run(context)) for context in contexts]:
@@ -175,7 +181,7 @@ def test_an_insert_leaves_the_books_in_order(name: str, index: str, calls: int) 
 @pytest.mark.parametrize("calls", [1, 5])
 @pytest.mark.parametrize("size", [1, 3, 40])
 def test_every_sample_evicts_as_many_blocks_as_it_allocates(pool: str, calls: int, size: int) -> None:
-    operation = kv_pool._evict_and_allocate(Setting(tiny(pool), pool, size), calls)
+    operation = kv_pool._evict_and_allocate(MicroBenchCell(tiny(pool), pool, size), calls)
     for _ in range(3):
         contexts = [operation.setup() for _ in range(calls)]
         results = [operation.run(context) for context in contexts]
@@ -185,13 +191,13 @@ def test_every_sample_evicts_as_many_blocks_as_it_allocates(pool: str, calls: in
 
 
 def test_a_row_that_would_measure_something_else_is_refused() -> None:
-    index, tokens = cached_prompt(Setting(tiny("radix"), "radix", 64))
+    index, tokens = cached_prompt(MicroBenchCell(tiny("radix"), "radix", 64))
     with pytest.raises(BookkeepingError, match="found 64 tokens where 0 are resident"):
         prefix_cache._lookup(index, tokens, 0)
 
 
 def test_a_prompt_cached_in_steps_is_one_prompt() -> None:
-    kv = books(tiny("radix"), 10)
+    kv = pool_and_index(tiny("radix"), 10)
     prompt = Prompts(0).draw(100)
     kv.cache_in_steps(prompt, 32)
     assert kv.index.lookup(prompt).num_tokens == 96
@@ -201,7 +207,7 @@ def test_a_prompt_cached_in_steps_is_one_prompt() -> None:
 
 
 def test_a_pool_that_is_too_small_says_so() -> None:
-    kv = books(tiny("radix"), 2)
+    kv = pool_and_index(tiny("radix"), 2)
     with pytest.raises(CapacityError, match="3 blocks to evict, 0 evictable"):
         kv.evict(3)
     with pytest.raises(CapacityError, match="the pool has 2 free blocks, not 3"):
@@ -223,7 +229,7 @@ def test_a_plan_that_cannot_be(change: dict[str, object], text: str) -> None:
 
 
 def test_unknown_names_are_refused_before_anything_is_measured() -> None:
-    report = Report("prefix_cache", environment(DAY), tiny("radix"))
+    report = MicroBenchReport("prefix_cache", environment(DAY), tiny("radix"))
     with pytest.raises(ConfigError, match="no section 'xd'; it has a, b, c, f"):
         run(prefix_cache.BENCHMARK, report, "axd")
     with pytest.raises(ConfigError, match="no section ''"):
@@ -239,7 +245,7 @@ def test_unknown_names_are_refused_before_anything_is_measured() -> None:
 
 
 def test_a_quick_plan_is_smaller() -> None:
-    plan = Plan(("radix",))
+    plan = MicroBenchPlan(("radix",))
     assert max(plan.quick().sizes) < max(plan.sizes)
     assert plan.quick().repeats < plan.repeats
 
@@ -261,7 +267,7 @@ def test_no_benchmark_needs_torch() -> None:
 def test_scheduler_steps_are_timed_for_each_strategy() -> None:
     """A tiny run of the whole benchmark: every row is there, and all requests take part in every step."""
     plan = dataclasses.replace(tiny("priority", "vllm-like"), running=(4,), new=(3,))
-    report = Report("scheduler_ir", environment(DAY), plan)
+    report = MicroBenchReport("scheduler_ir", environment(DAY), plan)
     run(scheduler_ir.BENCHMARK, report, "en")
     cases = {"e": (scheduler_ir.STEP, scheduler_ir.READ), "n": (scheduler_ir.BUILD, scheduler_ir.ADMIT)}
     assert [(row.section, row.variant, row.case, row.size) for row in report.rows] == [
@@ -271,4 +277,4 @@ def test_scheduler_steps_are_timed_for_each_strategy() -> None:
         for case in cases[section]
     ]
     with pytest.raises(UnknownNameError, match="nope"):
-        run(scheduler_ir.BENCHMARK, Report("scheduler_ir", environment(DAY), tiny("nope")), "e")
+        run(scheduler_ir.BENCHMARK, MicroBenchReport("scheduler_ir", environment(DAY), tiny("nope")), "e")

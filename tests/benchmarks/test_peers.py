@@ -10,13 +10,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sagellm.benchmarks._results import environment
 from sagellm.benchmarks.micro import prefix_cache
-from sagellm.benchmarks.micro._case import Plan, Row
-from sagellm.benchmarks.micro._comparable import COMPARABLE, PEERS
-from sagellm.benchmarks.micro._timing import Spread, Timing
-from sagellm.benchmarks.micro.peers import Peer, PeerError, PeerRow, compare, parse_peers
-from sagellm.benchmarks.micro.run import Report, run, tables
+from sagellm.benchmarks.micro.cases import MicroBenchPlan, MicroBenchRow, Spread, Timing
+from sagellm.benchmarks.micro.peers import (
+    COMPARABLE,
+    PEERS,
+    MicroPeerRow,
+    Peer,
+    PeerError,
+    compare,
+    parse_peers,
+)
+from sagellm.benchmarks.micro.run import MicroBenchReport, run, tables
+from sagellm.benchmarks.reporting import environment
 from sagellm.core.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("no_collections")
@@ -48,9 +54,9 @@ def peer(folder: Path, text: str = SCRIPT, name: str = "vllm") -> Peer:
     return made
 
 
-def report() -> Report:
-    plan = Plan(("radix",), sizes=(64,), repeats=2)
-    return Report("prefix_cache", environment(datetime(2026, 11, 20, tzinfo=UTC)), plan)
+def report() -> MicroBenchReport:
+    plan = MicroBenchPlan(("radix",), sizes=(64,), repeats=2)
+    return MicroBenchReport("prefix_cache", environment(datetime(2026, 11, 20, tzinfo=UTC)), plan)
 
 
 def test_ours_before_and_after_each_peer(tmp_path: Path) -> None:
@@ -76,14 +82,14 @@ def test_ours_before_and_after_each_peer(tmp_path: Path) -> None:
 
 def test_a_section_of_one_peer_can_have_variables_of_its_own(tmp_path: Path) -> None:
     [row] = peer(tmp_path, name="sglang").measure("f", quick=False)
-    assert row == PeerRow("sglang 1.2 x", "f", "bytes/block RSS, 2048-token prompts", 256, 300.0, 0)
+    assert row == MicroPeerRow("sglang 1.2 x", "f", "bytes/block RSS, 2048-token prompts", 256, 300.0, 0)
     assert (tmp_path / "calls").read_text() == "sglang f Unified:rust\n"
 
 
-def timed(case: str, value: float, turn: int, single: float) -> Row:
+def timed(case: str, value: float, turn: int, single: float) -> MicroBenchRow:
     spread = Spread(value, value, value, 0.0)
     timing = Timing(2, 100, spread, spread, single)
-    return Row("a", case, 512, "radix", "us", value, timing, turn)
+    return MicroBenchRow("a", case, 512, "radix", "us", value, timing, turn)
 
 
 def test_a_comparison_adds_up_rows_and_shows_the_drift() -> None:
@@ -94,7 +100,9 @@ def test_a_comparison_adds_up_rows_and_shows_the_drift() -> None:
         timed(prefix_cache.GATHER, 1.0, 1, single=6.0),
         timed(prefix_cache.ONE_EDGE, 99.0, 2, single=99.0),
     ]
-    [one] = compare(rows, [PeerRow("vllm 1.2", "a", "full_hit lookup only (hashes ready)", 512, 30.0, 0)])
+    [one] = compare(
+        rows, [MicroPeerRow("vllm 1.2", "a", "full_hit lookup only (hashes ready)", 512, 30.0, 0)]
+    )
     assert one.ours == (prefix_cache.ONE_EDGE, prefix_cache.GATHER)
     assert (one.value, one.drift, one.ratio) == (7.5, round(5 / 7.5, 3), 0.25)
 
@@ -102,12 +110,12 @@ def test_a_comparison_adds_up_rows_and_shows_the_drift() -> None:
 @pytest.mark.parametrize(("size", "case"), [(1024, "full_hit lookup only"), (512, "full_hit unknown")])
 def test_what_has_no_counterpart_is_not_compared(size: int, case: str) -> None:
     rows = [timed(name, 1.0, 0, 1.0) for name in (prefix_cache.ONE_EDGE, prefix_cache.GATHER)]
-    assert compare(rows, [PeerRow("vllm", "a", case, size, 30.0, 0)]) == []
+    assert compare(rows, [MicroPeerRow("vllm", "a", case, size, 30.0, 0)]) == []
 
 
 def test_a_peer_that_needs_no_time_gives_no_ratio() -> None:
     rows = [timed(name, 0.0, 0, 0.0) for name in (prefix_cache.ONE_EDGE, prefix_cache.GATHER)]
-    [one] = compare(rows, [PeerRow("vllm", "a", "full_hit lookup only", 512, 0.0, 0)])
+    [one] = compare(rows, [MicroPeerRow("vllm", "a", "full_hit lookup only", 512, 0.0, 0)])
     assert (one.ratio, one.drift) == (None, 0.0)
 
 

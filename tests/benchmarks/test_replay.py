@@ -12,9 +12,16 @@ import pytest
 from sagellm.benchmarks.replay import sweep
 from sagellm.benchmarks.replay.block_trace import BlockTrace, block_trace
 from sagellm.benchmarks.replay.measures import check_bound, first_counted, measure
-from sagellm.benchmarks.replay.plan import Capacity, Case, Plan, capacity
 from sagellm.benchmarks.replay.replayer import replay
-from sagellm.benchmarks.replay.sweep import NUM_MOMENTS, run_sweep, total
+from sagellm.benchmarks.replay.sweep import (
+    NUM_MOMENTS,
+    CacheCapacity,
+    ReplayCase,
+    ReplaySweepPlan,
+    capacity,
+    run_sweep,
+    total,
+)
 from sagellm.benchmarks.traces import Trace, TraceRequest, read_trace
 from sagellm.core.errors import BookkeepingError, ConfigError, UnknownNameError
 from sagellm.core.types import Namespace, Tokens
@@ -79,7 +86,7 @@ def test_the_bound_of_short_prompts_is_lower() -> None:
 
 def test_measures_count_the_tokens_of_a_partial_block_as_they_are() -> None:
     made = block_trace(trace([1, 2], [1, 2, 3], lengths=(7, 9)))
-    plan = Plan(("lru",), seconds_per_token=2.0, seconds_per_token_squared=1.0)
+    plan = ReplaySweepPlan(("lru",), seconds_per_token=2.0, seconds_per_token_squared=1.0)
     found = measure(made, [0, 2], 0, plan.cost())
     assert (found.requests, found.hit_requests, found.blocks, found.hit_blocks) == (2, 1, 5, 2)
     assert (found.tokens, found.hit_tokens) == (16, 8)
@@ -102,8 +109,8 @@ def test_warm_up_that_is_refused(warmup: str) -> None:
 
 
 def test_the_warm_up_is_replayed_and_not_counted(chat: BlockTrace) -> None:
-    [whole] = run_sweep(chat, Plan(("lru",), ("20%",)))
-    [later] = run_sweep(chat, Plan(("lru",), ("20%",), warmup="50%"))
+    [whole] = run_sweep(chat, ReplaySweepPlan(("lru",), ("20%",)))
+    [later] = run_sweep(chat, ReplaySweepPlan(("lru",), ("20%",), warmup="50%"))
     assert later.measures.requests == len(chat.requests) - len(chat.requests) // 2
     assert later.num_evicted == whole.num_evicted
     assert later.measures.blocks < whole.measures.blocks
@@ -122,7 +129,7 @@ def test_more_reuse_than_there_was_is_an_error(chat: BlockTrace, monkeypatch: py
 
     monkeypatch.setattr(sweep, "replay", too_good)
     with pytest.raises(BookkeepingError, match="request 0 reuses 1 blocks"):
-        run_sweep(chat, Plan(("lru",), ("20%",)))
+        run_sweep(chat, ReplaySweepPlan(("lru",), ("20%",)))
 
 
 # -- the plan
@@ -132,7 +139,7 @@ def test_more_reuse_than_there_was_is_an_error(chat: BlockTrace, monkeypatch: py
     ("text", "blocks"), [("1%", 10), ("0.5%", 5), ("0.01%", 1), ("150%", 1500), ("7", 7)]
 )
 def test_capacity(text: str, blocks: int) -> None:
-    assert capacity(text, 1000) == Capacity(text, blocks)
+    assert capacity(text, 1000) == CacheCapacity(text, blocks)
 
 
 @pytest.mark.parametrize("text", ["0", "0%", "0.0%", "-1%", "-5", "1.5", "x", "", "%", "nan%", "inf%"])
@@ -146,12 +153,12 @@ def test_cases_come_in_order_and_seeds_only_where_they_are_taken(
 ) -> None:
     (tmp_path / "drawing.py").write_text("def policy(*, capacity, seed=0): raise AssertionError")
     monkeypatch.syspath_prepend(tmp_path)
-    plan = Plan(("lru", "drawing:policy", "optimum", "lru"), ("9", "1%"), (3, 4))
+    plan = ReplaySweepPlan(("lru", "drawing:policy", "optimum", "lru"), ("9", "1%"), (3, 4))
     sizes = [capacity(text, chat.num_unique) for text in plan.capacities]
     assert plan.cases(chat) == [
-        *(Case("lru", size, None) for size in sizes),
-        *(Case("drawing:policy", size, seed) for size in sizes for seed in (3, 4)),
-        *(Case("optimum", size, None) for size in sizes),
+        *(ReplayCase("lru", size, None) for size in sizes),
+        *(ReplayCase("drawing:policy", size, seed) for size in sizes for seed in (3, 4)),
+        *(ReplayCase("optimum", size, None) for size in sizes),
     ]
 
 
@@ -173,12 +180,14 @@ def test_a_plan_is_refused_before_anything_runs(
     chat: BlockTrace, given: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
-        Plan(**({"policies": ("lru",)} | given)).cases(chat)
+        ReplaySweepPlan(**({"policies": ("lru",)} | given)).cases(chat)
 
 
 def test_options_reach_the_policy(chat: BlockTrace) -> None:
-    [usual] = run_sweep(chat, Plan(("s3fifo",), ("5%",)))
-    [changed] = run_sweep(chat, Plan(("s3fifo",), ("5%",), options={"s3fifo": {"small_share": 0.9}}))
+    [usual] = run_sweep(chat, ReplaySweepPlan(("s3fifo",), ("5%",)))
+    [changed] = run_sweep(
+        chat, ReplaySweepPlan(("s3fifo",), ("5%",), options={"s3fifo": {"small_share": 0.9}})
+    )
     assert usual.measures.hit_blocks != changed.measures.hit_blocks
 
 
@@ -186,7 +195,7 @@ def test_options_reach_the_policy(chat: BlockTrace) -> None:
 
 
 def test_processes_find_what_one_process_finds(chat: BlockTrace) -> None:
-    plan, done = Plan(("lru", "learned", "optimum"), ("2%", "10%")), []
+    plan, done = ReplaySweepPlan(("lru", "learned", "optimum"), ("2%", "10%")), []
     alone = run_sweep(chat, plan)
     together = run_sweep(chat, plan, jobs=2, on_done=lambda: done.append(1))
     assert len(done) == len(alone) == 6
@@ -197,20 +206,22 @@ def test_processes_find_what_one_process_finds(chat: BlockTrace) -> None:
 
 def test_an_error_in_a_process_is_the_sweeps(chat: BlockTrace) -> None:
     with pytest.raises(ConfigError, match="small_share"):
-        run_sweep(chat, Plan(("s3fifo",), ("2%", "3%"), options={"s3fifo": {"small_share": 7}}), jobs=2)
+        run_sweep(
+            chat, ReplaySweepPlan(("s3fifo",), ("2%", "3%"), options={"s3fifo": {"small_share": 7}}), jobs=2
+        )
 
 
 def test_the_gap_is_from_lru_to_the_optimum_of_the_same_capacity(chat: BlockTrace) -> None:
-    results = run_sweep(chat, Plan(("lru", "arc", "optimum"), ("2%", "1000%")))
+    results = run_sweep(chat, ReplaySweepPlan(("lru", "arc", "optimum"), ("2%", "1000%")))
     low, rich_lru, middle, _, high, _ = results
     assert (low.of_gap, high.of_gap, rich_lru.of_gap) == (0.0, 1.0, None)
     between = (middle.block_ratio - low.block_ratio) / (high.block_ratio - low.block_ratio)
     assert middle.of_gap == pytest.approx(between)
-    assert run_sweep(chat, Plan(("lru",), ("2%",)))[0].of_gap is None
+    assert run_sweep(chat, ReplaySweepPlan(("lru",), ("2%",)))[0].of_gap is None
 
 
 def test_speed_is_of_what_was_timed(chat: BlockTrace) -> None:
-    timed, best = run_sweep(chat, Plan(("lru", "optimum"), ("2%",)))
+    timed, best = run_sweep(chat, ReplaySweepPlan(("lru", "optimum"), ("2%",)))
     assert timed.cpu_s is not None
     assert timed.evict_s is not None
     assert 0 < timed.evict_s < timed.cpu_s
@@ -222,8 +233,8 @@ def test_speed_is_of_what_was_timed(chat: BlockTrace) -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "learned"])
 def test_every_missing_block_has_a_cause(chat: BlockTrace, policy: str) -> None:
-    [plain] = run_sweep(chat, Plan((policy,), ("5%",)))
-    [found] = run_sweep(chat, Plan((policy,), ("5%",), causes=True, premature_s=30.0))
+    [plain] = run_sweep(chat, ReplaySweepPlan((policy,), ("5%",)))
+    [found] = run_sweep(chat, ReplaySweepPlan((policy,), ("5%",), causes=True, premature_s=30.0))
     assert found.measures == plain.measures
     assert (found.cpu_s, found.us_per_evicted, found.accesses_per_s) == (None, None, None)
     assert found.misses is not None
@@ -237,14 +248,14 @@ def test_every_missing_block_has_a_cause(chat: BlockTrace, policy: str) -> None:
 
 def test_the_course_tells_when_blocks_were_missing() -> None:
     made = block_trace(trace([1], [2, 3], [1], [4, 5, 6]))
-    [found] = run_sweep(made, Plan(("lru",), ("10",), causes=True))
+    [found] = run_sweep(made, ReplaySweepPlan(("lru",), ("10",), causes=True))
     missing = {moment: sum(misses) for moment, misses in enumerate(found.course) if sum(misses)}
     assert missing == {0: 1, NUM_MOMENTS // 3: 2, NUM_MOMENTS - 1: 3}
 
 
 def test_namespaces_are_a_cause_where_tokens_say_so() -> None:
     made = block_trace(trace([1, 2, 3, 4], [1, 2, 3, 5], block_tokens=1, tenants="ab"), 2)
-    [found] = run_sweep(made, Plan(("lru",), ("10",), causes=True))
+    [found] = run_sweep(made, ReplaySweepPlan(("lru",), ("10",), causes=True))
     assert found.misses is not None
     assert (found.misses.cold, found.misses.namespace) == (3, 1)
 
@@ -257,11 +268,11 @@ def test_a_block_that_was_known_is_never_called_cold(
 
     monkeypatch.setattr(sweep, "MissAttribution", forgetful)
     with pytest.raises(BookkeepingError, match="were computed before; their causes are"):
-        run_sweep(chat, Plan(("lru",), ("5%",), causes=True))
+        run_sweep(chat, ReplaySweepPlan(("lru",), ("5%",), causes=True))
 
 
 def test_a_prompt_longer_than_the_capacity() -> None:
     made = block_trace(trace([1, 2, 3], [1, 2, 3], [4], [1, 2, 3]))
-    results = run_sweep(made, Plan(("lru", "optimum"), ("2",), causes=True))
+    results = run_sweep(made, ReplaySweepPlan(("lru", "optimum"), ("2",), causes=True))
     assert [one.measures.hit_blocks for one in results] == [3, 3]
     assert results[0].misses == (3, 0, 1, 0, 0, 0)

@@ -9,8 +9,7 @@ import pytest
 
 from replay_golden import CAPACITIES, COMMAND, TRACES, hits, kept, load, policies
 from sagellm.benchmarks.replay.block_trace import BlockTrace, block_trace
-from sagellm.benchmarks.replay.plan import OPTIMUM, Plan
-from sagellm.benchmarks.replay.sweep import run_sweep
+from sagellm.benchmarks.replay.sweep import OPTIMUM, ReplaySweepPlan, run_sweep
 from sagellm.benchmarks.traces import read_trace
 
 CONVERSATION = {
@@ -58,7 +57,7 @@ def test_lru_and_the_optimum_have_the_reference_figures(
     sagellm_traces: Path, file: str, figures: dict[str, tuple[float, float]]
 ) -> None:
     collected = block_trace(read_trace(sagellm_traces / file))
-    results = run_sweep(collected, Plan(("lru", OPTIMUM), tuple(figures)), jobs=2)
+    results = run_sweep(collected, ReplaySweepPlan(("lru", OPTIMUM), tuple(figures)), jobs=2)
     found = {(one.case.policy, one.case.capacity.text): 100 * one.block_ratio for one in results}
     for size, (lru, best) in figures.items():
         assert found["lru", size] == pytest.approx(lru, abs=0.005), size
@@ -69,5 +68,7 @@ def test_lru_and_the_optimum_have_the_reference_figures(
 def test_lru_replays_a_million_blocks_per_second(sagellm_traces: Path) -> None:
     """Half of that, so that a busy machine does not fail it."""
     collected = block_trace(read_trace(sagellm_traces / "mooncake_conversation_first_half.jsonl.xz"))
-    speeds = [run_sweep(collected, Plan(("lru",), ("1%",)))[0].accesses_per_s or 0 for _ in range(3)]
+    speeds = [
+        run_sweep(collected, ReplaySweepPlan(("lru",), ("1%",)))[0].accesses_per_s or 0 for _ in range(3)
+    ]
     assert max(speeds) > 0.5e6

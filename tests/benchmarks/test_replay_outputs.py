@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sagellm.benchmarks._results import environment
 from sagellm.benchmarks.replay.block_trace import BlockTrace, block_trace
 from sagellm.benchmarks.replay.outputs import (
     CAUSES,
@@ -25,14 +24,14 @@ from sagellm.benchmarks.replay.outputs import (
     tables,
     write,
 )
-from sagellm.benchmarks.replay.plan import Plan
 from sagellm.benchmarks.replay.plots import check_plots, draw, miss_ratio, reuse_times
-from sagellm.benchmarks.replay.sweep import Result, run_sweep
+from sagellm.benchmarks.replay.sweep import ReplayResult, ReplaySweepPlan, run_sweep
+from sagellm.benchmarks.reporting import environment
 from sagellm.benchmarks.traces import read_trace
 from sagellm.core.errors import ConfigError, MissingExtraError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "traces"
-PLAN = Plan(("lru", "arc", "optimum"), ("2%", "10%"))
+PLAN = ReplaySweepPlan(("lru", "arc", "optimum"), ("2%", "10%"))
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +40,12 @@ def chat() -> BlockTrace:
 
 
 @pytest.fixture(scope="module")
-def results(chat: BlockTrace) -> list[Result]:
+def results(chat: BlockTrace) -> list[ReplayResult]:
     return run_sweep(chat, PLAN)
 
 
 @pytest.fixture(scope="module")
-def explained(chat: BlockTrace) -> list[Result]:
+def explained(chat: BlockTrace) -> list[ReplayResult]:
     return run_sweep(chat, dataclasses.replace(PLAN, causes=True))
 
 
@@ -55,7 +54,7 @@ def made_by(chat: BlockTrace) -> dict[str, Any]:
     return manifest(chat, PLAN, environment(datetime.now(UTC)))
 
 
-def test_a_row_holds_every_figure(results: list[Result], explained: list[Result]) -> None:
+def test_a_row_holds_every_figure(results: list[ReplayResult], explained: list[ReplayResult]) -> None:
     row, other = as_row(results[1]), as_row(explained[1])
     assert (row["policy"], row["capacity"], row["seed"]) == ("lru", "10%", None)
     assert row["block_ratio"] == row["hit_blocks"] / row["blocks"]
@@ -66,7 +65,7 @@ def test_a_row_holds_every_figure(results: list[Result], explained: list[Result]
 
 
 def test_json_has_a_manifest(
-    chat: BlockTrace, results: list[Result], made_by: dict[str, Any], tmp_path: Path
+    chat: BlockTrace, results: list[ReplayResult], made_by: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "r.json"
     write(path, made_by, results)
@@ -80,7 +79,9 @@ def test_json_has_a_manifest(
     assert {"commit", "clean", "sagellm", "cpu", "python"} <= described["environment"].keys()
 
 
-def test_csv_has_a_row_per_result(results: list[Result], made_by: dict[str, Any], tmp_path: Path) -> None:
+def test_csv_has_a_row_per_result(
+    results: list[ReplayResult], made_by: dict[str, Any], tmp_path: Path
+) -> None:
     path = tmp_path / "r.csv"
     write(path, made_by, results)
     with path.open(newline="") as lines:
@@ -91,7 +92,7 @@ def test_csv_has_a_row_per_result(results: list[Result], made_by: dict[str, Any]
 
 
 def test_parquet_keeps_types_and_the_manifest(
-    results: list[Result], explained: list[Result], made_by: dict[str, Any], tmp_path: Path
+    results: list[ReplayResult], explained: list[ReplayResult], made_by: dict[str, Any], tmp_path: Path
 ) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     for number, some in enumerate((results, explained)):
@@ -127,7 +128,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_sweep(
 
 
 def test_tables_show_speed_or_causes(
-    chat: BlockTrace, results: list[Result], explained: list[Result]
+    chat: BlockTrace, results: list[ReplayResult], explained: list[ReplayResult]
 ) -> None:
     assert headline(chat).endswith(f"hits {chat.infinite_ratio:.2%}")
     [fast] = tables(results)
@@ -138,14 +139,16 @@ def test_tables_show_speed_or_causes(
     assert len(causes.rows) == 4
 
 
-def test_seeds_are_shown_where_there_are_several(results: list[Result]) -> None:
+def test_seeds_are_shown_where_there_are_several(results: list[ReplayResult]) -> None:
     lru = results[0]
     several = [dataclasses.replace(lru, case=dataclasses.replace(lru.case, seed=seed)) for seed in (1, 2)]
     [shown] = tables(several)
     assert [row[2] for row in shown.rows] == ["1", "2"]
 
 
-def test_plots(chat: BlockTrace, results: list[Result], explained: list[Result], tmp_path: Path) -> None:
+def test_plots(
+    chat: BlockTrace, results: list[ReplayResult], explained: list[ReplayResult], tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     plain = draw(tmp_path / "plain", chat, results)
     assert [path.stem for path in plain] == ["miss_ratio", "heat_map", "reuse_time"]
@@ -157,7 +160,7 @@ def test_plots(chat: BlockTrace, results: list[Result], explained: list[Result],
     assert draw(tmp_path / "again", chat, results)[0].read_bytes() == plain[0].read_bytes()
 
 
-def test_the_curve_shows_the_results(chat: BlockTrace, results: list[Result]) -> None:
+def test_the_curve_shows_the_results(chat: BlockTrace, results: list[ReplayResult]) -> None:
     pytest.importorskip("matplotlib")
     [axes] = miss_ratio(chat, results).axes
     lines = {line.get_label(): line for line in axes.get_lines()}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sagellm.benchmarks._tables import PLAIN_WIDTH, Table, console
+from sagellm.benchmarks.reporting import PLAIN_WIDTH, Table, console
 
 WORDS = st.text("abcdefgh", min_size=1, max_size=9)
 NAMES = st.lists(WORDS, min_size=1, max_size=4).map(" ".join)

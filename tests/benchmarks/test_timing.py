@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from sagellm.benchmarks.micro._timing import CALLS_OF_SHORT, Operation, Spread, Stopwatch
+from sagellm.benchmarks.micro.cases import CALLS_OF_SHORT, Operation, Spread, Stopwatch
 
 READING_NS = 100
 

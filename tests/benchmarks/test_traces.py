@@ -28,9 +28,8 @@ from sagellm.benchmarks.traces import (
     read_trace,
     write_trace,
 )
-from sagellm.benchmarks.traces.reading import COMPRESSIONS
-from sagellm.benchmarks.traces.summary import Reuse, as_table, reuse, summarize
-from sagellm.benchmarks.traces.writing import writable_formats
+from sagellm.benchmarks.traces.files import COMPRESSIONS, writable_formats
+from sagellm.benchmarks.traces.summary import TraceReuse, as_table, reuse, summarize
 from sagellm.core.errors import ConfigError, UnknownNameError
 from sagellm.core.registry import registry
 from sagellm.core.types import Namespace, Tokens
@@ -335,7 +334,7 @@ def test_a_trace_of_tokens_is_cut_into_blocks_by_content(tmp_path: Path) -> None
     assert list(block_ids(trace, 2)) == expected
     write_trace(trace, tmp_path / "out", "mooncake", block_tokens=2)
     assert ids_of(read_trace(tmp_path / "out")) == expected
-    assert reuse(trace, 2) == Reuse(blocks=14, unique=7, found=7)
+    assert reuse(trace, 2) == TraceReuse(blocks=14, unique=7, found=7)
     assert (block_size(trace), block_size(trace, 7)) == (16, 7)
 
 
@@ -398,7 +397,7 @@ def test_reuse_is_that_of_a_set_of_all_blocks_seen(path: Path) -> None:
         blocks += len(own)
         found += len(list(itertools.takewhile(seen.__contains__, own)))
         seen.update(own)
-    assert reuse(trace) == Reuse(blocks, len(seen), found)
+    assert reuse(trace) == TraceReuse(blocks, len(seen), found)
     assert found > 0
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from sagellm.benchmarks.traces import Trace, TraceRequest, read_trace
-from sagellm.benchmarks.traces.reading import OnError
-from sagellm.benchmarks.traces.summary import Reuse, reuse, summarize
+from sagellm.benchmarks.traces.files import OnError
+from sagellm.benchmarks.traces.summary import TraceReuse, reuse, summarize
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.types import Namespace, Tokens
@@ -89,12 +89,12 @@ def test_a_subagent_starts_its_duration_before_its_end(save: Save) -> None:
 def test_two_lines_are_two_sessions_whatever_their_name(save: Save) -> None:
     trace = read_trace(save(session("a", call(0, [1])), session("a", call(0, [1]))), every=1)
     assert {request.session for request in trace.requests} == {"a", "a (line 2)"}
-    assert reuse(trace) == Reuse(blocks=2, unique=2, found=0)
+    assert reuse(trace) == TraceReuse(blocks=2, unique=2, found=0)
 
 
 def test_ids_of_global_scope_are_shared(save: Save) -> None:
     lines = [session(name, call(0, [1]), hash_id_scope="global") for name in "ab"]
-    assert reuse(read_trace(save(*lines), every=1)) == Reuse(blocks=2, unique=1, found=1)
+    assert reuse(read_trace(save(*lines), every=1)) == TraceReuse(blocks=2, unique=1, found=1)
 
 
 @pytest.mark.parametrize(
@@ -388,16 +388,16 @@ def test_servegen_of_clients_that_send_images_is_refused(save: Save, tmp_path: P
 
 AGENTS = "cc_agentic_sessions_a.jsonl.xz"
 PUBLISHED = {
-    "mooncake_conversation_first_half.jsonl.xz": ("mooncake", 5606, Reuse(144_280, 95_189, 49_091)),
-    "mooncake_synthetic_first_half.jsonl.xz": ("mooncake", 1925, Reuse(47_171, 32_348, 14_823)),
-    "azure2023_code_first_half.csv.xz": ("azure", 5353, Reuse(0, 0, 0)),
-    "azure2023_conv_first_half.csv.xz": ("azure", 9739, Reuse(0, 0, 0)),
-    "lmcache_magagent_a.jsonl.xz": ("lmcache_agents", 501, Reuse(64_845, 10_311, 54_534)),
-    "lmcache_miniswe_a.jsonl.xz": ("lmcache_agents", 255, Reuse(91_812, 5_702, 86_110)),
-    "lmcache_taubench_a.jsonl.xz": ("lmcache_agents", 235, Reuse(2_922, 498, 2_424)),
-    "tau_bench_gpt4o_airline_a.jsonl.xz": ("tau_bench", 1163, Reuse(199_407, 12_860, 186_547)),
-    "vllm_requests_RTX4090_llama31_8b.jsonl.xz": ("vllm_requests", 300, Reuse(0, 0, 0)),
-    "vllm_requests_RTXPRO6000_llama31_8b.jsonl.xz": ("vllm_requests", 300, Reuse(0, 0, 0)),
+    "mooncake_conversation_first_half.jsonl.xz": ("mooncake", 5606, TraceReuse(144_280, 95_189, 49_091)),
+    "mooncake_synthetic_first_half.jsonl.xz": ("mooncake", 1925, TraceReuse(47_171, 32_348, 14_823)),
+    "azure2023_code_first_half.csv.xz": ("azure", 5353, TraceReuse(0, 0, 0)),
+    "azure2023_conv_first_half.csv.xz": ("azure", 9739, TraceReuse(0, 0, 0)),
+    "lmcache_magagent_a.jsonl.xz": ("lmcache_agents", 501, TraceReuse(64_845, 10_311, 54_534)),
+    "lmcache_miniswe_a.jsonl.xz": ("lmcache_agents", 255, TraceReuse(91_812, 5_702, 86_110)),
+    "lmcache_taubench_a.jsonl.xz": ("lmcache_agents", 235, TraceReuse(2_922, 498, 2_424)),
+    "tau_bench_gpt4o_airline_a.jsonl.xz": ("tau_bench", 1163, TraceReuse(199_407, 12_860, 186_547)),
+    "vllm_requests_RTX4090_llama31_8b.jsonl.xz": ("vllm_requests", 300, TraceReuse(0, 0, 0)),
+    "vllm_requests_RTXPRO6000_llama31_8b.jsonl.xz": ("vllm_requests", 300, TraceReuse(0, 0, 0)),
 }
 """Counted once with this code; those of the conversation trace by a second program, too."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from sagellm.benchmarks.traces import read_trace
 from sagellm.benchmarks.traces.recorder import TraceRecorder
-from sagellm.benchmarks.traces.summary import Reuse, reuse
+from sagellm.benchmarks.traces.summary import TraceReuse, reuse
 from sagellm.core.errors import ConfigError
 from sagellm.core.events import EventBus, RequestQueued, RequestReceived
 from sagellm.core.types import Namespace, Tokens
@@ -85,7 +85,7 @@ def test_both_forms_give_the_same_reuse(tmp_path: Path) -> None:
     for name, keep in (("ids", False), ("tokens", True)):
         record(tmp_path / name, keep_tokens=keep)
     counts = [reuse(read_trace(tmp_path / name), 4) for name in ("ids", "tokens")]
-    assert counts == [Reuse(blocks=15, unique=9, found=6)] * 2
+    assert counts == [TraceReuse(blocks=15, unique=9, found=6)] * 2
 
 
 def test_nobody_is_told_of_requests_after_the_end(tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ import pytest
 from rich.console import Console
 
 from sagellm.benchmarks import _tables
-from sagellm.benchmarks._results import environment
-from sagellm.benchmarks._tables import Table
-from sagellm.benchmarks.http.run import Plan, Report, Run, Target
+from sagellm.benchmarks.http.run import HttpBenchPlan, HttpBenchReport, HttpRun, HttpTarget
+from sagellm.benchmarks.reporting import Table, environment
 from tests.benchmarks.test_lifetime_report import write_traces
 from tests.engines.simulator.test_calibrate import TRUE_MODEL, written
 from tests.engines.simulator.worlds import arrivals, measured, serve
@@ -110,9 +109,11 @@ def check_tables(cli: Any, monkeypatch: pytest.MonkeyPatch, arguments: Sequence[
 def test_the_report_of_a_server_is_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """At 80 columns, with figures that are as wide as they get."""
     monkeypatch.setenv("COLUMNS", "80")
-    plan = Plan(["one-token"], [1024], repeats=3)
-    report = Report(plan, Target("sagellm", "", "demo"), environment(datetime(2026, 11, 22, tzinfo=UTC)))
-    report.runs = [Run("one-token", True, 1024, 400, 12345.6, 12345.6, 12345.6, 12345.6, 123456.0)] * 3
+    plan = HttpBenchPlan(["one-token"], [1024], repeats=3)
+    report = HttpBenchReport(
+        plan, HttpTarget("sagellm", "", "demo"), environment(datetime(2026, 11, 22, tzinfo=UTC))
+    )
+    report.runs = [HttpRun("one-token", True, 1024, 400, 12345.6, 12345.6, 12345.6, 12345.6, 123456.0)] * 3
     out = StringIO()
     Console(file=out, width=80).print(*report.tables())
     assert "(continued)" not in out.getvalue()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sagellm.benchmarks.engine.session import Job, Session
+from sagellm.benchmarks.engine.session import PromptJob, Session
 from sagellm.benchmarks.engine.shapes import SHAPES, write_model
 from sagellm.core.clock import MonotonicClock
 from sagellm.engines.build import build_engine, load_config
@@ -31,7 +31,7 @@ def tokens_of(folder: Path, vocab: int, device: str, dtype: str, **settings: obj
     try:
         random = torch.Generator().manual_seed(4)
         jobs = [
-            Job(torch.randint(3, vocab, (3 + 17 * i,), generator=random).tolist(), 4 + 3 * (i % 5))
+            PromptJob(torch.randint(3, vocab, (3 + 17 * i,), generator=random).tolist(), 4 + 3 * (i % 5))
             for i in range(12)
         ]
         return [answer.token_ids for answer in Session(engine, MonotonicClock()).run(jobs)]

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from sagellm.benchmarks._results import Environment
-from sagellm.benchmarks._tables import Table
+from sagellm.benchmarks.reporting import Environment, Table
 from sagellm.core.blocks import cdiv
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
@@ -56,7 +55,7 @@ NEXT_QUESTION = Lognormal(4.1, 0.6, 8, 300)
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class ConversationMix:
     """One form of the experiment: `num_requests` prompts in conversations of `turns` turns, each of which
     carries the whole history; the first `system_tokens` tokens are the same in all."""
 
@@ -71,14 +70,14 @@ class Variant:
 
 
 VARIANTS = (
-    Variant("multi-turn, 20 conversations of 5 turns"),
-    Variant("single-turn", turns=1),
-    Variant("single-turn, shared 128-token system prompt", turns=1, system_tokens=128),
+    ConversationMix("multi-turn, 20 conversations of 5 turns"),
+    ConversationMix("single-turn", turns=1),
+    ConversationMix("single-turn, shared 128-token system prompt", turns=1, system_tokens=128),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class PromptReuse:
     """What one prompt found: its length in tokens and blocks, and how many of the blocks were reused."""
 
     num_tokens: int
@@ -87,7 +86,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class ConversationOutcome:
     """The outcome of one variant in one pool. Ratios are 0 to 1.
 
     `overall` is reused blocks over all blocks; `per_request` the mean of the requests' own ratios;
@@ -103,7 +102,7 @@ class Sharing:
     overall: float
     per_request: float
     token_hits: float
-    usages: tuple[Usage, ...]
+    usages: tuple[PromptReuse, ...]
 
     def match_lengths(self) -> dict[str, int]:
         """How many prompts found so many tokens, by range."""
@@ -115,7 +114,7 @@ class Sharing:
         return counts
 
 
-def conversation_prompts(variant: Variant, seed: int) -> list[list[int]]:
+def conversation_prompts(variant: ConversationMix, seed: int) -> list[list[int]]:
     """The prompts in order of arrival; the same seed gives the same prompts.
 
     The harness that measures the peers draws from the same stream in the same order (lengths before tokens,
@@ -157,7 +156,9 @@ def _interleaved(random: Random, conversations: Sequence[Sequence[list[int]]]) -
     return order
 
 
-def replay(prompts: Iterable[Sequence[int]], manager: KVCacheManager, clock: ManualClock) -> list[Usage]:
+def replay(
+    prompts: Iterable[Sequence[int]], manager: KVCacheManager, clock: ManualClock
+) -> list[PromptReuse]:
     """Send the prompts through the manager, one at a time, a second of the clock apart."""
     usages = []
     for number, prompt in enumerate(prompts):
@@ -166,7 +167,7 @@ def replay(prompts: Iterable[Sequence[int]], manager: KVCacheManager, clock: Man
     return usages
 
 
-def _serve(manager: KVCacheManager, state: RequestState, clock: ManualClock) -> Usage:
+def _serve(manager: KVCacheManager, state: RequestState, clock: ManualClock) -> PromptReuse:
     num_tokens = len(state.tokens)
     hit = manager.match(state)
     chunk = Chunk(state, hit.num_tokens, num_tokens - hit.num_tokens, hit)
@@ -174,16 +175,16 @@ def _serve(manager: KVCacheManager, state: RequestState, clock: ManualClock) -> 
     state.status, state.num_computed = RequestStatus.RUNNING, num_tokens
     manager.commit(state)
     manager.release(state)
-    return Usage(num_tokens, cdiv(num_tokens, manager.block_size), hit.num_blocks)
+    return PromptReuse(num_tokens, cdiv(num_tokens, manager.block_size), hit.num_blocks)
 
 
-def sharing(variant: str, pool_blocks: int, usages: Sequence[Usage]) -> Sharing:
+def sharing(variant: str, pool_blocks: int, usages: Sequence[PromptReuse]) -> ConversationOutcome:
     """The sums and ratios over all requests."""
     tokens = sum(usage.num_tokens for usage in usages)
     blocks = sum(usage.num_blocks for usage in usages)
     reused = sum(usage.num_reused for usage in usages)
     ratios = [usage.num_reused / usage.num_blocks for usage in usages]
-    return Sharing(
+    return ConversationOutcome(
         variant,
         pool_blocks,
         len(usages),
@@ -202,10 +203,10 @@ def run(
     policy: str = "lru",
     index: str = "radix",
     pools: Sequence[int] = POOLS,
-    variants: Sequence[Variant] = VARIANTS,
+    variants: Sequence[ConversationMix] = VARIANTS,
     seed: int = 0,
     prefix_caching: bool = True,
-) -> list[Sharing]:
+) -> list[ConversationOutcome]:
     """Every variant in every pool, each with a manager of its own, whose books are checked at the end."""
     config = KVConfig(block_size=BLOCK_SIZE, index=index, eviction=policy, prefix_caching=prefix_caching)
     outcomes = []
@@ -223,7 +224,7 @@ def run(
 
 
 def as_json(
-    outcomes: Sequence[Sharing], environment: Environment, settings: Mapping[str, Any]
+    outcomes: Sequence[ConversationOutcome], environment: Environment, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The outcomes as JSON values; `FORMAT` says which form."""
     return {
@@ -235,12 +236,12 @@ def as_json(
     }
 
 
-def as_table(outcomes: Sequence[Sharing], title: str) -> Table:
+def as_table(outcomes: Sequence[ConversationOutcome], title: str) -> Table:
     """One line per variant and pool."""
     return Table(title, COLUMNS, [*map(_line, outcomes)], num_names=1)
 
 
-def match_table(outcomes: Sequence[Sharing]) -> Table:
+def match_table(outcomes: Sequence[ConversationOutcome]) -> Table:
     """How many prompts found how many tokens, one line per variant and pool."""
     rows = [
         [one.variant, f"{one.pool_blocks:,}", *map(str, one.match_lengths().values())] for one in outcomes
@@ -249,7 +250,7 @@ def match_table(outcomes: Sequence[Sharing]) -> Table:
     return Table("prompts by the number of tokens that they found in the cache", columns, rows, num_names=1)
 
 
-def request_table(one: Sharing) -> Table:
+def request_table(one: ConversationOutcome) -> Table:
     """What each prompt found, in order of arrival."""
     columns = ("request", "tokens", "blocks", "reused", "new", "share")
     rows = [
@@ -260,7 +261,7 @@ def request_table(one: Sharing) -> Table:
     return Table(f"{one.variant}, pool of {one.pool_blocks:,} blocks", columns, rows, num_names=1)
 
 
-def _line(one: Sharing) -> list[str]:
+def _line(one: ConversationOutcome) -> list[str]:
     counts = (one.pool_blocks, one.requests, one.tokens, one.blocks, one.reused)
     ratios = (one.overall, one.per_request, one.token_hits)
     return [one.variant, *(f"{count:,}" for count in counts), *(f"{ratio:.2%}" for ratio in ratios)]

@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sagellm.benchmarks._results import Environment
-from sagellm.benchmarks._tables import Table
 from sagellm.benchmarks.replay.block_trace import BlockTrace, block_trace
 from sagellm.benchmarks.replay.measures import check_bound
-from sagellm.benchmarks.replay.plan import Capacity, capacity
 from sagellm.benchmarks.replay.replayer import replay
+from sagellm.benchmarks.replay.sweep import CacheCapacity, capacity
+from sagellm.benchmarks.reporting import Environment, Table
 from sagellm.benchmarks.traces.synth import synthesize
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import ConfigError
@@ -36,7 +35,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class TenantHits:
     """Sums over the requests of one tenant; `bound_blocks`: hits in a cache that never evicts."""
 
     tenant: str
@@ -60,13 +59,13 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FairnessOutcome:
     """One policy at one capacity. `lost`: the baseline's hit ratio less its own; `baseline_jain`: the index
     that the baseline has there."""
 
     policy: str
-    capacity: Capacity
-    tenants: tuple[Served, ...]
+    capacity: CacheCapacity
+    tenants: tuple[TenantHits, ...]
     lost: float
     baseline_jain: float
 
@@ -98,7 +97,7 @@ def run(
     capacities: Sequence[str] = CAPACITIES,
     *,
     on_case: Callable[[str], None] = lambda case: None,
-) -> list[Outcome]:
+) -> list[FairnessOutcome]:
     """Each policy at each capacity, from a cold start; the baseline runs first, asked for or not.
 
     Raises, before anything runs, the error of whatever is unknown or out of range, and `ConfigError` for a
@@ -113,22 +112,22 @@ def run(
     served(trace, trace.bound)
     outcomes = []
     for size in sizes:
-        baseline: Outcome | None = None
+        baseline: FairnessOutcome | None = None
         for name in names:
             on_case(f"{name} at {size.text}")
-            one = Outcome(name, size, served(trace, _hits(trace, name, size.num_blocks)), 0.0, 1.0)
+            one = FairnessOutcome(name, size, served(trace, _hits(trace, name, size.num_blocks)), 0.0, 1.0)
             baseline = baseline or one
             lost = baseline.hit_ratio - one.hit_ratio
             outcomes.append(replace(one, lost=lost, baseline_jain=baseline.jain))
     return outcomes
 
 
-def served(trace: BlockTrace, hits: Sequence[int]) -> tuple[Served, ...]:
+def served(trace: BlockTrace, hits: Sequence[int]) -> tuple[TenantHits, ...]:
     """What each tenant found, by name; raises `ConfigError` for one who could find nothing at all."""
-    sums: dict[str, Served] = {}
+    sums: dict[str, TenantHits] = {}
     for request, hit, bound in zip(trace.requests, hits, trace.bound, strict=True):
-        so_far = sums.get(request.tenant) or Served(request.tenant, 0, 0, 0, 0)
-        sums[request.tenant] = Served(
+        so_far = sums.get(request.tenant) or TenantHits(request.tenant, 0, 0, 0, 0)
+        sums[request.tenant] = TenantHits(
             request.tenant,
             so_far.requests + 1,
             so_far.blocks + len(request.ids),
@@ -159,7 +158,10 @@ def _hits(trace: BlockTrace, policy: str, num_blocks: int) -> Sequence[int]:
 
 
 def as_json(
-    outcomes: Sequence[Outcome], trace: BlockTrace, environment: Environment, settings: Mapping[str, Any]
+    outcomes: Sequence[FairnessOutcome],
+    trace: BlockTrace,
+    environment: Environment,
+    settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The outcomes as JSON values; `FORMAT` says which form."""
     return {
@@ -183,7 +185,7 @@ def as_json(
     }
 
 
-def _values(one: Outcome) -> dict[str, Any]:
+def _values(one: FairnessOutcome) -> dict[str, Any]:
     return {
         "policy": one.policy,
         "capacity": one.capacity.text,
@@ -204,14 +206,14 @@ def _values(one: Outcome) -> dict[str, Any]:
     }
 
 
-def as_table(outcomes: Sequence[Outcome], title: str) -> Table:
+def as_table(outcomes: Sequence[FairnessOutcome], title: str) -> Table:
     """One line per capacity and policy; of each tenant the hit ratio, and in brackets the normalised one."""
     tenants = [one.tenant for one in outcomes[0].tenants]
     columns = ("capacity", "policy", "blocks", *tenants, "Jain", "hits", "points lost", "target")
     return Table(title, columns, [*map(_line, outcomes)], num_names=2)
 
 
-def _line(one: Outcome) -> list[str]:
+def _line(one: FairnessOutcome) -> list[str]:
     verdict = {None: "-", True: "met", False: "missed"}[one.meets_target]
     tenants = [f"{tenant.hit_ratio:.2%} ({tenant.normalised:.3f})" for tenant in one.tenants]
     figures = (f"{one.jain:.3f}", f"{one.hit_ratio:.2%}", f"{100 * one.lost:.2f}", verdict)

@@ -18,7 +18,7 @@ from sagellm.cli._settings import Settings
 from sagellm.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sagellm.benchmarks.engine.run import Report
+    from sagellm.benchmarks.engine.run import EngineBenchReport
     from sagellm.benchmarks.engine.shapes import Shape
     from sagellm.core.config import Config
 
@@ -52,18 +52,20 @@ def engine(
     Every core is used unless --threads says otherwise. "others" is the share of the machine that other
     processes took meanwhile: where it is not near 0, compare nothing.
     """
-    from sagellm.benchmarks._results import environment
     from sagellm.benchmarks.engine.peer_rows import read_peers
-    from sagellm.benchmarks.engine.run import Plan, Report, run
+    from sagellm.benchmarks.engine.run import EngineBenchPlan, EngineBenchReport, run
     from sagellm.benchmarks.engine.workloads import chosen_names
+    from sagellm.benchmarks.reporting import environment
 
     names = chosen_names([word.strip() for word in only.split(",")] if only is not None else [])
     random_shape, label = _model_or_shape(model, shape)
     config = _configured(settings, model)
-    peers = read_peers(compare or [], label, Plan(config, label, names, repeats).threads)
+    peers = read_peers(compare or [], label, EngineBenchPlan(config, label, names, repeats).threads)
     output.check()
     with Console(stderr=True).status("") as status, _model_there(random_shape, config) as there:
-        report = Report(Plan(there, label, names, repeats), environment(datetime.now(UTC)), peers)
+        report = EngineBenchReport(
+            EngineBenchPlan(there, label, names, repeats), environment(datetime.now(UTC)), peers
+        )
         try:
             run(report, on_run=status.update)
         finally:
@@ -109,7 +111,7 @@ def _configured(settings: Settings, model: str | None) -> Config:
     return config.model_copy(update={"engine": config.engine.model_copy(update={"threads": usable_cores()})})
 
 
-def _show(report: Report, output: Output) -> None:
+def _show(report: EngineBenchReport, output: Output) -> None:
     from sagellm.benchmarks.engine.run import tables
 
     if not report.measured:

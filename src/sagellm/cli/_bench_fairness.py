@@ -34,8 +34,8 @@ def fairness(
     Jain's index is over the tenants' hit ratios, each divided by what an infinite cache would give. The
     target: 0.9 or more where LRU has less than 0.7, for at most 3 points of all hits.
     """
-    from sagellm.benchmarks._results import environment
     from sagellm.benchmarks.fairness import CAPACITIES, POLICIES, as_json, as_table, run, tenants_trace
+    from sagellm.benchmarks.reporting import environment
 
     output.check()
     policies, capacities = policy or list(POLICIES), capacity or list(CAPACITIES)

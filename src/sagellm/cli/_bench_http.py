@@ -47,25 +47,23 @@ def http(
     Each over kept connections and new ones; "list" is GET /v1/models, in which no engine takes part. The
     client is a process of its own. Use a tiny model: then the figures are the server's.
     """
-    from sagellm.benchmarks._results import environment
-    from sagellm.benchmarks.http.run import Plan, Report, Target, run
-    from sagellm.benchmarks.http.server import our_server, served_model
+    from sagellm.benchmarks.http import run as bench
+    from sagellm.benchmarks.reporting import environment
 
     counts = [int(part) if part.strip().isdecimal() else 0 for part in concurrency.split(",")]
-    plan = Plan([part.strip() for part in kinds.split(",")], counts, requests, tokens, repeats)
+    plan = bench.HttpBenchPlan([part.strip() for part in kinds.split(",")], counts, requests, tokens, repeats)
     if url is not None and model.name is not None:
         raise ConfigError("--url measures the model that is served there: leave out the model, or --url")
     output.check()
     headers = {} if url is None or key is None else {"Authorization": f"Bearer {key}"}
-    started = our_server([] if model.name is None else ["--model", model.name])
+    started = bench.our_server([] if model.name is None else ["--model", model.name])
     address = nullcontext(url.rstrip("/").removesuffix("/v1")) if url is not None else started
     with Console(stderr=True).status("starting the server") as status, address as base:
-        target = Target(
-            name or ("sagellm" if url is None else base), base, served_model(base, headers), headers
-        )
-        report = Report(plan, target, environment(datetime.now(UTC)))
+        served_name = name or ("sagellm" if url is None else base)
+        target = bench.HttpTarget(served_name, base, bench.served_model(base, headers), headers)
+        report = bench.HttpBenchReport(plan, target, environment(datetime.now(UTC)))
         try:
-            run(report, on_run=status.update)
+            bench.run(report, on_run=status.update)
         finally:
             status.stop()
             if report.runs:

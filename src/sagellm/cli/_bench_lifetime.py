@@ -38,10 +38,12 @@ def lifetime(
     Predictors learn as they go, from what has ended by then. "to constant" compares with the best constant of
     the same requests, "skill" with their base rate; neither can be known beforehand.
     """
-    from sagellm.benchmarks._results import environment
-    from sagellm.benchmarks.lifetime.run import NAMES, Plan, run
+    from sagellm.benchmarks.lifetime.run import NAMES, LifetimeBenchPlan, run
+    from sagellm.benchmarks.reporting import environment
 
-    plan = Plan(tuple(workload or NAMES), tuple(predictor or ("statistical",)), cast("Any", part), after)
+    plan = LifetimeBenchPlan(
+        tuple(workload or NAMES), tuple(predictor or ("statistical",)), cast("Any", part), after
+    )
     plan.check()
     output.check()
     with Console(stderr=True).status("") as status:

@@ -13,7 +13,7 @@ import typer
 from sagellm.cli._options import OptionGroup, option
 
 if TYPE_CHECKING:
-    from sagellm.benchmarks._tables import Table
+    from sagellm.benchmarks.reporting import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,13 @@ class Output(OptionGroup):
 
     def check(self) -> None:
         """Raise `ConfigError` now rather than after a long measurement."""
-        from sagellm.benchmarks._results import check_writable
+        from sagellm.benchmarks.reporting import check_writable
 
         if self.out is not None:
             check_writable(self.out)
 
     def show(self, tables: Iterable[Table], values: Mapping[str, Any]) -> None:
         """Write the values, if a file is given, then print the tables."""
-        from sagellm.benchmarks._results import show
+        from sagellm.benchmarks.reporting import show
 
         show(tables, values, self.out, markdown=self.markdown)

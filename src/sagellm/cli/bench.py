@@ -21,7 +21,7 @@ from sagellm.cli._options import App, OptionGroup, command, option
 from sagellm.core.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
-    from sagellm.benchmarks.micro._case import MicroBenchmark
+    from sagellm.benchmarks.micro.cases import MicroBenchmark
 
 app = App(help="Measure this machine.")
 micro = App(help="Time single operations, alone or in turns with other engines.")
@@ -196,7 +196,7 @@ def conversation(
 ) -> None:
     """Count what 100 prompts of conversations reuse of each other's KV, by size of the pool."""
     from sagellm.benchmarks import conversation as experiment
-    from sagellm.benchmarks._results import environment
+    from sagellm.benchmarks.reporting import environment
 
     output.check()
     settings = {"policy": policy, "index": index, "seed": seed, "prefix_caching": not no_prefix_caching}
@@ -216,15 +216,17 @@ def conversation(
 
 def _measure(benchmark: MicroBenchmark, names: str | None, given: Measuring, output: Output) -> None:
     """Run, then show; what was measured before an error is shown and written, too."""
-    from sagellm.benchmarks._results import environment
-    from sagellm.benchmarks.micro._case import Plan
+    from sagellm.benchmarks.micro.cases import MicroBenchPlan
     from sagellm.benchmarks.micro.peers import parse_peers
-    from sagellm.benchmarks.micro.run import Report, run, tables
+    from sagellm.benchmarks.micro.run import MicroBenchReport, run, tables
+    from sagellm.benchmarks.reporting import environment
 
     variants = _split(names) if names is not None else tuple(benchmark.known.names())
-    plan = Plan(variants, policy=given.policy, repeats=given.repeats, seed=given.seed)
+    plan = MicroBenchPlan(variants, policy=given.policy, repeats=given.repeats, seed=given.seed)
     output.check()
-    report = Report(benchmark.name, environment(datetime.now(UTC)), plan.quick() if given.quick else plan)
+    report = MicroBenchReport(
+        benchmark.name, environment(datetime.now(UTC)), plan.quick() if given.quick else plan
+    )
     sections = "".join(benchmark.sections) if given.sections is None else given.sections
     peers = parse_peers(given.peers, given.peer_script)
     try:

@@ -17,7 +17,7 @@ from sagellm.cli._options import OptionGroup, command, option
 from sagellm.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sagellm.benchmarks._tables import Table
+    from sagellm.benchmarks.reporting import Table
     from sagellm.core.clock import ManualClock
     from sagellm.core.events import EventBus
     from sagellm.core.protocols.engine import EngineCore, InferenceBackend
@@ -167,7 +167,7 @@ def calibrate(
 ) -> None:
     """Fit a cost model to measured requests: serve them again in simulated time, and move the coefficients
     until the latencies agree."""
-    from sagellm.benchmarks._results import check_writable, write_json
+    from sagellm.benchmarks.reporting import check_writable, write_json
     from sagellm.engines.simulator.calibrate import calibrate as fitted
     from sagellm.engines.simulator.measured import read_measured, simulate
 
@@ -193,7 +193,7 @@ def calibrate(
 
 
 def _show(found: Calibration, measured: Sequence[Measured], run: Run) -> None:
-    from sagellm.benchmarks._tables import print_tables
+    from sagellm.benchmarks.reporting import print_tables
 
     print_tables(_tables(found, measured, run))
     for text, names in (
@@ -235,7 +235,7 @@ def _origin(instance: Instance) -> str:
 
 def _tables(found: Calibration, measured: Sequence[Measured], run: Run) -> list[Table]:
     """Coefficients; latencies of what was fitted and, where there is one, of the rest."""
-    from sagellm.benchmarks._tables import Table
+    from sagellm.benchmarks.reporting import Table
     from sagellm.engines.simulator.comparison import compare
 
     values = found.cost_model.coefficients.as_dict()

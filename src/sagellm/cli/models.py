@@ -17,7 +17,7 @@ def models(*, settings: Settings) -> None:
 
     The demo model comes with sageLLM; the others are those of the Hugging Face cache (HF_HOME, HF_HUB_CACHE).
     """
-    from sagellm.benchmarks._tables import Table, print_tables
+    from sagellm.benchmarks.reporting import Table, print_tables
     from sagellm.engines.build import DEMO_MODEL, DEMO_NAME
     from sagellm.engines.native.hub import cached_models
 

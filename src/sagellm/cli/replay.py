@@ -19,8 +19,7 @@ from sagellm.core.registry import registry
 
 if TYPE_CHECKING:
     from sagellm.benchmarks.replay.block_trace import BlockTrace
-    from sagellm.benchmarks.replay.plan import Plan
-    from sagellm.benchmarks.replay.sweep import Result
+    from sagellm.benchmarks.replay.sweep import ReplayResult, ReplaySweepPlan
 
 PREFERRED = ("lru", "adaptive")
 _POLICY_HELP = "A policy, or optimum, the offline bound; may be repeated; default: lru, adaptive, optimum."
@@ -31,7 +30,7 @@ _OUT_HELP = "Write a row per replay there; .json (with a manifest), .csv or .par
 
 @dataclass(frozen=True, slots=True)
 class Replaying(OptionGroup):
-    """What is replayed, and how it is counted; `values` are fields of `Plan`, where they were given."""
+    """What is replayed, and how it is counted; `values` are the given fields of `ReplaySweepPlan`."""
 
     policies: tuple[str, ...]
     values: Mapping[str, Any]
@@ -68,12 +67,12 @@ class Replaying(OptionGroup):
                 values[name] = value
         return cls(policies, values)
 
-    def plan(self, options: Mapping[str, Mapping[str, Any]]) -> Plan:
-        from sagellm.benchmarks.replay.plan import OPTIMUM, Plan
+    def plan(self, options: Mapping[str, Mapping[str, Any]]) -> ReplaySweepPlan:
+        from sagellm.benchmarks.replay.sweep import OPTIMUM, ReplaySweepPlan
 
         known = registry("policy").names()
         default = (*(name for name in PREFERRED if name in known), OPTIMUM)
-        return Plan(self.policies or default, options=options, **self.values)
+        return ReplaySweepPlan(self.policies or default, options=options, **self.values)
 
 
 _PREMATURE_HELP = "With --causes: an eviction is premature if the block is missed so soon; default: 60."
@@ -130,11 +129,10 @@ def replay(
 
     "of gap" is the share of the way from LRU to the optimum, "saved s" the share of prefill seconds.
     """
-    from sagellm.benchmarks._results import environment
-    from sagellm.benchmarks._tables import print_tables
     from sagellm.benchmarks.replay.block_trace import block_trace
     from sagellm.benchmarks.replay.outputs import check_out, headline, manifest, tables, write
     from sagellm.benchmarks.replay.plots import check_plots, draw
+    from sagellm.benchmarks.reporting import environment, print_tables
     from sagellm.core.cores import usable_cores
 
     jobs = usable_cores() if jobs is None else jobs
@@ -155,7 +153,7 @@ def replay(
         print(path)
 
 
-def _sweep(trace: BlockTrace, plan: Plan, jobs: int) -> list[Result]:
+def _sweep(trace: BlockTrace, plan: ReplaySweepPlan, jobs: int) -> list[ReplayResult]:
     """With a bar on stderr, where that is a terminal."""
     from rich.progress import Progress
 

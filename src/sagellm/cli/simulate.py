@@ -19,10 +19,9 @@ from sagellm.cli.trace import Reading
 from sagellm.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sagellm.benchmarks.simulate.capacity import Capacity
-    from sagellm.benchmarks.simulate.experiment import Bench
-    from sagellm.benchmarks.simulate.setting import Setting
-    from sagellm.benchmarks.simulate.simulation import Goals, Result
+    from sagellm.benchmarks.simulate.capacity import SustainedRate
+    from sagellm.benchmarks.simulate.experiment import ExperimentSetting, SimulationSetup
+    from sagellm.benchmarks.simulate.simulation import ServiceGoals, SimulationResult
     from sagellm.benchmarks.simulate.workload import WorkloadSpec
     from sagellm.benchmarks.traces import Trace
 
@@ -79,10 +78,10 @@ class Machinery(Given):
             ("network", float, "--network GB/S", "Of one instance; default: the device's."),
         )
 
-    def bench(self, measuring: Measuring) -> Bench:
-        from sagellm.benchmarks.simulate.experiment import Bench
+    def bench(self, measuring: Measuring) -> SimulationSetup:
+        from sagellm.benchmarks.simulate.experiment import SimulationSetup
         from sagellm.benchmarks.simulate.hardware import hardware
-        from sagellm.benchmarks.simulate.simulation import Layout, parse_disaggregate
+        from sagellm.benchmarks.simulate.simulation import ClusterLayout, parse_disaggregate
         from sagellm.cli.trace import assignments
 
         given = self.values
@@ -98,8 +97,10 @@ class Machinery(Given):
             cost_file=given.get("cost"),
             **self.some(tensor_parallel="tensor_parallel", data_parallel="data_parallel"),
         )
-        placed = Layout(**layout, **self.some(instances="instances", router="router"))
-        return Bench(machine, placed, measuring.goals(), assignments("--set", given.get("assignments", ())))
+        placed = ClusterLayout(**layout, **self.some(instances="instances", router="router"))
+        return SimulationSetup(
+            machine, placed, measuring.goals(), assignments("--set", given.get("assignments", ()))
+        )
 
 
 _BELOW_HELP = "Uncached tokens below which a request is small; default: 2000."
@@ -132,14 +133,13 @@ class Load(Given):
         return scales
 
     def spec(self) -> WorkloadSpec:
-        from sagellm.benchmarks.simulate.arrivals import Arrivals
-        from sagellm.benchmarks.simulate.workload import HighPriority, Turns, WorkloadSpec
+        from sagellm.benchmarks.simulate.workload import Arrivals, ClosedLoop, HighPriority, WorkloadSpec
 
         if "think" in self.values and not self.values.get("closed_loop"):
             raise ConfigError("--think is the pause of a closed loop: give --closed-loop too")
         return WorkloadSpec(
             arrivals=Arrivals(**self.some(process="arrivals", rate="rate", cv="cv")),
-            turns=Turns(self.values.get("think")) if self.values.get("closed_loop") else None,
+            turns=ClosedLoop(self.values.get("think")) if self.values.get("closed_loop") else None,
             high=HighPriority(**self.some(share="high_priority_share", below="high_priority_below")),
             **self.some(max_requests="requests", seed="seed"),
         )
@@ -166,13 +166,13 @@ class Measuring(Given):
             ("until", float, "--until SECONDS", "Stop there; default: when all have ended."),
         )
 
-    def goals(self) -> Goals:
+    def goals(self) -> ServiceGoals:
         from sagellm.benchmarks.simulate.metrics import parse_slo
-        from sagellm.benchmarks.simulate.simulation import Goals
+        from sagellm.benchmarks.simulate.simulation import ServiceGoals
 
         slos = self.values.get("slo")
         pairs: dict[str, Any] = {"slos": tuple(dict.fromkeys(map(parse_slo, slos)))} if slos else {}
-        return Goals(**pairs, **self.some(price_per_hour="price", until_s="until"))
+        return ServiceGoals(**pairs, **self.some(price_per_hour="price", until_s="until"))
 
 
 _SLO_HELP = "Goodput under seconds, milliseconds; repeatable; default: 1,100 and 10,30."
@@ -259,8 +259,8 @@ def _run_trace(
 
 
 def _capacities(
-    bench: Bench, trace: Trace, spec: WorkloadSpec, presets: Sequence[str]
-) -> dict[str, Capacity]:
+    bench: SimulationSetup, trace: Trace, spec: WorkloadSpec, presets: Sequence[str]
+) -> dict[str, SustainedRate]:
     from sagellm.benchmarks.simulate import experiment
 
     return {one: experiment.capacity(bench, trace, spec, one, presets, _say) for one in presets}
@@ -275,8 +275,7 @@ def _run_setting(
     *,
     plots: bool,
 ) -> None:
-    from sagellm.benchmarks.simulate.experiment import bench_of, run_setting
-    from sagellm.benchmarks.simulate.setting import read_setting
+    from sagellm.benchmarks.simulate.experiment import build_setup, read_setting, run_setting
 
     others = sorted(machinery.values.keys() - {"cost"})
     if others:
@@ -288,7 +287,7 @@ def _run_setting(
         )
     setting, cost = read_setting(file), machinery.values.get("cost")
     made = run_setting(setting, where, presets=presets, cost_file=cost, say=_say)
-    _report(bench_of(setting, cost), made.results, made.capacities, setting, out, plots=plots)
+    _report(build_setup(setting, cost), made.results, made.capacities, setting, out, plots=plots)
 
 
 def _say(text: str) -> None:
@@ -299,16 +298,15 @@ def _say(text: str) -> None:
 
 
 def _report(
-    bench: Bench,
-    results: Sequence[Result],
-    capacities: Mapping[str, Capacity],
-    setting: Setting | None,
+    bench: SimulationSetup,
+    results: Sequence[SimulationResult],
+    capacities: Mapping[str, SustainedRate],
+    setting: ExperimentSetting | None,
     out: Path | None,
     *,
     plots: bool,
 ) -> None:
-    from sagellm.benchmarks._results import environment
-    from sagellm.benchmarks._tables import print_tables
+    from sagellm.benchmarks.reporting import environment, print_tables
     from sagellm.benchmarks.simulate.outputs import headlines, manifest, tables, write
     from sagellm.benchmarks.simulate.plots import draw
 

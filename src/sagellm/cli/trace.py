@@ -102,8 +102,7 @@ def info(
     reading: Reading,
 ) -> None:
     """Count requests, tokens, sessions and blocks, and what an infinite cache would find."""
-    from sagellm.benchmarks._results import check_writable, write_json
-    from sagellm.benchmarks._tables import print_tables
+    from sagellm.benchmarks.reporting import check_writable, print_tables, write_json
     from sagellm.benchmarks.traces.summary import as_table, summarize
 
     if out is not None:
@@ -128,7 +127,7 @@ def convert(
     reading: Reading,
 ) -> None:
     """Write a trace in another format. Mooncake's loses sessions, tenants and the size of a block."""
-    from sagellm.benchmarks._results import check_writable
+    from sagellm.benchmarks.reporting import check_writable
     from sagellm.benchmarks.traces import write_trace
 
     check_writable(out)
@@ -158,7 +157,7 @@ def synth(
     to: Annotated[str, typer.Option(metavar="NAME", help="sagellm or mooncake.")] = "sagellm",
 ) -> None:
     """Generate a trace: Poisson arrivals of sessions whose prompts grow turn by turn."""
-    from sagellm.benchmarks._results import check_writable
+    from sagellm.benchmarks.reporting import check_writable
     from sagellm.benchmarks.traces import write_trace
     from sagellm.benchmarks.traces.synth import synthesize
 
@@ -207,7 +206,7 @@ def record(
 ) -> None:
     """Answer prompts, all at once, and record what the engine was asked. A server records with
     serve --record-trace."""
-    from sagellm.benchmarks._results import check_writable
+    from sagellm.benchmarks.reporting import check_writable
     from sagellm.benchmarks.traces.recorder import TraceRecorder
     from sagellm.cli._loading import load_llm
     from sagellm.core.events import EventBus

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from sagellm.benchmarks.engine.peer_rows import Figure, compare, read_peers, read_rows
+from sagellm.benchmarks.engine.peer_rows import EngineFigure, compare, read_peers, read_rows
 from sagellm.core.errors import ConfigError
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "2026-11-20-engines-S.json"
-RATE = Figure("decode-8", "b8", "decode_tps", "tok/s", 120.0, higher_is_better=True)
-TIME = Figure("multi-turn", "d", "total", "s", 5.0, higher_is_better=False)
+RATE = EngineFigure("decode-8", "b8", "decode_tps", "tok/s", 120.0, higher_is_better=True)
+TIME = EngineFigure("multi-turn", "d", "total", "s", 5.0, higher_is_better=False)
 
 
 def row(engine: str = "vllm", workload: str = "b8", **more: Any) -> dict[str, Any]:

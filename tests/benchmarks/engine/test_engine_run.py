@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sagellm.benchmarks._results import environment
 from sagellm.benchmarks.engine.cold_start import cold_start
 from sagellm.benchmarks.engine.peer_rows import read_peers
-from sagellm.benchmarks.engine.run import Plan, Report, run, tables
+from sagellm.benchmarks.engine.run import EngineBenchPlan, EngineBenchReport, run, tables
 from sagellm.benchmarks.engine.shapes import SHAPES, write_model
 from sagellm.benchmarks.engine.workloads import Decode, LongContext, MultiTurn, Offline, Prefill, Throughput
+from sagellm.benchmarks.reporting import environment
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError, SageError
@@ -40,12 +40,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return load_config(cli={**wanted, "engine.threads": 1, "engine.kernels": "off"}, environ={}).config
 
 
-def report_of(config: Config, names: list[str], repeats: int = 2) -> Report:
-    return Report(Plan(config, "T", names, repeats, SMALL), environment(datetime(2026, 1, 2, tzinfo=UTC)))
+def report_of(config: Config, names: list[str], repeats: int = 2) -> EngineBenchReport:
+    return EngineBenchReport(
+        EngineBenchPlan(config, "T", names, repeats, SMALL), environment(datetime(2026, 1, 2, tzinfo=UTC))
+    )
 
 
 @pytest.fixture(scope="module")
-def report(config: Config) -> Report:
+def report(config: Config) -> EngineBenchReport:
     made = report_of(config, NAMES)
     said: list[str] = []
     run(made, on_run=said.append)
@@ -53,7 +55,7 @@ def report(config: Config) -> Report:
     return made
 
 
-def test_every_workload_that_fits_ran_as_often_as_asked(report: Report) -> None:
+def test_every_workload_that_fits_ran_as_often_as_asked(report: EngineBenchReport) -> None:
     assert {name: len(runs) for name, runs in report.by_workload().items()} == dict.fromkeys(NAMES[:-1], 2)
     assert list(report.left_out) == ["long-context"]
     assert "needs a context of 503 tokens; here are 400" in report.left_out["long-context"]
@@ -68,7 +70,7 @@ def test_every_workload_that_fits_ran_as_often_as_asked(report: Report) -> None:
     assert all(0.3 < share < 0.9 for share in turns)
 
 
-def test_figures_are_medians(report: Report) -> None:
+def test_figures_are_medians(report: EngineBenchReport) -> None:
     figures = {one.title: one for one in report.figures()}
     runs = [one.value for one in report.measured if one.name == "offline"]
     assert figures["offline"].value == pytest.approx(sum(runs) / 2)
@@ -76,17 +78,17 @@ def test_figures_are_medians(report: Report) -> None:
     assert 50 < figures["resident memory after decode-8"].value < 5000
 
 
-def test_a_run_can_be_compared_with_itself(report: Report, tmp_path: Path) -> None:
+def test_a_run_can_be_compared_with_itself(report: EngineBenchReport, tmp_path: Path) -> None:
     path = tmp_path / "ours.json"
     path.write_text(json.dumps(report.as_json()))
-    again = Report(report.plan, report.environment, read_peers([path], "T", 1), report.measured)
+    again = EngineBenchReport(report.plan, report.environment, read_peers([path], "T", 1), report.measured)
     comparisons = again.comparisons()
     assert {one.figure.title for one in comparisons} == {one.title for one in report.figures()}
     assert all(one.ratio == pytest.approx(1.0, abs=0.01) for one in comparisons)
     assert "sagellm" in shown(again)
 
 
-def test_the_json_tells_settings_and_no_places(report: Report) -> None:
+def test_the_json_tells_settings_and_no_places(report: EngineBenchReport) -> None:
     values = report.as_json()
     assert values["format"] == "sagellm.bench.engine/1"
     assert values["settings"] == {
@@ -96,14 +98,14 @@ def test_the_json_tells_settings_and_no_places(report: Report) -> None:
     assert str(report.plan.config.model.name) not in json.dumps(values)
 
 
-def test_the_table(report: Report) -> None:
+def test_the_table(report: EngineBenchReport) -> None:
     text = shown(report)
     assert "model T, 1 threads" in text
     assert all(name in text for name in NAMES[:-1])
     assert "beside peers" not in text
 
 
-def shown(report: Report) -> str:
+def shown(report: EngineBenchReport) -> str:
     console = Console(width=200)
     with console.capture() as captured:
         for table in tables(report):

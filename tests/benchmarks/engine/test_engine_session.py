@@ -6,8 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from sagellm.benchmarks.engine._process import CpuTimes, others_share, peak_resident_bytes, resident_bytes
-from sagellm.benchmarks.engine.session import Job, Session, StepTime
+from sagellm.benchmarks.engine.session import (
+    CpuTimes,
+    PromptJob,
+    Session,
+    StepTime,
+    others_share,
+    peak_resident_bytes,
+    resident_bytes,
+)
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import SageError
 from sagellm.core.plan import ExecutionPlan, StepResult
@@ -48,7 +55,7 @@ def timed_session() -> tuple[Session, TimedBackend]:
 
 def test_tokens_and_their_times() -> None:
     session, backend = timed_session()
-    first, second = session.run([Job([5, 6, 7], 3), Job([8, 9], 2)])
+    first, second = session.run([PromptJob([5, 6, 7], 3), PromptJob([8, 9], 2)])
     assert first.token_ids == expected_tokens(backend, [5, 6, 7], 3)
     assert second.token_ids == expected_tokens(backend, [8, 9], 2)
     assert first.times_s == pytest.approx([0.4, 0.8, 1.2])
@@ -57,7 +64,7 @@ def test_tokens_and_their_times() -> None:
 
 def test_overhead_is_what_was_not_execute() -> None:
     session, _ = timed_session()
-    session.run([Job([5, 6, 7], 3)])
+    session.run([PromptJob([5, 6, 7], 3)])
     assert session.steps.num_steps == 3
     assert session.steps.execute_s == pytest.approx(3 * EXECUTE_S)
     assert session.steps.overhead == pytest.approx(PLAN_S / (PLAN_S + EXECUTE_S))
@@ -69,16 +76,16 @@ def test_overhead_is_what_was_not_execute() -> None:
 def test_a_prefix_is_reused_until_the_next_beginning() -> None:
     session, _ = timed_session()
     prompt = list(range(9))
-    cached = [session.run([Job(prompt, 1)])[0].num_cached for _ in range(2)]
+    cached = [session.run([PromptJob(prompt, 1)])[0].num_cached for _ in range(2)]
     session.begin()
-    assert [*cached, session.run([Job(prompt, 1)])[0].num_cached] == [0, 8, 0]
+    assert [*cached, session.run([PromptJob(prompt, 1)])[0].num_cached] == [0, 8, 0]
 
 
 def test_an_engine_that_fails() -> None:
     session, backend = timed_session()
     backend.broken = True
     with pytest.raises(SageError, match=r"gave up a request: the backend failed: out of order"):
-        session.run([Job([1, 2], 2)])
+        session.run([PromptJob([1, 2], 2)])
 
 
 def test_what_others_take_of_the_machine() -> None:
@@ -102,7 +109,7 @@ def test_roofline_is_weights_once_a_step_and_the_kv_of_all_contexts() -> None:
     session, backend = timed_session()
     capability = replace(backend.capability(), weight_bytes=1000)
     assert StepTime().roofline(capability, 1.0) is None
-    session.run([Job([5, 6, 7], 3)])
+    session.run([PromptJob([5, 6, 7], 3)])
     assert session.steps.tokens_read == 3 + 4 + 5  # a prompt, then each token and all before it
     assert capability.kv_schema is not None
     read = 3 * 1000 + 12 * capability.kv_schema.bytes_per_token

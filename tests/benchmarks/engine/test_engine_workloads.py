@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from sagellm.benchmarks.engine.session import Answer, Job, Session
-from sagellm.benchmarks.engine.workloads import WORKLOADS, Decode, Draws, Throughput, chosen_names
+from sagellm.benchmarks.engine.session import PromptAnswer, PromptJob, Session
+from sagellm.benchmarks.engine.workloads import WORKLOADS, Decode, Throughput, TokenDraws, chosen_names
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import ConfigError
 from tests.builders import fake_engine
@@ -24,23 +24,23 @@ class RuledSession(Session):
 
     def __init__(self) -> None:
         super().__init__(fake_engine(), ManualClock())
-        self.batches: list[list[Job]] = []
+        self.batches: list[list[PromptJob]] = []
 
     @property
     def vocab_size(self) -> int:
         return VOCAB
 
-    def run(self, jobs: Sequence[Job]) -> list[Answer]:
-        self.batches.append([Job(list(job.prompt), job.num_outputs) for job in jobs])
+    def run(self, jobs: Sequence[PromptJob]) -> list[PromptAnswer]:
+        self.batches.append([PromptJob(list(job.prompt), job.num_outputs) for job in jobs])
         return [_ruled(place, job.num_outputs) for place, job in enumerate(jobs)]
 
 
-def _ruled(place: int, count: int) -> Answer:
+def _ruled(place: int, count: int) -> PromptAnswer:
     times_s = [2.0 + place + 0.5 * i for i in range(count)]
-    return Answer(times_s, [7 + 500 * (i % 2) for i in range(count)], 10)
+    return PromptAnswer(times_s, [7 + 500 * (i % 2) for i in range(count)], 10)
 
 
-def digest(batches: list[list[Job]]) -> str:
+def digest(batches: list[list[PromptJob]]) -> str:
     plain = [[(list(job.prompt), job.num_outputs) for job in batch] for batch in batches]
     return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:16]
 
@@ -95,7 +95,7 @@ def test_repeats_differ_and_one_repeat_does_not() -> None:
 
 
 def test_a_small_vocabulary_is_not_left() -> None:
-    tokens = Draws(Random(0), 100).tokens(2000)
+    tokens = TokenDraws(Random(0), 100).tokens(2000)
     assert (min(tokens), max(tokens)) == (50, 99)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sagellm.benchmarks.simulate.instance import InstanceClock
-from sagellm.benchmarks.simulate.simulation import Goals, Layout, Result, simulate
+from sagellm.benchmarks.simulate.simulation import ClusterLayout, ServiceGoals, SimulationResult, simulate
 from sagellm.benchmarks.simulate.workload import WorkloadSpec, workload
 from sagellm.benchmarks.traces import Trace, TraceRequest
 from sagellm.core.config import Config
@@ -106,11 +106,11 @@ def served(
     *,
     spec: WorkloadSpec | None = None,
     machine: StandIn | None = None,
-    layout: Layout | None = None,
-    goals: Goals | None = None,
+    layout: ClusterLayout | None = None,
+    goals: ServiceGoals | None = None,
     preset: str = "test",
     **settings: Any,
-) -> Result:
+) -> SimulationResult:
     """Simulate the trace on a stand-in."""
     machine, chosen = machine or StandIn(), config(**settings)
     work = workload(made, spec or WorkloadSpec(), machine.max_model_len(chosen))

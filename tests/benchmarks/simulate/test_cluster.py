@@ -10,13 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sagellm.benchmarks.simulate.arrivals import Arrivals
-from sagellm.benchmarks.simulate.cluster import Cluster, Outcome
+from sagellm.benchmarks.simulate.cluster import Cluster, RequestOutcome
 from sagellm.benchmarks.simulate.hardware import hardware
 from sagellm.benchmarks.simulate.instance import PATIENCE_S, Instance
 from sagellm.benchmarks.simulate.routers import RoundRobinRouter
-from sagellm.benchmarks.simulate.simulation import Goals, Layout, build_cluster, simulate
-from sagellm.benchmarks.simulate.workload import RequestMaker, Turns, Workload, WorkloadSpec, workload
+from sagellm.benchmarks.simulate.simulation import ClusterLayout, ServiceGoals, build_cluster, simulate
+from sagellm.benchmarks.simulate.workload import (
+    Arrivals,
+    ClosedLoop,
+    RequestMaker,
+    SimulatedWorkload,
+    WorkloadSpec,
+    workload,
+)
 from sagellm.benchmarks.traces import Trace
 from sagellm.core.blocks import cdiv
 from sagellm.core.config import Config
@@ -46,7 +52,7 @@ def busy_trace(count: int = 60, seed: int = 7) -> Trace:
 
 def test_a_request_alone() -> None:
     [one] = served(trace(request(3.0, 20, 3))).served
-    assert one.outcome is Outcome.FINISHED
+    assert one.outcome is RequestOutcome.FINISHED
     assert (one.arrival_s, one.scheduled_s) == (0.0, 0.0), "time begins with the first arrival"
     assert one.first_token_s == near(2 * STEP_S), "20 tokens are two chunks of at most 16"
     assert one.finished_s == near(4 * STEP_S)
@@ -107,7 +113,7 @@ def test_token_times_are_those_of_the_outputs(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Engine, "step", listening)
     chosen, machine = config(), StandIn(blocks=24)
     work = workload(busy_trace(), WorkloadSpec(), machine.max_model_len(chosen))
-    cluster = build_cluster(chosen, machine, Layout())
+    cluster = build_cluster(chosen, machine, ClusterLayout())
     cluster.run(work, RequestMaker(work, VOCAB))
     [instance] = cluster.instances
     ends = np.frombuffer(instance.course.ends_s)
@@ -124,7 +130,7 @@ def test_the_next_turn_comes_after_the_answer_and_a_pause() -> None:
         request(0.001, 8, 1, session="a", meta={"think_time": 1.5}),
         request(0.002, 8, 1, session="a"),
     )
-    first, second, third = served(made, spec=WorkloadSpec(turns=Turns())).served
+    first, second, third = served(made, spec=WorkloadSpec(turns=ClosedLoop())).served
     assert first.finished_s == near(0.02)
     assert (second.arrival_s, second.finished_s) == (near(1.52), near(1.53))
     assert third.arrival_s == second.finished_s
@@ -139,19 +145,22 @@ def test_a_cut_off_says_how_everybody_stands() -> None:
         request(9.0, 8, 1),
     )
     result = served(
-        made, spec=WorkloadSpec(turns=Turns()), goals=Goals(until_s=0.2), scheduler__max_num_seqs=2
+        made,
+        spec=WorkloadSpec(turns=ClosedLoop()),
+        goals=ServiceGoals(until_s=0.2),
+        scheduler__max_num_seqs=2,
     )
     outcomes = [one.outcome for one in result.served]
     assert outcomes == [
-        Outcome.FINISHED,
-        Outcome.RUNNING,
-        Outcome.RUNNING,
-        Outcome.NOT_SENT,
-        Outcome.NOT_SENT,
+        RequestOutcome.FINISHED,
+        RequestOutcome.RUNNING,
+        RequestOutcome.RUNNING,
+        RequestOutcome.NOT_SENT,
+        RequestOutcome.NOT_SENT,
     ]
     assert result.served[1].scheduled_s == 0.0
-    short = served(made, goals=Goals(until_s=0.005), scheduler__max_num_seqs=2)
-    assert short.served[2].outcome is Outcome.WAITING
+    short = served(made, goals=ServiceGoals(until_s=0.005), scheduler__max_num_seqs=2)
+    assert short.served[2].outcome is RequestOutcome.WAITING
     assert short.figures["requests_waiting"] == 1
 
 
@@ -161,10 +170,10 @@ def test_what_the_engine_refuses_is_rejected_with_its_reason() -> None:
             return 10_000
 
     made = trace(request(0, 50, 1, session="a"), request(0, 8, 1, session="a"))
-    first, second = served(made, machine=Boastful(blocks=10), spec=WorkloadSpec(turns=Turns(0.0))).served
-    assert first.outcome is Outcome.REJECTED
+    first, second = served(made, machine=Boastful(blocks=10), spec=WorkloadSpec(turns=ClosedLoop(0.0))).served
+    assert first.outcome is RequestOutcome.REJECTED
     assert "maximum context length is 40 tokens, but the prompt has 50" in first.reason
-    assert second.outcome is Outcome.FINISHED, "the session goes on"
+    assert second.outcome is RequestOutcome.FINISHED, "the session goes on"
 
 
 class NobodyPass:
@@ -192,7 +201,7 @@ def passes(last: str) -> dict[str, Any]:
 
 def test_an_engine_that_never_computes_is_told_of() -> None:
     result = served(trace(request(0, 8, 1), request(1, 8, 1)), **passes("NobodyPass"))
-    assert [one.outcome for one in result.served] == [Outcome.WAITING] * 2
+    assert [one.outcome for one in result.served] == [RequestOutcome.WAITING] * 2
     assert all("stalled" in one.reason for one in result.served)
     assert result.figures["ttft_s_mean"] is None
     assert PATIENCE_S > 10
@@ -215,7 +224,7 @@ def test_a_lost_request_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_instances_run_beside_each_other() -> None:
     made = trace(request(0, 16, 4), request(0, 16, 4))
-    both = served(made, layout=Layout(2, router="round-robin"))
+    both = served(made, layout=ClusterLayout(2, router="round-robin"))
     assert [one.prefill for one in both.served] == ["instance-1", "instance-2"]
     assert [one.finished_s for one in both.served] == [near(0.04)] * 2
 
@@ -225,7 +234,7 @@ def run(seed: int, **layout: Any) -> tuple[Any, ...]:
     machine = StandIn(
         blocks=40, step_s=lambda plan: 0.003 + 0.001 * plan.num_tokens, network_bytes_per_s=4000
     )
-    result = served(busy_trace(), spec=spec, machine=machine, layout=Layout(**layout))
+    result = served(busy_trace(), spec=spec, machine=machine, layout=ClusterLayout(**layout))
     assert result.figures["requests_finished"] == 60
     return result.served, result.figures
 
@@ -254,9 +263,9 @@ def test_steps_that_are_taken_at_once_are_those_taken_one_by_one(
         return done
 
     monkeypatch.setattr(SimulatedEngine, "fast_forward", counting)
-    at_once = simulate("x", chosen, work, machine, Layout(**layout))
+    at_once = simulate("x", chosen, work, machine, ClusterLayout(**layout))
     monkeypatch.setattr(SimulatedEngine, "fast_forward", lambda self, until_s: None)
-    singly = simulate("x", chosen, work, machine, Layout(**layout))
+    singly = simulate("x", chosen, work, machine, ClusterLayout(**layout))
     assert sum(num_steps) > 50
     assert at_once.figures["preemptions"] > 0 or layout
     assert at_once.served == singly.served
@@ -276,7 +285,9 @@ def test_roles_that_make_no_cluster(roles: list[Any]) -> None:
 
 def test_a_workload_is_not_used_up() -> None:
     chosen, machine = config(), StandIn()
-    work: Workload = workload(busy_trace(5), WorkloadSpec(), machine.max_model_len(chosen))
-    runs = [build_cluster(chosen, machine, Layout()).run(work, RequestMaker(work, VOCAB)) for _ in range(2)]
+    work: SimulatedWorkload = workload(busy_trace(5), WorkloadSpec(), machine.max_model_len(chosen))
+    runs = [
+        build_cluster(chosen, machine, ClusterLayout()).run(work, RequestMaker(work, VOCAB)) for _ in range(2)
+    ]
     assert runs[0] == runs[1]
     assert replace(runs[0][0]) == runs[1][0]

@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 
-from sagellm.benchmarks.simulate.cluster import Outcome
+from sagellm.benchmarks.simulate.cluster import RequestOutcome
 from sagellm.benchmarks.simulate.network import Network, receive
-from sagellm.benchmarks.simulate.simulation import Goals, Layout, Result, parse_disaggregate
-from sagellm.benchmarks.simulate.workload import Turns, WorkloadSpec
+from sagellm.benchmarks.simulate.simulation import (
+    ClusterLayout,
+    ServiceGoals,
+    SimulationResult,
+    parse_disaggregate,
+)
+from sagellm.benchmarks.simulate.workload import ClosedLoop, WorkloadSpec
 from sagellm.benchmarks.traces import Trace
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import Request, Tokens
@@ -17,10 +22,10 @@ from sagellm.engines.build import build_kv
 from tests.benchmarks.simulate.stand_in import StandIn, config, request, served, trace
 
 near: Any = pytest.approx
-APART = Layout(disaggregate=(1, 1))
+APART = ClusterLayout(disaggregate=(1, 1))
 
 
-def apart(made: Trace, **given: object) -> Result:
+def apart(made: Trace, **given: object) -> SimulationResult:
     return served(made, layout=APART, **given)  # type: ignore[arg-type]
 
 
@@ -31,7 +36,7 @@ def test_kv_goes_over_the_network() -> None:
     assert one.first_token_s == near(0.01)
     assert one.ready_s == near(0.027)
     assert one.finished_s == near(0.047), "two more tokens, 10 ms each"
-    assert (one.outcome, one.num_output_tokens, one.num_cached) == (Outcome.FINISHED, 3, 0)
+    assert (one.outcome, one.num_output_tokens, one.num_cached) == (RequestOutcome.FINISHED, 3, 0)
 
 
 def test_the_decode_instance_computes_what_is_no_whole_block() -> None:
@@ -69,16 +74,16 @@ def test_a_transfer_waits_for_room() -> None:
 
 
 def test_a_cut_off_finds_requests_on_the_way() -> None:
-    [one] = apart(trace(request(0, 8, 3)), goals=Goals(until_s=0.02)).served
-    assert (one.outcome, one.first_token_s) == (Outcome.SENDING, near(0.01))
+    [one] = apart(trace(request(0, 8, 3)), goals=ServiceGoals(until_s=0.02)).served
+    assert (one.outcome, one.first_token_s) == (RequestOutcome.SENDING, near(0.01))
 
 
 def test_turns_and_pools_of_several() -> None:
     made = trace(*(request(0.001 * at, 9 + at, 4, session=str(at % 3)) for at in range(12)))
     result = served(
         made,
-        layout=Layout(disaggregate=(2, 2), router="least-loaded"),
-        spec=WorkloadSpec(turns=Turns(0.01)),
+        layout=ClusterLayout(disaggregate=(2, 2), router="least-loaded"),
+        spec=WorkloadSpec(turns=ClosedLoop(0.01)),
     )
     assert result.figures["requests_finished"] == 12
     assert {one.prefill for one in result.served} == {"prefill-1", "prefill-2"}
@@ -121,9 +126,9 @@ def test_pools_that_are_none(text: str) -> None:
 
 def test_layouts_out_of_range() -> None:
     with pytest.raises(ConfigError, match="at least one instance on each side"):
-        Layout(disaggregate=(0, 1))
+        ClusterLayout(disaggregate=(0, 1))
     with pytest.raises(ConfigError, match="at least one instance, got 0"):
-        Layout(0)
+        ClusterLayout(0)
     for speed, latency in ((0.0, 0.0), (1.0, -1.0), (1.0, float("inf"))):
         with pytest.raises(ConfigError, match="bandwidth above 0"):
             Network(speed, latency)

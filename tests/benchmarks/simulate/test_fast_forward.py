@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sagellm.benchmarks.simulate.arrivals import Arrivals
 from sagellm.benchmarks.simulate.cluster import Cluster
 from sagellm.benchmarks.simulate.hardware import hardware
-from sagellm.benchmarks.simulate.simulation import Layout, build_cluster
-from sagellm.benchmarks.simulate.workload import HighPriority, RequestMaker, WorkloadSpec, workload
+from sagellm.benchmarks.simulate.simulation import ClusterLayout, build_cluster
+from sagellm.benchmarks.simulate.workload import Arrivals, HighPriority, RequestMaker, WorkloadSpec, workload
 from sagellm.benchmarks.traces import Trace
 from sagellm.core.config import Config
 from sagellm.core.events import BlocksRemoved, RequestFinished, RequestPreempted, RequestScheduled
@@ -66,7 +65,7 @@ def run(
 
     spec = WorkloadSpec(Arrivals("bursty", rate=rate), high=HighPriority(0.3))
     work = workload(made, spec, MACHINE.max_model_len(chosen))
-    cluster = build_cluster(chosen, MACHINE, Layout())
+    cluster = build_cluster(chosen, MACHINE, ClusterLayout())
     events = listen(cluster)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimulatedEngine, "fast_forward", counting if at_once else lambda self, until_s: None)

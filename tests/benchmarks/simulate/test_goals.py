@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from random import Random
 
-from sagellm.benchmarks.simulate.arrivals import Arrivals
-from sagellm.benchmarks.simulate.experiment import Bench
+from sagellm.benchmarks.simulate.experiment import SimulationSetup
 from sagellm.benchmarks.simulate.hardware import hardware
 from sagellm.benchmarks.simulate.metrics import SLOPair
-from sagellm.benchmarks.simulate.simulation import Goals
-from sagellm.benchmarks.simulate.workload import WorkloadSpec
+from sagellm.benchmarks.simulate.simulation import ServiceGoals
+from sagellm.benchmarks.simulate.workload import Arrivals, WorkloadSpec
 from sagellm.benchmarks.traces import Trace, TraceRequest
 from sagellm.core.types import Namespace, Tokens
 
@@ -29,7 +28,9 @@ def long_prompts(number: int) -> Trace:
 
 def test_short_steps_do_not_cost_the_throughput_of_an_overloaded_engine() -> None:
     settings = {"scheduler.max_num_seqs": 1024, "scheduler.max_batched_tokens": 8192}
-    bench = Bench(hardware("h100-80g", "llama-3.1-8b"), goals=Goals((GOAL,)), settings=settings)
+    bench = SimulationSetup(
+        hardware("h100-80g", "llama-3.1-8b"), goals=ServiceGoals((GOAL,)), settings=settings
+    )
     presets = ("vllm-like", "adaptive")
     work = bench.workload(long_prompts(400), WorkloadSpec(Arrivals(rate=1.8)), presets)
     plain, adaptive = (bench.run(preset, work).figures for preset in presets)

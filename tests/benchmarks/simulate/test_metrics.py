@@ -10,7 +10,7 @@ import pytest
 
 from sagellm.benchmarks.simulate.course import gaps
 from sagellm.benchmarks.simulate.metrics import SLOPair, latency_figures, parse_slo
-from sagellm.benchmarks.simulate.simulation import Goals, Layout
+from sagellm.benchmarks.simulate.simulation import ClusterLayout, ServiceGoals
 from sagellm.benchmarks.simulate.workload import HighPriority, WorkloadSpec
 from sagellm.core.errors import BookkeepingError, ConfigError
 from tests.benchmarks.simulate.stand_in import StandIn, request, served, trace
@@ -29,7 +29,7 @@ def test_every_figure_of_a_small_run() -> None:
     """Two requests side by side: steps of 8 + 8, then 2 tokens, then 1; and one after a pause, alone."""
     made = trace(request(0, 8, 2), request(0, 8, 3), request(0.97, 8, 1))
     slos = (SLOPair(0.01, 10), SLOPair(1, 5))
-    found = served(made, goals=Goals(slos, price_per_hour=3600.0)).figures
+    found = served(made, goals=ServiceGoals(slos, price_per_hour=3600.0)).figures
     assert found["requests_finished"] == 3
     assert found["duration_s"] == near(0.98)
     assert (found["ttft_s_mean"], found["ttft_s_p99"]) == (near(0.01), near(0.01))
@@ -52,7 +52,7 @@ def test_every_figure_of_a_small_run() -> None:
 def test_goodput_needs_both_goals() -> None:
     made = trace(request(0, 8, 2), request(0, 8, 1), request(0.001, 8, 2))
     slos = (SLOPair(0.011, 11), SLOPair(0.02, 11), SLOPair(0.02, 9))
-    found = served(made, goals=Goals(slos)).figures
+    found = served(made, goals=ServiceGoals(slos)).figures
     assert found["goodput_0.011s_11ms"] == near(2 / 0.03), "the third waits for a step first"
     assert found["attained_0.02s_11ms"] == 1.0
     assert found["goodput_0.02s_9ms"] == near(1 / 0.03), "an answer of one token has no second"
@@ -68,11 +68,11 @@ def test_efficiency_under_load_counts_steps_that_leave_somebody_waiting() -> Non
 def test_instances_share_time_and_cost() -> None:
     made = trace(request(0, 8, 1), request(0, 8, 1))
     found = served(
-        made, layout=Layout(2, router="round-robin"), goals=Goals((), price_per_hour=3600.0)
+        made, layout=ClusterLayout(2, router="round-robin"), goals=ServiceGoals((), price_per_hour=3600.0)
     ).figures
     assert found["utilisation"] == near(1.0)
     assert found["cost_per_million_output_tokens"] == near(2 * 0.01 / 2 * 1e6)
-    wide = served(made, machine=StandIn(num_devices=4), goals=Goals((), price_per_hour=3600.0)).figures
+    wide = served(made, machine=StandIn(num_devices=4), goals=ServiceGoals((), price_per_hour=3600.0)).figures
     assert wide["cost_per_million_output_tokens"] == near(4 * 0.01 / 2 * 1e6)
 
 
@@ -107,8 +107,8 @@ def test_slos() -> None:
 
 def test_goals_out_of_range() -> None:
     with pytest.raises(ConfigError, match="price per device hour"):
-        Goals(price_per_hour=-1)
+        ServiceGoals(price_per_hour=-1)
     with pytest.raises(ConfigError, match="more than 0 seconds"):
-        Goals(until_s=0)
-    assert Goals().request_slo.tpot_s == 0.1
-    assert Goals(()).request_slo.ttft_s is None
+        ServiceGoals(until_s=0)
+    assert ServiceGoals().request_slo.tpot_s == 0.1
+    assert ServiceGoals(()).request_slo.ttft_s is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sagellm.benchmarks.simulate.routers import ROUTERS, PrefixAwareRouter, make_router
-from sagellm.benchmarks.simulate.simulation import Layout
+from sagellm.benchmarks.simulate.simulation import ClusterLayout
 from sagellm.core.errors import CapacityError, UnknownNameError
 from sagellm.core.protocols.router import InstanceLoad
 from sagellm.core.types import Request, Tokens
@@ -53,13 +53,13 @@ def test_contract(name: str) -> None:
 
 def test_an_unknown_router_is_explained() -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'round-robin'"):
-        Layout(router="roundrobin")
+        ClusterLayout(router="roundrobin")
 
 
 def test_a_conversation_stays_where_its_prefix_is() -> None:
     made = trace(*(request(1.0 * at, 400, 1, list(range(50))) for at in range(4)))
-    result = served(made, layout=Layout(2))
+    result = served(made, layout=ClusterLayout(2))
     assert {one.prefill for one in result.served} == {"instance-1"}
-    apart = served(made, layout=Layout(2, router="round-robin"))
+    apart = served(made, layout=ClusterLayout(2, router="round-robin"))
     assert [one.prefill[-1] for one in apart.served] == ["1", "2", "1", "2"]
     assert apart.figures["hit_ratio"] < result.figures["hit_ratio"]

@@ -11,10 +11,15 @@ import pytest
 import yaml
 
 from sagellm.benchmarks.simulate import experiment
-from sagellm.benchmarks.simulate.experiment import Bench, bench_of, run_setting
+from sagellm.benchmarks.simulate.experiment import (
+    ExperimentSetting,
+    SimulationSetup,
+    build_setup,
+    read_setting,
+    run_setting,
+)
 from sagellm.benchmarks.simulate.metrics import SLOPair
-from sagellm.benchmarks.simulate.setting import Setting, read_setting
-from sagellm.benchmarks.simulate.simulation import Goals
+from sagellm.benchmarks.simulate.simulation import ServiceGoals
 from sagellm.core.errors import ConfigError, UnknownNameError
 from sagellm.engines.build import build_passes
 from sagellm.kvmgr.scheduler_ir.presets import CLOSING, PRESETS
@@ -61,7 +66,7 @@ def test_the_committed_setting_is_the_experiment() -> None:
 def test_each_pass_of_the_presets_stands_alone_in_the_committed_setting() -> None:
     """Beside what fifo has; so no pass is in a preset whose part in it nobody has measured."""
     setting = read_setting(COMMITTED)
-    bench = bench_of(setting)
+    bench = build_setup(setting)
     alone = set()
     for name in setting.variants:
         passes = [one.name for one in build_passes(bench.config(name).scheduler)]
@@ -84,10 +89,10 @@ def test_its_traces_are_the_ones_that_it_means() -> None:
 def test_a_setting_is_run(collection: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """80 requests of a step of 10 ms each: 100 a second is the capacity, 200 is too much."""
 
-    def bench_of(setting: Setting, cost_file: Path | None = None) -> Bench:
-        return Bench(StandIn(), goals=Goals(setting.slo_pairs), settings=setting.config)
+    def build_setup(setting: ExperimentSetting, cost_file: Path | None = None) -> SimulationSetup:
+        return SimulationSetup(StandIn(), goals=ServiceGoals(setting.slo_pairs), settings=setting.config)
 
-    monkeypatch.setattr(experiment, "bench_of", bench_of)
+    monkeypatch.setattr(experiment, "build_setup", build_setup)
     said: list[str] = []
     changes = {"scheduler.max_num_seqs": 8, "scheduler.max_batched_tokens": 16, "kv.block_size": 4}
     made = run_setting(read_setting(write(collection, config=changes)), collection, say=said.append)
@@ -107,11 +112,11 @@ def test_a_setting_is_run(collection: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_variants_run_behind_the_presets(collection: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with its own keys over those of the setting, and by its name."""
 
-    def bench_of(setting: Setting, cost_file: Path | None = None) -> Bench:
-        goals = Goals(setting.slo_pairs)
-        return Bench(StandIn(), goals=goals, settings=setting.config, variants=setting.variants)
+    def build_setup(setting: ExperimentSetting, cost_file: Path | None = None) -> SimulationSetup:
+        goals = ServiceGoals(setting.slo_pairs)
+        return SimulationSetup(StandIn(), goals=goals, settings=setting.config, variants=setting.variants)
 
-    monkeypatch.setattr(experiment, "bench_of", bench_of)
+    monkeypatch.setattr(experiment, "build_setup", build_setup)
     variants = {
         "narrow": {"preset": "fifo", "config": {"scheduler.max_num_seqs": 2}},
         "alone": {"preset": "fifo", "config": {"scheduler.passes": ["fairness"]}},

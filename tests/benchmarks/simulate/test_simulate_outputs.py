@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sagellm.benchmarks._results import environment
-from sagellm.benchmarks.simulate.arrivals import Arrivals
-from sagellm.benchmarks.simulate.capacity import Capacity, Probe
-from sagellm.benchmarks.simulate.experiment import Bench
+from sagellm.benchmarks.reporting import environment
+from sagellm.benchmarks.simulate.capacity import RateProbe, SustainedRate
+from sagellm.benchmarks.simulate.experiment import SimulationSetup, preset_config, preset_names
 from sagellm.benchmarks.simulate.hardware import hardware
 from sagellm.benchmarks.simulate.metrics import SLOPair
 from sagellm.benchmarks.simulate.outputs import (
@@ -30,17 +29,16 @@ from sagellm.benchmarks.simulate.outputs import (
     write,
 )
 from sagellm.benchmarks.simulate.plots import check_plots, draw
-from sagellm.benchmarks.simulate.presets import preset_config, preset_names
-from sagellm.benchmarks.simulate.simulation import Goals, Layout, Result
-from sagellm.benchmarks.simulate.workload import HighPriority, WorkloadSpec
+from sagellm.benchmarks.simulate.simulation import ClusterLayout, ServiceGoals, SimulationResult
+from sagellm.benchmarks.simulate.workload import Arrivals, HighPriority, WorkloadSpec
 from sagellm.core.errors import ConfigError, MissingExtraError, UnknownNameError
 from tests.benchmarks.simulate.stand_in import StandIn, request, served, trace
 
 SLOS = (SLOPair(0.05, 11), SLOPair(1, 100))
-BENCH = Bench(StandIn(), goals=Goals(SLOS, price_per_hour=2.0))
+BENCH = SimulationSetup(StandIn(), goals=ServiceGoals(SLOS, price_per_hour=2.0))
 
 
-def result(rate: float, preset: str, **given: Any) -> Result:
+def result(rate: float, preset: str, **given: Any) -> SimulationResult:
     made = trace(
         request(0, 8, 3, [1], session="a"), request(1, 20, 2, [1, 2, 3]), request(2, 8, 1), request(3, 9, 4)
     )
@@ -49,17 +47,17 @@ def result(rate: float, preset: str, **given: Any) -> Result:
 
 
 @pytest.fixture(scope="module")
-def results() -> list[Result]:
+def results() -> list[SimulationResult]:
     return [result(rate, preset) for rate in (1.0, 50.0) for preset in ("one", "other")]
 
 
 @pytest.fixture
-def made_by(results: list[Result]) -> dict[str, Any]:
-    capacities = {"one": Capacity(3.0, (Probe(3.0, 0.0),))}
+def made_by(results: list[SimulationResult]) -> dict[str, Any]:
+    capacities = {"one": SustainedRate(3.0, (RateProbe(3.0, 0.0),))}
     return manifest(BENCH, results, environment(datetime.now(UTC)), None, capacities)
 
 
-def test_a_row_holds_every_figure(results: list[Result]) -> None:
+def test_a_row_holds_every_figure(results: list[SimulationResult]) -> None:
     row = as_row(results[2])
     assert (row["preset"], row["rate"], row["requests"]) == ("one", pytest.approx(50.0), 4)
     assert row["requests_finished"] == 4
@@ -69,7 +67,7 @@ def test_a_row_holds_every_figure(results: list[Result]) -> None:
     assert list(row)[-3:] == ["wall_s", "cpu_s", "requests_per_wall_s"]
 
 
-def test_files(results: list[Result], made_by: dict[str, Any], tmp_path: Path) -> None:
+def test_files(results: list[SimulationResult], made_by: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "out"
     check_folder(folder)
     paths = write(folder, made_by, results)
@@ -96,7 +94,7 @@ def test_files(results: list[Result], made_by: dict[str, Any], tmp_path: Path) -
 
 def test_a_request_that_did_not_come_far(tmp_path: Path) -> None:
     made = trace(request(0, 8, 30), request(0, 8, 30), request(5, 8, 1))
-    cut = served(made, goals=Goals(until_s=0.1), scheduler__max_num_seqs=1)
+    cut = served(made, goals=ServiceGoals(until_s=0.1), scheduler__max_num_seqs=1)
     paths = write(tmp_path, {}, [cut])
     with paths[1].open(newline="") as lines:
         rows = list(csv.DictReader(lines))
@@ -104,7 +102,7 @@ def test_a_request_that_did_not_come_far(tmp_path: Path) -> None:
     assert (rows[2]["arrival_s"], rows[2]["ttft_s"], rows[0]["finished_s"]) == ("", "", "")
 
 
-def test_tables_show_what_is_in_the_rows(results: list[Result]) -> None:
+def test_tables_show_what_is_in_the_rows(results: list[SimulationResult]) -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     for one in tables(results, SLOS):
         console.print(one)
@@ -121,19 +119,19 @@ def test_tables_show_what_is_in_the_rows(results: list[Result]) -> None:
     assert "50.0 requests/s" in others[1]
 
 
-def test_plots(results: list[Result], tmp_path: Path) -> None:
+def test_plots(results: list[SimulationResult], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     check_plots(tmp_path / "p")
     paths = draw(tmp_path / "p", results, SLOS)
     assert [path.name for path in paths] == ["latency_cdf.png", "timeline.png", "goodput.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
-    apart = [result(5.0, "x", layout=Layout(disaggregate=(1, 1)))]
+    apart = [result(5.0, "x", layout=ClusterLayout(disaggregate=(1, 1)))]
     assert [path.name for path in draw(tmp_path / "q", apart, SLOS)] == ["latency_cdf.png", "timeline.png"]
 
 
 def test_plots_of_nothing_that_finished(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    cut = served(trace(request(0, 8, 30)), goals=Goals(until_s=0.005))
+    cut = served(trace(request(0, 8, 30)), goals=ServiceGoals(until_s=0.005))
     assert len(draw(tmp_path, [cut], SLOS)) == 2
 
 

@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sagellm.benchmarks.simulate.arrivals import Arrivals, mean_rate
-from sagellm.benchmarks.simulate.content import PromptContent, uncached_tokens
 from sagellm.benchmarks.simulate.workload import (
+    Arrivals,
+    ClosedLoop,
     HighPriority,
+    PromptContent,
     RequestMaker,
-    Turns,
     WorkloadSpec,
+    mean_rate,
+    uncached_tokens,
     workload,
 )
 from sagellm.benchmarks.traces import read_trace
@@ -174,7 +176,7 @@ def test_turns_follow_each_other() -> None:
         request(3, 8, 1),
         request(4, 8, 1, session="a"),
     )
-    work = workload(made, WorkloadSpec(Arrivals(rate_scale=2), Turns()), LONG)
+    work = workload(made, WorkloadSpec(Arrivals(rate_scale=2), ClosedLoop()), LONG)
     assert work.follows == {0: 2, 2: 4}
     assert work.first() == [(0.0, 0), (0.5, 1), (1.5, 3)]
     assert (work.times_s[2], work.times_s[4]) == (1.5, 0.0)
@@ -182,7 +184,7 @@ def test_turns_follow_each_other() -> None:
 
 def test_time_to_think_is_drawn() -> None:
     requests = [request(float(at), 8, 1, session=str(at % 10)) for at in range(2000)]
-    work = workload(trace(*requests), WorkloadSpec(turns=Turns(3.0)), LONG)
+    work = workload(trace(*requests), WorkloadSpec(turns=ClosedLoop(3.0)), LONG)
     pauses = [work.times_s[number] for number in work.follows.values()]
     assert len(pauses) == 1990
     assert np.mean(pauses) == pytest.approx(3.0, rel=0.1)
@@ -190,9 +192,9 @@ def test_time_to_think_is_drawn() -> None:
 
 def test_a_closed_loop_needs_sessions() -> None:
     with pytest.raises(ConfigError, match="needs a trace with sessions"):
-        workload(trace(request(0, 8, 1)), WorkloadSpec(turns=Turns()), LONG)
+        workload(trace(request(0, 8, 1)), WorkloadSpec(turns=ClosedLoop()), LONG)
     with pytest.raises(ConfigError, match="0 or more seconds"):
-        Turns(-1.0)
+        ClosedLoop(-1.0)
 
 
 def test_requests_are_made_as_the_trace_says() -> None:

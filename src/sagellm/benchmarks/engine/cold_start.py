@@ -50,13 +50,12 @@ def _measure(given: dict[str, Any], clock: Clock) -> dict[str, float]:
     stamps.append(clock.now())
     engine = build_engine(Config.model_validate(given["config"]))
     stamps.append(clock.now())
-    from sagellm.benchmarks.engine._process import peak_resident_bytes, resident_bytes
-    from sagellm.benchmarks.engine.session import Job, Session
-    from sagellm.benchmarks.engine.workloads import COLD_CODE, Draws
+    from sagellm.benchmarks.engine.session import PromptJob, Session, peak_resident_bytes, resident_bytes
+    from sagellm.benchmarks.engine.workloads import COLD_CODE, TokenDraws
 
     session = Session(engine, clock)
-    prompt = Draws(Random(f"{COLD_CODE}/0"), session.vocab_size).tokens(NUM_TOKENS)
-    session.run([Job(prompt, 1)])
+    prompt = TokenDraws(Random(f"{COLD_CODE}/0"), session.vocab_size).tokens(NUM_TOKENS)
+    session.run([PromptJob(prompt, 1)])
     stamps.append(clock.now())
     parts = [after - before for before, after in itertools.pairwise(stamps)]
     return {

@@ -15,12 +15,12 @@ from typing import Any
 
 from sagellm.core.errors import ConfigError
 
-Row = Mapping[str, Any]
+HarnessRow = Mapping[str, Any]
 NAMED = ("engine", "model", "workload")
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class EngineFigure:
     """A figure of ours: `key` is the harness's name of it in rows of workload `code`."""
 
     title: str
@@ -32,16 +32,16 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class EnginePeerComparison:
     """One figure beside a peer's median. A `ratio` above 1: ours is better, by that factor."""
 
-    figure: Figure
+    figure: EngineFigure
     peer: str
     peer_value: float
     ratio: float | None
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[HarnessRow]:
     """The rows of a file; raises `ConfigError` naming it."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -76,11 +76,11 @@ def _parsed_lines(text: str) -> list[Any] | None:
         return None
 
 
-def _is_row(row: Row) -> bool:
+def _is_row(row: HarnessRow) -> bool:
     return all(isinstance(row.get(name), str) for name in NAMED)
 
 
-def read_peers(paths: Iterable[Path], model: str, threads: int) -> list[Row]:
+def read_peers(paths: Iterable[Path], model: str, threads: int) -> list[HarnessRow]:
     """The rows of all files that are of this model and number of threads.
 
     Raises `ConfigError` for a file that has none, and says which it has.
@@ -99,18 +99,18 @@ def read_peers(paths: Iterable[Path], model: str, threads: int) -> list[Row]:
     return chosen
 
 
-def compare(figures: Sequence[Figure], rows: Sequence[Row]) -> list[Comparison]:
+def compare(figures: Sequence[EngineFigure], rows: Sequence[HarnessRow]) -> list[EnginePeerComparison]:
     """Every figure beside every peer that has it, peers in order of appearance."""
     peers = list(dict.fromkeys(str(row["engine"]) for row in rows))
     return [
-        Comparison(figure, peer, value, _ratio(figure, value))
+        EnginePeerComparison(figure, peer, value, _ratio(figure, value))
         for figure in figures
         for peer in peers
         if (value := _median(figure, peer, rows)) is not None
     ]
 
 
-def _median(figure: Figure, peer: str, rows: Sequence[Row]) -> float | None:
+def _median(figure: EngineFigure, peer: str, rows: Sequence[HarnessRow]) -> float | None:
     values = [
         float(row[figure.key])
         for row in rows
@@ -123,7 +123,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _ratio(figure: Figure, peer_value: float) -> float | None:
+def _ratio(figure: EngineFigure, peer_value: float) -> float | None:
     above, below = figure.value, peer_value
     if not figure.higher_is_better:
         above, below = below, above

@@ -1,26 +1,41 @@
-"""Run the workloads on one engine; the report, as JSON and as tables."""
+"""Runs the workloads on one engine and reports them as JSON and tables."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from statistics import median
 from typing import Any
 
-from sagellm.benchmarks._results import Environment, figure
-from sagellm.benchmarks._tables import Table
-from sagellm.benchmarks.engine._process import CpuTimes, others_share, peak_resident_bytes, resident_bytes
+import numpy as np
+
 from sagellm.benchmarks.engine.cold_start import cold_start
-from sagellm.benchmarks.engine.logit_error import LOGIT_ERROR, LOGIT_ERROR_CODE, logit_error
-from sagellm.benchmarks.engine.peer_rows import Comparison, Figure, Row, compare
-from sagellm.benchmarks.engine.session import Job, Session
-from sagellm.benchmarks.engine.workloads import COLD_CODE, COLD_START, SECONDS, WORKLOADS, Metric, Workload
+from sagellm.benchmarks.engine.peer_rows import EngineFigure, EnginePeerComparison, HarnessRow, compare
+from sagellm.benchmarks.engine.session import (
+    CpuTimes,
+    PromptJob,
+    Session,
+    others_share,
+    peak_resident_bytes,
+    resident_bytes,
+)
+from sagellm.benchmarks.engine.workloads import (
+    COLD_CODE,
+    COLD_START,
+    SECONDS,
+    WORKLOADS,
+    EngineWorkload,
+    Metric,
+    TokenDraws,
+)
+from sagellm.benchmarks.reporting import Environment, Table, figure
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import CapabilityDescriptor
-from sagellm.engines.build import build_engine
+from sagellm.engines.build import build_backend, build_engine
 from sagellm.engines.native.bandwidth import read_bandwidth
 
 FORMAT = "sagellm.bench.engine/1"
@@ -38,7 +53,7 @@ COLUMNS = (
     "runs",
 )
 LOGIT_DISTANCE = Metric("rel_l2", "rel. L2", higher_is_better=False)
-WARM_UP = Job([1, 2, 3] * 21, 8)
+WARM_UP = PromptJob([1, 2, 3] * 21, 8)
 MB = 1e6
 
 SETTINGS = ("model.", "kv.", "scheduler.", "engine.")
@@ -46,14 +61,14 @@ RESIDENT = ("resident memory after decode-8", "b8")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EngineBenchPlan:
     """What to measure on which configured model; `label` is the model's name in rows."""
 
     config: Config
     label: str
     names: Sequence[str]
     repeats: int = 3
-    workloads: Sequence[Workload] = WORKLOADS
+    workloads: Sequence[EngineWorkload] = WORKLOADS
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -77,7 +92,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class EngineMeasurement:
     """One repeat of one workload. Shares are 0 to 1, None where the system does not tell."""
 
     name: str
@@ -97,33 +112,33 @@ class Measured:
 
 
 @dataclass(slots=True)
-class Report:
+class EngineBenchReport:
     """All that was measured so far, and the peers' rows to stand beside it."""
 
-    plan: Plan
+    plan: EngineBenchPlan
     environment: Environment
-    peer_rows: Sequence[Row] = ()
-    measured: list[Measured] = field(default_factory=list)
+    peer_rows: Sequence[HarnessRow] = ()
+    measured: list[EngineMeasurement] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     capability: dict[str, Any] = field(default_factory=dict)
 
-    def by_workload(self) -> dict[str, list[Measured]]:
-        groups: dict[str, list[Measured]] = {}
+    def by_workload(self) -> dict[str, list[EngineMeasurement]]:
+        groups: dict[str, list[EngineMeasurement]] = {}
         for one in self.measured:
             groups.setdefault(one.name, []).append(one)
         return groups
 
-    def figures(self) -> list[Figure]:
+    def figures(self) -> list[EngineFigure]:
         """The median of each workload's metric, and the memory after a batch of eight."""
         groups = self.by_workload()
         made = [_figure(name, runs) for name, runs in groups.items()]
         title, code = RESIDENT
         resident = _resident_mb([one for one in self.measured if one.code == code])
         if resident is not None:
-            made.append(Figure(title, code, "rss_mb", "MB", resident, higher_is_better=False))
+            made.append(EngineFigure(title, code, "rss_mb", "MB", resident, higher_is_better=False))
         return made
 
-    def comparisons(self) -> list[Comparison]:
+    def comparisons(self) -> list[EnginePeerComparison]:
         return compare(self.figures(), self.peer_rows)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -148,7 +163,10 @@ class Report:
 
 
 def run(
-    report: Report, *, clock: Clock | None = None, on_run: Callable[[str], None] = lambda what: None
+    report: EngineBenchReport,
+    *,
+    clock: Clock | None = None,
+    on_run: Callable[[str], None] = lambda what: None,
 ) -> None:
     """Measure into `report`, the cold start first. What was measured before an error stays in it."""
     clock, plan = clock or MonotonicClock(), report.plan
@@ -159,7 +177,9 @@ def run(
     if plan.is_quantized:
         on_run(LOGIT_ERROR)
         values = {LOGIT_DISTANCE.key: logit_error(plan.config)}
-        report.measured.append(Measured(LOGIT_ERROR, LOGIT_ERROR_CODE, LOGIT_DISTANCE, 0, values, None, None))
+        report.measured.append(
+            EngineMeasurement(LOGIT_ERROR, LOGIT_ERROR_CODE, LOGIT_DISTANCE, 0, values, None, None)
+        )
     chosen = [workload for workload in plan.workloads if workload.name in plan.names]
     if not chosen:
         return
@@ -204,7 +224,9 @@ def _changed(config: Config) -> dict[str, Any]:
     }
 
 
-def _that_fit(workloads: Sequence[Workload], most_tokens: int, report: Report) -> Iterator[Workload]:
+def _that_fit(
+    workloads: Sequence[EngineWorkload], most_tokens: int, report: EngineBenchReport
+) -> Iterator[EngineWorkload]:
     for workload in workloads:
         if workload.longest <= most_tokens:
             yield workload
@@ -214,32 +236,36 @@ def _that_fit(workloads: Sequence[Workload], most_tokens: int, report: Report) -
 
 
 def _measure(
-    workload: Workload, session: Session, repeat: int, capability: CapabilityDescriptor, bandwidth: float
-) -> Measured:
+    workload: EngineWorkload,
+    session: Session,
+    repeat: int,
+    capability: CapabilityDescriptor,
+    bandwidth: float,
+) -> EngineMeasurement:
     before = CpuTimes.now()
     values = workload.run(session, repeat)
     others = others_share(before, CpuTimes.now())
     steps = session.steps
-    return Measured(
+    return EngineMeasurement(
         workload.name, workload.code, workload.metric, repeat, values, resident_bytes(), others,
         steps.overhead, steps.num_steps, steps.roofline(capability, bandwidth),
     )  # fmt: skip
 
 
-def _measure_cold(plan: Plan, repeat: int, clock: Clock) -> Measured:
+def _measure_cold(plan: EngineBenchPlan, repeat: int, clock: Clock) -> EngineMeasurement:
     before = CpuTimes.now()
     values = cold_start(plan.config, clock)
     others, resident = others_share(before, CpuTimes.now()), int(values.pop("resident_bytes"))
-    return Measured(COLD_START, COLD_CODE, SECONDS, repeat, values, resident or None, others)
+    return EngineMeasurement(COLD_START, COLD_CODE, SECONDS, repeat, values, resident or None, others)
 
 
-def _figure(name: str, runs: Sequence[Measured]) -> Figure:
+def _figure(name: str, runs: Sequence[EngineMeasurement]) -> EngineFigure:
     metric = runs[0].metric
     value = median(one.value for one in runs)
-    return Figure(name, runs[0].code, metric.key, metric.unit, value, metric.higher_is_better)
+    return EngineFigure(name, runs[0].code, metric.key, metric.unit, value, metric.higher_is_better)
 
 
-def _harness_row(plan: Plan, one: Measured) -> dict[str, Any]:
+def _harness_row(plan: EngineBenchPlan, one: EngineMeasurement) -> dict[str, Any]:
     row: dict[str, Any] = {
         "engine": plan.engine,
         "model": plan.label,
@@ -256,7 +282,7 @@ def _harness_row(plan: Plan, one: Measured) -> dict[str, Any]:
     return row if one.num_steps is None else {**row, "num_steps": one.num_steps}
 
 
-def tables(report: Report) -> Iterator[Table]:
+def tables(report: EngineBenchReport) -> Iterator[Table]:
     """Our medians, and beside them each peer's with the ratio, if there are any."""
     plan = report.plan
     held = f" in {plan.config.model.quantization}" if plan.is_quantized else ""
@@ -270,7 +296,7 @@ def tables(report: Report) -> Iterator[Table]:
         yield _comparison_table(comparisons)
 
 
-def _line(runs: Sequence[Measured]) -> list[str]:
+def _line(runs: Sequence[EngineMeasurement]) -> list[str]:
     values = [one.value for one in runs]
     rates = [figure(value) for value in (median(values), min(values), max(values))]
     first = _median_of([one.values.get("ttft") for one in runs])
@@ -289,7 +315,7 @@ def _line(runs: Sequence[Measured]) -> list[str]:
     ]  # fmt: skip
 
 
-def _resident_mb(runs: Sequence[Measured]) -> float | None:
+def _resident_mb(runs: Sequence[EngineMeasurement]) -> float | None:
     """The most after any of these runs."""
     known = [one.resident_bytes / MB for one in runs if one.resident_bytes]
     return max(known, default=None)
@@ -300,7 +326,7 @@ def _median_of(values: Sequence[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def _comparison_table(comparisons: Sequence[Comparison]) -> Table:
+def _comparison_table(comparisons: Sequence[EnginePeerComparison]) -> Table:
     peers = list(dict.fromkeys(one.peer for one in comparisons))
     found = {(one.figure.title, one.peer): one for one in comparisons}
     figures = {one.figure.title: one.figure for one in comparisons}
@@ -312,7 +338,42 @@ def _comparison_table(comparisons: Sequence[Comparison]) -> Table:
     return Table(title, ("workload", "", "ours", *peers), rows, num_names=2)
 
 
-def _cell(one: Comparison | None) -> str:
+def _cell(one: EnginePeerComparison | None) -> str:
     if one is None:
         return "-"
     return figure(one.peer_value) + ("" if one.ratio is None else f" ({one.ratio:.2f})")
+
+
+NUM_PROMPTS, NUM_TOKENS = 64, 32
+LOGIT_ERROR, LOGIT_ERROR_CODE = "logit-error", "q"
+
+Logits = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def logit_error(config: Config) -> float:
+    """The relative L2 distance between the logits of the quantized model and of the same one unquantized,
+    over all prompts together. One model is in memory at a time.
+    """
+    stored = config.model_copy(update={"model": config.model.model_copy(update={"quantization": "none"})})
+    expected, found = _logits(stored), _logits(config)
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    """The same as `benchmarks/peers_quantized.py` draws."""
+    return [
+        TokenDraws(Random(f"{LOGIT_ERROR_CODE}/{i}"), vocab_size).tokens(NUM_TOKENS)
+        for i in range(NUM_PROMPTS)
+    ]
+
+
+def _logits(config: Config) -> Logits:
+    from sagellm.engines.native.backend import NativeBackend
+
+    backend = build_backend(config)
+    assert isinstance(backend, NativeBackend)
+    try:
+        vocab_size = backend.capability().vocab_size
+        return np.stack([backend.prompt_logits(prompt).numpy() for prompt in prompts(vocab_size)])
+    finally:
+        backend.close()

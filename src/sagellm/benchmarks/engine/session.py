@@ -1,10 +1,13 @@
-"""One engine under measurement: batches in, arrival times out, and what of a step was not computing."""
+"""Runs batches on one engine and measures steps, memory and CPU use."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from sagellm.core.clock import Clock
 from sagellm.core.errors import SageError
@@ -21,7 +24,7 @@ from sagellm.engines.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PromptJob:
     """One request: its prompt, and how many tokens it gets, whatever they are."""
 
     prompt: Sequence[int]
@@ -29,7 +32,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Answer:
+class PromptAnswer:
     """When each token of a request came, in seconds after its batch was sent."""
 
     times_s: list[float] = field(default_factory=list)
@@ -92,14 +95,14 @@ class Session:
         self._engine.kv.clear_cache()
         self.steps = StepTime()
 
-    def run(self, jobs: Sequence[Job]) -> list[Answer]:
+    def run(self, jobs: Sequence[PromptJob]) -> list[PromptAnswer]:
         """Send all at once; the answers in order. Raises `SageError` for one that the engine could not
         give."""
         began_s = self._clock.now()
-        answers: dict[str, Answer] = {}
+        answers: dict[str, PromptAnswer] = {}
         for job in jobs:
             request_id = f"bench-{next(self._ids)}"
-            answers[request_id] = Answer()
+            answers[request_id] = PromptAnswer()
             params = SamplingParams(temperature=0.0, max_tokens=job.num_outputs, ignore_eos=True)
             self._engine.add(Request(request_id, Tokens(job.prompt), params))
         while self._engine.has_work():
@@ -131,9 +134,68 @@ def _tokens_read(plan: ExecutionPlan, window: int | None) -> int:
     )
 
 
-def _take(answer: Answer, output: RequestOutput, now_s: float) -> None:
+def _take(answer: PromptAnswer, output: RequestOutput, now_s: float) -> None:
     if output.finish_reason is FinishReason.ERROR:
         raise SageError(f"the engine gave up a request: {output.error}")
     answer.token_ids += output.new_token_ids
     answer.times_s += [now_s] * len(output.new_token_ids)
     answer.num_cached = output.num_cached_tokens
+
+
+STATUS, STAT = Path("/proc/self/status"), Path("/proc/stat")
+_IDLE = (3, 4)
+"""Idle and waiting for a disk, among the kernel's counters."""
+
+
+def resident_bytes() -> int | None:
+    """Resident memory now, shared pages included."""
+    return _status_bytes("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """The most that was ever resident."""
+    found = _status_bytes("VmHWM")
+    if found is not None:
+        return found
+    import resource  # there is none on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _status_bytes(name: str) -> int | None:
+    if not STATUS.exists():
+        return None
+    lines = STATUS.read_text(encoding="ascii", errors="replace").splitlines()
+    found = [line.split() for line in lines if line.startswith(name + ":")]
+    return int(found[0][1]) * 1024 if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTimes:
+    """CPU seconds since the machine started: of all cores, of all processes, of this one and of those that it
+    has started and waited for."""
+
+    total_s: float
+    busy_s: float
+    own_s: float
+
+    @classmethod
+    def now(cls) -> CpuTimes | None:
+        if not STAT.exists():
+            return None
+        first = STAT.read_text(encoding="ascii").split("\n", 1)[0]
+        ticks = [int(count) for count in first.split()[1:9]]
+        per_second = os.sysconf("SC_CLK_TCK")
+        total = sum(ticks)
+        busy = total - sum(ticks[i] for i in _IDLE)
+        own = os.times()
+        return cls(total / per_second, busy / per_second, sum(own[:4]))
+
+
+def others_share(before: CpuTimes | None, after: CpuTimes | None) -> float | None:
+    """The share of the machine that other processes used in between, 0 to 1."""
+    if before is None or after is None or after.total_s <= before.total_s:
+        return None
+    busy_s, own_s = after.busy_s - before.busy_s, after.own_s - before.own_s
+    return min(1.0, max(0.0, (busy_s - own_s) / (after.total_s - before.total_s)))

@@ -13,7 +13,7 @@ from random import Random
 from statistics import fmean
 from typing import ClassVar
 
-from sagellm.benchmarks.engine.session import Answer, Job, Session
+from sagellm.benchmarks.engine.session import PromptAnswer, PromptJob, Session
 from sagellm.core.errors import ConfigError
 
 FIRST_TOKEN = 300
@@ -39,7 +39,7 @@ SECONDS = Metric("total", "s", higher_is_better=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class TokenDraws:
     """The random tokens of one repeat."""
 
     random: Random
@@ -53,7 +53,7 @@ class Draws:
         return self.random.randint(*bounds)
 
 
-class Workload(ABC):
+class EngineWorkload(ABC):
     """Something to send to an engine. `code` is the harness's name."""
 
     name: str
@@ -66,17 +66,17 @@ class Workload(ABC):
         """Prompt and output of the longest request, in tokens."""
 
     @abstractmethod
-    def send(self, session: Session, draws: Draws) -> Values:
+    def send(self, session: Session, draws: TokenDraws) -> Values:
         """Run it once."""
 
     def run(self, session: Session, repeat: int) -> Values:
         """One repeat, with an empty cache; the same number gives the same prompts."""
         session.begin()
-        return self.send(session, Draws(Random(f"{self.code}/{repeat}"), session.vocab_size))
+        return self.send(session, TokenDraws(Random(f"{self.code}/{repeat}"), session.vocab_size))
 
 
 @dataclass(frozen=True)
-class Prefill(Workload):
+class Prefill(EngineWorkload):
     """One prompt, one token: time to first token."""
 
     name: str
@@ -88,13 +88,13 @@ class Prefill(Workload):
     def longest(self) -> int:
         return self.num_tokens + 1
 
-    def send(self, session: Session, draws: Draws) -> Values:
-        [answer] = session.run([Job(draws.tokens(self.num_tokens), 1)])
+    def send(self, session: Session, draws: TokenDraws) -> Values:
+        [answer] = session.run([PromptJob(draws.tokens(self.num_tokens), 1)])
         return {"ttft": answer.first_s, "prefill_tps": self.num_tokens / answer.first_s}
 
 
 @dataclass(frozen=True)
-class LongContext(Workload):
+class LongContext(EngineWorkload):
     """One long prompt, then some tokens that read all of it."""
 
     name: str
@@ -107,8 +107,8 @@ class LongContext(Workload):
     def longest(self) -> int:
         return self.num_tokens + self.num_outputs
 
-    def send(self, session: Session, draws: Draws) -> Values:
-        [answer] = session.run([Job(draws.tokens(self.num_tokens), self.num_outputs)])
+    def send(self, session: Session, draws: TokenDraws) -> Values:
+        [answer] = session.run([PromptJob(draws.tokens(self.num_tokens), self.num_outputs)])
         return {
             "ttft": answer.first_s,
             "prefill_tps": self.num_tokens / answer.first_s,
@@ -118,7 +118,7 @@ class LongContext(Workload):
 
 
 @dataclass(frozen=True)
-class Decode(Workload):
+class Decode(EngineWorkload):
     """Equal prompts, sent together; counted is what comes after the last one's first token."""
 
     name: str
@@ -132,8 +132,8 @@ class Decode(Workload):
     def longest(self) -> int:
         return self.num_tokens + self.num_outputs
 
-    def send(self, session: Session, draws: Draws) -> Values:
-        jobs = [Job(draws.tokens(self.num_tokens), self.num_outputs) for _ in range(self.batch)]
+    def send(self, session: Session, draws: TokenDraws) -> Values:
+        jobs = [PromptJob(draws.tokens(self.num_tokens), self.num_outputs) for _ in range(self.batch)]
         answers = session.run(jobs)
         total_s = max(answer.last_s for answer in answers)
         return {
@@ -145,7 +145,7 @@ class Decode(Workload):
 
 
 @dataclass(frozen=True)
-class Offline(Workload):
+class Offline(EngineWorkload):
     """Prompts and outputs of mixed lengths, all there at once: tokens generated per second."""
 
     name: str
@@ -159,16 +159,16 @@ class Offline(Workload):
     def longest(self) -> int:
         return self.prompt_tokens[1] + self.output_tokens[1]
 
-    def send(self, session: Session, draws: Draws) -> Values:
+    def send(self, session: Session, draws: TokenDraws) -> Values:
         jobs = []
         for _ in range(self.num_requests):
             prompt = draws.tokens(draws.between(self.prompt_tokens))
-            jobs.append(Job(prompt, draws.between(self.output_tokens)))
+            jobs.append(PromptJob(prompt, draws.between(self.output_tokens)))
         return _offline(session, jobs)
 
 
 @dataclass(frozen=True)
-class MultiTurn(Workload):
+class MultiTurn(EngineWorkload):
     """Conversations, some at a time in lock step; every turn sends the whole history and new tokens."""
 
     name: str
@@ -184,7 +184,7 @@ class MultiTurn(Workload):
     def longest(self) -> int:
         return self.turns * (self.new_tokens[1] + self.num_outputs)
 
-    def send(self, session: Session, draws: Draws) -> Values:
+    def send(self, session: Session, draws: TokenDraws) -> Values:
         first_s: list[list[float]] = [[] for _ in range(self.turns)]
         total_s, cached, sent = 0.0, 0, 0
         for _ in range(self.waves):
@@ -192,7 +192,7 @@ class MultiTurn(Workload):
             for turn in range(self.turns):
                 for history in histories:
                     history += draws.tokens(draws.between(self.new_tokens))
-                answers = session.run([Job(list(history), self.num_outputs) for history in histories])
+                answers = session.run([PromptJob(list(history), self.num_outputs) for history in histories])
                 total_s += max(answer.last_s for answer in answers)
                 first_s[turn] += [answer.first_s for answer in answers]
                 sent += sum(map(len, histories))
@@ -209,7 +209,7 @@ class MultiTurn(Workload):
         }
 
 
-def _offline(session: Session, jobs: Sequence[Job]) -> Values:
+def _offline(session: Session, jobs: Sequence[PromptJob]) -> Values:
     answers = session.run(jobs)
     total_s = max(answer.last_s for answer in answers)
     num_outputs = sum(job.num_outputs for job in jobs)
@@ -222,13 +222,13 @@ def _offline(session: Session, jobs: Sequence[Job]) -> Values:
     }
 
 
-def _spoken(answer: Answer, vocab_size: int) -> list[int]:
+def _spoken(answer: PromptAnswer, vocab_size: int) -> list[int]:
     """The answer as history; a token that no prompt may hold is another one there, as in the harness."""
     first = min(FIRST_TOKEN, vocab_size // 2)
     return [max(first, token_id) for token_id in answer.token_ids]
 
 
-def _decode_rate(answers: Sequence[Answer]) -> float:
+def _decode_rate(answers: Sequence[PromptAnswer]) -> float:
     """Tokens per second once every request has its first; 0 where none follow."""
     begin_s = max(answer.first_s for answer in answers)
     end_s = max(answer.last_s for answer in answers)
@@ -237,7 +237,7 @@ def _decode_rate(answers: Sequence[Answer]) -> float:
 
 
 @dataclass(frozen=True)
-class Throughput(Workload):
+class Throughput(EngineWorkload):
     """The offline benchmark of nano-vllm (`bench.py`): its random prompts and output lengths, from the same
     seed for repeat 0. Greedy here; a forward pass costs the same.
     """
@@ -254,18 +254,18 @@ class Throughput(Workload):
 
     def run(self, session: Session, repeat: int) -> Values:
         session.begin()
-        return self.send(session, Draws(Random(repeat), session.vocab_size))
+        return self.send(session, TokenDraws(Random(repeat), session.vocab_size))
 
-    def send(self, session: Session, draws: Draws) -> Values:
+    def send(self, session: Session, draws: TokenDraws) -> Values:
         largest = min(10_000, draws.vocab_size - 1)
         prompts = []
         for _ in range(self.num_requests):
             length = draws.between(self.tokens)
             prompts.append([draws.between((0, largest)) for _ in range(length)])
-        return _offline(session, [Job(prompt, draws.between(self.tokens)) for prompt in prompts])
+        return _offline(session, [PromptJob(prompt, draws.between(self.tokens)) for prompt in prompts])
 
 
-WORKLOADS: tuple[Workload, ...] = (
+WORKLOADS: tuple[EngineWorkload, ...] = (
     Prefill("prefill-512", "a512", 512),
     Prefill("prefill-2048", "a2048", 2048),
     Prefill("prefill-8192", "a8192", 8192),

@@ -2,7 +2,7 @@
 
     python -m sagellm.benchmarks.http.client
 
-It reads a `Job` as JSON from stdin and writes one JSON list of samples to stdout. `http.client` of the
+It reads a `HttpJob` as JSON from stdin and writes one JSON list of samples to stdout. `http.client` of the
 standard library is used for its small and steady cost; a thread sends one request at a time.
 """
 
@@ -24,7 +24,7 @@ _END = b"data: [DONE]"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class HttpJob:
     """`num_requests` requests of one kind, `concurrency` at a time. `body` None is a GET, else a POST.
 
     With `keep_alive` each thread has one connection, else each request.
@@ -40,7 +40,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class HttpSample:
     """One answer: seconds to its first and its last byte of content, and how many events it had (a stream).
 
     `began_s` is on the client's monotonic clock. `error`: what went wrong, if something did.
@@ -53,10 +53,10 @@ class Sample:
     error: str = ""
 
 
-class Sender:
+class HttpSender:
     """Sends requests over one connection, or a new one for each."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: HttpJob) -> None:
         self._job = job
         self._content = None if job.body is None else json.dumps(job.body).encode()
         self._connection: http.client.HTTPConnection | None = None
@@ -68,7 +68,7 @@ class Sender:
         if job.body is not None:
             self._headers["Content-Type"] = "application/json"
 
-    def send(self) -> Sample:
+    def send(self) -> HttpSample:
         """One request and its whole answer; an error is in the sample."""
         began_s = time.perf_counter()
         try:
@@ -76,11 +76,11 @@ class Sender:
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
             elapsed_s = time.perf_counter() - began_s
-            return Sample(began_s, elapsed_s, elapsed_s, 0, f"{type(error).__name__}: {error}")
+            return HttpSample(began_s, elapsed_s, elapsed_s, 0, f"{type(error).__name__}: {error}")
         ended_s = time.perf_counter()
         if not self._job.keep_alive:
             self.close()
-        return Sample(began_s, first_s - began_s, ended_s - began_s, num_events)
+        return HttpSample(began_s, first_s - began_s, ended_s - began_s, num_events)
 
     def close(self) -> None:
         if self._connection is not None:
@@ -112,14 +112,14 @@ class Sender:
         return first_s, num_events - 1
 
 
-def run(job: Job) -> list[Sample]:
+def run(job: HttpJob) -> list[HttpSample]:
     """All samples, in order of their ends."""
-    samples: list[Sample] = []
+    samples: list[HttpSample] = []
     numbers = iter(range(job.num_requests))
     lock = threading.Lock()
 
     def work() -> None:
-        sender = Sender(job)
+        sender = HttpSender(job)
         while True:
             with lock:
                 if next(numbers, None) is None:
@@ -136,4 +136,4 @@ def run(job: Job) -> list[Sample]:
 
 
 if __name__ == "__main__":
-    print(json.dumps([dataclasses.asdict(sample) for sample in run(Job(**json.load(sys.stdin)))]))
+    print(json.dumps([dataclasses.asdict(sample) for sample in run(HttpJob(**json.load(sys.stdin)))]))

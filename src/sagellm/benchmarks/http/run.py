@@ -1,21 +1,27 @@
-"""Run the cases against a server; the report, as JSON and as a table."""
+"""Measures an HTTP server, ours or another, and reports JSON and tables."""
 
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
+from tempfile import TemporaryFile
 from typing import Any
+from urllib.parse import urlsplit
 
-from sagellm.benchmarks._results import Environment, figure
-from sagellm.benchmarks._tables import Table
-from sagellm.benchmarks.http.client import Job, Sample
+from sagellm.benchmarks.http.client import HttpJob, HttpSample
+from sagellm.benchmarks.reporting import Environment, Table, figure
 from sagellm.core.errors import ConfigError, SageError
+from sagellm.core.ports import SagePorts
 
 FORMAT = "sagellm.bench.http/1"
 COLUMNS = (
@@ -27,7 +33,7 @@ KINDS = ("list", "one-token", "stream")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class HttpBenchPlan:
     """What to measure: kinds of answers, requests at a time, over kept connections and new ones.
 
     `num_requests` short answers, and a `stream_share` of them streams of `stream_tokens` tokens, in each of
@@ -52,7 +58,7 @@ class Plan:
         if not self.concurrencies or min(self.concurrencies) < 1 or max(self.concurrencies) > 1024:
             raise ConfigError("the requests at a time must be from 1 to 1024, for example 1,8,32")
 
-    def job(self, kind: str, concurrency: int, *, keep_alive: bool, target: Target) -> Job:
+    def job(self, kind: str, concurrency: int, *, keep_alive: bool, target: HttpTarget) -> HttpJob:
         """The requests of one run."""
         body: dict[str, Any] | None = None
         path, count = "/v1/models", self.num_requests
@@ -62,11 +68,11 @@ class Plan:
             if kind == "stream":
                 body |= {"max_tokens": self.stream_tokens, "stream": True, "ignore_eos": True}
                 count = max(concurrency, count // self.STREAM_SHARE)
-        return Job(target.url, path, body, count, concurrency, keep_alive, target.headers)
+        return HttpJob(target.url, path, body, count, concurrency, keep_alive, target.headers)
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class HttpTarget:
     """A server that is there. `headers` go with every request; they are not in the report."""
 
     name: str
@@ -76,7 +82,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class HttpRun:
     """One run of one case. Latencies in ms over its requests, rates over the time from first to last."""
 
     kind: str
@@ -90,7 +96,7 @@ class Run:
     events_per_s: float
 
     @classmethod
-    def of(cls, kind: str, job: Job, samples: Sequence[Sample]) -> Run:
+    def of(cls, kind: str, job: HttpJob, samples: Sequence[HttpSample]) -> HttpRun:
         totals = sorted(sample.total_s for sample in samples)
         begin_s = min(sample.began_s for sample in samples)
         span_s = max(sample.began_s + sample.total_s for sample in samples) - begin_s
@@ -108,16 +114,16 @@ class Run:
 
 
 @dataclass(slots=True)
-class Report:
+class HttpBenchReport:
     """All that was measured so far."""
 
-    plan: Plan
-    target: Target
+    plan: HttpBenchPlan
+    target: HttpTarget
     environment: Environment
-    runs: list[Run] = field(default_factory=list)
+    runs: list[HttpRun] = field(default_factory=list)
 
-    def cases(self) -> dict[tuple[str, bool, int], list[Run]]:
-        groups: dict[tuple[str, bool, int], list[Run]] = {}
+    def cases(self) -> dict[tuple[str, bool, int], list[HttpRun]]:
+        groups: dict[tuple[str, bool, int], list[HttpRun]] = {}
         for run in self.runs:
             groups.setdefault((run.kind, run.keep_alive, run.concurrency), []).append(run)
         return groups
@@ -139,7 +145,7 @@ class Report:
         yield Table(title, COLUMNS, [_line(runs) for runs in self.cases().values()], num_names=3)
 
 
-def run(report: Report, *, on_run: Callable[[str], None] = lambda what: None) -> None:
+def run(report: HttpBenchReport, *, on_run: Callable[[str], None] = lambda what: None) -> None:
     """Measure into `report`; what was measured before an error stays in it. Each case warms up once."""
     plan = report.plan
     for kind in plan.kinds:
@@ -149,10 +155,10 @@ def run(report: Report, *, on_run: Callable[[str], None] = lambda what: None) ->
                 on_run(f"{kind}, {concurrency} at a time, {_connection(keep_alive)} connections")
                 measure(dataclasses.replace(job, num_requests=2 * concurrency))
                 for _ in range(plan.repeats):
-                    report.runs.append(Run.of(kind, job, measure(job)))
+                    report.runs.append(HttpRun.of(kind, job, measure(job)))
 
 
-def measure(job: Job) -> list[Sample]:
+def measure(job: HttpJob) -> list[HttpSample]:
     """The samples of one job, taken by a process of its own. Raises `SageError` where a request failed."""
     command = [sys.executable, "-m", "sagellm.benchmarks.http.client"]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -161,7 +167,7 @@ def measure(job: Job) -> list[Sample]:
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
         raise SageError(f"the client failed: {' '.join(last) or f'exit status {done.returncode}'}")
-    samples = [Sample(**one) for one in json.loads(done.stdout)]
+    samples = [HttpSample(**one) for one in json.loads(done.stdout)]
     failed = [sample.error for sample in samples if sample.error]
     if failed:
         raise SageError(f"{len(failed)} of {len(samples)} requests failed: {failed[0]}")
@@ -172,7 +178,7 @@ def _connection(keep_alive: bool) -> str:
     return "kept" if keep_alive else "new"
 
 
-def _line(runs: Sequence[Run]) -> list[str]:
+def _line(runs: Sequence[HttpRun]) -> list[str]:
     first = runs[0]
     figures = [
         figure(median(getattr(run, name) for run in runs))
@@ -181,3 +187,86 @@ def _line(runs: Sequence[Run]) -> list[str]:
     figures[-1] = figures[-1] if first.kind == "stream" else ""
     names = [first.kind, _connection(first.keep_alive), str(first.concurrency)]
     return [*names, *figures]
+
+
+LOOPBACK = "127.0.0.1"
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+
+
+@contextmanager
+def our_server(arguments: Sequence[str]) -> Iterator[str]:
+    """`sagellm serve` with these arguments on a free port of loopback; yields its URL, stops it afterwards.
+
+    Raises `SageError` with the server's last line where it does not start.
+    """
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "sagellm", "serve", "--host", LOOPBACK, "--port", str(port), *arguments]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            url = f"http://{LOOPBACK}:{port}"
+            _wait_until_ready(process, url)
+            yield url
+        except _EndedError as error:
+            log.seek(0)
+            last = log.read().strip().splitlines()[-1:]
+            raise SageError(f"the server did not start: {' '.join(last) or error}") from error
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class _EndedError(Exception):
+    """The server's process has ended, or takes too long."""
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes] | subprocess.Popen[str], url: str) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            raise _EndedError(f"exit status {process.returncode}")
+        try:
+            get(url, "/ready", {})
+        except (OSError, http.client.HTTPException, ConfigError):
+            time.sleep(0.1)
+        else:
+            return
+    raise _EndedError(f"not ready after {START_TIMEOUT_S:g} s")
+
+
+def get(url: str, path: str, headers: Mapping[str, str]) -> bytes:
+    """The body of one GET. Raises `ConfigError` for another status than 200, else as `http.client` does."""
+    parts = urlsplit(url)
+    made = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = made(parts.hostname or "", parts.port, timeout=10)
+    try:
+        connection.request("GET", parts.path.rstrip("/") + path, headers=dict(headers))
+        answer = connection.getresponse()
+        body = answer.read()
+        if answer.status != http.client.OK:
+            raise ConfigError(f"{url}{path} answers {answer.status}: {body[:300].decode(errors='replace')}")
+        return body
+    finally:
+        connection.close()
+
+
+def served_model(url: str, headers: Mapping[str, str]) -> str:
+    """The first model that a server lists; raises `ConfigError` where nothing there speaks OpenAI's API."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        example = f"http://{LOOPBACK}:{int(SagePorts.HTTP)}"
+        raise ConfigError(f"--url {url!r}: write the address of a server, for example {example}")
+    try:
+        return str(json.loads(get(url, "/v1/models", headers))["data"][0]["id"])
+    except (OSError, http.client.HTTPException) as error:
+        raise ConfigError(f"no server answers at {url}: {error}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{url}/v1/models lists no model: is it an OpenAI-compatible server?") from error

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import NamedTuple
 
-from sagellm.benchmarks.lifetime.samples import Part, part_at
 from sagellm.benchmarks.lifetime.score import ReuseScore, score_reuse
-from sagellm.benchmarks.lifetime.workloads import ReuseTrace
+from sagellm.benchmarks.lifetime.workloads import Part, ReuseTrace, part_at
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.lifetime import ReuseFeatures, ReusePrediction, ReusePredictor
 from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
@@ -226,11 +225,11 @@ def evaluate_reuse(
         for moment, cases in stream.cases.items():
             if not cases.happened:
                 raise ConfigError(f"trace {trace.name} is too short: its {part} part has no block {moment}")
-            rows.append(_row(trace.name, moment, name, stream, cases))
+            rows.append(_reuse_row(trace.name, moment, name, stream, cases))
     return rows
 
 
-def _row(workload: str, moment: str, name: str, stream: ReuseStream, cases: _Cases) -> ReuseRow:
+def _reuse_row(workload: str, moment: str, name: str, stream: ReuseStream, cases: _Cases) -> ReuseRow:
     clock_s = _cost_of_clock()
     return ReuseRow(
         workload,

@@ -1,18 +1,24 @@
-"""One evaluation: which workloads and predictors, and on which part."""
+"""Evaluates the chosen workloads and reports them as JSON and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from sagellm.benchmarks._results import Environment
-from sagellm.benchmarks.lifetime.lengths import evaluate_lengths
-from sagellm.benchmarks.lifetime.report import LifetimeReport
-from sagellm.benchmarks.lifetime.reuse import evaluate_reuse
-from sagellm.benchmarks.lifetime.samples import PARTS, Part
-from sagellm.benchmarks.lifetime.workloads import LENGTH_WORKLOADS, REUSE_WORKLOADS, load_lengths, load_reuse
+from sagellm.benchmarks.lifetime.lengths import LengthRow, evaluate_lengths
+from sagellm.benchmarks.lifetime.reuse import ReuseRow, evaluate_reuse
+from sagellm.benchmarks.lifetime.workloads import (
+    LENGTH_WORKLOADS,
+    PARTS,
+    REUSE_WORKLOADS,
+    Part,
+    load_lengths,
+    load_reuse,
+)
+from sagellm.benchmarks.reporting import Environment, Table, figure
 from sagellm.core.errors import ConfigError, UnknownNameError, nearest
 from sagellm.core.protocols.lifetime import LifetimePredictor
 from sagellm.core.registry import registry
@@ -24,7 +30,7 @@ NAMES = (*LENGTH_WORKLOADS, *(REUSE + name for name in REUSE_WORKLOADS))
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LifetimeBenchPlan:
     """`workloads` of `NAMES`; `predictors` by registered name; `after`: tokens generated when they are
     asked."""
 
@@ -47,15 +53,15 @@ class Plan:
 
 
 def run(
-    plan: Plan,
+    plan: LifetimeBenchPlan,
     folder: Path | None,
     environment: Environment,
     on_row: Callable[[str], None] = lambda name: None,
-) -> LifetimeReport:
+) -> LifetimeBenchReport:
     """Each workload in turn, `folder` holding the traces; raises `ConfigError` for a file that is not
     there."""
     plan.check()
-    report = LifetimeReport(environment, asdict(plan))
+    report = LifetimeBenchReport(environment, asdict(plan))
     for name in plan.workloads:
         on_row(f"{name}: reading")
         if name.startswith(REUSE):
@@ -74,3 +80,96 @@ def run(
 def _makers(names: Sequence[str]) -> dict[str, Callable[[], LifetimePredictor]]:
     known = registry("predictor")
     return {name: partial(known.create, name) for name in names}
+
+
+FORMAT = "sagellm.bench.lifetime/1"
+LENGTH_COLUMNS = (
+    "workload", "predictor", "requests", "MAE", "to constant", "within 10 %", "rank corr.", "in 10-90 %",
+    "answered", "MAE answered", "predict µs", "update µs",
+)  # fmt: skip
+REUSE_COLUMNS = (
+    "workload", "asked", "predictor", "cases", "reused", "AUC", "Brier", "Brier of base rate", "skill",
+    "calibration", "accuracy", "of 'never'", "predict µs", "mean", "update µs", "mean",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class LifetimeBenchReport:
+    """What was evaluated so far; `splits`: how each workload was split."""
+
+    environment: Environment
+    settings: Mapping[str, Any]
+    splits: dict[str, str] = field(default_factory=dict)
+    lengths: list[LengthRow] = field(default_factory=list)
+    reuse: list[ReuseRow] = field(default_factory=list)
+
+    def tables(self) -> list[Table]:
+        part = self.settings["part"]
+        made = []
+        if self.lengths:
+            title = f"output length, {part} part, asked after {self.settings['after']} tokens"
+            made.append(Table(title, LENGTH_COLUMNS, [*map(_length_cells, self.lengths)], 2))
+        if self.reuse:
+            made.append(
+                Table(f"block reuse, {part} part", REUSE_COLUMNS, [*map(_reuse_cells, self.reuse)], 3)
+            )
+        return made
+
+    def as_json(self) -> dict[str, Any]:
+        """Begins with the format; every row with all its figures, also those that the tables leave out."""
+        return {
+            "format": FORMAT,
+            "environment": asdict(self.environment),
+            "settings": dict(self.settings),
+            "splits": self.splits,
+            "lengths": [asdict(row) for row in self.lengths],
+            "reuse": [asdict(row) for row in self.reuse],
+        }
+
+
+def _length_cells(row: LengthRow) -> Sequence[str]:
+    score = row.score
+    return (
+        row.workload,
+        row.predictor,
+        f"{score.num_samples:,}",
+        figure(score.mae),
+        f"{100 * row.against_constant:+.1f} %",
+        _percent(score.within_10_percent),
+        f"{score.rank_correlation:+.2f}",
+        _percent(score.inside_80),
+        _percent(score.answered),
+        "" if score.mae_answered is None else figure(score.mae_answered),
+        _optional(row.predict_us),
+        _optional(row.update_us),
+    )
+
+
+def _reuse_cells(row: ReuseRow) -> Sequence[str]:
+    score = row.score
+    return (
+        row.workload,
+        row.moment,
+        row.predictor,
+        f"{score.num_samples:,}",
+        _percent(score.base_rate),
+        f"{score.auc:.3f}",
+        f"{score.brier:.4f}",
+        f"{score.brier_of_base_rate:.4f}",
+        f"{100 * score.skill:+.1f} %",
+        f"{score.calibration_error:.3f}",
+        _percent(score.accuracy),
+        _percent(score.accuracy_of_never),
+        _optional(row.predict_us),
+        _optional(row.predict_mean_us),
+        _optional(row.update_us),
+        _optional(row.update_mean_us),
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def _optional(value: float | None) -> str:
+    return "" if value is None else figure(value)

@@ -1,20 +1,189 @@
-"""The workloads by name: which files they need, how their requests are split, what is known of a request."""
+"""The workloads by name, each split into parts for training, validation and test."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import random
+import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
-from sagellm.benchmarks.lifetime.demo_tasks import demo_tasks
-from sagellm.benchmarks.lifetime.samples import LengthSample, LengthWorkload, split_by_hash, split_by_time
-from sagellm.benchmarks.lifetime.sessions import Place, infer_sessions
+import sagellm
 from sagellm.benchmarks.traces._parsing import json_object, text
-from sagellm.benchmarks.traces.reading import opened, read_trace
+from sagellm.benchmarks.traces.files import opened, read_trace
 from sagellm.benchmarks.traces.record import Trace, TraceRequest
-from sagellm.core.errors import ConfigError, UnknownNameError, nearest
+from sagellm.core.errors import ConfigError, MissingExtraError, UnknownNameError, nearest
+from sagellm.engines.build import DEMO_MODEL
+
+Part = Literal["train", "validation", "test"]
+PARTS: tuple[Part, ...] = ("train", "validation", "test")
+TRAIN, VALIDATION = 0.6, 0.2
+"""Shares of the first two parts; the rest is test."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthSample:
+    """One request. `tokens` is the prompt, or nothing where a trace has no text; times in seconds."""
+
+    name: str
+    time_s: float
+    num_input: int
+    num_output: int
+    part: Part = "train"
+    session_id: str | None = None
+    category: str = ""
+    tokens: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LengthWorkload:
+    """Samples in the order of the parts, and of time within a part.
+
+    `learns_in_test`: outcomes of the tested part are told as requests end, as in service (split by time or by
+    session). Where a split keeps prompts apart and one prompt has many answers, they are not told.
+    """
+
+    name: str
+    split: str
+    samples: tuple[LengthSample, ...]
+    learns_in_test: bool = True
+
+    def of(self, part: Part) -> list[LengthSample]:
+        return [sample for sample in self.samples if sample.part == part]
+
+
+def split_by_time(samples: Iterable[LengthSample]) -> tuple[LengthSample, ...]:
+    """The first 60 % of the requests are for training, the next 20 % for validation, the last for test."""
+    ordered = sorted(samples, key=lambda sample: sample.time_s)
+    return tuple(
+        replace(sample, part=part_at((place + 0.5) / len(ordered))) for place, sample in enumerate(ordered)
+    )
+
+
+def split_by_hash(samples: Iterable[tuple[str, LengthSample]]) -> tuple[LengthSample, ...]:
+    """Samples of one key (a session, a prompt) share a part; within a part they stay in order of time."""
+    parts = [replace(sample, part=part_of(key)) for key, sample in samples]
+    return tuple(sorted(parts, key=lambda sample: (PARTS.index(sample.part), sample.time_s)))
+
+
+def part_of(key: str) -> Part:
+    """The part of everything with that key: 60, 20 and 20 % of all keys."""
+    digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
+    return part_at(int.from_bytes(digest, "big") / 2**32)
+
+
+def part_at(place: float) -> Part:
+    """The part at a place from 0 to 1."""
+    return "train" if place < TRAIN else "validation" if place < TRAIN + VALIDATION else "test"
+
+
+MIN_SHARED_BLOCKS = 2
+"""The first block may be a system prompt that all have."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTurn:
+    """Of a request: its session, and which turn of it this is, from 1 on."""
+
+    session_id: str
+    turn: int
+
+
+def infer_sessions(requests: Sequence[TraceRequest]) -> list[SessionTurn]:
+    """The next turn of a session is a prompt that continues the whole prompt of an earlier request.
+
+    The whole, but for its last block, which may have been partial. Several prompts may continue one: each is
+    the next turn then.
+    """
+    last_user: dict[tuple[object, int], int] = {}
+    places: list[SessionTurn] = []
+    for number, request in enumerate(requests):
+        parent = _parent(request, requests, last_user)
+        if parent is None:
+            places.append(SessionTurn(f"s{number}", 1))
+        else:
+            places.append(SessionTurn(places[parent].session_id, places[parent].turn + 1))
+        for block in request.ids:
+            last_user[request.namespace, block] = number
+    return places
+
+
+def _parent(
+    request: TraceRequest, requests: Sequence[TraceRequest], last_user: dict[tuple[object, int], int]
+) -> int | None:
+    """The earlier request that used the deepest block of this one, if this one continues it."""
+    ids = request.ids.tolist()
+    for depth in range(len(ids), MIN_SHARED_BLOCKS - 1, -1):
+        number = last_user.get((request.namespace, ids[depth - 1]))
+        if number is not None:
+            return number if depth >= len(requests[number].ids) - 1 else None
+    return None
+
+
+TOOLS = Path(sagellm.__file__).resolve().parents[2] / "tools"
+COUNTS = {"train": 16_000, "validation": 1000, "test": 1000}
+TURNS, SHARES = (1, 2, 3), (6, 2, 2)
+MAX_TOKENS = 512
+"""Of a prompt, its end: nothing looks further back."""
+
+
+def demo_tasks(seed: int = 0, tools: Path = TOOLS) -> LengthWorkload:
+    """Conversations of one to three turns whose last answer is to be predicted, its end token included.
+
+    The parts are those of the demo model's data: nothing asked in one occurs in another.
+    """
+    samples = tuple(_samples(seed, tools))
+    return LengthWorkload("demo_tasks", "by content", samples, learns_in_test=False)
+
+
+def _samples(seed: int, tools: Path) -> Iterator[LengthSample]:
+    data, text = _generator(tools)
+    tokenizer = _tokenizer()
+    for part in PARTS:
+        chance = random.Random(f"{part}:{seed}")
+        for number in range(COUNTS[part]):
+            made = data.conversation(chance, part, chance.choices(TURNS, SHARES)[0])
+            prompt = tokenizer.encode(text.prompt_text(made)).tolist()
+            answer = tokenizer.encode(made.turns[-1].answer)
+            yield LengthSample(
+                name=f"{part}-{number}",
+                time_s=float(number),
+                num_input=len(prompt),
+                num_output=len(answer) + 1,
+                part=part,
+                tokens=prompt[-MAX_TOKENS:],
+            )
+
+
+def _generator(tools: Path) -> tuple[Any, Any]:
+    if not (tools / "demo_data.py").is_file():
+        raise ConfigError("the workload demo_tasks needs a checkout of sageLLM, whose tools make the tasks")
+    with _importable(tools):
+        return importlib.import_module("demo_data"), importlib.import_module("demo_text")
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _tokenizer() -> Any:
+    try:
+        from sagellm.engines.native.tokenizer import Tokenizer
+    except ImportError as error:
+        raise MissingExtraError("the demo model's tokenizer", "native") from error
+    return Tokenizer.from_folder(DEMO_MODEL)
+
 
 Loader = Callable[[Path | None], LengthWorkload]
 TOKENS_PER_WORD = 1.3
@@ -100,7 +269,7 @@ def _answers(path: Path) -> Iterator[tuple[str, str, str]]:
             yield text(record, "generator"), text(record, "instruction"), text(record, "output")
 
 
-def _plain(requests: Sequence[TraceRequest], places: Sequence[Place] = ()) -> list[LengthSample]:
+def _plain(requests: Sequence[TraceRequest], places: Sequence[SessionTurn] = ()) -> list[LengthSample]:
     sessions: list[str | None] = [place.session_id for place in places]
     sessions = sessions or [None] * len(requests)
     return [

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sagellm.benchmarks.micro._case import BLOCK_SIZE, Plan, Setting
+from sagellm.benchmarks.micro.cases import BLOCK_SIZE, MicroBenchCell, MicroBenchPlan
 from sagellm.core.errors import CapacityError
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
@@ -35,7 +35,7 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class PoolAndIndex:
     """A pool, and the index that holds blocks of it."""
 
     pool: KVPool
@@ -87,20 +87,22 @@ class Books:
         self.pool.free(allocation)
 
 
-def books(plan: Plan, num_blocks: int, *, index: str = "radix", pool: str = "free_list") -> Books:
+def pool_and_index(
+    plan: MicroBenchPlan, num_blocks: int, *, index: str = "radix", pool: str = "free_list"
+) -> PoolAndIndex:
     """An empty pool and an empty index with the plan's policy."""
     policy = registry("policy").create(plan.policy)
     made_pool = registry("pool").create(pool, total_blocks=num_blocks, block_size=BLOCK_SIZE)
     made_index = registry("index").create(index, block_size=BLOCK_SIZE, policy=policy)
-    return Books(made_pool, made_index, Room(made_index, made_pool, None))
+    return PoolAndIndex(made_pool, made_index, Room(made_index, made_pool, None))
 
 
-def cached_prompt(setting: Setting, *, step: int | None = None) -> tuple[PrefixReuseIndex, Tokens]:
+def cached_prompt(setting: MicroBenchCell, *, step: int | None = None) -> tuple[PrefixReuseIndex, Tokens]:
     """An index that holds one prompt, cached in one go or `step` tokens at a time, and eight short ones
     beside it, so that the root has several children."""
     prompts = Prompts(setting.plan.seed)
     num_blocks = setting.num_blocks + NEIGHBOURS * NEIGHBOUR_BLOCKS
-    kv = books(setting.plan, num_blocks, index=setting.variant)
+    kv = pool_and_index(setting.plan, num_blocks, index=setting.variant)
     tokens = prompts.draw(setting.size)
     kv.cache_in_steps(tokens, step or setting.size)
     for _ in range(NEIGHBOURS):

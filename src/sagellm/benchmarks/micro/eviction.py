@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from sagellm.benchmarks.micro._case import MicroBenchmark, Plan, Recipe, Setting, timed
-from sagellm.benchmarks.micro._kv import Books, Prompts, books
-from sagellm.benchmarks.micro._timing import Operation
+from sagellm.benchmarks.micro._kv import PoolAndIndex, Prompts, pool_and_index
+from sagellm.benchmarks.micro.cases import (
+    MicroBenchCell,
+    MicroBenchmark,
+    MicroBenchPlan,
+    Operation,
+    Recipe,
+    timed,
+)
 from sagellm.core.blocks import cdiv
 from sagellm.core.registry import registry
 from sagellm.core.types import NO_ACCOUNT, Namespace, Tokens
@@ -24,11 +30,11 @@ _PROMPT_BLOCKS = 32
 _FEW_PROMPTS = 64
 
 
-def _full_cache(setting: Setting, num_blocks: int) -> tuple[Books, list[Tokens], Prompts]:
+def _full_cache(setting: MicroBenchCell, num_blocks: int) -> tuple[PoolAndIndex, list[Tokens], Prompts]:
     """A cache of prompts, which are returned in order of arrival, without a free block."""
     prompts = Prompts(setting.plan.seed)
     plan = dataclasses.replace(setting.plan, policy=setting.variant)
-    kv = books(plan, cdiv(num_blocks, _PROMPT_BLOCKS) * _PROMPT_BLOCKS)
+    kv = pool_and_index(plan, cdiv(num_blocks, _PROMPT_BLOCKS) * _PROMPT_BLOCKS)
     cached = []
     while kv.pool.num_free:
         cached.append(prompts.draw(_PROMPT_TOKENS))
@@ -36,7 +42,7 @@ def _full_cache(setting: Setting, num_blocks: int) -> tuple[Books, list[Tokens],
     return kv, cached, prompts
 
 
-def _use(setting: Setting, calls: int) -> Operation:
+def _use(setting: MicroBenchCell, calls: int) -> Operation:
     kv, cached, _ = _full_cache(setting, setting.size)
     index, turn = kv.index, 0
 
@@ -51,12 +57,12 @@ def _use(setting: Setting, calls: int) -> Operation:
     return Operation(run=run, setup=next_prompt)
 
 
-def _enter(setting: Setting, calls: int) -> Operation:
+def _enter(setting: MicroBenchCell, calls: int) -> Operation:
     kv, _, prompts = _full_cache(setting, setting.size)
     return Operation(run=kv.cache, setup=lambda: prompts.draw(_PROMPT_TOKENS))
 
 
-def _evict(setting: Setting, calls: int) -> Operation:
+def _evict(setting: MicroBenchCell, calls: int) -> Operation:
     kv, _, prompts = _full_cache(setting, max(setting.plan.large_pool, 2 * setting.size * calls))
 
     def fill() -> int:
@@ -67,11 +73,11 @@ def _evict(setting: Setting, calls: int) -> Operation:
     return Operation(run=lambda size: kv.room.make(kv.pool.num_free + size, NO_ACCOUNT), setup=fill)
 
 
-def _few(plan: Plan) -> tuple[int, ...]:
+def _few(plan: MicroBenchPlan) -> tuple[int, ...]:
     return (_FEW_PROMPTS * _PROMPT_BLOCKS, plan.large_pool)
 
 
-def _evictions(plan: Plan) -> tuple[int, ...]:
+def _evictions(plan: MicroBenchPlan) -> tuple[int, ...]:
     return plan.evictions
 
 

@@ -14,8 +14,14 @@ import torch
 from torch.nn import functional as F
 
 from sagellm.accel.fusion.cpu import cpu_kernels
-from sagellm.benchmarks.micro._case import MicroBenchmark, Plan, Recipe, Setting, timed
-from sagellm.benchmarks.micro._timing import Operation
+from sagellm.benchmarks.micro.cases import (
+    MicroBenchCell,
+    MicroBenchmark,
+    MicroBenchPlan,
+    Operation,
+    Recipe,
+    timed,
+)
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError, UnknownNameError, nearest
 from sagellm.core.protocols.fusion import KernelSet
@@ -56,7 +62,7 @@ def _kernels() -> KernelSet:
     return found
 
 
-def _random(setting: Setting, *shape: int) -> torch.Tensor:
+def _random(setting: MicroBenchCell, *shape: int) -> torch.Tensor:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(setting.plan.seed)
     return torch.randn(*shape, generator=generator).mul_(0.02).to(_DTYPE)
@@ -70,7 +76,7 @@ def _timed(run: Callable[[], Any]) -> Operation:
     return Operation(run=without_gradient)
 
 
-def _matrices(setting: Setting, calls: int) -> Operation:
+def _matrices(setting: MicroBenchCell, calls: int) -> Operation:
     """Each matrix is met once in a call, so that weights come from memory."""
     query = (_HEADS + 2 * _KV_HEADS) * _DIM
     layer = [(query, _HIDDEN), (_HIDDEN, _HEADS * _DIM), (2 * _INNER, _HIDDEN), (_HIDDEN, _INNER)]
@@ -90,15 +96,15 @@ def _matrices(setting: Setting, calls: int) -> Operation:
     return _timed(lambda: [matrix.multiply(inputs[matrix.shape[1]]) for matrix in packed])
 
 
-def _one_token(setting: Setting, calls: int) -> Operation:
+def _one_token(setting: MicroBenchCell, calls: int) -> Operation:
     return _attention(setting, _SEQUENCES, 1, setting.size - 1)
 
 
-def _prompt(setting: Setting, calls: int) -> Operation:
+def _prompt(setting: MicroBenchCell, calls: int) -> Operation:
     return _attention(setting, 1, setting.size, 0)
 
 
-def _attention(setting: Setting, sequences: int, tokens: int, start: int) -> Operation:
+def _attention(setting: MicroBenchCell, sequences: int, tokens: int, start: int) -> Operation:
     """Of `tokens` behind `start` others in each sequence. Torch gets keys and values side by side, which an
     engine without the kernel has to gather first."""
     length = start + tokens
@@ -118,20 +124,20 @@ def _attention(setting: Setting, sequences: int, tokens: int, start: int) -> Ope
     return _timed(lambda: attention.apply(query, keys, values, spans, tables))
 
 
-def _norm(setting: Setting, calls: int) -> Operation:
+def _norm(setting: MicroBenchCell, calls: int) -> Operation:
     x, delta, weight = (_random(setting, *shape) for shape in ((setting.size, _HIDDEN),) * 2 + ((_HIDDEN,),))
     kernel = _kernels().add_rms_norm
     assert kernel is not None
     return _timed(lambda: _way(setting, kernel)(x, delta, weight, _EPS))
 
 
-def _gate(setting: Setting, calls: int) -> Operation:
+def _gate(setting: MicroBenchCell, calls: int) -> Operation:
     wide, kernel = _random(setting, setting.size, 2 * _INNER), _kernels().silu_and_mul
     assert kernel is not None
     return _timed(lambda: _way(setting, kernel)(wide))
 
 
-def _rope(setting: Setting, calls: int) -> Operation:
+def _rope(setting: MicroBenchCell, calls: int) -> Operation:
     rows = setting.size
     heads = _random(setting, rows, _HEADS + 2 * _KV_HEADS, _DIM)
     cos, sin = _random(setting, rows, _DIM // 2), _random(setting, rows, _DIM // 2)
@@ -142,17 +148,17 @@ def _rope(setting: Setting, calls: int) -> Operation:
     return _timed(lambda: _way(setting, kernel)(heads, cos, sin, None, None, _EPS, slots, keys, values))
 
 
-def _way(setting: Setting, kernel: Any) -> Callable[..., Any]:
+def _way(setting: MicroBenchCell, kernel: Any) -> Callable[..., Any]:
     """The kernel, or its twin from torch's operators."""
     way: Callable[..., Any] = kernel.apply if setting.variant == KERNELS else kernel.reference
     return way
 
 
-def _rows(plan: Plan) -> tuple[int, ...]:
+def _rows(plan: MicroBenchPlan) -> tuple[int, ...]:
     return plan.rows
 
 
-def _lengths(plan: Plan) -> tuple[int, ...]:
+def _lengths(plan: MicroBenchPlan) -> tuple[int, ...]:
     return plan.lengths
 
 

@@ -8,9 +8,16 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from sagellm.benchmarks.micro._case import BLOCK_SIZE, MicroBenchmark, Plan, Recipe, Setting, timed
-from sagellm.benchmarks.micro._kv import OWNER, Prompts, books
-from sagellm.benchmarks.micro._timing import Operation
+from sagellm.benchmarks.micro._kv import OWNER, Prompts, pool_and_index
+from sagellm.benchmarks.micro.cases import (
+    BLOCK_SIZE,
+    MicroBenchCell,
+    MicroBenchmark,
+    MicroBenchPlan,
+    Operation,
+    Recipe,
+    timed,
+)
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import CapacityError
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
@@ -44,7 +51,7 @@ class _Till(NamedTuple):
         return allocation
 
 
-def _half_full(setting: Setting, calls: int, *, quota: bool) -> _Till:
+def _half_full(setting: MicroBenchCell, calls: int, *, quota: bool) -> _Till:
     total = 4 * setting.size * calls
     pool = registry("pool").create(
         setting.variant,
@@ -63,7 +70,7 @@ def _quota(total_blocks: int) -> QuotaManager:
     return QuotaManager(total_blocks, {_PAYER.tenant: share}, {_PAYER.service_class: share})
 
 
-def _allocate(setting: Setting, calls: int, *, quota: bool) -> Operation:
+def _allocate(setting: MicroBenchCell, calls: int, *, quota: bool) -> Operation:
     (pool, account), size = _half_full(setting, calls, quota=quota), setting.size
     return Operation(
         run=lambda _: pool.allocate(size, OWNER, account),
@@ -71,12 +78,12 @@ def _allocate(setting: Setting, calls: int, *, quota: bool) -> Operation:
     )
 
 
-def _free(setting: Setting, calls: int, *, quota: bool) -> Operation:
+def _free(setting: MicroBenchCell, calls: int, *, quota: bool) -> Operation:
     till = _half_full(setting, calls, quota=quota)
     return Operation(run=till.pool.free, setup=lambda: till.allocate(setting.size))
 
 
-def _grow(setting: Setting, calls: int, *, quota: bool) -> Operation:
+def _grow(setting: MicroBenchCell, calls: int, *, quota: bool) -> Operation:
     """One more block for a sequence that has `size` of them, as decoding takes it at a block's border."""
     till = _half_full(setting, calls, quota=quota)
     pool, allocation = till.pool, till.allocate(setting.size)
@@ -85,18 +92,18 @@ def _grow(setting: Setting, calls: int, *, quota: bool) -> Operation:
     )
 
 
-def _evict_and_allocate(setting: Setting, calls: int) -> Operation:
+def _evict_and_allocate(setting: MicroBenchCell, calls: int) -> Operation:
     return _taking(setting, 2 * setting.size * calls + _MORE_BLOCKS)
 
 
-def _evict_and_allocate_in_large(setting: Setting, calls: int) -> Operation:
+def _evict_and_allocate_in_large(setting: MicroBenchCell, calls: int) -> Operation:
     return _taking(setting, max(setting.plan.large_pool, setting.size * calls))
 
 
-def _taking(setting: Setting, num_blocks: int) -> Operation:
+def _taking(setting: MicroBenchCell, num_blocks: int) -> Operation:
     """Every sample starts with no more free blocks than a prompt has."""
     prompts = Prompts(setting.plan.seed)
-    kv = books(setting.plan, cdiv(num_blocks, _PROMPT_BLOCKS) * _PROMPT_BLOCKS, pool=setting.variant)
+    kv = pool_and_index(setting.plan, cdiv(num_blocks, _PROMPT_BLOCKS) * _PROMPT_BLOCKS, pool=setting.variant)
 
     def fill() -> int:
         while kv.pool.num_free >= _PROMPT_BLOCKS:
@@ -106,11 +113,11 @@ def _taking(setting: Setting, num_blocks: int) -> Operation:
     return Operation(run=kv.exchange, setup=fill, teardown=lambda _, allocation: kv.pool.free(allocation))
 
 
-def _allocations(plan: Plan) -> tuple[int, ...]:
+def _allocations(plan: MicroBenchPlan) -> tuple[int, ...]:
     return plan.allocations
 
 
-def _evictions(plan: Plan) -> tuple[int, ...]:
+def _evictions(plan: MicroBenchPlan) -> tuple[int, ...]:
     return plan.evictions
 
 

@@ -16,9 +16,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from sagellm.benchmarks.micro._case import BLOCK_SIZE, BYTES_PER_BLOCK, Plan, Row
-from sagellm.benchmarks.micro._kv import Prompts, books
-from sagellm.benchmarks.micro._timing import Stopwatch
+from sagellm.benchmarks.micro._kv import Prompts, pool_and_index
+from sagellm.benchmarks.micro.cases import (
+    BLOCK_SIZE,
+    BYTES_PER_BLOCK,
+    MicroBenchPlan,
+    MicroBenchRow,
+    Stopwatch,
+)
 from sagellm.core.errors import CapacityError, ConfigError
 
 EMPTY = "metadata: empty pool and index"
@@ -28,7 +33,7 @@ STATM = Path("/proc/self/statm")
 PROMPT_TOKENS = 2048
 
 
-def metadata(plan: Plan, stopwatch: Stopwatch) -> Iterator[Row]:
+def metadata(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
     """Section f: bytes per block of the empty pool and index, of what prompts add, and of both."""
     if not STATM.exists():
         raise ConfigError(f"section f reads resident memory from {STATM}, which this system does not have")
@@ -36,17 +41,17 @@ def metadata(plan: Plan, stopwatch: Stopwatch) -> Iterator[Row]:
         empty, cached, total = _weigh_apart(plan, index)
         for case, num_bytes in ((EMPTY, empty), (CACHED, cached), (TOTAL, total)):
             value = round(num_bytes / plan.memory_blocks, 1)
-            yield Row("f", case, plan.memory_blocks, index, BYTES_PER_BLOCK, value)
+            yield MicroBenchRow("f", case, plan.memory_blocks, index, BYTES_PER_BLOCK, value)
 
 
 def weigh(index: str, policy: str, num_blocks: int, seed: int) -> tuple[int, int, int]:
     """Bytes that an empty pool and index take in this process, that `num_blocks` blocks of cached prompts
     add, and the sum."""
-    plan = Plan((index,), policy=policy, seed=seed)
+    plan = MicroBenchPlan((index,), policy=policy, seed=seed)
     prompts = Prompts(seed)
-    books(plan, 1, index=index)  # loads the plug-ins
+    pool_and_index(plan, 1, index=index)  # loads the plug-ins
     before = _resident_bytes()
-    kv = books(plan, num_blocks, index=index)
+    kv = pool_and_index(plan, num_blocks, index=index)
     empty = _resident_bytes()
     while kv.pool.num_free:
         kv.cache(prompts.draw(min(PROMPT_TOKENS, kv.pool.num_free * BLOCK_SIZE)))
@@ -54,7 +59,7 @@ def weigh(index: str, policy: str, num_blocks: int, seed: int) -> tuple[int, int
     return empty - before, full - empty, full - before
 
 
-def _weigh_apart(plan: Plan, index: str) -> list[int]:
+def _weigh_apart(plan: MicroBenchPlan, index: str) -> list[int]:
     arguments = {"index": index, "policy": plan.policy, "num_blocks": plan.memory_blocks, "seed": plan.seed}
     done = subprocess.run(
         [sys.executable, "-m", __name__, json.dumps(arguments)], capture_output=True, text=True, check=False

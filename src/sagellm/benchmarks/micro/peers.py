@@ -1,9 +1,4 @@
-"""Peers: the same sections measured in another engine's own environment, by a script that knows it.
-
-The script is called as `PYTHON SCRIPT NAME OUT.json --sections LETTERS [--quick]` and writes
-`{"version": ..., "rows": [{"section", "case", "size", "p50", "cpu50"?, "impl"?}, ...]}`: times in µs of one
-call at a time (`cpu50` is the median CPU time of the thread), memory in bytes per block (`p50`).
-"""
+"""Measures peers in their own environments and compares their rows with ours."""
 
 from __future__ import annotations
 
@@ -15,10 +10,10 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from sagellm.benchmarks.micro._case import Row
-from sagellm.benchmarks.micro._comparable import PEERS, comparables
+from sagellm.benchmarks.micro import kv_pool, memory, prefix_cache, scheduler_ir
+from sagellm.benchmarks.micro.cases import MicroBenchRow
 from sagellm.core.errors import ConfigError, SageError, nearest
 
 SCRIPT_VARIABLE = "SAGELLM_PEER_SCRIPT"
@@ -50,7 +45,7 @@ class PeerError(SageError):
 
 
 @dataclass(frozen=True, slots=True)
-class PeerRow:
+class MicroPeerRow:
     """One row of a peer, its median in µs of CPU time or in bytes per block."""
 
     peer: str
@@ -69,7 +64,7 @@ class Peer:
     python: str
     script: Path
 
-    def measure(self, section: str, *, quick: bool, turn: int = 0) -> list[PeerRow]:
+    def measure(self, section: str, *, quick: bool, turn: int = 0) -> list[MicroPeerRow]:
         """The rows of one section; raises `PeerError` if there are none to be had."""
         with tempfile.TemporaryDirectory(prefix="sagellm-peer-") as folder:
             out = Path(folder, "out.json")
@@ -91,7 +86,7 @@ class Peer:
                 )
             return self._read(out, section, turn, done.stdout)
 
-    def _read(self, out: Path, section: str, turn: int, said: str) -> list[PeerRow]:
+    def _read(self, out: Path, section: str, turn: int, said: str) -> list[MicroPeerRow]:
         try:
             found = json.loads(out.read_text(encoding="utf-8"))
             label = f"{self.name} {found.get('version', '')}".strip()
@@ -108,7 +103,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class MicroPeerComparison:
     """One of our figures, the mean of the runs before and after the peer's, over the peer's.
 
     Times are those of one call at a time, on both sides. `ours` names the rows that were added up; `drift` is
@@ -140,7 +135,7 @@ def parse_peers(given: Sequence[str], script: Path | None) -> list[Peer]:
     return [_parse_peer(one, script) for one in given]
 
 
-def compare(rows: Iterable[Row], peer_rows: Iterable[PeerRow]) -> list[Comparison]:
+def compare(rows: Iterable[MicroBenchRow], peer_rows: Iterable[MicroPeerRow]) -> list[MicroPeerComparison]:
     """Every row of a peer beside each of our implementations that was measured at the same size."""
     ours = {(row.case, row.size, row.variant, row.turn): _as_harness(row) for row in rows}
     variants = list(dict.fromkeys(key[2] for key in ours))
@@ -148,8 +143,8 @@ def compare(rows: Iterable[Row], peer_rows: Iterable[PeerRow]) -> list[Compariso
 
 
 def _compare_row(
-    ours: Mapping[tuple[str, int, str, int], float], variant: str, peer: PeerRow
-) -> Iterator[Comparison]:
+    ours: Mapping[tuple[str, int, str, int], float], variant: str, peer: MicroPeerRow
+) -> Iterator[MicroPeerComparison]:
     for one in comparables(peer.peer.partition(" ")[0], peer.section, peer.case):
         turns = [
             [ours.get((case, peer.size, variant, turn)) for case in one.ours]
@@ -159,7 +154,7 @@ def _compare_row(
         if not sums:
             continue
         mean = sum(sums) / len(sums)
-        yield Comparison(
+        yield MicroPeerComparison(
             section=peer.section,
             size=peer.size,
             variant=variant,
@@ -173,7 +168,7 @@ def _compare_row(
         )
 
 
-def _as_harness(row: Row) -> float:
+def _as_harness(row: MicroBenchRow) -> float:
     return row.value if row.timing is None else row.timing.single
 
 
@@ -194,13 +189,82 @@ def _write_model(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(_MODEL_CONFIG), encoding="utf-8")
 
 
-def _peer_row(label: str, row: Mapping[str, Any], turn: int) -> PeerRow:
+def _peer_row(label: str, row: Mapping[str, Any], turn: int) -> MicroPeerRow:
     """`impl` names one of several implementations of the same peer."""
     impl = f" {row['impl']}" if row.get("impl") else ""
     value = float(row.get("cpu50", row["p50"]))
-    return PeerRow(label + impl, row["section"], row["case"], int(row["size"]), value, turn)
+    return MicroPeerRow(label + impl, row["section"], row["case"], int(row["size"]), value, turn)
 
 
 def _last_lines(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " | ".join(lines[-_SHOWN_LINES:]) or "it wrote nothing"
+
+
+PEERS = ("vllm", "sglang", "lmdeploy")
+
+
+class Comparable(NamedTuple):
+    """Rows of `peer` whose case begins with `case` stand against the sum of `ours`."""
+
+    peer: str
+    section: str
+    case: str
+    ours: tuple[str, ...]
+
+
+_FROM_LIST = (prefix_cache.FROM_LIST, prefix_cache.TO_BYTES)
+_HIT = (prefix_cache.ONE_EDGE, prefix_cache.GATHER)
+_HIT_OF_HALF = (prefix_cache.HALF, prefix_cache.GATHER_HALF)
+_ALLOCATE = (kv_pool.ALLOCATE + kv_pool.WITH_QUOTA,)
+_FREE = (kv_pool.FREE + kv_pool.WITH_QUOTA,)
+
+COMPARABLE = (
+    Comparable("vllm", "a", "full_hit lookup only", _HIT),
+    Comparable("vllm", "a", "full_hit Request(list)+hash+lookup", (*_FROM_LIST, *_HIT)),
+    Comparable("vllm", "b", "miss lookup only", (prefix_cache.MISS,)),
+    Comparable("vllm", "b", "miss Request(list)+hash+lookup", (*_FROM_LIST, prefix_cache.MISS)),
+    Comparable("vllm", "b", "half hit lookup only", _HIT_OF_HALF),
+    Comparable("vllm", "c", "insert: allocate_slots (alloc+register", (prefix_cache.INSERT,)),
+    Comparable("vllm", "c", "insert: allocate_slots, every block evicts", (prefix_cache.INSERT_EVICTING,)),
+    Comparable("vllm", "d", "alloc N blocks, half-full", _ALLOCATE),
+    Comparable("vllm", "d", "free N blocks", _FREE),
+    Comparable("vllm", "d", "alloc N blocks, all evict", (kv_pool.EVICT,)),
+    Comparable("vllm", "d", "big pool", (kv_pool.EVICT_LARGE,)),
+    Comparable("vllm", "e", "Scheduler schedule+update", (scheduler_ir.STEP,)),
+    Comparable("vllm", "e", "AsyncScheduler schedule+update", (scheduler_ir.STEP,)),
+    Comparable("lmdeploy", "e", "schedule+update", (scheduler_ir.STEP,)),
+    Comparable("vllm", "f", "bytes/block rss: pool object", (memory.EMPTY,)),
+    Comparable("vllm", "f", "bytes/block rss: cached metadata", (memory.CACHED,)),
+    Comparable("vllm", "f", "bytes/block rss: total", (memory.TOTAL,)),
+    Comparable("sglang", "a", "full_hit match_prefix (", (prefix_cache.ONE_EDGE,)),
+    Comparable("sglang", "a", "full_hit list->", (*_FROM_LIST, prefix_cache.ONE_EDGE)),
+    Comparable("sglang", "a", "full_hit match_prefix+gather", _HIT),
+    Comparable("sglang", "a", "full_hit match_prefix, path", (prefix_cache.PATH,)),
+    Comparable("sglang", "b", "miss match_prefix", (prefix_cache.MISS,)),
+    Comparable("sglang", "b", "miss list->", (*_FROM_LIST, prefix_cache.MISS)),
+    Comparable("sglang", "c", "alloc pages + insert", (prefix_cache.INSERT,)),
+    Comparable("sglang", "d", "alloc N pages, half-full", _ALLOCATE),
+    Comparable("sglang", "d", "free N pages", _FREE),
+    Comparable("sglang", "d", "evict + alloc N pages", (kv_pool.EVICT,)),
+    Comparable("sglang", "d", "big pool", (kv_pool.EVICT_LARGE,)),
+    Comparable("sglang", "f", "bytes/block RSS, 2048-token", (memory.CACHED,)),
+    Comparable("lmdeploy", "a", "full_hit BlockTrie.match", _HIT),
+    Comparable("lmdeploy", "a", "full_hit add_sequence(list)+match", (*_FROM_LIST, *_HIT)),
+    Comparable("lmdeploy", "b", "miss BlockTrie.match", (prefix_cache.MISS,)),
+    Comparable("lmdeploy", "b", "miss add_sequence(list)", (*_FROM_LIST, prefix_cache.MISS)),
+    Comparable("lmdeploy", "c", "insert: block_manager.allocate +", (prefix_cache.INSERT,)),
+    Comparable("lmdeploy", "d", "alloc N blocks, half-full", _ALLOCATE),
+    Comparable("lmdeploy", "d", "free N blocks", _FREE),
+    Comparable("lmdeploy", "d", "trie.evict + alloc N blocks", (kv_pool.EVICT,)),
+    Comparable("lmdeploy", "d", "big pool", (kv_pool.EVICT_LARGE,)),
+    Comparable("lmdeploy", "f", "bytes/block rss: pool", (memory.EMPTY,)),
+    Comparable("lmdeploy", "f", "bytes/block rss: cached metadata", (memory.CACHED,)),
+)
+
+
+def comparables(peer: str, section: str, case: str) -> Iterator[Comparable]:
+    """What the peer's row may be compared with."""
+    return (
+        one for one in COMPARABLE if (one.peer, one.section) == (peer, section) and case.startswith(one.case)
+    )

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 
-from sagellm.benchmarks.micro._case import MicroBenchmark, Recipe, Setting, timed
-from sagellm.benchmarks.micro._kv import Prompts, books, cached_prompt
-from sagellm.benchmarks.micro._timing import Operation
+from sagellm.benchmarks.micro._kv import Prompts, cached_prompt, pool_and_index
+from sagellm.benchmarks.micro.cases import MicroBenchCell, MicroBenchmark, Operation, Recipe, timed
 from sagellm.benchmarks.micro.memory import metadata
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.kv_pool import Allocation
@@ -33,23 +32,23 @@ _EDGE_TOKENS = 256
 _PROMPTS_IN_FULL_POOL = 4
 
 
-def _full_hit(setting: Setting, calls: int) -> Operation:
+def _full_hit(setting: MicroBenchCell, calls: int) -> Operation:
     index, tokens = cached_prompt(setting)
     return _lookup(index, tokens, setting.size)
 
 
-def _full_hit_of_path(setting: Setting, calls: int) -> Operation:
+def _full_hit_of_path(setting: MicroBenchCell, calls: int) -> Operation:
     index, tokens = cached_prompt(setting, step=_EDGE_TOKENS)
     return _lookup(index, tokens, setting.size)
 
 
-def _gather(setting: Setting, calls: int) -> Operation:
+def _gather(setting: MicroBenchCell, calls: int) -> Operation:
     index, tokens = cached_prompt(setting)
     hit = index.lookup(tokens)
     return Operation(run=lambda _: index.block_ids(hit))
 
 
-def _to_bytes(setting: Setting, calls: int) -> Operation:
+def _to_bytes(setting: MicroBenchCell, calls: int) -> Operation:
     """Every call meets tokens of its own that have grown by one since the last time."""
     prompts = Prompts(setting.plan.seed)
     ring = itertools.cycle([prompts.draw(setting.size) for _ in range(calls)])
@@ -62,31 +61,31 @@ def _to_bytes(setting: Setting, calls: int) -> Operation:
     return Operation(run=Tokens.tobytes, setup=grown)
 
 
-def _from_list(setting: Setting, calls: int) -> Operation:
+def _from_list(setting: MicroBenchCell, calls: int) -> Operation:
     ids = Prompts(setting.plan.seed).draw(setting.size).tolist()
     return Operation(run=lambda _: Tokens(ids))
 
 
-def _miss(setting: Setting, calls: int) -> Operation:
+def _miss(setting: MicroBenchCell, calls: int) -> Operation:
     index, _ = cached_prompt(setting)
     return _lookup(index, _unseen(setting), 0)
 
 
-def _half_hit(setting: Setting, calls: int) -> Operation:
+def _half_hit(setting: MicroBenchCell, calls: int) -> Operation:
     index, tokens = cached_prompt(setting)
     return _lookup(index, _half_seen(setting, tokens), setting.size // 2)
 
 
-def _gather_half(setting: Setting, calls: int) -> Operation:
+def _gather_half(setting: MicroBenchCell, calls: int) -> Operation:
     index, tokens = cached_prompt(setting)
     hit = index.lookup(_half_seen(setting, tokens))
     return Operation(run=lambda _: index.block_ids(hit))
 
 
-def _insert(setting: Setting, calls: int) -> Operation:
+def _insert(setting: MicroBenchCell, calls: int) -> Operation:
     """A new prompt: allocate, insert, hand over. What a sample inserts is evicted after it."""
     prompts = Prompts(setting.plan.seed)
-    kv = books(setting.plan, 2 * calls * setting.num_blocks, index=setting.variant)
+    kv = pool_and_index(setting.plan, 2 * calls * setting.num_blocks, index=setting.variant)
     for _ in range(calls):  # so that from the first sample on the index is as full as later
         kv.cache(prompts.draw(setting.size))
 
@@ -97,10 +96,10 @@ def _insert(setting: Setting, calls: int) -> Operation:
     return Operation(run=kv.store, setup=lambda: prompts.draw(setting.size), teardown=forget)
 
 
-def _insert_evicting(setting: Setting, calls: int) -> Operation:
+def _insert_evicting(setting: MicroBenchCell, calls: int) -> Operation:
     """The same in a pool that is full of cached prompts of the same length."""
     prompts = Prompts(setting.plan.seed)
-    kv = books(setting.plan, _PROMPTS_IN_FULL_POOL * setting.num_blocks, index=setting.variant)
+    kv = pool_and_index(setting.plan, _PROMPTS_IN_FULL_POOL * setting.num_blocks, index=setting.variant)
     for _ in range(_PROMPTS_IN_FULL_POOL):
         kv.cache(prompts.draw(setting.size))
     return Operation(
@@ -118,11 +117,11 @@ def _lookup(index: PrefixReuseIndex, tokens: Tokens, expected_tokens: int) -> Op
     return Operation(run=lambda _: index.lookup(tokens))
 
 
-def _unseen(setting: Setting) -> Tokens:
+def _unseen(setting: MicroBenchCell) -> Tokens:
     return Prompts(setting.plan.seed + 1).draw(setting.size)
 
 
-def _half_seen(setting: Setting, tokens: Tokens) -> Tokens:
+def _half_seen(setting: MicroBenchCell, tokens: Tokens) -> Tokens:
     half = Tokens(tokens.slice(0, setting.size // 2))
     half.extend(_unseen(setting).slice(setting.size // 2))
     return half

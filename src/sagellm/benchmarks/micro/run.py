@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sagellm.benchmarks._results import Environment, figure
-from sagellm.benchmarks._tables import Table
-from sagellm.benchmarks.micro._case import BLOCK_SIZE, MicroBenchmark, Plan, Row
-from sagellm.benchmarks.micro._timing import Stopwatch
-from sagellm.benchmarks.micro.peers import Comparison, Peer, PeerRow, compare
+from sagellm.benchmarks.micro.cases import (
+    BLOCK_SIZE,
+    MicroBenchmark,
+    MicroBenchPlan,
+    MicroBenchRow,
+    Stopwatch,
+)
+from sagellm.benchmarks.micro.peers import MicroPeerComparison, MicroPeerRow, Peer, compare
+from sagellm.benchmarks.reporting import Environment, Table, figure
 from sagellm.core.registry import registry
 
 FORMAT = "sagellm.bench.micro/1"
@@ -20,16 +24,16 @@ COMPARISON_COLUMNS = ("", "our case", "of", "peer", "its case", "size", "ours", 
 
 
 @dataclass(slots=True)
-class Report:
+class MicroBenchReport:
     """All that was measured so far."""
 
     benchmark: str
     environment: Environment
-    plan: Plan
-    rows: list[Row] = field(default_factory=list)
-    peer_rows: list[PeerRow] = field(default_factory=list)
+    plan: MicroBenchPlan
+    rows: list[MicroBenchRow] = field(default_factory=list)
+    peer_rows: list[MicroPeerRow] = field(default_factory=list)
 
-    def comparisons(self) -> list[Comparison]:
+    def comparisons(self) -> list[MicroPeerComparison]:
         return compare(self.rows, self.peer_rows)
 
     def as_json(self) -> dict[str, Any]:
@@ -46,7 +50,7 @@ class Report:
         }
 
 
-def check_names(benchmark: MicroBenchmark, plan: Plan, sections: str) -> None:
+def check_names(benchmark: MicroBenchmark, plan: MicroBenchPlan, sections: str) -> None:
     """Raise the error of an unknown section, implementation or policy before anything is measured."""
     benchmark.check_sections(sections)
     registry("policy").get(plan.policy)
@@ -56,7 +60,7 @@ def check_names(benchmark: MicroBenchmark, plan: Plan, sections: str) -> None:
 
 def run(
     benchmark: MicroBenchmark,
-    report: Report,
+    report: MicroBenchReport,
     sections: str,
     *,
     peers: Sequence[Peer] = (),
@@ -86,7 +90,7 @@ def run(
             ours(letter, turn + 1)
 
 
-def tables(report: Report) -> Iterator[Table]:
+def tables(report: MicroBenchReport) -> Iterator[Table]:
     """Our rows (those of the first turn, where there were several), and the comparisons if there are any."""
     title = f"{report.benchmark}: median thread CPU time per call, block {BLOCK_SIZE}"
     rows = [_row(row) for row in report.rows if row.turn == 0]
@@ -97,7 +101,7 @@ def tables(report: Report) -> Iterator[Table]:
         yield Table(title, COMPARISON_COLUMNS, [*map(_comparison, comparisons)], num_names=6)
 
 
-def _row(row: Row) -> list[str]:
+def _row(row: MicroBenchRow) -> list[str]:
     names = [row.section, row.case, row.variant, f"{row.size:,}"]
     if row.timing is None:
         return [*names, figure(row.value), "", "", "", "", "", row.unit, ""]
@@ -106,7 +110,7 @@ def _row(row: Row) -> list[str]:
     return [*names, *map(figure, figures), row.unit, calls]
 
 
-def _comparison(one: Comparison) -> list[str]:
+def _comparison(one: MicroPeerComparison) -> list[str]:
     names = [one.section, " + ".join(one.ours), one.variant, one.peer, one.case]
     figures = [figure(one.value), f"{one.drift:.0%}", figure(one.peer_value)]
     return [*names, f"{one.size:,}", *figures, "" if one.ratio is None else f"{one.ratio:.2f}"]

@@ -13,8 +13,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
-from sagellm.benchmarks.micro._case import BLOCK_SIZE, MICROSECONDS, MicroBenchmark, Plan, Row
-from sagellm.benchmarks.micro._timing import Spread, Stopwatch, Timing
+from sagellm.benchmarks.micro.cases import (
+    BLOCK_SIZE,
+    MICROSECONDS,
+    MicroBenchmark,
+    MicroBenchPlan,
+    MicroBenchRow,
+    Spread,
+    Stopwatch,
+    Timing,
+)
 from sagellm.core.config import Config
 from sagellm.core.errors import CapacityError
 from sagellm.core.plan import ExecutionPlan, StepResult
@@ -55,7 +63,7 @@ class _Scripted:
         return None
 
 
-def _engine(plan: Plan, preset: str, num_requests: int) -> tuple[Engine, _Scripted]:
+def _engine(plan: MicroBenchPlan, preset: str, num_requests: int) -> tuple[Engine, _Scripted]:
     """An engine with so many requests waiting, whose blocks would last for all they may draw, and 1 in 16
     more: a strategy that admits by predicted memory keeps some of it free.
     """
@@ -84,7 +92,7 @@ def _engine(plan: Plan, preset: str, num_requests: int) -> tuple[Engine, _Script
     return engine, backend
 
 
-def _in_decode(plan: Plan, preset: str, num_requests: int) -> tuple[Engine, _Scripted]:
+def _in_decode(plan: MicroBenchPlan, preset: str, num_requests: int) -> tuple[Engine, _Scripted]:
     engine, backend = _engine(plan, preset, num_requests)
     backend.token_ids = (7,) * num_requests
     for _ in range(10 * num_requests):
@@ -94,7 +102,7 @@ def _in_decode(plan: Plan, preset: str, num_requests: int) -> tuple[Engine, _Scr
     raise CapacityError(f"{preset} does not run {num_requests} requests together")
 
 
-def _decode(plan: Plan, stopwatch: Stopwatch) -> Iterator[Row]:
+def _decode(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
     for preset in plan.variants:
         for size in plan.running:
             steps = min(2 * stopwatch.repeats, 60) if size >= MANY else 2 * stopwatch.repeats
@@ -102,7 +110,7 @@ def _decode(plan: Plan, stopwatch: Stopwatch) -> Iterator[Row]:
             draw = random.Random(5)
             for case, look in ((STEP, False), (READ, True)):
                 timing = _time_steps(engine, backend, size, steps, draw, look=look)
-                yield Row("e", case, size, preset, MICROSECONDS, timing.cpu.median, timing)
+                yield MicroBenchRow("e", case, size, preset, MICROSECONDS, timing.cpu.median, timing)
 
 
 def _time_steps(
@@ -137,7 +145,7 @@ def _overhead_us() -> float:
     return median(samples)
 
 
-def _new(plan: Plan, stopwatch: Stopwatch) -> Iterator[Row]:
+def _new(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
     overhead_us = _overhead_us()
     for preset in plan.variants:
         for size in plan.new:
@@ -154,7 +162,7 @@ def _new(plan: Plan, stopwatch: Stopwatch) -> Iterator[Row]:
             for case, samples in spent.items():
                 spread = Spread.of(samples)
                 timing = Timing(len(samples), 1, spread, spread, spread.median)
-                yield Row("n", case, size, preset, MICROSECONDS, spread.median, timing)
+                yield MicroBenchRow("n", case, size, preset, MICROSECONDS, spread.median, timing)
 
 
 class _Strategies:

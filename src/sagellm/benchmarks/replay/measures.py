@@ -11,7 +11,7 @@ from sagellm.core.protocols.eviction import CostBenefitModel, Run
 
 
 @dataclass(frozen=True, slots=True)
-class Measures:
+class HitMeasures:
     """Sums over the requests after the warm-up. Tokens of a partial last block count as they are, and a saved
     second is one that prefill of the hit tokens alone would have taken."""
 
@@ -26,14 +26,14 @@ class Measures:
     saved_s: float
 
 
-def measure(trace: BlockTrace, hits: Sequence[int], first: int, cost: CostBenefitModel) -> Measures:
+def measure(trace: BlockTrace, hits: Sequence[int], first: int, cost: CostBenefitModel) -> HitMeasures:
     """`first`: the number of the first request that counts; `cost`: in blocks of one token."""
     requests, counted = trace.requests[first:], hits[first:]
     hit_tokens = [
         min(hit * trace.block_tokens, request.num_input_tokens)
         for request, hit in zip(requests, counted, strict=True)
     ]
-    return Measures(
+    return HitMeasures(
         requests=len(requests),
         hit_requests=sum(hit > 0 for hit in counted),
         blocks=sum(len(request.ids) for request in requests),

@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sagellm.benchmarks._results import Environment, check_writable, figure, write_json
-from sagellm.benchmarks._tables import Table
 from sagellm.benchmarks.replay.block_trace import BlockTrace
-from sagellm.benchmarks.replay.plan import Plan
-from sagellm.benchmarks.replay.sweep import Result
+from sagellm.benchmarks.replay.sweep import ReplayResult, ReplaySweepPlan
+from sagellm.benchmarks.reporting import Environment, Table, check_writable, figure, write_json
 from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.protocols.prefix_cache import MissCounts
 
@@ -23,7 +21,7 @@ EXTRA = "plots"
 CAUSES = MissCounts._fields
 
 
-def as_row(result: Result) -> dict[str, Any]:
+def as_row(result: ReplayResult) -> dict[str, Any]:
     """One result flat, by column; None where there is no such figure. Ratios are 0 to 1."""
     case, misses = result.case, result.misses
     return {
@@ -46,7 +44,7 @@ def as_row(result: Result) -> dict[str, Any]:
     }
 
 
-def manifest(trace: BlockTrace, plan: Plan, environment: Environment) -> dict[str, Any]:
+def manifest(trace: BlockTrace, plan: ReplaySweepPlan, environment: Environment) -> dict[str, Any]:
     """What was replayed, how, by which code and where."""
     return {
         "trace": {
@@ -76,7 +74,7 @@ def check_out(path: Path) -> None:
         _pyarrow("pyarrow")
 
 
-def write(path: Path, made_by: Mapping[str, Any], results: Sequence[Result]) -> None:
+def write(path: Path, made_by: Mapping[str, Any], results: Sequence[ReplayResult]) -> None:
     """A row per result, in the form that the suffix names. `made_by`, the manifest, is a part of JSON, and
     `sagellm` in the metadata of Parquet; CSV has no place for it."""
     try:
@@ -153,7 +151,7 @@ def headline(trace: BlockTrace) -> str:
     )
 
 
-def tables(results: Sequence[Result]) -> list[Table]:
+def tables(results: Sequence[ReplayResult]) -> list[Table]:
     """Hits and speed; and where causes were asked for, why blocks were missing."""
     shown = [Table("what was hit", *_hits(results), num_names=2)]
     missed = [one for one in results if one.misses is not None]
@@ -164,7 +162,7 @@ def tables(results: Sequence[Result]) -> list[Table]:
     return shown
 
 
-def _hits(results: Sequence[Result]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _hits(results: Sequence[ReplayResult]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Columns and rows. The seed is shown where there are several."""
     seeds = len({one.case.seed for one in results} - {None}) > 1
     timed = any(one.cpu_s is not None for one in results)
@@ -194,7 +192,7 @@ def _hits(results: Sequence[Result]) -> tuple[tuple[str, ...], list[tuple[str, .
     return columns, rows
 
 
-def _misses(result: Result, misses: MissCounts) -> tuple[str, ...]:
+def _misses(result: ReplayResult, misses: MissCounts) -> tuple[str, ...]:
     missing = sum(misses)
     shares = [_percent(count / missing if missing else None, digits=1) for count in misses]
     return (result.case.policy, result.case.capacity.text, _number(missing), *shares)

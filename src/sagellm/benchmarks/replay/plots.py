@@ -11,8 +11,7 @@ import numpy as np
 
 from sagellm.benchmarks.replay.block_trace import BlockTrace
 from sagellm.benchmarks.replay.outputs import CAUSES, EXTRA
-from sagellm.benchmarks.replay.plan import OPTIMUM, Capacity
-from sagellm.benchmarks.replay.sweep import NUM_MOMENTS, Result
+from sagellm.benchmarks.replay.sweep import NUM_MOMENTS, OPTIMUM, CacheCapacity, ReplayResult
 from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.types import Namespace
 
@@ -38,7 +37,7 @@ def check_plots(folder: Path) -> None:
         raise ConfigError(f"cannot draw into {folder}: there is no folder {folder.parent}")
 
 
-def draw(folder: Path, trace: BlockTrace, results: Sequence[Result]) -> list[Path]:
+def draw(folder: Path, trace: BlockTrace, results: Sequence[ReplayResult]) -> list[Path]:
     """The files written: miss_ratio, heat_map and reuse_time; miss_causes where causes were asked for."""
     made = {
         "miss_ratio": miss_ratio(trace, results),
@@ -58,7 +57,7 @@ def draw(folder: Path, trace: BlockTrace, results: Sequence[Result]) -> list[Pat
     return paths
 
 
-def miss_ratio(trace: BlockTrace, results: Sequence[Result]) -> Figure:
+def miss_ratio(trace: BlockTrace, results: Sequence[ReplayResult]) -> Figure:
     """Missed blocks by capacity, a line per policy; where there are several seeds, their mean and range."""
     figure = _figure(7.0, 4.2)
     axes = figure.subplots()
@@ -94,7 +93,7 @@ def miss_ratio(trace: BlockTrace, results: Sequence[Result]) -> Figure:
     return figure
 
 
-def heat_map(trace: BlockTrace, results: Sequence[Result]) -> Figure:
+def heat_map(trace: BlockTrace, results: Sequence[ReplayResult]) -> Figure:
     """Hit blocks in %, policies by capacities; the mean over seeds."""
     policies, capacities = _policies(results), _capacities(results)
     values = np.array([[_mean_hit(results, policy, size) for size in capacities] for policy in policies])
@@ -145,7 +144,7 @@ def reuse_times(trace: BlockTrace) -> array[float]:
     return seconds
 
 
-def miss_causes(trace: BlockTrace, results: Sequence[Result]) -> Figure:
+def miss_causes(trace: BlockTrace, results: Sequence[ReplayResult]) -> Figure:
     """Why blocks were missing over the trace's time: a panel per policy, at the middle capacity."""
     shown = [one for one in results if one.course]
     sizes = _capacities(shown)
@@ -185,20 +184,20 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _policies(results: Sequence[Result]) -> list[str]:
+def _policies(results: Sequence[ReplayResult]) -> list[str]:
     return list(dict.fromkeys(one.case.policy for one in results))
 
 
-def _capacities(results: Sequence[Result]) -> list[Capacity]:
+def _capacities(results: Sequence[ReplayResult]) -> list[CacheCapacity]:
     return sorted({one.case.capacity for one in results}, key=lambda size: size.num_blocks)
 
 
-def _hit_percents(results: Sequence[Result], policy: str, size: Capacity) -> list[float]:
+def _hit_percents(results: Sequence[ReplayResult], policy: str, size: CacheCapacity) -> list[float]:
     return [
         100 * one.block_ratio for one in results if (one.case.policy, one.case.capacity) == (policy, size)
     ]
 
 
-def _mean_hit(results: Sequence[Result], policy: str, size: Capacity) -> float:
+def _mean_hit(results: Sequence[ReplayResult], policy: str, size: CacheCapacity) -> float:
     found = _hit_percents(results, policy, size)
     return sum(found) / len(found) if found else float("nan")

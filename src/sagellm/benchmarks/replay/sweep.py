@@ -1,35 +1,141 @@
-"""The sweep: each case of a plan replayed, in processes beside each other, its hits checked and measured."""
+"""Replays a trace at policies x capacities x seeds, in parallel processes."""
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
+from typing import Any
 
 from sagellm.benchmarks.replay.block_trace import BlockTrace
-from sagellm.benchmarks.replay.measures import Measures, check_bound, first_counted, measure
+from sagellm.benchmarks.replay.measures import HitMeasures, check_bound, first_counted, measure
 from sagellm.benchmarks.replay.optimum import optimum
-from sagellm.benchmarks.replay.plan import OPTIMUM, Case, Plan
 from sagellm.benchmarks.replay.replayer import Replayed, replay
 from sagellm.core.clock import ManualClock
-from sagellm.core.errors import BookkeepingError, CapacityError
+from sagellm.core.errors import BookkeepingError, CapacityError, ConfigError
 from sagellm.core.events import EventBus
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseIndex
 from sagellm.core.registry import registry
 from sagellm.engines.build import make_policy
+from sagellm.kvmgr.eviction._cost import PrefillCostModel
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
+
+OPTIMUM = "optimum"
+"""The offline bound, where a policy's name is asked for: it knows the future."""
+GIVEN = ("capacity", "clock", "seed")
+"""What replay itself gives to a policy that takes it."""
+DEFAULT_COST = PrefillCostModel()
+CAPACITIES = ("0.5%", "1%", "2%", "5%", "10%", "25%")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCapacity:
+    """As it was asked for, and in blocks."""
+
+    text: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayCase:
+    """One replay. `seed` is None for a policy that takes none, which runs once."""
+
+    policy: str
+    capacity: CacheCapacity
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySweepPlan:
+    """`capacities`: counts of blocks, or shares of the trace's unique ones as `1%`. `options`: by policy.
+    `causes`: say why blocks were missing, which takes more time than the replay; no speed is reported then.
+    `seconds_per_token`, `seconds_per_token_squared`: see `PrefillCostModel`.
+    """
+
+    policies: tuple[str, ...]
+    capacities: tuple[str, ...] = CAPACITIES
+    seeds: tuple[int, ...] = (0,)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    warmup: str = "0%"
+    causes: bool = False
+    premature_s: float = 60.0
+    seconds_per_token: float = DEFAULT_COST.seconds_per_token
+    seconds_per_token_squared: float = DEFAULT_COST.seconds_per_token_squared
+
+    def cost(self, block_tokens: int = 1) -> PrefillCostModel:
+        """Seconds of prefill for extents of such blocks."""
+        return PrefillCostModel(
+            block_size=block_tokens,
+            seconds_per_token=self.seconds_per_token,
+            seconds_per_token_squared=self.seconds_per_token_squared,
+        )
+
+    def cases(self, trace: BlockTrace) -> list[ReplayCase]:
+        """All replays, in order of policy, capacity and seed. Raises the error of whatever in the plan is
+        unknown or out of range, before anything runs."""
+        self._check(trace)
+        capacities = [capacity(text, trace.num_unique) for text in self.capacities]
+        return [
+            ReplayCase(policy, size, seed)
+            for policy in dict.fromkeys(self.policies)
+            for size in dict.fromkeys(capacities)
+            for seed in self._seeds(policy)
+        ]
+
+    def _seeds(self, policy: str) -> tuple[int | None, ...]:
+        takes_seed = policy != OPTIMUM and "seed" in registry("policy").options(policy)
+        return tuple(dict.fromkeys(self.seeds)) if takes_seed else (None,)
+
+    def _check(self, trace: BlockTrace) -> None:
+        if not (self.policies and self.capacities and self.seeds):
+            raise ConfigError("a sweep needs at least one policy, one capacity and one seed")
+        self.cost()
+        first_counted(trace, self.warmup)
+        if not (self.premature_s >= 0 and math.isfinite(self.premature_s)):
+            raise ConfigError(f"premature_s must be 0 or more seconds, got {self.premature_s}")
+        for policy in self.options:
+            if policy not in self.policies:
+                raise ConfigError(f"options are given for {policy!r}, but the sweep runs {self.policies}")
+        for policy in self.policies:
+            _check_options(policy, self.options.get(policy, {}))
+
+
+def _check_options(policy: str, options: Mapping[str, Any]) -> None:
+    takes = registry("policy").options(policy) if policy != OPTIMUM else {}
+    named = [name for name in takes if name not in GIVEN]
+    for option in options:
+        if option in GIVEN:
+            raise ConfigError(f"option {policy}.{option}: replay itself gives it to the policy")
+        if option not in named:
+            raise ConfigError(
+                f"policy {policy!r} has no option {option!r}; it takes {', '.join(named) or 'none'}"
+            )
+
+
+def capacity(text: str, num_unique: int) -> CacheCapacity:
+    """`1%` of the unique blocks, rounded, or a count of blocks; at least one. Raises `ConfigError`."""
+    try:
+        size = float(text.removesuffix("%")) if text.endswith("%") else int(text)
+        num_blocks = max(1, round(num_unique * size / 100)) if text.endswith("%") else int(size)
+    except (ValueError, OverflowError):
+        size = num_blocks = 0
+    if not size > 0:
+        raise ConfigError(f"capacity {text!r}: write blocks from 1 on, or a share of the unique ones as 1%")
+    return CacheCapacity(text, num_blocks)
+
 
 NUM_MOMENTS = 48
 """Stretches of equal length into which the trace's time is cut for the course of misses."""
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ReplayResult:
     """One replay, measured.
 
     Evicted blocks and CPU times are of the whole replay, the warm-up included. All are None for the optimum,
@@ -39,8 +145,8 @@ class Result:
     replay, in each of `NUM_MOMENTS` stretches.
     """
 
-    case: Case
-    measures: Measures
+    case: ReplayCase
+    measures: HitMeasures
     num_evicted: int | None = None
     cpu_s: float | None = None
     evict_s: float | None = None
@@ -85,8 +191,8 @@ class Result:
 
 
 def run_sweep(
-    trace: BlockTrace, plan: Plan, *, jobs: int = 1, on_done: Callable[[], None] = lambda: None
-) -> list[Result]:
+    trace: BlockTrace, plan: ReplaySweepPlan, *, jobs: int = 1, on_done: Callable[[], None] = lambda: None
+) -> list[ReplayResult]:
     """The results in the order of `plan.cases(trace)`; `on_done` is called after each. With more than one job
     replays run in processes of their own, each of which is given the trace once."""
     cases, bench = plan.cases(trace), _Bench(trace, plan)
@@ -111,12 +217,12 @@ def run_sweep(
         return with_gaps([future.result() for future in futures])
 
 
-def _cancel(futures: Sequence[Future[Result]]) -> None:
+def _cancel(futures: Sequence[Future[ReplayResult]]) -> None:
     for future in futures:
         future.cancel()
 
 
-def with_gaps(results: Sequence[Result]) -> list[Result]:
+def with_gaps(results: Sequence[ReplayResult]) -> list[ReplayResult]:
     """The results, each with its place between LRU and the optimum of its capacity."""
     ends = {(one.case.policy, one.case.capacity): one.block_ratio for one in results}
     placed = []
@@ -131,26 +237,28 @@ def with_gaps(results: Sequence[Result]) -> list[Result]:
 class _Bench:
     """A trace and a plan; a process of a sweep has one."""
 
-    def __init__(self, trace: BlockTrace, plan: Plan) -> None:
+    def __init__(self, trace: BlockTrace, plan: ReplaySweepPlan) -> None:
         self.trace = trace
         self.plan = plan
 
-    def run(self, case: Case) -> Result:
+    def run(self, case: ReplayCase) -> ReplayResult:
         capacity, trace = case.capacity.num_blocks, self.trace
         first = first_counted(trace, self.plan.warmup)
         if case.policy == OPTIMUM:
             hits = optimum(trace.requests, capacity)
             check_bound(hits, trace.bound_at(capacity))
-            return Result(case, measure(trace, hits, first, self.plan.cost()))
+            return ReplayResult(case, measure(trace, hits, first, self.plan.cost()))
         replayed = self._replay(case)
         check_bound(replayed.hits, trace.bound_at(capacity))
-        result = Result(case, measure(trace, replayed.hits, first, self.plan.cost()), replayed.num_evicted)
+        result = ReplayResult(
+            case, measure(trace, replayed.hits, first, self.plan.cost()), replayed.num_evicted
+        )
         if self.plan.causes:
             self._check_causes(replayed, capacity)
             return replace(result, misses=total(replayed.misses[first:]), course=self._course(replayed))
         return replace(result, cpu_s=replayed.cpu_s, evict_s=replayed.evict_s, accesses=trace.num_blocks)
 
-    def _replay(self, case: Case) -> Replayed:
+    def _replay(self, case: ReplayCase) -> Replayed:
         clock, events = ManualClock(self.trace.requests[0].time_s), EventBus()
         causes = None
         if self.plan.causes:
@@ -170,7 +278,7 @@ class _Bench:
         )
         return replay(self.trace.requests, index, clock, case.capacity.num_blocks, causes)
 
-    def _policy(self, case: Case, clock: ManualClock) -> EvictionPolicy:
+    def _policy(self, case: ReplayCase, clock: ManualClock) -> EvictionPolicy:
         options = dict(self.plan.options.get(case.policy, {}))
         if "model" in registry("policy").options(case.policy):
             options.setdefault("model", self.plan.cost(self.trace.block_tokens))
@@ -219,5 +327,5 @@ def _take(bench: _Bench) -> None:
     _benches.append(bench)
 
 
-def _run(case: Case) -> Result:
+def _run(case: ReplayCase) -> ReplayResult:
     return _benches[-1].run(case)

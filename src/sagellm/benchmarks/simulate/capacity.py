@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sagellm.benchmarks.simulate.cluster import Served
+from sagellm.benchmarks.simulate.cluster import ServedRequest
 from sagellm.core.errors import ConfigError
 
 GROWTH = 0.02
@@ -26,7 +26,7 @@ FEWEST = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class RateProbe:
     """One run: requests per second that came, and seconds of waiting that were added per second."""
 
     rate: float
@@ -38,15 +38,15 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class SustainedRate:
     """`rate`: the highest that was sustained, in requests per second; no more than `PRECISION` (a ratio)
     above it is one that was not. `probes`: all that were tried, in order."""
 
     rate: float
-    probes: tuple[Probe, ...]
+    probes: tuple[RateProbe, ...]
 
 
-def growth(served: Sequence[Served]) -> float:
+def growth(served: Sequence[ServedRequest]) -> float:
     """Seconds by which waiting (arrival to first schedule) grows per second of arrivals.
 
     Requests that were never scheduled do not count; raises `ConfigError` if fewer than `FEWEST` are left or
@@ -66,18 +66,18 @@ def growth(served: Sequence[Served]) -> float:
     return float(centred @ (wait - wait.mean())) / spread
 
 
-def _counts(served: Served) -> bool:
+def _counts(served: ServedRequest) -> bool:
     return served.arrival_s is not None and served.scheduled_s is not None
 
 
 def find_capacity(
-    run: Callable[[float], Sequence[Served]], start: float, *, precision: float = PRECISION
-) -> Capacity:
+    run: Callable[[float], Sequence[ServedRequest]], start: float, *, precision: float = PRECISION
+) -> SustainedRate:
     """Search for the capacity from the rate `start` on; `run(rate)` serves the workload at that mean rate."""
     low, high, rate = 0.0, math.inf, start
-    probes: list[Probe] = []
+    probes: list[RateProbe] = []
     for _ in range(MAX_RUNS):
-        probe = Probe(rate, growth(run(rate)))
+        probe = RateProbe(rate, growth(run(rate)))
         probes.append(probe)
         if probe.sustained:
             low = max(low, rate)
@@ -93,7 +93,7 @@ def find_capacity(
             f"no rate down to {min(one.rate for one in probes):.3g} requests per second was sustained in "
             f"{MAX_RUNS} runs: the workload is too short, or no request of it can be served in time"
         )
-    return Capacity(low, tuple(probes))
+    return SustainedRate(low, tuple(probes))
 
 
 def _between(low: float, high: float, precision: float) -> float:

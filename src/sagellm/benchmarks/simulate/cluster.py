@@ -14,7 +14,7 @@ from enum import Enum
 
 from sagellm.benchmarks.simulate.instance import Instance
 from sagellm.benchmarks.simulate.network import Links, Network, Transfer
-from sagellm.benchmarks.simulate.workload import RequestMaker, Workload, output_tokens
+from sagellm.benchmarks.simulate.workload import RequestMaker, SimulatedWorkload, output_tokens
 from sagellm.core.errors import BookkeepingError, ConfigError, SageError
 from sagellm.core.events import RequestFinished
 from sagellm.core.protocols.router import Router
@@ -24,7 +24,7 @@ FIRST_TOKEN = SamplingParams(0.0, max_tokens=1, ignore_eos=True)
 """What a prefill instance is asked for."""
 
 
-class Outcome(Enum):
+class RequestOutcome(Enum):
     """How a request stands at the end. `SENDING`: its KV is on the way. `NOT_SENT`: its turn never came."""
 
     FINISHED = "finished"
@@ -36,7 +36,7 @@ class Outcome(Enum):
 
 
 @dataclass(slots=True)
-class Served:
+class ServedRequest:
     """What became of one request; times in seconds of the simulation, None where it did not get so far.
 
     `num_cached`: prompt tokens found when it was first scheduled. `ready_s`: when its KV was at the decode
@@ -45,7 +45,7 @@ class Served:
 
     number: int
     arrival_s: float | None = None
-    outcome: Outcome = Outcome.NOT_SENT
+    outcome: RequestOutcome = RequestOutcome.NOT_SENT
     reason: str = ""
     prefill: str = ""
     decode: str = ""
@@ -81,15 +81,17 @@ class Cluster:
         self._links = Links(network or Network())
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._num_events = 0
-        self.served: list[Served] = []
+        self.served: list[ServedRequest] = []
 
-    def run(self, workload: Workload, maker: RequestMaker, until_s: float = math.inf) -> list[Served]:
+    def run(
+        self, workload: SimulatedWorkload, maker: RequestMaker, until_s: float = math.inf
+    ) -> list[ServedRequest]:
         """Serve all of it, or what is begun before `until_s`; one record for each request, by number.
 
         Raises `BookkeepingError` if a request is lost on the way.
         """
         self._workload, self._maker = workload, maker
-        self.served = [Served(number) for number in range(len(workload.requests))]
+        self.served = [ServedRequest(number) for number in range(len(workload.requests))]
         for time_s, number in workload.first():
             self._at(time_s, self._arrive, number)
         while True:
@@ -132,7 +134,7 @@ class Cluster:
 
     def _arrive(self, now_s: float, number: int) -> None:
         served, one = self.served[number], self._workload.requests[number]
-        served.arrival_s, served.outcome = now_s, Outcome.WAITING
+        served.arrival_s, served.outcome = now_s, RequestOutcome.WAITING
         request = self._maker.make(number, now_s, output_tokens(one))
         instance = self._place(self._router, self._entry, request)
         served.prefill = served.decode = instance.name
@@ -151,7 +153,7 @@ class Cluster:
             instance.submit(request, now_s)
         except SageError as error:
             served = self.served[int(request.request_id)]
-            self._end(served, Outcome.REJECTED, now_s, str(error))
+            self._end(served, RequestOutcome.REJECTED, now_s, str(error))
 
     def _on_ended(self, instance: Instance, event: RequestFinished) -> None:
         served = self.served[int(event.request_id)]
@@ -162,19 +164,19 @@ class Cluster:
         served.num_output_tokens += event.num_output_tokens
         if event.reason == FinishReason.ERROR.value:
             reason = instance.error_of(event.request_id)
-            self._end(served, Outcome.REJECTED, event.finished_s, reason)
+            self._end(served, RequestOutcome.REJECTED, event.finished_s, reason)
         elif instance.role == "prefill" and served.num_output_tokens < self._wanted(served):
             self._send(instance, served, event.finished_s)
         else:
             served.finished_s = event.finished_s
-            self._end(served, Outcome.FINISHED, event.finished_s)
+            self._end(served, RequestOutcome.FINISHED, event.finished_s)
 
-    def _wanted(self, served: Served) -> int:
+    def _wanted(self, served: ServedRequest) -> int:
         return output_tokens(self._workload.requests[served.number])
 
-    def _end(self, served: Served, outcome: Outcome, now_s: float, reason: str = "") -> None:
+    def _end(self, served: ServedRequest, outcome: RequestOutcome, now_s: float, reason: str = "") -> None:
         """The request is through; the next turn of its session comes when its user has thought."""
-        if served.outcome in (Outcome.FINISHED, Outcome.REJECTED):
+        if served.outcome in (RequestOutcome.FINISHED, RequestOutcome.REJECTED):
             raise BookkeepingError(
                 f"request {served.number} ended twice: {served.outcome.value}, then {outcome}"
             )
@@ -185,7 +187,7 @@ class Cluster:
 
     # -- from prefill to decode
 
-    def _send(self, source: Instance, served: Served, now_s: float) -> None:
+    def _send(self, source: Instance, served: ServedRequest, now_s: float) -> None:
         number = served.number
         [token] = [one.new_token_ids[-1] for one in source.outputs if one.request_id == str(number)]
         assert served.arrival_s is not None
@@ -194,7 +196,7 @@ class Cluster:
         tokens.append(token)
         request = replace(prompt, tokens=tokens)
         target = self._place(self._decode_router, self._decoders, request)
-        served.decode, served.outcome = target.name, Outcome.SENDING
+        served.decode, served.outcome = target.name, RequestOutcome.SENDING
         self._links.send(Transfer(request, len(prompt.tokens), source, target, now_s))
         self._start_transfers(target, now_s)
 
@@ -205,7 +207,7 @@ class Cluster:
     def _receive(self, now_s: float, transfer: Transfer) -> None:
         self._links.arrive(transfer)
         served = self.served[int(transfer.request.request_id)]
-        served.ready_s, served.outcome = now_s, Outcome.WAITING
+        served.ready_s, served.outcome = now_s, RequestOutcome.WAITING
         self._submit(transfer.target, transfer.request, now_s)
         self._start_transfers(transfer.target, now_s)
 
@@ -218,12 +220,12 @@ class Cluster:
             for name, count in instance.course.preemptions.items():
                 self.served[int(name)].num_preemptions += count
         for served in self.served:
-            if served.outcome is not Outcome.WAITING:
+            if served.outcome is not RequestOutcome.WAITING:
                 continue
             instance = self._by_name[served.decode]
             event = instance.scheduled.get(str(served.number))
             if event is not None:
-                served.outcome = Outcome.RUNNING
+                served.outcome = RequestOutcome.RUNNING
                 if served.scheduled_s is None:
                     served.scheduled_s, served.num_cached = event.time_s, event.num_cached_tokens
             if instance.stalled:

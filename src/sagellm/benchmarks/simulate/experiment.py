@@ -1,4 +1,4 @@
-"""Several simulations: presets at some rates of one trace, or all that a setting asks for."""
+"""Runs several simulations: presets at rates, or what a setting file asks for."""
 
 from __future__ import annotations
 
@@ -7,24 +7,160 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sagellm.benchmarks.simulate.capacity import Capacity, find_capacity
-from sagellm.benchmarks.simulate.cluster import Served
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sagellm.benchmarks.simulate.capacity import SustainedRate, find_capacity
+from sagellm.benchmarks.simulate.cluster import ServedRequest
 from sagellm.benchmarks.simulate.hardware import hardware
-from sagellm.benchmarks.simulate.presets import preset_config, preset_names
-from sagellm.benchmarks.simulate.setting import Setting, TraceSetting, Variant
+from sagellm.benchmarks.simulate.metrics import SLOPair
 from sagellm.benchmarks.simulate.simulation import (
-    Goals,
-    Layout,
+    ClusterLayout,
     Machine,
-    Result,
+    ServiceGoals,
+    SimulationResult,
     parse_disaggregate,
     simulate,
 )
-from sagellm.benchmarks.simulate.workload import Workload, WorkloadSpec, workload
-from sagellm.benchmarks.traces import Trace
-from sagellm.core.config import Config
-from sagellm.core.errors import UnknownNameError, nearest
+from sagellm.benchmarks.simulate.workload import (
+    ClosedLoop,
+    HighPriority,
+    SimulatedWorkload,
+    WorkloadSpec,
+    workload,
+)
+from sagellm.benchmarks.traces import Trace, read_trace
+from sagellm.core.config import PRESETS, Config
+from sagellm.core.config_layers import Layer, given_layer, preset_layer, resolve
+from sagellm.core.errors import ConfigError, UnknownNameError, nearest
 from sagellm.engines.build import build_passes
+from sagellm.engines.config_file import read_config_file
+
+SIZES: Mapping[str, Any] = {"scheduler.max_num_seqs": 1024, "scheduler.max_batched_tokens": 8192}
+"""Below every preset, so that those which do not speak of sizes are compared at the same ones."""
+
+
+def preset_names() -> Sequence[str]:
+    """Every name that `preset_config` takes."""
+    return list(PRESETS)
+
+
+def preset_config(name: str, settings: Mapping[str, Any] | None = None) -> Config:
+    """The configuration of a preset: `SIZES` below it, `settings` (dotted keys) above it.
+
+    The environment and configuration files do not count: a simulation is what its manifest says. Raises
+    `UnknownNameError` with the names that there are, `ConfigError` for a setting that is none.
+    """
+    if name not in preset_names():
+        known = ", ".join(preset_names())
+        raise UnknownNameError(f"unknown preset {name!r}.{nearest(name, preset_names())} There are: {known}.")
+    layers = [Layer("simulation", SIZES), preset_layer(name), given_layer(settings or {}, "settings")]
+    return resolve(layers).config
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TraceSetting(_Part):
+    """One trace: its file in the collection, and which of it is used. `sha256`: of its decompressed bytes."""
+
+    file: str = Field(min_length=1)
+    sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    format: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    max_requests: int | None = Field(default=None, ge=1)
+    closed_loop: bool = False
+    think_s: float | None = Field(default=None, ge=0)
+
+    def read(self, folder: Path) -> Trace:
+        """Raises `ConfigError` if the file is missing, or is not the one that the setting means."""
+        trace = read_trace(folder / self.file, self.format, **self.options)
+        if self.sha256 is not None and trace.sha256 != self.sha256:
+            raise ConfigError(
+                f"{self.file} has the SHA-256 {trace.sha256}, the setting was made for {self.sha256}: take "
+                "that file, or leave sha256 out of the setting"
+            )
+        return trace
+
+
+class HighPrioritySetting(_Part):
+    """Which requests are of high priority."""
+
+    share: float = Field(default=0.0, ge=0, le=1)
+    uncached_below: int = Field(default=2000, ge=0)
+
+
+class PresetVariant(_Part):
+    """A preset with keys (dotted) of its own, as `scheduler.passes`; they go over those of the setting."""
+
+    preset: str = Field(min_length=1)
+    config: dict[str, Any] = Field(min_length=1)
+
+
+class ExperimentSetting(_Part):
+    """An experiment: each preset, and each variant by its name, on each trace, at each share of the capacity
+    that `baseline` has there."""
+
+    name: str = Field(min_length=1)
+    about: str = ""
+    device: str = "h100-80g"
+    model: str = "llama-3.1-8b"
+    tensor_parallel: int = Field(default=1, ge=1)
+    instances: int = Field(default=1, ge=1)
+    disaggregate: str | None = None
+    router: str = "prefix-aware"
+    baseline: str
+    presets: tuple[str, ...] = Field(min_length=1)
+    variants: dict[str, PresetVariant] = Field(default_factory=dict)
+    loads: tuple[float, ...] = Field(min_length=1)
+    slos: tuple[tuple[float, float], ...] = Field(min_length=1)
+    high_priority: HighPrioritySetting = HighPrioritySetting()
+    seed: int = Field(default=0, ge=0)
+    config: dict[str, Any] = Field(default_factory=dict)
+    traces: tuple[TraceSetting, ...] = Field(min_length=1)
+
+    @property
+    def slo_pairs(self) -> tuple[SLOPair, ...]:
+        return tuple(SLOPair(*one) for one in self.slos)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is run."""
+        return (*self.presets, *(name for name in self.variants if name not in self.presets))
+
+    def spec(self, trace: TraceSetting) -> WorkloadSpec:
+        """The workload of one of its traces, at the trace's own rate."""
+        return WorkloadSpec(
+            turns=ClosedLoop(trace.think_s) if trace.closed_loop else None,
+            high=HighPriority(self.high_priority.share, self.high_priority.uncached_below),
+            max_requests=trace.max_requests,
+            seed=self.seed,
+        )
+
+
+def read_setting(path: Path) -> ExperimentSetting:
+    """A YAML or JSON file; raises `ConfigError` naming the file and the first key that is wrong."""
+    values = read_config_file(path).values
+    try:
+        made = ExperimentSetting.model_validate(dict(values))
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        key = ".".join(map(str, problem["loc"]))
+        known = (
+            f"; a setting has {', '.join(ExperimentSetting.model_fields)}"
+            if problem["type"] == "extra_forbidden"
+            else ""
+        )
+        raise ConfigError(f"{path}: {key}: {problem['msg']}{known}") from error
+    bad = [one for one in made.loads if not 0 < one < float("inf")]
+    bad += [value for pair in made.slos for value in pair if not 0 < value < float("inf")]
+    if bad:
+        raise ConfigError(f"{path}: loads and SLOs are numbers above 0, got {bad[0]}")
+    taken = sorted(made.variants.keys() & set(preset_names()))
+    if taken:
+        raise ConfigError(f"{path}: variants: {taken[0]} is a preset, give the variant another name")
+    return made
+
 
 Say = Callable[[str], None]
 """Told before each simulation what it is."""
@@ -35,17 +171,17 @@ def _quiet(text: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class SimulationSetup:
     """Where simulations run: hardware, instances, goals, and settings (dotted keys) above every preset.
 
     The name of one of `variants` stands wherever a preset's may.
     """
 
     machine: Machine
-    layout: Layout = field(default_factory=Layout)
-    goals: Goals = field(default_factory=Goals)
+    layout: ClusterLayout = field(default_factory=ClusterLayout)
+    goals: ServiceGoals = field(default_factory=ServiceGoals)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    variants: Mapping[str, Variant] = field(default_factory=dict)
+    variants: Mapping[str, PresetVariant] = field(default_factory=dict)
 
     def config(self, preset: str) -> Config:
         """Raises `UnknownNameError` with the names that there are."""
@@ -58,23 +194,23 @@ class Bench:
             raise UnknownNameError(f"{told} There are: {', '.join(known)}.")
         return preset_config(preset, self.settings)
 
-    def workload(self, trace: Trace, spec: WorkloadSpec, presets: Sequence[str]) -> Workload:
+    def workload(self, trace: Trace, spec: WorkloadSpec, presets: Sequence[str]) -> SimulatedWorkload:
         """One for all of them: requests that the least of their instances could not hold are left out."""
         longest = min(self.machine.max_model_len(self.config(preset)) for preset in presets)
         return workload(trace, spec, longest)
 
-    def run(self, preset: str, work: Workload) -> Result:
+    def run(self, preset: str, work: SimulatedWorkload) -> SimulationResult:
         return simulate(preset, self.config(preset), work, self.machine, self.layout, self.goals)
 
 
 def run_rates(
-    bench: Bench,
+    bench: SimulationSetup,
     trace: Trace,
     spec: WorkloadSpec,
     presets: Sequence[str],
     rate_scales: Sequence[float],
     say: Say = _quiet,
-) -> list[Result]:
+) -> list[SimulationResult]:
     """Each preset at each multiple of the trace's own rate (or at the rate of `spec`, with one scale)."""
     works = [bench.workload(trace, _at(spec, rate_scale=one), presets) for one in dict.fromkeys(rate_scales)]
     results = []
@@ -86,18 +222,18 @@ def run_rates(
 
 
 def capacity(
-    bench: Bench,
+    bench: SimulationSetup,
     trace: Trace,
     spec: WorkloadSpec,
     preset: str,
     presets: Sequence[str] = (),
     say: Say = _quiet,
-) -> Capacity:
+) -> SustainedRate:
     """The highest rate at which the preset's queue does not grow (`find_capacity`), on the workload that it
     shares with `presets`."""
     together = tuple(dict.fromkeys((preset, *presets)))
 
-    def run(rate: float) -> Sequence[Served]:
+    def run(rate: float) -> Sequence[ServedRequest]:
         say(f"{trace.name}: capacity of {preset}: {rate:.3g} requests/s")
         work = bench.workload(trace, _at(spec, rate=rate), together)
         return simulate(preset, bench.config(preset), work, bench.machine, bench.layout).served
@@ -110,12 +246,12 @@ def capacity(
 class Ablation:
     """What a setting gave: results, and the baseline's capacity on each trace by its file."""
 
-    results: list[Result]
-    capacities: dict[str, Capacity]
+    results: list[SimulationResult]
+    capacities: dict[str, SustainedRate]
 
 
 def run_setting(
-    setting: Setting,
+    setting: ExperimentSetting,
     folder: Path,
     *,
     presets: Sequence[str] = (),
@@ -125,12 +261,12 @@ def run_setting(
     """Run a setting on the traces in `folder`; `presets` (or variants) in place of all of its own, where
     there are some."""
     chosen = tuple(presets or setting.names)
-    bench = bench_of(setting, cost_file)
+    bench = build_setup(setting, cost_file)
     for preset in (setting.baseline, *setting.names, *chosen):
         build_passes(bench.config(preset).scheduler)  # what is wrong is said now, not after an hour
     traces = [(one, one.read(folder)) for one in setting.traces]
-    results: list[Result] = []
-    capacities: dict[str, Capacity] = {}
+    results: list[SimulationResult] = []
+    capacities: dict[str, SustainedRate] = {}
     for one, trace in traces:
         found = capacities[one.file] = capacity(
             bench, trace, setting.spec(one), setting.baseline, setting.names, say
@@ -139,25 +275,25 @@ def run_setting(
     return Ablation(results, capacities)
 
 
-def bench_of(setting: Setting, cost_file: Path | None = None) -> Bench:
+def build_setup(setting: ExperimentSetting, cost_file: Path | None = None) -> SimulationSetup:
     """The hardware and instances of a setting."""
     pools = None if setting.disaggregate is None else parse_disaggregate(setting.disaggregate)
     machine = hardware(
         setting.device, setting.model, tensor_parallel=setting.tensor_parallel, cost_file=cost_file
     )
-    layout = Layout(setting.instances, pools, setting.router)
-    return Bench(machine, layout, Goals(setting.slo_pairs), setting.config, setting.variants)
+    layout = ClusterLayout(setting.instances, pools, setting.router)
+    return SimulationSetup(machine, layout, ServiceGoals(setting.slo_pairs), setting.config, setting.variants)
 
 
 def _at_loads(
-    bench: Bench,
-    setting: Setting,
+    bench: SimulationSetup,
+    setting: ExperimentSetting,
     one: TraceSetting,
     trace: Trace,
     presets: Sequence[str],
     rate: float,
     say: Say,
-) -> list[Result]:
+) -> list[SimulationResult]:
     together = tuple(dict.fromkeys((setting.baseline, *setting.names, *presets)))
     results = []
     for load in setting.loads:

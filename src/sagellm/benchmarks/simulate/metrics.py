@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sagellm.benchmarks.simulate.cluster import Outcome, Served
+from sagellm.benchmarks.simulate.cluster import RequestOutcome, ServedRequest
 from sagellm.benchmarks.simulate.course import gaps
 from sagellm.benchmarks.simulate.instance import Instance
-from sagellm.benchmarks.simulate.workload import Workload
+from sagellm.benchmarks.simulate.workload import SimulatedWorkload
 from sagellm.core.errors import ConfigError
 
 Floats = NDArray[np.float64]
@@ -47,7 +47,7 @@ def parse_slo(text: str) -> SLOPair:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class LatencyColumns:
     """Requests that finished, as columns of equal length. `tpot_s` is NaN for an answer of one token."""
 
     number: NDArray[np.int64]
@@ -59,8 +59,8 @@ class Columns:
     high: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, served: Sequence[Served], workload: Workload) -> Columns:
-        done = [one for one in served if one.outcome is Outcome.FINISHED]
+    def of(cls, served: Sequence[ServedRequest], workload: SimulatedWorkload) -> LatencyColumns:
+        done = [one for one in served if one.outcome is RequestOutcome.FINISHED]
         number = np.array([one.number for one in done], dtype=np.int64)
         arrival, scheduled, first, finished = (
             np.array([getattr(one, name) for one in done], dtype=np.float64)
@@ -89,13 +89,13 @@ def latency_figures(name: str, values: Floats) -> dict[str, float | None]:
     return {f"{name}_mean": float(known.mean()), **percentiles}
 
 
-def token_gaps(instances: Sequence[Instance], served: Sequence[Served]) -> Floats:
+def token_gaps(instances: Sequence[Instance], served: Sequence[ServedRequest]) -> Floats:
     """Seconds between the tokens of finished requests, all together."""
     ends = {one.name: np.frombuffer(one.course.ends_s, dtype=np.float64) for one in instances}
     by_name = {one.name: one for one in instances}
     moments, expected = {}, {}
     for one in served:
-        if one.outcome is not Outcome.FINISHED:
+        if one.outcome is not RequestOutcome.FINISHED:
             continue
         name = str(one.number)
         parts = [
@@ -107,8 +107,8 @@ def token_gaps(instances: Sequence[Instance], served: Sequence[Served]) -> Float
 
 
 def figures(
-    workload: Workload,
-    served: Sequence[Served],
+    workload: SimulatedWorkload,
+    served: Sequence[ServedRequest],
     instances: Sequence[Instance],
     slos: Sequence[SLOPair] = (),
     price_per_hour: float | None = None,
@@ -118,9 +118,9 @@ def figures(
 
     Time runs from the first arrival to the end of the last step, on all instances.
     """
-    columns = Columns.of(served, workload)
+    columns = LatencyColumns.of(served, workload)
     span_s = _span(served, instances)
-    made: dict[str, Any] = {f"requests_{one.value.replace(' ', '_')}": 0 for one in Outcome}
+    made: dict[str, Any] = {f"requests_{one.value.replace(' ', '_')}": 0 for one in RequestOutcome}
     for one in served:
         made[f"requests_{one.outcome.value.replace(' ', '_')}"] += 1
     made["duration_s"] = span_s
@@ -139,14 +139,16 @@ def figures(
     return made
 
 
-def _span(served: Sequence[Served], instances: Sequence[Instance]) -> float:
+def _span(served: Sequence[ServedRequest], instances: Sequence[Instance]) -> float:
     began = min((one.arrival_s for one in served if one.arrival_s is not None), default=0.0)
     ends = [one.course.ends_s[-1] for one in instances if len(one.course)]
     return max(0.0, max(ends, default=began) - began)
 
 
-def _throughput(workload: Workload, served: Sequence[Served], span_s: float) -> dict[str, Any]:
-    done = [one for one in served if one.outcome is Outcome.FINISHED]
+def _throughput(
+    workload: SimulatedWorkload, served: Sequence[ServedRequest], span_s: float
+) -> dict[str, Any]:
+    done = [one for one in served if one.outcome is RequestOutcome.FINISHED]
     prompt = sum(workload.requests[one.number].num_input_tokens for one in done)
     output = sum(one.num_output_tokens for one in done)
     return {
@@ -159,7 +161,7 @@ def _throughput(workload: Workload, served: Sequence[Served], span_s: float) -> 
 
 
 def _work(
-    workload: Workload, served: Sequence[Served], instances: Sequence[Instance], span_s: float
+    workload: SimulatedWorkload, served: Sequence[ServedRequest], instances: Sequence[Instance], span_s: float
 ) -> dict[str, Any]:
     courses = [one.course for one in instances]
     prefilled = sum(sum(one.prefill_tokens) for one in courses)

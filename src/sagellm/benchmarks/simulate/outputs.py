@@ -9,22 +9,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sagellm.benchmarks._results import Environment, figure, write_json
-from sagellm.benchmarks._tables import Table
-from sagellm.benchmarks.simulate.capacity import Capacity
-from sagellm.benchmarks.simulate.cluster import Served
-from sagellm.benchmarks.simulate.experiment import Bench
+from sagellm.benchmarks.reporting import Environment, Table, figure, write_json
+from sagellm.benchmarks.simulate.capacity import SustainedRate
+from sagellm.benchmarks.simulate.cluster import ServedRequest
+from sagellm.benchmarks.simulate.experiment import ExperimentSetting, SimulationSetup
 from sagellm.benchmarks.simulate.metrics import SLOPair
-from sagellm.benchmarks.simulate.setting import Setting
-from sagellm.benchmarks.simulate.simulation import Result
-from sagellm.benchmarks.simulate.workload import Workload
+from sagellm.benchmarks.simulate.simulation import SimulationResult
+from sagellm.benchmarks.simulate.workload import SimulatedWorkload
 from sagellm.core.errors import ConfigError
 
 FORMAT = "sagellm-simulate/1"
 RESULTS, REQUESTS = "results.json", "requests.csv"
 
 
-def as_row(result: Result) -> dict[str, Any]:
+def as_row(result: SimulationResult) -> dict[str, Any]:
     """One result flat: what was run, then every figure of `metrics.figures`. The last three, what the
     simulation itself took, differ from run to run."""
     work = result.workload
@@ -43,11 +41,11 @@ def as_row(result: Result) -> dict[str, Any]:
 
 
 def manifest(
-    bench: Bench,
-    results: Sequence[Result],
+    bench: SimulationSetup,
+    results: Sequence[SimulationResult],
     environment: Environment,
-    setting: Setting | None = None,
-    capacities: Mapping[str, Capacity] | None = None,
+    setting: ExperimentSetting | None = None,
+    capacities: Mapping[str, SustainedRate] | None = None,
 ) -> dict[str, Any]:
     """What was simulated, on what, by which code and where: enough to run it again."""
     goals = bench.goals
@@ -66,7 +64,7 @@ def manifest(
     }
 
 
-def _workloads(results: Sequence[Result]) -> list[Workload]:
+def _workloads(results: Sequence[SimulationResult]) -> list[SimulatedWorkload]:
     """Those that differ."""
     return list({json.dumps(one.workload.described()): one.workload for one in results}.values())
 
@@ -87,7 +85,7 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"cannot write into {folder}: {error}") from error
 
 
-def write(folder: Path, made_by: Mapping[str, Any], results: Sequence[Result]) -> list[Path]:
+def write(folder: Path, made_by: Mapping[str, Any], results: Sequence[SimulationResult]) -> list[Path]:
     """`results.json`: a row per simulation, with its manifest; `requests.csv`: a row per request of each."""
     results_file, requests_file = folder / RESULTS, folder / REQUESTS
     try:
@@ -108,11 +106,11 @@ def write(folder: Path, made_by: Mapping[str, Any], results: Sequence[Result]) -
 def request_columns() -> tuple[str, ...]:
     """Columns of the CSV."""
     ran = ("trace", "preset", "rate", "request", "session", "tenant", "priority", "prompt_tokens")
-    fields = tuple(one.name for one in dataclasses.fields(Served) if one.name != "number")
+    fields = tuple(one.name for one in dataclasses.fields(ServedRequest) if one.name != "number")
     return (*ran, *fields, "ttft_s", "tpot_s", "e2e_s")
 
 
-def request_rows(result: Result) -> Iterator[dict[str, Any]]:
+def request_rows(result: SimulationResult) -> Iterator[dict[str, Any]]:
     """Requests by number; empty where there is no such moment."""
     work, rate = result.workload, result.workload.described()["rate"]
     for one in result.served:
@@ -126,10 +124,10 @@ def request_rows(result: Result) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-_FIELDS = tuple(one.name for one in dataclasses.fields(Served) if one.name != "number")
+_FIELDS = tuple(one.name for one in dataclasses.fields(ServedRequest) if one.name != "number")
 
 
-def _latencies(one: Served) -> dict[str, float | None]:
+def _latencies(one: ServedRequest) -> dict[str, float | None]:
     arrival, first, finished = one.arrival_s, one.first_token_s, one.finished_s
     later = one.num_output_tokens - 1
     return {
@@ -142,7 +140,7 @@ def _latencies(one: Served) -> dict[str, float | None]:
 # -- tables
 
 
-def headlines(bench: Bench, results: Sequence[Result]) -> list[str]:
+def headlines(bench: SimulationSetup, results: Sequence[SimulationResult]) -> list[str]:
     """What is simulated, in a line for the machine, after what is doubtful about it, and one for each
     workload."""
     hardware, layout = bench.machine.described(), bench.layout
@@ -157,7 +155,7 @@ def headlines(bench: Bench, results: Sequence[Result]) -> list[str]:
     return [*warnings, f"{machine}, {parts}, router {layout.router}", *map(_headline, _workloads(results))]
 
 
-def _headline(work: Workload) -> str:
+def _headline(work: SimulatedWorkload) -> str:
     told = work.described()
     left = sum(told["left_out"].values())
     rate, scale = _figure(told["rate"]), _figure(told["rate_scale"])
@@ -168,7 +166,7 @@ def _headline(work: Workload) -> str:
     )
 
 
-def tables(results: Sequence[Result], slos: Sequence[SLOPair]) -> list[Table]:
+def tables(results: Sequence[SimulationResult], slos: Sequence[SLOPair]) -> list[Table]:
     """Latencies; then goodput, throughput, reuse and use of the machine."""
     names, rows = _names(results), [as_row(one) for one in results]
     return [
@@ -201,7 +199,7 @@ def _goodput(slos: Sequence[SLOPair]) -> dict[str, _Column]:
     return {f"{one.ttft_s:g} s, {one.tpot_ms:g} ms": (f"goodput_{one.name}", 1) for one in slos}
 
 
-def _names(results: Sequence[Result]) -> tuple[str, ...]:
+def _names(results: Sequence[SimulationResult]) -> tuple[str, ...]:
     """Columns that tell the rows apart."""
     traces = len({one.workload.trace.name for one in results}) > 1
     loads = any(one.load is not None for one in results)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sagellm.benchmarks.simulate.course import Course
-from sagellm.benchmarks.simulate.metrics import Columns, SLOPair
+from sagellm.benchmarks.simulate.metrics import LatencyColumns, SLOPair
 from sagellm.benchmarks.simulate.outputs import check_folder
-from sagellm.benchmarks.simulate.simulation import Result
+from sagellm.benchmarks.simulate.simulation import SimulationResult
 from sagellm.core.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def check_plots(folder: Path) -> None:
     check_folder(folder)
 
 
-def draw(folder: Path, results: Sequence[Result], slos: Sequence[SLOPair]) -> list[Path]:
+def draw(folder: Path, results: Sequence[SimulationResult], slos: Sequence[SLOPair]) -> list[Path]:
     """The files written, a set for each trace: latency_cdf and timeline at its highest rate; where there are
     several rates, goodput."""
     paths = []
@@ -63,13 +63,13 @@ def _save(path: Path, figure: Figure) -> Path:
     return path
 
 
-def latency_cdf(results: Sequence[Result]) -> Figure:
+def latency_cdf(results: Sequence[SimulationResult]) -> Figure:
     """The share of finished requests at or under each latency: TTFT, TPOT, E2E; a line per preset."""
     figure = _figure(10.5, 3.8)
     grid = figure.subplots(1, len(PANELS), sharey=True)
     for axes, (name, label) in zip(grid, PANELS.items(), strict=True):
         for number, one in enumerate(results):
-            values = getattr(Columns.of(one.served, one.workload), name)
+            values = getattr(LatencyColumns.of(one.served, one.workload), name)
             values = np.sort(values[~np.isnan(values)])
             shares = 100 * np.arange(1, len(values) + 1) / max(len(values), 1)
             keep = _thin(len(values))
@@ -91,7 +91,7 @@ def _by_magnitude(axes: Axes) -> None:
         axes.xaxis.set_minor_formatter("")
 
 
-def timeline(results: Sequence[Result]) -> Figure:
+def timeline(results: Sequence[SimulationResult]) -> Figure:
     """Over time, a column per preset: requests running and waiting, tokens per step, KV blocks. Each instance
     has lines of its own."""
     figure = _figure(1.5 + 4.2 * len(results), 6.4)
@@ -128,7 +128,7 @@ def _draw_course(grid: np.ndarray, course: Course, name: str, number: int, *, se
     grid[2].plot(ends[seen][some], (active + cached)[some], label=f"{prefix}and cached", color=other, **thin)
 
 
-def goodput(results: Sequence[Result], slos: Sequence[SLOPair]) -> Figure:
+def goodput(results: Sequence[SimulationResult], slos: Sequence[SLOPair]) -> Figure:
     """Requests per second that met an SLO pair, by the rate of arrivals: a panel per pair, a line per
     preset."""
     figure = _figure(1.5 + 3.4 * len(slos), 3.8)
@@ -154,7 +154,7 @@ def _from_zero(axes: Axes) -> None:
     axes.set_xlim(left=0)
 
 
-def _title(figure: Figure, results: Sequence[Result]) -> None:
+def _title(figure: Figure, results: Sequence[SimulationResult]) -> None:
     work = results[0].workload
     figure.suptitle(f"{work.trace.name}: {work.rate:.3g} requests per second", x=0.01, ha="left")
 

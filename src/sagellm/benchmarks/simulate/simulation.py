@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sagellm.benchmarks.simulate.cluster import Cluster, Served
+from sagellm.benchmarks.simulate.cluster import Cluster, ServedRequest
 from sagellm.benchmarks.simulate.course import Course
 from sagellm.benchmarks.simulate.instance import Instance, InstanceClock, Role
 from sagellm.benchmarks.simulate.metrics import SLOPair, figures
 from sagellm.benchmarks.simulate.network import Network
 from sagellm.benchmarks.simulate.routers import make_router
-from sagellm.benchmarks.simulate.workload import RequestMaker, Workload
+from sagellm.benchmarks.simulate.workload import RequestMaker, SimulatedWorkload
 from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.engine import InferenceBackend
@@ -45,7 +45,7 @@ class Machine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ClusterLayout:
     """How many instances, and what joins them.
 
     `disaggregate`: (prefill, decode) instances, instead of `instances` that do both. `network_bytes_per_s`:
@@ -93,7 +93,7 @@ def parse_disaggregate(text: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Goals:
+class ServiceGoals:
     """What results are measured by: SLO pairs (requests carry the first as theirs), and a price."""
 
     slos: tuple[SLOPair, ...] = (SLOPair(1, 100), SLOPair(10, 30))
@@ -114,13 +114,13 @@ class Goals:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class SimulationResult:
     """One simulation's outcome. `wall_s`, `cpu_s`: what it took; they alone differ from run to run."""
 
     preset: str
     config: Config
-    workload: Workload
-    served: Sequence[Served]
+    workload: SimulatedWorkload
+    served: Sequence[ServedRequest]
     courses: Mapping[str, Course]
     figures: dict[str, Any]
     wall_s: float
@@ -133,7 +133,7 @@ class Result:
         return len(self.served) / self.wall_s if self.wall_s else math.inf
 
 
-def build_cluster(config: Config, machine: Machine, layout: Layout) -> Cluster:
+def build_cluster(config: Config, machine: Machine, layout: ClusterLayout) -> Cluster:
     """Fresh instances with empty caches, and fresh routers."""
     instances = [Instance(name, config, machine.backend, role) for name, role in layout.roles.items()]
     network = layout.network(machine.network_bytes_per_s)
@@ -143,14 +143,14 @@ def build_cluster(config: Config, machine: Machine, layout: Layout) -> Cluster:
 def simulate(
     preset: str,
     config: Config,
-    workload: Workload,
+    workload: SimulatedWorkload,
     machine: Machine,
-    layout: Layout | None = None,
-    goals: Goals | None = None,
-) -> Result:
+    layout: ClusterLayout | None = None,
+    goals: ServiceGoals | None = None,
+) -> SimulationResult:
     """Serve the workload once; the same arguments give the same result, bit for bit, but for the time that
     it took."""
-    layout, goals = layout or Layout(), goals or Goals()
+    layout, goals = layout or ClusterLayout(), goals or ServiceGoals()
     cluster = build_cluster(config, machine, layout)
     maker = RequestMaker(workload, machine.vocab_size, goals.request_slo)
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
@@ -161,4 +161,4 @@ def simulate(
     courses = {one.name: one.course for one in cluster.instances}
     for course in courses.values():
         course.detach()
-    return Result(preset, config, workload, served, courses, made, wall_s, cpu_s)
+    return SimulationResult(preset, config, workload, served, courses, made, wall_s, cpu_s)

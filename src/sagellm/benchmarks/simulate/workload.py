@@ -1,4 +1,4 @@
-"""What is simulated: a trace's requests with arrival times, priorities and turns, all drawn from one seed."""
+"""Turns a trace into a workload: arrival times, turns, priorities and prompts."""
 
 from __future__ import annotations
 
@@ -9,19 +9,164 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from sagellm.benchmarks.simulate.arrivals import Arrivals, mean_rate
-from sagellm.benchmarks.simulate.content import PromptContent, check_lengths, uncached_tokens
 from sagellm.benchmarks.traces import Trace, TraceRequest
-from sagellm.core.errors import ConfigError
-from sagellm.core.types import SLO, Request, SamplingParams
+from sagellm.core.blocks import cdiv
+from sagellm.core.errors import ConfigError, UnknownNameError, nearest
+from sagellm.core.types import SLO, Request, SamplingParams, Tokens
+
+PROCESSES = ("trace", "poisson", "bursty")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """How arrivals follow each other.
+
+    `trace` keeps the trace's gaps, compressed; `poisson` draws independent exponential gaps; `bursty` draws
+    gamma gaps whose coefficient of variation is `cv` (1 is Poisson, more is burstier). `rate` is the mean in
+    requests per second; without it that of the trace is multiplied by `rate_scale`.
+    """
+
+    process: str = "trace"
+    rate: float | None = None
+    rate_scale: float = 1.0
+    cv: float = 3.0
+
+    def __post_init__(self) -> None:
+        if self.process not in PROCESSES:
+            raise UnknownNameError(f"unknown arrivals {self.process!r}.{nearest(self.process, PROCESSES)}")
+        for name, value in (("rate", self.rate), ("rate_scale", self.rate_scale), ("cv", self.cv)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be greater than 0, got {value}")
+        if not math.isfinite(self.cv):
+            raise ConfigError(f"cv must be a finite number, got {self.cv}")
+
+    def scale(self, times_s: Sequence[float]) -> float:
+        """How many times faster than in the trace requests come; infinite for all at once."""
+        if self.rate is None:
+            return self.rate_scale
+        return self.rate / self._own_rate(times_s)
+
+    def times(self, times_s: Sequence[float], seed: int) -> list[float]:
+        """Arrival times, from 0 s on, of requests that the trace has at `times_s` (ascending)."""
+        if self.process == "trace":
+            scale, start_s = self.scale(times_s), times_s[0] if times_s else 0.0
+            return [(time_s - start_s) / scale for time_s in times_s]
+        rate = self.rate or self._own_rate(times_s) * self.rate_scale
+        gaps = self._gaps(len(times_s), np.random.default_rng([seed, 1])) / rate
+        return [float(one) for one in np.cumsum(gaps) - gaps[0]] if len(gaps) else []
+
+    def _gaps(self, count: int, random: np.random.Generator) -> np.ndarray:
+        """Gaps of mean 1."""
+        if self.process == "poisson":
+            return random.exponential(1.0, count)
+        shape = 1.0 / self.cv**2
+        return random.gamma(shape, 1.0 / shape, count)
+
+    def _own_rate(self, times_s: Sequence[float]) -> float:
+        own = mean_rate(times_s)
+        if math.isinf(own):
+            raise ConfigError(
+                "all requests of the trace come at one moment, so it has no rate of its own: ask for "
+                "arrivals 'poisson' or 'bursty' and a rate"
+            )
+        return own
+
+
+def mean_rate(times_s: Sequence[float]) -> float:
+    """Requests per second, from the first arrival to the last; infinite where that takes no time."""
+    span_s = times_s[-1] - times_s[0] if times_s else 0.0
+    return (len(times_s) - 1) / span_s if span_s > 0 else math.inf
+
+
+MOST_BITS = 16
+MIN_VOCAB = 2
+_ODD = np.uint32(0x9E3779B1)
+_NOTHING = np.empty(0, dtype=np.int32)
+
+
+class PromptContent:
+    """Makes the tokens of prompts, each in one go, from ids of blocks of `block_tokens` tokens.
+
+    A block is an arithmetic progression modulo a power of two, whose start and (odd) step its id gives. With
+    a vocabulary of 65,536 tokens or more and ids below 2**30, two ids differ in every run of two tokens at
+    equal places; with smaller ones they do for all but a few. Where `block_tokens` is 1 the ids are the
+    tokens, modulo the vocabulary.
+    """
+
+    def __init__(self, block_tokens: int, vocab_size: int) -> None:
+        if vocab_size < MIN_VOCAB:
+            raise ConfigError(f"a vocabulary of {vocab_size} tokens cannot tell contents apart: 2 at least")
+        self.block_tokens = block_tokens
+        self._vocab_size = vocab_size
+        self._bits = min(MOST_BITS, vocab_size.bit_length() - 1)
+        self._offsets = np.arange(block_tokens).astype(np.uint16)
+
+    def tokens(self, ids: Tokens, num_tokens: int, number: int) -> Tokens:
+        """A prompt of exactly `num_tokens`: the blocks of `ids`, the last one cut, and behind them what only
+        the prompt of this `number` has."""
+        made = self._named(ids)[:num_tokens] if len(ids) else _NOTHING
+        rest = num_tokens - len(made)
+        if rest:
+            own = np.array([2 * number + 1], dtype=np.uint32)
+            tail = self._blocks(own, np.arange(rest).astype(np.uint16))
+            made = np.concatenate([made, tail])
+        return Tokens.frombytes(made.tobytes())
+
+    def _named(self, ids: Tokens) -> NDArray[np.int32]:
+        known = np.frombuffer(ids.view(), dtype=np.int32)
+        if self.block_tokens == 1:
+            return np.mod(known, np.int32(self._vocab_size)).astype(np.int32)
+        return self._blocks(known.view(np.uint32) * np.uint32(2), self._offsets)
+
+    def _blocks(self, ids: NDArray[np.uint32], offsets: NDArray[np.uint16]) -> NDArray[np.int32]:
+        """`len(ids) * len(offsets)` tokens. The product of an id and an odd number is another id for each;
+        its low bits are the start, the next ones the step. 16 bits wrap as they should."""
+        mixed = ids * _ODD
+        start = mixed.astype(np.uint16)
+        step = ((mixed >> np.uint32(self._bits)) << np.uint32(1)).astype(np.uint16) | np.uint16(1)
+        made: NDArray[np.uint16] = np.multiply.outer(step, offsets)
+        made += start[:, None]
+        if self._bits < MOST_BITS:
+            made &= np.uint16((1 << self._bits) - 1)
+        return made.ravel().astype(np.int32)
+
+
+def check_lengths(trace: Trace) -> None:
+    """Raise `ConfigError` for a request with more whole blocks of ids than its prompt is long."""
+    for number, request in enumerate(trace.requests):
+        blocks = cdiv(request.num_input_tokens, trace.block_tokens)
+        if len(request.ids) > blocks:
+            raise ConfigError(
+                f"request {number} of trace {trace.name!r} names {len(request.ids)} blocks of "
+                f"{trace.block_tokens} tokens, its {request.num_input_tokens} tokens have {blocks}"
+            )
+
+
+def uncached_tokens(requests: tuple[TraceRequest, ...], block_tokens: int) -> NDArray[np.int64]:
+    """For each request the prompt tokens that a cache which never evicts would still have to compute, had all
+    earlier ones of the trace been served before."""
+    seen: dict[object, set[int]] = {}
+    left = np.empty(len(requests), dtype=np.int64)
+    for number, request in enumerate(requests):
+        known = seen.setdefault(request.namespace, set())
+        found = 0
+        for one in request.ids:
+            if one not in known:
+                break
+            found += 1
+        known.update(request.ids.slice(found))
+        left[number] = max(request.num_input_tokens - found * block_tokens, 0)
+    return left
+
 
 HIGH = 1
 """The priority of those who are drawn; the others have 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class ClosedLoop:
     """A closed loop: the next turn of a session comes when the answer to the last is there, plus a pause.
 
     The pause is what the trace says (`meta["think_time"]`, seconds), or, with `think_s`, exponential with
@@ -56,7 +201,7 @@ class WorkloadSpec:
     closed loops; None keeps every arrival time."""
 
     arrivals: Arrivals = field(default_factory=Arrivals)
-    turns: Turns | None = None
+    turns: ClosedLoop | None = None
     high: HighPriority = field(default_factory=HighPriority)
     max_requests: int | None = None
     seed: int = 0
@@ -69,7 +214,7 @@ class WorkloadSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class SimulatedWorkload:
     """Requests by number. `times_s[i]`: when request i comes; for a later turn (`follows[i]` is set) the
     pause after the answer to the request that it follows.
 
@@ -119,7 +264,7 @@ def output_tokens(request: TraceRequest) -> int:
     return max(1, request.num_output_tokens)
 
 
-def workload(trace: Trace, spec: WorkloadSpec, max_model_len: int) -> Workload:
+def workload(trace: Trace, spec: WorkloadSpec, max_model_len: int) -> SimulatedWorkload:
     """The workload of a trace for a model of that context.
 
     Raises `ConfigError` where nothing is left of the trace, or where it does not hold what `spec` needs.
@@ -143,7 +288,7 @@ def workload(trace: Trace, spec: WorkloadSpec, max_model_len: int) -> Workload:
     made = [times[number] for number in range(len(requests))]
     rate = mean_rate([times[number] for number in roots])
     own = mean_rate(own_s)
-    return Workload(
+    return SimulatedWorkload(
         trace, spec, requests, tuple(made), follows, _priorities(trace, requests, spec),
         rate=rate,
         rate_scale=rate / own if math.isfinite(own) else 1.0,
@@ -173,7 +318,7 @@ def _turns(requests: Sequence[TraceRequest]) -> dict[int, int]:
 
 
 def _pauses(
-    requests: Sequence[TraceRequest], later: Sequence[int], turns: Turns, seed: int
+    requests: Sequence[TraceRequest], later: Sequence[int], turns: ClosedLoop, seed: int
 ) -> dict[int, float]:
     if turns.think_s is not None:
         drawn = np.random.default_rng([seed, 2]).exponential(1.0, len(later)) * turns.think_s
@@ -196,7 +341,7 @@ GREEDY = SamplingParams(0.0, ignore_eos=True)
 class RequestMaker:
     """Makes requests for engines when they arrive, so that no more prompts exist than are under way."""
 
-    def __init__(self, workload: Workload, vocab_size: int, slo: SLO | None = None) -> None:
+    def __init__(self, workload: SimulatedWorkload, vocab_size: int, slo: SLO | None = None) -> None:
         self._workload = workload
         self._content = PromptContent(workload.trace.block_tokens, vocab_size)
         self._slo = slo or SLO()

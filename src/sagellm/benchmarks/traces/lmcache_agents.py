@@ -6,8 +6,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sagellm.benchmarks.traces._parsing import IdMap, json_object, number, text
-from sagellm.benchmarks.traces._texts import BYTES, EVERYBODY, Encode, TextTokens
+from sagellm.benchmarks.traces._parsing import (
+    BYTES,
+    EVERYBODY,
+    Encode,
+    IdMap,
+    TextTokens,
+    json_object,
+    number,
+    text,
+)
 from sagellm.benchmarks.traces.record import TraceRequest
 
 

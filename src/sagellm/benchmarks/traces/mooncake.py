@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 from sagellm.benchmarks.traces._parsing import IdMap, json_object, number, required, whole
-from sagellm.benchmarks.traces.blocks import block_ids
-from sagellm.benchmarks.traces.record import Trace, TraceRequest
+from sagellm.benchmarks.traces.record import Trace, TraceRequest, block_ids
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import Namespace
 

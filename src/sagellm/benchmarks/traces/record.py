@@ -1,12 +1,15 @@
-"""What every trace becomes: requests with an arrival time, ids of their prompt's blocks, and lengths."""
+"""The common form of every trace, and the numbers of its blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sagellm.core.types import Namespace, Tokens
+from sagellm.core.errors import ConfigError
+from sagellm.core.types import TOKEN_BYTES, Namespace, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +52,56 @@ class Trace:
     requests: tuple[TraceRequest, ...]
     sha256: str = ""
     skipped: tuple[BadLine, ...] = ()
+
+
+DEFAULT_BLOCK_TOKENS = 16
+"""For a trace of tokens, whose blocks are ours to choose."""
+
+
+def block_size(trace: Trace, block_tokens: int | None = None) -> int:
+    """Tokens per block: the trace's own, or for a trace of tokens `block_tokens`, by default 16.
+
+    Raises `ConfigError` for another size than the ids of the trace stand for.
+    """
+    if trace.block_tokens == 1:
+        size = DEFAULT_BLOCK_TOKENS if block_tokens is None else block_tokens
+        if size < 1:
+            raise ConfigError(f"block_tokens must be at least 1, got {size}")
+        return size
+    if block_tokens not in (None, trace.block_tokens):
+        raise ConfigError(
+            f"an id of trace {trace.name!r} stands for {trace.block_tokens} tokens: blocks of {block_tokens} "
+            "tokens cannot be made of it"
+        )
+    return trace.block_tokens
+
+
+def block_ids(trace: Trace, block_tokens: int | None = None) -> Iterator[list[int]]:
+    """For each request the numbers of its blocks, in order of position.
+
+    Numbers are consecutive in order of first appearance, and equal if namespace and id are equal; in a trace
+    of tokens, if namespace and all tokens up to the block's end are. A last block may be partial.
+    """
+    size = block_size(trace, block_tokens)
+    return _of_tokens(trace, size) if trace.block_tokens == 1 else _of_blocks(trace)
+
+
+def _of_blocks(trace: Trace) -> Iterator[list[int]]:
+    fresh = itertools.count().__next__
+    tables: defaultdict[Any, defaultdict[int, int]] = defaultdict(lambda: defaultdict(fresh))
+    for request in trace.requests:
+        table = tables[request.namespace]
+        yield [table[one] for one in request.ids]
+
+
+def _of_tokens(trace: Trace, size: int) -> Iterator[list[int]]:
+    """A block is known by the number of the one before it and its bytes."""
+    numbers: defaultdict[tuple[Any, bytes], int] = defaultdict(itertools.count().__next__)
+    step = size * TOKEN_BYTES
+    for request in trace.requests:
+        data, found = request.ids.tobytes(), []
+        above: Any = request.namespace
+        for start in range(0, len(data), step):
+            above = numbers[above, data[start : start + step]]
+            found.append(above)
+        yield found

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from sagellm.benchmarks.traces._parsing import BrokenLineError, IdMap, brief, json_object, required, text
-from sagellm.benchmarks.traces.reading import DAMAGE, opened
+from sagellm.benchmarks.traces.files import DAMAGE, opened
 from sagellm.benchmarks.traces.record import TraceRequest
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import Namespace, Tokens

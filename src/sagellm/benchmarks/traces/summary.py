@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from sagellm.benchmarks._tables import Table
-from sagellm.benchmarks.traces.blocks import block_ids, block_size
-from sagellm.benchmarks.traces.record import Trace
+from sagellm.benchmarks.reporting import Table
+from sagellm.benchmarks.traces.record import Trace, block_ids, block_size
 
 SHOWN_TENANTS = 8
 
@@ -46,7 +45,7 @@ class TraceSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Reuse:
+class TraceReuse:
     """Blocks of all prompts, how many of them are different, and how many an infinite cache would find."""
 
     blocks: int
@@ -54,14 +53,14 @@ class Reuse:
     found: int
 
 
-def reuse(trace: Trace, block_tokens: int | None = None) -> Reuse:
+def reuse(trace: Trace, block_tokens: int | None = None) -> TraceReuse:
     """`block_tokens` as for `block_size`. A request finds nothing of its own."""
     blocks = unique = found = 0
     for ids in block_ids(trace, block_tokens):
         blocks += len(ids)
         found += _leading_run(ids, unique)
         unique = max(unique, max(ids, default=-1) + 1)
-    return Reuse(blocks, unique, found)
+    return TraceReuse(blocks, unique, found)
 
 
 def _leading_run(ids: Sequence[int], known: int) -> int:

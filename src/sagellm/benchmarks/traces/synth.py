@@ -26,7 +26,7 @@ SUBAGENT = "subagent"
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class SynthProfile:
     """How the users of one kind behave. Lengths in tokens are medians, with `spread` as the deviation of
     their logarithm; `system_spread` is that of the system prompts' lengths.
 
@@ -62,20 +62,20 @@ class Profile:
             raise ConfigError("sessions_per_s must be greater than 0, and subagents at most 1")
 
 
-PROFILES: Mapping[str, Profile] = {
-    "chat": Profile(
+PROFILES: Mapping[str, SynthProfile] = {
+    "chat": SynthProfile(
         sessions_per_s=0.25, turns=4.0, think_s=45.0, num_system_prompts=8, system_tokens=400,
         question_tokens=60, answer_tokens=250, first_question_tokens=250,
     ),
-    "agents": Profile(
+    "agents": SynthProfile(
         sessions_per_s=0.01, turns=40.0, think_s=6.0, num_system_prompts=3, system_tokens=12_000,
         question_tokens=500, answer_tokens=120, first_question_tokens=1_500, spread=1.1, subagents=0.04,
     ),
-    "shared_prompts": Profile(
+    "shared_prompts": SynthProfile(
         sessions_per_s=2.0, turns=1.0, think_s=0.0, num_system_prompts=200, system_tokens=2_000,
         question_tokens=80, answer_tokens=150, zipf=0.8,
     ),
-    "tenants": Profile(
+    "tenants": SynthProfile(
         sessions_per_s=2.0, turns=1.3, think_s=60.0, num_system_prompts=60, system_tokens=2_000,
         question_tokens=80, answer_tokens=150, zipf=0.6,
     ),
@@ -87,11 +87,11 @@ TENANT_SHARES: Mapping[str, tuple[float, ...]] = {"tenants": (8.0, 1.0, 1.0)}
 """The kinds whose requests come from several tenants, by default: their rates, one to another."""
 
 
-def profile(kind: str, **changes: Any) -> Profile:
+def profile(kind: str, **changes: Any) -> SynthProfile:
     """The profile of a kind, with some of its fields changed. Raises `UnknownNameError`, `ConfigError`."""
     if kind not in PROFILES:
         raise UnknownNameError(f"unknown kind of trace {kind!r}.{nearest(kind, PROFILES)}")
-    names = [one.name for one in dataclasses.fields(Profile)]
+    names = [one.name for one in dataclasses.fields(SynthProfile)]
     for name, value in changes.items():
         if name not in names:
             raise UnknownNameError(f"a profile has no {name!r}; it has {', '.join(names)}")
@@ -115,7 +115,7 @@ def synthesize(
 
     `tenants`: shares of the sessions, one tenant each, whose contents are disjoint (they are namespaces, and
     no id occurs in two); default: those of the kind, one nameless tenant for most. `changes` are fields of
-    `Profile`.
+    `SynthProfile`.
     """
     if not (duration_s > 0 and math.isfinite(duration_s)) or block_tokens < 1:
         raise ConfigError(
@@ -159,7 +159,7 @@ class _Users:
     """Everybody of one tenant: the system prompts that they share, and their sessions."""
 
     def __init__(
-        self, profile: Profile, tenant: str, random: Random, fresh: Iterator[int], block_tokens: int
+        self, profile: SynthProfile, tenant: str, random: Random, fresh: Iterator[int], block_tokens: int
     ) -> None:
         self._profile = profile
         self._tenant = tenant

@@ -9,15 +9,18 @@ from random import Random
 from typing import Any
 
 from sagellm.benchmarks.traces._parsing import (
+    BYTES,
+    EVERYBODY,
     BrokenLineError,
+    Encode,
     IdMap,
+    TextTokens,
     brief,
     json_object,
     required,
     text,
     whole,
 )
-from sagellm.benchmarks.traces._texts import BYTES, EVERYBODY, Encode, TextTokens
 from sagellm.benchmarks.traces.record import TraceRequest
 from sagellm.core.errors import ConfigError
 
