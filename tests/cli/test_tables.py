@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sagellm.benchmarks import _tables
 from sagellm.benchmarks.http.run import HttpBenchPlan, HttpBenchReport, HttpRun, HttpTarget
 from sagellm.benchmarks.reporting import Table, environment
 from tests.benchmarks.test_lifetime_report import write_traces
@@ -94,7 +93,7 @@ def check_tables(cli: Any, monkeypatch: pytest.MonkeyPatch, arguments: Sequence[
         tables.append(self)
         return original(self, *given)
 
-    monkeypatch.setattr(_tables.Table, "__rich_console__", noted)
+    monkeypatch.setattr(Table, "__rich_console__", noted)
     result = cli(*arguments)
     assert result.exit_code == 0, result.output
     assert tables
