@@ -159,7 +159,7 @@ class Books:
             self.running[state.request_id] = state
             state.status = RequestStatus.RUNNING
             state.scheduled_s = self.clock.now()
-        state.num_computed = chunk.end
+        state.num_prefilled = chunk.end
         self.kv.commit(state)
 
     def draw(self, name: str, token: int) -> None:
@@ -176,7 +176,7 @@ class Books:
     def preempt(self, name: str) -> None:
         state = self.running[name]
         self.finish(name)
-        state.status, state.num_computed = RequestStatus.WAITING, 0
+        state.status, state.num_prefilled = RequestStatus.WAITING, 0
         self.waiting[name] = state
 
     def fork(self, name: str) -> None:

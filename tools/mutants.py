@@ -49,8 +49,8 @@ MODULES = (
     *sorted(str(path.relative_to(PACKAGE)) for path in (PACKAGE / "kvmgr" / "manager").glob("*.py")),
     "kvmgr/scheduler_ir/batch.py",
     "kvmgr/eviction/adaptive.py",
-    "engines/_planner.py",
-    "engines/_commit.py",
+    "engines/planner.py",
+    "engines/commit.py",
 )
 NEAREST: Mapping[str, tuple[str, ...]] = {
     "kvmgr/prefix_cache": ("contracts/test_prefix_index.py", "kvmgr/test_radix.py", "kvmgr/test_hashed.py"),

@@ -68,7 +68,7 @@ def steps(busy: Engine) -> list[tuple[ExecutionPlan, bool]]:
     """Steps until all have ended: each one's plan, and whether it was planned ahead."""
     seen = []
     while busy.has_work():
-        flight = busy._pipeline.flight if busy._pipeline is not None else None
+        flight = busy._in_flight
         busy.step()
         assert busy.last_plan is not None
         seen.append((busy.last_plan, flight is not None))
@@ -219,7 +219,7 @@ def test_closing_waits_for_what_is_in_flight() -> None:
     busy.close()
     assert busy.kv.block_states().active == 0
     with pytest.raises(RuntimeError):
-        busy._pipeline._worker.submit(print)  # type: ignore[union-attr]
+        busy._worker.submit(print)  # type: ignore[union-attr]
 
 
 class Once:

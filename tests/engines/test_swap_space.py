@@ -193,7 +193,7 @@ def test_an_id_used_again_gets_nothing_of_the_request_before() -> None:
     engine.add(request("b", OTHER, 20))
     for _ in range(30):
         engine.step()
-        flight = engine._pipeline.flight if engine._pipeline is not None else None
+        flight = engine._in_flight
         if flight is not None and ("dram", "hbm") in tiers(flight.plan):
             break
     else:

@@ -42,12 +42,12 @@ def admit(kv: KVCacheManager, request: RequestState, num_tokens: int | None = No
     take = len(request.tokens) - hit.num_tokens if num_tokens is None else num_tokens
     chunk = Chunk(request, hit.num_tokens, take, hit)
     kv.bind(draft(chunk))
-    request.status, request.num_computed = RequestStatus.RUNNING, chunk.start
+    request.status, request.num_prefilled = RequestStatus.RUNNING, chunk.start
     return chunk
 
 
 def compute(kv: KVCacheManager, request: RequestState, up_to: int) -> None:
-    request.num_computed = up_to
+    request.num_prefilled = up_to
     kv.commit(request)
     kv.check()
 
@@ -104,7 +104,7 @@ def test_what_changed_after_a_bind_is_not_told_by_that_step() -> None:
         chunk = Chunk(request, 0, len(request.tokens), kv.match(request))
         steps.append(draft(chunk))
         kv.bind(steps[-1])
-        request.status, request.num_computed = RequestStatus.RUNNING, 0
+        request.status, request.num_prefilled = RequestStatus.RUNNING, 0
     kv.executed(steps[0])
     compute(kv, first, 12)
     second.tokens.append(8)
@@ -173,11 +173,11 @@ def test_growth_takes_a_block_only_at_a_border() -> None:
     for _ in range(6):
         request.tokens.append(7)
         price = kv.blocks_to_append(request, 1)
-        chunk = Chunk(request, request.num_computed, 1)
+        chunk = Chunk(request, request.num_prefilled, 1)
         kv.bind(draft(chunk))
         assert price == len(chunk.block_ids)
         taken.append(price)
-        compute(kv, request, request.num_computed + 1)
+        compute(kv, request, request.num_prefilled + 1)
     assert taken == [0, 1, 0, 0, 0, 1]
 
 

@@ -162,7 +162,11 @@ def replay(
     """Send the prompts through the manager, one at a time, a second of the clock apart."""
     usages = []
     for number, prompt in enumerate(prompts):
-        usages.append(_serve(manager, RequestState.of(Request(str(number), Tokens(prompt))), clock))
+        request = Request(str(number), Tokens(prompt))
+        computed = RequestState(
+            request, Tokens(prompt), RequestStatus.RUNNING, num_prefilled=len(request.tokens)
+        )
+        usages.append(_serve(manager, computed, clock))
         clock.advance(SECONDS_BETWEEN_REQUESTS)
     return usages
 
@@ -172,7 +176,6 @@ def _serve(manager: KVCacheManager, state: RequestState, clock: ManualClock) -> 
     hit = manager.match(state)
     chunk = Chunk(state, hit.num_tokens, num_tokens - hit.num_tokens, hit)
     manager.bind(Draft(0, clock.now(), num_tokens, [], [], {state.request_id: chunk}))
-    state.status, state.num_computed = RequestStatus.RUNNING, num_tokens
     manager.commit(state)
     manager.release(state)
     return PromptReuse(num_tokens, cdiv(num_tokens, manager.block_size), hit.num_blocks)

@@ -7,7 +7,7 @@ running request is assumed to hold blocks for all its tokens but the last, and t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import PlanError
@@ -39,11 +39,13 @@ class ScheduleRequest:
         total = cdiv(len(self.token_ids) + self.max_tokens, self.block_size)
         return total - self.prefix_cache_hit // self.block_size
 
-    def to_state(self) -> RequestState:
-        """The state of this request while it waits."""
+    def to_state(self, row: int | None = None) -> RequestState:
+        """The state of this request: it decodes in `row`, or waits."""
         tokens = Tokens(self.token_ids)
         request = Request(self.request_id, tokens, arrival_s=self.arrived_time, priority=self.priority)
-        return RequestState.of(request)
+        if row is None:
+            return RequestState.of(request)
+        return RequestState(request, Tokens(tokens), RequestStatus.RUNNING, row, decoding=True)
 
 
 @dataclass(slots=True)
@@ -72,11 +74,9 @@ class BaseSchedulerIR(PassPipeline):
         view = _PlainView(by_id, available_memory, max_num_seqs, max_batched_tokens, len(running_requests))
         if by_id:
             view.block_size = next(iter(by_id.values())).block_size
-        running = [request.to_state() for request in running_requests]
+        running = [request.to_state(row) for row, request in enumerate(running_requests)]
         decodes = DecodeBatch(1, 1)
         for state, request in zip(running, running_requests, strict=True):
-            state.status = RequestStatus.RUNNING
-            state.num_computed = len(state.tokens) - 1
             held = cdiv(state.num_computed, request.block_size) * request.block_size
             decodes.enter(state, held, held + request.max_tokens + 1)
         waiting = [request.to_state() for request in pending_requests]
@@ -126,8 +126,7 @@ class IRBuilder:
         decodes = draft.decodes
         assert isinstance(decodes, DecodeBatch)  # `schedule` made it
         tables = _NumberedTables(available_memory, sizes[0] if sizes else 1)
-        for row, state in enumerate(decodes.states):
-            state.row = row
+        for state in decodes.states:
             tables.add_held(state.request_id, state.num_computed)
         left = tuple(state.row for state in draft.preempted)
         for state in draft.preempted:
@@ -139,7 +138,7 @@ class IRBuilder:
         free_rows = [*left, *range(len(running), max_num_seqs)]
         for chunk, row in zip(draft.admitted(), free_rows, strict=False):  # the verifier has counted rows
             assert chunk.hit is not None
-            chunk.state.row = row
+            chunk.state = replace(chunk.state, row=row)
             tables.add_held(chunk.state.request_id, chunk.hit.num_tokens)
             tables.extend_to(chunk.state.request_id, chunk.end)
         if draft.skipped_decodes:

@@ -84,11 +84,13 @@ class BlockTableDeltas(Sequence[BlockTableDelta]):
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """Progress of one request through the engine; equal to itself alone. Only `engine.commit` and the KV
-    manager move it forward; planning ahead does too, and takes it back.
+    """Progress of one request through the engine; equal to itself alone.
+
+    Only `engines.request_table.RequestTable` sets `status`, `row`, `decoding` and the token counts.
 
     `tokens` is the prompt followed by the output; the first `num_computed` of them have their KV in blocks.
-    While it is `decoding` (a member of the kept batch) that is all but the last, and nobody counts.
+    While the request is `decoding` (a member of the decode batch) these are all but the last; before that
+    they are `num_prefilled`.
     `prompt_logprobs` holds what is known of the prompt's log-probabilities until it is reported; None where
     the request asked for none. `num_scored` counts the prompt tokens that have theirs. `misses` says
     why blocks had to be computed, summed over its admissions; None where misses are not attributed.
@@ -121,10 +123,6 @@ class RequestState:
     @property
     def num_computed(self) -> int:
         return len(self.tokens) - 1 if self.decoding else self.num_prefilled
-
-    @num_computed.setter
-    def num_computed(self, num_tokens: int) -> None:
-        self.num_prefilled = num_tokens
 
     @property
     def num_prompt_tokens(self) -> int:

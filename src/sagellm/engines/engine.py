@@ -1,15 +1,27 @@
 """`Engine`: our loop around any backend. A step is three calls: plan, execute, commit.
 
-plan     builder -> passes -> preempt -> kv.bind -> verify -> freeze
-execute  the backend computes; the only call with tensors
-commit   requests move forward: tokens are appended, what is computed enters the index, what ended is released
+    plan      `planner.py`: the passes of `kvmgr/scheduler_ir` edit a draft of the step, preempted and
+              rejected requests leave, blocks are bound, admitted requests enter rows, the plan is frozen
+    execute   the backend computes the frozen plan: the only call that touches tensors
+    commit    `commit.py`: tokens are appended, computed KV enters the prefix index, ended requests leave
+
+With `engine.overlap` the next step is planned while one computes (`overlap.py`). Only `RequestTable`
+(`request_table.py`) moves a request: planner and committer return what must be preempted or ended, and the
+engine releases the blocks and calls the transition.
+
+A failed step leaves everything as it was before its blocks were bound: admitted requests wait again, blocks
+are given back, only evictions stay. `recovery.py` says how the loop goes on: a backend that is out of memory
+gets fewer tokens. After any other failure the requests of the step run one at a time, until each has taken
+its step or has failed alone, which ends it with `FinishReason.ERROR`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import CapacityError, RequestError
@@ -21,7 +33,7 @@ from sagellm.core.events import (
     StepDone,
 )
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
-from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepResult
+from sagellm.core.plan import BlockTableDelta, Draft, ExecutionPlan, RequestState, StepResult
 from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, InferenceBackend, PinnedPrefix
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.scheduler_ir import NO_STEP, SchedulerPass, StepFacts
@@ -33,17 +45,15 @@ from sagellm.core.types import (
     RequestOutput,
     RequestStatus,
     SamplingParams,
-    TokenLogprob,
     Tokens,
 )
-from sagellm.engines._commit import Committer
-from sagellm.engines._compaction import compact
-from sagellm.engines._door import check_quota, check_request
-from sagellm.engines._outcome import StepOutputs, finished, output_of
-from sagellm.engines._overlap import Ahead, Flight, Pipeline
-from sagellm.engines._planner import Planner
-from sagellm.engines._recovery import Recovery
-from sagellm.engines._request_table import RequestTable
+from sagellm.engines.commit import Committer, Finish, StepOutputs, finished_event, output_of
+from sagellm.engines.overlap import InFlightStep, PlannedStep
+from sagellm.engines.planner import Planner
+from sagellm.engines.recovery import Recovery
+from sagellm.engines.request_table import RequestTable
+from sagellm.engines.validation import check_request
+from sagellm.kvmgr.kv_pool import as_copies, plan_compaction
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import DecodeBatch, PassPipeline
 
@@ -51,12 +61,9 @@ log = logging.getLogger("sagellm.engine")
 
 
 class Engine:
-    """Implements `EngineCore`: continuous batching over one backend. Synchronous; one thread owns it. With
-    `overlap` the backend has a thread, and steps are planned while others compute, with the same tokens.
+    """Implements `EngineCore`: continuous batching over one backend. Synchronous; one thread owns it.
 
-    A backend that runs out of memory is met with a smaller token budget. After any other failure the requests
-    of the step run one at a time until each has either taken its step or failed alone, which ends it with
-    `FinishReason.ERROR`; the loop goes on.
+    With `overlap` the backend runs in a thread of its own; the tokens are the same.
     """
 
     def __init__(
@@ -78,37 +85,22 @@ class Engine:
         self.clock = clock or MonotonicClock()
         self.events = events or EventBus()
         self.max_batched_tokens = max_batched_tokens
-        self._capability = backend.capability()
-        self.max_num_seqs = self._capability.max_num_seqs
-        self.max_model_len = min(self._capability.max_model_len, kv.pool.total_blocks * kv.block_size)
+        self._capability = capability = backend.capability()
+        self.max_num_seqs = capability.max_num_seqs
+        self.max_model_len = min(capability.max_model_len, kv.pool.total_blocks * kv.block_size)
         self.last_plan: ExecutionPlan | None = None
         self.last_step = NO_STEP
-        self._decodes = DecodeBatch(self._capability.vocab_size, kv.block_size)
-        self._request_table = RequestTable(self.max_num_seqs, self._decodes)
+        self._request_table = table = RequestTable(
+            self.max_num_seqs, DecodeBatch(capability.vocab_size, kv.block_size), self.max_model_len
+        )
         self._recovery = Recovery(max_batched_tokens)
-        self._outputs = StepOutputs()
+        self._planner = Planner(table, kv, scheduler, self._recovery, clock=self.clock, events=self.events)
         self._committer = Committer(
-            self._request_table,
-            kv,
-            self._end,
-            vocab_size=self._capability.vocab_size,
-            max_model_len=self.max_model_len,
+            table, kv, vocab_size=capability.vocab_size, max_model_len=self.max_model_len
         )
-        self._planner = Planner(
-            self._request_table,
-            kv,
-            scheduler,
-            self._recovery,
-            preempt=self._preempt,
-            end=self._end,
-            clock=self.clock,
-            events=self.events,
-        )
-        self._pipeline: Pipeline | None = None
-        if overlap:
-            self._pipeline = Pipeline(
-                self._compute, self._planner, self._request_table, kv, self.max_model_len
-            )
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="sagellm-backend") if overlap else None
+        self._in_flight: InFlightStep | None = None
+        self._outputs = StepOutputs()
         self._num_steps = 0
         self._num_preemptions = 0
 
@@ -117,8 +109,8 @@ class Engine:
     def add(self, request: Request) -> None:
         if request.request_id in self._request_table.states:
             raise RequestError(f"request id {request.request_id!r} is in use: send another", "request_id")
-        check_request(request, self._capability, self.max_model_len)
-        check_quota(request, self.kv.max_blocks(request.account) * self.kv.block_size)
+        account_tokens = self.kv.max_blocks(request.account) * self.kv.block_size
+        check_request(request, self._capability, self.max_model_len, account_tokens)
         self._request_table.add(RequestState.of(request))
         now_s = self.clock.now()
         if self.events.wants(RequestReceived):
@@ -126,9 +118,12 @@ class Engine:
         self.events.emit(RequestQueued(request.request_id, len(request.tokens), now_s))
 
     def fork(self, request_id: str, new_id: str, params: SamplingParams | None = None) -> None:
-        """A second request goes on from where a running one stands, sharing its KV: whole blocks as they are,
-        the last one as a copy. Its prompt is all that the first has so far; it is not scored again."""
-        self._settle()
+        """Start a second request from the tokens of a running one.
+
+        They share whole blocks of KV; the last, partial block is copied. The prompt of the new request is all
+        tokens that the running one has; it is not scored again.
+        """
+        self._drain()
         parent = self._request_table.states.get(request_id)
         if parent is None or parent.status is not RequestStatus.RUNNING:
             raise RequestError(f"cannot fork {request_id!r}: no request of that id is running", "request_id")
@@ -150,17 +145,16 @@ class Engine:
         if state is None:
             return False
         if self.kv.is_published(request_id):  # the step that computes it may still fail
-            self._settle()
+            self._drain()
         if state.status is not RequestStatus.FINISHED:
-            self._end(state, FinishReason.ABORT)
+            self._finish(Finish(state, FinishReason.ABORT))
         self._outputs.drop(request_id)
-        if not self._request_table.states:  # no step will follow to tell of it
+        if not self._request_table.states:  # no step follows whose event would show it
             self._emit_step(ExecutionPlan(self._num_steps), self.clock.now())
         return True
 
     def has_work(self) -> bool:
-        flies = self._pipeline is not None and self._pipeline.flight is not None
-        return bool(flies or self._request_table.states or self._outputs)
+        return bool(self._in_flight or self._request_table.states or self._outputs)
 
     def stats(self) -> EngineStats:
         states, metrics = self.kv.block_states(), self.kv.metrics
@@ -207,165 +201,184 @@ class Engine:
         self.scheduler.use(passes)
 
     def compact(self, max_copies: int | None = None) -> int:
-        """Move blocks between two steps so that free ones stand together; returns how many moved. The backend
-        copies them now; if that fails, nothing has moved."""
-        self._settle()
-        return compact(self.backend, self.kv, self._request_table.running, self._num_steps, max_copies)
+        """Move at most `max_copies` blocks so that free blocks are contiguous; returns how many moved.
+
+        The backend copies them now. If that fails, the error is raised and nothing has moved.
+        """
+        self._drain()
+        kv = self.kv
+        moves = plan_compaction(kv.pool.block_info, kv.pool.total_blocks, max_copies)
+        if not moves:
+            return 0
+        kv.remap(moves)
+        tables = [(s.row, tuple(kv.block_table(s.request_id))) for s in self._request_table.running]
+        deltas = tuple(BlockTableDelta(row, 0, block_ids) for row, block_ids in tables)
+        copies = tuple(as_copies(moves))
+        try:
+            self.backend.execute(ExecutionPlan(self._num_steps, table_deltas=deltas, copies=copies))
+        except Exception:
+            kv.remap({target: source for source, target in moves.items()})
+            raise
+        return len(moves)
 
     def check(self) -> None:
         """Raise `BookkeepingError` where requests, batch and KV disagree."""
         self.kv.check()
-        early = self._pipeline.grown_ahead() if self._pipeline is not None else ()
-        self._request_table.check(lambda name: self.kv.num_slots(name) - (name in early) * self.kv.block_size)
+        ahead = self._given_block_ahead()
+        self._request_table.check(lambda name: self.kv.num_slots(name) - (name in ahead) * self.kv.block_size)
 
     def close(self) -> None:
         for request_id in list(self._request_table.states):
             self.abort(request_id)
-        if self._pipeline is not None:
-            self._pipeline.close()
+        if self._worker is not None:  # waits for the step in flight; its result is dropped
+            self._worker.shutdown(wait=True)
+            self._in_flight = None
         self.backend.close()
 
     # -- the loop
 
     def step(self) -> Sequence[RequestOutput]:
-        if self._pipeline is not None:
-            return self._step_overlapped(self._pipeline)
-        if not self._request_table.states:
+        """Plan, execute and commit one step; returns what it added to each request.
+
+        With overlap the step may have been planned ahead and be computing already; then the one behind it is
+        planned while it computes, and is handed to the backend before the commit.
+        """
+        if self._in_flight is None and not self._request_table.states:
             return self._take_outputs()
-        began_s = self.clock.now()
-        draft, plan = self._planner.plan(self._num_steps, self)
-        self.last_plan = plan
-        if not plan.is_empty:
-            result = self._execute(draft, plan, lambda: self._compute(plan))
-            if result is not None:
-                self._committer.commit(draft, plan, result, self._outputs, self.clock.now())
-        else:
-            self._recovery.relax()
-        self._num_steps += 1
-        self._emit_step(plan, began_s)
+        current = self._in_flight or self._plan()
+        following = None
+        if self._in_flight is not None and not self._recovery.isolates:
+            following = self._planner.plan_ahead(current, self)
+        self._complete(current, following)
         return self._take_outputs()
 
-    def _step_overlapped(self, pipeline: Pipeline) -> Sequence[RequestOutput]:
-        """One step lands; the next one computes by then, if it could be planned ahead."""
-        flight = pipeline.flight
-        if flight is None:
-            if not self._request_table.states:
-                return self._take_outputs()
-            began_s = self.clock.now()
-            draft, plan = self._planner.plan(self._num_steps, self)
-            self.last_plan = plan
-            if plan.is_empty:
-                self._recovery.relax()
-                self._num_steps += 1
-                self._emit_step(plan, began_s)
-                return self._take_outputs()
-            flight = pipeline.submit(pipeline.bound(draft, plan), began_s)
-        self._land(pipeline, flight, None if self._recovery.isolates else pipeline.plan_ahead(self))
-        return self._take_outputs()
-
-    def _land(self, pipeline: Pipeline, flight: Flight, ahead: Ahead | None = None) -> None:
-        """Wait for a step, let the next one take off, and commit the first meanwhile."""
-        pipeline.flight = None
-        flight.adjust(self._decodes)
-        draft, plan = flight.draft, flight.plan
-        result = self._execute(draft, plan, flight.future.result, ahead.draft if ahead else None)
+    def _complete(self, current: InFlightStep, following: PlannedStep | None = None) -> None:
+        """Execute (or wait for) a step and commit it; `following` begins to compute in between."""
+        if self._in_flight is not None:
+            current.drop_finished(self._request_table.decodes)
+            self._in_flight = None
+        self.last_plan = current.plan
+        result = self._execute(current, following)
         if result is not None:
-            if ahead is not None:
-                pipeline.submit(ahead, self.clock.now())
-            plan, result = flight.settle(result)
-            now_s, grown = self.clock.now(), pipeline.grown_ahead()
-            self._committer.commit(draft, plan, result, self._outputs, now_s, grown)
-        self.last_plan = plan
+            self._commit(current, result)
         self._num_steps += 1
-        self._emit_step(plan, flight.began_s)
+        self._emit_step(self.last_plan, current.began_s)
 
-    def _settle(self) -> None:
-        """Nothing is in flight any more."""
-        if self._pipeline is not None and self._pipeline.flight is not None:
-            self._land(self._pipeline, self._pipeline.flight)
-            self._outputs.keep()
+    def _drain(self) -> None:
+        """Complete the in-flight step, if there is one, and start no other."""
+        if self._in_flight is not None:
+            self._complete(self._in_flight)
+            self._outputs.materialize()
 
     def draft(self) -> Draft:
-        """What the next step could do, with the passes' decisions in it; nothing is bound, nothing moves. A
-        step in flight counts as not begun."""
+        """The next step with the decisions of the passes; nothing is bound and nothing changes.
+
+        An in-flight step counts as not begun.
+        """
         return self.scheduler.run(self._planner.draft(self._num_steps), self)
 
     def bind_early(self, draft: Draft) -> bool:
         return self.kv.bind_early(draft)
 
+    def _plan(self) -> InFlightStep:
+        """Plan a step and hand it to the backend; requests that the plan removes have left."""
+        began_s = self.clock.now()
+        draft = self._planner.decide(self._num_steps, self)
+        for state in draft.preempted:
+            self._planner.save_kv(draft, state)
+            self._preempt(state)
+        for request_id, reason in draft.rejected.items():
+            self._finish(Finish(self._request_table.states[request_id], FinishReason.ERROR, error=reason))
+        must_leave = self._planner.bind(draft)
+        if must_leave is not None and must_leave.error is None:
+            self._preempt(must_leave.state)
+        elif must_leave is not None:
+            self._finish(Finish(must_leave.state, FinishReason.ERROR, error=must_leave.error))
+        return self._submit(self._planner.seal(draft), began_s)
+
+    def _submit(self, planned: PlannedStep, began_s: float) -> InFlightStep:
+        """Hand a step to the backend; without overlap it is computed when the engine waits for it."""
+        if self._worker is None or planned.plan.is_empty:
+            return InFlightStep(*planned, began_s, partial(self._compute, planned.plan))
+        future = self._worker.submit(self._compute, planned.plan)
+        self._in_flight = InFlightStep(*planned, began_s, future.result)
+        return self._in_flight
+
     def _compute(self, plan: ExecutionPlan) -> tuple[StepResult, float]:
-        """The backend's answer, and the seconds that it took; on the backend's thread, if it has one."""
+        """The backend's result, and the seconds that it took; in the backend's thread, if it has one."""
         began_s = self.clock.now()
         return self.backend.execute(plan), self.clock.now() - began_s
 
-    def _execute(
-        self,
-        draft: Draft,
-        plan: ExecutionPlan,
-        run: Callable[[], tuple[StepResult, float]],
-        ahead: Draft | None = None,
-    ) -> StepResult | None:
-        """The backend's answer, or None after a failure that was dealt with; what was planned `ahead` is void
-        then."""
+    def _execute(self, current: InFlightStep, following: PlannedStep | None) -> StepResult | None:
+        """The result of the step; None if it has nothing to compute, or has failed and was undone.
+
+        `following` is handed to the backend then, or is undone too.
+        """
+        draft, plan = current.draft, current.plan
+        if plan.is_empty:
+            self._recovery.relax()
+            return None
         try:
-            result, spent_s = run()
+            result, spent_s = current.wait()
         except CapacityError as error:
-            self._undo(draft, ahead)
-            self._end_all(self._recovery.short_of_memory(draft, plan, error), str(error))
+            self._undo(draft, following)
+            self._fail(self._recovery.short_of_memory(draft, plan, error), str(error))
             return None
         except Exception as error:
             log.exception("step %d with %d requests failed", plan.step, draft.num_scheduled)
-            self._undo(draft, ahead)
-            self._end_all(self._recovery.failed(draft, plan), f"the backend failed: {error}")
+            self._undo(draft, following)
+            self._fail(self._recovery.failed(draft, plan), f"the backend failed: {error}")
             return None
         self.last_step = StepFacts(spent_s, len(plan.decode_rows), plan.num_prefill_tokens)
-        del self._request_table.left[: len(plan.left)]
+        del self._request_table.left_rows[: len(plan.left)]
         self._recovery.succeeded()
+        if following is not None:
+            self._submit(following, self.clock.now())
         return result
 
-    def _end_all(self, states: Iterable[RequestState], error: str) -> None:
-        for state in states:
-            self._end(state, FinishReason.ERROR, error=error)
-
-    def _undo(self, draft: Draft, ahead: Draft | None) -> None:
-        """After a failed execute: the books are as before the bind, admitted requests wait again."""
-        for one in (ahead, draft) if ahead is not None else (draft,):
-            self.kv.rollback(one)
-            if one is draft:
+    def _undo(self, draft: Draft, following: PlannedStep | None) -> None:
+        """After a failed execute: blocks are as before the bind, and admitted requests wait again."""
+        for undone in (draft,) if following is None else (following.draft, draft):
+            self.kv.rollback(undone)
+            if undone is draft:
                 self.kv.give_up_saved(draft)
-            for chunk in reversed(list(one.admitted())):
-                self._request_table.leave(chunk.state)
-                self._request_table.wait_again(chunk.state)
+            for chunk in reversed(list(undone.admitted())):
+                self._request_table.cancel_admission(chunk.state)
+
+    def _commit(self, current: InFlightStep, result: StepResult) -> None:
+        self.last_plan, result = current.reorder(result)
+        ended = self._committer.commit(
+            current.draft, self.last_plan, result, self._outputs, self.clock.now(), self._given_block_ahead()
+        )
+        for finish in ended:
+            self._finish(finish)
+
+    def _given_block_ahead(self) -> frozenset[str]:
+        """Ids of requests that have a block for a token that is not drawn yet, from planning ahead."""
+        return frozenset() if self._in_flight is None else self._in_flight.given_block()
 
     # -- leaving the batch
 
     def _preempt(self, state: RequestState) -> None:
         self.events.emit(RequestPreempted(state.request_id, state.num_computed, self.clock.now()))
         self.kv.release(state, ended=False)
-        self._request_table.leave(state)
-        self._request_table.wait_again(state)
-        state.num_preemptions += 1
+        self._request_table.preempt(state)
         self._num_preemptions += 1
 
-    def _end(
-        self,
-        state: RequestState,
-        reason: FinishReason,
-        token: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprob, ...] = (),
-        *,
-        error: str | None = None,
-        keep: bool = True,
-    ) -> None:
-        """`keep`: whether what it computed may serve others."""
+    def _fail(self, states: Sequence[RequestState], error: str) -> None:
+        for state in states:
+            self._finish(Finish(state, FinishReason.ERROR, error=error))
+
+    def _finish(self, finish: Finish) -> None:
+        """Release the blocks of a request, end it, and report that."""
+        state, reason, token, logprobs, error, keep = finish
         if state.status is RequestStatus.RUNNING:
             self.kv.release(state, keep=keep)
         self.kv.forget(state)
-        state.finish_reason = reason
-        self._request_table.end(state)
+        self._request_table.finish(state, reason)
         if reason is not FinishReason.ABORT:
             self._outputs.append(output_of(state, token, logprobs, reason, error))
-        self.events.emit(finished(state, reason, self.clock.now()))
+        self.events.emit(finished_event(state, reason, self.clock.now()))
 
     def _take_outputs(self) -> StepOutputs:
         outputs, self._outputs = self._outputs, StepOutputs()

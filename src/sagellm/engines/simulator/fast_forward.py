@@ -24,7 +24,7 @@ from sagellm.core.protocols.scheduler_ir import (
     Stability,
     StepFacts,
 )
-from sagellm.engines._outcome import stop_reason
+from sagellm.engines.commit import Finish, stop_reason
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator.backend import SimulatedBackend
 
@@ -82,7 +82,7 @@ class SimulatedEngine(Engine):
         """
         table = self._request_table
         possible = len(table.decodes) and len(table.prefilling) <= 1 and self.kv.is_regular
-        if not possible or self._pipeline is not None or self._outputs:
+        if not possible or self._worker is not None or self._outputs:
             return None
         draft = self._planner.draft(self._num_steps)
         stability = joint_stability(self.scheduler.order, draft, self)
@@ -153,10 +153,9 @@ class SimulatedEngine(Engine):
             state, token_id = batch.states[index], tokens[index]
             reason = stop_reason(state, token_id, self.max_model_len)
             if reason is not None:
-                ended[state] = (reason, token_id)
+                ended[state] = Finish(state, reason, (token_id,))
         for state in self._request_table.in_order(ended):
-            reason, token_id = ended[state]
-            self._end(state, reason, (token_id,))
+            self._finish(ended[state])
         self._take_outputs()
         return len(ended)
 
@@ -192,7 +191,7 @@ class SimulatedEngine(Engine):
                 )
             )
             kv.executed(draft)
-            state.num_computed += size
+            self._request_table.advance(state, size)
             kv.commit(state)
             times_s.append(clock.now())
             prefills.append(prefill)

@@ -78,7 +78,6 @@ class DecodeBatch:
         self.states.append(state)
         self._tokens.append(state.tokens.live)
         self._rows = self._growing = None
-        state.decoding = True
 
     def leave(self, state: RequestState) -> None:
         """A request leaves the batch, preempted or at its end."""
@@ -88,8 +87,6 @@ class DecodeBatch:
         self.states.pop()
         self._tokens.pop()
         self._rows = self._growing = None
-        state.num_computed = len(state.tokens) - 1
-        state.decoding = False
 
     # -- what a step needs, and what it brings
 
@@ -147,7 +144,7 @@ class DecodeBatch:
 
     # -- before it is known what was drawn
 
-    def foresee(self, places: list[int] | None = None) -> Ints:
+    def assume_step(self, places: list[int] | None = None) -> Ints:
         """As if a token had been drawn for each (of those at `places`, or of all), whichever. Returns what
         `recall` wants."""
         live = self._table[:, : len(self.states)]
@@ -158,11 +155,11 @@ class DecodeBatch:
             live[:, places] = view
         return before
 
-    def full(self) -> list[RequestState]:
+    def at_full_length(self) -> list[RequestState]:
         """Those that have all tokens that they may have: only after `foresee`."""
         return [self.states[i] for i in np.flatnonzero(self._column(LEFT) <= 0).tolist()]
 
-    def recall(self, before: Ints) -> None:
+    def undo_assumed_step(self, before: Ints) -> None:
         """Undo `foresee`; who entered since must have left."""
         self._table[:, : len(self.states)] = before
         self._growing = None
@@ -204,9 +201,10 @@ class DecodeBatch:
         table = self._table
         for i, (state, slots) in enumerate(zip(self.states, num_slots, strict=True)):
             at, slack = int(table[POSITION, i]), int(table[SLACK, i])
-            if not state.decoding or at != state.num_computed or at + slack != slots:
+            num_computed = len(state.tokens) - 1
+            if at != num_computed or at + slack != slots:
                 raise BookkeepingError(
-                    f"{state.request_id}: {state.num_computed} tokens computed of {slots} slots, the batch "
+                    f"{state.request_id}: {num_computed} tokens computed of {slots} slots, the batch "
                     f"says {at} and {slack} left"
                 )
 

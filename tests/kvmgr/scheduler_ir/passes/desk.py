@@ -97,7 +97,7 @@ def state(
 
 def admit(one: RequestState, num_computed: int = 0) -> RequestState:
     """It runs from now on."""
-    one.status, one.num_computed = RequestStatus.RUNNING, num_computed
+    one.status, one.num_prefilled = RequestStatus.RUNNING, num_computed
     return one
 
 

@@ -63,7 +63,7 @@ def test_of_those_that_share_one_goes_and_the_others_wait() -> None:
     assert [(d.request_id, d.action) for d in desk.draft.decisions] == [("s1", "wait"), ("s2", "wait")]
     leader = admit(desk.waiting.pop(0), 10)
     assert desk.step() == ["alone"]  # still being computed
-    leader.num_computed = leader.num_prompt_tokens
+    leader.num_prefilled = leader.num_prompt_tokens
     desk.view.cached.update(s1=40, s2=40)
     desk.view.version += 1
     assert desk.step() == ["s1", "s2", "alone"]
@@ -89,7 +89,7 @@ def test_whose_turn_it_is_waits_for_nobody() -> None:
     leader, follower = _sharing(2)
     desk.waiting = [leader, follower]
     desk.step()
-    desk.run_first().num_computed = 5
+    desk.run_first().num_prefilled = 5
     assert desk.step() == ["s1"]
 
 

@@ -23,6 +23,7 @@ def draft_of(desk: Desk, *, chunk: int = 0, budget: int = 16) -> Draft:
     """One request decodes, and one computes its prompt where `chunk` tokens of that are left."""
     batch, runs = DecodeBatch(1000, 4), admit(state("runs", 9), 8)
     batch.enter(runs, 40, 100)
+    runs.decoding = True
     made = Draft(9, desk.now_s, budget, [runs], list(desk.waiting), decodes=batch)
     if chunk:
         prompt = admit(state("prompt", 4 + chunk), 4)

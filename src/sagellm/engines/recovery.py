@@ -11,25 +11,24 @@ from sagellm.core.plan import Draft, ExecutionPlan, RequestState
 log = logging.getLogger("sagellm.engine")
 
 MAX_CAPACITY_FAILURES = 3
-"""Times that a step of one token may run out of device memory, in a row, before its request ends."""
+"""Steps of one token that may run out of device memory in a row before their request ends."""
 
 
 class Recovery:
-    """The token budget of the next step, and the requests of which one made a step fail."""
+    """The token budget of the next step, and the suspects: requests of which one made a step fail."""
 
     def __init__(self, max_batched_tokens: int) -> None:
-        self.token_budget = self._most = max_batched_tokens
+        self.token_budget = self._max_budget = max_batched_tokens
         self._num_failures = 0
         self._suspects: list[RequestState] = []
 
     @property
     def isolates(self) -> bool:
-        """Whether requests run one at a time, so that most of what the passes decide is left out."""
+        """Whether requests run one at a time, so that most decisions of the passes are discarded."""
         return bool(self._suspects)
 
     def isolate(self, draft: Draft) -> None:
-        """After a step that failed for no known reason, its requests run one at a time, so that the one that
-        makes it fail fails alone."""
+        """Leave one suspect in the draft, so that the request that makes steps fail fails alone."""
         while self._suspects and not draft.computes(self._suspects[-1]):
             self._suspects.pop()
         if self._suspects:
@@ -47,14 +46,17 @@ class Recovery:
             self._suspects.pop()
 
     def relax(self) -> None:
-        """A smaller budget grows back, step by step."""
-        self.token_budget = min(self._most, self.token_budget + self._most // 8 + 1)
+        """Let a reduced token budget grow back by an eighth of its maximum."""
+        self.token_budget = min(self._max_budget, self.token_budget + self._max_budget // 8 + 1)
 
     def short_of_memory(
         self, draft: Draft, plan: ExecutionPlan, error: CapacityError
     ) -> Sequence[RequestState]:
-        """The next step tries half the tokens. Returns the requests that end: those of a step that keeps
-        failing with one token. Of the plan's requests some may have ended since, and are not in `draft`."""
+        """Halve the tokens of the next step; returns the requests that must end.
+
+        Those are the requests of a step that has failed repeatedly with one token. Requests of the plan that
+        have ended since are not in `draft`.
+        """
         if plan.num_tokens == 1:
             self._num_failures += 1
         self.token_budget = max(1, plan.num_tokens // 2)
@@ -67,13 +69,16 @@ class Recovery:
         return list(draft.scheduled())
 
     def failed(self, draft: Draft, plan: ExecutionPlan) -> Sequence[RequestState]:
-        """Returns the request that ends, if the step did nothing else; several are suspects, and so is one
-        where KV was to be saved or brought back, which the next step does not do again."""
+        """Make the requests of a failed step suspects; returns the request that must end.
+
+        A request ends if the step did nothing else. A request whose KV was to be saved or brought back is
+        tried again alone, without that.
+        """
         scheduled = list(draft.scheduled())
         swaps = draft.swapped or any(chunk.hit.num_swapped for chunk in draft.admitted() if chunk.hit)
         alone = len(scheduled) == 1 and not swaps
         if alone and len(plan.decode_rows) + len(plan.prefills) == 1:
-            self._suspects = [one for one in self._suspects if one is not scheduled[0]]
+            self._suspects = [state for state in self._suspects if state is not scheduled[0]]
             return scheduled
         self._suspects = scheduled[::-1]
         return ()

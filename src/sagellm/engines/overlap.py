@@ -1,0 +1,78 @@
+"""Asynchronous scheduling: the backend computes one step while the next one is planned (`engine.overlap`).
+
+    host      plan n+1 | commit n  | plan n+2 | commit n+1 |
+    backend   compute n            | compute n+1           |
+
+Rows, positions, blocks and reuse after step n follow from its plan. Only two things are unknown: the tokens
+that it draws, and which requests these tokens end. So `Planner.plan_ahead` plans step n+1 on the requests as
+step n will leave them, prompts and admissions included; the backend feeds its own tokens back. A request that
+ends in step n still takes part in step n+1, where its token is dropped. Its blocks are safe: a request that
+gets them writes in a later step. Where a request would have to leave the batch (preemption, rejection, short
+memory), step n+1 is planned only after step n is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepResult
+from sagellm.core.types import RequestStatus
+from sagellm.kvmgr.scheduler_ir import DecodeBatch
+
+
+class PlannedStep(NamedTuple):
+    """A step with blocks and rows. `decoding`: its requests in decode, in the order of the plan."""
+
+    draft: Draft
+    plan: ExecutionPlan
+    decoding: Sequence[RequestState]
+
+
+@dataclass(slots=True, eq=False)
+class InFlightStep:
+    """A planned step that the backend computes, until the engine commits it.
+
+    `wait` returns the result and the seconds that the backend took, and raises what the backend raised.
+    Without overlap it is what computes the step. `began_s`: when the planning of the step began or, for a
+    step that was planned ahead, when the backend got it.
+    """
+
+    draft: Draft
+    plan: ExecutionPlan
+    decoding: Sequence[RequestState]
+    began_s: float
+    wait: Callable[[], tuple[StepResult, float]]
+
+    def drop_finished(self, batch: DecodeBatch) -> None:
+        """Take requests out of the draft that have finished since it was planned."""
+        draft = self.draft
+        for name in [n for n, chunk in draft.chunks.items() if chunk.state.status is RequestStatus.FINISHED]:
+            del draft.chunks[name]
+        draft.decodes, draft.skipped_decodes, draft.decode_indices = batch, {}, None
+        if batch.states != self.decoding:
+            takes_part = set(self.decoding)
+            draft.decode_indices = [i for i, state in enumerate(batch.states) if state in takes_part]
+            draft.skipped_decodes = {s.request_id: s for s in batch.states if s not in takes_part}
+
+    def reorder(self, result: StepResult) -> tuple[ExecutionPlan, StepResult]:
+        """Plan and result for the requests that are still in the draft, in the order of the batch."""
+        plan, draft = self.plan, self.draft
+        if draft.decode_indices is None:
+            return plan, result
+        index_of = {state: index for index, state in enumerate(self.decoding)}
+        members = draft.decodes.states
+        kept = [index_of[members[index]] for index in draft.decode_indices]
+        rows, positions, tokens = plan.decode_rows, plan.decode_positions, result.token_ids
+        count = len(self.decoding)
+        plan = replace(
+            plan,
+            decode_rows=(*(rows[i] for i in kept), *rows[count:]),
+            decode_positions=(*(positions[i] for i in kept), *positions[count:]),
+        )
+        return plan, replace(result, token_ids=(*(tokens[i] for i in kept), *tokens[count:]))
+
+    def given_block(self) -> frozenset[str]:
+        """Ids of the requests in decode to which planning this step gave a block."""
+        return frozenset(state.request_id for state in self.draft.appended.states)
