@@ -1,4 +1,4 @@
-"""What passes share that reorder the waiting: ranks that are made once, and turns for who waits too long."""
+"""What passes that reorder the waiting requests share: ranks, and a guard against starvation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import FinishReason, RequestStatus
 
-A_MOMENT_S = 1e-6
-"""More than what rounding may make of a sum of times."""
-ROOM_TO_FORGET = 1024
-"""Requests that a queue may remember, beyond four times those that wait, before it looks again."""
+ROUNDING_S = 1e-6
+"""More than the rounding error of a sum of times."""
+MAX_STALE = 1024
+"""Entries of requests that no longer wait which a pass may keep before it removes them."""
 
 
-def hit_of(draft: Draft, view: SchedulingView, state: RequestState) -> PrefixHit:
-    """What the index holds of the request: looked up once in a step, whoever asks first."""
+def prefix_hit(draft: Draft, view: SchedulingView, state: RequestState) -> PrefixHit:
+    """The prefix hit of a waiting request, looked up at most once per step."""
     hit = draft.hits.get(state.request_id)
     if hit is None:
         hit = draft.hits[state.request_id] = view.kv.match(state)
@@ -31,14 +31,16 @@ def num_to_compute(state: RequestState, num_cached: int) -> int:
     return max(1, len(state.tokens) - num_cached)
 
 
-def has_run(state: RequestState) -> bool:
-    """Whether one that waits no longer was admitted: it runs, or ran and has ended."""
+def was_admitted(state: RequestState) -> bool:
+    """Whether a request that left the queue was admitted; if not, it was aborted or rejected."""
     return state.status is RequestStatus.RUNNING or state.scheduled_s is not None
 
 
-def has_come_to_its_end(state: RequestState) -> bool:
-    """Whether one that has ended is as long as it would have been. A stop string is an abort to the engine;
-    of other aborts and of errors nobody knows."""
+def ended_naturally(state: RequestState) -> bool:
+    """Whether a finished request generated all of its output, so that its length can be learned from.
+
+    The engine sees a stop string as an abort. After any other abort or error the full length is unknown.
+    """
     reason = state.finish_reason
     if reason is FinishReason.ABORT:
         return bool(state.request.params.stop)
@@ -46,26 +48,30 @@ def has_come_to_its_end(state: RequestState) -> bool:
 
 
 class RankedQueue:
-    """The waiting as one pass knows them: who came, who left, and the rank of each.
+    """The waiting requests as one pass knows them: a rank for each, and what changed since the last step.
 
-    `see` first; then every request of `arrived` must get its rank in `ranks`, and `sort` orders by it, equals
-    staying as they are. A queue that is the same as in the step before costs one comparison of two lists.
+    Call `update` first. Then every request of `arrived` must get its rank in `ranks`. `sort` orders by rank;
+    equals keep their order. If the queue is the same as in the step before, all of this costs one comparison
+    of two lists.
     """
 
     def __init__(self) -> None:
         self.ranks: dict[RequestState, Any] = {}
         self.arrived: list[RequestState] = []
         self.left: list[RequestState] = []
-        self._before: list[RequestState] = []
-        self._after: list[RequestState] | None = None
+        self._seen: list[RequestState] = []
+        self._sorted: list[RequestState] | None = None
 
-    def see(self, waiting: list[RequestState]) -> bool:
-        """Whether other requests wait than before, or in another order. `left` began to run, or ended."""
-        if waiting == self._before:
+    def update(self, waiting: list[RequestState]) -> bool:
+        """Whether the queue or its order changed. Sets `arrived`, and `left`: those that no longer wait.
+
+        A request that an earlier pass took out of the draft still waits and keeps its rank.
+        """
+        if waiting == self._seen:
             if self.arrived or self.left:
                 self.arrived, self.left = [], []
             return False
-        self._before, self._after = waiting.copy(), None
+        self._seen, self._sorted = waiting.copy(), None
         ranks = self.ranks
         self.arrived = [state for state in waiting if state not in ranks]
         self.left = []
@@ -73,33 +79,35 @@ class RankedQueue:
             self.left = [state for state in ranks if state.status is not RequestStatus.WAITING]
             for state in self.left:
                 del ranks[state]
-        if len(ranks) > 4 * len(waiting) + ROOM_TO_FORGET:
-            known = set(waiting)
-            self.ranks = {state: rank for state, rank in ranks.items() if state in known}
+        if len(ranks) > 4 * len(waiting) + MAX_STALE:
+            present = set(waiting)
+            self.ranks = {state: rank for state, rank in ranks.items() if state in present}
         return True
 
-    def knows(self, waiting: list[RequestState]) -> bool:
-        """Whether nothing has changed since the last `see`."""
-        return waiting == self._before
+    def is_current(self, waiting: list[RequestState]) -> bool:
+        """Whether the queue is the one of the last `update`."""
+        return waiting == self._seen
 
     def rerank(self, state: RequestState, rank: Any) -> None:
-        """Another rank for one that waits already."""
+        """Set the rank of a waiting request."""
         self.ranks[state] = rank
-        self._after = None
+        self._sorted = None
 
     def sort(self, waiting: list[RequestState]) -> None:
-        if self._after is None:
-            self._after = sorted(waiting, key=self.ranks.__getitem__)
-        waiting[:] = self._after
+        """Order the queue of the last `update` by rank, in place."""
+        if self._sorted is None:
+            self._sorted = sorted(waiting, key=self.ranks.__getitem__)
+        waiting[:] = self._sorted
 
 
-class Turns:
-    """No starvation under any order: who has waited `max_wait_s` seconds, longest first, gets its turn.
+class StarvationGuard:
+    """Bounds the wait of every request, whatever order a pass prefers.
 
-    Its turn comes when others that were admitted meanwhile had `1 / share` times the tokens that it needs,
-    and lasts until it runs. So a request waits for those that came before it and for a bounded number of
-    tokens of others, however many arrive; and under lasting overload `share` of the work is in order of
-    arrival, not all of it.
+    A request that has waited `max_wait_s` seconds is overdue. The longest waiting overdue request is promoted
+    to the front once requests admitted meanwhile had `1 / share` times the tokens that it needs, and stays
+    there until it runs. So a request waits for those that arrived before it and for a bounded number of
+    tokens of others, however many arrive; and under lasting overload only `share` of the work is done in
+    order of arrival, where a plain time limit would turn every strategy into order of arrival.
     """
 
     def __init__(self, max_wait_s: float, share: float = 0.1) -> None:
@@ -108,58 +116,62 @@ class Turns:
         if not 0 < share <= 1:
             raise ValueError(f"share must be in (0, 1], got {share}")
         self.max_wait_s, self.share = max_wait_s, share
-        self._oldest: list[tuple[float, int, RequestState]] = []
+        self._by_arrival: list[tuple[float, int, RequestState]] = []
         self._count = count()
-        self._turn: RequestState | None = None
-        self._credit = 0.0
+        self._promoted: RequestState | None = None
+        self._credit = 0.0  # tokens that the next promoted request may use
 
     def note(self, arrived: Iterable[RequestState], left: Iterable[RequestState]) -> None:
+        """Note the requests that arrived in the queue and left it since the last step."""
         for state in arrived:
-            heappush(self._oldest, (state.request.arrival_s, next(self._count), state))
+            heappush(self._by_arrival, (state.request.arrival_s, next(self._count), state))
         for state in left:
-            if state is not self._turn and has_run(state):
+            if state is not self._promoted and was_admitted(state):
                 self._credit += self.share * num_to_compute(state, state.num_cached)
 
-    def give(self, waiting: list[RequestState], now_s: float) -> RequestState | None:
-        """Move whose turn it is to the front; returns it, None where it is nobody's."""
-        turn = self._turn
-        if turn is None or turn.status is not RequestStatus.WAITING:
-            turn = self._turn = self._next(now_s)
-        if turn is None or (waiting and waiting[0] is turn):
-            return turn
-        if turn not in waiting:  # a pass before this one lets it wait
+    def promote(self, waiting: list[RequestState], now_s: float) -> RequestState | None:
+        """Move the promoted request to the front and return it; None if there is none."""
+        promoted = self._promoted
+        if promoted is None or promoted.status is not RequestStatus.WAITING:
+            promoted = self._promoted = self._next(now_s)
+        if promoted is None or (waiting and waiting[0] is promoted):
+            return promoted
+        if promoted not in waiting:  # an earlier pass keeps it waiting
             return None
-        waiting.remove(turn)
-        waiting.insert(0, turn)
-        return turn
+        waiting.remove(promoted)
+        waiting.insert(0, promoted)
+        return promoted
 
-    def stay_until(self, waiting: list[RequestState], now_s: float) -> float | None:
-        """As `give`, and how long it would go on to do the same while nobody comes or goes; None where
-        somebody gets a turn now."""
-        turn = self._turn
-        if turn is not None and turn.status is RequestStatus.WAITING:
-            self.give(waiting, now_s)
+    def stable_until(self, waiting: list[RequestState], now_s: float) -> float | None:
+        """Do as `promote`; returns the time until which it stays the same if no request arrives or leaves.
+
+        None if a request is about to be promoted.
+        """
+        promoted = self._promoted
+        if promoted is not None and promoted.status is RequestStatus.WAITING:
+            self.promote(waiting, now_s)
             return math.inf
-        self._forget_gone()
-        if not self._oldest:
+        self._forget_left()
+        if not self._by_arrival:
             return math.inf
-        arrival_s, _, state = self._oldest[0]
+        arrival_s, _, state = self._by_arrival[0]
         if now_s - arrival_s < self.max_wait_s:
-            return arrival_s + self.max_wait_s - A_MOMENT_S
+            return arrival_s + self.max_wait_s - ROUNDING_S
         return math.inf if self._credit < len(state.tokens) and self.max_wait_s > 0 else None
 
-    def _forget_gone(self) -> None:
-        oldest = self._oldest
-        while oldest and oldest[0][2].status is not RequestStatus.WAITING:
-            heappop(oldest)
+    def _forget_left(self) -> None:
+        by_arrival = self._by_arrival
+        while by_arrival and by_arrival[0][2].status is not RequestStatus.WAITING:
+            heappop(by_arrival)
 
     def _next(self, now_s: float) -> RequestState | None:
-        oldest = self._oldest
-        self._forget_gone()
-        if not oldest or now_s - oldest[0][0] < self.max_wait_s:
+        """The request to promote now; the credit is spent by it, and lost while none is overdue."""
+        self._forget_left()
+        by_arrival = self._by_arrival
+        if not by_arrival or now_s - by_arrival[0][0] < self.max_wait_s:
             self._credit = 0.0
             return None
-        state = oldest[0][2]
+        state = by_arrival[0][2]
         if self._credit < len(state.tokens) and self.max_wait_s > 0:
             return None
         self._credit = 0.0

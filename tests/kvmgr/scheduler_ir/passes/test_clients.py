@@ -17,7 +17,7 @@ from sagellm.core.types import Request, RequestStatus, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir import presets
-from sagellm.kvmgr.scheduler_ir._clients import ClientShares
+from sagellm.kvmgr.scheduler_ir.client_shares import ClientShares
 from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
 from tests.builders import check_books, fake_engine, request
 
@@ -169,7 +169,7 @@ def test_counts_and_turns(data: st.DataObject) -> None:
         paths = data.draw(st.lists(PATHS, max_size=4))
         arrived = [RequestState.of(of(path, f"{step}-{place}")) for place, path in enumerate(paths)]
         waiting += arrived
-        shares.see(running, arrived, max_num_seqs=16)
+        shares.update(running, arrived, max_num_seqs=16)
         shares.check()
         before = running.copy()
         ordered = shares.arrange(running, waiting, lambda state: state.request.priority)
@@ -187,7 +187,7 @@ def test_counts_and_turns(data: st.DataObject) -> None:
             running.append(state)
     for state in waiting + running:
         state.status = RequestStatus.FINISHED
-    shares.see([], [], 16)
+    shares.update([], [], 16)
     shares.check()
 
 

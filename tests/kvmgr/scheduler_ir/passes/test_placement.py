@@ -68,7 +68,7 @@ def test_an_instance_fills_up() -> None:
 def test_prompts_go_where_they_are_done_first() -> None:
     prefill = {"link_bytes_s": 1e9, "token_s": 1e-5}
     separation = PDSeparationPass({"p": prefill}, bytes_per_token=1000)
-    separation.pace.token_s, separation.pace.is_known = 1e-4, True
+    separation.step_time.token_s, separation.step_time.is_known = 1e-4, True
     desk = Desk(separation)
     desk.waiting = [state(f"r{i}", 1000) for i in range(12)]
     desk.step()
@@ -232,7 +232,10 @@ class Decoding:
 
 def _drafted(count: int, *, budget: int = 2048, waiting: bool = False) -> int:
     speculative = SpeculativeBudgetPass(max_tokens=4, acceptance=0.8, draft_s=0.0)
-    speculative.pace.step_s, speculative.pace.token_s = 0.01, 1e-4  # 100 tokens take as long as the weights
+    speculative.step_time.step_s, speculative.step_time.token_s = (
+        0.01,
+        1e-4,
+    )  # 100 tokens take as long as the weights
     desk = Desk(speculative)
     desk.step(token_budget=budget)
     desk.draft.decodes = Decoding(count)

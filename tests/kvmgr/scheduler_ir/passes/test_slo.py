@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sagellm.core.plan import Chunk, Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import StepFacts
 from sagellm.core.types import SLO, Request, SamplingParams, Tokens
-from sagellm.kvmgr.scheduler_ir._pace import StepPace
+from sagellm.kvmgr.scheduler_ir._step_time import StepTimeModel
 from sagellm.kvmgr.scheduler_ir.passes.slo_aware import SLOAwarePass
 from tests.kvmgr.scheduler_ir.passes.desk import Desk, admit, state
 
@@ -18,7 +18,7 @@ from tests.kvmgr.scheduler_ir.passes.desk import Desk, admit, state
 def at_pace(desk: Desk, token_s: float = 0.01) -> None:
     """The engine is known to compute a token of a prompt in `token_s` seconds, and its steps cost nothing."""
     assert isinstance(desk.scheduler_pass, SLOAwarePass)
-    pace = desk.scheduler_pass.pace
+    pace = desk.scheduler_pass.step_time
     pace.fixed_s, pace.row_s, pace.token_s, pace.is_known = 1e-12, 0.0, token_s, True
 
 
@@ -130,7 +130,7 @@ def test_no_goal_leaves_the_budget() -> None:
 def test_the_pace_is_learned_from_steps(
     fixed_s: float, row_s: float, token_s: float, sizes: list[int]
 ) -> None:
-    pace = StepPace()
+    pace = StepTimeModel()
     for number in range(60):
         for size in sizes[:4]:
             decodes = (7 * number + size) % 40
@@ -143,7 +143,7 @@ def test_the_pace_is_learned_from_steps(
 
 def test_what_a_step_costs_by_itself_is_not_taken_for_the_price_of_its_tokens() -> None:
     """Or short steps would look dear by the token, and so be made shorter still."""
-    pace = StepPace()
+    pace = StepTimeModel()
     pace.observe(StepFacts(0.012 + 3e-5 * 8192, 0, 8192))
     for number in range(300):
         room = max(128, pace.tokens_in(0.030, 8))
@@ -152,7 +152,7 @@ def test_what_a_step_costs_by_itself_is_not_taken_for_the_price_of_its_tokens() 
 
 
 def test_one_stray_step_does_not_spoil_the_pace() -> None:
-    pace = StepPace()
+    pace = StepTimeModel()
     for _ in range(20):
         pace.observe(StepFacts(0.1, 0, 1000))
     pace.observe(StepFacts(60.0, 0, 1000))
@@ -205,7 +205,9 @@ def knows_the_cost(desk: Desk) -> None:
     assert isinstance(desk.scheduler_pass, SLOAwarePass)
     for num_tokens in (64, 512, 2048):
         for num_decodes in (0, 8):
-            desk.scheduler_pass.pace.observe(StepFacts(0.010 + 3e-5 * num_tokens, num_decodes, num_tokens))
+            desk.scheduler_pass.step_time.observe(
+                StepFacts(0.010 + 3e-5 * num_tokens, num_decodes, num_tokens)
+            )
 
 
 def tokens_of_steps(desk: Desk, runs: RequestState, num_steps: int) -> list[int]:

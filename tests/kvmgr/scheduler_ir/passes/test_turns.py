@@ -1,4 +1,4 @@
-"""Nobody starves: turns, and every pass and preset that reorders the waiting."""
+"""No request starves: the guard, and every pass and preset that reorders the waiting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.types import SLO, Namespace, Request, SamplingParams, Tokens
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir import presets
-from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, Turns
+from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, StarvationGuard
 from sagellm.kvmgr.scheduler_ir.passes.batching_efficiency import BatchingEfficiencyPass
 from sagellm.kvmgr.scheduler_ir.passes.fairness import FairnessPass
 from sagellm.kvmgr.scheduler_ir.passes.lifetime_aware import LifetimeAwarePass
@@ -25,7 +25,7 @@ from tests.kvmgr.scheduler_ir.passes.desk import Desk, admit, state
 
 Make = Callable[[], SchedulerPass]
 
-WITH_TURNS: dict[str, Make] = {
+WITH_GUARD: dict[str, Make] = {
     "prefix_cache_aware": lambda: PrefixCacheAwarePass(max_wait_s=5.0, share=0.25),
     "slo_aware": lambda: SLOAwarePass(max_wait_s=5.0, share=0.25),
     "batching_efficiency": lambda: BatchingEfficiencyPass(max_wait_s=5.0, share=0.25),
@@ -33,34 +33,34 @@ WITH_TURNS: dict[str, Make] = {
 }
 
 
-def test_a_queue_ranks_once_and_tells_who_came_and_left() -> None:
+def test_a_queue_ranks_once_and_tells_arrivals_and_departures() -> None:
     queue, a, b, c = RankedQueue(), state("a"), state("b"), state("c")
-    assert queue.see([a, b])
+    assert queue.update([a, b])
     assert (queue.arrived, queue.left) == ([a, b], [])
     queue.ranks.update({a: 1, b: 0})
     waiting = [a, b]
     queue.sort(waiting)
     assert waiting == [b, a]
-    assert not queue.see([a, b])
+    assert not queue.update([a, b])
     assert queue.arrived == []
     admit(b)
-    assert queue.see([a, c])
+    assert queue.update([a, c])
     assert (queue.arrived, queue.left) == ([c], [b])
     assert list(queue.ranks) == [a]
 
 
 def test_who_is_only_kept_back_by_another_pass_has_not_left() -> None:
     queue, a, b = RankedQueue(), state("a"), state("b")
-    queue.see([a, b])
+    queue.update([a, b])
     queue.ranks.update({a: 0, b: 0})
-    assert queue.see([a])
+    assert queue.update([a])
     assert (queue.left, list(queue.ranks)) == ([], [a, b])
 
 
 def test_a_queue_forgets_whom_it_never_sees_again() -> None:
     queue = RankedQueue()
     for index in range(5000):
-        queue.see([state(str(index))])
+        queue.update([state(str(index))])
         queue.ranks.update(dict.fromkeys(queue.arrived, 0))
     assert len(queue.ranks) < 1100
 
@@ -72,24 +72,24 @@ def test_a_queue_forgets_whom_it_never_sees_again() -> None:
     share=st.sampled_from([0.1, 0.25, 1.0]),
     max_wait_s=st.sampled_from([0.5, 3.0]),
 )
-def test_turns_bound_what_others_get_first(
+def test_guard_bound_what_others_get_first(
     sizes: list[int], rival: int, share: float, max_wait_s: float
 ) -> None:
     """Rivals always stand first. From when it is overdue, a request waits for those that came before it and
     for no more than `1 / share` times their tokens and its own."""
-    turns = Turns(max_wait_s, share)
+    guard = StarvationGuard(max_wait_s, share)
     victims = [state(f"v{i}", size, arrival_s=i * 1e-3) for i, size in enumerate(sizes)]
-    turns.note(victims, [])
+    guard.note(victims, [])
     left, others, now_s, rivals = list(victims), 0, 10.0, 0
     overtaken: list[int] = []
     while left:
         new = state(f"r{rivals}", rival, arrival_s=now_s)
         rivals += 1
         waiting = [new, *reversed(left)]
-        turns.note([new], [])
-        turns.give(waiting, now_s)
+        guard.note([new], [])
+        guard.promote(waiting, now_s)
         first = admit(waiting[0])
-        turns.note([], [first])
+        guard.note([], [first])
         now_s += 1e-4
         if first is new:
             others += rival
@@ -101,14 +101,14 @@ def test_turns_bound_what_others_get_first(
         assert got <= needed / share + (place + 1) * rival
 
 
-def test_turns_want_a_share() -> None:
+def test_guard_want_a_share() -> None:
     with pytest.raises(ValueError, match="share must be in"):
-        Turns(1.0, 0.0)
+        StarvationGuard(1.0, 0.0)
     with pytest.raises(ValueError, match="max_wait_s"):
-        Turns(-1.0)
+        StarvationGuard(-1.0)
 
 
-@pytest.mark.parametrize("name", WITH_TURNS)
+@pytest.mark.parametrize("name", WITH_GUARD)
 @settings(max_examples=20, deadline=None)
 @given(
     length=st.integers(1, 64),
@@ -116,11 +116,11 @@ def test_turns_want_a_share() -> None:
     rival_priority=st.integers(0, 3),
     cached=st.booleans(),
 )
-def test_the_longest_wait_is_bounded_in_every_pass_with_turns(
+def test_the_longest_wait_is_bounded_in_every_pass_with_guard(
     name: str, length: int, rival_length: int, rival_priority: int, cached: bool
 ) -> None:
     """One request a step is admitted, and rivals that the pass likes better come forever."""
-    desk = Desk(WITH_TURNS[name]())
+    desk = Desk(WITH_GUARD[name]())
     victim = state("victim", length, arrival_s=0.0, max_tokens=1000)
     desk.waiting.append(victim)
     bound = 5.0 + (length / 0.25 / min(length, rival_length, 64)) + length / 0.25 / rival_length + 2

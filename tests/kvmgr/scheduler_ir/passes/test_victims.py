@@ -7,7 +7,7 @@ import pytest
 from sagellm.core.errors import ConfigError
 from sagellm.core.plan import Chunk, Draft
 from sagellm.kvmgr.scheduler_ir import presets
-from sagellm.kvmgr.scheduler_ir._victims import VICTIMS
+from sagellm.kvmgr.scheduler_ir.passes.memory_aware_preemption import VICTIMS
 from tests.kvmgr.scheduler_ir.passes.desk import DeskView, admit, state
 
 SCENE = [  # name, tokens computed, arrival, priority

@@ -1,4 +1,7 @@
-"""Who is let in: only whom memory will hold until those that run have ended, by the lengths seen lately."""
+"""Admits a request only if its KV fits until the running requests finish.
+
+Output lengths are predicted from recent ones; the peak of memory is the estimate of `_reservation.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,18 @@ from sagellm.core.errors import ConfigError
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulingView, Stability, stable_while_all_decode
 from sagellm.core.types import RequestStatus
-from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, has_come_to_its_end, has_run
+from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, ended_naturally, was_admitted
 from sagellm.kvmgr.scheduler_ir._reservation import Reservation
 
 
 class AdmissionPass:
-    """Lets the first of the queue in while the predicted peak of memory of all that run fits; behind the
-    first that does not fit all wait, `max_hold_s` seconds at most for the first of them.
+    """Admits from the front of the queue while the predicted peak of memory fits.
 
-    How much a request will get is taken from the last `window` outputs that came to their end: the `quantile`
-    of those that are longer than what it has, within its own limit; its limit, or `default_output` without
-    one, while fewer than `min_samples` are known. Only a prompt that is larger than all of the memory is
-    rejected.
+    From the first request that does not fit on, all wait (this pass takes them out of `draft.waiting`); the
+    first of them at most `max_hold_s` seconds. The output length of a request is predicted from the last
+    `window` complete outputs: the `quantile` of those longer than what it has generated, within its own
+    limit. While fewer than `min_samples` are known, it is the request's limit, or `default_output` without
+    one. A prompt that is larger than all of the memory is rejected.
     """
 
     name = "admission"
@@ -50,7 +53,7 @@ class AdmissionPass:
         waiting = draft.waiting
         if not waiting and not self._queue.ranks:
             return
-        if self._queue.see(waiting):
+        if self._queue.update(waiting):
             self._queue.ranks.update(dict.fromkeys(self._queue.arrived))
             self._learn()
             self._reject(draft, view)
@@ -62,7 +65,7 @@ class AdmissionPass:
         return stable_while_all_decode(draft)
 
     def remaining(self, state: RequestState) -> float:
-        """Tokens that it is thought to get from now on."""
+        """The number of tokens that the request is expected to generate from now on."""
         generated, limit = state.num_output_tokens, state.request.params.max_tokens
         outputs = self._sorted
         if len(outputs) < self.min_samples:
@@ -74,13 +77,11 @@ class AdmissionPass:
         return max(1.0, (expected if limit is None else min(expected, limit)) - generated)
 
     def _learn(self) -> None:
-        """From those that ended since the last look; how long one would have been that was aborted or failed
-        nobody knows."""
-        self._active.update(dict.fromkeys(state for state in self._queue.left if has_run(state)))
-        ended = [state for state in self._active if state.status is RequestStatus.FINISHED]
-        for state in ended:
+        """Learn the lengths of requests that finished; aborted and failed ones are incomplete."""
+        self._active.update(dict.fromkeys(state for state in self._queue.left if was_admitted(state)))
+        for state in [s for s in self._active if s.status is RequestStatus.FINISHED]:
             del self._active[state]
-            if not has_come_to_its_end(state):
+            if not ended_naturally(state):
                 continue
             self._recent.append(state.num_output_tokens)
             insort(self._sorted, state.num_output_tokens)

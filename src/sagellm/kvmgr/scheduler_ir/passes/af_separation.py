@@ -1,5 +1,4 @@
-"""Attention on some instances, feed-forward layers on others: who holds whose KV, and into how many micro
-batches a step is cut so that neither side waits.
+"""Assigns each request to an attention instance, where feed-forward layers run on other instances.
 
 The split, and micro batches that hide the network, are those of MegaScale-Infer (Zhu et al., 2025).
 """
@@ -18,14 +17,13 @@ from sagellm.kvmgr.scheduler_ir._queue import RankedQueue
 
 
 class AFSeparationPass:
-    """Gives each request that enters the batch the attention instance that holds fewest tokens, for as long
-    as it runs (`placements`, by request id, and in the draft of the step after it entered); all of the batch
-    shares the feed-forward instances.
+    """Places each admitted request on the attention instance with the fewest tokens, while it runs.
 
-    `num_micro_batches` is the least number with which both sides are busy all the time: `attention_s` and
-    `ffn_s` are seconds of one layer for one micro batch, `link_s` of one way between the two.
-    Without `attention` and `ffn` the pass does nothing; with them the backend must have the feature
-    `af_separation`.
+    The placement is in `placements`, by request id, and in the draft of the step after it was admitted. The
+    whole batch shares the feed-forward instances. `num_micro_batches` is the least number of micro batches
+    that keeps both sides busy: `attention_s` and `ffn_s` are seconds of one layer for one micro batch,
+    `link_s` of one way between the sides. Without `attention` and `ffn` the pass does nothing; with them the
+    backend must have the feature `af_separation`.
     """
 
     name = "af_separation"
@@ -57,18 +55,18 @@ class AFSeparationPass:
             return
         if draft.num_new_running or len(draft.running) != self._num_running:
             self._num_running = len(draft.running)
-            self._forget()
-        if (draft.waiting or self._queue.ranks) and self._queue.see(draft.waiting):
+            self._remove_ended()
+        if (draft.waiting or self._queue.ranks) and self._queue.update(draft.waiting):
             self._queue.ranks.update(dict.fromkeys(self._queue.arrived))
-            self._place(draft, [one for one in self._queue.left if one.status is RequestStatus.RUNNING])
+            self._place(draft, [s for s in self._queue.left if s.status is RequestStatus.RUNNING])
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
         return None if self.attention else ALWAYS_STABLE
 
-    def _place(self, draft: Draft, entered: list[RequestState]) -> None:
+    def _place(self, draft: Draft, admitted: list[RequestState]) -> None:
         heap = [(num_tokens, name) for name, num_tokens in self.num_tokens.items()]
         heapify(heap)
-        for state in entered:
+        for state in admitted:
             if state in self._placed:
                 continue
             held, name = heap[0]
@@ -79,8 +77,8 @@ class AFSeparationPass:
             known = draft.placements.get(state.request_id, Placement())
             draft.placements[state.request_id] = replace(known, attention=name, ffn=",".join(self.ffn))
 
-    def _forget(self) -> None:
-        for state in [one for one in self._placed if one.status is not RequestStatus.RUNNING]:
+    def _remove_ended(self) -> None:
+        for state in [s for s in self._placed if s.status is not RequestStatus.RUNNING]:
             self.num_tokens[self.placements.pop(state.request_id)] -= self._placed.pop(state)
 
 

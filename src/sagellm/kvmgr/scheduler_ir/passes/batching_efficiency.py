@@ -1,7 +1,6 @@
-"""Full steps of similar requests: prompts of like length together, and nobody who fits waits behind who does
-not.
+"""Fills steps: groups prompts of similar length, and lets requests that fit pass one that does not.
 
-Letting those that fit go before one that does not is backfilling, of batch systems (Lifka, 1995).
+The second is backfilling, from batch systems (Lifka, 1995).
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ import math
 from sagellm.core.blocks import cdiv
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulingView, Stability, stable_while_all_decode
-from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, Turns, hit_of, num_to_compute
+from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, StarvationGuard, num_to_compute, prefix_hit
 
 
 class BatchingEfficiencyPass:
-    """Sorts the waiting by octave of the tokens that they have to compute, the octave of the one that waits
-    longest first; then moves back who does not fit into memory now, so that those behind it that do are not
-    kept waiting (looking at the first `depth`).
+    """Sorts the waiting requests by octave of their tokens to compute, then backfills.
 
-    Only equals in priority change places, and who has waited `max_wait_s` seconds gets a turn, in which
-    nobody goes before it (`share`: see `Turns`). `watermark` as in `memory_aware_preemption`.
+    An octave is a power of two; the octave of the longest waiting request comes first. Backfilling moves
+    requests that do not fit into memory now behind those of the first `depth` that do. Requests change places
+    only with others of the same priority. An overdue request goes first (`max_wait_s`, `share`: see
+    `StarvationGuard`), and is not passed. `watermark` is that of `memory_aware_preemption`.
     """
 
     name = "batching_efficiency"
@@ -30,7 +29,7 @@ class BatchingEfficiencyPass:
     ) -> None:
         self.depth, self.watermark = depth, watermark
         self._queue = RankedQueue()
-        self._turns = Turns(max_wait_s, share)
+        self._guard = StarvationGuard(max_wait_s, share)
         self._octaves: dict[RequestState, int] = {}
         self._since: dict[int, float] = {}
 
@@ -38,13 +37,13 @@ class BatchingEfficiencyPass:
         waiting, queue = draft.waiting, self._queue
         if not waiting and not queue.ranks:
             return
-        if queue.see(waiting):
+        if queue.update(waiting):
             self._note(draft, view)
             self._rank(waiting)
         queue.sort(waiting)
-        self._turns.note(queue.arrived, queue.left)
-        turn = self._turns.give(waiting, draft.now_s)
-        if len(waiting) > 1 and view.num_free_rows and turn is None:
+        self._guard.note(queue.arrived, queue.left)
+        promoted = self._guard.promote(waiting, draft.now_s)
+        if len(waiting) > 1 and view.num_free_rows and promoted is None:
             self._backfill(draft, view)
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
@@ -52,13 +51,13 @@ class BatchingEfficiencyPass:
 
     def _note(self, draft: Draft, view: SchedulingView) -> None:
         for state in self._queue.arrived:
-            num_tokens = num_to_compute(state, hit_of(draft, view, state).num_tokens)
+            num_tokens = num_to_compute(state, prefix_hit(draft, view, state).num_tokens)
             self._octaves[state] = num_tokens.bit_length()
         for state in self._queue.left:
             self._octaves.pop(state, None)
 
     def _rank(self, waiting: list[RequestState]) -> None:
-        """An octave's rank is the arrival of its first; a request is ranked anew where that has changed."""
+        """Rank octaves by the arrival of their first request, and requests by their octave."""
         since: dict[int, float] = {}
         for state in waiting:
             octave, arrival_s = self._octaves[state], state.request.arrival_s
@@ -72,17 +71,17 @@ class BatchingEfficiencyPass:
             self._queue.rerank(state, rank)
 
     def _backfill(self, draft: Draft, view: SchedulingView) -> None:
-        """Looks no further than to the first where all that are looked at fit."""
+        """Move requests that fit in front of a first request that does not."""
         left = view.kv.available_blocks() - len(draft.needing_block()) - self.watermark * len(draft.running)
-        if left >= self._most_blocks(draft, view):
+        first = draft.waiting[0]
+        if left >= cdiv(len(first.tokens), view.kv.block_size):  # it fits even without a prefix hit
             return
         fits: list[RequestState] = []
         too_large: list[RequestState] = []
-        first = draft.waiting[0]
         for state in draft.waiting[: self.depth]:
             if state.request.priority != first.request.priority:
                 break
-            hit = hit_of(draft, view, state)
+            hit = prefix_hit(draft, view, state)
             price = view.kv.blocks_to_admit(hit, len(state.tokens) - hit.num_tokens)
             if price > left:
                 too_large.append(state)
@@ -92,11 +91,6 @@ class BatchingEfficiencyPass:
         if too_large and fits and first is too_large[0]:
             draft.record(self.name, first, "wait", f"{len(fits)} behind it fit into memory now, it does not")
             draft.waiting[: len(fits) + len(too_large)] = fits + too_large
-
-    def _most_blocks(self, draft: Draft, view: SchedulingView) -> int:
-        """Blocks with which the head is sure to fit."""
-        head = draft.waiting[0]
-        return cdiv(len(head.tokens), view.kv.block_size)
 
 
 PLUGIN = BatchingEfficiencyPass

@@ -1,4 +1,4 @@
-"""One token budget for decode and prefill: decodes first, then prompts in chunks, then who waits.
+"""Spends the token budget of a step: decodes first, then running prompts in chunks, then admissions.
 
 Mixing prompt chunks into decode steps is Sarathi-Serve's (Agrawal et al., 2024).
 """
@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from sagellm.core.plan import Chunk, Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, SchedulingView, Stability
-from sagellm.kvmgr.scheduler_ir._queue import hit_of
+from sagellm.kvmgr.scheduler_ir._queue import prefix_hit
 
 
 class ChunkedPrefillPass:
-    """Cuts chunks to the step's token budget and admits waiting requests, in order, while budget and rows
-    last.
+    """Cuts chunks to the token budget and admits waiting requests in order while budget and rows last.
 
-    `chunk_size` bounds one request's chunk (None: the budget alone does). A request of a group (`n > 1`)
-    waits until the first of its group has computed the prompt that they share.
+    `chunk_size` bounds the chunk of one request (None: only the budget does). A request of a group (`n > 1`)
+    waits until the first of its group has computed their shared prompt.
     """
 
     name = "chunked_prefill"
@@ -28,7 +27,7 @@ class ChunkedPrefillPass:
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
         budget = draft.token_budget - draft.num_decodes
         if budget < 0:
-            budget += self._hold_last(draft, -budget)
+            budget += self._hold_last_decodes(draft, -budget)
         if not draft.chunks and not draft.waiting:
             return
         running = list(draft.chunks.values())
@@ -36,7 +35,12 @@ class ChunkedPrefillPass:
             running = [draft.chunks[s.request_id] for s in draft.running if s.request_id in draft.chunks]
         draft.chunks.clear()
         for chunk in sorted(running, key=lambda chunk: chunk.num_tokens > 1):
-            budget -= self._keep(draft, chunk, budget)
+            chunk.num_tokens = self._cut(chunk.num_tokens, budget)
+            if chunk.num_tokens < 1:  # skipped: without a chunk it computes nothing in this step
+                draft.record(self.name, chunk.state, "skip", "the token budget of the step is spent")
+                continue
+            draft.chunks[chunk.state.request_id] = chunk
+            budget -= chunk.num_tokens
         rows = view.num_free_rows + len(draft.preempted)
         computing = {s.request.group for s in draft.running if s.num_computed < s.num_prompt_tokens}
         for state in draft.waiting:
@@ -55,12 +59,14 @@ class ChunkedPrefillPass:
             rows -= 1
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
-        """Those whom it would admit are left to the passes behind it. None where one of them has something
-        cached, which a bind tells to the cache in every step."""
+        """Stable; leaves in `draft.waiting` the requests that it would admit, for the passes behind it.
+
+        None if one of them has a prefix hit: pinning the hit in every step changes the index.
+        """
         budget, rows = draft.token_budget - draft.num_decodes, view.num_free_rows
         if budget < 0:
             return None
-        for chunk in draft.chunks.values():  # it leaves no token to others
+        for chunk in draft.chunks.values():  # the only chunk; it uses the whole budget
             if not 0 < budget < chunk.num_tokens or self._cut(chunk.num_tokens, budget) < budget:
                 return None
             chunk.num_tokens = budget
@@ -70,15 +76,15 @@ class ChunkedPrefillPass:
         for state in draft.waiting:
             if budget < 1 or len(tried) == rows:
                 break
-            if state.request.group is not None or hit_of(draft, view, state).num_blocks:
+            if state.request.group is not None or prefix_hit(draft, view, state).num_blocks:
                 return None
             tried.append(state)
             budget -= self._cut(len(state.tokens), budget)
         draft.waiting[:] = tried
         return ALWAYS_STABLE
 
-    def _hold_last(self, draft: Draft, excess: int) -> int:
-        """More requests are in decode than the step may compute tokens: the last of them wait."""
+    def _hold_last_decodes(self, draft: Draft, excess: int) -> int:
+        """Hold the last `excess` requests in decode, which exceed the token budget; returns how many."""
         decodes = [state for state in draft.running if state.decoding and draft.computes(state)]
         last = decodes[::-1][:excess]
         for state in last:
@@ -86,22 +92,11 @@ class ChunkedPrefillPass:
             draft.record(self.name, state, "skip", "the token budget of the step is spent")
         return len(last)
 
-    def _keep(self, draft: Draft, chunk: Chunk, budget: int) -> int:
-        take = self._cut(chunk.num_tokens, budget)
-        if take < 1:
-            draft.record(self.name, chunk.state, "skip", "the token budget of the step is spent")
-            return 0
-        chunk.num_tokens = take
-        draft.chunks[chunk.state.request_id] = chunk
-        return take
-
     def _admit(self, draft: Draft, view: SchedulingView, state: RequestState, budget: int) -> Chunk:
-        hit = draft.hits.get(state.request_id)
-        if hit is None:
-            hit = draft.hits[state.request_id] = view.kv.match(state)
-        take = self._cut(len(state.tokens) - hit.num_tokens, budget)
-        chunk = draft.chunks[state.request_id] = Chunk(state, hit.num_tokens, take, hit)
-        draft.record(self.name, state, "admit", f"{take} tokens from {hit.num_tokens} on")
+        hit = prefix_hit(draft, view, state)
+        num_tokens = self._cut(len(state.tokens) - hit.num_tokens, budget)
+        chunk = draft.chunks[state.request_id] = Chunk(state, hit.num_tokens, num_tokens, hit)
+        draft.record(self.name, state, "admit", f"{num_tokens} tokens from {hit.num_tokens} on")
         return chunk
 
     def _cut(self, num_tokens: int, budget: int) -> int:

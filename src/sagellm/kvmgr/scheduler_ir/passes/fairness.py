@@ -1,8 +1,7 @@
-"""Fair shares of the engine for tenants: who had least, by weight, goes first; among those who are about
-equal, who has most of its prompt in the cache.
+"""Shares the engine fairly between tenants: the tenant with the fewest tokens by weight goes first.
 
 Virtual token counters are Sheng et al.'s (2024). That a tenant may be ahead by a quantum, so that requests
-that share prefixes come together, is after the deficit longest-prefix-match of Cao et al. (2025).
+with a shared prefix run together, follows the deficit longest-prefix-match of Cao et al. (2025).
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ from heapq import heapify, heappop, heappush
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, SchedulingView, Stability
 from sagellm.core.types import RequestStatus
-from sagellm.kvmgr.scheduler_ir._queue import ROOM_TO_FORGET, RankedQueue, has_run, hit_of, num_to_compute
+from sagellm.kvmgr.scheduler_ir._queue import MAX_STALE, RankedQueue, num_to_compute, prefix_hit, was_admitted
 
 RIVALS = 8
-"""Tenants within a quantum of the least, at most, whose cached tokens are compared."""
+"""Most tenants within a quantum of the lowest counter whose cached tokens are compared."""
 MAX_IDLE = 4096
-"""Counters of tenants that do nothing which are kept."""
+"""Most counters of idle tenants that are kept."""
 
 
 class FairnessPass:
-    """Orders the waiting so that each tenant gets tokens in proportion to its weight (1 where `weights` names
-    none); a tenant's own requests keep their order.
+    """Orders the waiting requests so that each tenant gets tokens in proportion to its weight.
 
-    A token of a prompt that has to be computed costs 1, one that is generated `output_cost`. A tenant that
-    comes back begins at the least counter of those that wait: idle time saves nothing up. With `quantum` (in
-    tokens), tenants whose counters are that close are told apart by cached tokens; 0: by counter alone. The
-    front of the queue is ordered, as far as a step can admit; what is behind it comes in steps after it.
+    Weights default to 1. A tenant's own requests keep their order. A computed prompt token costs 1, a
+    generated token `output_cost`. A tenant that returns starts at the lowest counter of the waiting tenants,
+    so idle time earns nothing. Of tenants whose counters differ by less than `quantum` tokens, the one whose
+    next request has most cached tokens goes first (0: the counter alone decides). Only as much of the queue
+    is ordered as a step can admit.
     """
 
     name = "fairness"
@@ -44,73 +43,73 @@ class FairnessPass:
         self.quantum, self.output_cost = quantum, output_cost
         self.counters: dict[str, float] = {}
         self._queue = RankedQueue()
-        self._waiting: Counter[str] = Counter()
+        self._num_waiting: Counter[str] = Counter()
         self._charged: dict[RequestState, int] = {}
-        self._last = ""
-        self._num_kept = 0
+        self._last_to_wait = ""
+        self._num_charged = 0
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
         waiting, queue = draft.waiting, self._queue
         if not waiting and not queue.ranks:
             return
-        if queue.see(waiting):
+        if queue.update(waiting):
             self._note(draft, view)
-            self._forget_ended()
-        if len(self._waiting) < 2 or not view.num_free_rows or len(waiting) < 2:
+            self._remove_ended()
+        if len(self._num_waiting) < 2 or not view.num_free_rows or len(waiting) < 2:
             return
-        self._settle()
+        self._charge_outputs()
         self._order(draft, view)
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
-        """Where one tenant alone waits; else counters grow with every token, and the order with them."""
-        if not self._queue.knows(draft.waiting):
+        """Stable while one tenant waits alone; otherwise counters and order change in every step."""
+        if not self._queue.is_current(draft.waiting):
             return None
-        alone = len(self._waiting) < 2 or len(draft.waiting) < 2 or not view.num_free_rows
+        alone = len(self._num_waiting) < 2 or len(draft.waiting) < 2 or not view.num_free_rows
         return ALWAYS_STABLE if alone else None
 
     # -- counters
 
     def _note(self, draft: Draft, view: SchedulingView) -> None:
         for state in self._queue.left:
-            self._left(state)
+            self._note_left(state)
         for state in self._queue.arrived:
-            self._queue.rerank(state, hit_of(draft, view, state).num_tokens)
+            self._queue.rerank(state, prefix_hit(draft, view, state).num_tokens)
             tenant = state.request.namespace.tenant
-            if not self._waiting[tenant]:
-                self._lift(tenant)
-            self._waiting[tenant] += 1
+            if not self._num_waiting[tenant]:
+                self._raise_counter(tenant)
+            self._num_waiting[tenant] += 1
 
-    def _forget_ended(self) -> None:
-        """Where nobody competes for long, what ended is charged now and then all the same."""
-        if len(self._charged) > 2 * self._num_kept + ROOM_TO_FORGET:
-            self._settle()
-            self._num_kept = len(self._charged)
+    def _remove_ended(self) -> None:
+        """Remove finished requests from time to time, even while no tenants compete."""
+        if len(self._charged) > 2 * self._num_charged + MAX_STALE:
+            self._charge_outputs()
+            self._num_charged = len(self._charged)
 
-    def _left(self, state: RequestState) -> None:
+    def _note_left(self, state: RequestState) -> None:
         tenant = state.request.namespace.tenant
-        self._waiting[tenant] -= 1
-        if not self._waiting[tenant]:
-            del self._waiting[tenant]
-            self._last = tenant
-        if has_run(state) and state not in self._charged:
+        self._num_waiting[tenant] -= 1
+        if not self._num_waiting[tenant]:
+            del self._num_waiting[tenant]
+            self._last_to_wait = tenant
+        if was_admitted(state) and state not in self._charged:
             if not state.num_preemptions:
                 self._charge(tenant, max(1, state.num_prompt_tokens - state.num_cached))
             self._charged[state] = state.num_output_tokens if state.num_preemptions else 0
 
-    def _lift(self, tenant: str) -> None:
-        """It begins to wait: not before those that wait already."""
-        others = [self.counters.get(one, 0.0) for one in self._waiting if self._waiting[one]]
-        least = min(others) if others else self.counters.get(self._last, 0.0)
+    def _raise_counter(self, tenant: str) -> None:
+        """Start a tenant that begins to wait at no less than the lowest counter of those that wait."""
+        others = [self.counters.get(name, 0.0) for name in self._num_waiting if self._num_waiting[name]]
+        least = min(others) if others else self.counters.get(self._last_to_wait, 0.0)
         self.counters[tenant] = max(self.counters.get(tenant, 0.0), least)
-        if len(self.counters) > MAX_IDLE + len(self._waiting):
+        if len(self.counters) > MAX_IDLE + len(self._num_waiting):
             kept = self.counters.items()
-            self.counters = {name: value for name, value in kept if value > least or self._waiting[name]}
+            self.counters = {name: value for name, value in kept if value > least or self._num_waiting[name]}
 
     def _charge(self, tenant: str, tokens: float) -> None:
         self.counters[tenant] = self.counters.get(tenant, 0.0) + tokens / self.weights.get(tenant, 1.0)
 
-    def _settle(self) -> None:
-        """Charge what was generated since the last time."""
+    def _charge_outputs(self) -> None:
+        """Charge the tokens generated since the last call."""
         charged = self._charged
         ended = []
         for state, num_charged in charged.items():
@@ -147,7 +146,7 @@ class FairnessPass:
     def _pick(
         self, heap: list[tuple[float, str]], queues: Mapping[str, list[RequestState]]
     ) -> tuple[float, str]:
-        """Of the tenants within a quantum of the least, the one whose next request has most in the cache."""
+        """The tenant with most cached tokens in its next request, of those within a quantum of the lowest."""
         first = heappop(heap)
         rivals = [first]
         while heap and len(rivals) < RIVALS and heap[0][0] < first[0] + self.quantum:

@@ -1,4 +1,8 @@
-"""Predicted length of the output: shortest first, and memory reserved for what is to come."""
+"""Serves the shortest predicted output first, and admits only what predicted memory holds.
+
+Shortest predicted job first is the order of Qiu et al. (2024), "Efficient Interactive LLM Serving with Proxy
+Model-based Sequence Length Prediction"; the reservation is that of `_reservation.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,21 @@ from sagellm.core.protocols.lifetime import LifetimePredictor, Prediction, Predi
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.registry import registry
 from sagellm.core.types import RequestStatus
-from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, Turns, has_come_to_its_end, has_run
+from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, StarvationGuard, ended_naturally, was_admitted
 from sagellm.kvmgr.scheduler_ir._reservation import Reservation
 
 STEPS_PER_OCTAVE = 2
-"""Predictions that are so close are equal: the order stays as it is."""
+"""Predictions in the same part of an octave are equal and keep their order."""
 
 
 class LifetimeAwarePass:
-    """Sorts the waiting by predicted output, shortest first, and lets in only whom memory will hold if each
-    request gets the `quantile` of its prediction (`reserve=False`: without a look at memory).
+    """Sorts the waiting requests by predicted output, and reserves memory for it.
 
-    `predictor` is one, or the name of one; it is asked about `asks` requests in a step at most, and taught
-    when they end. Who has not been asked about stands where the median of those asked about stands. Only
-    equals in priority change places; who has waited `max_wait_s` seconds gets a turn (`share`: see `Turns`).
+    With `reserve`, a request is admitted only if memory holds all requests when each generates the `quantile`
+    of its prediction; those that do not fit are taken out of `draft.waiting`. `predictor` is a predictor or
+    its name. It predicts for at most `asks` requests per step and learns from each that ends. A request
+    without a prediction is ranked as the median one. Requests change places only with others of the same
+    priority. An overdue request goes first (`max_wait_s`, `share`: see `StarvationGuard`).
     """
 
     name = "lifetime_aware"
@@ -45,7 +50,7 @@ class LifetimeAwarePass:
         self.quantile, self.asks, self.default_output = quantile, asks, default_output
         self._reservation = Reservation(headroom, max_hold_s) if reserve else None
         self._queue = RankedQueue()
-        self._turns = Turns(max_wait_s, share)
+        self._guard = StarvationGuard(max_wait_s, share)
         self._unasked: dict[RequestState, None] = {}
         self._expected: dict[RequestState, float] = {}
         self._typical = default_output.bit_length() * STEPS_PER_OCTAVE
@@ -59,20 +64,22 @@ class LifetimeAwarePass:
         waiting, queue = draft.waiting, self._queue
         if not waiting and not queue.ranks:
             return
-        if queue.see(waiting):
+        if queue.update(waiting):
             self._note()
         for state in list(self._unasked)[: self.asks] if self._unasked else ():
-            self._ask(state)
+            self._predict(state)
         queue.sort(waiting)
-        self._turns.note(queue.arrived, queue.left)
-        self._turns.give(waiting, draft.now_s)
+        self._guard.note(queue.arrived, queue.left)
+        self._guard.promote(waiting, draft.now_s)
         first = self._reservation.cut(draft, view, self.remaining) if self._reservation else None
         if first is not None:
             draft.record(self.name, first, "wait", "the memory reserved for all that run would not hold it")
 
     def remaining(self, state: RequestState) -> float:
-        """Tokens that are reserved for it from now on: half of what it has, once it got more than
-        predicted."""
+        """The number of tokens reserved for the request from now on.
+
+        Once it has generated more than predicted, half of what it has generated.
+        """
         generated, limit = state.num_output_tokens, state.request.params.max_tokens
         expected = self._expected.get(state, float(self.default_output))
         if expected <= generated:
@@ -81,7 +88,7 @@ class LifetimeAwarePass:
 
     # -- the predictor
 
-    def _ask(self, state: RequestState) -> None:
+    def _predict(self, state: RequestState) -> None:
         del self._unasked[state]
         if state.status is not RequestStatus.WAITING:
             return
@@ -105,21 +112,21 @@ class LifetimeAwarePass:
         self._queue.rerank(state, self._rank(state, step))
 
     def _at_quantile(self, prediction: Prediction) -> float:
-        """The predicted quantile next above the one wanted; the median where there are none."""
+        """The predicted length at the next higher known quantile; the median if there is none."""
         levels = [level for level in sorted(prediction.quantiles) if level >= self.quantile]
         return prediction.quantiles[levels[0]] if levels else prediction.remaining_tokens
 
     def _teach(self, now_s: float) -> None:
-        for state in [one for one in self._active if one.status is not RequestStatus.RUNNING]:
+        for state in [s for s in self._active if s.status is not RequestStatus.RUNNING]:
             del self._active[state]
-            if state.status is RequestStatus.WAITING:  # preempted: it is asked about again
+            if state.status is RequestStatus.WAITING:  # preempted: it gets a new prediction
                 continue
             self._expected.pop(state, None)
-            if has_come_to_its_end(state):
+            if ended_naturally(state):
                 began_s = state.first_token_s if state.first_token_s is not None else now_s
                 self.predictor.update(state.request_id, len(state.tokens), now_s - began_s)
 
-    # -- who waits
+    # -- the queue
 
     def _note(self) -> None:
         for state in self._queue.arrived:
@@ -127,7 +134,7 @@ class LifetimeAwarePass:
             self._unasked[state] = None
         for state in self._queue.left:
             self._unasked.pop(state, None)
-            if has_run(state):
+            if was_admitted(state):
                 self._active[state] = None
             else:
                 self._expected.pop(state, None)

@@ -1,27 +1,38 @@
-"""The step must fit into KV memory: who cannot grow pushes out who comes last; who does not fit keeps
-waiting."""
+"""Makes the step fit into KV memory: preempts running requests, and declines waiting ones that do not fit.
+
+Preempting the last of the batch (`victims="last"`) is vLLM's rule (Kwon et al., 2023). The other rules trade
+its fairness for something: `newest` loses the least time waited, `most_blocks` preempts the fewest requests,
+`cheapest` costs the least to resume.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 from sagellm.core.plan import Draft, RequestState
-from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, BlockBudget, SchedulingView, Stability
-from sagellm.kvmgr.scheduler_ir._queue import hit_of
-from sagellm.kvmgr.scheduler_ir._victims import VICTIMS, choose_victim
+from sagellm.core.protocols.scheduler_ir import (
+    ALWAYS_STABLE,
+    BlockBudget,
+    KVQuotes,
+    SchedulingView,
+    Stability,
+)
+from sagellm.kvmgr.scheduler_ir._queue import prefix_hit
 
 SWAPS = ("cost", "always", "never")
 
 
 class MemoryAwarePreemptionPass:
-    """Preemption of who comes later in `draft.running`; admission in order, nobody overtakes.
+    """Preempts later requests of `draft.running` for earlier ones; admits in order, without overtaking.
 
-    `victims` says who of those behind leaves, of the lowest priority among them (see `_victims.py`): `last`,
-    `newest`, `most_blocks`, `cheapest`. `swap` says whose KV is saved in host memory, where the backend has
-    room for it: by `cost`, where copying it there and back takes less time than computing it again; `always`;
-    `never`. That holds for those too whom a pass before this one preempts.
+    `victims` names the rule that chooses which of the later requests is preempted, among those of the lowest
+    priority: `last`, `newest`, `most_blocks` or `cheapest`. `swap` says whether the KV of a preempted
+    request, also of one that an earlier pass preempted, is saved in host memory where the backend has room
+    for it: by `cost`, if copying it there and back takes less time than computing it again; `always`;
+    `never`.
 
-    A waiting request is admitted when its whole prompt fits and, while others run, `watermark` blocks for
-    each of them are left, so that it does not push out at once what it joined. A step that preempts admits
-    nobody.
+    A waiting request is admitted if its whole prompt fits and, while others run, leaves `watermark` blocks
+    for each of them, so that it does not cause a preemption at once. A step that preempts admits none.
     """
 
     name = "memory_aware_preemption"
@@ -36,54 +47,59 @@ class MemoryAwarePreemptionPass:
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
         budget = view.kv.budget()
-        for state in draft.preempted:  # by a pass before this one
+        for state in draft.preempted:  # by an earlier pass
             budget.gain(state, view.kv.blocks_freed_by_preempting(state))
         admits = any(chunk.admits for chunk in draft.chunks.values())
-        growing = draft.needing_block()
+        decodes = draft.needing_block()
         chunks = [chunk for chunk in draft.chunks.values() if not chunk.admits]
-        price = len(growing) + sum(
+        price = len(decodes) + sum(
             view.kv.blocks_to_append(chunk.state, chunk.num_tokens) for chunk in chunks
         )
         if not budget.spend_together(price):
-            needs = {state.request_id: 1 for state in growing}
-            needs |= {
-                one.state.request_id: view.kv.blocks_to_append(one.state, one.num_tokens) for one in chunks
+            prices = {state.request_id: 1 for state in decodes}
+            prices |= {
+                chunk.state.request_id: view.kv.blocks_to_append(chunk.state, chunk.num_tokens)
+                for chunk in chunks
             }
-            self._fit_running(draft, view, budget, needs)
+            self._fit_running(draft, view, budget, prices)
         if draft.preempted and self.swap != "never":
-            self._save(draft, view)
+            self._swap_out(draft, view)
         if admits:
             self._fit_admitted(draft, view, budget)
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
-        """While the first that could be admitted does not fit: what it needs beyond blocks that others hold
-        cannot fall while all decode, and what is available cannot rise. Nobody overtakes it where no ceilings
-        tell accounts apart."""
+        """Stable while the first request that could be admitted does not fit.
+
+        While all running requests decode, its price cannot fall and the available blocks cannot rise. No
+        other request overtakes it, unless quotas give accounts ceilings of their own.
+        """
         if not draft.waiting:
             return ALWAYS_STABLE
         head, budget = draft.waiting[0], view.kv.budget()
-        hit = hit_of(draft, view, head)
+        hit = prefix_hit(draft, view, head)
         price = view.kv.blocks_to_admit(hit, len(head.tokens) - hit.num_tokens)
         has_ceilings = budget.is_capped(head, view.kv.num_blocks + 1)
         fits = price + self.watermark * len(draft.running) <= budget.available
         return None if fits or has_ceilings else ALWAYS_STABLE
 
+    # -- running requests
+
     def _fit_running(
-        self, draft: Draft, view: SchedulingView, budget: BlockBudget, needs: dict[str, int]
+        self, draft: Draft, view: SchedulingView, budget: BlockBudget, prices: dict[str, int]
     ) -> None:
-        """Walk from the first to the last, preempting those behind."""
-        keepers = [state for state in draft.running if state not in draft.preempted]
-        for state in list(keepers):
-            if state.request_id not in needs or not draft.computes(state):
+        """Pay for each request from the first to the last, preempting later ones where blocks are short."""
+        kept = [state for state in draft.running if state not in draft.preempted]
+        for state in list(kept):
+            if state.request_id not in prices or not draft.computes(state):
                 continue
-            price = needs[state.request_id]
+            price = prices[state.request_id]
             while not budget.spend(state, price):
-                rivals = budget.competitors(state, price, keepers)
+                rivals = budget.competitors(state, price, kept)
                 victim = choose_victim(self.victims, rivals, state, view.kv)
                 if victim is None:
-                    self._give_up(draft, state, price, budget.left(state), keepers)
+                    self._hold(draft, state, price, budget.left(state), kept)
                     break
-                keepers.remove(victim)
+                kept.remove(victim)
                 self._preempt(draft, victim, state)
                 budget.gain(victim, view.kv.blocks_freed_by_preempting(victim))
 
@@ -91,35 +107,21 @@ class MemoryAwarePreemptionPass:
         draft.preempt(victim)
         draft.record(self.name, victim, "preempt", f"{winner.request_id} comes first and needs its blocks")
 
-    def _save(self, draft: Draft, view: SchedulingView) -> None:
-        """Have what the preempted have computed saved, where there is room for it and it pays."""
-        num_taken = 0
-        for state in draft.preempted:
-            price = view.kv.resume_cost(state)
-            price = price._replace(num_free=price.num_free - num_taken)
-            if state.request_id in draft.swapped or not price.fits:
-                continue
-            if self.swap == "cost" and 0 < price.recompute_s < price.swap_s:
-                continue
-            num_taken += price.num_host_blocks
-            draft.swapped.append(state.request_id)
-            cost = f"{price.swap_s * 1e3:.3g} ms to copy, {price.recompute_s * 1e3:.3g} ms to compute again"
-            draft.record(self.name, state, "swap", f"{price.num_host_blocks} blocks to host memory: {cost}")
-
-    def _give_up(
-        self, draft: Draft, state: RequestState, price: int, left: int, keepers: list[RequestState]
+    def _hold(
+        self, draft: Draft, state: RequestState, price: int, left: int, kept: list[RequestState]
     ) -> None:
-        """A request that is alone and does not fit can never go on; any other goes on when blocks come back.
+        """Hold a request that found no victim until blocks are released; reject it if it runs alone.
 
-        Those below other ceilings may use blocks that count on its own, by a prefix that they share: they end
-        before it, or leave, the last first, where it is the first."""
+        Requests below other quota ceilings may use blocks that count on its own, by a shared prefix. They
+        finish first; but if it is the first of the batch, the last one is preempted so that it can go on.
+        """
         reason = f"it needs {price} blocks, {left} are available"
         if not draft.preempted:
-            if len(keepers) == 1:
+            if len(kept) == 1:
                 self._reject(draft, state, reason)
                 return
-            if keepers[0] is state:
-                self._preempt(draft, keepers.pop(), state)
+            if kept[0] is state:
+                self._preempt(draft, kept.pop(), state)
         draft.hold(state)
         draft.record(self.name, state, "hold", reason)
 
@@ -127,34 +129,98 @@ class MemoryAwarePreemptionPass:
         draft.reject(state, f"out of KV memory: {reason}")
         draft.record(self.name, state, "reject", reason)
 
+    def _swap_out(self, draft: Draft, view: SchedulingView) -> None:
+        """Ask for the KV of preempted requests to be saved, where there is room for it and it pays."""
+        num_taken = 0
+        for state in draft.preempted:
+            cost = view.kv.resume_cost(state)
+            cost = cost._replace(num_free=cost.num_free - num_taken)
+            if state.request_id in draft.swapped or not cost.fits:
+                continue
+            if self.swap == "cost" and 0 < cost.recompute_s < cost.swap_s:
+                continue
+            num_taken += cost.num_host_blocks
+            draft.swapped.append(state.request_id)
+            times = f"{cost.swap_s * 1e3:.3g} ms to copy, {cost.recompute_s * 1e3:.3g} ms to compute again"
+            draft.record(self.name, state, "swap", f"{cost.num_host_blocks} blocks to host memory: {times}")
+
+    # -- admitted requests
+
     def _fit_admitted(self, draft: Draft, view: SchedulingView, budget: BlockBudget) -> None:
-        """Admit in order. A request that would not fit even alone is refused: nothing that it waits for can
-        come."""
-        holders = [state for state in draft.running if state not in draft.preempted]
+        """Admit in order until one does not fit. A request that would not fit even alone is rejected."""
+        running = [state for state in draft.running if state not in draft.preempted]
         closed = "the step preempts" if draft.preempted else ""
         for chunk in list(draft.admitted()):
             assert chunk.hit is not None
             state = chunk.state
             price = view.kv.blocks_to_admit(chunk.hit, len(state.tokens) - chunk.start)
-            capped, kept = budget.is_capped(state, price), self.watermark * len(holders)
-            fits = not capped and price + kept <= budget.available
+            capped, reserved = budget.is_capped(state, price), self.watermark * len(running)
+            fits = not capped and price + reserved <= budget.available
             if fits and not closed:
                 budget.spend(state, price)
-                holders.append(state)
+                running.append(state)
                 continue
-            reason = self._why(price, budget.left(state), kept)
-            if not fits and not draft.preempted and not holders:
+            left = budget.left(state)
+            reason = f"its prompt needs {price} blocks, {left} are available"
+            if price <= left:  # the watermark alone is in the way
+                reason += f", and {reserved} must be left for those that run"
+            if not fits and not draft.preempted and not running:
                 self._reject(draft, state, reason)
                 continue
-            del draft.chunks[state.request_id]
+            del draft.chunks[state.request_id]  # declined: it waits for a later step
             draft.record(self.name, state, "wait", closed or reason)
             if not capped and not closed:
                 closed = f"{state.request_id} comes first and waits for memory"
 
-    def _why(self, price: int, left: int, kept: int) -> str:
-        """The watermark is named where it alone is in the way."""
-        needs = f"its prompt needs {price} blocks, {left} are available"
-        return f"{needs}, and {kept} must be left for those that run" if price <= left else needs
+
+# -- victims
+
+VictimRule = Callable[[Sequence[RequestState], KVQuotes], RequestState]
+"""Chooses one of at least one candidate. Candidates are in batch order."""
+
+
+def _last(candidates: Sequence[RequestState], kv: KVQuotes) -> RequestState:
+    return candidates[-1]
+
+
+def _newest(candidates: Sequence[RequestState], kv: KVQuotes) -> RequestState:
+    return max(reversed(candidates), key=lambda state: state.request.arrival_s)
+
+
+def _most_blocks(candidates: Sequence[RequestState], kv: KVQuotes) -> RequestState:
+    return max(reversed(candidates), key=kv.blocks_freed_by_preempting)
+
+
+def _cheapest(candidates: Sequence[RequestState], kv: KVQuotes) -> RequestState:
+    """Least time to resume per block released; where times are unknown, fewest tokens to compute again."""
+
+    def price(state: RequestState) -> tuple[float, int]:
+        num_blocks, cost = kv.blocks_freed_by_preempting(state), kv.resume_cost(state)
+        resume_s = min(cost.recompute_s, cost.swap_s) if cost.fits else cost.recompute_s
+        return (resume_s / num_blocks if num_blocks else float("inf"), state.num_computed)
+
+    return min(reversed(candidates), key=price)
+
+
+VICTIMS: Mapping[str, VictimRule] = {
+    "last": _last,
+    "newest": _newest,
+    "most_blocks": _most_blocks,
+    "cheapest": _cheapest,
+}
+
+
+def choose_victim(
+    rule: str, rivals: Sequence[RequestState], winner: RequestState, kv: KVQuotes
+) -> RequestState | None:
+    """One of the rivals behind the winner, of the lowest priority among these; None if there is none."""
+    behind = rivals[rivals.index(winner) + 1 :] if rule != "last" else rivals[-1:]
+    if not behind or behind[-1] is winner:
+        return None
+    if rule != "last":
+        lowest = min(state.request.priority for state in behind)
+        behind = [state for state in behind if state.request.priority == lowest]
+    return VICTIMS[rule](behind, kv)
 
 
 PLUGIN = MemoryAwarePreemptionPass

@@ -1,7 +1,7 @@
-"""Prefill here, decode there, or both here: what a cost model says for each request.
+"""Places each request's prefill and decode on this or another instance, by a cost model.
 
-That the two phases disturb each other, and may be served apart, is DistServe's (Zhong et al., 2024) and
-Splitwise's (Patel et al., 2024) observation.
+Serving the two phases on separate instances, since they slow each other down, is the idea of DistServe (Zhong
+et al., 2024) and Splitwise (Patel et al., 2024).
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from sagellm.core.errors import ConfigError
 from sagellm.core.plan import Draft, Placement, RequestState, Transfer
 from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, SchedulingView, Stability
 from sagellm.core.types import RequestStatus
-from sagellm.kvmgr.scheduler_ir._pace import StepPace
-from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, hit_of
+from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, prefix_hit
+from sagellm.kvmgr.scheduler_ir._step_time import StepTimeModel
 
-HERE = ""
+THIS_INSTANCE = ""
 STEADY = 0.9
-NOT_SEEN, NOT_SENT = -2, -1
+NOT_ADMITTED, NOT_SENT = -2, -1
+"""States of a placed request before its KV is sent; then, its number of preemptions at that time."""
 OPTIONS = ("link_bytes_s", "token_s", "step_s", "seq_s")
-"""What a configuration may say of a site."""
+"""Options of a site in a configuration."""
 
 
 @dataclass(slots=True)
 class Site:
-    """What is known of another instance, and what this one has sent there.
+    """The speed of another instance, and the load that this one has placed on it.
 
-    `token_s`: seconds per token of a prompt (0: it takes no prompts); `step_s` and `seq_s`: seconds of a
-    decode step, and how many more for each request in it (0: it does not decode); `link_bytes_s`: bytes per
-    second between here and there.
+    `token_s`: seconds per prompt token (0: it takes no prompts). `step_s`: seconds of a decode step (0: it
+    does not decode), plus `seq_s` for each request in it. `link_bytes_s`: bytes per second of the link to it.
     """
 
     link_bytes_s: float
@@ -51,28 +51,29 @@ class Site:
 
     @classmethod
     def of(cls, name: str, options: Mapping[str, Any]) -> Site:
-        """From a configuration; raises `ConfigError` for options that are none or are missing."""
-        told = f"site {name!r} of pd_separation"
+        """A site from a configuration; raises `ConfigError` for unknown and missing options."""
+        what = f"site {name!r} of pd_separation"
         if not isinstance(options, Mapping):
-            raise ConfigError(f"{told} must be a mapping of {', '.join(OPTIONS)}, got {options!r}")
-        strangers = [str(one) for one in options if one not in OPTIONS]
-        if strangers:
-            raise ConfigError(f"{told} has no option {strangers[0]!r}; it takes {', '.join(OPTIONS)}")
+            raise ConfigError(f"{what} must be a mapping of {', '.join(OPTIONS)}, got {options!r}")
+        unknown = [str(option) for option in options if option not in OPTIONS]
+        if unknown:
+            raise ConfigError(f"{what} has no option {unknown[0]!r}; it takes {', '.join(OPTIONS)}")
         if "link_bytes_s" not in options:
-            raise ConfigError(f"{told} needs link_bytes_s, bytes per second between here and there")
+            raise ConfigError(f"{what} needs link_bytes_s, bytes per second of the link to it")
         return cls(**options)
 
 
 class PDSeparationPass:
-    """Says of each request where its prompt is computed and where it decodes ("" is here), in `placements` by
-    request id, and in the draft once it runs; adds the transfer of its KV to `draft.transfers` in the step
-    after its prompt is whole.
+    """Decides for each request which instance computes its prompt and which decodes ("": this instance).
 
-    `sites` are the other instances, by name. A prompt goes where it is done first: queue, computing, and the
-    way back. A request decodes elsewhere where that ends sooner by the share `margin`: `expected_output`
-    steps there and the transfer, against as many steps of the length that decode steps have here, prompts of
-    others included. So short outputs and long prompts stay. Without sites the pass does nothing; with sites
-    the backend must have the feature `pd_separation`.
+    The decision is in `placements`, by request id, and in the draft once the request runs. If it decodes
+    elsewhere, a transfer of its KV is added to `draft.transfers` in the step after its prompt is computed.
+
+    `sites` are the other instances, by name. A prompt is placed where it is done first: queue, computation
+    and transfer back. A request decodes elsewhere if it ends sooner there by the share `margin`: the transfer
+    and `expected_output` steps there, against as many steps of the mean length that decode steps have on this
+    instance, prompts of others included. So requests with short outputs or long prompts stay. Without sites
+    the pass does nothing; with sites the backend must have the feature `pd_separation`.
     """
 
     name = "pd_separation"
@@ -94,10 +95,10 @@ class PDSeparationPass:
         self.bytes_per_token, self.expected_output, self.margin = bytes_per_token, expected_output, margin
         self.requires = frozenset({self.name} if self.sites else ())
         self.placements: dict[str, Placement] = {}
-        self.pace = StepPace()
+        self.step_time = StepTimeModel()
         self._mixed_step_s = 0.0
         self._queue = RankedQueue()
-        self._work = 0
+        self._num_queued_tokens = 0
         self._placed: dict[RequestState, int] = {}
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
@@ -106,43 +107,43 @@ class PDSeparationPass:
         self._observe(view)
         if self._placed:
             self._follow(draft)
-        if (draft.waiting or self._queue.ranks) and self._queue.see(draft.waiting):
+        if (draft.waiting or self._queue.ranks) and self._queue.update(draft.waiting):
             for state in self._queue.arrived:
-                num_tokens = len(state.tokens) - hit_of(draft, view, state).num_tokens
+                num_tokens = len(state.tokens) - prefix_hit(draft, view, state).num_tokens
                 self._queue.rerank(state, num_tokens)
                 if not state.num_preemptions:
                     self._place(draft, state, num_tokens)
-            self._work = sum(self._queue.ranks.values())
+            self._num_queued_tokens = sum(self._queue.ranks.values())
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
         return None if self.sites else ALWAYS_STABLE
 
     def _observe(self, view: SchedulingView) -> None:
         facts = view.last_step
-        self.pace.observe(facts)
+        self.step_time.observe(facts)
         if facts.num_decodes:
             old = self._mixed_step_s or facts.duration_s
             self._mixed_step_s = STEADY * old + (1 - STEADY) * facts.duration_s
 
-    # -- where
+    # -- where a request runs
 
     def _place(self, draft: Draft, state: RequestState, num_tokens: int) -> None:
         prefill, prefill_s = self._best_prefill(draft, num_tokens)
         decode = self._best_decode(state)
-        if prefill != HERE:
+        if prefill != THIS_INSTANCE:
             site = self.sites[prefill]
             site.free_at_s = max(site.free_at_s, draft.now_s) + site.token_s * num_tokens
             draft.record(self.name, state, "place", f"prefill on {prefill}: done in {prefill_s:.3f} s")
-        if decode != HERE:
+        if decode != THIS_INSTANCE:
             self.sites[decode].num_decodes += 1
             draft.record(self.name, state, "place", f"decode on {decode}")
-        if (prefill, decode) != (HERE, HERE):
+        if (prefill, decode) != (THIS_INSTANCE, THIS_INSTANCE):
             self.placements[state.request_id] = Placement(prefill, decode)
-            self._placed[state] = NOT_SEEN
+            self._placed[state] = NOT_ADMITTED
 
     def _best_prefill(self, draft: Draft, num_tokens: int) -> tuple[str, float]:
-        ahead = self._work + sum(chunk.num_tokens for chunk in draft.chunks.values())
-        best, best_s = HERE, self.pace.prefill_s(ahead + num_tokens, draft.token_budget)
+        ahead = self._num_queued_tokens + sum(chunk.num_tokens for chunk in draft.chunks.values())
+        best, best_s = THIS_INSTANCE, self.step_time.prefill_s(ahead + num_tokens, draft.token_budget)
         for name, site in self.sites.items():
             if not site.token_s:
                 continue
@@ -155,7 +156,7 @@ class PDSeparationPass:
     def _best_decode(self, state: RequestState) -> str:
         limit = state.request.params.max_tokens
         steps = self.expected_output if limit is None else min(self.expected_output, limit)
-        best, best_s = HERE, steps * (self._mixed_step_s or self.pace.step_s)
+        best, best_s = THIS_INSTANCE, steps * (self._mixed_step_s or self.step_time.step_s)
         for name, site in self.sites.items():
             if not site.step_s:
                 continue
@@ -168,29 +169,27 @@ class PDSeparationPass:
     def _transfer_s(self, site: Site, num_tokens: int) -> float:
         return num_tokens * self.bytes_per_token / site.link_bytes_s
 
-    # -- what becomes of it
+    # -- placed requests
 
     def _follow(self, draft: Draft) -> None:
-        """Send what is computed, again after a preemption; forget who ended."""
+        """Add transfers of computed prompts, again after a preemption; remove finished requests."""
         for state, sent in list(self._placed.items()):
             placement = self.placements[state.request_id]
             decode = placement.decode
             if state.status is RequestStatus.FINISHED:
                 del self._placed[state], self.placements[state.request_id]
-                if decode != HERE:
+                if decode != THIS_INSTANCE:
                     self.sites[decode].num_decodes -= 1
-            elif state.status is RequestStatus.RUNNING and sent == NOT_SEEN:
-                draft.placements[state.request_id] = self._beside(draft, state, placement)
+            elif state.status is RequestStatus.RUNNING and sent == NOT_ADMITTED:
+                known = draft.placements.get(state.request_id, placement)  # of another pass
+                draft.placements[state.request_id] = replace(
+                    known, prefill=placement.prefill, decode=placement.decode
+                )
                 self._placed[state] = NOT_SENT
-            elif decode != HERE and sent != state.num_preemptions and state.decoding:
+            elif decode != THIS_INSTANCE and sent != state.num_preemptions and state.decoding:
                 draft.transfers.append(Transfer(state.request_id, (), decode))
                 draft.record(self.name, state, "transfer", f"its prompt is computed; it decodes on {decode}")
                 self._placed[state] = state.num_preemptions
-
-    def _beside(self, draft: Draft, state: RequestState, placement: Placement) -> Placement:
-        """With what another pass said of the same request."""
-        known = draft.placements.get(state.request_id, placement)
-        return replace(known, prefill=placement.prefill, decode=placement.decode)
 
 
 PLUGIN = PDSeparationPass

@@ -1,5 +1,7 @@
-"""What the prefix index holds of those who wait: who has more of it goes first, and a prefix that several
-lack is computed once."""
+"""Orders waiting requests by cached tokens, and has a prefix that several requests lack computed once.
+
+Longest cached prefix first is SGLang's order (Zheng et al., 2024).
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,19 @@ from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, SchedulingView, Stability
 from sagellm.core.types import TOKEN_BYTES, RequestStatus
-from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, Turns
+from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, StarvationGuard
 
 
 @dataclass(slots=True)
 class _Hold:
-    """A request waits until `leader` has computed what they share."""
+    """A request waits until `leader` has computed the `num_shared` tokens that they share."""
 
     leader: RequestState
     num_shared: int
     num_preemptions: int
 
     def is_over(self) -> bool:
-        """Computed, ended, or preempted: it is not waited for twice."""
+        """Whether the leader computed its prompt, finished, or was preempted."""
         leader = self.leader
         if leader.status is RequestStatus.FINISHED or leader.num_preemptions != self.num_preemptions:
             return True
@@ -30,13 +32,17 @@ class _Hold:
 
 
 class PrefixCacheAwarePass:
-    """Looks each waiting request up when it comes, and moves those with more cached tokens forward.
+    """Looks up each waiting request when it arrives; requests with more cached tokens go first.
 
-    Only equals in priority change places, and who has waited `max_wait_s` seconds gets a turn (`share`: see
-    `Turns`). Of requests that lack the same `min_shared` tokens or more, the first computes them and the
-    others wait, where they share at least `worth` times what the first has to compute, for `max_hold_s`
-    seconds at most; nobody waits for one of lower priority. When the index has changed, at most `refresh`
-    requests in a step are looked up again. `prefix_cache` is asked instead of the view where one is given.
+    Requests change places only with others of the same priority. An overdue request goes first (`max_wait_s`,
+    `share`: see `StarvationGuard`).
+
+    Of requests that lack the same `min_shared` tokens or more, the first (the leader) computes them. The
+    others are taken out of `draft.waiting` meanwhile, if they share at least `worth` times what the leader
+    has to compute, for at most `max_hold_s` seconds, and never for a leader of lower priority.
+
+    When the index has changed, at most `refresh` requests per step are looked up again. `prefix_cache`
+    replaces the index of the view.
     """
 
     name = "prefix_cache_aware"
@@ -55,55 +61,58 @@ class PrefixCacheAwarePass:
         self.prefix_cache = prefix_cache
         self.refresh, self.min_shared, self.worth, self.max_hold_s = refresh, min_shared, worth, max_hold_s
         self._queue = RankedQueue()
-        self._turns = Turns(max_wait_s, share)
+        self._guard = StarvationGuard(max_wait_s, share)
         self._leaders: dict[Hashable, RequestState] = {}
         self._held: dict[RequestState, _Hold] = {}
         self._since_s: dict[RequestState, float] = {}
         self._hits: dict[str, PrefixHit] = {}
         self._version = -1
-        self._place = 0
+        self._next_refresh = 0
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
         waiting, queue = draft.waiting, self._queue
         if not waiting and not queue.ranks:
             return
         has_changed = view.kv.version != self._version
-        if has_changed:  # hits of another version are good for the order, and for nothing else
+        if has_changed:  # hits of another version still serve to order requests
             self._version, self._hits = view.kv.version, {}
-        if queue.see(waiting):
+        if queue.update(waiting):
             self._forget(queue.left)
             for state in queue.arrived:
-                self._join(draft, state, self._look_up(draft, view, state))
+                self._find_leader(draft, state, self._look_up(draft, view, state))
         if has_changed:
             self._look_up_again(draft, view)
         else:
             draft.hits.update(self._hits)
         self._release(draft, view)
         queue.sort(waiting)
-        self._turns.note(queue.arrived, queue.left)
-        turn = self._turns.give(waiting, draft.now_s)
-        if turn is not None:
-            self._held.pop(turn, None)
+        self._guard.note(queue.arrived, queue.left)
+        promoted = self._guard.promote(waiting, draft.now_s)
+        if promoted is not None:
+            self._held.pop(promoted, None)
         if self._held:
-            self._let_wait(draft)
+            self._remove_held(draft)
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
-        """While the cache is the same, until somebody gets a turn; where nobody waits for another."""
+        """Stable while the index does not change, until a request is promoted. None while any is held."""
         waiting, queue = draft.waiting, self._queue
         if not waiting and not queue.ranks:
             return ALWAYS_STABLE
-        if view.kv.version != self._version or self._held or not queue.knows(waiting):
+        if view.kv.version != self._version or self._held or not queue.is_current(waiting):
             return None
         queue.sort(waiting)
-        until_s = self._turns.stay_until(waiting, draft.now_s)
+        until_s = self._guard.stable_until(waiting, draft.now_s)
         return None if until_s is None else Stability(until_s, same_cache=True)
 
     # -- look-ups
 
     def _look_up(self, draft: Draft, view: SchedulingView, state: RequestState) -> int:
-        """How many tokens are cached."""
+        """Look the request up and rank it; returns its number of cached tokens."""
         request = state.request
-        hit = view.kv.match(state) if self.prefix_cache is None else self._lookup(self.prefix_cache, state)
+        if self.prefix_cache is None:
+            hit = view.kv.match(state)
+        else:
+            hit = self.prefix_cache.lookup(state.tokens, request.namespace, state.max_reusable)
         num_cached = hit.num_tokens
         draft.hits[request.request_id] = hit
         if request.group is None:
@@ -116,23 +125,19 @@ class PrefixCacheAwarePass:
                 draft.record(self.name, state, "reuse", reason)
         return num_cached
 
-    def _lookup(self, index: PrefixReuseIndex, state: RequestState) -> PrefixHit:
-        return index.lookup(state.tokens, state.request.namespace, state.max_reusable)
-
     def _look_up_again(self, draft: Draft, view: SchedulingView) -> None:
-        """Of those who were there before, when the index has changed."""
+        """Look up some requests that waited before, after the index has changed."""
         waiting = draft.waiting
         for _ in range(min(self.refresh, len(waiting) - len(self._queue.arrived))):
-            self._place = (self._place + 1) % len(waiting)
-            state = waiting[self._place]
+            self._next_refresh = (self._next_refresh + 1) % len(waiting)
+            state = waiting[self._next_refresh]
             if state.request_id not in draft.hits:
                 self._look_up(draft, view, state)
 
-    # -- one computes, the others wait
+    # -- one request computes a shared prefix, the others wait
 
-    def _join(self, draft: Draft, state: RequestState, num_cached: int) -> None:
-        """Find whom to wait for, or be the one: those who lack the same tokens next have something in
-        common."""
+    def _find_leader(self, draft: Draft, state: RequestState, num_cached: int) -> None:
+        """Hold the request for a leader that lacks the same next tokens, or make it the leader."""
         start, end = num_cached * TOKEN_BYTES, (num_cached + self.min_shared) * TOKEN_BYTES
         data = state.tokens.tobytes()
         if end >= len(data) or self.max_hold_s <= 0 or state.max_reusable < len(state.tokens) - 1:
@@ -155,7 +160,7 @@ class PrefixCacheAwarePass:
             self._leaders[key] = state
 
     def _is_computing(self, leader: RequestState) -> bool:
-        """Whether it is about to compute its prompt, or at it, for the first time."""
+        """Whether it is computing its prompt, or will, for the first time."""
         if leader.num_preemptions:
             return False
         if leader.status is RequestStatus.RUNNING:
@@ -167,7 +172,7 @@ class PrefixCacheAwarePass:
         return leader.num_uncomputed + (rank[-1] if rank is not None else 0)
 
     def _release(self, draft: Draft, view: SchedulingView) -> None:
-        """Who need not wait any longer is looked up anew, and may find another to wait for."""
+        """Look up requests whose hold is over; they may be held for another leader."""
         if not self._held:
             return
         for state, hold in list(self._held.items()):
@@ -176,10 +181,10 @@ class PrefixCacheAwarePass:
                 continue
             del self._held[state]
             if state.status is RequestStatus.WAITING:
-                self._join(draft, state, self._look_up(draft, view, state))
+                self._find_leader(draft, state, self._look_up(draft, view, state))
 
-    def _let_wait(self, draft: Draft) -> None:
-        """Take those out who wait for another; it takes the place of the first of them."""
+    def _remove_held(self, draft: Draft) -> None:
+        """Take held requests out of `draft.waiting`; a leader moves to the place of its first follower."""
         order: dict[RequestState, None] = {}
         present = set(draft.waiting)
         for state in draft.waiting:
@@ -199,16 +204,18 @@ class PrefixCacheAwarePass:
             self._since_s.pop(state, None)
             self._hits.pop(state.request_id, None)
         if len(self._leaders) > 2 * len(self._queue.ranks) + 256:
-            self._leaders = {key: one for key, one in self._leaders.items() if self._is_computing(one)}
+            self._leaders = {
+                key: leader for key, leader in self._leaders.items() if self._is_computing(leader)
+            }
 
 
 def _num_common(a: RequestState, b: RequestState) -> int:
-    """Tokens at the beginning of both."""
-    mine, theirs = a.tokens.tobytes(), b.tokens.tobytes()
+    """The number of leading tokens that both have."""
+    a_data, b_data = a.tokens.tobytes(), b.tokens.tobytes()
     low, high = 0, min(len(a.tokens), len(b.tokens))
     while low < high:
         middle = (low + high + 1) // 2
-        if mine.startswith(theirs[low * TOKEN_BYTES : middle * TOKEN_BYTES], low * TOKEN_BYTES):
+        if a_data.startswith(b_data[low * TOKEN_BYTES : middle * TOKEN_BYTES], low * TOKEN_BYTES):
             low = middle
         else:
             high = middle - 1

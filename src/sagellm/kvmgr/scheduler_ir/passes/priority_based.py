@@ -1,4 +1,4 @@
-"""Classes of service with ageing: higher priority first, long waiting raises it; equals share by client.
+"""Higher priority first; waiting raises priority; requests of equal priority are shared by client.
 
 Priority that grows with the time waited is Kleinrock's (1964) time-dependent priority.
 """
@@ -15,26 +15,27 @@ from itertools import count, pairwise
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, SchedulingView, Stability
 from sagellm.core.types import RequestStatus
-from sagellm.kvmgr.scheduler_ir._clients import ClientShares
-from sagellm.kvmgr.scheduler_ir._queue import ROOM_TO_FORGET, RankedQueue, hit_of
+from sagellm.kvmgr.scheduler_ir._queue import MAX_STALE, RankedQueue, prefix_hit
+from sagellm.kvmgr.scheduler_ir.client_shares import ClientShares
 
 SHORTEST_AGE_S = 1e-3
 
 
 class PriorityBasedPass:
-    """Sorts the waiting requests by level, equals staying in their order. A level is the request's priority,
-    plus that of its class of service (`classes`), plus one for each `age_s` seconds that it has waited (None:
-    no ageing).
+    """Sorts the waiting requests by level; equals keep their order.
 
-    So no request is overtaken by one that comes more than `age_s * (1 + difference of priority)` seconds
-    later. The running requests are sorted by arrival, `age_s` seconds earlier for each level of priority: the
-    last one is preempted first. With `preempt`, the first waiting request preempts running ones of lower
-    priority and level, the last first, where rows or memory are short, and takes their share of the token
-    budget.
+    A request's level is its priority, plus that of its service class (`classes`), plus one for each `age_s`
+    seconds that it has waited (None: no ageing). So no request is overtaken by one that arrives more than
+    `age_s * (1 + difference of priority)` seconds later. The running requests are sorted by arrival, counted
+    `age_s` seconds earlier for each level of priority; the last one is preempted first.
 
-    With `fair`, clients take turns among requests of the same priority, by the rows that each has (see
+    With `preempt`, the first waiting request preempts running ones of lower priority and level, the last
+    first, where rows or memory are short. Where only the token budget is short, it shortens their chunks.
+
+    With `fair`, requests of the same priority are shared by client, by the rows that each has (see
     `ClientShares`), and `preempt` gives a client a row of one that has at least two more. Then only requests
-    of a client's first turn rise by ageing: or a flood would rise above all that comes later.
+    in their client's first round rise by ageing; otherwise a flood of requests would rise above all later
+    ones.
     """
 
     name = "priority_based"
@@ -50,100 +51,96 @@ class PriorityBasedPass:
     ) -> None:
         if age_s is not None and not SHORTEST_AGE_S <= age_s < math.inf:
             raise ValueError(f"age_s must be at least {SHORTEST_AGE_S}, or None for no ageing, got {age_s}")
-        self.age_s, self.classes, self.preempt, self.watermark = (
-            age_s,
-            dict(classes or {}),
-            preempt,
-            watermark,
-        )
+        self.age_s, self.classes = age_s, dict(classes or {})
+        self.preempt, self.watermark = preempt, watermark
         self._queue = RankedQueue()
-        self._birthdays: list[tuple[float, int, RequestState]] = []
+        self._rises: list[tuple[float, int, RequestState]] = []
         self._count = count()
         self._has_sorted = False
         self._lowest = sys.maxsize
         self._shares = ClientShares(self.priority) if fair else None
         self._is_sharing = False
         self._in_order: list[RequestState] | None = None
-        self._nobody_for: RequestState | None = None
+        self._no_victim_for: RequestState | None = None
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
         waiting = draft.waiting
         has_changed = False
         if waiting or self._queue.ranks:
-            has_changed = self._queue.see(waiting)
+            has_changed = self._queue.update(waiting)
             for state in self._queue.arrived:
-                self._age(state, self.level(state, draft.now_s), draft.now_s)
-            self._forget_gone()
-            has_changed |= self._grow_older(draft.now_s)
+                self._set_level(state, self.level(state, draft.now_s), draft.now_s)
+            self._remove_left()
+            has_changed |= self._raise_levels(draft.now_s)
         if self._shares is not None:
             arrived = self._queue.arrived if has_changed else ()
-            has_changed |= self._shares.see(draft.running, arrived, view.max_num_seqs)
+            has_changed |= self._shares.update(draft.running, arrived, view.max_num_seqs)
             if has_changed:
-                self._in_order, self._nobody_for = None, None
+                self._in_order, self._no_victim_for = None, None
                 self._has_sorted &= not self._is_sharing
             self._is_sharing = self._shares.is_contested
         self._sort(draft)
         if self.preempt and waiting and draft.running:
-            self._make_way(draft, view)
+            self._make_room(draft, view)
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
-        """Until somebody rises; where nobody of lower priority runs who would have to make way."""
+        """Stable until a request rises. None if the first waiting request may preempt."""
         waiting = draft.waiting
-        if draft.num_new_running or not self._queue.knows(waiting):
+        if draft.num_new_running or not self._queue.is_current(waiting):
             return None
-        if self._shares is not None and waiting and not self._shares.knows(draft.running):
+        if self._shares is not None and waiting and not self._shares.is_current(draft.running):
             return None
         self._sort(draft)
-        if self.preempt and waiting and self._may_push_out(waiting[0]):
+        if self.preempt and waiting and self._may_preempt_for(waiting[0]):
             return None
-        return Stability(self._birthdays[0][0]) if waiting and self._birthdays else ALWAYS_STABLE
+        return Stability(self._rises[0][0]) if waiting and self._rises else ALWAYS_STABLE
 
     def priority(self, state: RequestState) -> int:
-        """Of the request and its class, without ageing."""
+        """The priority of the request and its service class, without ageing."""
         return state.request.priority + self.classes.get(state.request.service_class, 0)
 
     def standing(self, state: RequestState) -> tuple[float, float]:
-        """The order of the running: smaller stands further ahead."""
+        """Sort key of running requests; the smallest comes first."""
         arrival_s, priority = state.request.arrival_s, self.priority(state)
         if self.age_s is None:
             return (-priority, arrival_s)
         return (arrival_s - priority * self.age_s, arrival_s)
 
     def level(self, state: RequestState, now_s: float) -> int:
-        """Of the request and its class, and what ageing adds."""
+        """The priority of the request and its service class, plus ageing."""
         if self.age_s is None:
             return self.priority(state)
         return self.priority(state) + max(0, int((now_s - state.request.arrival_s) / self.age_s))
 
-    def _age(self, state: RequestState, level: int, now_s: float) -> None:
-        """It has this level from now on, until it rises next."""
+    def _set_level(self, state: RequestState, level: int, now_s: float) -> None:
+        """Rank the request by this level, and note when it rises next."""
         if self.age_s is not None:
-            years = level - self.priority(state) + 1
-            birthday_s = state.request.arrival_s + years * self.age_s
-            if birthday_s > now_s:  # else the clock is too far for floats to tell ages apart
-                heappush(self._birthdays, (birthday_s, next(self._count), state))
+            num_rises = level - self.priority(state) + 1
+            rises_s = state.request.arrival_s + num_rises * self.age_s
+            if rises_s > now_s:  # else the clock is too far for floats to tell ages apart
+                heappush(self._rises, (rises_s, next(self._count), state))
         self._queue.rerank(state, -level)
 
-    def _grow_older(self, now_s: float) -> bool:
-        """Whether a request has risen."""
-        birthdays, ranks, has_risen = self._birthdays, self._queue.ranks, False
-        while birthdays and birthdays[0][0] <= now_s:
-            state = heappop(birthdays)[2]
+    def _raise_levels(self, now_s: float) -> bool:
+        """Raise the level of requests that have waited long enough; returns whether there were any."""
+        rises, ranks, has_risen = self._rises, self._queue.ranks, False
+        while rises and rises[0][0] <= now_s:
+            state = heappop(rises)[2]
             if state.status is RequestStatus.WAITING and state in ranks:
-                self._age(state, max(1 - ranks[state], self.level(state, now_s)), now_s)
+                self._set_level(state, max(1 - ranks[state], self.level(state, now_s)), now_s)
                 has_risen = True
         return has_risen
 
-    def _forget_gone(self) -> None:
-        """Those who wait no more are not kept until their next birthday."""
-        if len(self._birthdays) > 2 * len(self._queue.ranks) + ROOM_TO_FORGET:
-            self._birthdays = [one for one in self._birthdays if one[2] in self._queue.ranks]
-            heapify(self._birthdays)
+    def _remove_left(self) -> None:
+        """Remove requests that no longer wait, if there are many."""
+        if len(self._rises) > 2 * len(self._queue.ranks) + MAX_STALE:
+            self._rises = [rise for rise in self._rises if rise[2] in self._queue.ranks]
+            heapify(self._rises)
 
     # -- order
 
     def _sort(self, draft: Draft) -> None:
-        """The waiting and the running; clients in turns, where several share."""
+        """Sort waiting and running requests; by client where several share the batch."""
         if self._in_order is None or not self._is_sharing:
             self._sort_running(draft)
         if not self._is_sharing:
@@ -151,19 +148,19 @@ class PriorityBasedPass:
             return
         assert self._shares is not None
         if self._in_order is None:
-            level = partial(self._level_in_turn, now_s=draft.now_s)
+            level = partial(self._shared_level, now_s=draft.now_s)
             self._in_order = self._shares.arrange(draft.running, draft.waiting, level)
         draft.waiting[:] = self._in_order
 
-    def _level_in_turn(self, state: RequestState, now_s: float) -> int:
-        """The level by which it competes: in a later turn of its client it does not rise."""
-        if self._is_sharing and self._shares is not None and self._shares.is_late(state):
+    def _shared_level(self, state: RequestState, now_s: float) -> int:
+        """The level, without ageing for a request in a later round of its client."""
+        if self._is_sharing and self._shares is not None and self._shares.is_in_later_round(state):
             return self.priority(state)
         rank = self._queue.ranks.get(state)
         return self.level(state, now_s) if rank is None else -rank
 
     def _sort_running(self, draft: Draft) -> None:
-        """Only those that have just entered, at the end, can be out of order."""
+        """Sort the running requests; only new ones, at the end, can be out of order."""
         running = draft.running
         num_new = draft.num_new_running if self._has_sorted else len(running)
         if not num_new:
@@ -174,48 +171,54 @@ class PriorityBasedPass:
         if any(self.standing(a) > self.standing(b) for a, b in pairwise(tail)):
             running.sort(key=self.standing)
 
-    # -- making way
+    # -- making room for the first waiting request
 
-    def _make_way(self, draft: Draft, view: SchedulingView) -> None:
+    def _make_room(self, draft: Draft, view: SchedulingView) -> None:
         head = draft.waiting[0]
-        if not self._may_push_out(head):
+        if not self._may_preempt_for(head):
             return
         if draft.preempted or draft.rejected or any(chunk.admits for chunk in draft.chunks.values()):
-            return  # the step is decided already
-        if head.request.group is not None and head.request.group in _groups_in_prefill(draft):
-            return  # it waits for the prompt that they share
-        lower = [state for state in reversed(draft.running) if self._gives_way(state, head, draft.now_s)]
+            return  # an earlier pass has decided this step
+        group = head.request.group
+        if group is not None and any(
+            s.request.group == group and s.num_computed < s.num_prompt_tokens for s in draft.running
+        ):
+            return  # it waits until its group has computed the shared prompt
+        lower = [state for state in reversed(draft.running) if self._ranks_below(state, head, draft.now_s)]
         if not lower:
             self._lowest = min(map(self.priority, draft.running))
-            self._nobody_for = head
+            self._no_victim_for = head
             return
-        hit = hit_of(draft, view, head)
+        hit = prefix_hit(draft, view, head)
         num_tokens = len(head.tokens) - hit.num_tokens
         missing = (
             view.kv.blocks_to_admit(hit, num_tokens) - view.kv.available_blocks() + len(draft.needing_block())
         )
         missing += self.watermark * len(draft.running)
         if missing > 0 or not view.num_free_rows:
-            self._push_out(draft, view, head, lower, missing)
+            self._preempt_for(draft, view, head, lower, missing)
         else:
-            self._make_budget(draft, head, num_tokens)
+            self._shorten_chunks(draft, head, num_tokens)
 
-    def _may_push_out(self, head: RequestState) -> bool:
-        """False where it is known that no running request gives way to it."""
-        return self.priority(head) > self._lowest or (self._is_sharing and head is not self._nobody_for)
+    def _may_preempt_for(self, head: RequestState) -> bool:
+        """False if it is known that no running request ranks below it."""
+        return self.priority(head) > self._lowest or (self._is_sharing and head is not self._no_victim_for)
 
-    def _gives_way(self, state: RequestState, head: RequestState, now_s: float) -> bool:
-        """By level too, as the waiting are sorted: or it would come back before the head."""
+    def _ranks_below(self, state: RequestState, head: RequestState, now_s: float) -> bool:
+        """Whether a running request may be preempted for the head: it is of lower priority and level.
+
+        By level too, since otherwise it would be sorted before the head once it waits.
+        """
         higher = self.priority(head) - self.priority(state)
         if higher == 0 and self._is_sharing:
             assert self._shares is not None
-            return self._shares.gives_way(state, head)
-        return higher > 0 and self._level_in_turn(state, now_s) < self._level_in_turn(head, now_s)
+            return self._shares.is_in_later_round_than(state, head)
+        return higher > 0 and self._shared_level(state, now_s) < self._shared_level(head, now_s)
 
-    def _push_out(
+    def _preempt_for(
         self, draft: Draft, view: SchedulingView, head: RequestState, lower: list[RequestState], missing: int
     ) -> None:
-        """Preempt from the end until the head fits; nobody where that is not enough."""
+        """Preempt from the end until the head fits; none if that is not enough."""
         victims = []
         for state in lower:
             victims.append(state)
@@ -231,24 +234,22 @@ class PriorityBasedPass:
     def _why(self, state: RequestState, head: RequestState) -> str:
         if self.priority(state) < self.priority(head):
             return f"{head.request_id} is of higher priority and waits"
-        return f"{head.request_id} waits, whose client has fewer rows"
+        return f"{head.request_id} waits, and its client has fewer rows"
 
-    def _make_budget(self, draft: Draft, head: RequestState, num_tokens: int) -> None:
-        """Shorten the chunks of lower priority, the last first, so that the head's prompt is computed now. A
-        token is left to each, so that nobody stands still should the head not be admitted after all."""
+    def _shorten_chunks(self, draft: Draft, head: RequestState, num_tokens: int) -> None:
+        """Shorten chunks of lower requests, the last first, so that the head's prompt is computed now.
+
+        Each keeps one token, so that it makes progress even if the head is not admitted after all.
+        """
         lack = min(num_tokens, draft.token_budget - draft.num_decodes)
         lack -= draft.token_budget - draft.num_tokens
-        lower = [one for one in draft.chunks.values() if self._gives_way(one.state, head, draft.now_s)]
+        lower = [c for c in draft.chunks.values() if self._ranks_below(c.state, head, draft.now_s)]
         for chunk in sorted(lower, key=lambda chunk: self.standing(chunk.state), reverse=True):
             cut = min(lack, chunk.num_tokens - 1)
             if cut > 0:
                 lack -= cut
                 chunk.num_tokens -= cut
                 draft.record(self.name, chunk.state, "shorten", self._why(chunk.state, head))
-
-
-def _groups_in_prefill(draft: Draft) -> set[str | None]:
-    return {one.request.group for one in draft.running if one.num_computed < one.num_prompt_tokens}
 
 
 PLUGIN = PriorityBasedPass

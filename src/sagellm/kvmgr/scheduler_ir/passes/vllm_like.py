@@ -1,4 +1,4 @@
-"""vLLM's default scheduling, as a baseline to stand against: one walk over who runs, then one over who waits.
+"""vLLM's default scheduling, as a baseline: one loop over running requests, then one over waiting ones.
 
 Written from the observed behaviour of vLLM 0.33's `Scheduler` (first come, first served), and compared with
 it step by step in `tests/peers`. The ideas are continuous batching with preemption by recompute (Kwon et al.,
@@ -15,16 +15,15 @@ from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, BlockBudget, Sche
 
 
 class VllmLikePass:
-    """Token budget, chunks, admission and preemption, all in order of arrival; no other pass closes the
-    schedule.
+    """Keeps token budget and memory and admits, all in order of arrival; it closes the schedule.
 
-    Running requests come first, in batch order, decode or prompt alike. One that cannot grow preempts the
-    last of the batch, itself if it is the last. A step that preempts admits nobody. A waiting request enters
-    with what the token budget leaves if the whole rest of its prompt would fit at that moment, though it pays
-    for its chunk only; nobody overtakes.
+    Running requests come first, in batch order, decode or prompt alike. One that finds no block preempts the
+    last of the batch, itself if it is the last. A step that preempts admits none. A waiting request is
+    admitted with what the token budget leaves if its whole remaining prompt fits, though it takes blocks for
+    its chunk only. No request overtakes another.
 
-    `long_prefill_tokens` bounds a chunk while others are there (0: nothing does). `watermark`: blocks that an
-    admission leaves free while others run.
+    `long_prefill_tokens` bounds a chunk while there are other requests (0: nothing does). An admission leaves
+    `watermark` blocks free while others run.
     """
 
     name = "vllm_like"
@@ -40,19 +39,21 @@ class VllmLikePass:
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
         draft.chunks = {name: chunk for name, chunk in draft.chunks.items() if not chunk.admits}
-        step = _Step(draft, view, self._cap(draft))
-        if not step.grant_all():
-            step.walk_running()
+        step = _Step(draft, view, self._max_chunk(draft))
+        if not step.fit_all_running():
+            step.fit_running()
         if draft.waiting and not draft.preempted:
-            step.walk_waiting(self.watermark)
+            step.admit_waiting(self.watermark)
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
-        """While rows, tokens or blocks keep the first of the queue out. What its prompt needs beyond blocks
-        that others hold cannot fall while all decode, and what is available cannot rise."""
+        """Stable while rows, tokens or blocks keep the first waiting request from running.
+
+        While all running requests decode, its price cannot fall and the available blocks cannot rise.
+        """
         tokens = draft.token_budget - draft.num_decodes
         if tokens < 0:
             return None
-        for chunk in draft.chunks.values():  # it leaves no token to others, if it comes last
+        for chunk in draft.chunks.values():  # the only one; if last, it uses the whole budget
             last = chunk.state is draft.running[-1]
             if not last or self.long_prefill_tokens or not 0 < tokens < chunk.num_tokens:
                 return None
@@ -67,45 +68,47 @@ class VllmLikePass:
         needed = view.kv.blocks_to_admit(hit, len(head.tokens) - hit.num_tokens) + self.watermark
         return ALWAYS_STABLE if needed > view.kv.budget().left(head) else None
 
-    def _cap(self, draft: Draft) -> int:
-        """The longest chunk: a request that is alone has nobody to hold up."""
+    def _max_chunk(self, draft: Draft) -> int:
+        """Most tokens of one chunk; a request that is alone may use the whole budget."""
         alone = len(draft.running) + len(draft.waiting) < 2
         return self.long_prefill_tokens if self.long_prefill_tokens and not alone else draft.token_budget
 
 
 @dataclass(slots=True)
 class _Step:
-    """One step's decisions; `tokens` and `blocks` are what is left to give."""
+    """The decisions of one step; `tokens` and `blocks` are what is left of its budgets."""
 
     draft: Draft
     view: SchedulingView
-    cap: int
+    max_chunk: int
     tokens: int = field(init=False)
     blocks: BlockBudget = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = self.draft.token_budget
         self.blocks = self.view.kv.budget()
-        for state in self.draft.preempted:  # by a pass before this one
+        for state in self.draft.preempted:  # by an earlier pass
             self.blocks.gain(state, self.view.kv.blocks_freed_by_preempting(state))
 
-    # -- who runs
+    # -- running requests
 
-    def grant_all(self) -> bool:
-        """A step for everybody who runs, if that can be; else change nothing and answer False. Costs by
-        chunk, not by request."""
+    def fit_all_running(self) -> bool:
+        """Grant every running request its tokens if all fit; else change nothing and return False.
+
+        The fast path: its cost grows with the chunks, not with the requests.
+        """
         draft, price = self.draft, self.view.kv.blocks_to_append
         chunks = list(draft.chunks.values())
-        wanted = [min(chunk.num_tokens, self.cap) for chunk in chunks]
+        wanted = [min(chunk.num_tokens, self.max_chunk) for chunk in chunks]
         left = self.tokens - draft.num_decodes - sum(wanted)
-        if left < 0:  # then the last in the batch gets less than it would like
+        if left < 0:  # shorten the last chunk
             last = chunks[-1] if chunks else None
             if last is None or last.state is not draft.running[-1] or wanted[-1] + left < 1:
                 return False
             wanted[-1] += left
             left = 0
         blocks = len(draft.needing_block())
-        blocks += sum(price(one.state, n) for one, n in zip(chunks, wanted, strict=True))
+        blocks += sum(price(chunk.state, n) for chunk, n in zip(chunks, wanted, strict=True))
         if not self.blocks.spend_together(blocks):
             return False
         for chunk, num_tokens in zip(chunks, wanted, strict=True):
@@ -113,8 +116,8 @@ class _Step:
         self.tokens = left
         return True
 
-    def walk_running(self) -> None:
-        """One by one in batch order, until tokens or victims run out; who is left behind computes nothing."""
+    def fit_running(self) -> None:
+        """Grant tokens in batch order until tokens or victims run out; hold the rest."""
         draft = self.draft
         gone = {state.request_id for state in draft.preempted}
         batch = [state for state in draft.running if state.request_id not in gone]
@@ -131,12 +134,14 @@ class _Step:
                 draft.record(NAME, state, "skip", "the token budget of the step is spent")
 
     def _grant(self, state: RequestState, batch: list[RequestState], price: int) -> bool:
-        """Tokens and blocks for one request; the batch loses its last until there are enough. False: it was
-        the last itself."""
+        """Grant tokens and blocks to one request, preempting the last of the batch until they suffice.
+
+        False if the request was the last itself, and so was preempted.
+        """
         chunk = self.draft.chunks.get(state.request_id)
         take = 1
         if chunk is not None:
-            take = min(chunk.num_tokens, self.cap, self.tokens)
+            take = min(chunk.num_tokens, self.max_chunk, self.tokens)
             price = self.view.kv.blocks_to_append(state, take)
         while not self.blocks.spend(state, price):
             victim = batch.pop()
@@ -153,26 +158,26 @@ class _Step:
         self.blocks.gain(victim, self.view.kv.blocks_freed_by_preempting(victim))
         reason = f"{winner.request_id} comes first and needs its blocks"
         if victim is winner:
-            reason = "it needs another block, and nobody runs behind it"
+            reason = "it needs another block, and no request runs behind it"
         self.draft.record(NAME, victim, "preempt", reason)
 
-    # -- who waits
+    # -- waiting requests
 
-    def walk_waiting(self, watermark: int) -> None:
-        """In order until tokens, rows or blocks run out."""
+    def admit_waiting(self, watermark: int) -> None:
+        """Admit in order until tokens, rows or blocks run out."""
         draft, kv = self.draft, self.view.kv
         rows, num_running = self.view.num_free_rows, len(draft.running)
         for state in list(draft.waiting):
             if self.tokens < 1 or rows < 1:
                 return
             if draft.may_bind and self.view.bind_early(draft):
-                self.blocks = kv.budget()  # what is bound may have evicted what this one would reuse
+                self.blocks = kv.budget()  # binding may have evicted the prefix of this request
             hit = kv.match(state)
             rest = len(state.tokens) - hit.num_tokens
             price = kv.blocks_to_admit(hit, rest)
             needed = price + (watermark if num_running else 0)
             if needed <= self.blocks.left(state):
-                take = min(rest, self.cap, self.tokens)
+                take = min(rest, self.max_chunk, self.tokens)
                 self._admit(state, hit, take, price if take == rest else kv.blocks_to_admit(hit, take))
                 rows, num_running = rows - 1, num_running + 1
                 continue
@@ -180,7 +185,7 @@ class _Step:
             if num_running:
                 draft.record(NAME, state, "wait", reason)
                 return
-            draft.reject(state, f"out of KV memory: {reason}")  # nothing that it waits for can come
+            draft.reject(state, f"out of KV memory: {reason}")  # no request runs that could release blocks
             draft.record(NAME, state, "reject", reason)
 
     def _admit(self, state: RequestState, hit: PrefixHit, take: int, price: int) -> None:

@@ -1,9 +1,9 @@
-"""Which clients the waiting and running requests belong to, and whose turn it is.
+"""Shares the rows of the batch between clients.
 
-Rows of the batch are shared max-min (Bertsekas and Gallager 1992, section 6.5.2): of two clients that both
-want more rows, the one with fewer is next. A client is a path (`Request.client`), and siblings in the tree of
-paths share what their parent has. So a client that invents end users, or sends many calls, competes with
-itself alone.
+Shares are max-min fair (Bertsekas and Gallager 1992, section 6.5.2): of two clients that both want more rows,
+the one with fewer is next. This is round robin: the k-th request of a client is in its round k, and earlier
+rounds go first. A client is a path (`Request.client`), and siblings in the tree of paths share what their
+parent has. So a client that invents end users, or sends many calls, competes only with itself.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from sagellm.core.types import RequestStatus
 
 BULK_SHARE = 8
 """The last element of a path is one call (an HTTP request). Calls of one client are served in order of
-arrival; those that want more than an eighth of the rows (bulk calls) take turns and yield to the others."""
+arrival. A bulk call, which wants more than 1 / BULK_SHARE of the rows, has rounds of its own."""
 
 MAX_ENDED = 256
-"""Requests that have ended and are remembered, beyond as many as wait or run, before they are looked for."""
+"""Finished requests that may be kept, beyond twice those that wait or run, before they are removed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,21 +40,21 @@ class _Node:
 
     @property
     def is_contested(self) -> bool:
-        """Whether some of its requests come in a later turn because others are there."""
+        """Whether some of its requests are in a later round because others are there."""
         if self.is_call:
             return self.num_present > self.bulk_size
         return self.parent is not None and self.parent.num_clients > 1
 
-    def turn(self, num_before: int) -> int:
-        """In which turn a request comes that has so many of the same node before it."""
+    def round(self, num_before: int) -> int:
+        """The round of a request that has `num_before` requests of the same node before it."""
         return 0 if self.is_call and not self.is_contested else num_before
 
 
 class ClientShares:
-    """Knows the clients of all requests that wait or run, and orders these so that clients take turns.
+    """Knows the clients of all waiting and running requests, and orders requests by round.
 
-    `see` first, with every request that is asked about later. Requests of different priority (as `priority`
-    says) do not compete here: their order is the caller's business.
+    Call `update` first, with every request that is asked about later. Requests of different priority (by the
+    function `priority`) do not compete here: the caller orders them.
     """
 
     def __init__(self, priority: Callable[[RequestState], int]) -> None:
@@ -65,34 +65,33 @@ class ClientShares:
         self._batch: list[RequestState] = []
         self._num_contests = 0
         self._forget_at = MAX_ENDED
-        self._turns: dict[RequestState, tuple[int, ...]] = {}
+        self._rounds: dict[RequestState, tuple[int, ...]] = {}
 
     @property
     def is_contested(self) -> bool:
-        """Whether turns may differ from the order of arrival: two clients of one priority are there, or a
-        bulk call."""
+        """Whether rounds may differ from order of arrival: two clients of one priority, or a bulk call."""
         return self._num_contests > 0
 
-    def knows(self, running: list[RequestState]) -> bool:
-        """Whether these are the running requests of the last `see`, in the same order."""
+    def is_current(self, running: list[RequestState]) -> bool:
+        """Whether these are the running requests of the last `update`, in the same order."""
         return running == self._batch
 
-    def see(self, running: list[RequestState], arrived: Iterable[RequestState], max_num_seqs: int) -> bool:
-        """Note the requests that run, and those that `arrived` in the queue since the last call.
+    def update(self, running: list[RequestState], arrived: Iterable[RequestState], max_num_seqs: int) -> bool:
+        """Note the running requests, and those that `arrived` in the queue since the last call.
 
         Returns whether the running requests or their order have changed.
         """
         bulk_size = max(1, max_num_seqs // BULK_SHARE)
         for state in arrived:
             self._add(state, bulk_size)
-        has_changed = not self.knows(running)
+        has_changed = not self.is_current(running)
         if has_changed:
             members = dict.fromkeys(running)
             for state in members:
                 self._add(state, bulk_size)
             self._running, self._batch = members, running.copy()
         if has_changed or len(self._chains) > self._forget_at:
-            for state in [one for one in self._chains if one.status is RequestStatus.FINISHED]:
+            for state in [s for s in self._chains if s.status is RequestStatus.FINISHED]:
                 self._remove(state)
             self._forget_at = 2 * len(self._chains) + MAX_ENDED
         return has_changed
@@ -103,14 +102,14 @@ class ClientShares:
         waiting: list[RequestState],
         level: Callable[[RequestState], int],
     ) -> list[RequestState]:
-        """Put `running` in order, in place; returns the `waiting` in order.
+        """Sort `running` in place; returns `waiting` sorted.
 
-        Higher levels come first; within one, clients take turns. A client's own requests stay in the order
-        given, the running ones first. `level` may ask `is_late`. One sort for each level of the tree.
+        Higher levels come first, then earlier rounds. A client's own requests stay in the order given, the
+        running ones first. `level` may call `is_in_later_round`. Costs one sort per level of the tree.
         """
         ordered = running + waiting
-        found: dict[RequestState, tuple[int, ...]] = dict.fromkeys(ordered, ())
-        for depth in reversed(range(max((len(self._chains[one]) for one in ordered), default=0))):
+        rounds: dict[RequestState, tuple[int, ...]] = dict.fromkeys(ordered, ())
+        for depth in reversed(range(max((len(self._chains[state]) for state in ordered), default=0))):
             num_before: dict[_Node, int] = {}
             for state in ordered:
                 chain = self._chains[state]
@@ -119,34 +118,36 @@ class ClientShares:
                 node = chain[depth]
                 before = num_before.get(node, 0)
                 num_before[node] = before + 1
-                found[state] = (node.turn(before), *found[state])
-            ordered.sort(key=lambda state: found[state][0] if found[state] else 0)
-        self._turns = found
+                rounds[state] = (node.round(before), *rounds[state])
+            ordered.sort(key=lambda state: rounds[state][0] if rounds[state] else 0)
+        self._rounds = rounds
         ordered.sort(key=level, reverse=True)
         running[:] = [state for state in ordered if state in self._running]
         self._batch = running.copy()
         return [state for state in ordered if state not in self._running]
 
-    def is_late(self, state: RequestState) -> bool:
-        """Whether, as last arranged, others are served between it and the first request of its client."""
-        chain, turns = self._chains[state], self._turns.get(state, ())
-        return any(turn and node.is_contested for node, turn in zip(chain, turns, strict=False))
+    def is_in_later_round(self, state: RequestState) -> bool:
+        """Whether, as last arranged, requests of others are served before it and after its client's first."""
+        chain, rounds = self._chains[state], self._rounds.get(state, ())
+        return any(number and node.is_contested for node, number in zip(chain, rounds, strict=False))
 
-    def gives_way(self, state: RequestState, head: RequestState) -> bool:
-        """Whether, as last arranged, `state` comes in a later turn than `head`, of the same priority."""
-        mine, others = self._turns.get(state, ()), self._turns.get(head, ())
-        for place, (node, other) in enumerate(zip(self._chains[state], self._chains[head], strict=False)):
-            if node is not other:
-                return bool(mine and others) and mine[place] > others[place]
+    def is_in_later_round_than(self, state: RequestState, other: RequestState) -> bool:
+        """Whether, as last arranged, `state` is in a later round than `other`, of the same priority."""
+        rounds, other_rounds = self._rounds.get(state, ()), self._rounds.get(other, ())
+        for depth, (node, other_node) in enumerate(
+            zip(self._chains[state], self._chains[other], strict=False)
+        ):
+            if node is not other_node:
+                return bool(rounds and other_rounds) and rounds[depth] > other_rounds[depth]
         return False
 
     def check(self) -> None:
-        """Raise `AssertionError` where a count is not what the requests say."""
+        """Raise `AssertionError` where a count does not match the requests."""
         nodes = {node for chain in self._chains.values() for node in chain}
         for node in nodes:
             assert node.num_present == sum(node in chain for chain in self._chains.values()), node.name
         parents = {node.parent for node in nodes if node.is_contested and not node.is_call}
-        assert self._num_contests == len(parents) + sum(one.is_contested for one in nodes if one.is_call)
+        assert self._num_contests == len(parents) + sum(node.is_contested for node in nodes if node.is_call)
 
     # -- the tree
 
@@ -163,7 +164,7 @@ class ClientShares:
                 self._num_contests += node.num_clients == 2
                 node.children[name] = _Node(node, name)
             chain.append(node := node.children[name])
-        call = f"\0{call}"  # an end user may have the same name
+        call = f"\0{call}"  # an end user may have the same name as a call
         chain.append(node.children.setdefault(call, _Node(node, call, is_call=True, bulk_size=bulk_size)))
         for node in chain:
             node.num_present += 1
@@ -171,7 +172,7 @@ class ClientShares:
         self._chains[state] = tuple(chain)
 
     def _remove(self, state: RequestState) -> None:
-        self._turns.pop(state, None)
+        self._rounds.pop(state, None)
         chain = self._chains.pop(state)
         self._num_contests -= chain[-1].num_present == chain[-1].bulk_size + 1
         for node in reversed(chain):

@@ -1,4 +1,4 @@
-"""How fast the backend computes, learned from the steps that it took."""
+"""A model of how long a step of the backend takes, learned from the steps it took."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import numpy.typing as npt
 from sagellm.core.protocols.scheduler_ir import NO_STEP, StepFacts
 
 STEADY = 0.9
-"""Weight of the past in what is known of steps of one size, and in the mean of steps that only decode."""
+"""Weight of the past, in the moments of each step size and in the mean of steps that only decode."""
 OUTLIER = 8.0
-"""A step that took so many times what was expected waited for something else, and counts as that many."""
+"""A step is counted as at most this many times the expected time: it waited for something else."""
 RIDGE = 1e-4
-"""Keeps the least squares solvable where parts of a step were never seen apart: they share the time."""
+"""Keeps the least squares solvable where two parts always came together: they share the time."""
 SHORTEST_S = 1e-12
-"""Of a token, so that times can be divided by it."""
+"""Least time of a token, so that it can be a divisor."""
 
 Matrix = npt.NDArray[np.float64]
 
 
-class StepPace:
-    """Seconds of a step = `fixed_s` + decodes * `row_s` + prompt tokens * `token_s`, and for steps that only
-    decode their mean, `step_s`.
+class StepTimeModel:
+    """Seconds of a step: `fixed_s` + decodes * `row_s` + prompt tokens * `token_s`.
 
-    The three parts are those of all steps with prompts that fit best, by relative error (least squares, none
-    below 0). Steps are remembered by size, in powers of two of their prompt tokens, so that many steps of one
-    size do not wipe out what others taught. The figures given hold until the first step of each kind;
-    `is_known` once there was one with prompts.
+    A step without prompt tokens takes `step_s`, the mean of such steps. The three coefficients are fitted to
+    all steps with prompts, by least squares of the relative error, none below 0. Moments are kept for each
+    step size (power of two of the prompt tokens), so that many steps of one size do not replace what was
+    learned from others. The constructor's values hold until the first step of each kind; `is_known` is set
+    after the first one with prompts.
     """
 
     def __init__(self, step_s: float = 0.01, token_s: float = 5e-5) -> None:
@@ -38,7 +38,7 @@ class StepPace:
         self._sizes: dict[int, Matrix] = {}
 
     def observe(self, facts: StepFacts) -> bool:
-        """Learn from the last step; False for the same facts a second time, which teach nothing."""
+        """Learn from the last step; False if there is nothing to learn, as from the same facts twice."""
         if facts is self._last:
             return False
         self._last = facts
@@ -53,11 +53,11 @@ class StepPace:
         return True
 
     def prefill_s(self, num_tokens: int, budget: int, num_decodes: int = 0) -> float:
-        """Seconds for so many tokens of prompts in steps of `budget` of them beside `num_decodes`."""
+        """Seconds to compute `num_tokens` prompt tokens, `budget` of them per step beside `num_decodes`."""
         return num_tokens * (self.token_s + (self.fixed_s + self.row_s * num_decodes) / max(1, budget))
 
     def tokens_in(self, seconds: float, num_decodes: int) -> int:
-        """Prompt tokens that fit into a step of this time beside so many decodes."""
+        """Prompt tokens that fit into a step of `seconds` beside `num_decodes`."""
         return max(0, int((seconds - self.fixed_s - self.row_s * num_decodes) / self.token_s))
 
     def _learn(self, facts: StepFacts) -> None:
@@ -76,20 +76,20 @@ class StepPace:
 
 
 def _least_squares(square: Matrix, right: Matrix) -> list[float]:
-    """Parts, none below 0, that solve the normal equations; one that would be negative is left out."""
+    """Coefficients, none below 0, that solve the normal equations; a negative one is set to 0."""
     scale = np.sqrt(np.diag(square))
-    chosen = [place for place in range(len(scale)) if scale[place] > 0]
+    chosen = [index for index in range(len(scale)) if scale[index] > 0]
     found = [0.0] * len(scale)
     while chosen:
-        part = np.ix_(chosen, chosen)
+        block = np.ix_(chosen, chosen)
         units = scale[chosen]
         solved = np.linalg.solve(
-            square[part] / np.outer(units, units) + RIDGE * np.eye(len(chosen)), right[chosen] / units
+            square[block] / np.outer(units, units) + RIDGE * np.eye(len(chosen)), right[chosen] / units
         )
         worst = int(np.argmin(solved))
         if solved[worst] >= 0:
-            for place, value in zip(chosen, (solved / units).tolist(), strict=True):
-                found[place] = value
+            for index, value in zip(chosen, (solved / units).tolist(), strict=True):
+                found[index] = value
             break
         del chosen[worst]
     return found
