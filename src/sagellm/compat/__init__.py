@@ -1,4 +1,4 @@
-"""Names and call forms of the design documents, as thin adapters over the core classes.
+"""Names and call forms of the design documents, over the core classes.
 
 Nothing in the engine imports this package. New code uses the core classes: README.md lists them.
 """

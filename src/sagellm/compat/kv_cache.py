@@ -1,4 +1,4 @@
-"""The KV modules with lists of ids in and out: adapters over pool, prefix index and eviction policies."""
+"""Pool, prefix index and eviction policies with lists of ids in and out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BlockAllocationRequest:
 
 
 def allocate_blocks(pool: KVPool, request: BlockAllocationRequest) -> list[int]:
-    """Block ids for a request, from any pool; raises `MemoryError` if too few blocks are free."""
+    """Block ids for a request, from any pool. Raises `MemoryError` if too few are free."""
     allocation = pool.allocate(request.num_blocks, request.sequence_id)
     if allocation is None:
         raise MemoryError(
@@ -48,10 +48,7 @@ class GPUKVPool(FreeListPool):
     def allocate(
         self, num_blocks: int | BlockAllocationRequest, owner: str = "", account: Account = NO_ACCOUNT
     ) -> Allocation | list[int] | None:
-        """For a `BlockAllocationRequest`, a list of block ids; raises `MemoryError` if too few are free.
-
-        For a number, as `KVPool.allocate`.
-        """
+        """As `allocate_blocks` for a request, as `KVPool.allocate` for a number."""
         if isinstance(num_blocks, int):
             return super().allocate(num_blocks, owner, account)
         return allocate_blocks(self, num_blocks)
@@ -95,9 +92,9 @@ class PrefixMatch:
 
 
 class PrefixMatcher:
-    """Read-only queries of one prefix index: no pin, no split, no update of last use.
+    """Read-only queries of one prefix index.
 
-    A router keeps one per instance and sends a request to the instance with the longest match.
+    They pin nothing, split nothing and update no time of last use. A router keeps one per instance and sends a request to the instance with the longest match.
     """
 
     def __init__(self, index: PrefixReuseIndex) -> None:
@@ -116,8 +113,11 @@ class PrefixMatcher:
     def best(
         self, tokens: Tokens | Sequence[int], namespace: Namespace = Namespace(), k: int = 1
     ) -> list[Branch]:
-        """At most `k` resident branches that share a prefix with the tokens: longest match first, then the
-        last used. Each of several answers to one prompt (`n > 1`) is a branch."""
+        """At most `k` resident branches that share a prefix with the tokens.
+
+        The longest match is first, then the last used. Each of several answers to one prompt (`n > 1`) is a
+        branch.
+        """
         return self._index.branches(_as_tokens(tokens), k, namespace)
 
 
@@ -136,8 +136,10 @@ class RadixPrefixCache(RadixIndex):
         return PrefixMatcher(self).match(token_ids)
 
     def insert_prefix(self, token_ids: Sequence[int], block_ids: Sequence[int]) -> list[int]:
-        """Insert the whole blocks of a sequence; returns the blocks that the caller has to free: duplicates
-        of resident blocks, and blocks evicted to keep `max_blocks`."""
+        """Insert the whole blocks of a sequence. Returns the blocks that the caller has to free.
+
+        These are duplicates of resident blocks, and blocks evicted to keep `max_blocks`.
+        """
         return insert_prefix(self, token_ids, block_ids, self.max_blocks)
 
 
@@ -179,9 +181,9 @@ class EvictionCandidate:
 def select_victims(
     fresh_policy: Callable[[], EvictionPolicy], candidates: Sequence[EvictionCandidate], required_blocks: int
 ) -> list[str]:
-    """Ids of sequences with at least `required_blocks` blocks together, in the policy's order of eviction;
-    empty if all unpinned candidates have fewer.
+    """Ids of sequences to evict, in the policy's order.
 
+    Together they have at least `required_blocks` blocks; empty if all unpinned candidates have fewer.
     `fresh_policy` makes an empty policy. The candidates are inserted in order of access time, so the answer
     is what that policy would do, and no other policy is changed.
     """

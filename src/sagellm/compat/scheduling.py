@@ -50,7 +50,7 @@ class ScheduleRequest:
 
 @dataclass(slots=True)
 class ScheduleResult:
-    """The requests that start now, those that are preempted, and the draft with every decision."""
+    """The requests that start or are preempted, and the draft with all decisions."""
 
     scheduled_requests: list[ScheduleRequest]
     preempted_requests: list[ScheduleRequest]
@@ -103,11 +103,12 @@ class IRBuilder:
         max_batched_tokens: int = 8192,
         max_num_seqs: int = 256,
     ) -> ExecutionPlan:
-        """The plan of one step: `requests` wait, `running` are in decode, `available_memory` blocks are free.
+        """The plan of one step.
 
-        Blocks are numbered from 0: the free ones, then those of running requests, then those of prefix hits.
-        Running requests are in rows 0, 1, ... in their order. Raises `PlanError` where block sizes differ or
-        a pass breaks the rules.
+        `requests` wait, `running` are in decode, and `available_memory` blocks are free. Blocks are numbered
+        from 0: the free ones, then those of running requests, then those of prefix hits. Running requests are
+        in rows 0, 1, ... in their order. Raises `PlanError` where block sizes differ or a pass breaks the
+        rules.
         """
         sizes = sorted({request.block_size for request in [*requests, *running]})
         if len(sizes) > 1:
@@ -207,7 +208,7 @@ class _PlainView:
 
 
 class _NumberedTables:
-    """Block tables without a pool: free ids are taken from 0 on, held blocks get ids behind all free ones."""
+    """Block tables without a pool. Free ids are taken from 0 on; held blocks have ids behind them."""
 
     def __init__(self, num_free: int, block_size: int) -> None:
         self._free = list(range(num_free - 1, -1, -1))
@@ -229,7 +230,7 @@ class _NumberedTables:
         self._free += reversed(self._tables.pop(request_id))
 
     def extend_to(self, request_id: str, num_tokens: int) -> list[int]:
-        """Append free blocks until the table has room for `num_tokens` tokens; returns the new ones."""
+        """Append free blocks until the table has room for `num_tokens`. Returns the new ones."""
         table = self._tables[request_id]
         new = [self._free.pop() for _ in range(cdiv(num_tokens, self._block_size) - len(table))]
         table += new

@@ -1,7 +1,7 @@
-"""The operations of a plan as nodes of a graph; `ExecutionPlan` lists them by kind.
+"""The operations of a plan as nodes of a graph.
 
-An operation is a record of the plan (`Join`, `Prefill`, ...) with an id, the instance that executes it, and
-the ids of the operations that must come before it.
+`ExecutionPlan` lists them by kind. An operation is a record of the plan (`Join`, `Prefill`, ...) with an id,
+the instance that executes it, and the ids of the operations that must come before it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LOCAL = "local"
 
 
 class Phase(str, Enum):
-    """The two kinds of work of a request: its prompt, then one token per step."""
+    """The kinds of work of a request: its prompt, then one token per step."""
 
     PREFILL = "prefill"
     DECODE = "decode"

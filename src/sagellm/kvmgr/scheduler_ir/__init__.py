@@ -1,4 +1,4 @@
-"""Scheduling: passes edit a draft of the next step, a verifier checks it; plans as graphs and text."""
+"""Scheduling: passes edit a draft of the next step. Plans as graphs and as text."""
 
 from sagellm.kvmgr.scheduler_ir.batch import DecodeBatch
 from sagellm.kvmgr.scheduler_ir.diff import diff, diff_text

@@ -32,12 +32,12 @@ def num_to_compute(state: RequestState, num_cached: int) -> int:
 
 
 def was_admitted(state: RequestState) -> bool:
-    """Whether a request that left the queue was admitted; if not, it was aborted or rejected."""
+    """Whether a request left the queue by admission, not by abort or rejection."""
     return state.status is RequestStatus.RUNNING or state.scheduled_s is not None
 
 
 def ended_naturally(state: RequestState) -> bool:
-    """Whether a finished request generated all of its output, so that its length can be learned from.
+    """Whether a finished request generated all of its output. Only then can its length be learned from.
 
     The engine sees a stop string as an abort. After any other abort or error the full length is unknown.
     """
@@ -48,7 +48,7 @@ def ended_naturally(state: RequestState) -> bool:
 
 
 class RankedQueue:
-    """The waiting requests as one pass knows them: a rank for each, and what changed since the last step.
+    """The waiting requests as one pass ranks them, and what changed since the last step.
 
     Call `update` first. Then every request of `arrived` must get its rank in `ranks`. `sort` orders by rank;
     equals keep their order. If the queue is the same as in the step before, all of this costs one comparison
@@ -122,7 +122,7 @@ class StarvationGuard:
         self._credit = 0.0  # tokens that the next promoted request may use
 
     def note(self, arrived: Iterable[RequestState], left: Iterable[RequestState]) -> None:
-        """Note the requests that arrived in the queue and left it since the last step."""
+        """Note the requests that arrived and left since the last step."""
         for state in arrived:
             heappush(self._by_arrival, (state.request.arrival_s, next(self._count), state))
         for state in left:
@@ -130,7 +130,7 @@ class StarvationGuard:
                 self._credit += self.share * num_to_compute(state, state.num_cached)
 
     def promote(self, waiting: list[RequestState], now_s: float) -> RequestState | None:
-        """Move the promoted request to the front and return it; None if there is none."""
+        """Move the promoted request to the front and return it, if there is one."""
         promoted = self._promoted
         if promoted is None or promoted.status is not RequestStatus.WAITING:
             promoted = self._promoted = self._next(now_s)
@@ -143,9 +143,9 @@ class StarvationGuard:
         return promoted
 
     def stable_until(self, waiting: list[RequestState], now_s: float) -> float | None:
-        """Do as `promote`; returns the time until which it stays the same if no request arrives or leaves.
+        """Do as `promote`; returns the time until which it would change nothing.
 
-        None if a request is about to be promoted.
+        That holds as long as no request arrives or leaves. None if a request is about to be promoted.
         """
         promoted = self._promoted
         if promoted is not None and promoted.status is RequestStatus.WAITING:
@@ -165,7 +165,7 @@ class StarvationGuard:
             heappop(by_arrival)
 
     def _next(self, now_s: float) -> RequestState | None:
-        """The request to promote now; the credit is spent by it, and lost while none is overdue."""
+        """The request to promote now. It spends the credit, which is lost while none is overdue."""
         self._forget_left()
         by_arrival = self._by_arrival
         if not by_arrival or now_s - by_arrival[0][0] < self.max_wait_s:

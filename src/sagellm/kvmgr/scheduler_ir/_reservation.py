@@ -22,7 +22,7 @@ Remaining = Callable[[RequestState], float]
 
 
 def peak_growth(held: Floats, remaining: Floats) -> float:
-    """By how many tokens the sum of all requests will at most exceed what they hold now.
+    """By how many tokens all requests together will at most grow.
 
     Each request gets one token per step until it has its `remaining` ones, and then releases all it holds.
     """
@@ -75,7 +75,10 @@ class Reservation:
         return first
 
     def _num_fitting(self, draft: Draft, view: SchedulingView, remaining: Remaining, budget: int) -> int:
-        """How many requests from the front of the queue fit; all, if all that this step could admit fit."""
+        """How many requests from the front of the queue fit.
+
+        All of them, if all that this step could admit fit.
+        """
         prices = self._prices(draft, view, budget)
         running = draft.running
         batch = running + draft.waiting[: len(prices)]

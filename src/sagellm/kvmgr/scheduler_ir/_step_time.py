@@ -1,4 +1,4 @@
-"""A model of how long a step of the backend takes, learned from the steps it took."""
+"""A model of how long a step takes, learned from past steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StepTimeModel:
         self._sizes: dict[int, Matrix] = {}
 
     def observe(self, facts: StepFacts) -> bool:
-        """Learn from the last step; False if there is nothing to learn, as from the same facts twice."""
+        """Learn from the last step. False if there is nothing to learn, as from the same facts twice."""
         if facts is self._last:
             return False
         self._last = facts
@@ -76,7 +76,7 @@ class StepTimeModel:
 
 
 def _least_squares(square: Matrix, right: Matrix) -> list[float]:
-    """Coefficients, none below 0, that solve the normal equations; a negative one is set to 0."""
+    """Non-negative coefficients that solve the normal equations. A negative one is set to 0."""
     scale = np.sqrt(np.diag(square))
     chosen = [index for index in range(len(scale)) if scale[index] > 0]
     found = [0.0] * len(scale)

@@ -24,7 +24,7 @@ MAX_ENDED = 256
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A client, an end user of it or one call, among the requests of one priority.
+    """A client, an end user of a client, or one call, within one priority.
 
     `num_present` counts its requests that wait or run, `num_clients` its children that are not calls. A call
     of more than `bulk_size` requests is a bulk call.
@@ -46,7 +46,7 @@ class _Node:
         return self.parent is not None and self.parent.num_clients > 1
 
     def round(self, num_before: int) -> int:
-        """The round of a request that has `num_before` requests of the same node before it."""
+        """The round of the request that follows `num_before` others of this node."""
         return 0 if self.is_call and not self.is_contested else num_before
 
 
@@ -69,7 +69,10 @@ class ClientShares:
 
     @property
     def is_contested(self) -> bool:
-        """Whether rounds may differ from order of arrival: two clients of one priority, or a bulk call."""
+        """Whether rounds may differ from order of arrival.
+
+        They do for two clients of one priority, and for a bulk call.
+        """
         return self._num_contests > 0
 
     def is_current(self, running: list[RequestState]) -> bool:
@@ -77,7 +80,7 @@ class ClientShares:
         return running == self._batch
 
     def update(self, running: list[RequestState], arrived: Iterable[RequestState], max_num_seqs: int) -> bool:
-        """Note the running requests, and those that `arrived` in the queue since the last call.
+        """Note the running requests and those that `arrived` since the last call.
 
         Returns whether the running requests or their order have changed.
         """
@@ -127,12 +130,12 @@ class ClientShares:
         return [state for state in ordered if state not in self._running]
 
     def is_in_later_round(self, state: RequestState) -> bool:
-        """Whether, as last arranged, requests of others are served before it and after its client's first."""
+        """Whether it is in a later round than its client's first request, as last arranged."""
         chain, rounds = self._chains[state], self._rounds.get(state, ())
         return any(number and node.is_contested for node, number in zip(chain, rounds, strict=False))
 
     def is_in_later_round_than(self, state: RequestState, other: RequestState) -> bool:
-        """Whether, as last arranged, `state` is in a later round than `other`, of the same priority."""
+        """Whether `state` is in a later round than `other`, as last arranged. Both have the same priority."""
         rounds, other_rounds = self._rounds.get(state, ()), self._rounds.get(other, ())
         for depth, (node, other_node) in enumerate(
             zip(self._chains[state], self._chains[other], strict=False)

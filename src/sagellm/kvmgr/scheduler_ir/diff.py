@@ -45,7 +45,7 @@ class Part:
 def diff(
     a: ExecutionPlan, b: ExecutionPlan, rows_a: Rows | None = None, rows_b: Rows | None = None
 ) -> list[Change]:
-    """The changes from `a` to `b`; the first change of a request has its reason in `b`.
+    """The changes from `a` to `b`, with the reasons that passes gave in `b`.
 
     `rows_a` and `rows_b`, the batches before them, give the request ids of rows; a row without one is printed
     as row N. Between plans of different steps, a decode that continues is no change, nor is an event of `a`
@@ -163,7 +163,7 @@ def _either(name: str, what: str, a: str, b: str, other: str = "not") -> Iterato
 
 
 def _moves(a: ExecutionPlan, b: ExecutionPlan) -> Iterator[Change]:
-    """Copies and transfers that only one of the plans has, and a changed number of draft tokens."""
+    """Copies, transfers and the number of draft tokens, where the plans differ."""
     if a.num_draft_tokens != b.num_draft_tokens:
         yield Change(
             "~", None, f"drafts {b.num_draft_tokens} tokens for each decode, not {a.num_draft_tokens}"

@@ -1,4 +1,4 @@
-"""What each pass did to each request, and why, over the steps of a run.
+"""Records what each pass did to each request, and why.
 
 A pass gives its reasons with `Draft.record`. What it changes without a record is found by comparing the draft
 before and after it.
@@ -29,7 +29,7 @@ class Effect:
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step: its plan, the batch before it, unrecorded effects of passes, and arrivals and ends."""
+    """One executed step, the batch before it, and what happened beside the plan."""
 
     plan: ExecutionPlan
     before: Rows
@@ -77,7 +77,7 @@ class ScheduleLog:
         outputs: Sequence[RequestOutput] = (),
         load: EngineStats | None = None,
     ) -> StepRecord:
-        """Append an executed step: requests that arrived before it, its outputs, the load after it."""
+        """Append an executed step. `arrived` are requests that came before it, `load` is the load after it."""
         ended = {o.request_id: _ending(o) for o in outputs if o.finish_reason is not None}
         step = StepRecord(plan, self._rows.copy(), now_s, self._effects[:], arrived, ended, load)
         self._effects.clear()

@@ -1,4 +1,4 @@
-"""`IRGraph` is a plan as a graph of typed operations, to print, compare, check or rewrite.
+"""A plan as a graph of operations, to print, compare, check or rewrite.
 
 It is derived from an `ExecutionPlan` and gives it back exactly. No step of an engine builds one.
 """
@@ -107,7 +107,7 @@ class IRGraph:
         )
 
     def instance(self, name: str | None = None) -> InstanceStep:
-        """The step of the named instance, or of the only one; raises `PlanError` with the names."""
+        """The step of the named instance, or of the only one. Else raises `PlanError` with the names."""
         found = [step for step in self.instances if name in (None, step.name)]
         if len(found) == 1:
             return found[0]
@@ -229,8 +229,10 @@ class _Derivation:
             self._add(PrefillOp(prefill=prefill, phase=phase, **at))
 
     def _before_compute(self, row: int) -> set[int]:
-        """Ids of the row's last change, of its request's placement, and of copies from or to its new
-        blocks."""
+        """Ids of operations that a compute operation of this row comes after.
+
+        The row's last change, its request's placement, and the copies from or to its new blocks.
+        """
         after = self._of_row(row)
         if self._names.get(row) in self._placed:
             after.add(self._placed[self._names[row]])

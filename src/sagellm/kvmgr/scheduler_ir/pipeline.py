@@ -26,7 +26,7 @@ def build_draft(
     prefilling: Iterable[RequestState] = (),
     num_new_running: int = 0,
 ) -> Draft:
-    """The draft that the first pass sees: every running request computes as much as it can.
+    """The draft that the first pass sees. Every running request computes all it can.
 
     `prefilling` are those of `running` that are not in `decodes`, in batch order: each has a chunk with all
     its uncomputed tokens. Requests in decode compute one token. Waiting requests have no chunk: the passes

@@ -1,7 +1,7 @@
 """Strategies by name: which passes, in which order, with which options.
 
-Passes that reorder the waiting outrank those before them: the last one decides, and leaves the order of its
-equals to the others.
+Passes that reorder the waiting requests sort stably: the last of them decides, and its equals keep the order
+of the passes before it. A strategy is not an eviction policy, though one of each is called `adaptive`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
 
 Recipe = Sequence[tuple[str, Mapping[str, Any]]]
-"""Names of passes with their options, in order."""
+"""Pass names with their options, in order."""
 
 CLOSING: Recipe = (("chunked_prefill", {}), ("memory_aware_preemption", {}))
-"""Token budget and memory: the end of every strategy that sees to them nowhere else."""
+"""The passes that keep token budget and memory: the end of every strategy without a closing pass."""
 
 PRESETS: Mapping[str, Recipe] = {
     "fifo": CLOSING,
@@ -34,17 +34,17 @@ PRESETS: Mapping[str, Recipe] = {
     "fair": (("prefix_cache_aware", {}), ("fairness", {}), *CLOSING),
     "vllm-like": (("vllm_like", {}),),
 }
-"""`fifo`: order of arrival. `priority`: classes with ageing, the urgent push out. `slo`: deadlines.
-`adaptive`: deadlines within priorities, and nobody is let in whom memory will not hold. `throughput`: reuse
-and full steps. `fair`: tenants by weight. `vllm-like`: vLLM's own order, as a baseline."""
+"""`fifo`: order of arrival. `priority`: priorities with ageing and preemption. `slo`: deadlines. `adaptive`:
+deadlines within priorities; admits only what predicted memory holds. `throughput`: reuse and full steps.
+`fair`: tenants by weight. `vllm-like`: vLLM's own order, as a baseline."""
 
 
 def make(name: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> list[SchedulerPass]:
-    """New passes of a preset, in order; `options` by name of pass go over those of the preset.
+    """New passes of a strategy, in order. `options`, by pass name, override those of the strategy.
 
-    New passes begin clean: what they learn and count (speeds, virtual tokens, turns) is theirs. Whoever swaps
-    strategies and wants to keep it hands the same objects over again. Raises `UnknownNameError` for a preset
-    that there is not, and for options of a pass that the preset does not have.
+    New passes have learned and counted nothing (step times, virtual tokens, waits); to keep that when a
+    strategy is replaced, use the same objects again. Raises `UnknownNameError` for an unknown strategy, and
+    for options of a pass that the strategy does not have.
     """
     if name not in PRESETS:
         listed = f" Known: {', '.join(sorted(PRESETS))}."
@@ -52,15 +52,15 @@ def make(name: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> l
         unknown = f"unknown preset of the scheduler {name!r}"
         raise UnknownNameError(f"{unknown}.{guess if guess != listed else ''}{listed}")
     recipe, given = PRESETS[name], options or {}
-    names = [one for one, _ in recipe]
-    for one in given:
-        if one not in names:
-            raise UnknownNameError(f"preset {name!r} has no pass {one!r}; it has {', '.join(names)}")
-    return [make_pass(one, {**known, **given.get(one, {})}) for one, known in recipe]
+    names = [pass_name for pass_name, _ in recipe]
+    for pass_name in given:
+        if pass_name not in names:
+            raise UnknownNameError(f"preset {name!r} has no pass {pass_name!r}; it has {', '.join(names)}")
+    return [make_pass(each, {**known, **given.get(each, {})}) for each, known in recipe]
 
 
 def make_pass(name: str, options: Mapping[str, Any]) -> SchedulerPass:
-    """A new pass; `ConfigError` where it refuses the value of an option."""
+    """A new pass. Raises `ConfigError` if it refuses the value of an option."""
     passes = registry("pass")
     try:
         made: SchedulerPass = passes.create(name, **options)

@@ -1,4 +1,4 @@
-"""`Rows` is the batch as a backend knows it from the plans that it executed.
+"""The batch as a backend knows it from the plans that it executed.
 
 A plan holds changes only; to read or check it, one needs the batch before it.
 """

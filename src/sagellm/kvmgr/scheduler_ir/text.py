@@ -1,4 +1,4 @@
-"""The text form of a graph, one operation per line, in the spirit of MLIR.
+"""The text form of a graph: one operation per line, as in MLIR.
 
     step 12 @local
     // chunked_prefill admit "c": "13 tokens from 8 on"
@@ -83,7 +83,7 @@ def print_graph(graph: IRGraph, *, tokens: bool = True) -> str:
 
 
 def parse_graph(text: str) -> IRGraph:
-    """The graph of a text; raises `PlanError` with line, column and what was expected there."""
+    """The graph of a text. Raises `PlanError` with line, column and what was expected there."""
     return GraphReader().read(text)
 
 
@@ -546,7 +546,7 @@ class GraphReader:
 
 
 def _value(name: str, value: Any) -> Any:
-    """A field of `SamplingParams` from JSON, which has lists where Python has tuples and int keys."""
+    """A field of `SamplingParams` from JSON, which has lists for tuples and pairs."""
     if name == "logit_bias":
         return {int(key): bias for key, bias in value}
     return tuple(value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""`verify_graph` checks everything that must hold of a plan, whoever made or rewrote it.
+"""`verify_graph` checks all that must hold of a plan, also of a rewritten one.
 
 Slow and complete, for tests, tools and `sagellm explain`. The engine checks each step with `verify` instead.
 
@@ -84,7 +84,7 @@ def problems(
 
 
 class GraphOrder:
-    """Which operation of a graph without cycles comes after which: one bit set per operation."""
+    """The order of operations in a graph without cycles, as one bit set per operation."""
 
     def __init__(self, ops: Mapping[int, Operation]) -> None:
         self._bits = {op_id: 1 << i for i, op_id in enumerate(ops)}
@@ -192,7 +192,7 @@ def _listed(names: Collection[str]) -> str:
 
 
 def _request_problems(ops: list[Operation]) -> Iterator[str]:
-    """A request computes, is preempted or is rejected: one of these, once, in one row."""
+    """A request computes, is preempted or is rejected, once and in one row."""
     first: dict[str, PreemptOp | RejectOp | JoinOp | DecodeOp | PrefillOp] = {}
     for op in ops:
         request_id = op.request_id
@@ -390,7 +390,7 @@ def _compute_problems(op: ComputeOp, row: Row, block_size: int) -> Iterator[str]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The blocks that a compute operation reads; those of them that it writes; those new in this step."""
+    """The blocks that a compute operation reads and writes. `new` blocks joined its table in this step."""
 
     op: ComputeOp
     reads: frozenset[int]
@@ -450,7 +450,7 @@ def _id_problems(ops: Sequence[Operation]) -> Iterator[str]:
 
 
 def _writer_problems(accesses: Sequence[Access], order: GraphOrder) -> Iterator[str]:
-    """Blocks with two writers, and reads of a block before another request has written it."""
+    """Blocks with two writers, and blocks read before another request has written them."""
     writers: dict[int, Access] = {}
     for access in accesses:
         for block in sorted(access.writes):

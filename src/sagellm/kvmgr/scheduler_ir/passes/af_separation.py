@@ -17,7 +17,7 @@ from sagellm.kvmgr.scheduler_ir._queue import RankedQueue
 
 
 class AFSeparationPass:
-    """Places each admitted request on the attention instance with the fewest tokens, while it runs.
+    """Places each admitted request on the attention instance with the fewest tokens.
 
     The placement is in `placements`, by request id, and in the draft of the step after it was admitted. The
     whole batch shares the feed-forward instances. `num_micro_batches` is the least number of micro batches

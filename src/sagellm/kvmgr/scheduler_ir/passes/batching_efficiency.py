@@ -1,6 +1,6 @@
-"""Fills steps: groups prompts of similar length, and lets requests that fit pass one that does not.
+"""Groups prompts of similar length, and lets requests that fit overtake.
 
-The second is backfilling, from batch systems (Lifka, 1995).
+Overtaking a request that does not fit is backfilling, from batch systems (Lifka, 1995).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Spends the token budget of a step: decodes first, then running prompts in chunks, then admissions.
+"""Divides the token budget of a step between decodes, running prompts and admissions.
 
-Mixing prompt chunks into decode steps is Sarathi-Serve's (Agrawal et al., 2024).
+Decodes come first, then the prompts of running requests in chunks, then waiting requests. Mixing prompt
+chunks into decode steps is Sarathi-Serve's (Agrawal et al., 2024).
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from sagellm.kvmgr.scheduler_ir._queue import prefix_hit
 
 
 class ChunkedPrefillPass:
-    """Cuts chunks to the token budget and admits waiting requests in order while budget and rows last.
+    """Cuts chunks to the token budget and admits waiting requests in order.
 
-    `chunk_size` bounds the chunk of one request (None: only the budget does). A request of a group (`n > 1`)
-    waits until the first of its group has computed their shared prompt.
+    It admits while budget and rows last. `chunk_size` bounds the chunk of one request (None: only the budget
+    does). A request of a group (`n > 1`) waits until the first of its group has computed their shared prompt.
     """
 
     name = "chunked_prefill"
@@ -59,7 +60,7 @@ class ChunkedPrefillPass:
             rows -= 1
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
-        """Stable; leaves in `draft.waiting` the requests that it would admit, for the passes behind it.
+        """Stable. Leaves in `draft.waiting` the requests that it would admit.
 
         None if one of them has a prefix hit: pinning the hit in every step changes the index.
         """
@@ -84,7 +85,7 @@ class ChunkedPrefillPass:
         return ALWAYS_STABLE
 
     def _hold_last_decodes(self, draft: Draft, excess: int) -> int:
-        """Hold the last `excess` requests in decode, which exceed the token budget; returns how many."""
+        """Hold the last `excess` decodes, which exceed the token budget. Returns how many."""
         decodes = [state for state in draft.running if state.decoding and draft.computes(state)]
         last = decodes[::-1][:excess]
         for state in last:

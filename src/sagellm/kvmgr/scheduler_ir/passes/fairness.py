@@ -1,4 +1,4 @@
-"""Shares the engine fairly between tenants: the tenant with the fewest tokens by weight goes first.
+"""Shares the engine between tenants: the fewest tokens by weight go first.
 
 Virtual token counters are Sheng et al.'s (2024). That a tenant may be ahead by a quantum, so that requests
 with a shared prefix run together, follows the deficit longest-prefix-match of Cao et al. (2025).
@@ -22,9 +22,9 @@ MAX_IDLE = 4096
 
 
 class FairnessPass:
-    """Orders the waiting requests so that each tenant gets tokens in proportion to its weight.
+    """Orders the waiting requests for fair shares of tenants.
 
-    Weights default to 1. A tenant's own requests keep their order. A computed prompt token costs 1, a
+    Each tenant gets tokens in proportion to its weight (1 by default). A tenant's own requests keep their order. A computed prompt token costs 1, a
     generated token `output_cost`. A tenant that returns starts at the lowest counter of the waiting tenants,
     so idle time earns nothing. Of tenants whose counters differ by less than `quantum` tokens, the one whose
     next request has most cached tokens goes first (0: the counter alone decides). Only as much of the queue
@@ -97,7 +97,7 @@ class FairnessPass:
             self._charged[state] = state.num_output_tokens if state.num_preemptions else 0
 
     def _raise_counter(self, tenant: str) -> None:
-        """Start a tenant that begins to wait at no less than the lowest counter of those that wait."""
+        """Raise the counter of a new waiting tenant to the lowest of the others."""
         others = [self.counters.get(name, 0.0) for name in self._num_waiting if self._num_waiting[name]]
         least = min(others) if others else self.counters.get(self._last_to_wait, 0.0)
         self.counters[tenant] = max(self.counters.get(tenant, 0.0), least)
@@ -146,7 +146,7 @@ class FairnessPass:
     def _pick(
         self, heap: list[tuple[float, str]], queues: Mapping[str, list[RequestState]]
     ) -> tuple[float, str]:
-        """The tenant with most cached tokens in its next request, of those within a quantum of the lowest."""
+        """The tenant whose next request has most cached tokens, within a quantum of the lowest."""
         first = heappop(heap)
         rivals = [first]
         while heap and len(rivals) < RIVALS and heap[0][0] < first[0] + self.quantum:

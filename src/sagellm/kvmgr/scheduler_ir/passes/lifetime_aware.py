@@ -112,7 +112,7 @@ class LifetimeAwarePass:
         self._queue.rerank(state, self._rank(state, step))
 
     def _at_quantile(self, prediction: Prediction) -> float:
-        """The predicted length at the next higher known quantile; the median if there is none."""
+        """The predicted length at the next higher known quantile, else the median."""
         levels = [level for level in sorted(prediction.quantiles) if level >= self.quantile]
         return prediction.quantiles[levels[0]] if levels else prediction.remaining_tokens
 

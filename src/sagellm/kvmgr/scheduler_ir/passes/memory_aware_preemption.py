@@ -1,4 +1,4 @@
-"""Makes the step fit into KV memory: preempts running requests, and declines waiting ones that do not fit.
+"""Makes the step fit into KV memory, by preempting running requests and declining waiting ones.
 
 Preempting the last of the batch (`victims="last"`) is vLLM's rule (Kwon et al., 2023). The other rules trade
 its fairness for something: `newest` loses the least time waited, `most_blocks` preempts the fewest requests,
@@ -87,7 +87,7 @@ class MemoryAwarePreemptionPass:
     def _fit_running(
         self, draft: Draft, view: SchedulingView, budget: BlockBudget, prices: dict[str, int]
     ) -> None:
-        """Pay for each request from the first to the last, preempting later ones where blocks are short."""
+        """Pay for each request in order, preempting later ones where blocks are short."""
         kept = [state for state in draft.running if state not in draft.preempted]
         for state in list(kept):
             if state.request_id not in prices or not draft.computes(state):
@@ -110,7 +110,7 @@ class MemoryAwarePreemptionPass:
     def _hold(
         self, draft: Draft, state: RequestState, price: int, left: int, kept: list[RequestState]
     ) -> None:
-        """Hold a request that found no victim until blocks are released; reject it if it runs alone.
+        """Hold a request that found no victim. Reject it if it runs alone.
 
         Requests below other quota ceilings may use blocks that count on its own, by a shared prefix. They
         finish first; but if it is the first of the batch, the last one is preempted so that it can go on.
@@ -130,7 +130,7 @@ class MemoryAwarePreemptionPass:
         draft.record(self.name, state, "reject", reason)
 
     def _swap_out(self, draft: Draft, view: SchedulingView) -> None:
-        """Ask for the KV of preempted requests to be saved, where there is room for it and it pays."""
+        """Have the KV of preempted requests saved, where it fits and pays."""
         num_taken = 0
         for state in draft.preempted:
             cost = view.kv.resume_cost(state)
@@ -192,7 +192,7 @@ def _most_blocks(candidates: Sequence[RequestState], kv: KVQuotes) -> RequestSta
 
 
 def _cheapest(candidates: Sequence[RequestState], kv: KVQuotes) -> RequestState:
-    """Least time to resume per block released; where times are unknown, fewest tokens to compute again."""
+    """Least time to resume per released block; fewest computed tokens where times are unknown."""
 
     def price(state: RequestState) -> tuple[float, int]:
         num_blocks, cost = kv.blocks_freed_by_preempting(state), kv.resume_cost(state)
@@ -213,7 +213,7 @@ VICTIMS: Mapping[str, VictimRule] = {
 def choose_victim(
     rule: str, rivals: Sequence[RequestState], winner: RequestState, kv: KVQuotes
 ) -> RequestState | None:
-    """One of the rivals behind the winner, of the lowest priority among these; None if there is none."""
+    """One of the rivals behind the winner, of their lowest priority, if there are any."""
     behind = rivals[rivals.index(winner) + 1 :] if rule != "last" else rivals[-1:]
     if not behind or behind[-1] is winner:
         return None

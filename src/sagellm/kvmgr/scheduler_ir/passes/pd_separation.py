@@ -1,4 +1,4 @@
-"""Places each request's prefill and decode on this or another instance, by a cost model.
+"""Chooses the instances for prefill and decode of each request, by a cost model.
 
 Serving the two phases on separate instances, since they slow each other down, is the idea of DistServe (Zhong
 et al., 2024) and Splitwise (Patel et al., 2024).
@@ -28,7 +28,7 @@ OPTIONS = ("link_bytes_s", "token_s", "step_s", "seq_s")
 
 @dataclass(slots=True)
 class Site:
-    """The speed of another instance, and the load that this one has placed on it.
+    """The speed of another instance, and the load placed on it.
 
     `token_s`: seconds per prompt token (0: it takes no prompts). `step_s`: seconds of a decode step (0: it
     does not decode), plus `seq_s` for each request in it. `link_bytes_s`: bytes per second of the link to it.
@@ -64,7 +64,7 @@ class Site:
 
 
 class PDSeparationPass:
-    """Decides for each request which instance computes its prompt and which decodes ("": this instance).
+    """Decides which instance computes a request's prompt and which decodes ("": this one).
 
     The decision is in `placements`, by request id, and in the draft once the request runs. If it decodes
     elsewhere, a transfer of its KV is added to `draft.transfers` in the step after its prompt is computed.

@@ -1,4 +1,4 @@
-"""Orders waiting requests by cached tokens, and has a prefix that several requests lack computed once.
+"""Orders waiting requests by cached tokens, and computes a shared prefix once.
 
 Longest cached prefix first is SGLang's order (Zheng et al., 2024).
 """
@@ -32,7 +32,7 @@ class _Hold:
 
 
 class PrefixCacheAwarePass:
-    """Looks up each waiting request when it arrives; requests with more cached tokens go first.
+    """Looks up each request when it arrives. More cached tokens go first.
 
     Requests change places only with others of the same priority. An overdue request goes first (`max_wait_s`,
     `share`: see `StarvationGuard`).
@@ -137,7 +137,7 @@ class PrefixCacheAwarePass:
     # -- one request computes a shared prefix, the others wait
 
     def _find_leader(self, draft: Draft, state: RequestState, num_cached: int) -> None:
-        """Hold the request for a leader that lacks the same next tokens, or make it the leader."""
+        """Hold the request for a leader with the same missing tokens, or make it one."""
         start, end = num_cached * TOKEN_BYTES, (num_cached + self.min_shared) * TOKEN_BYTES
         data = state.tokens.tobytes()
         if end >= len(data) or self.max_hold_s <= 0 or state.max_reusable < len(state.tokens) - 1:
@@ -184,7 +184,7 @@ class PrefixCacheAwarePass:
                 self._find_leader(draft, state, self._look_up(draft, view, state))
 
     def _remove_held(self, draft: Draft) -> None:
-        """Take held requests out of `draft.waiting`; a leader moves to the place of its first follower."""
+        """Take held requests out of the queue. A leader moves to the place of its first follower."""
         order: dict[RequestState, None] = {}
         present = set(draft.waiting)
         for state in draft.waiting:

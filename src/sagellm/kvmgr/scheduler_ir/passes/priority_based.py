@@ -122,7 +122,7 @@ class PriorityBasedPass:
         self._queue.rerank(state, -level)
 
     def _raise_levels(self, now_s: float) -> bool:
-        """Raise the level of requests that have waited long enough; returns whether there were any."""
+        """Raise the level of requests that waited long enough. Returns whether any did."""
         rises, ranks, has_risen = self._rises, self._queue.ranks, False
         while rises and rises[0][0] <= now_s:
             state = heappop(rises)[2]
@@ -160,7 +160,7 @@ class PriorityBasedPass:
         return self.level(state, now_s) if rank is None else -rank
 
     def _sort_running(self, draft: Draft) -> None:
-        """Sort the running requests; only new ones, at the end, can be out of order."""
+        """Sort the running requests. Only new ones, at the end, can be out of order."""
         running = draft.running
         num_new = draft.num_new_running if self._has_sorted else len(running)
         if not num_new:
@@ -205,9 +205,10 @@ class PriorityBasedPass:
         return self.priority(head) > self._lowest or (self._is_sharing and head is not self._no_victim_for)
 
     def _ranks_below(self, state: RequestState, head: RequestState, now_s: float) -> bool:
-        """Whether a running request may be preempted for the head: it is of lower priority and level.
+        """Whether a running request may be preempted for the head.
 
-        By level too, since otherwise it would be sorted before the head once it waits.
+        It must be of lower priority. It must also be of lower level, or it would be sorted before the head
+        once it waits.
         """
         higher = self.priority(head) - self.priority(state)
         if higher == 0 and self._is_sharing:
@@ -237,7 +238,7 @@ class PriorityBasedPass:
         return f"{head.request_id} waits, and its client has fewer rows"
 
     def _shorten_chunks(self, draft: Draft, head: RequestState, num_tokens: int) -> None:
-        """Shorten chunks of lower requests, the last first, so that the head's prompt is computed now.
+        """Shorten chunks of lower requests, the last first, to make room for the head's prompt.
 
         Each keeps one token, so that it makes progress even if the head is not admitted after all.
         """

@@ -33,7 +33,7 @@ BACKLOG = 0.02
 
 
 class SLOAwarePass:
-    """Sorts the waiting requests by deadline, and lowers the token budget for time per token.
+    """Sorts waiting requests by deadline, and shortens steps for time per token.
 
     Requests that can meet the deadline of their first token come first; the others, and those without a
     deadline, follow. `ttft_s` and `tpot_s` are the goals, in seconds, of requests that have none of their own
@@ -93,9 +93,8 @@ class SLOAwarePass:
         if waiting or queue.ranks:
             changed = queue.update(waiting)
             self._note(draft, view)
-            if self._with_deadline and (
-                changed or draft.now_s > self._due_s
-            ):  # the queue changed, or a request became late
+            became_late = draft.now_s > self._due_s
+            if self._with_deadline and (changed or became_late):
                 self._rank(draft)
             queue.sort(waiting)
             self._guard.promote(waiting, draft.now_s)
@@ -132,7 +131,7 @@ class SLOAwarePass:
         self._guard.note(queue.arrived, queue.left)
 
     def _rank(self, draft: Draft) -> None:
-        """Go through by deadline; where a request would be late, drop the longest of those chosen so far."""
+        """Choose requests by deadline. Where one would be late, drop the longest chosen so far."""
         now_s, candidates = draft.now_s, self._with_deadline
         budget = draft.token_budget - draft.num_decodes if self._num_prefill is None else self._num_prefill
         token_s = self.step_time.prefill_s(1, budget, draft.num_decodes)
@@ -174,9 +173,8 @@ class SLOAwarePass:
             heappop(goals)
         if not goals or not self.step_time.is_known:
             return
-        num_prefill = max(
-            self.min_prefill, self.step_time.tokens_in(self.margin * goals[0][0], draft.num_decodes)
-        )
+        goal_s = self.margin * goals[0][0]
+        num_prefill = max(self.min_prefill, self.step_time.tokens_in(goal_s, draft.num_decodes))
         self._is_catching_up = self._lost_s > (0.0 if self._is_catching_up else GRACE_S)
         if self._is_catching_up or draft.num_decodes + num_prefill >= draft.token_budget:
             return
@@ -197,7 +195,7 @@ class SLOAwarePass:
     # -- the cost of short steps
 
     def _charge(self, draft: Draft, view: SchedulingView) -> None:
-        """Add to `_lost_s` what the last step cost beyond `1 - min_throughput` of its time.
+        """Add the cost of the last step to `_lost_s`, beyond `1 - min_throughput` of its time.
 
         The cost is the part of a step's fixed time that full steps would have saved. `_lost_s` is at most the
         time that the waiting requests would take.

@@ -1,4 +1,4 @@
-"""Sets how many tokens may be drafted for each request in decode, given the load.
+"""Sets how many tokens may be drafted per decode, given the load.
 
 Drafting is free while a step is bound by memory bandwidth, and useless once it is bound by computing.
 

@@ -1,6 +1,6 @@
-"""vLLM's default scheduling, as a baseline: one loop over running requests, then one over waiting ones.
+"""vLLM's default scheduling, as a baseline.
 
-Written from the observed behaviour of vLLM 0.33's `Scheduler` (first come, first served), and compared with
+One loop over the running requests, then one over the waiting ones. Written from the observed behaviour of vLLM 0.33's `Scheduler` (first come, first served), and compared with
 it step by step in `tests/peers`. The ideas are continuous batching with preemption by recompute (Kwon et al.,
 2023) and chunked prefill in one token budget (Agrawal et al., 2024).
 """
@@ -15,7 +15,7 @@ from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, BlockBudget, Sche
 
 
 class VllmLikePass:
-    """Keeps token budget and memory and admits, all in order of arrival; it closes the schedule.
+    """Schedules in order of arrival. Keeps the budgets itself, and so closes the schedule.
 
     Running requests come first, in batch order, decode or prompt alike. One that finds no block preempts the
     last of the batch, itself if it is the last. A step that preempts admits none. A waiting request is
@@ -69,14 +69,14 @@ class VllmLikePass:
         return ALWAYS_STABLE if needed > view.kv.budget().left(head) else None
 
     def _max_chunk(self, draft: Draft) -> int:
-        """Most tokens of one chunk; a request that is alone may use the whole budget."""
+        """Most tokens of one chunk. A request that is alone may use the whole budget."""
         alone = len(draft.running) + len(draft.waiting) < 2
         return self.long_prefill_tokens if self.long_prefill_tokens and not alone else draft.token_budget
 
 
 @dataclass(slots=True)
 class _Step:
-    """The decisions of one step; `tokens` and `blocks` are what is left of its budgets."""
+    """The decisions of one step. `tokens` and `blocks` are left of its budgets."""
 
     draft: Draft
     view: SchedulingView
@@ -93,7 +93,7 @@ class _Step:
     # -- running requests
 
     def fit_all_running(self) -> bool:
-        """Grant every running request its tokens if all fit; else change nothing and return False.
+        """Grant all running requests their tokens, or change nothing and return False.
 
         The fast path: its cost grows with the chunks, not with the requests.
         """
@@ -134,7 +134,7 @@ class _Step:
                 draft.record(NAME, state, "skip", "the token budget of the step is spent")
 
     def _grant(self, state: RequestState, batch: list[RequestState], price: int) -> bool:
-        """Grant tokens and blocks to one request, preempting the last of the batch until they suffice.
+        """Grant one request tokens and blocks, preempting the last of the batch.
 
         False if the request was the last itself, and so was preempted.
         """
