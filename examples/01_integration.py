@@ -23,7 +23,8 @@ from sagellm.compat import (
 from sagellm.core.clock import ManualClock
 from sagellm.core.types import Tokens
 from sagellm.kvmgr.lifetime import LSTMLifetimePredictor, PredictionRequest
-from sagellm.kvmgr.scheduler_ir.passes import PrefixCacheAwarePass, PriorityBasedPass
+from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
+from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
 
 SECONDS_PER_TOKEN = 0.02
 LONGEST = 4096

@@ -16,7 +16,8 @@ from sagellm.engines.build import build_kv, build_swap
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir import PassPipeline
-from sagellm.kvmgr.scheduler_ir.passes import PrefixCacheAwarePass, PriorityBasedPass
+from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
+from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
 
 
 def fake_engine(

@@ -28,7 +28,7 @@ from sagellm.engines.build import build_kv, build_swap
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir import PassPipeline
-from sagellm.kvmgr.scheduler_ir.presets import PRESETS, make
+from sagellm.kvmgr.scheduler_ir.strategies import STRATEGIES, make
 from tests.builders import PreemptAtRandom, check_books, expected_tokens, request
 
 TENANTS, CLASSES = ("a", "b", "c", "d"), ("", "flex", "priority")
@@ -60,7 +60,7 @@ class Case:
     @classmethod
     def of(cls, seed: int) -> Case:
         draw = random.Random(seed)
-        preset = draw.choice(sorted(PRESETS))
+        preset = draw.choice(sorted(STRATEGIES))
         index = draw.choice(registry("index").names())
         has_quotas = draw.random() < 0.6
         window = draw.choice([None, None, None, 12])

@@ -14,7 +14,7 @@ from sagellm.cli._scenario import ScenarioRequest, parse_request, read_requests,
 from sagellm.cli.explain import explain
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import SLO
-from sagellm.kvmgr.scheduler_ir import presets
+from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.kvmgr.scheduler_ir.text import parse_plan
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -46,7 +46,7 @@ def test_each_step_shows_its_plan_and_why(run: Any) -> None:
     assert '# chunked_prefill "a": computes tokens 16:32, before it 16:40' in steps[1]
 
 
-@pytest.mark.parametrize("preset", presets.PRESETS)
+@pytest.mark.parametrize("preset", strategies.STRATEGIES)
 def test_every_strategy_makes_plans_that_are_right(run: Any, preset: str) -> None:
     requests = [f"r{i}={7 + 9 * i}+{9 + i},at={i},priority={i % 2},prefix=p{i % 2}:6" for i in range(6)]
     result = run(*requests, *SMALL, "--num-blocks", "8", "--set", f"scheduler.strategy={preset}")

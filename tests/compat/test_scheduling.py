@@ -12,7 +12,7 @@ from sagellm.core.errors import PlanError
 from sagellm.core.ir import LOCAL
 from sagellm.core.plan import NO_ROW
 from sagellm.kvmgr.scheduler_ir.graph import IRGraph
-from sagellm.kvmgr.scheduler_ir.passes import PriorityBasedPass
+from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
 from sagellm.kvmgr.scheduler_ir.rows import Row, Rows
 from sagellm.kvmgr.scheduler_ir.verify_graph import verify_graph
 

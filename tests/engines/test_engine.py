@@ -15,7 +15,9 @@ from sagellm.core.plan import Draft, ExecutionPlan, StepResult
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 from sagellm.core.types import FinishReason, RequestStatus
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.kvmgr.scheduler_ir.passes import ChunkedPrefillPass, PrefixCacheAwarePass, PriorityBasedPass
+from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass
+from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
+from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
 from tests.builders import (
     TENANT_A,
     TENANT_B,

@@ -13,7 +13,8 @@ from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.manager.hints import KVHints
-from sagellm.kvmgr.scheduler_ir.passes import PrefixCacheAwarePass, PriorityBasedPass
+from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
+from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
 from tests.builders import TENANT_A, TENANT_B, check_books, expected_tokens, fake_engine, request, run_all
 from tests.engines.kv_scenes import (
     FILLER,

@@ -15,8 +15,9 @@ from sagellm.core.protocols.prefix_cache import MissCounts, TenantReuse
 from sagellm.core.types import Namespace, RequestOutput, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.kvmgr.scheduler_ir import presets
-from sagellm.kvmgr.scheduler_ir.passes import PrefixCacheAwarePass, PriorityBasedPass
+from sagellm.kvmgr.scheduler_ir import strategies
+from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
+from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
 from tests.builders import TENANT_A, TENANT_B, fake_engine, request, run_all
 from tests.engines.kv_scenes import FILLER, INDEXES, OLD, YOUNG, Preempt, resident, serve, small_engine
 
@@ -81,7 +82,7 @@ def test_what_a_preempted_request_lost_is_missed_for_its_preemption() -> None:
 
 @pytest.mark.parametrize("index", INDEXES)
 def test_what_one_request_computes_for_another_of_its_step_is_missed_once(index: str) -> None:
-    engine = counting(index=index, index_as_computed=True, passes=presets.make("vllm-like"))
+    engine = counting(index=index, index_as_computed=True, passes=strategies.make("vllm-like"))
     for name in ("first", "second"):
         engine.add(request(name, OLD, 1))
     run_all(engine)

@@ -12,7 +12,7 @@ from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import Namespace, Retention, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.kvmgr.scheduler_ir.presets import make
+from sagellm.kvmgr.scheduler_ir.strategies import make
 from tests.builders import check_books, fake_engine, request, run_all
 
 

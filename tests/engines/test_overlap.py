@@ -19,7 +19,7 @@ from sagellm.core.types import FinishReason, RequestOutput
 from sagellm.engines.build import build_kv, build_swap
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.kvmgr.scheduler_ir import PassPipeline, presets
+from sagellm.kvmgr.scheduler_ir import PassPipeline, strategies
 from tests.builders import check_books, expected_tokens, request
 from tests.effort import examples
 
@@ -30,7 +30,7 @@ def engine(
     capability = backend.capability()
     clock, config = ManualClock(), KVConfig(block_size=capability.block_size, **kv_options)
     kv = build_kv(config, capability.num_blocks, swap=build_swap(capability), clock=clock)
-    scheduler = PassPipeline(presets.make(strategy))
+    scheduler = PassPipeline(strategies.make(strategy))
     return Engine(backend, kv, scheduler, max_batched_tokens=24, overlap=overlap, clock=clock)
 
 
@@ -126,7 +126,7 @@ def test_who_ended_is_dropped_from_the_step_in_flight() -> None:
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(data=st.data(), seed=st.integers(0, 10_000), strategy=st.sampled_from(sorted(presets.PRESETS)))
+@given(data=st.data(), seed=st.integers(0, 10_000), strategy=st.sampled_from(sorted(strategies.STRATEGIES)))
 def test_the_same_tokens_as_without(  # noqa: C901 - one story
     data: st.DataObject, seed: int, strategy: str
 ) -> None:

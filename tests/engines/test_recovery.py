@@ -8,8 +8,8 @@ from sagellm.core.errors import ConfigError, RequestError
 from sagellm.core.plan import ExecutionPlan, RequestState, StepResult
 from sagellm.core.types import SLO, FinishReason
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.kvmgr.scheduler_ir import PassPipeline, presets
-from sagellm.kvmgr.scheduler_ir.passes import ChunkedPrefillPass
+from sagellm.kvmgr.scheduler_ir import PassPipeline, strategies
+from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass
 from sagellm.kvmgr.scheduler_ir.passes.vllm_like import VllmLikePass
 from tests.builders import fake_engine, request
 
@@ -25,10 +25,10 @@ class Poisoned(TokenMemoryBackend):
         return super().execute(plan)
 
 
-@pytest.mark.parametrize("strategy", presets.PRESETS)
+@pytest.mark.parametrize("strategy", strategies.STRATEGIES)
 def test_a_retry_under_the_same_name_is_another_request(strategy: str) -> None:
     backend = Poisoned(num_blocks=200)
-    engine = fake_engine(backend, passes=presets.make(strategy))
+    engine = fake_engine(backend, passes=strategies.make(strategy))
     engine.add(request("a", range(1, 9), 50))
     engine.add(request("x", range(20, 28), 4))
     ended = {}
@@ -43,10 +43,10 @@ def test_a_retry_under_the_same_name_is_another_request(strategy: str) -> None:
     assert ended == {"a": FinishReason.LENGTH, "x": FinishReason.LENGTH}
 
 
-@pytest.mark.parametrize("strategy", presets.PRESETS)
+@pytest.mark.parametrize("strategy", strategies.STRATEGIES)
 def test_strategies_forget_who_has_ended(strategy: str) -> None:
     """1,500 short requests with mixed goals, some aborted, beside one that runs all the time."""
-    passes = presets.make(strategy)
+    passes = strategies.make(strategy)
     engine = fake_engine(TokenMemoryBackend(num_blocks=400, max_model_len=1600), passes=passes)
     engine.add(request("long", range(4), 1500, slo=SLO(None, 0.02)))
     for number in range(1500):

@@ -17,12 +17,12 @@ from sagellm.engines.build import replace_policy, replace_strategy
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.eviction.lru import LRUPolicy
-from sagellm.kvmgr.scheduler_ir import presets
+from sagellm.kvmgr.scheduler_ir import strategies
 from tests.builders import check_books, expected_tokens, fake_engine, request, run_all
 from tests.effort import examples
 from tests.engines.kv_scenes import INDEXES, POLICIES
 
-STRATEGIES = sorted(presets.PRESETS)
+STRATEGIES = sorted(strategies.STRATEGIES)
 QUOTAS: dict[str, Any] = {
     "tenant_shares": {"a": {"guaranteed": 0.25, "ceiling": 0.75}, "b": {"guaranteed": 0.25}}
 }
@@ -165,7 +165,7 @@ def test_no_value_of_an_option_fails_later_than_at_once(kind: str) -> None:
                 if kind == "policy":
                     replace_policy(engine, name, **{option: value})
                 else:
-                    engine.set_passes([presets.make_pass(name, {option: value})])
+                    engine.set_passes([strategies.make_pass(name, {option: value})])
             except (ConfigError, UnknownNameError):
                 continue
             for number in range(8):
@@ -177,6 +177,6 @@ def test_options_of_the_right_type_are_taken() -> None:
     engine = fake_engine()
     replace_strategy(engine, "fair", fairness={"weights": {"a": 2, "b": 0.5}, "quantum": 100})
     replace_strategy(engine, "slo", slo_aware={"ttft_s": None, "tpot_s": 1})
-    engine.set_passes([presets.make_pass("lifetime_aware", {"predictor": "statistical"})])
+    engine.set_passes([strategies.make_pass("lifetime_aware", {"predictor": "statistical"})])
     with pytest.raises(ConfigError, match="weights"):
         replace_strategy(engine, "fair", fairness={"weights": {"a": math.nan}})

@@ -21,7 +21,7 @@ from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.manager import SwapSpace
-from sagellm.kvmgr.scheduler_ir import PassPipeline, presets
+from sagellm.kvmgr.scheduler_ir import PassPipeline, strategies
 from tests.builders import check_books, expected_tokens, fake_engine, request
 from tests.effort import examples
 from tests.engines.kv_scenes import Preempt
@@ -56,8 +56,8 @@ class Flood:
 def passes(*first: SchedulerPass, **options: object) -> list[SchedulerPass]:
     return [
         *first,
-        presets.make_pass("chunked_prefill", {}),
-        presets.make_pass("memory_aware_preemption", options),
+        strategies.make_pass("chunked_prefill", {}),
+        strategies.make_pass("memory_aware_preemption", options),
     ]
 
 
@@ -285,7 +285,7 @@ def test_the_same_tokens_under_pressure(
 
     backend = Failing(num_blocks=draw.randrange(12, 24), num_host_blocks=num_host_blocks, max_model_len=40)
     every: Sequence[SchedulerPass] = passes(
-        presets.make_pass("priority_based", {"preempt": True}), victims=victims
+        strategies.make_pass("priority_based", {"preempt": True}), victims=victims
     )
     engine = fake_engine(
         backend,

@@ -14,12 +14,10 @@ from sagellm.core.types import Tokens
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.prefix_cache import RadixIndex
 from sagellm.kvmgr.scheduler_ir import verify
-from sagellm.kvmgr.scheduler_ir.passes import (
-    ChunkedPrefillPass,
-    MemoryAwarePreemptionPass,
-    PrefixCacheAwarePass,
-    PriorityBasedPass,
-)
+from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass
+from sagellm.kvmgr.scheduler_ir.passes.memory_aware_preemption import MemoryAwarePreemptionPass
+from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
+from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
 from tests.builders import fake_engine, request
 
 

@@ -16,7 +16,7 @@ from sagellm.engines.build import load_config
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.kvmgr.scheduler_ir import presets
+from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.serving import create_app
 from sagellm.serving.admin import Current
 from sagellm.serving.answers import CurrentPolicy, CurrentStrategy
@@ -185,7 +185,7 @@ def test_the_cache_is_cleared_of_what_nothing_holds(live: Live, path: str) -> No
 
 @pytest.mark.parametrize(
     ("path", "name", "names"),
-    [(POLICY, "policy", registry("policy").names()), (STRATEGY, "strategy", sorted(presets.PRESETS))],
+    [(POLICY, "policy", registry("policy").names()), (STRATEGY, "strategy", sorted(strategies.STRATEGIES))],
 )
 def test_every_one_takes_over(live: Live, path: str, name: str, names: list[str]) -> None:
     backend = TokenMemoryBackend(vocab_size=512)
@@ -415,7 +415,7 @@ def test_the_document_names_policies_and_strategies_and_no_other_fields(live: Li
     schemas = live.http.get("/openapi.json").json()["components"]["schemas"]
     policy, strategy = (schemas[name]["properties"] for name in ("PolicyRequest", "StrategyRequest"))
     assert policy["policy"]["enum"] == sorted(registry("policy").names())
-    assert strategy["strategy"]["enum"] == sorted(presets.PRESETS)
+    assert strategy["strategy"]["enum"] == sorted(strategies.STRATEGIES)
     assert (set(policy), set(strategy)) == ({"policy", "options"}, {"strategy", "options"})
     pin = schemas["PinRequest"]
     assert [one["required"] for one in pin["oneOf"]] == [["prompt"], ["messages"]]

@@ -94,7 +94,8 @@ class PrefixMatch:
 class PrefixMatcher:
     """Read-only queries of one prefix index.
 
-    They pin nothing, split nothing and update no time of last use. A router keeps one per instance and sends a request to the instance with the longest match.
+    They pin nothing, split nothing and update no time of last use. A router keeps one per instance and sends
+    a request to the instance with the longest match.
     """
 
     def __init__(self, index: PrefixReuseIndex) -> None:

@@ -41,7 +41,7 @@ from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
 from sagellm.kvmgr.manager import KVCacheManager, SwapSpace
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
-from sagellm.kvmgr.scheduler_ir import PassPipeline, presets
+from sagellm.kvmgr.scheduler_ir import PassPipeline, strategies
 
 if TYPE_CHECKING:
     from sagellm.engines.native.footprint import Footprint
@@ -357,11 +357,11 @@ def build_engine(
 def build_passes(config: SchedulerConfig) -> list[SchedulerPass]:
     """The passes that are listed, or those of the strategy."""
     if config.passes is None:
-        return presets.make(config.strategy, config.pass_options)
+        return strategies.make(config.strategy, config.pass_options)
     strangers = sorted(config.pass_options.keys() - set(config.passes))
     if strangers:
         raise ConfigError(f"scheduler.pass_options: {strangers[0]} is none of {', '.join(config.passes)}")
-    return [presets.make_pass(name, config.pass_options.get(name, {})) for name in config.passes]
+    return [strategies.make_pass(name, config.pass_options.get(name, {})) for name in config.passes]
 
 
 def check_features(passes: Sequence[SchedulerPass], capability: CapabilityDescriptor) -> None:
@@ -379,7 +379,7 @@ def check_features(passes: Sequence[SchedulerPass], capability: CapabilityDescri
 def replace_strategy(engine: EngineCore, name: str, /, **options: Mapping[str, Any]) -> None:
     """Another scheduling strategy on a live engine, by name, from the next step on; `options` by name of
     pass. Raises `UnknownNameError` or `ConfigError` while nothing has changed."""
-    passes = presets.make(name, options)
+    passes = strategies.make(name, options)
     check_features(passes, engine.capability())
     engine.set_passes(passes)
 

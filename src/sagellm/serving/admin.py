@@ -20,7 +20,7 @@ from sagellm.core.registry import registry
 from sagellm.core.types import Tokens
 from sagellm.engines.build import replace_policy, replace_strategy
 from sagellm.engines.llm import LLM
-from sagellm.kvmgr.scheduler_ir import presets
+from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.serving.access_log import record_of
 from sagellm.serving.answers import CacheCleared, CurrentPolicy, CurrentStrategy, Pin, PinDeleted, PinList
 from sagellm.serving.errors import ConflictError, ForbiddenError, NotFoundError, UnauthorizedError, clipped
@@ -148,7 +148,7 @@ class Admin:
 
     async def set_strategy(self, request: Request) -> StrategyRequest:
         body = await self.reader.read(StrategyRequest, request)
-        _check_name("strategy", body.strategy, presets.PRESETS)
+        _check_name("strategy", body.strategy, strategies.STRATEGIES)
         _check_options(body.options)
 
         def replace(llm: LLM) -> None:
@@ -222,7 +222,7 @@ def _shown(pin_id: str, hold: PinnedPrefix, tenant: str) -> Pin:
 
 
 def _passes(strategy: str) -> list[str]:
-    return [name for name, _ in presets.PRESETS.get(strategy, ())]
+    return [name for name, _ in strategies.STRATEGIES.get(strategy, ())]
 
 
 def _check_name(param: str, name: str, known: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from sagellm.core.kv_hints import MAX_ACTIONS, PROTOCOL_VERSION
 from sagellm.core.registry import registry
 from sagellm.core.types import MAX_RETENTIONS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SAMPLING_RANGES
-from sagellm.kvmgr.scheduler_ir import presets
+from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.serving.admin import PinRequest, PolicyRequest, StrategyRequest
 from sagellm.serving.parameters import (
     MESSAGE_NEUTRAL,
@@ -105,7 +105,7 @@ def _fields_of(model: type[BaseModel], limits: Limits) -> Schema:
     elif model is PolicyRequest:
         fields["policy"] = {"enum": sorted(registry("policy").names())}
     elif model is StrategyRequest:
-        fields["strategy"] = {"enum": sorted(presets.PRESETS)}
+        fields["strategy"] = {"enum": sorted(strategies.STRATEGIES)}
     elif model is HintRequest:
         fields["kv_hints"] = _kv_hints()
     if "cache_salt" in model.model_fields:

@@ -23,7 +23,7 @@ from sagellm.core.plan import Prefill
 from sagellm.core.registry import registry
 from sagellm.core.types import SLO
 from sagellm.engines.simulator.fast_forward import SimulatedEngine
-from sagellm.kvmgr.scheduler_ir.presets import PRESETS
+from sagellm.kvmgr.scheduler_ir.strategies import STRATEGIES
 from tests.benchmarks.simulate.stand_in import config, request, trace
 from tests.effort import usual
 
@@ -112,12 +112,10 @@ def blocked(count: int = 60, *, shared: Sequence[int] = (), tenants: int = 1) ->
 KINDS = {
     "a shared prefix": blocked(shared=[1]), "three tenants": blocked(tenants=3), "all different": blocked(),
 }  # fmt: skip
-STRATEGIES = sorted(PRESETS)
+NAMES = sorted(STRATEGIES)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "kind"), usual(list(zip(STRATEGIES, cycle(KINDS))), product(STRATEGIES, KINDS))
-)
+@pytest.mark.parametrize(("strategy", "kind"), usual(list(zip(NAMES, cycle(KINDS))), product(NAMES, KINDS)))
 def test_nobody_sees_the_difference(strategy: str, kind: str) -> None:
     """Where it predicts lengths, too short at first: somebody has to leave."""
     options = {"admission": {"default_output": 5}} if strategy == "adaptive" else {}
@@ -193,7 +191,7 @@ def test_whatever_comes(data: st.DataObject) -> None:
         )
     )
     chosen = config(
-        scheduler__strategy=draw(st.sampled_from(sorted(PRESETS))),
+        scheduler__strategy=draw(st.sampled_from(NAMES)),
         scheduler__max_batched_tokens=draw(st.sampled_from([9, 16, 64])),
         scheduler__max_num_seqs=draw(st.integers(1, 8)),
         kv__num_blocks=draw(st.integers(26, 60)),

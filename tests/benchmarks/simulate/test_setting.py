@@ -22,7 +22,7 @@ from sagellm.benchmarks.simulate.metrics import SLOPair
 from sagellm.benchmarks.simulate.simulation import ServiceGoals
 from sagellm.core.errors import ConfigError, UnknownNameError
 from sagellm.engines.build import build_passes
-from sagellm.kvmgr.scheduler_ir.presets import CLOSING, PRESETS
+from sagellm.kvmgr.scheduler_ir.strategies import CLOSING, STRATEGIES
 from tests.benchmarks.simulate.stand_in import StandIn
 
 COMMITTED = Path(__file__).parents[3] / "benchmarks" / "settings" / "ablation.yaml"
@@ -73,7 +73,7 @@ def test_each_pass_of_the_presets_stands_alone_in_the_committed_setting() -> Non
         if passes[1:] == [one for one, _ in CLOSING]:
             alone.add(passes[0])
         assert bench.config(name).scheduler.max_batched_tokens == 8192
-    known = {one for preset in setting.presets for one, _ in PRESETS[preset]}
+    known = {one for preset in setting.presets for one, _ in STRATEGIES[preset]}
     assert known - {one for one, _ in CLOSING} - {"vllm_like"} <= alone
     assert alone - known == {"lifetime_aware"}
 

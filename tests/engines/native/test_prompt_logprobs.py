@@ -20,8 +20,9 @@ from sagellm.core.types import Request, RequestOutput, SamplingParams, TokenLogp
 from sagellm.engines.engine import Engine
 from sagellm.engines.native import prompt_logprobs as scoring
 from sagellm.engines.native.rows import BatchRows, Scored
-from sagellm.kvmgr.scheduler_ir import presets
-from sagellm.kvmgr.scheduler_ir.passes import ChunkedPrefillPass, PrefixCacheAwarePass
+from sagellm.kvmgr.scheduler_ir import strategies
+from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass
+from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
 from tests.builders import PreemptAtRandom, check_books, fake_engine
 from tests.effort import examples
 from tests.engines.native.test_same_tokens import alone, backend, engine, prompt
@@ -76,7 +77,7 @@ def ask(busy: Engine, name: str, tokens: Sequence[int], max_tokens: int = 2, top
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 def test_they_are_those_of_transformers(name: str) -> None:
     """In chunks, in a batch with requests that ask for none, and with the prompt in the cache."""
-    busy = engine(name, 100, 13, presets.make("fifo"), caching=True)
+    busy = engine(name, 100, 13, strategies.make("fifo"), caching=True)
     prompts = {"a": prompt(0, 30, 1), "b": prompt(0, 22, 2), "c": prompt(1, 1, 0), "d": prompt(1, 2, 0)}
     ask(busy, "warm", prompts["a"], top=None)
     outputs_of(busy)

@@ -26,7 +26,9 @@ from sagellm.engines.build import build_kv, build_swap
 from sagellm.engines.engine import Engine
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.kvmgr.scheduler_ir import PassPipeline
-from sagellm.kvmgr.scheduler_ir.passes import ChunkedPrefillPass, PrefixCacheAwarePass, PriorityBasedPass
+from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass
+from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
+from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
 from tests.builders import PreemptAtRandom, run_all
 from tests.effort import examples
 from tests.tiny_models import TINY_MODELS, VOCAB, save_tiny

@@ -11,7 +11,7 @@ import pytest
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
 from sagellm.core.types import SLO, Namespace, Request, Tokens
-from sagellm.kvmgr.scheduler_ir import presets
+from sagellm.kvmgr.scheduler_ir import strategies
 from tests.builders import run_all
 from tests.engines.native.test_same_tokens import SAMPLING, alone, engine, prompt
 from tests.tiny_models import TINY_MODELS
@@ -51,19 +51,19 @@ def check(
     assert {name: tuple(tokens) for name, tokens in got.items()} == expected
 
 
-@pytest.mark.parametrize("strategy", presets.PRESETS)
+@pytest.mark.parametrize("strategy", strategies.STRATEGIES)
 def test_the_same_tokens_with_every_strategy(strategy: str) -> None:
-    check(presets.make(strategy))
+    check(strategies.make(strategy))
 
 
-@pytest.mark.parametrize("strategy", presets.PRESETS)
+@pytest.mark.parametrize("strategy", strategies.STRATEGIES)
 def test_the_same_tokens_where_many_are_preempted(strategy: str) -> None:
-    check(presets.make(strategy), 14, 48)
+    check(strategies.make(strategy), 14, 48)
 
 
-@pytest.mark.parametrize("strategy", presets.PRESETS)
+@pytest.mark.parametrize("strategy", strategies.STRATEGIES)
 def test_the_same_tokens_where_scheduling_overlaps_execution(strategy: str) -> None:
-    check(presets.make(strategy), 60, overlap=True)
+    check(strategies.make(strategy), 60, overlap=True)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -74,7 +74,7 @@ def test_the_same_tokens_with_passes_in_any_order(seed: int) -> None:
 
 
 def test_strategies_swap_while_requests_run() -> None:
-    busy = engine(NAME, 40, 24, presets.make("fifo"), caching=True)
+    busy = engine(NAME, 40, 24, strategies.make("fifo"), caching=True)
     draw, expected = random.Random(1), {}
     for number, (family, length, own, max_tokens, _) in enumerate(ASKS):
         tokens = prompt(family, length, own)
@@ -84,7 +84,7 @@ def test_strategies_swap_while_requests_run() -> None:
         busy.add(Request(str(number), Tokens(tokens), params, namespace=tenant))
     got: dict[str, list[int]] = {}
     while busy.has_work():
-        busy.scheduler.use(presets.make(draw.choice(list(presets.PRESETS))))
+        busy.scheduler.use(strategies.make(draw.choice(list(strategies.STRATEGIES))))
         for output in busy.step():
             got.setdefault(output.request_id, []).extend(output.new_token_ids)
         busy.check()

@@ -10,7 +10,8 @@ from sagellm.core.types import Request
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir.explain import Effect, ScheduleLog, WatchedPass
-from sagellm.kvmgr.scheduler_ir.passes import MemoryAwarePreemptionPass, PriorityBasedPass
+from sagellm.kvmgr.scheduler_ir.passes.memory_aware_preemption import MemoryAwarePreemptionPass
+from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
 from tests.builders import fake_engine, request
 
 

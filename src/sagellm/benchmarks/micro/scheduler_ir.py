@@ -29,7 +29,7 @@ from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, Request, SamplingParams, Tokens
 from sagellm.engines.build import build_engine
 from sagellm.engines.engine import Engine
-from sagellm.kvmgr.scheduler_ir import presets
+from sagellm.kvmgr.scheduler_ir import strategies
 
 STEP = "decode step: plan + commit"
 READ = "the same, outputs looked at"
@@ -169,10 +169,10 @@ class _Strategies:
     """The scheduler's presets by name."""
 
     def names(self) -> Sequence[str]:
-        return tuple(presets.PRESETS)
+        return tuple(strategies.STRATEGIES)
 
     def get(self, name: str) -> object:
-        return presets.make(name)
+        return strategies.make(name)
 
 
 def _cpu_us(run: Callable[[], object]) -> float:

@@ -48,7 +48,7 @@ def ended_naturally(state: RequestState) -> bool:
 
 
 class RankedQueue:
-    """The waiting requests as one pass ranks them, and what changed since the last step.
+    """The waiting requests with their ranks, and what changed since the last step.
 
     Call `update` first. Then every request of `arrived` must get its rank in `ranks`. `sort` orders by rank;
     equals keep their order. If the queue is the same as in the step before, all of this costs one comparison

@@ -130,7 +130,7 @@ class ClientShares:
         return [state for state in ordered if state not in self._running]
 
     def is_in_later_round(self, state: RequestState) -> bool:
-        """Whether it is in a later round than its client's first request, as last arranged."""
+        """Whether it is in a later round than its client's first, as last arranged."""
         chain, rounds = self._chains[state], self._rounds.get(state, ())
         return any(number and node.is_contested for node, number in zip(chain, rounds, strict=False))
 

@@ -77,7 +77,7 @@ class ScheduleLog:
         outputs: Sequence[RequestOutput] = (),
         load: EngineStats | None = None,
     ) -> StepRecord:
-        """Append an executed step. `arrived` are requests that came before it, `load` is the load after it."""
+        """Append an executed step. `arrived` came before it, `load` is the load after it."""
         ended = {o.request_id: _ending(o) for o in outputs if o.finish_reason is not None}
         step = StepRecord(plan, self._rows.copy(), now_s, self._effects[:], arrived, ended, load)
         self._effects.clear()

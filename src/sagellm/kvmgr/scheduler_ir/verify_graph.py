@@ -84,7 +84,7 @@ def problems(
 
 
 class GraphOrder:
-    """The order of operations in a graph without cycles, as one bit set per operation."""
+    """The order of operations in an acyclic graph, as one bit set per operation."""
 
     def __init__(self, ops: Mapping[int, Operation]) -> None:
         self._bits = {op_id: 1 << i for i, op_id in enumerate(ops)}

@@ -12,7 +12,7 @@ from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 from sagellm.core.registry import registry
 from sagellm.core.types import SLO, Namespace, Request, SamplingParams, Tokens
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.kvmgr.scheduler_ir import presets
+from sagellm.kvmgr.scheduler_ir import strategies
 from tests.builders import PreemptAtRandom, check_books, expected_tokens, fake_engine
 from tests.effort import examples
 
@@ -141,10 +141,10 @@ def test_same_tokens_in_any_order_of_any_passes(
     run(passes, requests, num_blocks=num_blocks, rows=rows, budget=budget, stagger=stagger, tick_s=tick_s)
 
 
-@pytest.mark.parametrize("name", presets.PRESETS)
+@pytest.mark.parametrize("name", strategies.STRATEGIES)
 @settings(max_examples=15, deadline=None)
 @given(requests=specs, num_blocks=st.integers(12, 48), tick_s=st.sampled_from([0.0, 0.1, 5.0]))
 def test_every_preset_gives_the_same_tokens(
     name: str, requests: list[tuple[int, int, int, int, str, float | None]], num_blocks: int, tick_s: float
 ) -> None:
-    run(presets.make(name), requests, num_blocks=num_blocks, tick_s=tick_s)
+    run(strategies.make(name), requests, num_blocks=num_blocks, tick_s=tick_s)

@@ -16,7 +16,7 @@ from sagellm.core.plan import RequestState
 from sagellm.core.types import Request, RequestStatus, Tokens
 from sagellm.engines.engine import Engine
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.kvmgr.scheduler_ir import presets
+from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.kvmgr.scheduler_ir.client_shares import ClientShares
 from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
 from tests.builders import check_books, fake_engine, request
@@ -28,7 +28,7 @@ STRATEGIES = ("priority", "adaptive")
 
 def engine(strategy: str = "priority", num_blocks: int = 4096, *, passes: Any = None) -> Engine:
     backend = TokenMemoryBackend(num_blocks=num_blocks, block_size=4, max_num_seqs=ROWS, max_model_len=512)
-    return fake_engine(backend, max_batched_tokens=64, passes=passes or presets.make(strategy))
+    return fake_engine(backend, max_batched_tokens=64, passes=passes or strategies.make(strategy))
 
 
 def of(

@@ -12,7 +12,7 @@ from sagellm.core.clock import ManualClock
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.types import SLO, Namespace, Request, SamplingParams, Tokens
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.kvmgr.scheduler_ir import presets
+from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, StarvationGuard
 from sagellm.kvmgr.scheduler_ir.passes.batching_efficiency import BatchingEfficiencyPass
 from sagellm.kvmgr.scheduler_ir.passes.fairness import FairnessPass
@@ -197,12 +197,12 @@ TUNED: dict[str, dict[str, dict[str, object]]] = {
 """The bounds of the presets, scaled to a world in which a request is done in a fifth of a second."""
 
 
-@pytest.mark.parametrize("name", presets.PRESETS)
+@pytest.mark.parametrize("name", strategies.STRATEGIES)
 def test_no_preset_starves_anybody_under_overload(name: str) -> None:
     """Two rivals a step, of higher priority, with a warm prefix and a goal, where one can be served: the
     victims, which have nothing of it and are long, are done all the same."""
     backend = TokenMemoryBackend(num_blocks=24, max_num_seqs=2, max_model_len=64)
-    engine = fake_engine(backend, max_batched_tokens=16, passes=presets.make(name, TUNED[name]))
+    engine = fake_engine(backend, max_batched_tokens=16, passes=strategies.make(name, TUNED[name]))
     clock = engine.clock
     assert isinstance(clock, ManualClock)
 

@@ -6,7 +6,7 @@ import pytest
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.plan import Chunk, Draft
-from sagellm.kvmgr.scheduler_ir import presets
+from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.kvmgr.scheduler_ir.passes.memory_aware_preemption import VICTIMS
 from tests.kvmgr.scheduler_ir.passes.desk import DeskView, admit, state
 
@@ -29,7 +29,7 @@ def decide(view: DeskView, scene: list[tuple[str, int, float, int]] = SCENE, **o
     draft = Draft(0, 10.0, 64, running, [])
     draft.chunks["first"] = Chunk(running[0], 8, 4)
     view.available = 0
-    presets.make_pass("memory_aware_preemption", options)(draft, view)
+    strategies.make_pass("memory_aware_preemption", options)(draft, view)
     return draft
 
 
@@ -58,7 +58,7 @@ def test_only_who_comes_later_leaves_and_the_lowest_priority_first(victims: str)
     running = [admit(state(name, n + 4, arrival_s=at, priority=p), n) for name, n, at, p in front]
     draft = Draft(0, 10.0, 64, running, [])
     draft.chunks["first"] = Chunk(running[1], 8, 4)
-    presets.make_pass("memory_aware_preemption", {"victims": victims})(draft, DeskView(available=0))
+    strategies.make_pass("memory_aware_preemption", {"victims": victims})(draft, DeskView(available=0))
     assert left(draft) == ["last"], "nobody in front makes way"
 
 
@@ -91,7 +91,7 @@ def test_room_in_host_memory_is_counted_down() -> None:
     draft.chunks["a"] = Chunk(running[0], 20, 4)
     draft.preempted.append(running[2])  # by a pass before
     view.available = -5
-    presets.make_pass("memory_aware_preemption", {})(draft, view)
+    strategies.make_pass("memory_aware_preemption", {})(draft, view)
     assert left(draft) == ["c", "d"]
     assert draft.swapped == ["c"]
 
@@ -101,4 +101,4 @@ def test_room_in_host_memory_is_counted_down() -> None:
 )
 def test_wrong_options_are_refused_with_what_there_is(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"is one of (last, newest|cost, always)|a number of blocks, 0 or"):
-        presets.make_pass("memory_aware_preemption", options)
+        strategies.make_pass("memory_aware_preemption", options)

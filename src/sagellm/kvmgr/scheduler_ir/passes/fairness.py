@@ -24,11 +24,11 @@ MAX_IDLE = 4096
 class FairnessPass:
     """Orders the waiting requests for fair shares of tenants.
 
-    Each tenant gets tokens in proportion to its weight (1 by default). A tenant's own requests keep their order. A computed prompt token costs 1, a
-    generated token `output_cost`. A tenant that returns starts at the lowest counter of the waiting tenants,
-    so idle time earns nothing. Of tenants whose counters differ by less than `quantum` tokens, the one whose
-    next request has most cached tokens goes first (0: the counter alone decides). Only as much of the queue
-    is ordered as a step can admit.
+    Each tenant gets tokens in proportion to its weight (1 by default). A tenant's own requests keep their
+    order. A computed prompt token costs 1, a generated token `output_cost`. A tenant that returns starts at
+    the lowest counter of the waiting tenants, so idle time earns nothing. Of tenants whose counters differ by
+    less than `quantum` tokens, the one whose next request has most cached tokens goes first (0: the counter
+    alone decides). Only as much of the queue is ordered as a step can admit.
     """
 
     name = "fairness"
@@ -146,7 +146,7 @@ class FairnessPass:
     def _pick(
         self, heap: list[tuple[float, str]], queues: Mapping[str, list[RequestState]]
     ) -> tuple[float, str]:
-        """The tenant whose next request has most cached tokens, within a quantum of the lowest."""
+        """The tenant with the best cached next request, within a quantum of the lowest."""
         first = heappop(heap)
         rivals = [first]
         while heap and len(rivals) < RIVALS and heap[0][0] < first[0] + self.quantum:

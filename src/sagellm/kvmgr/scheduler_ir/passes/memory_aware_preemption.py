@@ -1,4 +1,4 @@
-"""Makes the step fit into KV memory, by preempting running requests and declining waiting ones.
+"""Makes the step fit into KV memory: preempts running requests, declines waiting ones.
 
 Preempting the last of the batch (`victims="last"`) is vLLM's rule (Kwon et al., 2023). The other rules trade
 its fairness for something: `newest` loses the least time waited, `most_blocks` preempts the fewest requests,
@@ -213,7 +213,7 @@ VICTIMS: Mapping[str, VictimRule] = {
 def choose_victim(
     rule: str, rivals: Sequence[RequestState], winner: RequestState, kv: KVQuotes
 ) -> RequestState | None:
-    """One of the rivals behind the winner, of their lowest priority, if there are any."""
+    """One of the rivals behind the winner and of their lowest priority, or None."""
     behind = rivals[rivals.index(winner) + 1 :] if rule != "last" else rivals[-1:]
     if not behind or behind[-1] is winner:
         return None

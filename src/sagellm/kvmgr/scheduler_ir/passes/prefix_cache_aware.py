@@ -137,7 +137,7 @@ class PrefixCacheAwarePass:
     # -- one request computes a shared prefix, the others wait
 
     def _find_leader(self, draft: Draft, state: RequestState, num_cached: int) -> None:
-        """Hold the request for a leader with the same missing tokens, or make it one."""
+        """Hold the request for a leader lacking the same tokens, or make it one."""
         start, end = num_cached * TOKEN_BYTES, (num_cached + self.min_shared) * TOKEN_BYTES
         data = state.tokens.tobytes()
         if end >= len(data) or self.max_hold_s <= 0 or state.max_reusable < len(state.tokens) - 1:

@@ -238,9 +238,10 @@ class PriorityBasedPass:
         return f"{head.request_id} waits, and its client has fewer rows"
 
     def _shorten_chunks(self, draft: Draft, head: RequestState, num_tokens: int) -> None:
-        """Shorten chunks of lower requests, the last first, to make room for the head's prompt.
+        """Shorten chunks of lower requests, to make room for the head's prompt.
 
-        Each keeps one token, so that it makes progress even if the head is not admitted after all.
+        The last comes first. Each keeps one token, so that it makes progress even if the head is not
+        admitted after all.
         """
         lack = min(num_tokens, draft.token_budget - draft.num_decodes)
         lack -= draft.token_budget - draft.num_tokens

@@ -195,9 +195,10 @@ class SLOAwarePass:
     # -- the cost of short steps
 
     def _charge(self, draft: Draft, view: SchedulingView) -> None:
-        """Add the cost of the last step to `_lost_s`, beyond `1 - min_throughput` of its time.
+        """Add to `_lost_s` what the last step cost beyond its allowance.
 
-        The cost is the part of a step's fixed time that full steps would have saved. `_lost_s` is at most the
+        The cost is the part of a step's fixed time that full steps would have saved, and the allowance is
+        `1 - min_throughput` of its time. `_lost_s` is at most the
         time that the waiting requests would take.
         """
         facts, lost_s = view.last_step, 0.0

@@ -1,8 +1,9 @@
 """vLLM's default scheduling, as a baseline.
 
-One loop over the running requests, then one over the waiting ones. Written from the observed behaviour of vLLM 0.33's `Scheduler` (first come, first served), and compared with
-it step by step in `tests/peers`. The ideas are continuous batching with preemption by recompute (Kwon et al.,
-2023) and chunked prefill in one token budget (Agrawal et al., 2024).
+One loop over the running requests, then one over the waiting ones. Written from the observed behaviour of
+vLLM 0.33's `Scheduler` (first come, first served), and compared with it step by step in `tests/peers`. The
+ideas are continuous batching with preemption by recompute (Kwon et al., 2023) and chunked prefill in one
+token budget (Agrawal et al., 2024).
 """
 
 from __future__ import annotations

@@ -9,39 +9,47 @@ from sagellm.core.plan import RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
-from sagellm.kvmgr.scheduler_ir import presets
+from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.kvmgr.scheduler_ir.passes.priority_based import PriorityBasedPass
 from tests.kvmgr.scheduler_ir.passes.desk import Desk, DeskView, admit, state
 
-OPEN = [name for name in presets.PRESETS if name not in ("fifo", "vllm-like")]
+OPEN = [name for name in strategies.STRATEGIES if name not in ("fifo", "vllm-like")]
 CLOSING = {"chunked_prefill", "memory_aware_preemption"}
 
 
-def test_the_presets_are_those_of_the_design() -> None:
-    assert set(presets.PRESETS) == {"fifo", "priority", "slo", "adaptive", "throughput", "fair", "vllm-like"}
+def test_the_strategies_are_those_of_the_design() -> None:
+    assert set(strategies.STRATEGIES) == {
+        "fifo",
+        "priority",
+        "slo",
+        "adaptive",
+        "throughput",
+        "fair",
+        "vllm-like",
+    }
 
 
-@pytest.mark.parametrize("name", presets.PRESETS)
-def test_a_preset_is_made_new_each_time_in_its_order(name: str) -> None:
-    first, second = presets.make(name), presets.make(name)
-    assert [one.name for one in first] == [one for one, _ in presets.PRESETS[name]]
+@pytest.mark.parametrize("name", strategies.STRATEGIES)
+def test_a_strategy_is_made_of_new_passes_in_its_order(name: str) -> None:
+    first, second = strategies.make(name), strategies.make(name)
+    assert [one.name for one in first] == [one for one, _ in strategies.STRATEGIES[name]]
     assert not {id(one) for one in first} & {id(one) for one in second}
 
 
-def test_options_go_over_those_of_the_preset() -> None:
-    made = presets.make("priority", {"priority_based": {"age_s": 7.0}})
+def test_options_override_those_of_the_strategy() -> None:
+    made = strategies.make("priority", {"priority_based": {"age_s": 7.0}})
     priority = next(one for one in made if one.name == "priority_based")
     assert isinstance(priority, PriorityBasedPass)
     assert (priority.age_s, priority.preempt) == (7.0, True)
 
 
-def test_what_there_is_not_is_answered_with_what_there_is() -> None:
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'adaptive'"):
-        presets.make("adaptiv")
+        strategies.make("adaptiv")
     with pytest.raises(UnknownNameError, match="it has chunked_prefill, memory_aware_preemption"):
-        presets.make("fifo", {"fairness": {}})
+        strategies.make("fifo", {"fairness": {}})
     with pytest.raises(UnknownNameError, match="no option 'speed'"):
-        presets.make("slo", {"slo_aware": {"speed": 1}})
+        strategies.make("slo", {"slo_aware": {"speed": 1}})
 
 
 @pytest.mark.parametrize("name", registry("pass").names())
@@ -73,7 +81,7 @@ class _Chain:
 
 
 def _open_passes(name: str) -> list[SchedulerPass]:
-    return [one for one in presets.make(name) if one.name not in CLOSING]
+    return [one for one in strategies.make(name) if one.name not in CLOSING]
 
 
 @pytest.mark.parametrize("name", OPEN)

@@ -19,7 +19,7 @@ Recipe = Sequence[tuple[str, Mapping[str, Any]]]
 CLOSING: Recipe = (("chunked_prefill", {}), ("memory_aware_preemption", {}))
 """The passes that keep token budget and memory: the end of every strategy without a closing pass."""
 
-PRESETS: Mapping[str, Recipe] = {
+STRATEGIES: Mapping[str, Recipe] = {
     "fifo": CLOSING,
     "priority": (("prefix_cache_aware", {}), ("priority_based", {"preempt": True, "fair": True}), *CLOSING),
     "slo": (("prefix_cache_aware", {}), ("slo_aware", {}), *CLOSING),
@@ -46,16 +46,16 @@ def make(name: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> l
     strategy is replaced, use the same objects again. Raises `UnknownNameError` for an unknown strategy, and
     for options of a pass that the strategy does not have.
     """
-    if name not in PRESETS:
-        listed = f" Known: {', '.join(sorted(PRESETS))}."
-        guess = nearest(name, PRESETS)
-        unknown = f"unknown preset of the scheduler {name!r}"
+    if name not in STRATEGIES:
+        listed = f" Known: {', '.join(sorted(STRATEGIES))}."
+        guess = nearest(name, STRATEGIES)
+        unknown = f"unknown strategy {name!r}"
         raise UnknownNameError(f"{unknown}.{guess if guess != listed else ''}{listed}")
-    recipe, given = PRESETS[name], options or {}
+    recipe, given = STRATEGIES[name], options or {}
     names = [pass_name for pass_name, _ in recipe]
     for pass_name in given:
         if pass_name not in names:
-            raise UnknownNameError(f"preset {name!r} has no pass {pass_name!r}; it has {', '.join(names)}")
+            raise UnknownNameError(f"strategy {name!r} has no pass {pass_name!r}; it has {', '.join(names)}")
     return [make_pass(each, {**known, **given.get(each, {})}) for each, known in recipe]
 
 
