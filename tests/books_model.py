@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from sagellm.core.binding import Binding, ChunkBlocks
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import CapacityError
@@ -95,43 +96,44 @@ class Books:
     def step(self, chunk: Chunk, fail: str = "") -> None:
         """One request's chunk through bind, execute and commit; `fail` says where it breaks off."""
         self.clock.advance(1.0)
-        draft = Draft(0, 0.0, 1000, [], [], {chunk.state.request_id: chunk})
+        binding = Binding(Draft(0, 0.0, 1000, [], [], {chunk.state.request_id: chunk}))
         before = self.kv.block_states(), self.kv.index.num_cached
         try:
-            self.kv.bind(draft)
+            self.kv.bind(binding)
         except CapacityError:
-            assert draft.copies == []
+            assert binding.copies == []
             self.check_unbound(before)
             return
-        self.check_evicted(before, chunk)
+        self.check_evicted(before, binding.chunks[chunk.state.request_id])
         if fail == "rollback":
-            self.kv.rollback(draft)
+            self.kv.rollback(binding)
             self.check_unbound(before)
             return
-        self.execute(draft.copies, chunk)
+        self.execute(binding.copies, chunk)
         self.commit(chunk)
 
     def admit_together(self, names: list[str], num_tokens: int, *, fail: str = "") -> None:
         """Several requests in one step, each bound before the next is looked up, as a pass may have it."""
         self.clock.advance(1.0)
         draft = Draft(0, 0.0, 1000, [], [], {})
+        binding = Binding(draft)
         before = self.kv.block_states(), self.kv.index.num_cached
         for name in names:
-            state, num_copies = self.waiting[name], len(draft.copies)
+            state, num_copies = self.waiting[name], len(binding.copies)
             hit = self.kv.match(state)
             self.check_match(state, hit)
             left = len(state.tokens) - hit.num_tokens
             draft.chunks[name] = Chunk(state, hit.num_tokens, min(num_tokens, left), hit)
             try:
-                self.kv.bind(draft, early=True)
+                self.kv.bind(binding, early=True)
             except CapacityError:
                 del draft.chunks[name]
                 break
-            self.execute(draft.copies[num_copies:], draft.chunks[name])
-        assert list(draft.bound) == list(draft.chunks)
+            self.execute(binding.copies[num_copies:], draft.chunks[name])
+        assert list(binding.chunks) == list(draft.chunks)
         if fail == "rollback":
-            self.kv.rollback(draft)
-            assert not draft.bound
+            self.kv.rollback(binding)
+            assert not binding.chunks
             self.check_unbound(before)
             return
         for chunk in draft.chunks.values():
@@ -250,11 +252,11 @@ class Books:
         assert now.cached <= cached
         assert now.free >= free
 
-    def check_evicted(self, before: tuple[Any, int], chunk: Chunk) -> None:
+    def check_evicted(self, before: tuple[Any, int], bound: ChunkBlocks) -> None:
         """Exactly what was missing is gone, where nothing but the index can give it."""
         if self.window is not None or self.kv.quota is not None:
             return
-        missing = max(0, len(chunk.block_ids) - before[0].free)
+        missing = max(0, len(bound.block_ids) - before[0].free)
         assert before[1] - self.kv.index.num_cached == missing
 
     def check(self) -> None:

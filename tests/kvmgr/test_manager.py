@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sagellm.core.binding import Binding, BindingStage
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import BookkeepingError, CapacityError
@@ -33,15 +34,19 @@ def state(name: str, tokens: Sequence[int]) -> RequestState:
     return RequestState.of(Request(name, Tokens(tokens)))
 
 
-def draft(*chunks: Chunk) -> Draft:
-    return Draft(0, 0.0, 1000, [], [], {chunk.state.request_id: chunk for chunk in chunks})
+def binding(*chunks: Chunk) -> Binding:
+    return Binding(Draft(0, 0.0, 1000, [], [], {chunk.state.request_id: chunk for chunk in chunks}))
+
+
+def blocks_of(bound: Binding, name: str) -> tuple[int, tuple[int, ...]]:
+    return bound.chunks[name].first_block, bound.chunks[name].block_ids
 
 
 def admit(kv: KVCacheManager, request: RequestState, num_tokens: int | None = None) -> Chunk:
     hit = kv.match(request)
     take = len(request.tokens) - hit.num_tokens if num_tokens is None else num_tokens
     chunk = Chunk(request, hit.num_tokens, take, hit)
-    kv.bind(draft(chunk))
+    kv.bind(binding(chunk))
     request.status, request.num_prefilled = RequestStatus.RUNNING, chunk.start
     return chunk
 
@@ -58,7 +63,7 @@ def test_a_prompt_enters_the_index_when_it_is_whole() -> None:
     admit(kv, first, 6)
     compute(kv, first, 6)
     assert kv.index.num_cached == 0
-    kv.bind(draft(Chunk(first, 6, 4)))
+    kv.bind(binding(Chunk(first, 6, 4)))
     compute(kv, first, 10)
     assert (kv.index.num_cached, kv.index.num_evictable) == (2, 0)
     assert kv.match(state("other", range(10))).num_tokens == 8
@@ -77,63 +82,64 @@ def test_who_computed_the_same_goes_on_with_the_blocks_of_the_index() -> None:
     assert kv.block_states() == (4, 0, 12)  # the three duplicates are free again
     second.tokens.append(8)
     chunk = Chunk(second, 13, 1)
-    kv.bind(draft(chunk))
-    assert (chunk.first_block, chunk.block_ids) == (0, ())  # the backend is told of the whole table
-    kv.rollback(draft(chunk))
-    step = draft(chunk)
+    step = binding(chunk)
     kv.bind(step)
-    assert chunk.first_block == 0  # a failed step has told it nothing
+    assert blocks_of(step, "b") == (0, ())  # the backend is sent the whole table
+    kv.rollback(step)
+    step = binding(chunk)
+    kv.bind(step)
+    assert blocks_of(step, "b")[0] == 0  # a failed step has sent it nothing
     kv.executed(step)
     compute(kv, second, 14)
     second.tokens.append(9)
     chunk = Chunk(second, 14, 1)
-    kv.bind(draft(chunk))
-    assert chunk.first_block == 4
+    step = binding(chunk)
+    kv.bind(step)
+    assert blocks_of(step, "b")[0] == 4
     for request in (first, second):
         kv.release(request)
         kv.check()
     assert kv.block_states() == (0, 3, 13)
 
 
-def test_what_changed_after_a_bind_is_not_told_by_that_step() -> None:
+def test_a_change_after_a_bind_is_not_sent_by_that_step() -> None:
     """A step may be bound while the one before it computes."""
     kv = manager()
     first, second = state("a", range(12)), state("b", [*range(12), 7])
     steps = []
     for request in (first, second):
         chunk = Chunk(request, 0, len(request.tokens), kv.match(request))
-        steps.append(draft(chunk))
+        steps.append(binding(chunk))
         kv.bind(steps[-1])
         request.status, request.num_prefilled = RequestStatus.RUNNING, 0
     kv.executed(steps[0])
     compute(kv, first, 12)
     second.tokens.append(8)
-    ahead, chunk = draft(), Chunk(second, 13, 1)
-    ahead.chunks = {"b": chunk}
+    ahead = binding(Chunk(second, 13, 1))
     kv.bind(ahead)
-    assert (chunk.first_block, chunk.block_ids) == (4, ()), "nothing has changed so far"
+    assert blocks_of(ahead, "b") == (4, ()), "nothing has changed so far"
     kv.executed(steps[1])
     compute(kv, second, 13)  # the duplicates leave its table
     kv.executed(ahead)
     compute(kv, second, 14)
     second.tokens.append(9)
-    chunk = Chunk(second, 14, 1)
-    kv.bind(draft(chunk))
-    assert chunk.first_block == 0
+    step = binding(Chunk(second, 14, 1))
+    kv.bind(step)
+    assert blocks_of(step, "b")[0] == 0
 
 
 def test_what_is_foreseen_can_be_reused_and_taken_back() -> None:
     kv = manager()
     first = state("a", range(12))
     chunk = Chunk(first, 0, 12, kv.match(first))
-    step = draft(chunk)
+    step = binding(chunk)
     kv.bind(step)
     before = kv.block_states()
     kv.foresee([chunk])
     kv.check()
     other = state("b", range(20))
     assert kv.match(other).num_tokens == 12
-    ahead = draft(Chunk(other, 12, 8, kv.match(other)))
+    ahead = binding(Chunk(other, 12, 8, kv.match(other)))
     kv.bind(ahead)
     kv.rollback(ahead)
     assert kv.match(other).num_tokens == 12, "the step that computes it stands"
@@ -148,7 +154,7 @@ def test_a_part_of_a_prompt_is_not_foreseen() -> None:
     kv = manager()
     first = state("a", range(12))
     chunk = Chunk(first, 0, 8, kv.match(first))
-    kv.bind(draft(chunk))
+    kv.bind(binding(chunk))
     kv.foresee([chunk])
     assert kv.match(state("b", range(12))).num_tokens == 0
 
@@ -173,9 +179,9 @@ def test_growth_takes_a_block_only_at_a_border() -> None:
     for _ in range(6):
         request.tokens.append(7)
         price = kv.blocks_to_append(request, 1)
-        chunk = Chunk(request, request.num_prefilled, 1)
-        kv.bind(draft(chunk))
-        assert price == len(chunk.block_ids)
+        step = binding(Chunk(request, request.num_computed, 1))
+        kv.bind(step)
+        assert price == len(blocks_of(step, "r")[1])
         taken.append(price)
         compute(kv, request, request.num_prefilled + 1)
     assert taken == [0, 1, 0, 0, 0, 1]
@@ -227,7 +233,7 @@ def test_a_bind_that_cannot_be_leaves_the_books_as_they_were() -> None:
         for h in [kv.match(r)]
     ]
     with pytest.raises(CapacityError, match="5 blocks asked for"):
-        kv.bind(draft(*chunks))
+        kv.bind(binding(*chunks))
     kv.check()
     assert kv.block_states() == before
 
@@ -264,7 +270,7 @@ def test_an_exception_in_the_middle_of_bind_is_undone(at: int) -> None:
     chunks = [Chunk(running, 4, 1), *(Chunk(r, h.num_tokens, 4, h) for r in new for h in [kv.match(r)])]
     pool.countdown = at
     with pytest.raises(RuntimeError, match="injected"):
-        kv.bind(draft(*chunks))
+        kv.bind(binding(*chunks))
     kv.check()
     assert kv.block_states() == before
     assert len(kv.block_table("running")) == 1
@@ -279,12 +285,27 @@ def test_rollback_undoes_a_bind() -> None:
     before = kv.block_states()
     request = state("r", [*range(8), 1, 2])
     hit = kv.match(request)
-    bound = draft(Chunk(request, 8, 2, hit))
+    bound = binding(Chunk(request, 8, 2, hit))
     kv.bind(bound)
     assert kv.block_states() != before
     kv.rollback(bound)
     kv.check()
     assert kv.block_states() == before
+
+
+def test_calls_out_of_order_name_the_right_call() -> None:
+    kv = manager()
+    request = state("r", range(6))
+    step = binding(Chunk(request, 0, 6, kv.match(request)))
+    with pytest.raises(BookkeepingError, match="executed of step 0: call bind first"):
+        kv.executed(step)
+    kv.bind(step)
+    kv.executed(step)
+    assert step.stage is BindingStage.EXECUTED
+    for call in (kv.bind, kv.rollback):
+        with pytest.raises(BookkeepingError, match="of step 0: it was executed: commit its requests"):
+            call(step)
+    compute(kv, request, 6)
 
 
 def test_a_hit_that_shrank_before_bind_is_an_error() -> None:
@@ -297,7 +318,7 @@ def test_a_hit_that_shrank_before_bind_is_an_error() -> None:
     hit = kv.match(request)
     kv.room.make(3, NO_ACCOUNT)
     with pytest.raises(BookkeepingError, match="shrank"):
-        kv.bind(draft(Chunk(request, 8, 1, hit)))
+        kv.bind(binding(Chunk(request, 8, 1, hit)))
     kv.check()
 
 
@@ -329,7 +350,7 @@ def test_the_time_of_a_look_up_is_recorded() -> None:
 def test_what_fits_into_host_memory_is_saved(num_host_blocks: int) -> None:
     swap = SwapSpace(FreeListPool(num_host_blocks, BLOCK)) if num_host_blocks else None
     kv = KVCacheManager(RadixIndex(block_size=BLOCK), FreeListPool(16, BLOCK), swap=swap)
-    running, step = state("r", range(10)), draft()
+    running, step = state("r", range(10)), binding()
     admit(kv, running)
     compute(kv, running, 10)
     assert kv.swap_out(step, running) == (num_host_blocks == 3)

@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 from sagellm.benchmarks.reporting import Environment, Table
+from sagellm.core.binding import Binding
 from sagellm.core.blocks import cdiv
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
@@ -175,7 +176,7 @@ def _serve(manager: KVCacheManager, state: RequestState, clock: ManualClock) -> 
     num_tokens = len(state.tokens)
     hit = manager.match(state)
     chunk = Chunk(state, hit.num_tokens, num_tokens - hit.num_tokens, hit)
-    manager.bind(Draft(0, clock.now(), num_tokens, [], [], {state.request_id: chunk}))
+    manager.bind(Binding(Draft(0, clock.now(), num_tokens, [], [], {state.request_id: chunk})))
     manager.commit(state)
     manager.release(state)
     return PromptReuse(num_tokens, cdiv(num_tokens, manager.block_size), hit.num_blocks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from sagellm.core.binding import Binding
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import BlockTableDelta, Draft, ExecutionPlan, RequestState
@@ -124,6 +125,7 @@ class IRBuilder:
             max_num_seqs=max_num_seqs,
         ).draft
         draft.step = step
+        binding = Binding(draft)
         decodes = draft.decodes
         assert isinstance(decodes, DecodeBatch)  # `schedule` made it
         tables = _NumberedTables(available_memory, sizes[0] if sizes else 1)
@@ -135,7 +137,7 @@ class IRBuilder:
         for state in draft.needing_block():
             first = len(tables.block_table(state.request_id))
             new = tables.extend_to(state.request_id, state.num_computed + 1)
-            draft.table_deltas.append(BlockTableDelta(state.row, first, tuple(new)))
+            binding.table_deltas.append(BlockTableDelta(state.row, first, tuple(new)))
         free_rows = [*left, *range(len(running), max_num_seqs)]
         for chunk, row in zip(draft.admitted(), free_rows, strict=False):  # the verifier has counted rows
             assert chunk.hit is not None
@@ -143,8 +145,8 @@ class IRBuilder:
             tables.add_held(chunk.state.request_id, chunk.hit.num_tokens)
             tables.extend_to(chunk.state.request_id, chunk.end)
         if draft.skipped_decodes:
-            draft.decode_indices = decodes.indices_without(set(draft.skipped_decodes))
-        return freeze(draft, left, tables, decodes)
+            binding.decode_indices = decodes.indices_without(set(draft.skipped_decodes))
+        return freeze(binding, left, tables, decodes)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ deltas) and small copies of what runs, never live arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, overload
 
@@ -40,22 +40,22 @@ class BlockTableDeltas(Sequence[BlockTableDelta]):
 
     The items are made from the columns on first access. Immutable; equal to a tuple of the same items."""
 
-    __slots__ = ("_all", "block_ids", "others", "places", "rows")
+    __slots__ = ("_all", "block_ids", "firsts", "others", "rows")
 
     def __init__(
         self,
         rows: Sequence[int],
-        places: Sequence[int],
+        firsts: Sequence[int],
         block_ids: Sequence[int],
         others: Sequence[BlockTableDelta] = (),
     ) -> None:
-        self.rows, self.places, self.block_ids = tuple(rows), tuple(places), tuple(block_ids)
+        self.rows, self.firsts, self.block_ids = tuple(rows), tuple(firsts), tuple(block_ids)
         self.others = tuple(others)
         self._all: tuple[BlockTableDelta, ...] | None = None
 
     def _made(self) -> tuple[BlockTableDelta, ...]:
         if self._all is None:
-            singles = map(BlockTableDelta, self.rows, self.places, zip(self.block_ids, strict=True))
+            singles = map(BlockTableDelta, self.rows, self.firsts, zip(self.block_ids, strict=True))
             self._all = (*singles, *self.others)
         return self._all
 
@@ -166,16 +166,12 @@ class Chunk:
     """Tokens `[start, start + num_tokens)` of one request, to be computed in this step.
 
     `hit` is set for a request that enters the batch with this chunk: what it reuses ends at `start`.
-    `kv.bind` sets `block_ids`, the blocks that the chunk adds to the request's table, and `first_block`, the
-    index from which on the table differs from what the backend knows.
     """
 
     state: RequestState
     start: int
     num_tokens: int
     hit: PrefixHit | None = None
-    first_block: int = 0
-    block_ids: tuple[int, ...] = ()
 
     @property
     def admits(self) -> bool:
@@ -266,27 +262,12 @@ class Draft:
     preempted: list[RequestState] = field(default_factory=list)
     swapped: list[str] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
-    copies: list[BlockCopy] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     placements: dict[str, Placement] = field(default_factory=dict)
     num_draft_tokens: int = 0
     decisions: list[Decision] = field(default_factory=list)
-    decode_indices: list[int] | None = None
-    """Where in `decodes.states` those stand that take part, once that is settled; None: all do."""
     skipped_decodes: dict[str, RequestState] = field(default_factory=dict)
     """Requests in decode that compute nothing in this step: held, preempted or rejected."""
-    may_bind: bool = False
-    """Whether passes may have the blocks bound of what they have decided (`SchedulingView.bind_early`)."""
-    bound: dict[str, Chunk] = field(default_factory=dict)
-    """Chunks that have their blocks, in order: no pass can take them back."""
-    decodes_bound: bool = False
-    """Whether those in decode have their blocks: no pass can take them out any more."""
-    num_bind: int = 0
-    """Which of all binds was the last one that it took part in."""
-    appended: AppendedBlocks = field(default_factory=lambda: AppendedBlocks())
-    """Requests in decode to which `kv.bind` gave a block."""
-    table_deltas: list[BlockTableDelta] = field(default_factory=list)
-    """What else the backend has to be told of the tables of requests in decode."""
 
     @property
     def num_decodes(self) -> int:
@@ -393,30 +374,6 @@ class Placement:
     decode: str = ""
     attention: str = ""
     ffn: str = ""
-
-
-@dataclass(slots=True)
-class AppendedBlocks:
-    """A block each for many requests in decode, in columns: what `bind` gave, and (`news`: rows, indices in
-    their tables, blocks) what the backend has to be told of it."""
-
-    states: list[RequestState] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
-    news: tuple[list[int], list[int], list[int]] = field(default_factory=lambda: ([], [], []))
-
-    def add(self, states: Sequence[RequestState], block_ids: Sequence[int]) -> None:
-        self.states += states
-        self.block_ids += block_ids
-
-    def tell(self, rows: Iterable[int], places: Iterable[int], block_ids: Iterable[int]) -> None:
-        for column, values in zip(self.news, (rows, places, block_ids), strict=True):
-            column.extend(values)
-
-    def clear(self) -> None:
-        self.states.clear()
-        self.block_ids.clear()
-        for column in self.news:
-            column.clear()
 
 
 @dataclass(frozen=True, slots=True)

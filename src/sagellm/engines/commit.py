@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, overload
 
+from sagellm.core.binding import Binding
 from sagellm.core.events import RequestFinished
-from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepResult
+from sagellm.core.plan import ExecutionPlan, RequestState, StepResult
 from sagellm.core.types import FinishReason, RequestOutput, RequestStatus, TokenLogprob
 from sagellm.engines.request_table import RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
@@ -44,7 +45,7 @@ class Committer:
 
     def commit(
         self,
-        draft: Draft,
+        binding: Binding,
         plan: ExecutionPlan,
         result: StepResult,
         outputs: StepOutputs,
@@ -57,11 +58,12 @@ class Committer:
         decode come first in the plan. `given_block_ahead`: ids of requests that already have a block for the
         step after this one.
         """
-        self._kv.executed(draft)
+        self._kv.executed(binding)
+        draft = binding.draft
         num_decodes = draft.num_decodes
         drawn = dict(zip(plan.sample_rows[num_decodes:], result.token_ids[num_decodes:], strict=True))
         if num_decodes:
-            yield from self._commit_decodes(draft, result.token_ids[:num_decodes], result.logprobs, outputs)
+            yield from self._commit_decodes(binding, result.token_ids[:num_decodes], result.logprobs, outputs)
         for chunk in draft.chunks.values():
             state = chunk.state
             if state.status is RequestStatus.FINISHED:
@@ -92,12 +94,12 @@ class Committer:
 
     def _commit_decodes(
         self,
-        draft: Draft,
+        binding: Binding,
         token_ids: Sequence[int],
         logprobs: Mapping[int, TokenLogprob],
         outputs: StepOutputs,
     ) -> Iterator[Finish]:
-        batch, indices = self._table.decodes, draft.decode_indices
+        batch, indices = self._table.decodes, binding.decode_indices
         states = list(batch.states) if indices is None else [batch.states[i] for i in indices]
         try:
             may_end = batch.advance(token_ids, indices)
@@ -107,9 +109,11 @@ class Committer:
             for state, token_id in drawn:
                 if not 0 <= token_id < self._vocab_size:
                     yield Finish(state, FinishReason.ERROR, error=NOT_FINITE, keep=False)
-            draft.decode_indices = [batch.states.index(state) for state, _ in good]
+            binding.decode_indices = [batch.states.index(state) for state, _ in good]
             if good:
-                yield from self._commit_decodes(draft, [token_id for _, token_id in good], logprobs, outputs)
+                yield from self._commit_decodes(
+                    binding, [token_id for _, token_id in good], logprobs, outputs
+                )
             return
         ended = {
             states[i]: (token_ids[i], reason)

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
+from sagellm.core.binding import Binding
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import CapacityError, RequestError
 from sagellm.core.events import (
@@ -278,23 +279,23 @@ class Engine:
         return self.scheduler.run(self._planner.draft(self._num_steps), self)
 
     def bind_early(self, draft: Draft) -> bool:
-        return self.kv.bind_early(draft)
+        return self._planner.bind_early(draft)
 
     def _plan(self) -> InFlightStep:
         """Plan a step and hand it to the backend; requests that the plan removes have left."""
         began_s = self.clock.now()
-        draft = self._planner.decide(self._num_steps, self)
-        for state in draft.preempted:
-            self._planner.save_kv(draft, state)
+        binding = self._planner.decide(self._num_steps, self)
+        for state in binding.draft.preempted:
+            self._planner.save_kv(binding, state)
             self._preempt(state)
-        for request_id, reason in draft.rejected.items():
+        for request_id, reason in binding.draft.rejected.items():
             self._finish(Finish(self._request_table.states[request_id], FinishReason.ERROR, error=reason))
-        must_leave = self._planner.bind(draft)
+        must_leave = self._planner.bind(binding)
         if must_leave is not None and must_leave.error is None:
             self._preempt(must_leave.state)
         elif must_leave is not None:
             self._finish(Finish(must_leave.state, FinishReason.ERROR, error=must_leave.error))
-        return self._submit(self._planner.seal(draft), began_s)
+        return self._submit(self._planner.seal(binding), began_s)
 
     def _submit(self, planned: PlannedStep, began_s: float) -> InFlightStep:
         """Hand a step to the backend; without overlap it is computed when the engine waits for it."""
@@ -314,19 +315,19 @@ class Engine:
 
         `following` is handed to the backend then, or is undone too.
         """
-        draft, plan = current.draft, current.plan
+        binding, draft, plan = current.binding, current.binding.draft, current.plan
         if plan.is_empty:
             self._recovery.relax()
             return None
         try:
             result, spent_s = current.wait()
         except CapacityError as error:
-            self._undo(draft, following)
+            self._undo(binding, following)
             self._fail(self._recovery.short_of_memory(draft, plan, error), str(error))
             return None
         except Exception as error:
             log.exception("step %d with %d requests failed", plan.step, draft.num_scheduled)
-            self._undo(draft, following)
+            self._undo(binding, following)
             self._fail(self._recovery.failed(draft, plan), f"the backend failed: {error}")
             return None
         self.last_step = StepFacts(spent_s, len(plan.decode_rows), plan.num_prefill_tokens)
@@ -336,19 +337,24 @@ class Engine:
             self._submit(following, self.clock.now())
         return result
 
-    def _undo(self, draft: Draft, following: PlannedStep | None) -> None:
+    def _undo(self, binding: Binding, following: PlannedStep | None) -> None:
         """After a failed execute: blocks are as before the bind, and admitted requests wait again."""
-        for undone in (draft,) if following is None else (following.draft, draft):
+        for undone in (binding,) if following is None else (following.binding, binding):
             self.kv.rollback(undone)
-            if undone is draft:
-                self.kv.give_up_saved(draft)
-            for chunk in reversed(list(undone.admitted())):
+            if undone is binding:
+                self.kv.give_up_saved(binding.draft)
+            for chunk in reversed(list(undone.draft.admitted())):
                 self._request_table.cancel_admission(chunk.state)
 
     def _commit(self, current: InFlightStep, result: StepResult) -> None:
         self.last_plan, result = current.reorder(result)
         ended = self._committer.commit(
-            current.draft, self.last_plan, result, self._outputs, self.clock.now(), self._given_block_ahead()
+            current.binding,
+            self.last_plan,
+            result,
+            self._outputs,
+            self.clock.now(),
+            self._given_block_ahead(),
         )
         for finish in ended:
             self._finish(finish)

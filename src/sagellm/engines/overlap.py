@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepResult
+from sagellm.core.binding import Binding
+from sagellm.core.plan import ExecutionPlan, RequestState, StepResult
 from sagellm.core.types import RequestStatus
 from sagellm.kvmgr.scheduler_ir import DecodeBatch
 
@@ -25,7 +26,7 @@ from sagellm.kvmgr.scheduler_ir import DecodeBatch
 class PlannedStep(NamedTuple):
     """A step with blocks and rows. `decoding`: its requests in decode, in the order of the plan."""
 
-    draft: Draft
+    binding: Binding
     plan: ExecutionPlan
     decoding: Sequence[RequestState]
 
@@ -39,7 +40,7 @@ class InFlightStep:
     step that was planned ahead, when the backend got it.
     """
 
-    draft: Draft
+    binding: Binding
     plan: ExecutionPlan
     decoding: Sequence[RequestState]
     began_s: float
@@ -47,23 +48,23 @@ class InFlightStep:
 
     def drop_finished(self, batch: DecodeBatch) -> None:
         """Take requests out of the draft that have finished since it was planned."""
-        draft = self.draft
+        binding, draft = self.binding, self.binding.draft
         for name in [n for n, chunk in draft.chunks.items() if chunk.state.status is RequestStatus.FINISHED]:
             del draft.chunks[name]
-        draft.decodes, draft.skipped_decodes, draft.decode_indices = batch, {}, None
+        draft.decodes, draft.skipped_decodes, binding.decode_indices = batch, {}, None
         if batch.states != self.decoding:
             takes_part = set(self.decoding)
-            draft.decode_indices = [i for i, state in enumerate(batch.states) if state in takes_part]
+            binding.decode_indices = [i for i, state in enumerate(batch.states) if state in takes_part]
             draft.skipped_decodes = {s.request_id: s for s in batch.states if s not in takes_part}
 
     def reorder(self, result: StepResult) -> tuple[ExecutionPlan, StepResult]:
         """Plan and result for the requests that are still in the draft, in the order of the batch."""
-        plan, draft = self.plan, self.draft
-        if draft.decode_indices is None:
+        plan, binding = self.plan, self.binding
+        if binding.decode_indices is None:
             return plan, result
         index_of = {state: index for index, state in enumerate(self.decoding)}
-        members = draft.decodes.states
-        kept = [index_of[members[index]] for index in draft.decode_indices]
+        members = binding.draft.decodes.states
+        kept = [index_of[members[index]] for index in binding.decode_indices]
         rows, positions, tokens = plan.decode_rows, plan.decode_positions, result.token_ids
         count = len(self.decoding)
         plan = replace(
@@ -75,4 +76,4 @@ class InFlightStep:
 
     def given_block(self) -> frozenset[str]:
         """Ids of the requests in decode to which planning this step gave a block."""
-        return frozenset(state.request_id for state in self.draft.appended.states)
+        return frozenset(state.request_id for state in self.binding.appended_to)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from sagellm.core.binding import Binding
 from sagellm.core.clock import Clock
 from sagellm.core.errors import CapacityError, PlanError, SageError
 from sagellm.core.events import EventBus, RequestScheduled
@@ -47,6 +48,8 @@ class Planner:
         self._recovery = recovery
         self._clock = clock
         self._events = events
+        self._bindable_early: Binding | None = None
+        """The binding of the draft that passes edit now, if they may have blocks bound."""
 
     def draft(self, step: int) -> Draft:
         """What the step could do, before any pass has decided anything."""
@@ -62,42 +65,54 @@ class Planner:
             table.num_new_running,
         )
 
-    def decide(self, step: int, view: SchedulingView) -> Draft:
-        """The draft with the decisions of all passes.
+    def decide(self, step: int, view: SchedulingView) -> Binding:
+        """A binding of the draft that has the decisions of all passes.
 
-        Raises what a pass raises, and `PlanError` for decisions that break the rules; then nothing is bound.
+        Only what passes wanted to be bound early is bound. Raises what a pass raises, and `PlanError` for decisions that break the rules; then nothing is bound.
         """
-        draft = self.draft(step)
-        draft.may_bind = not self._recovery.isolates
-        self._run_passes(draft, view)
-        self._table.set_order(draft.running)
-        self._recovery.isolate(draft)
-        return draft
+        binding = Binding(self.draft(step))
+        self._run_passes(binding, view, may_bind_early=not self._recovery.isolates)
+        self._table.set_order(binding.draft.running)
+        self._recovery.isolate(binding.draft)
+        return binding
 
-    def save_kv(self, draft: Draft, state: RequestState) -> None:
+    def bind_early(self, draft: Draft) -> bool:
+        """Bind what the passes have decided so far; see `SchedulingView.bind_early`."""
+        binding = self._bindable_early
+        if binding is None or binding.draft is not draft or draft.preempted:
+            return False
+        try:
+            self._kv.bind(binding, early=True)
+        except CapacityError:
+            return False
+        return True
+
+    def save_kv(self, binding: Binding, state: RequestState) -> None:
         """Plan the copies to host memory that the draft wants for a request that it preempts, if they fit."""
-        if state.request_id in draft.swapped and not self._kv.swap_out(draft, state):
+        draft = binding.draft
+        if state.request_id in draft.swapped and not self._kv.swap_out(binding, state):
             draft.swapped.remove(state.request_id)
             draft.record("bind", state, "recompute", "there is no room in host memory")
 
-    def bind(self, draft: Draft) -> MustLeave | None:
+    def bind(self, binding: Binding) -> MustLeave | None:
         """Bind the blocks of all requests that get them; the requests that must leave have left.
 
         Running requests come first. Where a request lacks blocks that guarantees keep for others, the
         requests admitted behind it are put off to a later step, since they may hold what it lacks; then it is
         put off itself. If nothing is left to bind for that reason, returns a request that must leave.
         """
+        draft = binding.draft
         for name in (*(state.request_id for state in draft.preempted), *draft.rejected):
             draft.skipped_decodes.pop(name, None)
-        self._put_off_stale(draft)
+        self._put_off_stale(binding)
         short: CapacityError | None = None
         while draft.num_scheduled:
             try:
-                self._kv.bind(draft)
+                self._kv.bind(binding)
                 return None
             except CapacityError as error:
                 state, reason = self._table.states[error.request_id or ""], str(error)
-                admitted = [c.state for c in draft.admitted() if c.state.request_id not in draft.bound]
+                admitted = [c.state for c in draft.admitted() if c.state.request_id not in binding.chunks]
                 index = admitted.index(state) if state in admitted else -1
                 behind = admitted[index + 1 :]
                 if not behind:
@@ -106,10 +121,10 @@ class Planner:
                     self._put_off(draft, put_off, reason)
         return None if short is None else self._make_way(short)
 
-    def seal(self, draft: Draft) -> PlannedStep:
+    def seal(self, binding: Binding) -> PlannedStep:
         """Verify the bound draft, admit its requests into rows, and freeze it."""
-        self._verify_and_admit(draft)
-        return self._freeze(draft)
+        self._verify_and_admit(binding)
+        return self._freeze(binding)
 
     def plan_ahead(self, in_flight: InFlightStep, view: SchedulingView) -> PlannedStep | None:
         """The step behind one whose result is not known yet, planned on the requests as that will leave them.
@@ -118,58 +133,64 @@ class Planner:
         to leave the batch or memory is short; with a sliding window, since blocks behind the window would be
         given up too early; and where a prompt that ends in the step in flight is shared with its group.
         """
-        draft, table = in_flight.draft, self._table
+        draft, table = in_flight.binding.draft, self._table
         ends_shared = any(c.samples and c.state.request.group is not None for c in draft.chunks.values())
         if self._kv.window is not None or ends_shared:
             return None
         in_flight.drop_finished(table.decodes)
         chunks = list(draft.chunks.values())
         self._kv.foresee(chunks)
-        with table.as_if_executed(chunks, draft.decode_indices, self._kv.num_slots) as full_length:
+        with table.as_if_executed(
+            chunks, in_flight.binding.decode_indices, self._kv.num_slots
+        ) as full_length:
             return self._plan_behind(in_flight, full_length, view)
 
     def _plan_behind(
         self, in_flight: InFlightStep, full_length: Sequence[RequestState], view: SchedulingView
     ) -> PlannedStep | None:
-        draft = self.draft(in_flight.plan.step + 1)
-        draft.may_bind = True
+        binding = Binding(self.draft(in_flight.plan.step + 1))
+        draft = binding.draft
         draft.skipped_decodes = {state.request_id: state for state in full_length}
         try:
-            self._run_passes(draft, view)
-            self._put_off_stale(draft)
+            self._run_passes(binding, view, may_bind_early=True)
+            self._put_off_stale(binding)
             if draft.preempted or draft.rejected or not draft.num_scheduled:
                 raise CapacityError("requests would have to leave")
-            self._kv.bind(draft)
+            self._kv.bind(binding)
             self._table.set_order(draft.running)
-            self._verify_and_admit(draft)
+            self._verify_and_admit(binding)
         except SageError:
-            self._discard(draft)
+            self._discard(binding)
             return None
-        return self._freeze(draft, num_sent=len(in_flight.plan.left))
+        return self._freeze(binding, num_sent=len(in_flight.plan.left))
 
-    def _run_passes(self, draft: Draft, view: SchedulingView) -> None:
+    def _run_passes(self, binding: Binding, view: SchedulingView, *, may_bind_early: bool) -> None:
+        self._bindable_early = binding if may_bind_early else None
         try:
-            self._scheduler.run(draft, view)
+            self._scheduler.run(binding.draft, view, binding)
         except Exception:
-            self._discard(draft)
+            self._discard(binding)
             raise
-        before, after = len(self._table.running), len(draft.running)
+        finally:
+            self._bindable_early = None
+        before, after = len(self._table.running), len(binding.draft.running)
         if before != after:
             raise PlanError(f"a pass lost running requests: {after} of {before} are left")
 
-    def _discard(self, draft: Draft) -> None:
-        """Unbind a draft that is not executed.
+    def _discard(self, binding: Binding) -> None:
+        """Undo a binding that is not executed.
 
-        Its order of the running requests is kept: a pass that has sorted them looks only at new ones.
+        The draft's order of the running requests is kept: a pass that has sorted them looks only at new ones.
         """
-        self._kv.rollback(draft)
-        running = self._table.running
+        self._kv.rollback(binding)
+        draft, running = binding.draft, self._table.running
         if len(draft.running) == len(running) and set(draft.running) == set(running):
             self._table.set_order(draft.running)
 
-    def _verify_and_admit(self, draft: Draft) -> None:
+    def _verify_and_admit(self, binding: Binding) -> None:
+        draft = binding.draft
         try:
-            verify_bound(draft)
+            verify_bound(binding)
             for chunk in draft.admitted():
                 state, is_first = chunk.state, chunk.state.scheduled_s is None
                 self._table.admit(state, chunk.start, draft.now_s)
@@ -177,27 +198,26 @@ class Planner:
                 if is_first:
                     self._events.emit(RequestScheduled(state.request_id, chunk.start, draft.now_s))
         except SageError:
-            self._kv.rollback(draft)
+            self._kv.rollback(binding)
             raise
 
-    def _freeze(self, draft: Draft, num_sent: int = 0) -> PlannedStep:
+    def _freeze(self, binding: Binding, num_sent: int = 0) -> PlannedStep:
         """The plan of the draft. The backend has already been sent the first `num_sent` of the left rows."""
-        table = self._table
-        draft.decode_indices = (
-            table.decodes.indices_without(draft.skipped_decodes) if draft.skipped_decodes else None
-        )
-        plan = freeze(draft, tuple(table.left_rows[num_sent:]), self._kv, table.decodes)
-        members, indices = table.decodes.states, draft.decode_indices
-        return PlannedStep(draft, plan, list(members) if indices is None else [members[i] for i in indices])
+        table, skipped = self._table, binding.draft.skipped_decodes
+        binding.decode_indices = table.decodes.indices_without(skipped) if skipped else None
+        plan = freeze(binding, tuple(table.left_rows[num_sent:]), self._kv, table.decodes)
+        members, indices = table.decodes.states, binding.decode_indices
+        return PlannedStep(binding, plan, list(members) if indices is None else [members[i] for i in indices])
 
     def _put_off(self, draft: Draft, state: RequestState, reason: str) -> None:
         draft.hold(state)
         draft.record("bind", state, "wait", reason)
 
-    def _put_off_stale(self, draft: Draft) -> None:
+    def _put_off_stale(self, binding: Binding) -> None:
         """Put off requests whose prefix hit holds no longer."""
+        draft = binding.draft
         for chunk in list(draft.admitted()):
-            bound = chunk.state.request_id in draft.bound
+            bound = chunk.state.request_id in binding.chunks
             if not bound and chunk.hit is not None and not self._kv.is_current(chunk.hit):
                 self._put_off(draft, chunk.state, "the request whose last block it would copy has left")
 

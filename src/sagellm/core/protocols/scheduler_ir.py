@@ -163,7 +163,7 @@ NO_STEP = StepFacts(0.0, 0, 0)
 
 
 class SchedulingView(Protocol):
-    """What passes may read beside the draft."""
+    """What passes may use beside the draft. All but `bind_early` only reads."""
 
     @property
     def kv(self) -> KVQuotes: ...
@@ -178,9 +178,11 @@ class SchedulingView(Protocol):
     def num_free_rows(self) -> int: ...
 
     def bind_early(self, draft: Draft) -> bool:
-        """Bind the blocks of what is decided so far, so that prices and matches to come know of them; no pass
-        can take that back. False, and nothing has changed, where it cannot be: the draft is but looked at, or
-        whom it preempts still has its blocks."""
+        """Bind the blocks of what is decided so far, so that later prices and matches count them.
+
+        The pass cannot take that back. Returns False, with no change but evictions, where it cannot be done:
+        the draft will not be executed, a request that it preempts still has its blocks, or memory is short.
+        """
         ...
 
     @property

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from sagellm.core.binding import Binding
 from sagellm.core.plan import Chunk, Draft, ExecutionPlan, Prefill, RequestState
 from sagellm.core.protocols.scheduler_ir import (
     ALWAYS_STABLE,
@@ -177,10 +178,11 @@ class SimulatedEngine(Engine):
             price = len(needing_block) + kv.blocks_to_append(state, size)
             if clock.now() >= until_s or has_changed or price > kv.available_blocks() or kv.quota is not None:
                 break
-            draft = Draft(self._num_steps + number, clock.now(), 0, [], [])
-            draft.chunks[state.request_id] = Chunk(state, state.num_computed, size)
+            chunk = Chunk(state, state.num_computed, size)
+            draft = Draft(self._num_steps + number, clock.now(), 0, [], [], {state.request_id: chunk})
+            binding = Binding(draft)
             kv.append_blocks(needing_block)
-            kv.bind(draft)
+            kv.bind(binding)
             prefill = Prefill(state.row, state.request_id, state.num_computed, size, samples=False)
             self.backend.execute(
                 ExecutionPlan(
@@ -190,7 +192,7 @@ class SimulatedEngine(Engine):
                     prefills=(prefill,),
                 )
             )
-            kv.executed(draft)
+            kv.executed(binding)
             self._request_table.advance(state, size)
             kv.commit(state)
             times_s.append(clock.now())

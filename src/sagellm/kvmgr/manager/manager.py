@@ -10,8 +10,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
+from sagellm.core.binding import Binding, BindingStage, ChunkBlocks
 from sagellm.core.clock import Clock, MonotonicClock
-from sagellm.core.errors import BookkeepingError, CapacityError
+from sagellm.core.errors import BookkeepingError
 from sagellm.core.plan import BlockCopy, Chunk, Draft, RequestState
 from sagellm.core.protocols.eviction import Use
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
@@ -111,47 +112,38 @@ class KVCacheManager(Quotes):
 
     # -- bind and its undoing
 
-    def bind(self, draft: Draft, *, early: bool = False) -> None:
-        """Reserve what the draft needs and has not: pin every hit, then allocate; missing blocks are evicted,
-        exactly that many.
+    def bind(self, binding: Binding, *, early: bool = False) -> None:
+        """Reserve the blocks that the draft needs and has not: pin its hits, then append to block tables.
 
-        What the draft preempts has been released before. Either all is bound, or an error is raised and
-        nothing but evictions has happened. `early`: requests admitted later in the step may reuse what these
-        compute in it (with `index_as_computed`).
+        Missing blocks are evicted. Requests that the draft preempts have been released before. If an error is
+        raised, nothing but evictions has happened. `early`: with `index_as_computed`, requests that are
+        admitted later in the step may reuse what these chunks compute.
         """
+        binding.require("bind", BindingStage.OPEN, BindingStage.BOUND)
+        draft = binding.draft
         self.hints.expect(hit for name, hit in draft.hits.items() if name not in draft.chunks)
-        num_copies, num_bound, first = len(draft.copies), len(draft.bound), not draft.decodes_bound
-        self._tables.bind(draft)
-        chunks = [chunk for name, chunk in draft.chunks.items() if name not in draft.bound]
+        num_copies, num_bound, first = len(binding.copies), len(binding.chunks), not binding.decodes_bound
+        self._tables.bind(binding)
+        chunks = [chunk for name, chunk in draft.chunks.items() if name not in binding.chunks]
         try:
             for chunk in chunks:
                 if chunk.admits:
-                    draft.bound[chunk.state.request_id] = chunk
+                    binding.chunks[chunk.state.request_id] = ChunkBlocks(chunk)
                     self._admit(chunk)
             if first:
-                self._tables.grow(draft)
+                self._tables.grow(binding)
             for chunk in chunks:
-                draft.bound[chunk.state.request_id] = chunk
-                self._grow(chunk)
+                name = chunk.state.request_id
+                self._append_blocks(binding.chunks.setdefault(name, ChunkBlocks(chunk)))
                 if chunk.hit is not None:
-                    draft.copies += self._copies_for(chunk.state.request_id, chunk.hit)
+                    binding.copies += self._copies_for(name, chunk.hit)
             if early and self._publishes:
                 self._publish(chunks)
         except Exception:
-            self._undo(draft, num_bound, decodes=first)
-            del draft.copies[num_copies:]
+            self._undo(binding, num_bound, decodes=first)
+            del binding.copies[num_copies:]
             raise
-        draft.decodes_bound = True
-
-    def bind_early(self, draft: Draft) -> bool:
-        """`bind` for a pass: False, and nothing but evictions has happened, where that cannot be."""
-        if not draft.may_bind or draft.preempted:
-            return False
-        try:
-            self.bind(draft, early=True)
-        except CapacityError:
-            return False
-        return True
+        binding.decodes_bound, binding.stage = True, BindingStage.BOUND
 
     def admitted(self, chunk: Chunk, *, again: bool = False) -> None:
         """A request entered the batch with what this chunk reuses (`again`: it was preempted before)."""
@@ -166,20 +158,24 @@ class KVCacheManager(Quotes):
         if not self._registrar.saw(state.request_id):
             self._attribute(state, hit, again=again)
 
-    def rollback(self, draft: Draft) -> None:
-        """Undo a bind after a failed verify or execute; evictions stay. Whom the draft preempted has nothing
-        in host memory."""
-        self._undo(draft, 0, decodes=True)
-        if self.swap is not None:
-            self.swap.failed(draft.swapped)
+    def rollback(self, binding: Binding) -> None:
+        """Undo the binds of a step that is not, or not successfully, executed; evictions stay.
 
-    def swap_out(self, draft: Draft, state: RequestState) -> bool:
+        What was to be saved of the requests that the draft preempts is dropped.
+        """
+        binding.require("rollback", BindingStage.OPEN, BindingStage.BOUND)
+        self._undo(binding, 0, decodes=True)
+        binding.stage = BindingStage.OPEN
+        if self.swap is not None:
+            self.swap.failed(binding.draft.swapped)
+
+    def swap_out(self, binding: Binding, state: RequestState) -> bool:
         """Plan the copies that save what the request is about to lose by preemption; False where there is no
-        room. Before anything is bound: they have to come before all other copies of the draft."""
+        room. Before anything is bound: they have to come before all other copies of the step."""
         if self.swap is None or not self.resume_cost(state).fits:
             return False
         table, first = self.block_table(state.request_id), self._first_lost(state)
-        draft.copies += self.swap.save(state.request_id, state.tokens, table, first, state.num_computed)
+        binding.copies += self.swap.save(state.request_id, state.tokens, table, first, state.num_computed)
         return True
 
     def give_up_saved(self, draft: Draft) -> None:
@@ -195,12 +191,15 @@ class KVCacheManager(Quotes):
 
     # -- moving forward
 
-    def executed(self, draft: Draft) -> None:
-        """The backend has done the step: it knows the tables of those in decode that took part."""
-        self._tables.executed(draft)
+    def executed(self, binding: Binding) -> None:
+        """The backend has executed the step: it has the tables of the requests in decode that took part."""
+        if binding.draft.num_scheduled:
+            binding.require("executed", BindingStage.BOUND)
+        binding.stage = BindingStage.EXECUTED
+        self._tables.executed(binding)
         if self.swap is not None and self.swap.num_used:
-            self.swap.written(draft.swapped)
-            for chunk in draft.admitted():
+            self.swap.written(binding.draft.swapped)
+            for chunk in binding.draft.admitted():
                 self.swap.drop(chunk.state.request_id)
 
     def foresee(self, chunks: Iterable[Chunk]) -> None:
@@ -348,16 +347,15 @@ class KVCacheManager(Quotes):
         self._sequences[state.request_id] = made
         self._tables.enter(made)
 
-    def _grow(self, chunk: Chunk) -> None:
-        sequence = self._sequences[chunk.state.request_id]
+    def _append_blocks(self, bound: ChunkBlocks) -> None:
+        sequence = self._sequences[bound.chunk.state.request_id]
         held = len(sequence.block_ids)
-        chunk.first_block = held if sequence.changed_from is None else sequence.changed_from
-        missing = self._blocks_for(chunk.end) - held
-        if missing <= 0:
-            return
-        taken = self._tables.take(sequence, missing)
-        sequence.block_ids += taken
-        chunk.block_ids = tuple(taken)
+        bound.first_block = held if sequence.changed_from is None else sequence.changed_from
+        missing = self._blocks_for(bound.chunk.end) - held
+        if missing > 0:
+            taken = self._tables.take(sequence, missing)
+            sequence.block_ids += taken
+            bound.block_ids = tuple(taken)
 
     def _make_room(self, num_blocks: int, account: Account) -> None:
         """Have so many blocks free for the account, if that can be: behind windows first, then cached."""
@@ -365,23 +363,21 @@ class KVCacheManager(Quotes):
         self._windows.drop(num_blocks, account)
         self.room.make(num_blocks, account)
 
-    def _undo(self, draft: Draft, num_bound: int, *, decodes: bool) -> None:
-        """Take back all that was bound behind the first `num_bound` chunks and, with `decodes`, what those in
-        decode got."""
+    def _undo(self, binding: Binding, num_bound: int, *, decodes: bool) -> None:
+        """Take back the blocks of all chunks behind the first `num_bound` and, with `decodes`, those appended
+        to requests in decode."""
         if decodes:
-            self._tables.undo(draft)
-            draft.decodes_bound = False
-        for name, chunk in reversed(list(draft.bound.items())[num_bound:]):
-            del draft.bound[name]
-            sequence = self._sequences.get(name)
+            self._tables.undo(binding)
+        for name, bound in reversed(list(binding.chunks.items())[num_bound:]):
+            del binding.chunks[name]
+            chunk, sequence = bound.chunk, self._sequences.get(name)
             if sequence is None or sequence.state is not chunk.state:  # never reached, or ended since
                 continue
             self._registrar.withdraw(sequence, 0 if chunk.admits else chunk.start)
-            count = len(chunk.block_ids)
+            count = len(bound.block_ids)
             if count:
                 self.pool.shrink(sequence.own, count)
                 del sequence.block_ids[-count:]
-                chunk.block_ids = ()
             if chunk.admits:
                 self.index.unpin(sequence.hit)
                 self.pool.free(sequence.own)

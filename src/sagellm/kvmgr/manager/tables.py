@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
+from sagellm.core.binding import Binding
 from sagellm.core.errors import BookkeepingError, CapacityError
-from sagellm.core.plan import BlockTableDelta, Draft, RequestState
+from sagellm.core.plan import BlockTableDelta, RequestState
 from sagellm.core.protocols.kv_pool import KVPool
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, append_each
 from sagellm.kvmgr.manager.sequence import SequenceKV
@@ -45,10 +46,10 @@ class DecodeTables:
         del self._of[state]
         self._outdated.pop(state.request_id, None)
 
-    def bind(self, draft: Draft) -> None:
-        """A draft is about to be bound: it tells the backend of all changes until now, of none to come."""
+    def bind(self, binding: Binding) -> None:
+        """A draft is about to be bound: it sends the backend all changes until now, and none to come."""
         self._num_binds += 1
-        draft.num_bind = self._num_binds
+        binding.number = self._num_binds
 
     def mark(self, sequence: SequenceKV, first: int) -> None:
         """The backend has to be told of the table from block `first` on."""
@@ -65,29 +66,30 @@ class DecodeTables:
             del self._outdated[request_id]
             sequence.changed_from = None
 
-    def executed(self, draft: Draft) -> None:
-        """The backend has done the step."""
-        self._num_landed = draft.num_bind
+    def executed(self, binding: Binding) -> None:
+        """The backend has executed the step."""
+        draft, self._num_landed = binding.draft, binding.number
         if self._outdated:
             for name in [name for name, one in self._outdated.items() if draft.computes(one.state)]:
                 self.told(name)
 
-    def grow(self, draft: Draft) -> None:
-        """Fill in `draft.appended` and `draft.table_deltas`.
+    def grow(self, binding: Binding) -> None:
+        """Append a block to each request in decode that needs one, and note it in the binding.
 
-        Raises `CapacityError`; the blocks appended until then stand in `draft.appended`."""
+        Raises `CapacityError`; the blocks appended until then stand in the binding."""
+        draft = binding.draft
         growing = draft.needing_block()
         if growing:
             sequences = list(map(self._of.__getitem__, growing))
             if self._with_quotas:
                 for state, sequence in zip(growing, sequences, strict=True):
-                    self._stretch(draft, [state], [sequence], self.take(sequence, 1))
+                    self._stretch(binding, [state], [sequence], self.take(sequence, 1))
             else:
-                self._stretch(draft, growing, sequences, self._take_one_each(sequences))
+                self._stretch(binding, growing, sequences, self._take_one_each(sequences))
         for sequence in self._outdated.values():
             state, first = sequence.state, sequence.changed_from
             if first is not None and state.decoding and draft.computes(state):
-                draft.table_deltas.append(
+                binding.table_deltas.append(
                     BlockTableDelta(state.row, first, tuple(sequence.block_ids[first:]))
                 )
 
@@ -104,16 +106,15 @@ class DecodeTables:
         else:
             append_each([one.block_ids for one in sequences], self._take_one_each(sequences))
 
-    def undo(self, draft: Draft) -> None:
+    def undo(self, binding: Binding) -> None:
         """Take back what `grow` gave."""
-        for state in draft.appended.states:
+        for state in binding.appended_to:
             sequence = self._of.get(state)
             if sequence is None:  # it has ended since, and all went back
                 continue
             self._pool.shrink(sequence.own, 1)
             sequence.block_ids.pop()
-        draft.appended.clear()
-        draft.table_deltas.clear()
+        binding.clear_decodes()
 
     def take(self, sequence: SequenceKV, num_blocks: int) -> BlockIds:
         """Blocks for one request; raises `CapacityError`."""
@@ -138,23 +139,28 @@ class DecodeTables:
 
     def _stretch(
         self,
-        draft: Draft,
+        binding: Binding,
         states: Sequence[RequestState],
         sequences: Sequence[SequenceKV],
         blocks: BlockIds,
     ) -> None:
-        """Tables grow by a block each; of those that are outdated the backend is told otherwise."""
+        """Append a block to each table. Of outdated tables the backend is sent more than the block."""
         tables = [sequence.block_ids for sequence in sequences]
-        places = list(map(len, tables))
+        indices = list(map(len, tables))
         append_each(tables, blocks)
-        draft.appended.add(states, blocks)
-        rows = map(_ROW, states)
+        binding.appended_to += states
+        binding.appended_ids += blocks
+        rows, firsts, block_ids = binding.delta_columns
         if not self._outdated:
-            draft.appended.tell(rows, places, blocks)
+            rows.extend(map(_ROW, states))
+            firsts += indices
+            block_ids += blocks
             return
-        for row, place, block, sequence in zip(rows, places, blocks, sequences, strict=True):
+        for state, index, block, sequence in zip(states, indices, blocks, sequences, strict=True):
             if sequence.changed_from is None:
-                draft.appended.tell((row,), (place,), (block,))
+                rows.append(state.row)
+                firsts.append(index)
+                block_ids.append(block)
 
     def _take_one_each(self, sequences: Sequence[SequenceKV]) -> BlockIds:
         if self._pool.num_free < len(sequences):

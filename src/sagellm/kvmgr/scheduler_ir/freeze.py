@@ -1,4 +1,4 @@
-"""From a bound draft to the frozen plan that a backend executes."""
+"""`freeze`: from a bound draft to the frozen plan that a backend executes."""
 
 from __future__ import annotations
 
@@ -6,26 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from sagellm.core.plan import (
-    BlockTableDelta,
-    BlockTableDeltas,
-    Chunk,
-    Draft,
-    ExecutionPlan,
-    Join,
-    Prefill,
-    Transfer,
-)
+from sagellm.core.binding import Binding
+from sagellm.core.plan import BlockTableDelta, BlockTableDeltas, ExecutionPlan, Join, Prefill, Transfer
 
 
 class BlockTables(Protocol):
-    """Whoever knows the block table of a running request."""
+    """The block tables of all running requests."""
 
     def block_table(self, request_id: str) -> Sequence[int]: ...
 
 
 class DecodeRows(Protocol):
-    """Whoever knows the rows and positions of the requests in decode, in one order."""
+    """The requests in decode, in one order."""
 
     @property
     def rows(self) -> tuple[int, ...]: ...
@@ -34,30 +26,32 @@ class DecodeRows(Protocol):
 
 
 def freeze(
-    draft: Draft,
-    left: tuple[int, ...],
-    tables: BlockTables,
-    decodes: DecodeRows,
+    binding: Binding, left: tuple[int, ...], tables: BlockTables, decodes: DecodeRows
 ) -> ExecutionPlan:
-    """The plan of a draft whose blocks are bound and whose requests have rows. Copies; shares nothing
-    live."""
+    """The plan of a bound draft whose requests have rows; it shares no live array with the draft.
+
+    `left`: the rows that requests have left since the backend was last sent a plan.
+    """
+    draft, chunks = binding.draft, list(binding.draft.chunks.values())
     rows, positions = decodes.rows, decodes.positions()
-    if draft.decode_indices is not None:
-        rows = tuple(rows[i] for i in draft.decode_indices)
-        positions = tuple(positions[i] for i in draft.decode_indices)
-    chunks = list(draft.chunks.values())
+    if binding.decode_indices is not None:
+        rows = tuple(rows[i] for i in binding.decode_indices)
+        positions = tuple(positions[i] for i in binding.decode_indices)
     single = [chunk for chunk in chunks if chunk.is_decode]
-    others = [_growth(chunk, table) for chunk in chunks if (table := _outdated(chunk, tables))]
     return ExecutionPlan(
         step=draft.step,
-        joined=tuple(_join(chunk, tables) for chunk in chunks if chunk.admits),
+        joined=tuple(_joins(binding, tables)),
         left=left,
-        table_deltas=_grown(draft, others),
+        table_deltas=_table_deltas(binding, tables),
         decode_rows=(*rows, *(chunk.state.row for chunk in single)),
         decode_positions=(*positions, *(chunk.start for chunk in single)),
-        prefills=tuple(_prefill(chunk) for chunk in chunks if not chunk.is_decode),
-        copies=tuple(draft.copies),
-        transfers=tuple(_sent(draft.transfers, tables)) if draft.transfers else (),
+        prefills=tuple(
+            Prefill(chunk.state.row, chunk.state.request_id, chunk.start, chunk.num_tokens, chunk.samples)
+            for chunk in chunks
+            if not chunk.is_decode
+        ),
+        copies=tuple(binding.copies),
+        transfers=tuple(_transfers(draft.transfers, tables)) if draft.transfers else (),
         placements=tuple(draft.placements.items()),
         preempted=tuple(state.request_id for state in draft.preempted),
         rejected=tuple(draft.rejected.items()),
@@ -66,47 +60,41 @@ def freeze(
     )
 
 
-def _grown(draft: Draft, others: list[BlockTableDelta]) -> Sequence[BlockTableDelta]:
-    news = draft.appended.news
-    if not news[0]:
-        return (*draft.table_deltas, *others)
-    return BlockTableDeltas(*news, (*draft.table_deltas, *others))
+def _joins(binding: Binding, tables: BlockTables) -> Iterator[Join]:
+    for chunk in binding.draft.admitted():
+        state = chunk.state
+        yield Join(
+            state.row,
+            state.request_id,
+            state.tokens.tobytes(),
+            state.num_prompt_tokens,
+            chunk.start,
+            tuple(tables.block_table(state.request_id)),
+            state.request.params,
+            state.request.eos_token_ids,
+        )
 
 
-def _outdated(chunk: Chunk, tables: BlockTables) -> tuple[int, ...]:
-    """The part of a running request's block table that the backend does not know."""
-    return () if chunk.admits else tuple(tables.block_table(chunk.state.request_id)[chunk.first_block :])
+def _table_deltas(binding: Binding, tables: BlockTables) -> Sequence[BlockTableDelta]:
+    """The parts of block tables that the backend has not been sent: of requests in decode, then of chunks."""
+    others = binding.table_deltas.copy()
+    for chunk in binding.draft.chunks.values():
+        bound = binding.chunks.get(chunk.state.request_id)
+        if bound is None or chunk.admits:
+            continue
+        unsent = tuple(tables.block_table(chunk.state.request_id)[bound.first_block :])
+        if unsent:
+            others.append(BlockTableDelta(chunk.state.row, bound.first_block, unsent))
+    if not binding.delta_columns[0]:
+        return tuple(others)
+    return BlockTableDeltas(*binding.delta_columns, others)
 
 
-def _growth(chunk: Chunk, table: tuple[int, ...]) -> BlockTableDelta:
-    return BlockTableDelta(chunk.state.row, chunk.first_block, table)
-
-
-def _join(chunk: Chunk, tables: BlockTables) -> Join:
-    state = chunk.state
-    request = state.request
-    return Join(
-        state.row,
-        state.request_id,
-        state.tokens.tobytes(),
-        state.num_prompt_tokens,
-        chunk.start,
-        tuple(tables.block_table(state.request_id)),
-        request.params,
-        request.eos_token_ids,
-    )
-
-
-def _prefill(chunk: Chunk) -> Prefill:
-    state = chunk.state
-    return Prefill(state.row, state.request_id, chunk.start, chunk.num_tokens, chunk.samples)
-
-
-def _sent(transfers: Sequence[Transfer], tables: BlockTables) -> Iterator[Transfer]:
-    """Those of requests that still run, each with its blocks."""
+def _transfers(transfers: Sequence[Transfer], tables: BlockTables) -> Iterator[Transfer]:
+    """The transfers of requests that still run, each with its blocks."""
     for transfer in transfers:
         try:
             table = tables.block_table(transfer.request_id)
-        except KeyError:  # preempted or ended since it was planned
+        except KeyError:  # preempted or finished since the transfer was planned
             continue
         yield transfer if transfer.block_ids else replace(transfer, block_ids=tuple(table))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from sagellm.core.binding import Binding
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ConfigError
 from sagellm.core.plan import Chunk, Decodes, Draft, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass
 from sagellm.kvmgr.scheduler_ir.passes.memory_aware_preemption import MemoryAwarePreemptionPass
-from sagellm.kvmgr.scheduler_ir.verify import verify
+from sagellm.kvmgr.scheduler_ir.verify import verify, verify_operations
 
 
 def build_draft(
@@ -74,13 +75,16 @@ class PassPipeline:
         """Append a pass; order is order of execution."""
         self.use([*self.passes, scheduler_pass])
 
-    def run(self, draft: Draft, view: SchedulingView) -> Draft:
-        """Apply all passes to the draft in place and verify it; raises `PlanError`."""
-        verify(draft, view, scheduled=False)
+    def run(self, draft: Draft, view: SchedulingView, binding: Binding | None = None) -> Draft:
+        """Apply all passes to the draft in place and verify it; raises `PlanError`.
+
+        `binding`: the draft's, where passes may have blocks bound early. They do not see it.
+        """
+        verify_operations(draft)
         for scheduler_pass in self.order:
             began_s = self._clock.now()
             scheduler_pass(draft, view)
             spent_s = self._clock.now() - began_s
             self.pass_time_s[scheduler_pass.name] = self.pass_time_s.get(scheduler_pass.name, 0.0) + spent_s
-        verify(draft, view)
+        verify(draft, view, binding)
         return draft

@@ -1,39 +1,64 @@
-"""The verifier: what must hold of a draft, before the passes, after them, and once blocks are bound."""
+"""The verifier: what must hold of a draft before the passes, after them, and once blocks are bound."""
 
 from __future__ import annotations
 
+from sagellm.core.binding import Binding
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import Chunk, Draft
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import RequestStatus
 
 
-def verify(draft: Draft, view: SchedulingView, *, scheduled: bool = True) -> None:
-    """Raise `PlanError` naming the first operation that is wrong. Budgets must hold once the passes have
-    run."""
-    _check_one_fate_each(draft)
+def verify_operations(draft: Draft) -> None:
+    """Raise `PlanError` naming the first operation of the draft that is wrong."""
+    _check_one_outcome_each(draft)
     for request_id, chunk in draft.chunks.items():
         _check_chunk(request_id, chunk)
-    if scheduled:
-        _check_bound(draft)
-        _check_budgets(draft, view)
 
 
-def _check_one_fate_each(draft: Draft) -> None:
-    fates: dict[str, str] = {}
+def verify(draft: Draft, view: SchedulingView, binding: Binding | None = None) -> None:
+    """Raise `PlanError` unless the draft keeps all rules, budgets included; for use behind the passes.
+
+    `binding`: the draft's, where passes may have had blocks bound early.
+    """
+    verify_operations(draft)
+    if binding is not None:
+        _check_bound(draft, binding)
+    _check_budgets(draft, view, binding)
+
+
+def verify_bound(binding: Binding) -> None:
+    """Raise `PlanError` if a block is given to two requests of the step."""
+    blocks = binding.appended_ids.copy()
+    for bound in binding.chunks.values():
+        blocks += bound.block_ids
+    if len(set(blocks)) == len(blocks):
+        return
+    names = [state.request_id for state in binding.appended_to]
+    given = list(zip(binding.appended_ids, names, strict=True))
+    given += [(block, name) for name, bound in binding.chunks.items() for block in bound.block_ids]
+    owner: dict[int, str] = {}
+    for block, request_id in given:
+        if block in owner:
+            raise PlanError(f"block {block} is given to {owner[block]} and to {request_id}")
+        owner[block] = request_id
+
+
+def _check_one_outcome_each(draft: Draft) -> None:
+    outcomes: dict[str, str] = {}
     scheduled = [(request_id, "scheduled") for request_id in draft.chunks]
     preempted = [(state.request_id, "preempted") for state in draft.preempted]
     rejected = [(request_id, "rejected") for request_id in draft.rejected]
-    for request_id, fate in scheduled + preempted + rejected:
-        if request_id in fates:
-            raise PlanError(f"{request_id} is both {fates[request_id]} and {fate}")
-        fates[request_id] = fate
+    for request_id, outcome in scheduled + preempted + rejected:
+        if request_id in outcomes:
+            raise PlanError(f"{request_id} is both {outcomes[request_id]} and {outcome}")
+        outcomes[request_id] = outcome
     for state in draft.preempted:
         if state.status is not RequestStatus.RUNNING:
             raise PlanError(f"preempt {state.request_id}: it is {state.status.value}, not running")
     for request_id in draft.swapped:
-        if fates.get(request_id) != "preempted":
-            raise PlanError(f"swap {request_id}: only who is preempted is saved, it is not")
+        if outcomes.get(request_id) != "preempted":
+            raise PlanError(f"swap {request_id}: only preempted requests are saved, it is not preempted")
     for request_id, state in draft.skipped_decodes.items():
         if not state.decoding or state.request_id != request_id:
             raise PlanError(f"{request_id} is left out of decode, and {state.request_id} is not in it")
@@ -59,52 +84,33 @@ def _check_chunk(request_id: str, chunk: Chunk) -> None:
         raise PlanError(f"{request_id}: chunk starts at {chunk.start}, computed or cached are {start} tokens")
 
 
-def _check_bound(draft: Draft) -> None:
-    """What was bound early is as it was."""
-    for request_id, chunk in draft.bound.items():
-        if draft.chunks.get(request_id) is not chunk:
+def _check_bound(draft: Draft, binding: Binding) -> None:
+    """What was bound early must still be in the draft."""
+    for request_id, bound in binding.chunks.items():
+        if draft.chunks.get(request_id) is not bound.chunk:
             raise PlanError(f"{request_id} has the blocks of its chunk: no pass can take the chunk back")
-    stretched = draft.appended
-    for state, block in zip(stretched.states, stretched.block_ids, strict=True):
+    for state, block in zip(binding.appended_to, binding.appended_ids, strict=True):
         if not draft.computes(state):
             raise PlanError(f"{state.request_id} has block {block} for its token: no pass can leave it out")
 
 
-def _check_budgets(draft: Draft, view: SchedulingView) -> None:
+def _check_budgets(draft: Draft, view: SchedulingView, binding: Binding | None) -> None:
     if draft.num_tokens > draft.token_budget:
         raise PlanError(f"{draft.num_tokens} tokens in the step, the budget is {draft.token_budget}")
     admitted = sum(1 for _ in draft.admitted())
     rows = view.num_free_rows + len(draft.preempted)
     if admitted > rows:
         raise PlanError(f"{admitted} requests admitted, {rows} rows are free")
-    price = 0 if draft.decodes_bound else len(draft.needing_block())
-    price += sum(_price(one, view) for name, one in draft.chunks.items() if name not in draft.bound)
-    funds = view.kv.available_blocks() + sum(
-        view.kv.blocks_freed_by_preempting(state) for state in draft.preempted
-    )
+    kv, price = view.kv, 0
+    if binding is None or not binding.decodes_bound:
+        price = len(draft.needing_block())
+    for request_id, chunk in draft.chunks.items():
+        if binding is not None and request_id in binding.chunks:
+            continue
+        if chunk.hit is None:
+            price += kv.blocks_to_append(chunk.state, chunk.num_tokens)
+        else:
+            price += kv.blocks_to_admit(chunk.hit, chunk.num_tokens)
+    funds = kv.available_blocks() + sum(map(kv.blocks_freed_by_preempting, draft.preempted))
     if price > funds:
         raise PlanError(f"the step needs {price} blocks, {funds} are available")
-
-
-def _price(chunk: Chunk, view: SchedulingView) -> int:
-    if chunk.hit is not None:
-        return view.kv.blocks_to_admit(chunk.hit, chunk.num_tokens)
-    return view.kv.blocks_to_append(chunk.state, chunk.num_tokens)
-
-
-def verify_bound(draft: Draft) -> None:
-    """Raise `PlanError` if a block is given to two requests of the step."""
-    stretched = draft.appended
-    blocks = stretched.block_ids.copy()
-    for chunk in draft.chunks.values():
-        blocks += chunk.block_ids
-    if len(set(blocks)) == len(blocks):
-        return
-    names = [state.request_id for state in stretched.states]
-    given = list(zip(stretched.block_ids, names, strict=True))
-    given += [(block, name) for name, chunk in draft.chunks.items() for block in chunk.block_ids]
-    owner: dict[int, str] = {}
-    for block, request_id in given:
-        if block in owner:
-            raise PlanError(f"block {block} is given to {owner[block]} and to {request_id}")
-        owner[block] = request_id

@@ -171,7 +171,7 @@ class _Step:
         for state in list(draft.waiting):
             if self.tokens < 1 or rows < 1:
                 return
-            if draft.may_bind and self.view.bind_early(draft):
+            if self.view.bind_early(draft):
                 self.blocks = kv.budget()  # binding may have evicted the prefix of this request
             hit = kv.match(state)
             rest = len(state.tokens) - hit.num_tokens
