@@ -259,7 +259,7 @@ def test_only_the_preempted_are_swapped() -> None:
 
     engine = fake_engine(passes=[*passes(), Wrong()])
     engine.add(request("a", LONG, 2))
-    with pytest.raises(Exception, match="swap a: only who is preempted is saved"):
+    with pytest.raises(Exception, match="swap a: only preempted requests are saved"):
         engine.step()
 
 
