@@ -111,9 +111,8 @@ class Committer:
                     yield Finish(state, FinishReason.ERROR, error=NOT_FINITE, keep=False)
             binding.decode_indices = [batch.states.index(state) for state, _ in good]
             if good:
-                yield from self._commit_decodes(
-                    binding, [token_id for _, token_id in good], logprobs, outputs
-                )
+                token_ids = [token_id for _, token_id in good]
+                yield from self._commit_decodes(binding, token_ids, logprobs, outputs)
             return
         ended = {
             states[i]: (token_ids[i], reason)

@@ -66,9 +66,9 @@ class Planner:
         )
 
     def decide(self, step: int, view: SchedulingView) -> Binding:
-        """A binding of the draft that has the decisions of all passes.
+        """The draft with the decisions of all passes, in a binding; passes may have had blocks bound early.
 
-        Only what passes wanted to be bound early is bound. Raises what a pass raises, and `PlanError` for decisions that break the rules; then nothing is bound.
+        Raises what a pass raises, and `PlanError` for decisions that break the rules; then nothing is bound.
         """
         binding = Binding(self.draft(step))
         self._run_passes(binding, view, may_bind_early=not self._recovery.isolates)
@@ -138,11 +138,9 @@ class Planner:
         if self._kv.window is not None or ends_shared:
             return None
         in_flight.drop_finished(table.decodes)
-        chunks = list(draft.chunks.values())
+        chunks, indices = list(draft.chunks.values()), in_flight.binding.decode_indices
         self._kv.foresee(chunks)
-        with table.as_if_executed(
-            chunks, in_flight.binding.decode_indices, self._kv.num_slots
-        ) as full_length:
+        with table.as_if_executed(chunks, indices, self._kv.num_slots) as full_length:
             return self._plan_behind(in_flight, full_length, view)
 
     def _plan_behind(
