@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sagellm.cli._scenario import parse_request
-from sagellm.cli.explain import run_scenario
+from sagellm.cli.explain import parse_request, run_scenario
 from sagellm.engines.build import load_config
 from sagellm.kvmgr.scheduler_ir.explain import ScheduleLog
 from sagellm.kvmgr.scheduler_ir.text import print_plan

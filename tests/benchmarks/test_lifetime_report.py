@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sagellm.cli._bench_lifetime import lifetime
-from sagellm.cli._bench_output import Output
-from sagellm.cli._commands import app
+from sagellm.cli.bench import Output, lifetime
+from sagellm.cli.commands import app
 from sagellm.core.errors import ConfigError, UnknownNameError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from sagellm.cli._commands import app
+from sagellm.cli.commands import app
 from sagellm.core.config import Config
 from sagellm.core.types import SamplingParams
 from sagellm.engines import build

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sagellm.cli._reasoning import CLOSE, DIM, OPEN, PLAIN, DimmedReasoning
-from sagellm.cli.chat import Conversation
+from sagellm.cli.chat import CLOSE, DIM, OPEN, PLAIN, Conversation, DimmedReasoning
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import ContextLengthError
 from sagellm.engines.llm import TextDelta, Usage

@@ -10,8 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from sagellm.cli._scenario import ScenarioRequest, parse_request, read_requests, to_requests
-from sagellm.cli.explain import explain
+from sagellm.cli.explain import ScenarioRequest, explain, parse_request, read_requests, to_requests
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import SLO
 from sagellm.kvmgr.scheduler_ir import strategies

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from sagellm.cli._interrupt import interrupts_noted
+from sagellm.cli.run import interrupts_noted
 
 
 def test_the_first_is_noted_the_second_raises() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sagellm.cli._commands import app
+from sagellm.cli.commands import app
 from sagellm.cli.doctor import demo_model_folder
 from sagellm.core.errors import ModelError
 from sagellm.engines import build

@@ -10,7 +10,7 @@ from sagellm.core.errors import RequestError
 from sagellm.core.kv_hints import HintStatus, KVHintsEnvelope
 from sagellm.core.types import Namespace, Tokens
 from sagellm.engines.engine import Engine
-from sagellm.engines.llm import LLM
+from sagellm.engines.llm import LLM, RequestOptions
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.manager.hints import KVHints
 from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
@@ -149,7 +149,7 @@ def test_hints_through_the_llm() -> None:
     backend = TokenMemoryBackend(num_blocks=12, vocab_size=tokenizer.vocab_size)
     llm = LLM(fake_engine(backend), tokenizer, model_name="toy", max_model_len=48)
     one = llm.sampling_params(max_tokens=1)
-    list(llm.stream(list(OLD), one, session_id="s", tenant="a"))
+    list(llm.stream(list(OLD), RequestOptions(one, session_id="s", tenant="a")))
     message = {"actions": [{"action_id": "x", "action_type": "session.end", "payload": {"session_id": "s"}}]}
     assert [outcome.status for outcome in llm.hint(message)] == [HintStatus.NOT_FOUND]
     [outcome] = llm.hint(KVHintsEnvelope.parse(message), tenant="a")
@@ -158,10 +158,10 @@ def test_hints_through_the_llm() -> None:
         with pytest.raises(RequestError, match="kv_hints"):
             llm.hint(wrong)
         with pytest.raises(RequestError, match="kv_hints"):
-            llm.submit("hi", kv_hints=wrong)
+            llm.submit("hi", RequestOptions(one, kv_hints=wrong))
     for session_id in ("", "x" * 257):
         with pytest.raises(RequestError, match="1 to 256 characters"):
-            llm.submit("hi", session_id=session_id)
+            llm.submit("hi", RequestOptions(one, session_id=session_id))
     with pytest.raises(RequestError, match="NUL"):
         llm.hint(message, tenant="\0group:friends")
     assert not llm.has_work()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sagellm.core.errors import ContextLengthError, RequestError
 from sagellm.core.types import FinishReason, Namespace, SamplingParams, Tokens
-from sagellm.engines.llm import LLM, Prompt, StopStrings, TextDelta
+from sagellm.engines.llm import LLM, Prompt, RequestOptions, StopStrings, TextDelta
 from tests.scripted_engine import ScriptedEngine, says, scripted_llm, toy_tokenizer
 
 TOKENIZER = toy_tokenizer()
@@ -229,7 +229,7 @@ def test_what_has_another_type_is_explained(wrong: Callable[[LLM], object], word
 
 def test_tenants_priority_and_slo_reach_the_engine() -> None:
     llm, engine = llm_saying("a")
-    llm.submit(Tokens([1, 2]), priority=3, tenant="salt")
+    llm.submit(Tokens([1, 2]), RequestOptions(llm.sampling_params(), priority=3, tenant="salt"))
     assert engine.added[0].namespace == Namespace(tenant="salt")
     assert engine.added[0].priority == 3
 

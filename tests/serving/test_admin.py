@@ -18,7 +18,7 @@ from sagellm.engines.llm import LLM
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.serving import create_app
-from sagellm.serving.admin import Current
+from sagellm.serving.admin import SchedulingInUse
 from sagellm.serving.answers import CurrentPolicy, CurrentStrategy
 from tests.builders import check_books, expected_tokens, fake_engine
 from tests.scripted_engine import ScriptedEngine, scripted_llm, toy_tokenizer
@@ -217,8 +217,8 @@ def test_what_is_in_use_can_be_asked() -> None:
 
 def test_passes_that_are_listed_are_no_strategy() -> None:
     config = load_config(cli={"scheduler.passes": ["vllm_like"]}, environ={}).config
-    assert Current.of(config).strategy == CurrentStrategy(passes=["vllm_like"])
-    assert Current.of(None).policy == CurrentPolicy()
+    assert SchedulingInUse.of(config).strategy == CurrentStrategy(passes=["vllm_like"])
+    assert SchedulingInUse.of(None).policy == CurrentPolicy()
 
 
 def test_requests_go_on_while_everything_is_replaced() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from sagellm.serving.parameters import MESSAGE_NEUTRAL, NEUTRAL, WITHOUT_EFFECT
-from sagellm.serving.schema import ChatRequest, CompletionRequest
+from sagellm.serving.schema import MESSAGE_NEUTRAL, NEUTRAL, WITHOUT_EFFECT, ChatRequest, CompletionRequest
 from tests.scripted_engine import ScriptedEngine, scripted_llm
 from tests.serving.live import Live, serving
 

@@ -16,25 +16,25 @@ from sagellm.core.errors import RequestError
 from sagellm.core.protocols.prefix_cache import MissCounts
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import TextDelta, Usage
-from sagellm.serving.gateway import Generation, Item
+from sagellm.serving.answers import AnswerHead, CompletionReply, usage_json
+from sagellm.serving.gateway import Generation
 from sagellm.serving.generate import MAX_LOGPROB_ENTRIES, _written, check_logprobs
-from sagellm.serving.replies import CompletionReply, Head, usage_json
-from sagellm.serving.sse import events
+from sagellm.serving.sse import sse_events
 
 CONTEXT = 2048
 
 
-def usages_of_a_stream(items: list[Item], num_prompts: int) -> list[dict[str, Any]]:
+def usages_of_a_stream(items: list[tuple[int, TextDelta]], num_prompts: int) -> list[dict[str, Any]]:
     """The usage of each chunk of a stream with one delta a batch."""
 
-    async def generation() -> AsyncIterator[list[Item]]:
+    async def generation() -> AsyncIterator[list[tuple[int, TextDelta]]]:
         for item in items:
             yield [item]
 
     async def chunks() -> list[bytes]:
-        head = Head("id", "model", 0)
+        head = AnswerHead("id", "model", 0)
         reply = CompletionReply(head, logprobs=None, echoes=[""] * num_prompts, num_choices=1)
-        stream = events(
+        stream = sse_events(
             cast(Generation, generation()),
             reply,
             num_choices=1,

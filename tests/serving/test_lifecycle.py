@@ -301,7 +301,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
         wait_until(lambda: bool(engine.added))
         [entry] = live.gateway._open.values()
         wait_until(lambda: not engine.running, timeout_s=60)
-        assert entry.generation._items == []
+        assert entry.generation._unread == []
         assert live.metric("sagellm_requests_total", finish_reason="abort") == 1
         received = b""
         client.settimeout(20)

@@ -17,18 +17,14 @@ from hypothesis import strategies as st
 from sagellm.engines.build import DEMO_MODEL, load
 from sagellm.serving import create_app
 from sagellm.serving.answers import ErrorAnswer
-from sagellm.serving.openapi import OPERATIONS, Operation
-from sagellm.serving.parameters import NEUTRAL
-from sagellm.serving.request_schemas import numbers_below
+from sagellm.serving.openapi import ENDPOINTS, Endpoint, numbers_below
+from sagellm.serving.schema import NEUTRAL
 from tests.scripted_engine import scripted_llm
 from tests.serving.live import Live, serving
 
-POSTS = {path: one for (_, path), one in OPERATIONS.items() if one.request is not None and not one.is_admin}
+POSTS = {path: one for (_, path), one in ENDPOINTS.items() if one.request is not None and not one.is_admin}
 ADMIN_EXAMPLES = [
-    (method, path, name)
-    for (method, path), one in OPERATIONS.items()
-    if one.is_admin
-    for name in one.examples
+    (method, path, name) for (method, path), one in ENDPOINTS.items() if one.is_admin for name in one.examples
 ]
 KEY, ADMIN_KEY = "a key", "an admin key"
 
@@ -54,25 +50,25 @@ def test_every_route_is_described_and_no_other(described: dict[str, Any]) -> Non
         if isinstance(route, APIRoute) and route.include_in_schema
         for method in route.methods or ()
     }
-    assert routes == set(OPERATIONS)
+    assert routes == set(ENDPOINTS)
     shown = {(method.upper(), path) for path, item in described["paths"].items() for method in item}
     assert shown == routes
 
 
-@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+@pytest.mark.parametrize(("method", "path"), ENDPOINTS)
 def test_a_route_has_answers_errors_and_a_body(described: dict[str, Any], method: str, path: str) -> None:
     operation = described["paths"][path][method.lower()]
     assert operation["responses"]["200"]["content"]
     for status, response in operation["responses"].items():
         if status != "200":
             assert response["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorAnswer")
-    request = OPERATIONS[(method, path)].request
+    request = ENDPOINTS[(method, path)].request
     if request is not None:
         schema = described["components"]["schemas"][request.__name__]
         assert schema["additionalProperties"] is False
         assert {"400", "401", "404", "408", "413"} <= operation["responses"].keys()
         assert operation["requestBody"]["content"]["application/json"]["examples"]
-    is_open = OPERATIONS[(method, path)].is_open
+    is_open = ENDPOINTS[(method, path)].is_open
     assert ("security" in operation) == ("401" in operation["responses"]) == (not is_open)
 
 
@@ -81,7 +77,7 @@ def test_every_reference_leads_somewhere_and_names_are_distinct(described: dict[
     for name in re.findall(r'"\$ref": "#/components/schemas/(\w+)"', json.dumps(described)):
         assert name in schemas
     ids = [one["operationId"] for item in described["paths"].values() for one in item.values()]
-    assert len(set(ids)) == len(ids) == len(OPERATIONS)
+    assert len(set(ids)) == len(ids) == len(ENDPOINTS)
 
 
 def test_without_a_key_nothing_is_said_of_one() -> None:
@@ -113,14 +109,14 @@ def test_what_it_shows_is_accepted_and_answered_as_it_says(live: Live, path: str
 
 @pytest.mark.parametrize(("method", "path", "name"), ADMIN_EXAMPLES)
 def test_what_it_shows_to_operators_is_accepted(live: Live, method: str, path: str, name: str) -> None:
-    operation = OPERATIONS[(method, path)]
+    operation = ENDPOINTS[(method, path)]
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     response = live.http.request(method, path, json=operation.examples[name], headers=headers)
     assert response.status_code == 200, response.text
     check_answer(operation, response.text, streamed=False)
 
 
-def check_answer(operation: Operation, text: str, *, streamed: bool) -> None:
+def check_answer(operation: Endpoint, text: str, *, streamed: bool) -> None:
     """Of the form that is described, and no other."""
     if not streamed:
         assert operation.answer is not None
@@ -137,12 +133,12 @@ def check_answer(operation: Operation, text: str, *, streamed: bool) -> None:
     "path",
     [
         path
-        for (method, path), one in OPERATIONS.items()
+        for (method, path), one in ENDPOINTS.items()
         if method == "GET" and one.answer and not one.is_admin
     ],
 )
 def test_what_is_read_is_answered_as_it_says(live: Live, path: str) -> None:
-    answer = OPERATIONS[("GET", path)].answer
+    answer = ENDPOINTS[("GET", path)].answer
     assert answer is not None
     response = live.http.get(path.replace("{model}", live.llm.model_name))
     assert response.status_code == 200

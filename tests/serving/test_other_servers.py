@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 
-from sagellm.serving.parameters import (
+from sagellm.serving.schema import (
     IGNORED_HEADER,
     MESSAGE_NEUTRAL,
     NEUTRAL,
     OF_OTHER_SERVERS,
     RENAMED,
     WITHOUT_EFFECT,
+    ChatRequest,
+    CompletionRequest,
+    GenerationFields,
+    TemplateFields,
 )
-from sagellm.serving.schema import ChatRequest, CompletionRequest, GenerationFields, TemplateFields
 from tests.scripted_engine import scripted_llm
 from tests.serving.live import Live, serving
 

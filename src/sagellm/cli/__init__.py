@@ -1,4 +1,4 @@
-"""The program `sagellm`: its entry point `main`; the commands are in `_commands.py`, one file each."""
+"""The program `sagellm`: its entry point `main`; the commands are in `commands.py`, one file each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main() -> None:
         # Ctrl-C while modules are imported ends the process silently: Python would print a traceback, or
         # lose the interrupt in a callback of the import system.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from sagellm.cli._commands import app
+    from sagellm.cli.commands import app
 
     signal.signal(signal.SIGINT, handler)
     try:

@@ -1,9 +1,13 @@
 """How commands share options and report errors.
 
-A command takes a group of options as one parameter; `command` turns it into the options of the group:
+A command takes a group of options as one parameter, and `command` turns it into the options of the group:
+
+    @dataclass(frozen=True, slots=True)
+    class Sizes(OptionGroup):
+        rows: Annotated[int, flag("--rows N", "Rows; default: 3.")] = 3
 
     @command
-    def serve(*, model: Model, settings: Settings) -> None: ...
+    def show(*, sizes: Sizes, settings: Settings) -> None: ...
 """
 
 from __future__ import annotations
@@ -11,12 +15,11 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -31,18 +34,37 @@ _MODEL_HELP = "Folder or hub name of the model; default: the demo model."
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=_MODEL_HELP)]
 
 
-class OptionGroup(ABC):
-    """Several options that a command gets as one value."""
+@dataclass(frozen=True, slots=True)
+class OptionGroup:
+    """Several options that a command gets as one value, declared by the fields of a dataclass.
+
+    An option that is not given has the default of its field. An option whose field has a type `tuple[X, ...]`
+    may be repeated. A group whose options are not its fields overrides both class methods.
+    """
 
     @classmethod
-    @abstractmethod
     def parameters(cls) -> list[inspect.Parameter]:
         """The options, as typer reads them."""
+        declared, made = get_type_hints(cls, include_extras=True), []
+        for field in fields(cls):
+            kind, [declaration] = declared[field.name].__origin__, declared[field.name].__metadata__
+            if get_origin(kind) is tuple:
+                kind = list[get_args(kind)[0]]  # type: ignore[misc] # known only now
+            made.append(option(field.name, kind, declaration))
+        return made
 
     @classmethod
-    @abstractmethod
     def take(cls, given: dict[str, Any]) -> Self:
-        """Take this group's options out of `given` and make the value."""
+        """Remove this group's options from `given` and make the value."""
+        values = {field.name: given.pop(field.name) for field in fields(cls)}
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if v is not None})
+
+
+def flag(names: str, text: str, **settings: Any) -> Any:
+    """An option for typer: its names and the metavar of its value (`--out -o FILE`), and its help."""
+    parts = names.split()
+    flags = [part for part in parts if part.startswith("-")]
+    return typer.Option(*flags, metavar=parts[-1] if len(parts) > len(flags) else None, help=text, **settings)
 
 
 def option(name: str, kind: Any, declared: Any) -> inspect.Parameter:
@@ -72,7 +94,10 @@ class Model(OptionGroup):
 
 
 class Command(TyperCommand):
-    """Shows its whole first sentence of help in lists, and offers the nearest options for an unknown one."""
+    """A command that offers the nearest options for an unknown one.
+
+    Lists show the whole first sentence of its help.
+    """
 
     def get_short_help_str(self, limit: int = 0) -> str:
         return super().get_short_help_str(_NO_LIMIT)
@@ -82,15 +107,17 @@ class Command(TyperCommand):
             return super().parse_args(ctx, args)
         except Exception as error:
             if getattr(error, "possibilities", None) is not None:
-                known = [name for one in self.get_params(ctx) for name in one.opts if name.startswith("--")]
-                error.possibilities = _nearest_options(error.option_name, known)  # type: ignore[attr-defined]
+                name = error.option_name  # type: ignore[attr-defined]
+                known = [opt for param in self.get_params(ctx) for opt in param.opts if opt.startswith("--")]
+                completed = [opt for opt in known if opt.startswith(name)]
+                error.possibilities = completed or get_close_matches(name, known, n=1)  # type: ignore[attr-defined]
             raise
 
 
-class Group(TyperGroup):
-    """Commands; the whole first sentence of a group's help is shown in lists.
+class CommandGroup(TyperGroup):
+    """A group that offers the nearest command for an unknown one, or lists all.
 
-    An unknown name is answered with the nearest command, or with all of them.
+    Lists show the whole first sentence of its help.
     """
 
     def get_short_help_str(self, limit: int = 0) -> str:
@@ -110,7 +137,7 @@ class App(typer.Typer):
     """A group of commands, each a `Command`."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(cls=Group, no_args_is_help=True, rich_markup_mode=None, **settings)
+        super().__init__(cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None, **settings)
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Function], Function]:
         return super().command(name, **{"cls": Command, **settings})
@@ -119,24 +146,20 @@ class App(typer.Typer):
 _NO_LIMIT = 10_000
 
 
-def _nearest_options(name: str, known: Sequence[str]) -> list[str]:
-    """Those that begin so, or else the one that is most alike."""
-    return [one for one in known if one.startswith(name)] or get_close_matches(name, known, n=1)
-
-
 def completing(values: Iterable[str]) -> Callable[[str], list[str]]:
-    """What the shell offers for the value of an option: those of `values` that begin as the typed text."""
+    """The shell's completion of an option's value: those of `values` that begin with the typed text."""
     known = list(values)
-    return lambda incomplete: [one for one in known if one.startswith(incomplete)]
+    return lambda incomplete: [value for value in known if value.startswith(incomplete)]
 
 
 _DEBUG = option("debug", bool, typer.Option("--debug", help="Show the traceback of an error."))
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Spread the option groups among a command's parameters, add `--debug`, and explain its errors."""
+    """A command whose option groups are spread into options, with `--debug` and explained errors."""
     own = inspect.signature(function, eval_str=True).parameters
-    groups = {name: p.annotation for name, p in own.items() if _is_group(p.annotation)}
+    kinds = {name: parameter.annotation for name, parameter in own.items()}
+    groups = {n: k for n, k in kinds.items() if isinstance(k, type) and issubclass(k, OptionGroup)}
 
     @functools.wraps(function)
     def run(**given: Any) -> None:
@@ -155,7 +178,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _check_encodable(values: Iterable[Any]) -> None:
-    """Bytes of an argument that are no text reach Python as halves of surrogate pairs."""
+    """Refuse arguments that are not UTF-8: Python reads their bytes as halves of surrogate pairs."""
     for value in values:
         for text in map(str, value if isinstance(value, list) else (value,)):
             try:
@@ -164,31 +187,22 @@ def _check_encodable(values: Iterable[Any]) -> None:
                 raise RequestError(f"the argument {text!a} is not UTF-8 text") from error
 
 
-def _is_group(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, OptionGroup)
-
-
 @contextmanager
 def explained(*, debug: bool) -> Iterator[None]:
-    """An error raised on purpose, or a missing optional package, is one line on stderr and exit status 2;
-    with `debug`, a traceback.
+    """Print an expected error as one line on stderr, and exit with status 2.
+
+    Expected are `SageError`s and missing optional packages. With `debug` they are tracebacks.
     """
     try:
-        with _extras_named():
+        try:
             yield
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package not in EXTRA_OF:
+                raise
+            raise MissingExtraError("this command", EXTRA_OF[package], package) from error
     except SageError as error:
         if debug:
             raise
         print(f"sagellm: {' '.join(str(error).split())}", file=sys.stderr)
         raise typer.Exit(EXIT_EXPLAINED) from error
-
-
-@contextmanager
-def _extras_named() -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in EXTRA_OF:
-            raise
-        raise MissingExtraError("this command", EXTRA_OF[package], package) from error

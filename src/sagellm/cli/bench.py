@@ -2,84 +2,79 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
 
-from sagellm.cli._bench_engine import engine
-from sagellm.cli._bench_fairness import fairness
-from sagellm.cli._bench_http import http
-from sagellm.cli._bench_lifetime import lifetime
-from sagellm.cli._bench_output import Output
-from sagellm.cli._options import App, OptionGroup, command, option
+from sagellm.cli._options import App, Model, ModelOption, OptionGroup, command, flag
+from sagellm.cli._settings import Settings
 from sagellm.core.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
+    from sagellm.benchmarks.engine.run import EngineBenchReport
+    from sagellm.benchmarks.engine.shapes import Shape
     from sagellm.benchmarks.micro.cases import MicroBenchmark
+    from sagellm.benchmarks.reporting import Table
+    from sagellm.core.config import Config
 
 app = App(help="Measure this machine.")
 micro = App(help="Time single operations, alone or in turns with other engines.")
 app.add_typer(micro, name="micro")
-app.command("engine")(engine)
-app.command("fairness")(fairness)
-app.command("http")(http)
-app.command("lifetime")(lifetime)
 
 REPEATS = 100
 _PEER_HELP = "Also measure vllm, sglang or lmdeploy, with the Python of its environment; may be repeated."
+_ONLY_HELP = (
+    "Only these workloads, as a,b; prefill and decode mean all sizes of one; default: all but throughput."
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Measuring(OptionGroup):
-    """What, how often, beside whom, and where to."""
+class Output(OptionGroup):
+    """`--out` and `--markdown`."""
 
-    sections: str | None
-    policy: str
-    repeats: int
-    seed: int
-    quick: bool
-    peers: tuple[str, ...]
-    peer_script: Path | None
+    out: Annotated[Path | None, flag("--out -o FILE", "Write the results there as JSON.")] = None
+    markdown: Annotated[bool, flag("--markdown", "Print the tables as Markdown.")] = False
 
-    @classmethod
-    def parameters(cls) -> list[inspect.Parameter]:
-        script = typer.Option(
-            "--peer-script",
-            metavar="FILE",
+    def check(self) -> None:
+        """Raise `ConfigError` now rather than after a long measurement."""
+        from sagellm.benchmarks.reporting import check_writable
+
+        if self.out is not None:
+            check_writable(self.out)
+
+    def show(self, tables: Iterable[Table], values: Mapping[str, Any]) -> None:
+        """Write the values, if a file is given, then print the tables."""
+        from sagellm.benchmarks.reporting import show
+
+        show(tables, values, self.out, markdown=self.markdown)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroOptions(OptionGroup):
+    """What `bench micro` measures, how often, and beside which peers."""
+
+    sections: Annotated[str | None, flag("LETTERS", "Only these; default: all.")] = None
+    policy: Annotated[str, flag("NAME", "Eviction policy; default: lru.")] = "lru"
+    repeats: Annotated[int, flag("N", f"Samples per row; default: {REPEATS}.")] = REPEATS
+    seed: Annotated[int, flag("N", "Seed of the random tokens; default: 0.")] = 0
+    quick: Annotated[bool, flag("--quick", "Small sizes and few samples.")] = False
+    peers: Annotated[tuple[str, ...], flag("--peer NAME=PYTHON", _PEER_HELP)] = ()
+    peer_script: Annotated[
+        Path | None,
+        flag(
+            "--peer-script FILE",
+            "The script that measures a peer in its environment.",
             envvar="SAGELLM_PEER_SCRIPT",
-            help="The script that measures a peer in its environment.",
-        )
-        return [
-            option("sections", str, typer.Option(metavar="LETTERS", help="Only these; default: all.")),
-            option("policy", str, typer.Option(metavar="NAME", help="Eviction policy; default: lru.")),
-            option("repeats", int, typer.Option(metavar="N", help=f"Samples per row; default: {REPEATS}.")),
-            option("seed", int, typer.Option(metavar="N", help="Seed of the random tokens; default: 0.")),
-            option("quick", bool, typer.Option("--quick", help="Small sizes and few samples.")),
-            option("peers", list[str], typer.Option("--peer", metavar="NAME=PYTHON", help=_PEER_HELP)),
-            option("peer_script", Path, script),
-        ]
-
-    @classmethod
-    def take(cls, given: dict[str, Any]) -> Self:
-        return cls(
-            sections=given.pop("sections"),
-            policy=given.pop("policy") or "lru",
-            repeats=_or(given.pop("repeats"), REPEATS),
-            seed=_or(given.pop("seed"), 0),
-            quick=bool(given.pop("quick")),
-            peers=tuple(given.pop("peers") or ()),
-            peer_script=given.pop("peer_script"),
-        )
-
-
-def _or(given: int | None, default: int) -> int:
-    return default if given is None else given
+        ),
+    ] = None
 
 
 @micro.command("prefix_cache")
@@ -89,7 +84,7 @@ def prefix_cache(
         str | None, typer.Option(metavar="NAMES", help="Prefix indexes, as a,b; default: all.")
     ] = None,
     *,
-    measuring: Measuring,
+    measuring: MicroOptions,
     output: Output,
 ) -> None:
     """Look up, insert, evict; and the memory that a cached block costs.
@@ -108,7 +103,7 @@ def kv_pool(
         str | None, typer.Option(metavar="NAMES", help="Block pools, as a,b; default: all.")
     ] = None,
     *,
-    measuring: Measuring,
+    measuring: MicroOptions,
     output: Output,
 ) -> None:
     """Allocate, grow and free, with and without a quota; evict and allocate (all of it section d)."""
@@ -124,7 +119,7 @@ def scheduler_ir(
         str | None, typer.Option(metavar="NAMES", help="Scheduling strategies, as a,b; default: all.")
     ] = None,
     *,
-    measuring: Measuring,
+    measuring: MicroOptions,
     output: Output,
 ) -> None:
     """Plan and commit a decode step; let many new requests in.
@@ -143,7 +138,7 @@ def eviction(
         str | None, typer.Option(metavar="NAMES", help="Eviction policies, as a,b; default: all.")
     ] = None,
     *,
-    measuring: Measuring,
+    measuring: MicroOptions,
     output: Output,
 ) -> None:
     """Follow a hit, let a prompt enter a full cache, evict.
@@ -162,7 +157,7 @@ def fusion(
         str | None, typer.Option(metavar="NAMES", help="kernels, torch or both, as a,b; default: both.")
     ] = None,
     *,
-    measuring: Measuring,
+    measuring: MicroOptions,
     output: Output,
 ) -> None:
     """Compute with the CPU kernels and with torch, on one thread, in the shapes of a model of 184 M.
@@ -174,6 +169,257 @@ def fusion(
     from sagellm.benchmarks.micro.fusion import BENCHMARK
 
     _measure(BENCHMARK, way, measuring, output)
+
+
+def _measure(benchmark: MicroBenchmark, names: str | None, given: MicroOptions, output: Output) -> None:
+    """Run, then show; what was measured before an error is shown and written, too."""
+    from sagellm.benchmarks.micro.cases import MicroBenchPlan
+    from sagellm.benchmarks.micro.peers import parse_peers
+    from sagellm.benchmarks.micro.run import MicroBenchReport, run, tables
+    from sagellm.benchmarks.reporting import environment
+
+    variants = _split(names) if names is not None else tuple(benchmark.known.names())
+    plan = MicroBenchPlan(variants, policy=given.policy, repeats=given.repeats, seed=given.seed)
+    output.check()
+    report = MicroBenchReport(
+        benchmark.name, environment(datetime.now(UTC)), plan.quick() if given.quick else plan
+    )
+    sections = "".join(benchmark.sections) if given.sections is None else given.sections
+    peers = parse_peers(given.peers, given.peer_script)
+    try:
+        with Console(stderr=True).status("") as status:
+            run(benchmark, report, sections, peers=peers, quick=given.quick, on_section=status.update)
+    finally:
+        if report.rows:
+            output.show(tables(report), report.as_json())
+
+
+@app.command("engine")
+@command
+def engine(
+    model: ModelOption = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Random weights instead of a model: S (184 M), M (596 M), 8B, tiny."
+        ),
+    ] = None,
+    only: Annotated[str | None, typer.Option(metavar="NAMES", help=_ONLY_HELP)] = None,
+    repeats: Annotated[int, typer.Option(metavar="N", help="Times that each workload runs.")] = 3,
+    compare: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Rows of the peers' harness to stand beside; may be repeated."),
+    ] = None,
+    *,
+    settings: Settings,
+    output: Output,
+) -> None:
+    """Measure the engine: prefill, decode by batch, offline throughput, conversations, long context, cold
+    start.
+
+    Every core is used unless --threads says otherwise. "others" is the share of the machine that other
+    processes took meanwhile: where it is not near 0, compare nothing.
+    """
+    from sagellm.benchmarks.engine.peer_rows import read_peers
+    from sagellm.benchmarks.engine.run import EngineBenchPlan, EngineBenchReport, run
+    from sagellm.benchmarks.engine.workloads import chosen_names
+    from sagellm.benchmarks.reporting import environment
+
+    names = chosen_names([word.strip() for word in only.split(",")] if only is not None else [])
+    random_shape, label = _model_or_shape(model, shape)
+    config = _configured(settings, model)
+    peers = read_peers(compare or [], label, EngineBenchPlan(config, label, names, repeats).threads)
+    output.check()
+    with Console(stderr=True).status("") as status, _model_there(random_shape, config) as there:
+        report = EngineBenchReport(
+            EngineBenchPlan(there, label, names, repeats), environment(datetime.now(UTC)), peers
+        )
+        try:
+            run(report, on_run=status.update)
+        finally:
+            status.stop()
+            _show(report, output)
+    if only is not None and report.left_out:
+        [(name, reason), *_] = report.left_out.items()
+        raise ConfigError(f"{name} {reason}")
+
+
+def _model_or_shape(model: str | None, shape: str | None) -> tuple[Shape | None, str]:
+    """The shape, if one is asked for, and the model's name in rows."""
+    from sagellm.benchmarks.engine.shapes import shape_named
+    from sagellm.engines.build import DEMO_NAME
+
+    if shape is None:
+        return None, Path(model).name if model else DEMO_NAME
+    if model is not None:
+        raise ConfigError("--shape makes a model of random weights: leave out --model, or --shape")
+    return shape_named(shape), shape_named(shape).label
+
+
+@contextmanager
+def _model_there(shape: Shape | None, config: Config) -> Iterator[Config]:
+    """The configuration of a model that is there; random weights are gone afterwards."""
+    from sagellm.benchmarks.engine.shapes import write_model
+
+    if shape is None:
+        yield config
+        return
+    with TemporaryDirectory(prefix="sagellm-bench-") as folder:
+        write_model(shape, Path(folder))
+        yield config.model_copy(update={"model": config.model.model_copy(update={"name": folder})})
+
+
+def _configured(settings: Settings, model: str | None) -> Config:
+    """The configuration, with every core where nobody chose a number of threads."""
+    from sagellm.core.cores import usable_cores
+
+    config = settings.load(model=model).config
+    if config.engine.threads is not None:
+        return config
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"threads": usable_cores()})})
+
+
+def _show(report: EngineBenchReport, output: Output) -> None:
+    from sagellm.benchmarks.engine.run import tables
+
+    if not report.measured:
+        return
+    output.show(tables(report), report.as_json())
+    for name, reason in report.left_out.items():
+        print(f"left out: {name} {reason}")
+
+
+@app.command("fairness")
+@command
+def fairness(
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Beside lru; may be repeated; default: qos."),
+    ] = None,
+    capacity: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE",
+            help="In blocks, or as a share of the unique ones as 1%; may be repeated; default: 0.5% to 5%.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the trace.")] = 0,
+    *,
+    output: Output,
+) -> None:
+    """Share one cache between three tenants, at rates of 8:1:1, who have no content in common.
+
+    Jain's index is over the tenants' hit ratios, each divided by what an infinite cache would give. The
+    target: 0.9 or more where LRU has less than 0.7, for at most 3 points of all hits.
+    """
+    from sagellm.benchmarks.fairness import CAPACITIES, POLICIES, as_json, as_table, run, tenants_trace
+    from sagellm.benchmarks.reporting import environment
+
+    output.check()
+    policies, capacities = policy or list(POLICIES), capacity or list(CAPACITIES)
+    trace = tenants_trace(seed)
+    with Console(stderr=True).status("") as status:
+        outcomes = run(trace, policies, capacities, on_case=status.update)
+    title = f"{trace.name}: hit ratio of each tenant, in brackets divided by that of an infinite cache"
+    settings = {"seed": seed, "policies": policies, "capacities": capacities}
+    values = as_json(outcomes, trace, environment(datetime.now(UTC)), settings)
+    output.show([as_table(outcomes, title)], values)
+
+
+@app.command("http")
+@command
+def http(
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A server that runs already; default: ours, started for this."),
+    ] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            "--key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="API key of that server."
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the server in the report.")
+    ] = None,
+    kinds: Annotated[
+        str, typer.Option("--answers", metavar="NAMES", help="Only these, as a,b: list, one-token, stream.")
+    ] = "list,one-token,stream",
+    concurrency: Annotated[
+        str, typer.Option(metavar="COUNTS", help="Requests at a time, as 1,8,32.")
+    ] = "1,8,32",
+    requests: Annotated[int, typer.Option(metavar="N", help="Requests in each run; of streams 1/8.")] = 400,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of a stream.")] = 64,
+    repeats: Annotated[int, typer.Option(metavar="N", help="Times that each case runs.")] = 3,
+    *,
+    model: Model,
+    output: Output,
+) -> None:
+    """Measure an HTTP server: latency and requests per second of small and streamed answers.
+
+    Each over kept connections and new ones; "list" is GET /v1/models, in which no engine takes part. The
+    client is a process of its own. Use a tiny model: then the figures are the server's.
+    """
+    from sagellm.benchmarks.http import run as bench
+    from sagellm.benchmarks.reporting import environment
+
+    counts = [int(part) if part.strip().isdecimal() else 0 for part in concurrency.split(",")]
+    plan = bench.HttpBenchPlan([part.strip() for part in kinds.split(",")], counts, requests, tokens, repeats)
+    if url is not None and model.name is not None:
+        raise ConfigError("--url measures the model that is served there: leave out the model, or --url")
+    output.check()
+    headers = {} if url is None or key is None else {"Authorization": f"Bearer {key}"}
+    started = bench.our_server([] if model.name is None else ["--model", model.name])
+    address = nullcontext(url.rstrip("/").removesuffix("/v1")) if url is not None else started
+    with Console(stderr=True).status("starting the server") as status, address as base:
+        served_name = name or ("sagellm" if url is None else base)
+        target = bench.HttpTarget(served_name, base, bench.served_model(base, headers), headers)
+        report = bench.HttpBenchReport(plan, target, environment(datetime.now(UTC)))
+        try:
+            bench.run(report, on_run=status.update)
+        finally:
+            status.stop()
+            if report.runs:
+                output.show(report.tables(), report.as_json())
+
+
+@app.command("lifetime")
+@command
+def lifetime(
+    traces: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", envvar="SAGELLM_TRACES", help="The folder that holds the traces."),
+    ] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this one; may be repeated; default: all.")
+    ] = None,
+    predictor: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Of lengths; may be repeated; default: statistical."),
+    ] = None,
+    part: Annotated[
+        str, typer.Option(metavar="PART", help="test; or validation, to choose settings by.")
+    ] = "test",
+    after: Annotated[int, typer.Option(metavar="N", help="Ask for lengths when N tokens are generated.")] = 0,
+    *,
+    output: Output,
+) -> None:
+    """Predict output lengths and block reuse on traces, beside trivial baselines.
+
+    Predictors learn as they go, from what has ended by then. "to constant" compares with the best constant of
+    the same requests, "skill" with their base rate; neither can be known beforehand.
+    """
+    from sagellm.benchmarks.lifetime.run import NAMES, LifetimeBenchPlan, run
+    from sagellm.benchmarks.reporting import environment
+
+    plan = LifetimeBenchPlan(
+        tuple(workload or NAMES), tuple(predictor or ("statistical",)), cast("Any", part), after
+    )
+    plan.check()
+    output.check()
+    with Console(stderr=True).status("") as status:
+        report = run(plan, traces, environment(datetime.now(UTC)), status.update)
+    output.show(report.tables(), report.as_json())
 
 
 @app.command("conversation")
@@ -212,29 +458,6 @@ def conversation(
     tables = [experiment.as_table(outcomes, title), experiment.match_table(outcomes)]
     tables += map(experiment.request_table, outcomes if per_request else ())
     output.show(tables, experiment.as_json(outcomes, environment(datetime.now(UTC)), settings))
-
-
-def _measure(benchmark: MicroBenchmark, names: str | None, given: Measuring, output: Output) -> None:
-    """Run, then show; what was measured before an error is shown and written, too."""
-    from sagellm.benchmarks.micro.cases import MicroBenchPlan
-    from sagellm.benchmarks.micro.peers import parse_peers
-    from sagellm.benchmarks.micro.run import MicroBenchReport, run, tables
-    from sagellm.benchmarks.reporting import environment
-
-    variants = _split(names) if names is not None else tuple(benchmark.known.names())
-    plan = MicroBenchPlan(variants, policy=given.policy, repeats=given.repeats, seed=given.seed)
-    output.check()
-    report = MicroBenchReport(
-        benchmark.name, environment(datetime.now(UTC)), plan.quick() if given.quick else plan
-    )
-    sections = "".join(benchmark.sections) if given.sections is None else given.sections
-    peers = parse_peers(given.peers, given.peer_script)
-    try:
-        with Console(stderr=True).status("") as status:
-            run(benchmark, report, sections, peers=peers, quick=given.quick, on_section=status.update)
-    finally:
-        if report.rows:
-            output.show(tables(report), report.as_json())
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sagellm.cli._interrupt import interrupts_noted
 from sagellm.cli._loading import load_llm
 from sagellm.cli._options import Model, command
-from sagellm.cli._reasoning import DimmedReasoning
 from sagellm.cli._sampling import Sampling, parse_value
 from sagellm.cli._settings import Settings
+from sagellm.cli.run import interrupts_noted
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import RequestError
 
@@ -32,6 +31,8 @@ HELP = """\
   /exit              leave (also Ctrl-D); Ctrl-C stops an answer
   Several lines: end a line with \\, or write them between two lines of \"\"\"."""
 QUOTES = '"""'
+OPEN, CLOSE = "<think>", "</think>"
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 @command
@@ -193,3 +194,34 @@ def _import_line_editing() -> None:
     except ImportError:  # a Python without readline edits lines as the terminal does
         return
     readline.set_history_length(1000)
+
+
+class DimmedReasoning:
+    """Adds escape sequences to a text that comes in pieces. What may be the beginning of a tag is held back
+    until the next piece.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._inside = False
+
+    def push(self, text: str) -> str:
+        """What can be shown of the text so far, and was not shown before."""
+        text, shown = self._held + text, ""
+        while True:
+            tag = CLOSE if self._inside else OPEN
+            before, found, after = text.partition(tag)
+            if not found:
+                break
+            shown += f"{before}{tag}{PLAIN}" if self._inside else f"{before}{DIM}{tag}"
+            self._inside = not self._inside
+            text = after
+        keep = next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
+        self._held = text[len(text) - keep :]
+        return shown + text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """The rest; a new text begins."""
+        rest = self._held + (PLAIN if self._inside else "")
+        self._held, self._inside = "", False
+        return rest

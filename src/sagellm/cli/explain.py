@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sagellm.cli._options import command
-from sagellm.cli._scenario import FORM, ScenarioRequest, parse_request, read_requests, to_requests
 from sagellm.cli._settings import Settings
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError, nearest
+from sagellm.core.types import SLO, Namespace, Request, SamplingParams, Tokens
 
 if TYPE_CHECKING:
     from sagellm.core.config import Config
-    from sagellm.core.types import Request
     from sagellm.engines.engine import Engine
     from sagellm.kvmgr.scheduler_ir.explain import ScheduleLog, StepRecord
 
+FORM = "NAME=PROMPT+OUTPUT[,KEY=VALUE...]"
+WHOLE = ("at", "priority")
+SECONDS = ("ttft", "tpot")
+TEXTS = ("tenant", "class", "prefix")
+MOST_TOKENS = 1_000_000
+KEYS = (*WHOLE, *SECONDS, *TEXTS)
 MAX_STEPS = 100_000
 """Steps after which requests that do not end are given up."""
 _REQUESTS_HELP = f"{FORM}, lengths in tokens; keys: at (a step), priority, tenant, class, prefix, ttft, tpot."
@@ -148,3 +156,194 @@ def _show(log: ScheduleLog, first: int, count: int, *, diff: bool) -> None:
     rest = len(log.steps) - first - len(shown)
     if rest > 0:
         print(f"# {rest} more steps; --from {first + count} shows them")
+
+
+@dataclass(frozen=True, slots=True)
+class ScenarioRequest:
+    """One request: lengths in tokens, `at` the step before which it arrives, goals in seconds.
+
+    `prefix` is a name and a number: the first tokens are those of all prompts with that name. `tokens`: the
+    prompt itself, where it is known.
+    """
+
+    name: str
+    num_prompt: int
+    num_output: int
+    at: int = 0
+    priority: int = 0
+    tenant: str = ""
+    service_class: str = ""
+    prefix: tuple[str, int] | None = None
+    slo: SLO = field(default_factory=SLO)
+    tokens: tuple[int, ...] = ()
+
+
+def parse_request(text: str) -> ScenarioRequest:
+    """`b=40+8,at=3,prefix=system:16`; raises `ConfigError` saying what is wrong."""
+    head, *rest = text.split(",")
+    name, equals, lengths = head.partition("=")
+    prompt, plus, output = lengths.partition("+")
+    if not (name and equals and plus):
+        raise ConfigError(f"request {text!r}: write {FORM}, for example a=40+8,at=3,priority=1")
+    values: dict[str, Any] = {"id": name, "prompt": prompt, "output": output}
+    for part in rest:
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ConfigError(f"request {text!r}: {part!r} is not KEY=VALUE; keys are {', '.join(KEYS)}")
+        values[key.strip()] = value
+    return scenario_request(f"request {text!r}", values)
+
+
+def scenario_request(where: str, values: Mapping[str, Any]) -> ScenarioRequest:
+    """From fields `id`, `prompt` (a number of tokens, or the tokens), `output` and `KEYS`."""
+    fields = ("id", "prompt", "output", *KEYS)
+    for key in values.keys() - set(fields):
+        raise ConfigError(f"{where}: no key {key!r}.{nearest(key, fields)}")
+    for key in fields[:3]:
+        if key not in values:
+            raise ConfigError(f"{where}: {key!r} is missing")
+    prompt = values["prompt"]
+    tokens = _tokens(where, prompt) if isinstance(prompt, list) else ()
+    made = ScenarioRequest(
+        name=str(values["id"]),
+        num_prompt=len(tokens) or _whole(where, "prompt", prompt, least=1),
+        num_output=_whole(where, "output", values["output"], least=1),
+        at=_whole(where, "at", values.get("at", 0), least=0),
+        priority=_whole(where, "priority", values.get("priority", 0)),
+        tenant=str(values.get("tenant", "")),
+        service_class=str(values.get("class", "")),
+        prefix=_prefix(where, str(values["prefix"])) if "prefix" in values else None,
+        slo=SLO(*(_seconds(where, key, values[key]) if key in values else None for key in SECONDS)),
+        tokens=tokens,
+    )
+    if made.num_prompt + made.num_output > MOST_TOKENS:
+        raise ConfigError(f"{where}: prompt and output are at most {MOST_TOKENS:,} tokens together here")
+    if made.prefix is not None and (tokens or made.prefix[1] > made.num_prompt):
+        raise ConfigError(
+            f"{where}: a prefix of {made.prefix[1]} tokens needs a prompt of so many, without tokens"
+        )
+    return made
+
+
+def read_requests(path: Path, limit: int, step_s: float) -> list[ScenarioRequest]:
+    """The requests of a file: a JSON object a line with the fields of `scenario_request`, or any trace, of
+    which the first `limit` are taken; a step of it is `step_s` seconds."""
+    first = _first_record(path)
+    if isinstance(first, dict) and {"id", "prompt", "output"} <= first.keys():
+        lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        return [_from_line(f"{path}, line {number}", line) for number, line in lines if line.strip()]
+    return _from_trace(path, limit, step_s)
+
+
+def to_requests(scenario: Sequence[ScenarioRequest], step_s: float) -> list[tuple[int, Request]]:
+    """Requests and the steps before which they arrive, by arrival. Prompts share tokens only where they
+    share a prefix; each has tokens of its own."""
+    names = [one.name for one in scenario]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two requests are named {name!r}: name each once")
+    fresh = 1 + max((max(one.tokens, default=0) for one in scenario), default=0)
+    lengths: dict[str, int] = {}
+    for label, length in (one.prefix for one in scenario if one.prefix is not None):
+        lengths[label] = max(length, lengths.get(label, 0))
+    starts: dict[str, int] = {}
+    for label, length in lengths.items():
+        starts[label], fresh = fresh, fresh + length
+    made = []
+    for one in scenario:
+        label, shared = one.prefix or ("", 0)
+        head = range(starts[label], starts[label] + shared) if shared else range(0)
+        tail = range(fresh, fresh + one.num_prompt - shared)
+        fresh += len(tail)
+        made.append((one.at, _request(one, one.tokens or (*head, *tail), step_s)))
+    return sorted(made, key=lambda pair: pair[0])
+
+
+def _request(one: ScenarioRequest, tokens: Iterable[int], step_s: float) -> Request:
+    return Request(
+        one.name,
+        Tokens(tokens),
+        SamplingParams(temperature=0.0, max_tokens=one.num_output),
+        arrival_s=one.at * step_s,
+        priority=one.priority,
+        namespace=Namespace(tenant=one.tenant),
+        slo=one.slo,
+        service_class=one.service_class,
+    )
+
+
+def _first_record(path: Path) -> Any:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return json.loads(next((line for line in lines if line.strip()), "null"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the requests in {path}: {error.strerror}") from error
+    except ValueError:
+        return None  # a compressed trace, or one of another format
+
+
+def _from_line(where: str, line: str) -> ScenarioRequest:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: write a JSON object with id, prompt and output")
+    return scenario_request(where, record)
+
+
+def _from_trace(path: Path, limit: int, step_s: float) -> list[ScenarioRequest]:
+    from sagellm.benchmarks.traces import block_ids, block_size, read_trace
+
+    whole = read_trace(path)
+    trace = dataclasses.replace(whole, requests=whole.requests[:limit])
+    size = block_size(trace)
+    blocks = list(block_ids(trace))
+    fresh = 1 + max((max(ids, default=0) for ids in blocks), default=0)
+    made = []
+    for number, (one, ids) in enumerate(zip(trace.requests, blocks, strict=True)):
+        length = max(1, one.num_input_tokens)
+        missing = cdiv(length, size) - len(ids)  # of a format that has lengths only
+        ids = [*ids, *range(fresh, fresh + max(0, missing))]
+        fresh += max(0, missing)
+        tokens = [block * size + i for block in ids for i in range(size)][:length]
+        at = int(one.time_s / step_s)
+        output = max(1, one.num_output_tokens)
+        made.append(
+            ScenarioRequest(f"r{number}", length, output, at, tenant=one.tenant, tokens=tuple(tokens))
+        )
+    return made
+
+
+def _whole(where: str, key: str, value: Any, least: int | None = None) -> int:
+    try:
+        number = int(value) if isinstance(value, str | int) and not isinstance(value, bool) else None
+    except ValueError:
+        number = None
+    if number is None or (least is not None and number < least):
+        bound = "" if least is None else f" from {least} on"
+        raise ConfigError(f"{where}: {key} is {value!r}; write a whole number{bound}")
+    return number
+
+
+def _seconds(where: str, key: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise ConfigError(f"{where}: {key} is {value!r}; write seconds above 0")
+    return number
+
+
+def _prefix(where: str, text: str) -> tuple[str, int]:
+    label, _, length = text.rpartition(":")
+    if not label:
+        raise ConfigError(f"{where}: prefix is {text!r}; write NAME:TOKENS, for example system:16")
+    return label, _whole(where, "the prefix's length", length, least=1)
+
+
+def _tokens(where: str, values: Sequence[Any]) -> tuple[int, ...]:
+    if not values or not all(type(one) is int and 0 <= one < 1 << 24 for one in values):
+        raise ConfigError(f"{where}: prompt must hold token ids from 0 to {(1 << 24) - 1}, at least one")
+    return tuple(values)

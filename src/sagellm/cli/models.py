@@ -1,14 +1,27 @@
-"""`sagellm models`: what is in the local cache, and whether it runs."""
+"""`sagellm pull` and `sagellm models`: fill the local cache of models, and list it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from sagellm.cli._machine import as_text
-from sagellm.cli._options import command
+from sagellm.cli._options import Model, command
 from sagellm.cli._settings import Settings
-from sagellm.cli.pull import folder_bytes
-from sagellm.core.errors import SageError
+from sagellm.core.errors import RequestError, SageError
+
+
+@command
+def pull(*, model: Model, settings: Settings) -> None:
+    """Fetch a model from the hub into the local cache.
+
+    What describes it comes first: a model that cannot run is refused before its weights are fetched.
+    """
+    from sagellm.engines.build import model_source
+
+    if model.name is None:
+        raise RequestError("which model? sagellm pull ORG/NAME", "model")
+    folder = model_source(settings.load(model=model.name).config)
+    print(f"{model.name}: {as_text(folder_bytes(folder))} in {folder}")
 
 
 @command
@@ -37,3 +50,8 @@ def _state(folder: Path, settings: Settings) -> str:
     except SageError as error:
         return f"no: {str(error).replace(f'{folder} ', '')}"
     return f"yes, {size.num_parameters / 1e6:,.1f} M parameters"
+
+
+def folder_bytes(folder: Path) -> int:
+    """What the files of a folder take together."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sagellm.cli._interrupt import interrupts_noted
 from sagellm.cli._loading import load_llm
 from sagellm.cli._options import ModelOption, command
 from sagellm.cli._sampling import Sampling
@@ -92,3 +94,23 @@ def _prompt_text(prompt: str | None) -> str:
 def _messages(text: str, system: str | None) -> list[Message]:
     messages: list[Message] = [{"role": "user", "content": text}]
     return [{"role": "system", "content": system}, *messages] if system is not None else messages
+
+
+@contextmanager
+def interrupts_noted() -> Iterator[Callable[[], bool]]:
+    """Within, the first Ctrl-C is noted and raises nothing, so that no step is cut in its middle; ask between
+    steps whether there was one. A second Ctrl-C raises `KeyboardInterrupt` at once. Main thread only.
+    """
+    noted = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal noted
+        if noted:
+            signal.default_int_handler(number, frame)
+        noted = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: noted
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -5,22 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sagellm.cli._events import event_bus
 from sagellm.cli._loading import load_llm
 from sagellm.cli._options import Model, command
 from sagellm.cli._settings import ServerSettings
 from sagellm.cli.run import EXIT_INTERRUPTED
 from sagellm.core.errors import MissingExtraError
+from sagellm.core.events import EventBus
 
 if TYPE_CHECKING:
-    from sagellm.core.config import ServerConfig
+    from sagellm.core.config import Config, ServerConfig
     from sagellm.serving import ClientLimits
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -95,3 +96,27 @@ def _client_limits(server: ServerConfig) -> ClientLimits:
         tier_priorities=server.tier_priorities,
         trust_user=server.trust_user,
     )
+
+
+@contextmanager
+def event_bus(config: Config) -> Iterator[EventBus]:
+    """A bus; with `events.endpoint` set, what happens on it to KV blocks is published until the end.
+
+    Raises `MissingExtraError` without the extra, `ConfigError` for an endpoint that cannot be bound.
+    """
+    bus, events = EventBus(), config.events
+    if events.endpoint is None:
+        yield bus
+        return
+    from sagellm.control_plane.kv_events import KVEventPublisher
+
+    with KVEventPublisher(
+        bus,
+        events.endpoint,
+        events.replay_endpoint,
+        events.topic,
+        block_size=config.kv.block_size,
+        buffer_steps=events.buffer_steps,
+        hash_form=events.hash_form,
+    ):
+        yield bus

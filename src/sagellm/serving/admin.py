@@ -1,5 +1,7 @@
-"""What an operator may change on a running server, with `server.admin_key`: pinned prompts, the cache, the
-eviction policy and the scheduling strategy."""
+"""/v1/admin: what an operator may change on a running server, with `server.admin_key`.
+
+That is: pinned prompts, the cached blocks, the eviction policy and the scheduling strategy.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ from sagellm.core.protocols.engine import PinnedPrefix
 from sagellm.core.registry import registry
 from sagellm.core.types import Tokens
 from sagellm.engines.build import replace_policy, replace_strategy
-from sagellm.engines.llm import LLM
+from sagellm.engines.llm import LLM, RequestOptions
 from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.serving.access_log import record_of
 from sagellm.serving.answers import CacheCleared, CurrentPolicy, CurrentStrategy, Pin, PinDeleted, PinList
+from sagellm.serving.clients import NO_CLIENT
 from sagellm.serving.errors import ConflictError, ForbiddenError, NotFoundError, UnauthorizedError, clipped
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.prompts import PromptEncoder
@@ -73,15 +76,15 @@ class StrategyRequest(BaseModel):
 
 
 @dataclass(slots=True)
-class Current:
-    """The policy and strategy that are in use."""
+class SchedulingInUse:
+    """The eviction policy and scheduling strategy in use."""
 
     policy: CurrentPolicy
     strategy: CurrentStrategy
 
     @classmethod
-    def of(cls, config: Config | None) -> Current:
-        """Those of the configuration that the engine was built from; None: it is not known."""
+    def of(cls, config: Config | None) -> SchedulingInUse:
+        """Those of the engine's configuration; None: it was not built from one."""
         if config is None:
             return cls(CurrentPolicy(), CurrentStrategy())
         scheduler = config.scheduler
@@ -94,15 +97,17 @@ class Current:
 
 
 @dataclass(frozen=True, slots=True)
-class Admin:
-    """The handlers. Changes are made on the engine's thread between two steps, whole or not at all; requests
-    that run go on. `current` and `pins` are written on that thread alone."""
+class AdminRoutes:
+    """The handlers. A change happens on the engine's thread between two steps, whole or not at all.
+
+    Running requests go on. `current` and `pins` are written on that thread alone.
+    """
 
     gateway: Gateway
     reader: RequestReader
     encoder: PromptEncoder
     check_model: Callable[[str | None], str]
-    current: Current
+    current: SchedulingInUse
     pins: dict[str, tuple[PinnedPrefix, str]] = field(default_factory=dict)
     _ids: Iterable[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -171,7 +176,7 @@ class Admin:
     async def _compute(self, request: Request, tokens: Tokens, tenant: str) -> None:
         params = self.gateway.llm.sampling_params(max_tokens=1)
         self.gateway.llm.resolve(tokens, params)
-        generation = self.gateway.open([tokens], params, tenant=tenant)
+        generation = self.gateway.open([tokens], RequestOptions(params, tenant=tenant, client=NO_CLIENT))
         record_of(request.scope).times = generation.times
         async with closed_on_disconnect(request.receive, generation):
             async for _ in generation:
@@ -202,8 +207,10 @@ class Admin:
 
 
 def admin_check(admin_key: str | None) -> Callable[[Request], Awaitable[None]]:
-    """A dependency that raises `ForbiddenError` where there is no admin key, and `UnauthorizedError` unless
-    the request carries it."""
+    """A dependency that raises `UnauthorizedError` for a request without the admin key.
+
+    It raises `ForbiddenError` where the server has no admin key.
+    """
 
     async def check(request: Request) -> None:
         if admin_key is None:
@@ -226,7 +233,7 @@ def _passes(strategy: str) -> list[str]:
 
 
 def _check_name(param: str, name: str, known: Iterable[str]) -> None:
-    """Plug-ins by the path of a module are for the configuration alone: they would import any code."""
+    """Refuse what is not registered: a name with a module's path would import any code."""
     names = sorted(known)
     if name not in names:
         shown = clipped(repr(name))
@@ -234,7 +241,7 @@ def _check_name(param: str, name: str, known: Iterable[str]) -> None:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuse texts within options that name a module: predictors and the like are plug-ins too."""
+    """Refuse options that name a module: predictors and the like are plug-ins, too."""
     values = list(options.values())
     for value in values:
         if isinstance(value, dict | list):

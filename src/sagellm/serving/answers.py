@@ -1,27 +1,45 @@
-"""The bodies of answers, as /openapi.json describes them. `replies` and others write them; tests hold that
-they are of this form."""
+"""The bodies of answers: their models for /openapi.json, and the functions that write them.
+
+`ChatReply` and `CompletionReply` write plain dictionaries, because validated models would cost time for every
+token. Tests check that the dictionaries match the models.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from sagellm.core.types import FinishReason
+from sagellm.engines.llm import Completion, TextDelta, TokenText, Usage
 
-class Answer(BaseModel):
+Json = dict[str, Any]
+LOWEST_LOGPROB = -9999.0
+"""JSON has no infinity; this is what OpenAI sends for it."""
+
+
+class AnswerBody(BaseModel):
     """What an answer holds, and nothing else."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class CachedTokens(Answer):
-    """Of the prompt, those whose KV was reused; for `return_cache_misses`, why blocks had to be computed."""
+class CachedTokens(AnswerBody):
+    """Prompt tokens whose KV was reused, and why other blocks had to be computed."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "description": "Of the prompt, those whose KV was reused; for `return_cache_misses`, "
+            "why blocks had to be computed."
+        }
+    )
     cached_tokens: int
     cache_miss_blocks: dict[str, int] | None = None
 
 
-class TokenUsage(Answer):
+class TokenUsage(AnswerBody):
     """Tokens of all prompts and choices of a request."""
 
     prompt_tokens: int
@@ -33,7 +51,7 @@ class TokenUsage(Answer):
 Finish = Literal["stop", "length"]
 
 
-class TokenAlternative(Answer):
+class TokenAlternative(AnswerBody):
     """A token as text and as its exact bytes."""
 
     token: str
@@ -47,14 +65,14 @@ class ChatTokenLogprob(TokenAlternative):
     top_logprobs: list[TokenAlternative]
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(AnswerBody):
     """Of the tokens of a message, if `logprobs` was true."""
 
     content: list[ChatTokenLogprob]
     refusal: None
 
 
-class AssistantMessage(Answer):
+class AssistantMessage(AnswerBody):
     """What the model answers."""
 
     role: Literal["assistant"]
@@ -62,7 +80,7 @@ class AssistantMessage(Answer):
     refusal: None
 
 
-class ChatChoice(Answer):
+class ChatChoice(AnswerBody):
     """One of `n` answers."""
 
     index: int
@@ -71,7 +89,7 @@ class ChatChoice(Answer):
     finish_reason: Finish
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(AnswerBody):
     """The answer of POST /v1/chat/completions."""
 
     id: str
@@ -82,14 +100,14 @@ class ChatCompletion(Answer):
     usage: TokenUsage
 
 
-class ChatDelta(Answer):
+class ChatDelta(AnswerBody):
     """What an event adds to a message."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
 
 
-class ChatChunkChoice(Answer):
+class ChatChunkChoice(AnswerBody):
     """What an event adds to one of `n` answers."""
 
     index: int
@@ -98,7 +116,7 @@ class ChatChunkChoice(Answer):
     finish_reason: Finish | None
 
 
-class ChatCompletionChunk(Answer):
+class ChatCompletionChunk(AnswerBody):
     """The data of an event of a streamed chat. With `stream_options.include_usage` the last one has usage and
     no choices."""
 
@@ -110,16 +128,22 @@ class ChatCompletionChunk(Answer):
     usage: TokenUsage | None = None
 
 
-class CompletionLogprobs(Answer):
-    """Of the tokens of a text, and of its prompt with `echo`; the first token of a prompt has none."""
+class CompletionLogprobs(AnswerBody):
+    """Log-probabilities of a text's tokens, and of its prompt's with `echo`."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "description": "Of the tokens of a text, and of its prompt with `echo`; "
+            "the first token of a prompt has none."
+        }
+    )
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(AnswerBody):
     """One of `n` texts for one of the prompts."""
 
     index: int
@@ -128,7 +152,7 @@ class CompletionChoice(Answer):
     finish_reason: Finish | None
 
 
-class TextCompletion(Answer):
+class TextCompletion(AnswerBody):
     """The answer of POST /v1/completions."""
 
     id: str
@@ -139,7 +163,7 @@ class TextCompletion(Answer):
     usage: TokenUsage
 
 
-class TextCompletionChunk(Answer):
+class TextCompletionChunk(AnswerBody):
     """The data of an event of a streamed completion. With `stream_options.include_usage` the last one has
     usage and no choices."""
 
@@ -151,7 +175,7 @@ class TextCompletionChunk(Answer):
     usage: TokenUsage | None = None
 
 
-class ModelCard(Answer):
+class ModelCard(AnswerBody):
     """The model that is served."""
 
     id: str
@@ -161,14 +185,14 @@ class ModelCard(Answer):
     max_model_len: int
 
 
-class ModelList(Answer):
+class ModelList(AnswerBody):
     """The answer of GET /v1/models."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class Tokenized(Answer):
+class Tokenized(AnswerBody):
     """The answer of POST /tokenize."""
 
     count: int
@@ -177,13 +201,13 @@ class Tokenized(Answer):
     token_strs: list[str] | None
 
 
-class Detokenized(Answer):
+class Detokenized(AnswerBody):
     """The answer of POST /detokenize."""
 
     prompt: str
 
 
-class HintAnswer(Answer):
+class HintAnswer(AnswerBody):
     """What became of one action of KV hints."""
 
     action_id: str
@@ -192,13 +216,13 @@ class HintAnswer(Answer):
     reason: str
 
 
-class HintAnswers(Answer):
+class HintAnswers(AnswerBody):
     """The answer of POST /v1/kv/hints, in order of the actions."""
 
     outcomes: list[HintAnswer]
 
 
-class Pin(Answer):
+class Pin(AnswerBody):
     """A pinned prompt: its first `num_tokens` tokens stay in `num_blocks` KV blocks."""
 
     id: str
@@ -207,34 +231,34 @@ class Pin(Answer):
     num_blocks: int
 
 
-class PinList(Answer):
+class PinList(AnswerBody):
     """The answer of GET /v1/admin/pins."""
 
     object: Literal["list"] = "list"
     data: list[Pin]
 
 
-class PinDeleted(Answer):
+class PinDeleted(AnswerBody):
     """The answer of DELETE /v1/admin/pins/{pin_id}."""
 
     id: str
     deleted: Literal[True] = True
 
 
-class CacheCleared(Answer):
+class CacheCleared(AnswerBody):
     """Cached blocks that were given up. What runs and what is pinned stays."""
 
     num_blocks: int
 
 
-class CurrentPolicy(Answer):
+class CurrentPolicy(AnswerBody):
     """The answer of GET /v1/admin/eviction_policy. Null: the server was not built from a configuration."""
 
     policy: str | None = None
     options: dict[str, Any] = {}
 
 
-class CurrentStrategy(Answer):
+class CurrentStrategy(AnswerBody):
     """The answer of GET /v1/admin/scheduling_strategy: its name and passes. Null: the configuration lists
     passes of its own, or the server was not built from one."""
 
@@ -243,19 +267,19 @@ class CurrentStrategy(Answer):
     options: dict[str, dict[str, Any]] = {}
 
 
-class ServerStatus(Answer):
+class ServerStatus(AnswerBody):
     """The answer of /health and /ready."""
 
     status: Literal["ok", "ready"]
 
 
-class ServerVersion(Answer):
+class ServerVersion(AnswerBody):
     """The answer of /version."""
 
     version: str
 
 
-class ErrorDetail(Answer):
+class ErrorDetail(AnswerBody):
     """`param` names the field in error; `code` is for programs."""
 
     message: str
@@ -270,8 +294,223 @@ class ErrorDetail(Answer):
     code: str | None
 
 
-class ErrorAnswer(Answer):
+class ErrorAnswer(AnswerBody):
     """What every refusal and failure is answered with. `request_id` is that of the server's log."""
 
     error: ErrorDetail
     request_id: str | None = None
+
+
+def usage_json(usage: Usage) -> Json:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every part of one answer repeats."""
+
+    answer_id: str
+    model: str
+    created: int
+    with_misses: bool = False
+
+    def usage(self, usage: Usage) -> Json:
+        """Usage, with the causes of cache misses if the request asked (`return_cache_misses`)."""
+        shown = usage_json(usage)
+        if self.with_misses and usage.misses is not None:
+            shown["prompt_tokens_details"]["cache_miss_blocks"] = usage.misses._asdict()
+        return shown
+
+    def wrap(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+class ChatReply:
+    """Answers of /v1/chat/completions."""
+
+    def __init__(self, head: AnswerHead, *, logprobs: bool) -> None:
+        self.head = head
+        self._logprobs = logprobs
+
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
+        [completion] = completions
+        choices = []
+        for choice in completion.choices:
+            message = {"role": "assistant", "content": choice.text, "refusal": None}
+            choices.append(
+                {
+                    "index": choice.index,
+                    "message": message,
+                    "logprobs": self._logprobs_json(choice.logprobs),
+                    "finish_reason": _reason(choice.finish_reason),
+                }
+            )
+        return self.head.wrap("chat.completion", choices) | {"usage": self.head.usage(usage)}
+
+    def opening(self, num_choices: int) -> Iterator[Json]:
+        """The role, once per choice."""
+        for index in range(num_choices):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def parts(self, index: int, delta: TextDelta) -> Iterator[Json]:
+        """What a delta adds, then, in a chunk of its own, the reason of its end."""
+        if delta.text or (self._logprobs and delta.logprobs):
+            yield self._chunk(index, {"content": delta.text}, delta.logprobs)
+        if delta.finish_reason is not None:
+            yield self._chunk(index, {}, reason=delta.finish_reason)
+
+    def closing(self, usage: Usage) -> Json:
+        """The usage chunk: no choices."""
+        return self.head.wrap("chat.completion.chunk", []) | {"usage": self.head.usage(usage)}
+
+    def _chunk(
+        self,
+        index: int,
+        delta: Json,
+        logprobs: Sequence[TokenText] = (),
+        reason: FinishReason | None = None,
+    ) -> Json:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs_json(logprobs) if logprobs else None,
+            "finish_reason": _reason(reason),
+        }
+        return self.head.wrap("chat.completion.chunk", [choice])
+
+    def _logprobs_json(self, entries: Sequence[TokenText]) -> Json | None:
+        if not self._logprobs:
+            return None
+        content = [
+            _token_json(entry) | {"top_logprobs": [_token_json(token) for token in entry.top]}
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+
+class CompletionReply:
+    """Answers of /v1/completions.
+
+    `echoes[i]` stands before the text of prompt `i`. With `scores_prompts` the log-probabilities of its
+    tokens stand before those of the answer.
+    """
+
+    def __init__(
+        self,
+        head: AnswerHead,
+        *,
+        logprobs: int | None,
+        echoes: Sequence[str],
+        num_choices: int,
+        scores_prompts: bool = False,
+    ) -> None:
+        self.head = head
+        self._scores_prompts = scores_prompts
+        self._logprobs = logprobs
+        self._echoes = echoes
+        self._num_choices = num_choices
+
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
+        choices = [
+            self._choice(
+                position * self._num_choices + choice.index,
+                self._echoes[position] + choice.text,
+                (*choice.prompt_logprobs, *self._behind_echo(position, choice.logprobs)),
+                choice.finish_reason,
+            )
+            for position, completion in enumerate(completions)
+            for choice in completion.choices
+        ]
+        return self.head.wrap("text_completion", choices) | {"usage": self.head.usage(usage)}
+
+    def opening(self, num_choices: int) -> Iterator[Json]:
+        """The echoed prompts; scored ones come later, with their log-probabilities."""
+        if self._scores_prompts:
+            return
+        for index in range(num_choices):
+            echo = self._echoes[index // self._num_choices]
+            if echo:
+                yield self._chunk(index, echo)
+
+    def parts(self, index: int, delta: TextDelta) -> Iterator[Json]:
+        position = index // self._num_choices
+        if delta.prompt_logprobs:
+            yield self._chunk(index, self._echoes[position], delta.prompt_logprobs)
+        if delta.text or delta.finish_reason is not None or (self._logprobs is not None and delta.logprobs):
+            logprobs = self._behind_echo(position, delta.logprobs)
+            yield self._chunk(index, delta.text, logprobs, delta.finish_reason)
+
+    def closing(self, usage: Usage) -> Json:
+        """The usage chunk: no choices."""
+        return self.head.wrap("text_completion", []) | {"usage": self.head.usage(usage)}
+
+    def _chunk(
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenText] = (),
+        reason: FinishReason | None = None,
+    ) -> Json:
+        return self.head.wrap("text_completion", [self._choice(index, text, logprobs, reason)])
+
+    def _choice(
+        self, index: int, text: str, entries: Sequence[TokenText], reason: FinishReason | None
+    ) -> Json:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": None if self._logprobs is None else self._logprobs_json(entries),
+            "finish_reason": _reason(reason),
+        }
+
+    def _behind_echo(self, position: int, entries: Sequence[TokenText]) -> Sequence[TokenText]:
+        """Entries of the answer whose offsets count the echoed prompt."""
+        echo = self._echoes[position]
+        return [replace(entry, offset=entry.offset + len(echo)) for entry in entries] if echo else entries
+
+    def _logprobs_json(self, entries: Sequence[TokenText]) -> Json:
+        return {
+            "tokens": [entry.text for entry in entries],
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "top_logprobs": [_top_json(entry) for entry in entries] if self._logprobs else None,
+            "text_offset": [entry.offset for entry in entries],
+        }
+
+
+Reply = ChatReply | CompletionReply
+
+
+def _token_json(entry: TokenText) -> Json:
+    return {"token": entry.text, "logprob": _finite(entry.logprob), "bytes": list(entry.data)}
+
+
+def _top_json(entry: TokenText) -> Json | None:
+    """The likeliest tokens and the token itself, by text.
+
+    Of several tokens with one text the likeliest counts.
+    """
+    if entry.logprob is None:
+        return None
+    found: Json = {}
+    for token in (*entry.top, entry):
+        found.setdefault(token.text, _finite(token.logprob))
+    return found
+
+
+def _finite(logprob: float | None) -> float | None:
+    return logprob if logprob is None or logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
+
+
+def _reason(reason: FinishReason | None) -> str | None:
+    return None if reason is None else reason.value

@@ -20,28 +20,22 @@ import sagellm
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError, UnknownModelError
-from sagellm.core.types import Tokens
 from sagellm.engines.llm import LLM
 from sagellm.serving import errors
 from sagellm.serving.access_log import REQUEST_ID_HEADER, AccessLog, Refusals
-from sagellm.serving.admin import Admin, Current, admin_check
+from sagellm.serving.admin import AdminRoutes, SchedulingInUse, admin_check
 from sagellm.serving.clients import ClientLimits
 from sagellm.serving.gateway import DEFAULT_LIMITS, Gateway
-from sagellm.serving.generate import Generator
-from sagellm.serving.hints import HintRoute
-from sagellm.serving.openapi import document
-from sagellm.serving.parameters import IGNORED_HEADER
+from sagellm.serving.generate import GenerationRoutes
+from sagellm.serving.openapi import Limits, document
 from sagellm.serving.prompts import PromptEncoder
 from sagellm.serving.reader import RequestReader
-from sagellm.serving.request_schemas import Limits
-from sagellm.serving.schema import DetokenizeRequest, TokenizeRequest
+from sagellm.serving.schema import IGNORED_HEADER, DetokenizeRequest, HintRequest, TokenizeRequest
 
 DEFAULT_MAX_WAITING = 1024
 DEFAULT_MAX_BODY_BYTES = 32 * 2**20
 DEFAULT_BODY_TIMEOUT_S = 60.0
 DEFAULT_STOP_TIMEOUT_S = 5.0
-
-Handler = Callable[[Request], Awaitable[Any]]
 
 
 def create_app(
@@ -62,15 +56,15 @@ def create_app(
     clock: Clock | None = None,
     wall_clock: Callable[[], float] = time.time,
 ) -> FastAPI:
-    """The application; its lifespan starts and stops the engine loop, the caller closes the `llm` afterwards.
+    """The application. Its lifespan starts and stops the engine loop; the caller closes the `llm` afterwards.
 
-    `config` is what the `llm` was built from, if from one: /v1/admin shows its policy and strategy.
-    `model_name` is what clients call the model. With an `api_key`, all but /health, /ready, /version and
-    /metrics want it as a bearer token; so they do with `client_keys`, by the name of the client that has the
-    key. At most `max_waiting` sequences wait for their first token, then 429; of one client the server takes
-    what `client_limits` say. A body of more than `max_body_bytes` is answered 413, one that takes more than
-    `body_timeout_s` to arrive 408. A step that runs at shutdown is waited for `stop_timeout_s`. With
-    `log_requests` each request has a line in the log `sagellm.access`.
+    `config`: what the `llm` was built from, if from one; /v1/admin shows its policy and strategy.
+    `model_name`: the model's name for clients. `api_key`, `client_keys`: the bearer tokens that all routes
+    but /health, /ready, /version and /metrics want; `client_keys` has one by the name of each client.
+    `client_limits`: what one client may ask for. `max_waiting`: sequences that may wait for their first
+    token; beyond that, 429. `max_body_bytes`: a larger body is answered 413. `body_timeout_s`: a slower one
+    408. `stop_timeout_s`: how long a shutdown waits for the step that runs. `log_requests`: write a line per
+    request to the log `sagellm.access`.
     """
     keys = _names_by_key(api_key, client_keys or {})
     if admin_key is not None and (not admin_key.strip() or admin_key in keys):
@@ -85,26 +79,31 @@ def create_app(
     log_clock, count = clock or MonotonicClock(), gateway.metrics.on_http
     app.add_middleware(AccessLog, clock=log_clock, count=count, enabled=log_requests)
     app.state.refusals = Refusals(log_clock, count, enabled=log_requests)
-    models = Models(model_name or llm.model_name, llm.max_model_len, int(wall_clock()))
+    models = ServedModel(model_name or llm.model_name, llm.max_model_len, int(wall_clock()))
     _add_open_routes(app, gateway)
     reader, encoder = RequestReader(max_body_bytes, body_timeout_s), PromptEncoder(llm)
-    generator = Generator(gateway, reader, encoder, models.check, wall_clock)
-    posts: dict[str, Handler] = {
-        "/v1/chat/completions": generator.chat,
-        "/v1/completions": generator.completions,
-        "/v1/kv/hints": HintRoute(gateway, reader, models.check).hint,
-    }
-    tokens = TokenRoutes(reader, encoder, models)
-    posts |= {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
-    _add_api_routes(app, models, posts, Depends(_key_check(keys)))
-    admin = Admin(gateway, reader, encoder, models.check, Current.of(config))
+    generation = GenerationRoutes(gateway, reader, encoder, models.check, wall_clock)
+    others = TokenAndHintRoutes(gateway, reader, encoder, models)
+    key = Depends(_key_check(keys))
+    for path, handler in (
+        ("/v1/chat/completions", generation.chat),
+        ("/v1/completions", generation.completions),
+        ("/v1/kv/hints", others.hint),
+        ("/tokenize", others.tokenize),
+        ("/detokenize", others.detokenize),
+    ):
+        app.add_api_route(path, handler, methods=["POST"], dependencies=[key])
+    _add_get(app, "/v1/models", models.list, dependencies=[key])
+    _add_get(app, "/v1/models/", models.list, dependencies=[key], include_in_schema=False)
+    _add_get(app, "/v1/models/{model:path}", models.get, dependencies=[key])
+    admin = AdminRoutes(gateway, reader, encoder, models.check, SchedulingInUse.of(config))
     _add_admin_routes(app, admin, Depends(admin_check(admin_key)))
     _describe(app, gateway, models)
     return app
 
 
 @dataclass(frozen=True, slots=True)
-class Models:
+class ServedModel:
     """The one model that is served, under its public name."""
 
     name: str
@@ -138,12 +137,33 @@ class Models:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRoutes:
-    """/tokenize and /detokenize, in vLLM's form."""
+class TokenAndHintRoutes:
+    """/tokenize and /detokenize, in vLLM's form, and /v1/kv/hints."""
 
+    gateway: Gateway
     reader: RequestReader
     encoder: PromptEncoder
-    models: Models
+    models: ServedModel
+
+    async def hint(self, request: Request) -> dict[str, Any]:
+        """Carry out KV hints, which a client sends outside of any request; one outcome per action.
+
+        Only what is no envelope is an error.
+        """
+        body = await self.reader.read(HintRequest, request)
+        self.models.check(body.model)
+        tenant = body.cache_salt or ""
+        outcomes = await self.gateway.call(lambda llm: llm.hint(body.kv_hints, tenant=tenant))
+        shown = [
+            {
+                "action_id": outcome.action_id,
+                "status": outcome.status.value,
+                "num_blocks": outcome.num_blocks,
+                "reason": errors.clipped(outcome.reason, errors.MAX_MESSAGE_CHARS),
+            }
+            for outcome in outcomes
+        ]
+        return {"outcomes": shown}
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         body = await self.reader.read(TokenizeRequest, request)
@@ -156,7 +176,12 @@ class TokenRoutes:
         return {"prompt": await run_in_threadpool(self.encoder.decode, body.tokens, "tokens")}
 
     def _tokenized(self, body: TokenizeRequest) -> dict[str, Any]:
-        tokens = self._tokens(body)
+        if body.prompt is not None:
+            special = body.add_special_tokens is not False
+            tokens = self.encoder.text(body.prompt, add_special_tokens=special)
+        else:
+            prompted, variables = body.add_generation_prompt is not False, body.template_options()
+            tokens = self.encoder.chat(body.messages or [], variables, add_generation_prompt=prompted)
         return {
             "count": len(tokens),
             "max_model_len": self.models.max_model_len,
@@ -164,15 +189,9 @@ class TokenRoutes:
             "token_strs": self.encoder.token_texts(tokens) if body.return_token_strs else None,
         }
 
-    def _tokens(self, body: TokenizeRequest) -> Tokens:
-        if body.prompt is not None:
-            return self.encoder.text(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-        prompted = body.add_generation_prompt is not False
-        return self.encoder.chat(body.messages or [], body.template_options(), add_generation_prompt=prompted)
-
 
 def _names_by_key(api_key: str | None, client_keys: Mapping[str, str]) -> dict[str, str]:
-    """The name of the client that has each key; "" for `api_key`, which all may have."""
+    """The name of the client that has each key; "" for `api_key`."""
     if api_key is not None and not api_key.strip():
         raise ConfigError("api_key is empty: give it a value, or None for a server that wants no key")
     names = {key: name for name, key in client_keys.items()}
@@ -183,8 +202,8 @@ def _names_by_key(api_key: str | None, client_keys: Mapping[str, str]) -> dict[s
     return names
 
 
-def _describe(app: FastAPI, gateway: Gateway, models: Models) -> None:
-    """Serve our own OpenAPI document: FastAPI sees only that handlers read the request by themselves."""
+def _describe(app: FastAPI, gateway: Gateway, models: ServedModel) -> None:
+    """Serve the document of `openapi.py` in place of FastAPI's."""
 
     @cache
     def described() -> dict[str, Any]:
@@ -202,7 +221,7 @@ def _describe(app: FastAPI, gateway: Gateway, models: Models) -> None:
 
 
 def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
-    """Let pages of these origins call the server, and read our headers."""
+    """Let pages of these origins call the server and read its headers."""
     if origins:
         app.add_middleware(
             CORSMiddleware,
@@ -224,7 +243,7 @@ def _lifespan_of(gateway: Gateway, stop_timeout_s: float) -> Callable[[FastAPI],
 
 
 def _add_open_routes(app: FastAPI, gateway: Gateway) -> None:
-    """What probes and scrapers ask, without a key."""
+    """Add the routes for probes and scrapers, which need no key."""
 
     async def health() -> Response:
         if gateway.failure is not None:
@@ -246,16 +265,8 @@ def _add_open_routes(app: FastAPI, gateway: Gateway) -> None:
         _add_get(app, f"/{handler.__name__}", handler)
 
 
-def _add_api_routes(app: FastAPI, models: Models, posts: Mapping[str, Handler], key: Any) -> None:
-    for path, handler in posts.items():
-        app.add_api_route(path, handler, methods=["POST"], dependencies=[key])
-    _add_get(app, "/v1/models", models.list, dependencies=[key])
-    _add_get(app, "/v1/models/", models.list, dependencies=[key], include_in_schema=False)
-    _add_get(app, "/v1/models/{model:path}", models.get, dependencies=[key])
-
-
-def _add_admin_routes(app: FastAPI, admin: Admin, key: Any) -> None:
-    """Beside our own paths, those of vLLM and SGLang for clearing the cache."""
+def _add_admin_routes(app: FastAPI, admin: AdminRoutes, key: Any) -> None:
+    """Add our own paths, and those of vLLM and SGLang for clearing the cache."""
     for method, path, handler in (
         ("POST", "/v1/admin/pins", admin.pin),
         ("GET", "/v1/admin/pins", admin.list_pins),
@@ -271,14 +282,16 @@ def _add_admin_routes(app: FastAPI, admin: Admin, key: Any) -> None:
 
 
 def _add_get(app: FastAPI, path: str, handler: Callable[..., Awaitable[Any]], **options: Any) -> None:
-    """GET, and HEAD, which is the same without the body: the HTTP layer below leaves it out."""
+    """Add GET and HEAD. The HTTP server leaves out the body of an answer to HEAD."""
     app.add_api_route(path, handler, methods=["GET"], **options)
     app.add_api_route(path, handler, methods=["HEAD"], **(options | {"include_in_schema": False}))
 
 
 def _key_check(keys: Mapping[str, str]) -> Callable[[Request], Awaitable[None]]:
-    """A dependency that raises `UnauthorizedError` unless the request carries one of the keys, if there are
-    any. It notes whose key it is."""
+    """A dependency that raises `UnauthorizedError` for a request without one of the keys.
+
+    It does nothing if there are no keys, and stores the name that belongs to the key in `request.state`.
+    """
 
     async def check(request: Request) -> None:
         if not keys:

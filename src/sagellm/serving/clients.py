@@ -1,4 +1,4 @@
-"""Who sends a request, and how much of the server one client may use at a time."""
+"""The client of a request, and how much of the server one client may use at a time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from sagellm.serving.errors import OverloadedError
 
 MAX_USER_CHARS = 256
 IPV6_PREFIX = 64
-"""Bits of an IPv6 address that name a client: one host has all addresses of such a network."""
+"""Bits of an IPv6 address that identify a client: one host has all addresses of such a network."""
 
 Client = tuple[str, ...]
-"""From the outside in: API key or address, then the end user that the request names ("" for none)."""
+"""API key or address, then the end user that the request names ("" for none)."""
+NO_CLIENT: Client = ("", "")
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """What the server takes of one client; `core/config.py` explains each.
+    """How much one client may ask of the server; `core/config.py` explains each limit.
 
     Tokens are counted as the prompts plus `n` times `max_tokens`.
     """
@@ -44,8 +45,8 @@ class ClientLimits:
     def priority(self, priority: int | None, service_tier: str | None) -> int:
         """The request's priority plus its service tier's, at most `max_priority`.
 
-        A tier that would exceed it is lowered to it, as OpenAI serves a tier that a project does not have.
-        Raises `RequestError` for a number that exceeds it: a client that sends one relies on it.
+        A tier that would exceed the limit gets the limit, as OpenAI serves a tier that a project does not
+        have. A number that exceeds it raises `RequestError`, since a client that sends one relies on it.
         """
         asked = (priority or 0) + self.tier_priorities.get(service_tier or "", 0)
         limit = self.max_priority
@@ -63,7 +64,7 @@ class ClientLimits:
             raise RequestError(f"{text}: send several requests", "n", "integer_above_max_value")
 
     def check_tokens(self, num_tokens: int, max_model_len: int) -> None:
-        """Refuse a request that could never be taken. One answer that fills the context always can."""
+        """Refuse a request that could never run. One answer that fills the context always can."""
         limits = {"max_request_tokens": self.max_request_tokens, "max_client_tokens": self.max_client_tokens}
         for name, limit in limits.items():
             if limit is not None and num_tokens > max(limit, max_model_len):
@@ -73,7 +74,7 @@ class ClientLimits:
 
 
 def client_of(request: Request, user: str | None, *, trust_user: bool = False) -> Client:
-    """The client that sent the request: the name of its API key where the key has one, else its address.
+    """The client that sent the request, by the name of its API key, else by its address.
 
     With `trust_user`, the end user alone where the request names one: a gateway in front has checked it.
     """
@@ -86,7 +87,7 @@ def client_of(request: Request, user: str | None, *, trust_user: bool = False) -
 
 
 def _network(host: str) -> str:
-    """The address, or the network of an IPv6 address."""
+    """An address; of an IPv6 address, its network."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:  # the path of a Unix socket
@@ -99,9 +100,10 @@ def _network(host: str) -> str:
 
 
 class ClientLoad:
-    """Sequences that wait for their first token, and tokens of open requests, in all and by client.
+    """Counts waiting sequences and the tokens of open requests, in all and by client.
 
-    Both are counted for a client as a whole (key or address), waiting sequences also for each end user.
+    A sequence waits until its first token. Both are counted for a client as a whole (key or address), waiting
+    sequences also for each end user.
     """
 
     def __init__(self, limits: ClientLimits, max_waiting: int) -> None:
@@ -113,14 +115,14 @@ class ClientLoad:
 
     @property
     def most_of_one_client(self) -> int:
-        """Sequences that may wait where no other client is there."""
+        """Sequences of one client that may wait while there is no other client."""
         return math.ceil(self.limits.waiting_share * self.max_waiting)
 
     def check_waiting(self, client: Client, num_sequences: int) -> None:
-        """Raises `OverloadedError` where so many more may not wait now.
+        """Raise `OverloadedError` unless so many more sequences of the client may wait now.
 
-        A client, and an end user of it, gets `waiting_share` of the places that others leave: so there is
-        always a place for a client that comes later.
+        A client, and an end user of it, gets `waiting_share` of the places that others leave free. So there
+        is always a place for a client that comes later.
         """
         if self.num_waiting + num_sequences > self.max_waiting:
             full = f"{self.num_waiting} of at most {self.max_waiting} sequences wait"
@@ -137,7 +139,7 @@ class ClientLoad:
             around = own
 
     def check_tokens(self, client: Client, num_tokens: int) -> None:
-        """Raises `OverloadedError` where the client's open requests leave no room for so many tokens."""
+        """Raise `OverloadedError` if the client's open requests leave too little room."""
         limit, used = self.limits.max_client_tokens, self._tokens[client[0]]
         if limit is not None and used and used + num_tokens > limit:
             asked = f"your open requests may generate or hold {used} tokens, this one {num_tokens}"
@@ -147,22 +149,22 @@ class ClientLoad:
             )
 
     def enter(self, client: Client, num_sequences: int, num_tokens: int) -> None:
-        """A request is open, and its sequences wait."""
+        """Count a new request, whose sequences wait."""
         self._wait(client, num_sequences)
         self._tokens[client[0]] += num_tokens
 
     def start(self, client: Client, num_sequences: int) -> None:
-        """The sequences wait no longer."""
+        """Count sequences as no longer waiting."""
         self._wait(client, -num_sequences)
 
     def leave(self, client: Client, num_tokens: int) -> None:
-        """The request has ended; it waits no longer."""
+        """Count a request as ended; `start` was called before."""
         self._tokens[client[0]] -= num_tokens
         if not self._tokens[client[0]]:
             del self._tokens[client[0]]
 
     def check(self) -> None:
-        """Raise `AssertionError` where the counts contradict each other."""
+        """Raise `AssertionError` if the counts contradict each other."""
         wholes = [count for path, count in self._waiting.items() if len(path) == 1]
         assert sum(wholes) == self.num_waiting
         assert min([0, *self._waiting.values(), *self._tokens.values()]) == 0
@@ -178,5 +180,5 @@ class ClientLoad:
 
 
 def _levels(client: Client) -> list[Client]:
-    """The client as a whole, and its end user where it names one."""
+    """The client as a whole, and its end user if it names one."""
     return [client[:1], client] if client[1] else [client[:1]]

@@ -1,4 +1,4 @@
-"""The asyncio side of the engine loop: opens generations, feeds them, ends those that nobody waits for."""
+"""The asyncio side of the engine loop: opens generations, fills them, aborts abandoned ones."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import itertools
 import logging
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import RequestError
-from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
-from sagellm.core.types import SLO, Retention, SamplingParams, Tokens
-from sagellm.engines.llm import LLM, TextDelta
+from sagellm.core.types import SamplingParams, Tokens
+from sagellm.engines.llm import LLM, RequestOptions, TextDelta
 from sagellm.serving.clients import Client, ClientLimits, ClientLoad
 from sagellm.serving.errors import GenerationError, OverloadedError, SlowClientError, UnavailableError
 from sagellm.serving.loop import Abort, Answered, Call, EngineLoop, Event, LoopFailed, Refused, Submit
@@ -23,7 +22,7 @@ from sagellm.serving.metrics import RequestTimes, ServerMetrics
 log = logging.getLogger("sagellm.serving")
 
 MAX_UNREAD_BYTES = 2**20
-"""Of one generation. The socket's buffers come before it: only a client that does not read gets here."""
+"""Of one generation. The socket's buffers fill first, so only a client that does not read gets this far."""
 
 DIAGNOSTICS_TIMEOUT_S = 1.0
 """How long a scrape waits for the step that runs."""
@@ -32,15 +31,17 @@ T = TypeVar("T")
 
 _POLL_S = 0.01
 DEFAULT_LIMITS = ClientLimits()
-NO_CLIENT: Client = ("", "")
 
 _BYTES_PER_TOKEN = 64
-"""What a token, or an alternative to it, takes at least beside its text."""
+"""What a token, or an alternative to it, takes at least, beside its text."""
 
 
 @dataclass(slots=True)
-class _Open:
-    """A request in the engine: whose it is, its place among the prompts, its times, its tokens at most."""
+class _OpenRequest:
+    """A request in the engine, with what it counts for in `ClientLoad`.
+
+    `position` is that of its prompt in the generation; `num_tokens` the most it may hold and generate.
+    """
 
     generation: Generation
     position: int
@@ -51,15 +52,13 @@ class _Open:
     started: bool = False
 
 
-Item = tuple[int, TextDelta]
-
-
 class Generation:
-    """What a client waits for: the deltas of one or several prompts, each with its prompt's position.
+    """The deltas of one HTTP request, each with the position of its prompt.
 
-    Iterates over batches: all that came since the last look, so that a client that lags gets fewer and larger
-    pieces. Ends when all requests have ended or the generation is closed; raises the error of the first to
-    fail, after what came before it. More than `MAX_UNREAD_BYTES` unread are thrown away and end it.
+    Iterates over batches. A batch holds all that came since the last one, so a client that lags gets fewer
+    and larger pieces. The iteration ends when all prompts have ended or the generation is closed. It raises
+    the error of the first prompt to fail, after what came before. More than `MAX_UNREAD_BYTES` unread end the
+    generation, and are dropped.
     """
 
     def __init__(self, gateway: Gateway, num_requests: int) -> None:
@@ -69,67 +68,69 @@ class Generation:
         self.times: list[RequestTimes] = []
         self._gateway = gateway
         self._num_running = num_requests
-        self._items: list[Item] = []
+        self._unread: list[tuple[int, TextDelta]] = []
         self._unread_bytes = 0
         self._error: RequestError | None = None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
-    def put(self, item: Item) -> None:
-        self._items.append(item)
-        self._unread_bytes += _size(item[1])
-        self._news.set()
+    def put(self, position: int, delta: TextDelta) -> None:
+        self._unread.append((position, delta))
+        self._unread_bytes += _size(delta)
+        self._changed.set()
         if self._unread_bytes > MAX_UNREAD_BYTES:
-            self._items.clear()
+            self._unread.clear()
             self.fail(SlowClientError(f"the client left more than {MAX_UNREAD_BYTES} bytes unread"))
-            self._gateway.abandon(self.request_ids)
+            self._gateway.abort(self.request_ids)
 
     def fail(self, error: RequestError) -> None:
-        """The first error counts."""
+        """End with this error, unless there is an earlier one."""
         self._error = self._error or error
-        self._news.set()
+        self._changed.set()
 
     def close(self) -> None:
-        """Nobody waits any more: what still runs is aborted. Idempotent."""
+        """Abort the requests that still run: their client has left, or has the whole answer. Idempotent."""
         if not self.closed:
             self.closed = True
-            self._gateway.abandon(self.request_ids)
-            self._news.set()
+            self._gateway.abort(self.request_ids)
+            self._changed.set()
 
     async def wait(self) -> None:
-        """Until there is something to read; raises if that is an error, which then ends the generation."""
-        await self._news.wait()
-        if not self._items and self._error is not None:
+        """Wait for something to read. An error is raised and closes the generation."""
+        await self._changed.wait()
+        if not self._unread and self._error is not None:
             self.close()
             raise self._error
 
     def __aiter__(self) -> Generation:
         return self
 
-    async def __anext__(self) -> list[Item]:
+    async def __anext__(self) -> list[tuple[int, TextDelta]]:
         if not self._num_running:
             raise StopAsyncIteration
         await self.wait()
-        batch, self._items, self._unread_bytes = self._items, [], 0
+        batch, self._unread, self._unread_bytes = self._unread, [], 0
         if not batch:
             raise StopAsyncIteration
         if not self.closed and self._error is None:
-            self._news.clear()
+            self._changed.clear()
         self._num_running -= sum(delta.is_last for _, delta in batch)
         return batch
 
 
 def _size(delta: TextDelta) -> int:
-    """Bytes, roughly and at least, that a delta keeps while nobody reads it. The prompt's log-probabilities,
-    which come once, do not count: they may be more than what a client is given time for.
+    """Bytes that an unread delta keeps, roughly and at least.
+
+    The prompt's log-probabilities come once and do not count: they may be more than a client has time to
+    read.
     """
     entries = len(delta.token_ids) + sum(1 + len(entry.top) for entry in delta.logprobs)
     return len(delta.text) + _BYTES_PER_TOKEN * entries
 
 
 class Gateway:
-    """Owns the engine loop; all methods but `_deliver` are for the asyncio thread that called `start`.
+    """Owns the engine loop. All methods but `_deliver` are for the asyncio thread that called `start`.
 
-    At most `max_waiting` sequences may be without their first token; what would go beyond is refused.
+    At most `max_waiting` sequences may wait for their first token; requests beyond that are refused.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Gateway:
         self.llm = llm
         self._clock = clock or MonotonicClock()
         self.load = ClientLoad(client_limits, max_waiting)
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenRequest] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count()
         self._draining = False
@@ -172,67 +173,43 @@ class Gateway:
 
     @property
     def num_open(self) -> int:
-        """Requests and calls whose clients still wait for an answer."""
+        """Open requests and calls."""
         return len(self._open) + len(self._calls)
 
     @property
     def stopped(self) -> bool:
-        """Whether the engine's thread has ended, so that the `llm` is the caller's again."""
+        """Whether the engine's thread has ended, so that the caller may use the `llm` again."""
         return self._loop.stopped
 
-    def open(
-        self,
-        prompts: Sequence[Tokens],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        tenant: str = "",
-        service_class: str = "",
-        session_id: str | None = None,
-        kv_hints: KVHintsEnvelope | None = None,
-        slo: SLO | None = None,
-        retention: Sequence[Retention] = (),
-        client: Client = NO_CLIENT,
-    ) -> Generation:
-        """Submit all prompts. Raises `UnavailableError` or `OverloadedError` and submits none."""
-        self.check_room(len(prompts), params.n, client)
-        sizes = [len(tokens) + params.n * self._most_tokens(tokens, params) for tokens in prompts]
+    def open(self, prompts: Sequence[Tokens], options: RequestOptions) -> Generation:
+        """Submit all prompts, or none if it raises.
+
+        Raises `UnavailableError`, `OverloadedError`, or `RequestError` for more tokens than one request may
+        have.
+        """
+        n, client = options.params.n, options.client
+        self.check_room(len(prompts), n, client)
+        sizes = [len(tokens) + n * self._most_tokens(tokens, options.params) for tokens in prompts]
         self.load.limits.check_tokens(sum(sizes), self.llm.max_model_len)
         self.load.check_tokens(client, sum(sizes))
         generation = Generation(self, len(prompts))
+        options = replace(options, client=(*client, generation.generation_id))
         now_s = self._clock.now()
         for position, (tokens, num_tokens) in enumerate(zip(prompts, sizes, strict=True)):
             request_id = f"http-{next(self._ids)}"
             times = RequestTimes(now_s)
             generation.times.append(times)
-            self._open[request_id] = _Open(generation, position, params.n, times, client, num_tokens)
-            self.load.enter(client, params.n, num_tokens)
+            self._open[request_id] = _OpenRequest(generation, position, n, times, client, num_tokens)
+            self.load.enter(client, n, num_tokens)
             generation.request_ids.add(request_id)
-            self._loop.send(
-                Submit(
-                    request_id,
-                    tokens,
-                    params,
-                    priority,
-                    tenant,
-                    service_class,
-                    session_id,
-                    kv_hints,
-                    slo,
-                    retention,
-                    client=(*client, generation.generation_id),
-                )
-            )
+            self._loop.send(Submit(request_id, tokens, options))
         return generation
 
-    async def hint(self, envelope: KVHintsEnvelope, *, tenant: str = "") -> Sequence[HintOutcome]:
-        """Have the engine do KV hints before its next step; one answer per action. Raises as `call`."""
-        return await self.call(lambda llm: llm.hint(envelope, tenant=tenant))
-
     async def call(self, do: Callable[[LLM], T]) -> T:
-        """What `do` returns, called on the engine's thread between two steps; raises the `SageError` that it
-        raises, `CallError` for another exception. As many calls may wait as sequences; raises
-        `UnavailableError` or `OverloadedError` else.
+        """Call `do` on the engine's thread between two steps, and return what it returns.
+
+        Raises the `SageError` that `do` raises, and `CallError` for another exception. As many calls may wait
+        as sequences; beyond that it raises `OverloadedError`, without an engine `UnavailableError`.
         """
         self._check_alive()
         if len(self._calls) >= self.load.max_waiting:
@@ -247,8 +224,11 @@ class Gateway:
             del self._calls[call_id]
 
     async def metrics_text(self) -> bytes:
-        """The exposition format. Diagnostics are the engine's now, or its last ones where a step takes longer
-        than `DIAGNOSTICS_TIMEOUT_S` or the engine has ended."""
+        """The exposition format, with the engine's diagnostics as of now.
+
+        Shows the last diagnostics where a step takes longer than `DIAGNOSTICS_TIMEOUT_S` or the engine has
+        ended.
+        """
         try:
             async with asyncio.timeout(DIAGNOSTICS_TIMEOUT_S):
                 self.metrics.diagnostics = await self.call(lambda llm: llm.diagnostics())
@@ -256,29 +236,29 @@ class Gateway:
             log.debug("the engine has not answered; its last diagnostics are shown")
         return self.metrics.text()
 
-    def abandon(self, request_ids: set[str]) -> None:
-        """Abort those of these requests that are still open."""
+    def abort(self, request_ids: set[str]) -> None:
+        """Abort these requests, which are open, and forget them."""
         for request_id in list(request_ids):
             self._loop.send(Abort(request_id))
             self._forget(request_id, "abort")
 
     def refuse_new(self) -> None:
-        """From now on new requests are answered 503; those that run go on."""
+        """Answer new requests 503 from now on. Running ones go on."""
         self._draining = True
 
     def fail_open(self, message: str) -> None:
-        """End every generation, and every call, with an error that its client gets to see."""
+        """End every generation and every call with an error that its client receives."""
         for request_id in list(self._open):
             self._loop.send(Abort(request_id))
             self._end_with(request_id, UnavailableError(message))
         self._fail_calls(message)
 
     def hurry(self) -> None:
-        """Have `close` wait no longer for the step that runs."""
+        """Make `close` return without waiting for the step that runs."""
         self._hurried = True
 
     async def close(self, timeout_s: float) -> None:
-        """Stop the engine loop, within `timeout_s`; open generations end with an error."""
+        """Stop the engine loop within `timeout_s`. Open generations end with an error."""
         self.refuse_new()
         self.fail_open("the server is shutting down")
         self._loop.request_stop()
@@ -290,8 +270,8 @@ class Gateway:
             log.warning("the engine's last step did not end in time")
         self._asyncio = None
 
-    def check_room(self, num_prompts: int, n: int, client: Client = NO_CLIENT) -> None:
-        """Raises what `open` would for that many prompts with `n` choices each, before they are encoded."""
+    def check_room(self, num_prompts: int, n: int, client: Client) -> None:
+        """Raise what `open` would for prompts with `n` choices each, before they are encoded."""
         num_sequences, most = num_prompts * n, self.load.most_of_one_client
         self.load.limits.check_n(n)
         if num_sequences > most:
@@ -302,7 +282,7 @@ class Gateway:
         self.load.check_waiting(client, num_sequences)
 
     def _most_tokens(self, tokens: Tokens, params: SamplingParams) -> int:
-        """That one choice may generate."""
+        """The most that one choice may generate."""
         room = max(0, self.llm.max_model_len - len(tokens))
         return room if params.max_tokens is None else min(room, params.max_tokens)
 
@@ -313,7 +293,7 @@ class Gateway:
             raise UnavailableError("the server is starting or shutting down: try again")
 
     def _deliver(self, events: list[Event]) -> None:
-        """On the engine's thread: one hand-over per step."""
+        """Pass the events of one step from the engine's thread to the asyncio thread."""
         target = self._asyncio
         if target is None or target.is_closed():
             return
@@ -344,11 +324,11 @@ class Gateway:
             return
         if delta.is_last:
             self._forget(delta.request_id, delta.finish_reason.value if delta.finish_reason else "stop")
-        entry.generation.put((entry.position, delta))
+        entry.generation.put(entry.position, delta)
 
     def _on_answered(self, event: Answered) -> None:
         answer = self._calls.get(event.call_id)
-        if answer is None or answer.done():  # its client has left, or has been told of a shutdown
+        if answer is None or answer.done():  # its client has left, or has the error of a shutdown
             return
         if event.error is not None:
             answer.set_exception(event.error)
@@ -372,7 +352,7 @@ class Gateway:
             self._forget(request_id, "error")
             entry.generation.fail(error)
 
-    def _mark_started(self, entry: _Open) -> None:
+    def _mark_started(self, entry: _OpenRequest) -> None:
         if not entry.started:
             entry.started = True
             self.load.start(entry.client, entry.num_choices)

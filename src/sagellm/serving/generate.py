@@ -1,11 +1,11 @@
-"""The two endpoints that generate: from a parsed request to a reply or a stream."""
+"""The two endpoints that generate, from a request to a whole reply or a stream."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from json import JSONEncoder
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -13,24 +13,30 @@ from fastapi.responses import JSONResponse
 
 from sagellm.core.errors import RequestError, UnsupportedParameterError
 from sagellm.core.types import SamplingParams, Tokens
-from sagellm.engines.llm import Completion, Usage
+from sagellm.engines.llm import Completion, RequestOptions, Usage
 from sagellm.serving.access_log import record_of
-from sagellm.serving.clients import Client, client_of
+from sagellm.serving.answers import AnswerHead, ChatReply, CompletionReply, Reply
+from sagellm.serving.clients import client_of
 from sagellm.serving.errors import CLIENT_CLOSED_REQUEST
 from sagellm.serving.gateway import Gateway, Generation
 from sagellm.serving.prompts import PromptEncoder
 from sagellm.serving.reader import RequestReader
-from sagellm.serving.replies import ChatReply, CompletionReply, Head, Reply
-from sagellm.serving.schema import ChatRequest, CompletionRequest, GenerationFields
-from sagellm.serving.sse import EventStream, closed_on_disconnect, events
+from sagellm.serving.schema import ChatRequest, CompletionRequest, GenerationFields, StreamOptions
+from sagellm.serving.sse import EventStream, closed_on_disconnect, sse_events
 
 MAX_LOGPROB_ENTRIES = 2**20
 """Of one request at a time: each takes about 250 bytes of memory and 25 to 60 of the answer."""
 
+B = TypeVar("B", bound=GenerationFields)
+
 
 @dataclass(frozen=True, slots=True)
-class Generator:
-    """Serves chats and completions of one model. `wall_clock` gives seconds since 1970 for `created`."""
+class GenerationRoutes:
+    """Serves chats and completions of one model.
+
+    Each handler reads the body, makes its `RequestOptions`, encodes the prompts, opens a `Generation` and
+    answers with it. `wall_clock` gives seconds since 1970, for `created`.
+    """
 
     gateway: Gateway
     reader: RequestReader
@@ -40,71 +46,61 @@ class Generator:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        body = await self.reader.read(ChatRequest, request)
-        model = self.check_model(body.model)
-        params = body.params(self.gateway.llm)
-        options = body.template_options()
-        self.gateway.check_room(1, params.n, self._client(request, body))
-        tokens = await run_in_threadpool(self.encoder.chat, body.messages, options)
-        generation = self._open(request, [tokens], params, body)
-        head = self._head("chatcmpl", generation, model, body)
-        reply = ChatReply(head, logprobs=bool(body.logprobs))
-        return await self._answer(request, body, params, generation, reply, num_prompts=1)
+        body, model, options = await self._read(ChatRequest, request)
+        variables = body.template_options()
+        self.gateway.check_room(1, options.params.n, options.client)
+        tokens = await run_in_threadpool(self.encoder.chat, body.messages, variables)
+        generation = self._open(request, [tokens], options, body)
+        reply = ChatReply(self._head("chatcmpl", generation, model, body), logprobs=bool(body.logprobs))
+        return await self._answer(request, body, generation, reply, options.params.n, num_prompts=1)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        body = await self.reader.read(CompletionRequest, request)
-        model = self.check_model(body.model)
-        params = body.params(self.gateway.llm)
-        prompts = body.prompts()
-        self.gateway.check_room(len(prompts), params.n, self._client(request, body))
+        body, model, options = await self._read(CompletionRequest, request)
+        n, prompts = options.params.n, body.prompts()
+        self.gateway.check_room(len(prompts), n, options.client)
         tokens = await run_in_threadpool(lambda: [self.encoder.prompt(prompt) for prompt in prompts])
         echoes = [""] * len(prompts)
         if body.echo:
             echoes = await run_in_threadpool(lambda: [self._echo(prompt) for prompt in prompts])
-        generation = self._open(request, tokens, params, body)
-        head = self._head("cmpl", generation, model, body)
+        generation = self._open(request, tokens, options, body)
         reply = CompletionReply(
-            head,
+            self._head("cmpl", generation, model, body),
             logprobs=body.logprobs,
             echoes=echoes,
-            num_choices=params.n,
-            scores_prompts=params.prompt_logprobs is not None,
+            num_choices=n,
+            scores_prompts=options.params.prompt_logprobs is not None,
         )
-        return await self._answer(request, body, params, generation, reply, num_prompts=len(prompts))
+        return await self._answer(request, body, generation, reply, n, num_prompts=len(prompts))
 
-    def _client(self, request: Request, body: GenerationFields) -> Client:
-        return client_of(request, body.user, trust_user=self.gateway.load.limits.trust_user)
+    async def _read(self, model: type[B], request: Request) -> tuple[B, str, RequestOptions]:
+        """The body, the name of the model that it asks for, and what the engine is to do."""
+        body = await self.reader.read(model, request)
+        limits = self.gateway.load.limits
+        name = self.check_model(body.model)
+        client = client_of(request, body.user, trust_user=limits.trust_user)
+        return body, name, body.options(self.gateway.llm, limits, client)
 
     def _open(
-        self, request: Request, prompts: Sequence[Tokens], params: SamplingParams, body: GenerationFields
+        self, request: Request, prompts: Sequence[Tokens], options: RequestOptions, body: GenerationFields
     ) -> Generation:
         record = record_of(request.scope)
-        record.tenant = body.cache_salt or ""
+        record.tenant = options.tenant
         if body.return_cache_misses and not self.gateway.attributes_misses:
             where = "return_cache_misses"
             raise UnsupportedParameterError(f"{where} needs kv.miss_attribution: true on the server", where)
         for tokens in prompts:
-            self.gateway.llm.resolve(tokens, params)
-        check_logprobs(prompts, params, self.gateway.llm.max_model_len, stream=bool(body.stream))
-        generation = self.gateway.open(
-            prompts,
-            params,
-            priority=self.gateway.load.limits.priority(body.priority, body.service_tier),
-            tenant=body.cache_salt or "",
-            service_class=body.service_class,
-            session_id=body.session_id,
-            kv_hints=body.kv_hints,
-            slo=body.slo_goals(),
-            retention=body.retentions(),
-            client=self._client(request, body),
-        )
+            self.gateway.llm.resolve(tokens, options.params)
+        check_logprobs(prompts, options.params, self.gateway.llm.max_model_len, stream=bool(body.stream))
+        generation = self.gateway.open(prompts, options)
         record.times = generation.times
         return generation
 
-    def _head(self, prefix: str, generation: Generation, model: str, body: GenerationFields) -> Head:
+    def _head(self, prefix: str, generation: Generation, model: str, body: GenerationFields) -> AnswerHead:
         answer_id = f"{prefix}-{generation.generation_id}"
-        return Head(answer_id, model, int(self.wall_clock()), with_misses=bool(body.return_cache_misses))
+        return AnswerHead(
+            answer_id, model, int(self.wall_clock()), with_misses=bool(body.return_cache_misses)
+        )
 
     def _echo(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.gateway.llm.tokenizer.decode(prompt)
@@ -113,23 +109,23 @@ class Generator:
         self,
         request: Request,
         body: GenerationFields,
-        params: SamplingParams,
         generation: Generation,
         reply: Reply,
-        *,
+        num_choices: int,
         num_prompts: int,
     ) -> Response:
         if not body.stream:
-            whole = await _whole(request, generation, reply, params.n, num_prompts)
+            whole = await _whole(request, generation, reply, num_choices, num_prompts)
             whole.headers.update(body.warning_headers)
             return whole
-        chunks = events(
+        stream_options = body.stream_options or StreamOptions()
+        chunks = sse_events(
             generation,
             reply,
-            num_choices=params.n,
+            num_choices=num_choices,
             num_prompts=num_prompts,
-            include_usage=body.include_usage,
-            continuous_usage=body.continuous_usage,
+            include_usage=bool(stream_options.include_usage),
+            continuous_usage=bool(stream_options.continuous_usage_stats),
         )
         return EventStream(chunks, generation, body.warning_headers)
 
@@ -137,7 +133,7 @@ class Generator:
 async def _whole(
     request: Request, generation: Generation, reply: Reply, num_choices: int, num_prompts: int
 ) -> Response:
-    """All of a generation in one body; a client that leaves meanwhile ends it."""
+    """All of a generation in one body. A disconnect of the client ends it."""
     completions = [Completion.empty(str(position), num_choices) for position in range(num_prompts)]
     async with closed_on_disconnect(request.receive, generation):
         async for batch in generation:
@@ -153,7 +149,7 @@ async def _whole(
 
 
 def _written(answer: dict[str, Any]) -> Response:
-    """The answer, written choice by choice: the interpreter serves no other thread while one value is."""
+    """The answer, encoded choice by choice: no other thread runs while one value is encoded."""
     encoder = JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     choices = ",".join(map(encoder.encode, answer["choices"]))
     rest = encoder.encode({name: value for name, value in answer.items() if name != "choices"})
@@ -163,9 +159,11 @@ def _written(answer: dict[str, Any]) -> Response:
 def check_logprobs(
     prompts: Sequence[Tokens], params: SamplingParams, max_model_len: int, *, stream: bool
 ) -> None:
-    """Raise `RequestError` where the log-probabilities that the answer holds at one time could take hundreds
-    of megabytes: those of prompts and, without a stream, of what is generated. One choice always may have
-    them."""
+    """Refuse an answer whose log-probabilities could take hundreds of megabytes.
+
+    Counts those that are held at one time: of the prompts and, without a stream, of what is generated. One
+    choice may always have them.
+    """
     num_entries = 0
     for tokens in prompts:
         if params.prompt_logprobs is not None:

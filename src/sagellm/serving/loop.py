@@ -1,18 +1,23 @@
-"""The engine loop: one thread that owns the `LLM`. Commands go in by a queue, events out by a callback."""
+"""The engine loop: one thread that owns the `LLM`. Commands come by a queue, events leave by a callback.
+
+When an SSE client disconnects (`sse.py`), the gateway sends an `Abort` for each request that is still open.
+This loop takes it from the queue before its next step and calls `LLM.abort`. That aborts the engine requests
+of all choices: they leave the table of requests, their blocks are released, and no delta of them follows. A
+step that already runs is not interrupted; the gateway drops deltas that cross the `Abort` on their way.
+"""
 
 from __future__ import annotations
 
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sagellm.core.errors import RequestError, SageError
-from sagellm.core.kv_hints import KVHintsEnvelope
 from sagellm.core.protocols.engine import EngineStats
-from sagellm.core.types import SLO, Retention, SamplingParams, Tokens
-from sagellm.engines.llm import LLM, TextDelta
+from sagellm.core.types import Tokens
+from sagellm.engines.llm import LLM, RequestOptions, TextDelta
 from sagellm.serving.errors import CallError
 
 log = logging.getLogger("sagellm.serving")
@@ -24,20 +29,12 @@ class Submit:
 
     request_id: str
     tokens: Tokens
-    params: SamplingParams
-    priority: int = 0
-    tenant: str = ""
-    service_class: str = ""
-    session_id: str | None = None
-    kv_hints: KVHintsEnvelope | None = None
-    slo: SLO | None = None
-    retention: Sequence[Retention] = ()
-    client: tuple[str, ...] = ()
+    options: RequestOptions
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Do something with the `LLM` between two steps; `Answered` has the result under the same id."""
+    """Call `do` between two steps; `Answered` has its result under the same id."""
 
     call_id: int
     do: Callable[[LLM], object]
@@ -45,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Drop a request; nothing more is said of it."""
+    """Drop a request. No event of it follows."""
 
     request_id: str
 
@@ -60,7 +57,7 @@ Command = Submit | Call | Abort | _Stop
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A submission that the engine does not take."""
+    """A `Submit` that the engine does not take."""
 
     request_id: str
     error: RequestError
@@ -68,7 +65,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What a `Call` has returned, or the error that it has raised; `CallError` for what is no `SageError`."""
+    """The result of a `Call`, or the error that it raised.
+
+    An exception that is no `SageError` becomes a `CallError`.
+    """
 
     call_id: int
     result: object = None
@@ -77,7 +77,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class LoopFailed:
-    """The loop has ended by an error; so has every request in it."""
+    """An error has ended the loop, and with it every request."""
 
     error: Exception
 
@@ -86,10 +86,10 @@ Event = TextDelta | Refused | Answered | LoopFailed
 
 
 class EngineLoop:
-    """Steps the engine while there is work and sleeps on the queue when there is none.
+    """Steps the engine while there is work, and sleeps on the queue when there is none.
 
-    `deliver` is called on the loop's thread, once per step, with all that the step brought. An exception that
-    leaves the engine ends the loop: `failure` holds it, `LoopFailed` is the last event.
+    Calls `deliver` on the loop's thread once per step, with all events of the step. An exception that leaves
+    the engine ends the loop: `failure` holds it, and `LoopFailed` is the last event.
     """
 
     def __init__(self, llm: LLM, deliver: Callable[[list[Event]], None]) -> None:
@@ -113,27 +113,27 @@ class EngineLoop:
         return not self._thread.is_alive()
 
     def send(self, command: Command) -> None:
-        """Queue a command; it is obeyed before the next step. Safe from any thread."""
+        """Queue a command for execution before the next step. Thread-safe."""
         self._commands.put(command)
 
     def request_stop(self) -> None:
-        """End the thread after the step that runs; a step that never ends dies with the process."""
+        """End the thread after the step that runs. A step that never ends dies with the process."""
         self.send(_Stop())
 
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._turn()
+                self._execute_and_step()
         except Exception as error:
             log.exception("the engine loop has failed; the server answers 503 from now on")
             self.failure = error
             self._deliver([LoopFailed(error)])
 
-    def _turn(self) -> None:
-        """Obey what is queued, run one step, publish."""
+    def _execute_and_step(self) -> None:
+        """Execute the queued commands, run one step, deliver the events of both."""
         events: list[Event] = []
         for command in self._take_commands():
-            self._obey(command, events)
+            self._execute(command, events)
         if not self._stopping and self._llm.has_work():
             events += self._llm.step()
         self.stats = self._llm.stats()
@@ -141,7 +141,7 @@ class EngineLoop:
             self._deliver(events)
 
     def _take_commands(self) -> list[Command]:
-        """All that is queued; sleeps for the first one when there is nothing else to do."""
+        """All queued commands; sleeps for the first if the engine has no work."""
         commands = [] if self._llm.has_work() else [self._commands.get()]
         try:
             while True:
@@ -149,34 +149,19 @@ class EngineLoop:
         except queue.Empty:
             return commands
 
-    def _obey(self, command: Command, events: list[Event]) -> None:
+    def _execute(self, command: Command, events: list[Event]) -> None:
         match command:
-            case Submit():
-                self._submit(command, events)
+            case Submit(request_id, tokens, options):
+                try:
+                    self._llm.submit(tokens, options, request_id=request_id)
+                except RequestError as error:
+                    events.append(Refused(request_id, error))
             case Call():
                 events.append(self._answer(command))
             case Abort(request_id):
                 self._llm.abort(request_id)
             case _Stop():
                 self._stopping = True
-
-    def _submit(self, job: Submit, events: list[Event]) -> None:
-        try:
-            self._llm.submit(
-                job.tokens,
-                job.params,
-                request_id=job.request_id,
-                priority=job.priority,
-                tenant=job.tenant,
-                service_class=job.service_class,
-                session_id=job.session_id,
-                kv_hints=job.kv_hints,
-                slo=job.slo,
-                retention=job.retention,
-                client=job.client,
-            )
-        except RequestError as error:
-            events.append(Refused(job.request_id, error))
 
     def _answer(self, call: Call) -> Answered:
         try:

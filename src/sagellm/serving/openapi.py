@@ -1,8 +1,13 @@
-"""/openapi.json: every route with its request, its answers and its errors."""
+"""/openapi.json: every endpoint with its request, its answers and its errors.
+
+FastAPI sees only that the handlers read the request themselves, so the document is written here. The schema
+of a request is pydantic's, corrected by the checks that pydantic does not know.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -11,31 +16,67 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import sagellm
+from sagellm.core.kv_hints import MAX_ACTIONS, PROTOCOL_VERSION
+from sagellm.core.registry import registry
+from sagellm.core.types import MAX_RETENTIONS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SAMPLING_RANGES
+from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.serving import answers
 from sagellm.serving.access_log import REQUEST_ID_HEADER
 from sagellm.serving.admin import PinRequest, PolicyRequest, StrategyRequest
-from sagellm.serving.parameters import IGNORED_HEADER
-from sagellm.serving.request_schemas import Limits, Schema, request_schema
 from sagellm.serving.schema import (
+    IGNORED_HEADER,
+    MAX_PRIORITY,
+    MESSAGE_NEUTRAL,
+    NEUTRAL,
+    OF_OTHER_SERVERS,
+    ROLES,
+    WITHOUT_EFFECT,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    GenerationFields,
     HintRequest,
+    RetentionFields,
+    SloFields,
     TokenizeRequest,
+    names_a_model,
 )
+
+Schema = dict[str, Any]
 
 JSON = "application/json"
 REFERENCE = "#/components/schemas/{model}"
 RUNNING = (429, 500, 503)
 """Statuses of requests that the engine serves."""
 
+NULL: Schema = {"type": "null"}
+BEYOND_SCHEMA = (
+    " Beside what this schema says: the prompt and max_tokens must fit into the context together, min_tokens "
+    "must not exceed max_tokens, and fields that say one thing twice must agree."
+)
+IGNORED: Schema = {"description": "Of another server; ignored, and named in a header of the answer."}
+WITHOUT: Schema = {"description": "Accepted with any value, without effect."}
 MESSAGES = [{"role": "user", "content": "What is 17 + 25?"}]
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
-    """A route: its `answer` (none: plain text) and, where it streams, the data of an event. `examples` are
-    bodies that are accepted; an `is_open` route wants no key.
+class Limits:
+    """What the schemas depend on: the served model, and what a request may ask for."""
+
+    model_name: str
+    vocab_size: int
+    max_model_len: int
+    max_choices: int
+    max_priority: int | None = None
+    attributes_misses: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A route with its `answer` (None: plain text).
+
+    `chunk`: the data of an event, where the route streams. `examples`: bodies that are accepted. An `is_open`
+    route wants no key.
     """
 
     summary: str
@@ -54,24 +95,24 @@ def admin(
     request: type[BaseModel] | None = None,
     examples: Mapping[str, Mapping[str, Any]] | None = None,
     statuses: tuple[int, ...] = (),
-) -> Operation:
+) -> Endpoint:
     """A route that wants the admin key."""
     errors = (403, 429, 500, 503, *statuses)
-    return Operation(summary, answer, request, examples=examples or {}, statuses=errors, is_admin=True)
+    return Endpoint(summary, answer, request, examples=examples or {}, statuses=errors, is_admin=True)
 
 
-OPERATIONS: Mapping[tuple[str, str], Operation] = {
-    ("GET", "/health"): Operation(
+ENDPOINTS: Mapping[tuple[str, str], Endpoint] = {
+    ("GET", "/health"): Endpoint(
         "Whether the engine works", answers.ServerStatus, statuses=(503,), is_open=True
     ),
-    ("GET", "/ready"): Operation(
+    ("GET", "/ready"): Endpoint(
         "Whether requests are served", answers.ServerStatus, statuses=(503,), is_open=True
     ),
-    ("GET", "/version"): Operation("The version of sageLLM", answers.ServerVersion, is_open=True),
-    ("GET", "/metrics"): Operation("Metrics in Prometheus' text format", None, is_open=True),
-    ("GET", "/v1/models"): Operation("The models that are served", answers.ModelList),
-    ("GET", "/v1/models/{model}"): Operation("One model", answers.ModelCard, statuses=(404,)),
-    ("POST", "/v1/chat/completions"): Operation(
+    ("GET", "/version"): Endpoint("The version of sageLLM", answers.ServerVersion, is_open=True),
+    ("GET", "/metrics"): Endpoint("Metrics in Prometheus' text format", None, is_open=True),
+    ("GET", "/v1/models"): Endpoint("The models that are served", answers.ModelList),
+    ("GET", "/v1/models/{model}"): Endpoint("One model", answers.ModelCard, statuses=(404,)),
+    ("POST", "/v1/chat/completions"): Endpoint(
         "The next message of a conversation",
         answers.ChatCompletion,
         ChatRequest,
@@ -85,7 +126,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         },
         RUNNING,
     ),
-    ("POST", "/v1/completions"): Operation(
+    ("POST", "/v1/completions"): Endpoint(
         "The text that follows a prompt",
         answers.TextCompletion,
         CompletionRequest,
@@ -98,7 +139,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         },
         RUNNING,
     ),
-    ("POST", "/v1/kv/hints"): Operation(
+    ("POST", "/v1/kv/hints"): Endpoint(
         "Say what a session's KV will be needed for",
         answers.HintAnswers,
         HintRequest,
@@ -112,14 +153,14 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         },
         statuses=RUNNING,
     ),
-    ("POST", "/tokenize"): Operation(
+    ("POST", "/tokenize"): Endpoint(
         "The tokens of a text or a conversation",
         answers.Tokenized,
         TokenizeRequest,
         examples={"text": {"prompt": "1 + 1"}, "chat": {"messages": MESSAGES, "return_token_strs": True}},
         statuses=(500,),
     ),
-    ("POST", "/detokenize"): Operation(
+    ("POST", "/detokenize"): Endpoint(
         "The text of tokens",
         answers.Detokenized,
         DetokenizeRequest,
@@ -162,9 +203,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
 def document(limits: Limits, *, wants_key: bool) -> Schema:
     """The OpenAPI document of a server."""
     paths: Schema = {}
-    for (method, path), operation in OPERATIONS.items():
-        described = _operation(path, operation, limits, wants_key=wants_key)
-        if operation.is_admin:
+    for (method, path), endpoint in ENDPOINTS.items():
+        described = _endpoint(path, endpoint, limits, wants_key=wants_key)
+        if endpoint.is_admin:
             described["operationId"] = f"{method.lower()}_{described['operationId']}"
         paths.setdefault(path, {})[method.lower()] = described
     text = (
@@ -183,51 +224,51 @@ def document(limits: Limits, *, wants_key: bool) -> Schema:
 
 
 def _schemas(limits: Limits) -> Schema:
-    """Those of requests by what is checked, those of answers by their models."""
+    """The schemas of requests, from their checks, and of answers, from their models."""
     shown: list[type[BaseModel] | None] = [answers.ErrorAnswer]
-    for operation in OPERATIONS.values():
-        shown += (operation.answer, operation.chunk)
-    models = dict.fromkeys(one for one in shown if one is not None)
+    for endpoint in ENDPOINTS.values():
+        shown += (endpoint.answer, endpoint.chunk)
+    models = dict.fromkeys(model for model in shown if model is not None)
     _, found = models_json_schema([(model, "validation") for model in models], ref_template=REFERENCE)
     schemas: Schema = dict(found["$defs"])
-    for operation in OPERATIONS.values():
-        if operation.request is not None:
-            schemas[operation.request.__name__] = request_schema(operation.request, limits)
+    for endpoint in ENDPOINTS.values():
+        if endpoint.request is not None:
+            schemas[endpoint.request.__name__] = request_schema(endpoint.request, limits)
     return schemas
 
 
-def _operation(path: str, operation: Operation, limits: Limits, *, wants_key: bool) -> Schema:
+def _endpoint(path: str, endpoint: Endpoint, limits: Limits, *, wants_key: bool) -> Schema:
     found: Schema = {
         "operationId": path.strip("/").translate(str.maketrans("/{}", "___")).replace("__", "_"),
-        "summary": operation.summary,
-        "responses": _responses(operation, wants_key=wants_key),
+        "summary": endpoint.summary,
+        "responses": _responses(endpoint, wants_key=wants_key),
     }
-    if operation.is_admin:
+    if endpoint.is_admin:
         found["security"] = [{"admin_key": []}]
-    elif wants_key and not operation.is_open:
+    elif wants_key and not endpoint.is_open:
         found["security"] = [{"key": []}]
     found["parameters"] = [{"$ref": "#/components/parameters/request_id"}]
     if "{pin_id}" in path:
-        one = {"in": "path", "name": "pin_id", "required": True, "schema": {"type": "string"}}
-        found["parameters"].append(one)
+        pin = {"in": "path", "name": "pin_id", "required": True, "schema": {"type": "string"}}
+        found["parameters"].append(pin)
     if "{model}" in path:
         name = {"type": "string", "minLength": 1}
-        one = {"in": "path", "name": "model", "required": True, "schema": name, "example": limits.model_name}
-        found["parameters"].append(one)
-    if operation.request is not None:
-        shown = {name: {"value": dict(body)} for name, body in operation.examples.items()}
-        content = {"schema": _reference(operation.request), "examples": shown}
+        path_model = {"in": "path", "name": "model", "required": True, "schema": name}
+        found["parameters"].append(path_model | {"example": limits.model_name})
+    if endpoint.request is not None:
+        shown = {name: {"value": dict(body)} for name, body in endpoint.examples.items()}
+        content = {"schema": _reference(endpoint.request), "examples": shown}
         found["requestBody"] = {"required": True, "content": {JSON: content}}
     return found
 
 
-def _responses(operation: Operation, *, wants_key: bool) -> Schema:
-    statuses = {*operation.statuses}
-    if operation.request is not None:
+def _responses(endpoint: Endpoint, *, wants_key: bool) -> Schema:
+    statuses = {*endpoint.statuses}
+    if endpoint.request is not None:
         statuses |= {400, 404, 408, 413}
-    if operation.is_admin or (wants_key and not operation.is_open):
+    if endpoint.is_admin or (wants_key and not endpoint.is_open):
         statuses.add(401)
-    found: Schema = {"200": _success(operation)}
+    found: Schema = {"200": _success(endpoint)}
     for status in sorted(statuses):
         found[str(status)] = {
             "description": HTTPStatus(status).phrase,
@@ -243,13 +284,13 @@ def _responses(operation: Operation, *, wants_key: bool) -> Schema:
     return found
 
 
-def _success(operation: Operation) -> Schema:
-    if operation.answer is None:
+def _success(endpoint: Endpoint) -> Schema:
+    if endpoint.answer is None:
         return {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
-    content: Schema = {JSON: {"schema": _reference(operation.answer)}}
+    content: Schema = {JSON: {"schema": _reference(endpoint.answer)}}
     found: Schema = {"description": "OK", "content": content}
-    if operation.chunk is not None:
-        content["text/event-stream"] = {"schema": _events(operation.chunk)}
+    if endpoint.chunk is not None:
+        content["text/event-stream"] = {"schema": _events(endpoint.chunk)}
         text = "Fields of other servers that the request held and that were ignored."
         found["headers"] = {IGNORED_HEADER: {"schema": {"type": "string"}, "description": text}}
     return found
@@ -270,3 +311,214 @@ def _events(chunk: type[BaseModel]) -> Schema:
 
 def _reference(model: type[BaseModel]) -> Schema:
     return {"$ref": REFERENCE.format(model=model.__name__)}
+
+
+def request_schema(model: type[BaseModel], limits: Limits) -> Schema:
+    """The schema of a request's body, an object without other fields."""
+    found = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    properties: Schema = {
+        name: found["properties"][name] | {"title": name} for name in model.model_fields
+    } | _fields_of(model, limits)
+    if names_a_model(model):
+        for name, values in NEUTRAL.items():
+            properties.setdefault(name, {"enum": _distinct([None, *values])})
+        properties |= dict.fromkeys(sorted(WITHOUT_EFFECT), WITHOUT)
+    if issubclass(model, GenerationFields):
+        properties |= dict.fromkeys(sorted(OF_OTHER_SERVERS), IGNORED)
+    return {
+        "type": "object",
+        "description": found["description"] + BEYOND_SCHEMA * issubclass(model, GenerationFields),
+        "properties": properties,
+        "required": found.get("required", []),
+        "additionalProperties": False,
+        **_rules(model),
+    }
+
+
+def _fields_of(model: type[BaseModel], limits: Limits) -> Schema:
+    """The fields whose checks pydantic does not know."""
+    tokens = {"type": "array", "items": _integer(0, limits.vocab_size - 1)}
+    fields: Schema = {}
+    if names_a_model(model):
+        fields["model"] = {"enum": [limits.model_name, None], "description": "What is served."}
+    if issubclass(model, GenerationFields):
+        fields |= _generation_fields(limits)
+    if issubclass(model, ChatRequest):
+        fields["messages"] = _messages()
+        fields["max_completion_tokens"] = fields["max_tokens"]
+    elif issubclass(model, CompletionRequest):
+        fields["prompt"] = _prompt(tokens | {"minItems": 1})
+        fields["max_tokens"] = _or_null(_integer(0, limits.max_model_len - 1))
+        fields["logprobs"] = _or_null(_in_range("logprobs", whole=True))
+    elif model is PinRequest:
+        fields["prompt"] = _or_null(_text(min_length=1), tokens | {"minItems": 1})
+        fields["messages"] = _or_null(_messages())
+    elif model is TokenizeRequest:
+        fields["messages"] = _or_null(_messages())
+    elif model is DetokenizeRequest:
+        fields["tokens"] = tokens | {"maxItems": limits.max_model_len}
+    elif model is PolicyRequest:
+        fields["policy"] = {"enum": sorted(registry("policy").names())}
+    elif model is StrategyRequest:
+        fields["strategy"] = {"enum": sorted(strategies.STRATEGIES)}
+    elif model is HintRequest:
+        fields["kv_hints"] = _kv_hints()
+    if "cache_salt" in model.model_fields:
+        fields["cache_salt"] = _or_null(_text(max_length=2**16, pattern="^[^\\u0000]*$"))
+    return fields
+
+
+def _generation_fields(limits: Limits) -> Schema:
+    numbers = {
+        name: _or_null(_in_range(name, whole=False))
+        for name in ("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    }
+    stop = _text(max_length=MAX_STOP_LENGTH, min_length=1)
+    flags: Schema = {
+        name: {"type": ["boolean", "null"]} for name in ("include_usage", "continuous_usage_stats")
+    }
+    flags["include_obfuscation"] = {"enum": [False, None]}
+    stream_options = {"type": "object", "properties": flags, "additionalProperties": False}
+    return numbers | {
+        "stream_options": _or_null(stream_options),
+        "top_p": _or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
+        "top_k": _or_null(_in_range("top_k", whole=True)),
+        "n": _or_null(_integer(1, limits.max_choices)),
+        "priority": _or_null(_integer(-MAX_PRIORITY, _highest_priority(limits))),
+        "max_tokens": _or_null(_integer(1, limits.max_model_len - 1)),
+        "min_tokens": _or_null(_integer(0, limits.max_model_len - 1)),
+        "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}),
+        "stop_token_ids": _or_null({"type": "array", "items": _integer(0, limits.vocab_size - 1)}),
+        "logit_bias": _or_null(_logit_bias(limits.vocab_size)),
+        "kv_hints": _or_null(_kv_hints()),
+        "slo": _or_null(SloFields.model_json_schema()),
+        "retention": _or_null(
+            {"type": "array", "items": RetentionFields.model_json_schema(), "maxItems": MAX_RETENTIONS}
+        ),
+        "return_cache_misses": {"enum": [None, False, True][: 2 + limits.attributes_misses]},
+    }
+
+
+def _highest_priority(limits: Limits) -> int:
+    """The highest accepted priority. 0 is never refused: the server lowers it if it must."""
+    return MAX_PRIORITY - 1 if limits.max_priority is None else max(0, limits.max_priority)
+
+
+def _logit_bias(vocab_size: int) -> Schema:
+    keys = {"pattern": f"^({numbers_below(vocab_size)})$"}
+    bias = {"type": "number", "minimum": -100, "maximum": 100}
+    return {"type": "object", "propertyNames": keys, "additionalProperties": bias}
+
+
+def numbers_below(limit: int) -> str:
+    """A regular expression for the numbers below `limit`, without leading zeros."""
+    digits = str(limit - 1)
+    forms = ["0", f"[1-9][0-9]{{0,{len(digits) - 2}}}"] if len(digits) > 1 else []
+    for i, digit in enumerate(digits):
+        lowest = 1 if i == 0 and len(digits) > 1 else 0
+        if int(digit) > lowest:
+            forms.append(f"{digits[:i]}[{lowest}-{int(digit) - 1}][0-9]{{{len(digits) - i - 1}}}")
+    return "|".join([*forms, digits])
+
+
+def _messages() -> Schema:
+    part = {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+    }
+    content = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+    properties: Schema = {
+        name: {"enum": _distinct([None, *values])} for name, values in MESSAGE_NEUTRAL.items()
+    }
+    properties |= {"role": {"enum": list(ROLES)}, "content": content, "name": {"type": ["string", "null"]}}
+    message = {
+        "type": "object",
+        "properties": properties,
+        "required": ["role", "content"],
+        "additionalProperties": False,
+    }
+    return {"type": "array", "items": message, "minItems": 1}
+
+
+def _prompt(tokens: Schema) -> Schema:
+    text = _text(min_length=1)
+    mixed = {"type": "array", "items": {"anyOf": [text, tokens]}, "minItems": 1}
+    return {"anyOf": [text, tokens, mixed], "description": "A text, token ids, or several of either."}
+
+
+def _kv_hints() -> Schema:
+    action = {
+        "type": "object",
+        "properties": {
+            "action_id": {"type": "string"},
+            "action_type": _text(min_length=1),
+            "action_version": {"type": "string"},
+            "payload": {"type": "object"},
+        },
+        "required": ["action_type"],
+    }
+    major = PROTOCOL_VERSION.split(".")[0]
+    return {
+        "type": "object",
+        "properties": {
+            "protocol_version": _text(pattern=f"^{major}(\\..*)?$"),
+            "message_id": {"type": "string"},
+            "actions": {"type": "array", "items": action, "maxItems": MAX_ACTIONS},
+        },
+    }
+
+
+def _rules(model: type[BaseModel]) -> Schema:
+    """What the fields of a request demand of each other."""
+    if model in (TokenizeRequest, PinRequest):
+        prompt, messages = {"type": ["string", "array"]}, {"type": "array"}
+        return {"oneOf": [_given("prompt", prompt), _given("messages", messages)]}
+    if not issubclass(model, GenerationFields):
+        return {}
+    rules = [{"anyOf": [_absent("stream_options"), _given("stream", {"const": True})]}]
+    if issubclass(model, ChatRequest):
+        rules.append({"anyOf": [_absent("top_logprobs"), _given("logprobs", {"const": True})]})
+    else:
+        some = {"properties": {"max_tokens": _or_null({"minimum": 1})}}
+        rules.append({"anyOf": [some, _given("echo", {"const": True})]})
+    return {"allOf": rules}
+
+
+def _given(name: str, schema: Schema) -> Schema:
+    return {"properties": {name: schema}, "required": [name]}
+
+
+def _absent(name: str) -> Schema:
+    return {"properties": {name: NULL}}
+
+
+def _in_range(name: str, *, whole: bool) -> Schema:
+    low, high = SAMPLING_RANGES[name]
+    return {"type": "integer" if whole else "number", "minimum": low} | (
+        {} if math.isinf(high) else {"maximum": high}
+    )
+
+
+def _integer(low: int, high: int) -> Schema:
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def _text(*, min_length: int = 0, max_length: int | None = None, pattern: str | None = None) -> Schema:
+    limits = {"minLength": min_length or None, "maxLength": max_length, "pattern": pattern}
+    return {"type": "string"} | {name: value for name, value in limits.items() if value is not None}
+
+
+def _or_null(*schemas: Mapping[str, Any]) -> Schema:
+    return {"anyOf": [*schemas, NULL]}
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    """The values without repetitions. JSON Schema has one 1, Python has 1 and 1.0."""
+    found: list[Any] = []
+    for value in values:
+        if not any(type(seen) is type(value) and seen == value for seen in found) and (
+            not isinstance(value, float) or int(value) not in found
+        ):
+            found.append(value)
+    return found

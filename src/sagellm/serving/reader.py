@@ -1,4 +1,7 @@
-"""From the bytes of a request to its fields, within bounds and without holding up the event loop."""
+"""From the bytes of a request to its fields, within bounds.
+
+Large bodies are parsed on another thread, so that the event loop goes on.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from pydantic_core import from_json
 
 from sagellm.core.errors import RequestError
 from sagellm.serving.errors import BodyTooLargeError, SlowClientError, clipped
-from sagellm.serving.parameters import checked
+from sagellm.serving.schema import checked
 
 MAX_VALUES = 2**20
 """JSON values in one body: token ids of a batch of prompts, above all. A million take a tenth of a second."""
@@ -30,9 +33,7 @@ M = TypeVar("M", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class RequestReader:
-    """Reads bodies of at most `max_body_bytes` that arrive within `body_timeout_s`; large ones are parsed on
-    another thread.
-    """
+    """Reads bodies of at most `max_body_bytes` that arrive within `body_timeout_s`."""
 
     max_body_bytes: int
     body_timeout_s: float
@@ -84,7 +85,7 @@ def _check_number_of_values(structure: bytes) -> None:
 
 
 def without_strings(body: bytes) -> bytes:
-    """A JSON text without what its strings hold, in linear time. Of each string the closing quote is left.
+    """A JSON text without the contents of its strings, in linear time. Their closing quotes stay.
 
     Exact up to the first syntax error, where a parser stops. Outside of strings JSON has no backslash, so
     without the escape pairs every quote that is left opens or closes a string.
@@ -96,9 +97,11 @@ def without_strings(body: bytes) -> bytes:
 
 
 def json_object(body: bytes, num_names: int) -> dict[str, Any]:
-    """The body's object. It is UTF-8 throughout: half a surrogate pair, in bytes or escaped, is no JSON. A
-    name that an object holds twice is refused, since parsers disagree on which value counts: the objects then
-    hold fewer than the `num_names` names of the body.
+    """The body's object. Raises `RequestError` for what is no JSON in UTF-8.
+
+    Half a surrogate pair, in bytes or escaped, is no JSON. Nor is a name that an object holds twice, since
+    parsers disagree on which value counts. The objects then hold fewer than the `num_names` names of the
+    body.
     """
     try:
         content = from_json(body, allow_inf_nan=False)
@@ -112,15 +115,15 @@ def json_object(body: bytes, num_names: int) -> dict[str, Any]:
 
 
 def _holds_fewer_names(content: Any, num_names: int) -> bool:
-    """Looks no further once all names are found, which is before a long list of tokens."""
+    """Whether the objects hold fewer names. Stops once all are found, before a long list of tokens."""
     containers = [content]
     while containers and num_names > 0:
-        one = containers.pop()
-        values = one
-        if isinstance(one, dict):
-            num_names -= len(one)
-            values = one.values()
-        if isinstance(one, (dict, list)) and num_names > 0:
+        container = containers.pop()
+        values = container
+        if isinstance(container, dict):
+            num_names -= len(container)
+            values = container.values()
+        if isinstance(container, (dict, list)) and num_names > 0:
             containers += [value for value in values if isinstance(value, (dict, list))]
     return num_names > 0
 

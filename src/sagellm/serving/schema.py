@@ -1,30 +1,46 @@
-"""The requests that the server reads, as OpenAI and vLLM write them."""
+"""What a request over HTTP may hold, and what each of its parameters becomes.
+
+A body becomes one of the pydantic models below (`checked`), by the names that OpenAI and vLLM use. Each field
+of a generation then has one of five fates:
+
+* served: a field of `GenerationFields`, `ChatRequest` or `CompletionRequest`. Method `options` turns those
+  for the engine into one `RequestOptions`; the others are the prompt, or shape the answer alone.
+* without effect (`WITHOUT_EFFECT`), or of another server (`OF_OTHER_SERVERS`): ignored.
+* neutral (`NEUTRAL`): accepted with a value that asks for nothing, else refused as unsupported.
+* renamed (`RENAMED`): refused, with the name to send.
+* any other name: refused as unknown, with the nearest known one.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     PlainValidator,
+    PrivateAttr,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from sagellm.core.errors import RequestError, UnsupportedParameterError
+from sagellm.core.errors import RequestError, UnsupportedParameterError, nearest
 from sagellm.core.kv_hints import MAX_DURATION_S, KVHintsEnvelope
-from sagellm.core.types import MAX_LOGPROBS, MAX_RETENTIONS, SLO, Retention, SamplingParams
-from sagellm.engines.llm import LLM, MAX_SESSION_ID_CHARS
-from sagellm.serving.errors import clipped
-from sagellm.serving.parameters import MESSAGE_FIELDS, MESSAGE_NEUTRAL, LenientRequest, check_names
+from sagellm.core.types import MAX_LOGPROBS, MAX_RETENTIONS, SLO, Retention
+from sagellm.engines.llm import LLM, MAX_SESSION_ID_CHARS, RequestOptions
+from sagellm.serving.clients import Client, ClientLimits
+from sagellm.serving.errors import MAX_ECHO_CHARS, clipped
+
+M = TypeVar("M", bound=BaseModel)
 
 COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for /v1/completions; chats default to the rest of the context."""
+"""OpenAI's default for /v1/completions. A chat may fill the rest of the context."""
 
 MAX_LISTED = 2**16
 """Entries of `logit_bias` and `stop_token_ids`."""
@@ -38,7 +54,6 @@ KVHints = Annotated[KVHintsEnvelope, PlainValidator(KVHintsEnvelope.parse)]
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 ROLES = ("system", "developer", "user", "assistant")
-_TOOL_ROLES = ("tool", "function")
 _PASSED_ON = (
     "temperature",
     "top_p",
@@ -53,6 +68,131 @@ _PASSED_ON = (
     "ignore_eos",
     "include_stop_str_in_output",
 )
+
+OF_OTHER_SERVERS = frozenset(
+    {
+        # llama.cpp's server
+        "cache_prompt", "dry_allowed_length", "dry_base", "dry_multiplier", "dry_penalty_last_n",
+        "dry_sequence_breakers", "dynatemp_exponent", "dynatemp_range", "id_slot", "min_keep", "mirostat",
+        "mirostat_eta", "mirostat_tau", "n_discard", "n_indent", "n_keep", "penalize_nl",
+        "post_sampling_probs", "reasoning_format", "repeat_last_n", "response_fields", "return_progress",
+        "return_tokens", "samplers", "slot_id", "t_max_predict_ms", "t_max_prompt_ms", "tfs_z",
+        "timings_per_token", "top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold",
+        # Ollama
+        "f16_kv", "keep_alive", "logits_all", "low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu",
+        "num_gqa", "num_keep", "num_thread", "numa", "options", "use_mlock", "use_mmap", "vocab_only",
+        # LM Studio
+        "draft_model", "ttl",
+        # vLLM
+        "include_reasoning", "kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs",
+        "repetition_detection", "request_id", "stream_interval", "thinking_token_budget", "truncation_side",
+        "vllm_xargs",
+        # SGLang
+        "bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_labels", "custom_params",
+        "data_parallel_rank", "disagg_prefill_dp_rank", "extra_key", "images_config", "rid",
+        "return_cached_tokens_details", "routed_dp_rank", "separate_reasoning", "session_params",
+        "stream_reasoning",
+        # Text Generation Inference
+        "decoder_input_details", "details", "do_sample", "top_n_tokens", "watermark",
+        # front ends that send the settings of every sampler that they know
+        "epsilon_cutoff", "eta_cutoff", "guidance_scale", "skew", "smoothing_curve", "smoothing_factor",
+        "tfs", "top_a", "truncation_length",
+    }
+)  # fmt: skip
+"""Fields of a generation that tune other servers. They are ignored, since no restriction of the text depends
+on them, and a header of the answer names them.
+"""
+
+RENAMED: Mapping[str, str] = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "n_predict": "max_tokens",
+    "n_probs": "logprobs",
+    "no_stop_trim": "include_stop_str_in_output",
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "return_full_text": "echo",
+    "sampling_seed": "seed",
+}
+"""Other servers' names for fields that OpenAI or vLLM name otherwise."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "user",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+    }
+)
+"""Accepted with any value: they describe the caller, or tools, of which there are none."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "ebnf": (),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "grammar": ("",),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "json_schema": (),
+    "length_penalty": (1, 1.0),
+    "logprob_token_ids": (),
+    "lora": ([],),
+    "lora_path": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "regex": (),
+    "response_format": ({"type": "text"},),
+    "return_hidden_states": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_regex": (),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+"""Known and not supported: the values, beside null, that ask for nothing."""
+
+MESSAGE_FIELDS = frozenset({"role", "content", "name"})
+
+MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "reasoning": (),
+    "reasoning_content": (),
+    "refusal": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+"""The same for fields of a message: a client library sends answers back as it dumped them."""
+
+IGNORED_HEADER = "X-Sagellm-Ignored-Fields"
+"""The answer's header that names the ignored fields of its request."""
 
 
 class StreamOptions(BaseModel):
@@ -72,8 +212,9 @@ class StreamOptions(BaseModel):
 
 
 class TemplateFields(BaseModel):
-    """Variables of the chat template, as vLLM and SGLang take them: by themselves, or together as
-    `chat_template_kwargs`.
+    """Variables of the chat template, as vLLM and SGLang take them.
+
+    Each is a field of its own, or a key of `chat_template_kwargs`.
     """
 
     chat_template_kwargs: dict[str, Any] | None = None
@@ -83,8 +224,10 @@ class TemplateFields(BaseModel):
     documents: list[dict[str, Any]] | None = Field(default=None, max_length=MAX_LISTED)
 
     def template_options(self) -> Mapping[str, Any]:
-        """What the template is given. An effort of "none" switches thinking off, any other on, unless that is
-        said too. Raises `RequestError` for variables that the server sets, and for contradictions.
+        """The variables for the template.
+
+        A reasoning effort of "none" switches thinking off and any other on, unless the request says that too.
+        Raises `RequestError` for variables that the server sets, and for contradictions.
         """
         where = "chat_template_kwargs"
         options = dict(self.chat_template_kwargs or {})
@@ -111,9 +254,16 @@ class SloFields(BaseModel):
 
 
 class RetentionFields(BaseModel):
-    """Prompt tokens `[start, stop)` that eviction treats as used `duration_s * priority / 100` s later."""
+    """A range of prompt tokens that eviction should spare."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        json_schema_extra={
+            "description": "Prompt tokens `[start, stop)` that eviction treats as used "
+            "`duration_s * priority / 100` s later."
+        },
+    )
 
     start: int = Field(default=0, ge=0, lt=2**31)
     stop: int | None = Field(default=None, ge=1, lt=2**31)
@@ -121,10 +271,12 @@ class RetentionFields(BaseModel):
     duration_s: float = Field(default=300.0, ge=0, le=MAX_DURATION_S)
 
 
-class GenerationFields(LenientRequest):
-    """What chats and completions share. Null means: not given."""
+class GenerationFields(BaseModel):
+    """The fields that chats and completions share. Null means: not given."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+    _ignored: tuple[str, ...] = PrivateAttr(default=())
+    """Those of `OF_OTHER_SERVERS` that the request held."""
 
     model: str | None = None
     stream: bool | None = None
@@ -158,18 +310,39 @@ class GenerationFields(LenientRequest):
     fewest_tokens: ClassVar[int] = 1
     """The least `max_tokens`."""
 
+    def options(self, llm: LLM, limits: ClientLimits, client: Client) -> RequestOptions:
+        """What the engine is asked to do. Raises `RequestError`.
+
+        This is the only place where parameters of a request get their meaning for the engine. The model's own
+        defaults (generation_config.json) replace sampling parameters that were not sent.
+        """
+        return RequestOptions(
+            params=llm.sampling_params(**self.sampling()),
+            priority=limits.priority(self.priority, self.service_tier),
+            tenant=self.cache_salt or "",
+            service_class="" if self.service_tier in (None, "auto", "default") else self.service_tier,
+            session_id=self.session_id,
+            kv_hints=self.kv_hints,
+            slo=SLO() if self.slo is None else SLO(**self.slo.model_dump()),
+            retention=tuple(Retention(**span.model_dump()) for span in self.retention or ()),
+            client=client,
+        )
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that were sent."""
+        given = {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
+        if self.stop is not None:
+            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.stop_token_ids is not None:
+            given["stop_token_ids"] = tuple(self.stop_token_ids)
+        if self.logit_bias is not None:
+            given["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
+        return given
+
     @property
-    def service_class(self) -> str:
-        """The class whose share of KV memory the request uses; OpenAI's words for none in particular are
-        none."""
-        return "" if self.service_tier in (None, "auto", "default") else str(self.service_tier)
-
-    def slo_goals(self) -> SLO:
-        return SLO() if self.slo is None else SLO(**self.slo.model_dump())
-
-    def retentions(self) -> tuple[Retention, ...]:
-        """Raises `RequestError` for a range that ends before it starts."""
-        return tuple(Retention(**one.model_dump()) for one in self.retention or ())
+    def warning_headers(self) -> dict[str, str]:
+        """The headers of the answer that name ignored fields."""
+        return {IGNORED_HEADER: ", ".join(self._ignored)} if self._ignored else {}
 
     @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
     @classmethod
@@ -207,26 +380,6 @@ class GenerationFields(LenientRequest):
             raise RequestError('stream_options needs "stream": true', "stream_options")
         return self
 
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
-    def sampling(self, llm: LLM, max_tokens: int | None, **given: Any) -> SamplingParams:
-        """The parameters, with the model's defaults for what is not given. Raises `RequestError`."""
-        given["max_tokens"] = max_tokens
-        given |= {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
-        if self.stop is not None:
-            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if self.stop_token_ids is not None:
-            given["stop_token_ids"] = tuple(self.stop_token_ids)
-        if self.logit_bias is not None:
-            given["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
-        return llm.sampling_params(**given)
-
 
 class ChatRequest(TemplateFields, GenerationFields):
     """POST /v1/chat/completions."""
@@ -246,9 +399,10 @@ class ChatRequest(TemplateFields, GenerationFields):
             raise RequestError("max_tokens and max_completion_tokens differ: send one", "max_tokens")
         return self
 
-    def params(self, llm: LLM) -> SamplingParams:
+    def sampling(self) -> dict[str, Any]:
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.sampling(llm, limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return super().sampling() | {"max_tokens": limit, "logprobs": logprobs}
 
 
 class CompletionRequest(GenerationFields):
@@ -274,15 +428,18 @@ class CompletionRequest(GenerationFields):
         value = self.prompt
         if isinstance(value, str) or (_is_list_of(value, int) and value):
             return [value]
-        if isinstance(value, list) and value and all(isinstance(one, str) or _is_ids(one) for one in value):
-            return value
+        parts = value if isinstance(value, list) else []
+        if parts and all(isinstance(part, str) or (part and _is_list_of(part, int)) for part in parts):
+            return parts
         forms = "a string, a list of strings, a list of token ids or a list of such lists"
         raise RequestError(f"prompt must be {forms}, and not empty", "prompt")
 
-    def params(self, llm: LLM) -> SamplingParams:
-        limit = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        prompt_logprobs = self.logprobs if self.echo else None
-        return self.sampling(llm, limit, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
+    def sampling(self) -> dict[str, Any]:
+        return super().sampling() | {
+            "max_tokens": COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
+            "logprobs": self.logprobs,
+            "prompt_logprobs": self.logprobs if self.echo else None,
+        }
 
 
 class TokenizeRequest(TemplateFields):
@@ -325,27 +482,99 @@ class HintRequest(BaseModel):
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:
-    """Refuse roles and fields that no message has here; content is the template's to check."""
+    """Refuse unknown roles and fields of messages; the template checks their content."""
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
-        _check_role(message.get("role"), f"{where}.role")
+        role = message.get("role")
+        if role in ("tool", "function"):
+            unsupported = f"{where}.role: {role!r} is not supported, there are no tools"
+            raise UnsupportedParameterError(unsupported, f"{where}.role")
+        if role not in ROLES:
+            got = clipped(repr(role))
+            raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {got}", f"{where}.role")
         check_names(message, MESSAGE_FIELDS, MESSAGE_NEUTRAL, f"{where}.")
         if not isinstance(message.get("name", ""), str | None):
             raise RequestError(f"{where}.name must be a string", f"{where}.name")
 
 
-def _check_role(role: object, where: str) -> None:
-    if role in _TOOL_ROLES:
-        raise UnsupportedParameterError(f"{where}: {role!r} is not supported, there are no tools", where)
-    if role not in ROLES:
-        got = clipped(repr(role))
-        raise RequestError(f"{where} must be one of {', '.join(ROLES)}, got {got}", where)
-
-
 def _is_list_of(value: object, kind: type) -> bool:
-    """Whether it is a list of `kind`; a bool is no int here."""
-    return isinstance(value, list) and all(type(one) is kind for one in value)
+    """Whether it is a list of `kind`. A bool is no int."""
+    return isinstance(value, list) and all(type(part) is kind for part in value)
 
 
-def _is_ids(value: object) -> bool:
-    return bool(value) and _is_list_of(value, int)
+def checked(model: type[M], fields: Mapping[str, Any]) -> M:
+    """The request with these fields. Every defect is a `RequestError` that names one.
+
+    Chats and completions ignore fields of other servers; other requests ignore nothing.
+    """
+    ignored = sorted(OF_OTHER_SERVERS & fields.keys()) if issubclass(model, GenerationFields) else []
+    asked = {name: value for name, value in fields.items() if name not in ignored}
+    if names_a_model(model):
+        check_names(asked, model.model_fields.keys() | WITHOUT_EFFECT, NEUTRAL)
+    else:
+        check_names(asked, model.model_fields, {})
+    known = {name: value for name, value in fields.items() if name in model.model_fields}
+    try:
+        request = model.model_validate(known)
+    except ValidationError as error:
+        raise _readable(error) from error
+    if isinstance(request, GenerationFields):
+        request._ignored = tuple(ignored)
+    return request
+
+
+def names_a_model(model: type[BaseModel]) -> bool:
+    """Whether OpenAI's clients make such requests, which have further fields."""
+    return "model" in model.model_fields
+
+
+def check_names(
+    fields: Mapping[str, Any],
+    served: Collection[str],
+    neutral: Mapping[str, tuple[Any, ...]],
+    prefix: str = "",
+) -> None:
+    """Refuse names that are neither `served` nor `neutral`.
+
+    Also refuses neutral names whose value asks for something. Errors put `prefix` (`messages[0].`) before a
+    name.
+    """
+    for name, value in fields.items():
+        if name in served:
+            continue
+        where = f"{prefix}{clipped(name)}"
+        if name not in neutral:
+            renamed = RENAMED.get(name)
+            if renamed in served:
+                guess = f" Send {renamed!r} instead."
+            else:
+                guess = nearest(name, served) if len(name) <= MAX_ECHO_CHARS else ""
+            raise RequestError(f"unknown field {where!r}.{guess}", where, code="unknown_parameter")
+        is_bool = isinstance(value, bool)  # 1 is not True
+        if value is not None and value not in [v for v in neutral[name] if isinstance(v, bool) == is_bool]:
+            values = " or ".join(json.dumps(allowed) for allowed in neutral[name])
+            advice = f"leave it out, or send {values}" if values else "leave it out"
+            raise UnsupportedParameterError(f"{where!r} is not supported by this server: {advice}", where)
+
+
+def _readable(error: ValidationError) -> RequestError:
+    """The first field in error, by its JSON path, with all that its alternatives expect."""
+    details = error.errors(include_url=False, include_input=False)
+    path = _path(details[0]["loc"])
+    messages = [
+        detail["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
+        for detail in details
+        if _path(detail["loc"]) == path
+    ]
+    message = " or ".join(dict.fromkeys(messages))
+    if details[0]["type"] == "extra_forbidden":
+        message = (
+            f"unknown field {clipped(str(details[0]['loc'][-1]))!r}; GET /openapi.json lists the known ones"
+        )
+    return RequestError(f"{path or 'body'}: {message}", path or None)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`stop` or `messages[0]`: pydantic's location without the names of union branches."""
+    path = str(location[0]) if location else ""
+    return path + "".join(f"[{part}]" for part in location[1:2] if isinstance(part, int))

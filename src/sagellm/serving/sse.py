@@ -1,4 +1,15 @@
-"""Server-sent events: one generation as a stream of JSON chunks, and what ends it early."""
+"""Server-sent events: one generation as a stream of JSON chunks.
+
+When the client of a stream disconnects:
+
+1. the HTTP server passes `http.disconnect` to `closed_on_disconnect` below, which calls `Generation.close`;
+2. `Gateway.abort` (gateway.py) sends an `Abort` to the engine loop for each prompt that still runs. It also
+   subtracts the request from the client's waiting sequences and tokens;
+3. before its next step the engine loop calls `LLM.abort` (`loop.py` says what follows): blocks are released;
+4. the iteration over the generation ends, `EventStream` returns, and `AccessLog` writes the request's line.
+
+A whole answer (`generate.py`) and a prompt to be pinned (`admin.py`) end in the same way.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +25,9 @@ from starlette.types import Receive, Scope, Send
 
 from sagellm.core.errors import RequestError
 from sagellm.engines.llm import TextDelta, Usage
+from sagellm.serving.answers import Reply
 from sagellm.serving.errors import body_of
 from sagellm.serving.gateway import Generation
-from sagellm.serving.replies import Reply
 
 DONE = b"data: [DONE]\n\n"
 
@@ -27,7 +38,7 @@ def event(content: dict[str, Any]) -> bytes:
 
 @asynccontextmanager
 async def closed_on_disconnect(receive: Receive, generation: Generation) -> AsyncIterator[None]:
-    """Within, a client that goes away closes the generation; on leaving, it is closed in any case."""
+    """Close the generation when its client disconnects, and at the end in any case."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -42,7 +53,7 @@ async def closed_on_disconnect(receive: Receive, generation: Generation) -> Asyn
         generation.close()
 
 
-async def events(
+async def sse_events(
     generation: Generation,
     reply: Reply,
     *,
@@ -51,10 +62,13 @@ async def events(
     include_usage: bool,
     continuous_usage: bool,
 ) -> AsyncIterator[bytes]:
-    """The events of a generation up to `[DONE]`, joined where a client lags. An error is the last event."""
+    """The events of a generation up to `[DONE]`, several at once if the client lags.
+
+    An error is the last event.
+    """
     usages, total = [Usage()] * num_prompts, Usage()
 
-    def dressed(chunk: dict[str, Any]) -> bytes:
+    def with_usage(chunk: dict[str, Any]) -> bytes:
         if continuous_usage:
             chunk["usage"] = reply.head.usage(total)
         elif include_usage:
@@ -62,10 +76,10 @@ async def events(
         return event(chunk)
 
     def parts(position: int, delta: TextDelta) -> list[bytes]:
-        return [dressed(chunk) for chunk in reply.parts(position * num_choices + delta.index, delta)]
+        return [with_usage(chunk) for chunk in reply.parts(position * num_choices + delta.index, delta)]
 
     for chunk in reply.opening(num_choices * num_prompts):
-        yield dressed(chunk)
+        yield with_usage(chunk)
     try:
         async for batch in generation:
             pieces: list[bytes] = []
@@ -87,9 +101,9 @@ async def events(
 
 
 class EventStream(Response):
-    """Sends `chunks` while `generation` runs; a client that goes away closes it.
+    """Sends `chunks` while `generation` runs; a disconnect of the client closes it.
 
-    The response begins with the first delta, so that what fails before it is answered with its own status.
+    The response begins with the first delta, so an error before it is answered with a status of its own.
     """
 
     media_type = "text/event-stream"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from sagellm.cli._commands import app
+from sagellm.cli.commands import app
 from sagellm.core.errors import ModelError
 from sagellm.engines.native.bpe_files import MERGES_FILE, VOCAB_FILE
 from sagellm.engines.native.tokenizer import Tokenizer

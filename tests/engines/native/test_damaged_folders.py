@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from sagellm import serving
-from sagellm.cli._commands import app
+from sagellm.cli.commands import app
 from sagellm.core.config import Config, ModelConfig
 from sagellm.core.errors import SageError
 from sagellm.engines.build import DEMO_MODEL, load, model_footprint

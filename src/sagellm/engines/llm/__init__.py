@@ -1,8 +1,8 @@
-"""The text-level door to an engine: `LLM`, and what it answers with."""
+"""Text in, text out: `LLM`, the options of a request, and the forms of an answer."""
 
 from sagellm.engines.llm.completion import Choice, Completion, TextDelta, TokenText, Usage
-from sagellm.engines.llm.llm import LLM, MAX_SESSION_ID_CHARS, Hints, Prompt
-from sagellm.engines.llm.stop_strings import StopStrings
+from sagellm.engines.llm.llm import LLM, MAX_SESSION_ID_CHARS, Hints, Prompt, RequestOptions
+from sagellm.engines.llm.text_stream import StopStrings
 
 __all__ = [
     "LLM",
@@ -11,6 +11,7 @@ __all__ = [
     "Completion",
     "Hints",
     "Prompt",
+    "RequestOptions",
     "StopStrings",
     "TextDelta",
     "TokenText",

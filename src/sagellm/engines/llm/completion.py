@@ -1,4 +1,12 @@
-"""What a text-level caller gets back: deltas while a request runs, a completion when it has ended."""
+"""What a request returns as text: deltas while it runs, a completion at its end.
+
+A generated token takes these forms on its way to a client:
+
+    StepResult      the backend's answer: token ids by row, `TokenLogprob`s by row
+    RequestOutput   the engine's answer: the tokens and `TokenLogprob`s that a step added to one request
+    TextDelta       the same as text, with a `TokenText` per log-probability (`text_stream.py`)
+    JSON, bytes     `serving/answers.py` and `serving/sse.py`
+"""
 
 from __future__ import annotations
 
@@ -10,8 +18,10 @@ from sagellm.core.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request. The prompt counts once, however many choices were asked for. `misses`: why
-    blocks of it had to be computed (for its first choice), None where the engine does not attribute misses.
+    """Tokens of one request.
+
+    The prompt counts once, for any number of choices. `misses` says why blocks of the prompt had to be
+    computed (for the first choice); None where the engine does not attribute misses.
     """
 
     prompt_tokens: int = 0
@@ -32,7 +42,7 @@ class Usage:
         )
 
     def __sub__(self, other: Usage) -> Usage:
-        """What came since `other`, which is an earlier usage of the same requests."""
+        """What was added since `other`, an earlier usage of the same requests."""
         return Usage(
             self.prompt_tokens - other.prompt_tokens,
             self.completion_tokens - other.completion_tokens,
@@ -45,9 +55,9 @@ class Usage:
 class TokenText:
     """One token with its natural-log probability and alternatives.
 
-    `text` shows bytes that are no whole character as U+FFFD; `data` is exact. `offset` counts the characters
-    of the answer, or of the prompt, before this token. The first token of a prompt has no log-probability,
-    since nothing predicts it.
+    `data` holds the token's exact bytes; `text` shows bytes that are no whole character as U+FFFD. `offset`
+    counts the characters before the token, in the answer or in the prompt. The first token of a prompt has no
+    log-probability, since nothing predicts it.
     """
 
     token_id: int
@@ -63,7 +73,7 @@ class TextDelta:
     """What one step added to choice `index` of a request.
 
     `usage` covers all choices so far. `is_last` marks the last delta of the request: all choices have ended.
-    `prompt_logprobs` has an entry for each prompt token in a choice's first delta, if the request asked for
+    A choice's first delta has `prompt_logprobs`, an entry for each prompt token, if the request asked for
     them. `error` explains a `FinishReason.ERROR`. `queued_s`: how long the request waited for its first step.
     """
 
@@ -94,7 +104,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Completion:
-    """All choices of one request, as far as they have come; grows by `add`."""
+    """All choices of one request so far; `add` appends a delta."""
 
     request_id: str
     choices: list[Choice]

@@ -1,10 +1,10 @@
-"""`LLM`: text in, text out. Joins an engine and a tokenizer; the door that CLI, HTTP and notebooks use."""
+"""`LLM`: text in, text out. Joins an engine and a tokenizer for the CLI, the server and notebooks."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, cast
 
 from sagellm.core.clock import Clock
@@ -25,23 +25,56 @@ from sagellm.core.types import (
     Tokens,
 )
 from sagellm.engines.llm.completion import Completion, TextDelta, Usage
-from sagellm.engines.llm.text_stream import Piece, TextStream
+from sagellm.engines.llm.text_stream import TextStream
 
 Prompt = str | Tokens | Sequence[int] | Sequence[Message]
 Hints = KVHintsEnvelope | Mapping[str, Any]
 """KV hints, parsed or as decoded JSON."""
 
 MAX_SESSION_ID_CHARS = 256
-_PARAMETERS = frozenset(one.name for one in fields(SamplingParams))
+_PARAMETERS = frozenset(parameter.name for parameter in fields(SamplingParams))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a caller asks of a request beside its prompt; checked when it is made.
+
+    `params` says how tokens are chosen and when to end. The other fields are those of `core.types.Request`:
+    requests of different tenants never share KV, `service_class` names the class whose share of KV memory is
+    used, `retention` ranges of the prompt that eviction should spare. Later hints refer to the request's KV
+    by `session_id`; `kv_hints` are carried out when the request ends. `client` is the path of the sender (API
+    key or address, end user, call): scheduling shares the batch between clients.
+
+    Over HTTP `serving/schema.py` makes one, and `LLM.submit` turns it into the engine's `Request`.
+    """
+
+    params: SamplingParams
+    priority: int = 0
+    tenant: str = ""
+    service_class: str = ""
+    session_id: str | None = None
+    kv_hints: Hints | None = None
+    slo: SLO = field(default_factory=SLO)
+    retention: tuple[Retention, ...] = ()
+    client: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        params: object = self.params
+        if not isinstance(params, SamplingParams):
+            form = "llm.sampling_params(temperature=0.5, max_tokens=100)"
+            raise RequestError(f"params must be SamplingParams, as of {form}; got {shown(params)}", "params")
+        if self.session_id is not None and not 0 < len(self.session_id) <= MAX_SESSION_ID_CHARS:
+            size = f"1 to {MAX_SESSION_ID_CHARS} characters, got {len(self.session_id)}"
+            raise RequestError(f"session_id must have {size}", "session_id")
 
 
 @dataclass(slots=True)
-class _Group:
-    """A request as the caller sees it: `n` engine requests over one prompt."""
+class _OpenRequest:
+    """A request as its caller sees it: `n` engine requests over one prompt, each with a text stream."""
 
     request_id: str
     num_prompt_tokens: int
-    streams: dict[str, TextStream]
+    streams: dict[str, TextStream] = field(default_factory=dict)
     num_cached_tokens: int | None = None
     queued_s: float | None = None
     misses: MissCounts | None = None
@@ -51,16 +84,12 @@ class _Group:
         generated = sum(stream.num_tokens for stream in self.streams.values())
         return Usage(self.num_prompt_tokens, generated, self.num_cached_tokens or 0, self.misses)
 
-    @property
-    def open_ids(self) -> list[str]:
-        return [engine_id for engine_id, stream in self.streams.items() if not stream.finished]
-
 
 class LLM:
-    """An engine with a tokenizer. Synchronous and, but for `encode` and `resolve`, for one thread. A context
-    manager: it is closed at the end.
+    """An engine with a tokenizer. As a context manager it is closed at the end.
 
-    `defaults` are sampling parameters by name for what a request leaves open (of generation_config.json).
+    Synchronous, and for one thread; `encode` and `resolve` alone are thread-safe. `defaults`: sampling
+    parameters by name, from generation_config.json, for what a request leaves open.
     """
 
     def __init__(
@@ -79,8 +108,8 @@ class LLM:
         self._engine = engine
         self._defaults = dict(defaults or {})
         self._clock = clock or engine.clock
-        self._groups: dict[str, _Group] = {}
-        self._group_of: dict[str, _Group] = {}
+        self._open: dict[str, _OpenRequest] = {}
+        self._by_engine_id: dict[str, _OpenRequest] = {}
         self._undelivered: list[TextDelta] = []
         self._ids = itertools.count(1)
         self._closed = False
@@ -95,7 +124,7 @@ class LLM:
         self.close()
 
     def sampling_params(self, **given: Any) -> SamplingParams:
-        """`SamplingParams` with this model's defaults for whatever is not given. Raises `RequestError`."""
+        """`SamplingParams` with this model's defaults for what is not given. Raises `RequestError`."""
         for name in given.keys() - _PARAMETERS:
             raise RequestError(f"no sampling parameter is named {name!r}.{nearest(name, _PARAMETERS)}", name)
         return SamplingParams(**{**self._defaults, **given})
@@ -119,11 +148,7 @@ class LLM:
         return self._checked_ids(cast("Sequence[int]", prompt))
 
     def resolve(self, tokens: Tokens, params: SamplingParams) -> SamplingParams:
-        """`params` with `max_tokens` filled in; raises `RequestError` for what this model can never serve."""
-        given: object = params
-        if not isinstance(given, SamplingParams):
-            form = "llm.sampling_params(temperature=0.5, max_tokens=100)"
-            raise RequestError(f"params must be SamplingParams, as of {form}; got {shown(params)}", "params")
+        """`params` with `max_tokens` filled in. Raises `RequestError` for what can never fit the model."""
         room = self.max_model_len - len(tokens)
         if room < 1:
             raise ContextLengthError(
@@ -131,7 +156,10 @@ class LLM:
                 f"the prompt has {len(tokens)} and at least one must be generated: shorten the prompt",
                 "prompt",
             )
-        self._check_bias(params)
+        for token_id in params.logit_bias:
+            if not 0 <= token_id < self.tokenizer.vocab_size:
+                limit = f"[0, {self.tokenizer.vocab_size})"
+                raise RequestError(f"logit_bias: token id {token_id} is not in {limit}", "logit_bias")
         if params.max_tokens is None:
             return replace(params, max_tokens=room)
         if params.max_tokens > room:
@@ -146,58 +174,51 @@ class LLM:
     def submit(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        options: RequestOptions | SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        tenant: str = "",
-        service_class: str = "",
-        retention: Sequence[Retention] = (),
-        slo: SLO | None = None,
-        session_id: str | None = None,
-        kv_hints: Hints | None = None,
-        client: tuple[str, ...] = (),
     ) -> str:
-        """Queue a request and return its id; its text comes out of `step`. A `RequestError` queues nothing.
+        """Queue a request and return its id; `step` returns its text. A `RequestError` queues nothing.
 
-        Requests of different tenants never share KV. `service_class` names the class whose share of KV memory
-        is used, `retention` ranges of the prompt that eviction should spare. `session_id` is what later hints
-        may call its KV; `kv_hints` are done when it ends. With `n > 1` the seeds are `seed + index`, and the
-        first choice alone does the hints. `client` is the path of the sender, as of `Request`: scheduling
-        shares the batch between clients.
+        Sampling parameters alone are options with nothing else set; None is the model's defaults. With `n >
+        1` the seeds are `seed + index`, and the first choice alone carries out the hints.
         """
         if self._closed:
             raise RequestError("this LLM is closed: load it anew")
-        _check_session(session_id)
+        options = self._options(options)
         tokens = self.encode(prompt)
-        params = self.resolve(tokens, self.sampling_params() if params is None else params)
         request_id = request_id or f"req-{next(self._ids)}"
-        first = Request(
+        request = Request(
             request_id,
             tokens,
-            params,
+            self.resolve(tokens, options.params),
             self.tokenizer.eos_token_ids,
             arrival_s=self._clock.now(),
-            priority=priority,
-            namespace=Namespace(tenant=tenant),
-            service_class=service_class,
-            retention=tuple(retention),
-            slo=slo or SLO(),
-            session_id=session_id,
-            kv_hints=None if kv_hints is None else _parsed(kv_hints),
-            client=client,
+            priority=options.priority,
+            namespace=Namespace(tenant=options.tenant),
+            service_class=options.service_class,
+            retention=options.retention,
+            slo=options.slo,
+            session_id=options.session_id,
+            kv_hints=None if options.kv_hints is None else _parsed(options.kv_hints),
+            client=options.client,
         )
-        self._add(request_id, list(_expand(first)))
+        self._add(request_id, list(_expand(request)))
         return request_id
 
-    def pin_prompt(self, prompt: Prompt, *, tenant: str = "") -> PinnedPrefix:
-        """Hold the KV of a prompt (a system prompt, say), computed first where it is not resident. Calling
-        the result gives it up. Whole blocks are held, so the last tokens may not be.
+    def _options(self, given: RequestOptions | SamplingParams | None) -> RequestOptions:
+        if isinstance(given, RequestOptions):
+            return given
+        return RequestOptions(self.sampling_params() if given is None else given)
 
-        Raises `CapacityError` beyond `kv.max_pinned_share`.
+    def pin_prompt(self, prompt: Prompt, *, tenant: str = "") -> PinnedPrefix:
+        """Hold the KV of a prompt, computing what is not resident. Calling the result releases it.
+
+        Whole blocks are held, so the last tokens may not be. Raises `CapacityError` beyond
+        `kv.max_pinned_share`.
         """
         tokens = self.encode(prompt)
-        for _ in self.stream(tokens, self.sampling_params(max_tokens=1), tenant=tenant):
+        for _ in self.stream(tokens, RequestOptions(self.sampling_params(max_tokens=1), tenant=tenant)):
             pass
         return self.pin_cached(tokens, tenant=tenant)
 
@@ -206,36 +227,37 @@ class LLM:
         return self._engine.pin_prefix(tokens, Namespace(tenant=tenant))
 
     def clear_cache(self) -> int:
-        """Give up every cached block that no request and no pin uses; returns how many."""
+        """Drop every cached block that no request and no pin uses; returns how many."""
         return self._engine.clear_cache()
 
     def hint(self, kv_hints: Hints, *, tenant: str = "") -> Sequence[HintOutcome]:
-        """Do KV hints now, for sessions and prompts of that tenant and no other; one answer per action.
+        """Carry out KV hints now, for the tenant's sessions and prompts; one outcome per action.
 
-        Raises `RequestError` for what is no envelope. An action that cannot be done is answered, not raised.
+        Raises `RequestError` for what is no envelope. An action that cannot be done has an outcome that says
+        so.
         """
-        if "\0" in tenant:  # such names are the cache's own, for groups of tenants
+        if "\0" in tenant:  # the cache itself uses such names, for groups of tenants
             raise RequestError("a tenant or cache salt must not hold NUL characters", "cache_salt")
         return self._engine.hint(_parsed(kv_hints), Namespace(tenant=tenant))
 
     def step(self) -> list[TextDelta]:
-        """Run one engine step; returns what it added, also to requests whose conveniences left it behind."""
+        """Run one engine step and return what it added, after deltas that `stream` kept for others."""
         deltas, self._undelivered = self._undelivered, []
         outputs = self._engine.step() if self._engine.has_work() else ()
         for output in outputs:
-            group = self._group_of.get(output.request_id)
-            if group is not None:
-                deltas.append(self._delta(group, output))
+            opened = self._by_engine_id.get(output.request_id)
+            if opened is not None:
+                deltas.append(self._delta(opened, output))
         return deltas
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request, all its choices; False if it is unknown or has ended. No delta follows."""
-        group = self._groups.pop(request_id, None)
+        """Drop a request with all its choices; False if it is unknown or has ended. No delta follows."""
+        opened = self._open.pop(request_id, None)
         self._undelivered = [delta for delta in self._undelivered if delta.request_id != request_id]
-        if group is None:
+        if opened is None:
             return False
-        for engine_id in group.streams:
-            if self._group_of.pop(engine_id, None) is not None:
+        for engine_id in opened.streams:
+            if self._by_engine_id.pop(engine_id, None) is not None:
                 self._engine.abort(engine_id)
         return True
 
@@ -248,7 +270,7 @@ class LLM:
 
     @property
     def engine(self) -> EngineCore:
-        """The engine below, for the thread that steps it."""
+        """The engine itself, for the thread that steps it."""
         return self._engine
 
     def capability(self) -> CapabilityDescriptor:
@@ -261,7 +283,7 @@ class LLM:
 
     def close(self) -> None:
         """Abort what is open and release the engine."""
-        for request_id in list(self._groups):
+        for request_id in list(self._open):
             self.abort(request_id)
         self._closed = True
         self._engine.close()
@@ -269,17 +291,17 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
     ) -> list[Completion]:
-        """Complete one prompt or several together, in order. A failed one carries `error`."""
+        """Complete one prompt or several together, in order. A failed completion has an `error`."""
         several = _as_prompts(prompts)
-        params = self.sampling_params() if params is None else params
-        prepared = [self.encode(prompt) for prompt in several]
-        for tokens in prepared:
-            self.resolve(tokens, params)
+        options = self._options(params)
+        encoded = [self.encode(prompt) for prompt in several]
+        for tokens in encoded:
+            self.resolve(tokens, options.params)
         found: dict[str, Completion] = {}
         try:
-            for tokens in prepared:
-                request_id = self.submit(tokens, params)
-                found[request_id] = Completion.empty(request_id, params.n)
+            for tokens in encoded:
+                request_id = self.submit(tokens, options)
+                found[request_id] = Completion.empty(request_id, options.params.n)
         except BaseException:
             for request_id in found:
                 self.abort(request_id)
@@ -293,7 +315,7 @@ class LLM:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         given: Any = messages
-        if not isinstance(given, Sequence) or not all(isinstance(one, Mapping) for one in given):
+        if not isinstance(given, Sequence) or not all(isinstance(message, Mapping) for message in given):
             form = '[{"role": "user", "content": "..."}]'
             raise RequestError(f"messages must be a text or a list {form}, got {shown(messages)}", "messages")
         if not messages:
@@ -301,17 +323,17 @@ class LLM:
         return self.generate([messages], params)[0]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+        self, prompt: Prompt, options: RequestOptions | SamplingParams | None = None
     ) -> Generator[TextDelta, None, None]:
         """The deltas of one request as they come; `options` as for `submit`. Leaving the loop aborts it."""
-        request_id = self.submit(prompt, params, **options)
+        request_id = self.submit(prompt, options)
         try:
             yield from self._deltas_of({request_id})
         finally:
             self.abort(request_id)
 
     def _deltas_of(self, request_ids: set[str]) -> Iterator[TextDelta]:
-        """Step until these requests have ended; deltas of others are kept for `step`."""
+        """Step until these requests have ended; `step` returns the deltas of others later."""
         waiting_for = set(request_ids)
         try:
             while waiting_for and self.has_work():
@@ -326,55 +348,54 @@ class LLM:
                 self.abort(request_id)
 
     def _add(self, request_id: str, requests: Sequence[Request]) -> None:
-        """All engine requests of one group, or none."""
-        taken = [request.request_id for request in requests if request.request_id in self._group_of]
-        if taken or request_id in self._groups:
+        """Add all engine requests of one request, or none."""
+        taken = [request.request_id for request in requests if request.request_id in self._by_engine_id]
+        if taken or request_id in self._open:
             raise RequestError(f"a request with the id {request_id!r} is running", "request_id")
-        group = _Group(request_id, len(requests[0].tokens), {})
-        self._groups[request_id] = group
+        opened = self._open[request_id] = _OpenRequest(request_id, len(requests[0].tokens))
         try:
             for request in requests:
-                self._engine.add(_drawing(request))
-                self._group_of[request.request_id] = group
-                group.streams[request.request_id] = self._text_stream(request)
+                params = request.params
+                # Computing a prompt always draws a token. With max_tokens 0 the text stream drops it.
+                drawing = replace(params, max_tokens=1) if params.max_tokens == 0 else params
+                self._engine.add(replace(request, params=drawing) if drawing is not params else request)
+                self._by_engine_id[request.request_id] = opened
+                eos = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
+                stop_ids = eos | frozenset(params.stop_token_ids)
+                stream = TextStream(self.tokenizer, params, stop_ids, request.tokens)
+                opened.streams[request.request_id] = stream
         except BaseException:
             self.abort(request_id)
             raise
 
-    def _text_stream(self, request: Request) -> TextStream:
-        params = request.params
-        eos = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
-        return TextStream(self.tokenizer, params, eos | frozenset(params.stop_token_ids), request.tokens)
-
-    def _delta(self, group: _Group, output: RequestOutput) -> TextDelta:
+    def _delta(self, opened: _OpenRequest, output: RequestOutput) -> TextDelta:
         engine_id = output.request_id
-        piece = group.streams[engine_id].feed(output)
-        if group.num_cached_tokens is None:
-            group.num_cached_tokens = min(output.num_cached_tokens, group.num_prompt_tokens)
-            group.queued_s, group.misses = output.queued_s, output.misses
-        if piece.finish_reason is not None:
-            self._end(group, engine_id, piece)
+        stream = opened.streams[engine_id]
+        prompt_logprobs = output.prompt_logprobs
+        text, token_ids, logprobs = stream.feed(output)
+        reason = stream.finish_reason
+        if opened.num_cached_tokens is None:
+            opened.num_cached_tokens = min(output.num_cached_tokens, opened.num_prompt_tokens)
+            opened.queued_s, opened.misses = output.queued_s, output.misses
+        if reason is not None:
+            del self._by_engine_id[engine_id]
+            if output.finish_reason is None:  # a stop string ended the choice, and the engine runs on
+                self._engine.abort(engine_id)
+            if all(choice.finish_reason is not None for choice in opened.streams.values()):
+                del self._open[opened.request_id]
         return TextDelta(
-            request_id=group.request_id,
-            index=list(group.streams).index(engine_id),
-            text=piece.text,
-            token_ids=piece.token_ids,
-            usage=group.usage,
-            logprobs=piece.logprobs,
-            prompt_logprobs=piece.prompt_logprobs,
-            finish_reason=piece.finish_reason,
-            error=output.error if piece.finish_reason is FinishReason.ERROR else None,
-            is_last=group.request_id not in self._groups,
-            queued_s=group.queued_s,
+            request_id=opened.request_id,
+            index=list(opened.streams).index(engine_id),
+            text=text,
+            token_ids=token_ids,
+            usage=opened.usage,
+            logprobs=logprobs,
+            prompt_logprobs=() if prompt_logprobs is None else stream.prompt_texts(prompt_logprobs),
+            finish_reason=reason,
+            error=output.error if reason is FinishReason.ERROR else None,
+            is_last=opened.request_id not in self._open,
+            queued_s=opened.queued_s,
         )
-
-    def _end(self, group: _Group, engine_id: str, piece: Piece) -> None:
-        """A choice has ended; with the last one the group is forgotten."""
-        del self._group_of[engine_id]
-        if piece.stopped_by_text:
-            self._engine.abort(engine_id)
-        if not group.open_ids:
-            del self._groups[group.request_id]
 
     def _checked_ids(self, ids: Sequence[int]) -> Tokens:
         limit = self.tokenizer.vocab_size
@@ -385,12 +406,6 @@ class LLM:
             return Tokens(ids)
         except TypeError:
             raise _no_prompt(ids) from None
-
-    def _check_bias(self, params: SamplingParams) -> None:
-        limit = self.tokenizer.vocab_size
-        for token_id in params.logit_bias:
-            if not 0 <= token_id < limit:
-                raise RequestError(f"logit_bias: token id {token_id} is not in [0, {limit})", "logit_bias")
 
 
 def _expand(request: Request) -> Iterator[Request]:
@@ -406,21 +421,8 @@ def _expand(request: Request) -> Iterator[Request]:
         yield replace(request, request_id=engine_id, params=params, group=request.request_id, kv_hints=hints)
 
 
-def _drawing(request: Request) -> Request:
-    """The request as an engine takes it: computing a prompt draws a token, also where none is wanted."""
-    if request.params.max_tokens != 0:
-        return request
-    return replace(request, params=replace(request.params, max_tokens=1))
-
-
 def _parsed(kv_hints: Hints) -> KVHintsEnvelope:
     return kv_hints if isinstance(kv_hints, KVHintsEnvelope) else KVHintsEnvelope.parse(kv_hints)
-
-
-def _check_session(session_id: str | None) -> None:
-    if session_id is not None and not 0 < len(session_id) <= MAX_SESSION_ID_CHARS:
-        size = f"1 to {MAX_SESSION_ID_CHARS} characters, got {len(session_id)}"
-        raise RequestError(f"session_id must have {size}", "session_id")
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Annotated
 
 import typer
 
+from sagellm import __version__
 from sagellm.cli import (
     bench,
     calibrate,
@@ -14,13 +16,11 @@ from sagellm.cli import (
     doctor,
     explain,
     models,
-    pull,
     replay,
     run,
     serve,
     simulate,
     trace,
-    version,
 )
 from sagellm.cli._options import App
 
@@ -33,7 +33,7 @@ app = App(
 app.command("run")(run.run)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
-app.command("pull")(pull.pull)
+app.command("pull")(models.pull)
 app.command("models")(models.models)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
@@ -43,12 +43,17 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("explain")(explain.explain)
 app.add_typer(trace.app, name="trace")
 app.add_typer(config.app, name="config")
-app.command("version")(version.version)
+
+
+@app.command("version")
+def version() -> None:
+    """Print the versions of sageLLM and Python."""
+    print(f"sagellm {__version__} (Python {platform.python_version()})")
 
 
 def _version_option(*, asked: bool) -> None:
     if asked:
-        version.version()
+        version()
         raise typer.Exit
 
 
