@@ -59,16 +59,14 @@ def create_app(
     """The application. Its lifespan starts and stops the engine loop; the caller closes the `llm` afterwards.
 
     `config`: what the `llm` was built from, if from one; /v1/admin shows its policy and strategy.
-    `model_name`: the model's name for clients. `api_key`, `client_keys`: the bearer tokens that all routes
-    but /health, /ready, /version and /metrics want; `client_keys` has one by the name of each client.
-    `client_limits`: what one client may ask for. `max_waiting`: sequences that may wait for their first
-    token; beyond that, 429. `max_body_bytes`: a larger body is answered 413. `body_timeout_s`: a slower one
-    408. `stop_timeout_s`: how long a shutdown waits for the step that runs. `log_requests`: write a line per
-    request to the log `sagellm.access`.
+    `model_name`: the model's name for clients.
+    `api_key`, `client_keys`: the bearer tokens that all routes but /health, /ready, /version and /metrics want;
+    `client_keys` has one by the name of each client.
+    `client_limits`: what one client may ask for. `max_waiting`: sequences that may wait for their first token;
+    beyond that, 429. A body larger than `max_body_bytes` gets 413, one slower than `body_timeout_s` 408.
+    A shutdown waits `stop_timeout_s` for the step that runs. `log_requests`: a line each in `sagellm.access`.
     """
-    keys = _names_by_key(api_key, client_keys or {})
-    if admin_key is not None and (not admin_key.strip() or admin_key in keys):
-        raise ConfigError("admin_key is empty, or the api_key, which every client has: choose another")
+    keys = _names_by_key(api_key, client_keys or {}, admin_key)
     gateway = Gateway(llm, max_waiting=max_waiting, client_limits=client_limits, clock=clock)
     lifespan = _lifespan_of(gateway, stop_timeout_s)
     app = FastAPI(title="sageLLM", version=sagellm.__version__, lifespan=lifespan)
@@ -190,8 +188,10 @@ class TokenAndHintRoutes:
         }
 
 
-def _names_by_key(api_key: str | None, client_keys: Mapping[str, str]) -> dict[str, str]:
-    """The name of the client that has each key; "" for `api_key`."""
+def _names_by_key(
+    api_key: str | None, client_keys: Mapping[str, str], admin_key: str | None
+) -> dict[str, str]:
+    """The name of the client that has each key; "" for `api_key`. Raises `ConfigError` for unsafe keys."""
     if api_key is not None and not api_key.strip():
         raise ConfigError("api_key is empty: give it a value, or None for a server that wants no key")
     names = {key: name for name, key in client_keys.items()}
@@ -199,6 +199,8 @@ def _names_by_key(api_key: str | None, client_keys: Mapping[str, str]) -> dict[s
         raise ConfigError("client_keys: each client needs a key of its own, which is not empty")
     if api_key is not None:
         names.setdefault(api_key, "")
+    if admin_key is not None and (not admin_key.strip() or admin_key in names):
+        raise ConfigError("admin_key is empty, or the api_key, which every client has: choose another")
     return names
 
 
