@@ -60,9 +60,9 @@ def create_app(
 
     `config`: what the `llm` was built from, if from one; /v1/admin shows its policy and strategy.
     `model_name`: the model's name for clients.
-    `api_key`, `client_keys`: the bearer tokens that all routes but /health, /ready, /version and /metrics want;
+    `api_key`, `client_keys`: the bearer tokens, for all routes but /health, /ready, /version and /metrics;
     `client_keys` has one by the name of each client.
-    `client_limits`: what one client may ask for. `max_waiting`: sequences that may wait for their first token;
+    `client_limits`: what one client may ask for. `max_waiting`: sequences that may wait for a first token;
     beyond that, 429. A body larger than `max_body_bytes` gets 413, one slower than `body_timeout_s` 408.
     A shutdown waits `stop_timeout_s` for the step that runs. `log_requests`: a line each in `sagellm.access`.
     """
