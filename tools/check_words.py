@@ -56,7 +56,7 @@ def main(paths: Iterable[Path]) -> int:
         breaches += [
             f"{path}:{number}: write cdiv(a, b)"
             for number, line in enumerate(text.splitlines(), 1)
-            if CEILING.search(line) and path != Path(__file__) and "cdiv" not in line
+            if CEILING.search(line) and path.name not in {"blocks.py", "check_words.py"}
         ]
         if "src" in path.parts:
             for node in ast.walk(tree):

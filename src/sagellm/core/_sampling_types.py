@@ -1,4 +1,4 @@
-"""Types of sampling parameters: what callers of the Python API give is checked before it is compared."""
+"""Type checks of sampling parameters that come from callers of the Python API."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def check_types(params: Any) -> None:
 
 
 def as_strings(stop: Any) -> tuple[str, ...]:
-    """One string is one stop string, not one for each of its letters; None is none."""
+    """A tuple of stop strings; a single string is one stop string, None is none."""
     found = (stop,) if isinstance(stop, str) else as_tuple("stop", "a string or several", stop)
-    if wrong := [one for one in found if not isinstance(one, str)]:
+    if wrong := [value for value in found if not isinstance(value, str)]:
         raise wrong_type("stop", "a string or several", wrong[0])
     return found
 
 
 def as_token_ids(ids: Any) -> tuple[int, ...]:
     found = as_tuple("stop_token_ids", "several token ids", ids)
-    if wrong := [one for one in found if not is_integer(one)]:
+    if wrong := [value for value in found if not is_integer(value)]:
         raise wrong_type("stop_token_ids", "several token ids", wrong[0])
     return found
 

@@ -1,4 +1,4 @@
-"""Time as a dependency: nothing in sageLLM reads the wall clock except through a `Clock`."""
+"""Time as a dependency: sageLLM reads the time only through a `Clock`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MonotonicClock:
 
 
 class ManualClock:
-    """A clock that moves when told to: the fake for tests, and the clock of every simulation."""
+    """A clock that moves on request: for tests and for every simulation."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -29,7 +29,7 @@ class ManualClock:
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Move forward; a negative step is an error, since time in the books never runs back."""
+        """Move forward. A negative step is an error, since time never runs back."""
         if seconds < 0:
             raise ValueError(f"a clock cannot go back: advance({seconds})")
         self._now_s += seconds

@@ -27,7 +27,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Pydantic reads true as 1 and 1 as true; whoever wrote that meant another key."""
+        """Refuse true for a number and 1 for a boolean, which pydantic would accept."""
         wants_bool = cls.model_fields[info.field_name or ""].annotation is bool
         if isinstance(value, (int, float)) and isinstance(value, bool) != wants_bool:
             raise ValueError("should be true or false" if wants_bool else "should not be true or false")
@@ -149,7 +149,9 @@ class KVConfig(Section):
         if twice:
             raise ValueError(f"tenant {twice[0]!r} is named twice: a tenant belongs to one group")
         if "" in tenants:
-            raise ValueError("a tenant without a name is everybody who gives none: name those that share")
+            raise ValueError(
+                "the tenant without a name stands for all requests that name none: list the names that share"
+            )
         return groups
 
     def memory_share(self, device: str) -> float:

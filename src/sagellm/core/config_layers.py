@@ -1,7 +1,8 @@
-"""From layers to a `Config`: defaults < preset < file < environment < command line.
+"""Resolves layers into a `Config`.
 
-A layer maps keys to values, nested (`{"kv": {"block_size": 32}}`) or dotted (`{"kv.block_size": 32}`). A key
-that does not exist is an error that names the nearest one and the layer in which it stands.
+Defaults < preset < file < environment < command line. A layer maps keys to values, nested (`{"kv":
+{"block_size": 32}}`) or dotted (`{"kv.block_size": 32}`). A key that does not exist is an error that names
+the nearest key and the layer.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _fields() -> dict[str, tuple[FieldInfo, Any]]:
         assert isinstance(model, type)
         assert issubclass(model, Section)
         hints = get_type_hints(model)
-        found.update({f"{section}.{key}": (one, hints[key]) for key, one in model.model_fields.items()})
+        found.update({f"{section}.{key}": (info, hints[key]) for key, info in model.model_fields.items()})
     return found
 
 
@@ -79,7 +80,7 @@ def describe(key: str) -> str:
 
 
 def allowed_values(key: str) -> tuple[str, ...]:
-    """The words that a key may have, where it is one of some; otherwise none."""
+    """The words that a key accepts, if it accepts only some; otherwise none."""
     kind = _FIELDS[key][1]
     return get_args(kind) if get_origin(kind) is Literal else ()
 
@@ -104,7 +105,11 @@ def env_layer(environ: Mapping[str, str]) -> Layer:
         if not name.startswith(ENV_PREFIX) or name in RESERVED_ENV or _is_of_kubernetes(name, environ):
             continue
         if name not in by_name:
-            same_end = [one for one in by_name if one.endswith(name.removeprefix(ENV_PREFIX.rstrip("_")))]
+            same_end = [
+                variable
+                for variable in by_name
+                if variable.endswith(name.removeprefix(ENV_PREFIX.rstrip("_")))
+            ]
             guess = nearest(name, same_end or [*by_name, *RESERVED_ENV])
             log.warning("unknown environment variable %s is ignored.%s", name, guess)
             continue
@@ -125,7 +130,9 @@ def _is_of_kubernetes(name: str, environ: Mapping[str, str]) -> bool:
 
 
 def given_layer(values: Mapping[str, Any], where: str = COMMAND_LINE) -> Layer:
-    """Settings given by hand, by dotted key; a text is read as the environment's are."""
+    """Settings from code or the command line, by dotted key.
+
+    Texts are parsed like environment variables."""
     flat = flatten(values, where)
     return Layer(where, {key: _read(key, value) for key, value in flat.items()})
 
@@ -135,10 +142,10 @@ def _read(key: str, value: Any) -> Any:
 
 
 def parse_text(key: str, text: str) -> Any:
-    """The value that a text stands for: `none` where the key may be none, commas where it is a list.
+    """The value that a text stands for.
 
-    Numbers and booleans stay text: pydantic reads and checks them. A secret is always the text itself.
-    """
+    `none` is None where the key allows it; commas separate the items of a list. Numbers and booleans stay
+    text, which pydantic reads and checks. A secret is always the text itself."""
     _check_encodable(key, text)
     kind = _FIELDS[key][1]
     if get_origin(kind) is dict:
@@ -150,7 +157,7 @@ def parse_text(key: str, text: str) -> Any:
     kinds = get_args(kind) if union else (kind,)
     if is_none and type(None) in kinds:
         return None
-    if any(get_origin(one) is tuple for one in kinds):
+    if any(get_origin(kind) is tuple for kind in kinds):
         return () if is_none else tuple(part.strip() for part in text.split(",") if part.strip())
     return text
 
@@ -165,7 +172,7 @@ def _parse_mapping(key: str, text: str) -> Any:
 
 
 def _check_encodable(key: str, text: str) -> None:
-    """Python keeps bytes that are not UTF-8 as halves of surrogate pairs, which nothing can print."""
+    """Refuse surrogate halves, Python's form of bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -173,8 +180,9 @@ def _check_encodable(key: str, text: str) -> None:
 
 
 def flatten(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Dotted keys of a nested or dotted mapping; raises `ConfigError` for keys that do not exist, and for
-    one that stands there in both forms."""
+    """The dotted keys of a nested or dotted mapping.
+
+    Raises `ConfigError` for unknown keys, and for a key that is given in both forms."""
     flat: dict[str, Any] = {}
     for key, value in _walk(values, where):
         if key not in _FIELDS:
@@ -188,7 +196,7 @@ def flatten(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _check_secret(key: str, value: Any, where: str) -> None:
-    """An empty secret is a variable that was not set, and never means that none is wanted."""
+    """Refuse an empty secret: it comes from an unset variable."""
     if value is None or (isinstance(value, str) and not value.strip()):
         raise ConfigError(f"{key} in {where} is empty: give it a value, or leave it out to have none")
 
@@ -205,7 +213,7 @@ def _walk(values: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
 
 
 def _below(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Keys under a name that is no section: whole, so that the error can name the nearest key."""
+    """Keys under an unknown section, in full, so that the error can name the nearest."""
     if isinstance(value, Mapping) and value and name not in _FIELDS:
         yield from ((f"{name}.{key}", inner) for key, inner in value.items())
     else:

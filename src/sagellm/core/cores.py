@@ -1,4 +1,6 @@
-"""How many cores this process may use: a machine shows more CPUs than cores, a container gets fewer."""
+"""Counts the cores that this process may use.
+
+A machine shows more CPUs than it has cores, and a container gets fewer."""
 
 from __future__ import annotations
 
@@ -16,11 +18,10 @@ _MOUNT = re.compile(r"^\d+ \d+ \d+:\d+ ([^ \n]+) ([^ \n]+) .* - (cgroup2?) ", re
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Physical cores that this process may run on, at most what its control groups pay for; at least 1.
+    """Physical cores that this process may run on; at least 1.
 
-    A quota of 1.5 CPUs is one core: with two threads it is used up before its period ends, and then all
-    threads stand still, those of the server too. `root` holds the system's `sys` and `proc`.
-    """
+    Control groups limit the number. A quota of 1.5 CPUs is one core: two threads use it up before its period
+    ends, and then all threads stop, those of the server too. `root` holds the system's `sys` and `proc`."""
     return max(1, math.floor(min(num_physical(_allowed(), root), cpu_quota(root))))
 
 
@@ -32,9 +33,9 @@ def num_physical(cpus: Collection[int], root: Path = ROOT) -> int:
 
 
 def cpu_quota(root: Path = ROOT) -> float:
-    """CPUs whose time the control groups (v2, v1) of this process, and those above them, give; infinity where
-    none has a limit.
-    """
+    """CPUs that the control groups (v2, v1) of this process and their parents allow.
+
+    Infinity without a limit."""
     return min((quota for group in _control_groups(root) for quota in _quota_of(group)), default=math.inf)
 
 

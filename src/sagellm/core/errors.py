@@ -2,7 +2,7 @@
 
 SageError
 ├── ConfigError            a key, value or file of the configuration
-├── UnknownNameError       a plug-in name or option that nobody registered
+├── UnknownNameError       an unknown name or option of a plug-in
 ├── MissingExtraError      an optional dependency that is not installed
 ├── ModelError             a model folder that cannot be served
 │   ├── UnsupportedModelError
@@ -13,7 +13,7 @@ SageError
 │   ├── ContextLengthError
 │   └── UnknownModelError
 ├── CapacityError          memory: the pool, the device
-├── BookkeepingError       the KV books: a bug in the caller, never a full pool
+├── BookkeepingError       inconsistent KV bookkeeping: a bug in the caller, never a full pool
 ├── EngineFailedError      the engine's state is lost, it must be built anew
 ├── KernelError            a kernel that cannot be built, or not run on these inputs
 └── PlanError              a plan that the verifier refuses
@@ -46,7 +46,9 @@ class UnknownNameError(SageError):
 
 
 class MissingExtraError(SageError):
-    """A feature needs a package that is not installed; the message names the command that installs it."""
+    """A feature needs a package that is not installed.
+
+    The message names the command that installs it."""
 
     def __init__(self, feature: str, extra: str, package: str = "") -> None:
         missing = f"{package}, which is" if package else "packages that are"
@@ -58,7 +60,7 @@ class ModelError(SageError):
 
 
 class UnsupportedModelError(ModelError):
-    """The architecture, or a feature of it, is not one that the native engine runs."""
+    """The native engine does not run this architecture, or one of its features."""
 
 
 class MissingWeightsError(ModelError):
@@ -92,11 +94,10 @@ class UnsupportedParameterError(RequestError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt, or the prompt and `max_tokens`, do not fit into the model's context or the KV pool.
+    """The prompt, or prompt and `max_tokens`, exceed the context or the KV pool.
 
-    Clients look for the code, and for words: litellm for "this model's maximum context length is" (OpenAI's),
-    langchain-openai for "prompt is too long".
-    """
+    Clients look for the code and for words: litellm for "this model's maximum context length is" (OpenAI's),
+    langchain-openai for "prompt is too long"."""
 
     code = "context_length_exceeded"
 
@@ -128,11 +129,13 @@ class BookkeepingError(SageError):
 
 
 class EngineFailedError(SageError):
-    """An error left the engine in the middle of a step; nothing but a new engine can go on."""
+    """An error left the engine in the middle of a step. Only a new engine can continue."""
 
 
 class KernelError(SageError):
-    """A kernel cannot be built here or cannot run on given inputs; the plain form of the operation can."""
+    """A kernel cannot be built here or cannot run on given inputs.
+
+    The plain form of the operation can."""
 
 
 class PlanError(SageError):
@@ -140,11 +143,10 @@ class PlanError(SageError):
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return ` Did you mean 'x'?` for the closest of `choices`, else a list of them.
+    """Return ` Did you mean 'x'?` for the closest of `choices`, else a list.
 
-    Words and numbers that both have count beside their letters, so that `h100` is closest to `h100-80g` and
-    `llama3-8b` to `llama-3.1-8b`; of equals the first counts.
-    """
+    Shared words and numbers count beside letters, so that `h100` is closest to `h100-80g` and `llama3-8b` to
+    `llama-3.1-8b`; of equals the first counts."""
     known = list(choices)
     name = name[:MOST_CHARACTERS].lower()
     words = _words(name)

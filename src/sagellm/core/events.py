@@ -1,4 +1,4 @@
-"""What happened, as typed values, and a synchronous bus that hands them to whoever listens."""
+"""Typed events, and a synchronous bus that hands them to listeners."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from sagellm.core.types import Namespace, Request
 
 @dataclass(frozen=True, slots=True)
 class RequestReceived:
-    """An engine took a request, as it was asked; the next event is its `RequestQueued`. Only told to who
-    listens."""
+    """An engine took a request, as the caller asked it.
+
+    The next event is its `RequestQueued`. Emitted only if there is a listener."""
 
     request: Request
     time_s: float
@@ -56,10 +57,9 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks entered the prefix index, below the block whose hash is `parent_hash` (None: at the beginning).
+    """Blocks entered the prefix index below `parent_hash` (None: at the beginning).
 
-    `hashes` are chained content hashes, one per block; `tokens` the int32 bytes of the blocks' tokens.
-    """
+    `hashes` are chained content hashes, one per block; `tokens` the int32 bytes of the blocks' tokens."""
 
     block_ids: tuple[int, ...]
     num_tokens_before: int
@@ -71,8 +71,9 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks left the prefix index, deepest first; `cause` is 'capacity', 'cleared' or a policy's own
-    word."""
+    """Blocks left the prefix index, deepest first.
+
+    `cause` is 'capacity', 'cleared' or a policy's own word."""
 
     block_ids: tuple[int, ...]
     cause: str
@@ -128,7 +129,7 @@ class EventBus:
         return lambda: listeners.remove(listener)
 
     def wants(self, kind: type) -> bool:
-        """Whether anybody listens: lets an emitter skip building an event on a hot path."""
+        """Whether there is a listener. Lets an emitter skip building an event on a hot path."""
         return bool(self._listeners.get(kind))
 
     def emit(self, event: Event) -> None:

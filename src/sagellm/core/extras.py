@@ -1,7 +1,6 @@
-"""Optional packages: which extra of sageLLM brings them, and the command that installs it here.
+"""Optional packages: which extra brings them, and the command that installs it.
 
-sageLLM is on no package index, so the command names the clone or the file that it was installed from.
-"""
+sageLLM is on no package index, so the command names the clone or the file that it was installed from."""
 
 from __future__ import annotations
 
@@ -34,7 +33,9 @@ EXTRA_OF: Mapping[str, str] = {
 
 
 def install_command(extra: str = "") -> str:
-    """The pip command that adds an extra to this installation; without one, that installs it anew."""
+    """The pip command that adds an extra to this installation.
+
+    Without an extra: the command that installs it anew."""
     wanted = f"[{extra}]" if extra else ""
     clone = Path(__file__).resolve().parents[3]
     if (clone / "pyproject.toml").is_file() and (clone / "src" / "sagellm").is_dir():
@@ -48,7 +49,7 @@ def install_command(extra: str = "") -> str:
 
 
 def _installed_from() -> Path | None:
-    """The local folder or archive that pip recorded (PEP 610), if it is still there."""
+    """The local folder or archive that pip recorded (PEP 610), if it still exists."""
     try:
         text = distribution("sagellm").read_text("direct_url.json")
     except PackageNotFoundError:

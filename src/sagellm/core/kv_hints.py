@@ -1,7 +1,7 @@
-"""KV hints: what an orchestrator or a client knows of a session's cache, in the envelope that engines share.
+"""KV hints: what a client knows about the future use of its cache.
 
 The form is that of the open proposals in vLLM (issue 53421) and SGLang (issue 36224): an envelope of
-independent, versioned actions, each with a payload of its own. An action that this engine does not know is
+independent, versioned actions, each with its own payload. An action that this engine does not know is
 answered as unsupported and is no error.
 """
 

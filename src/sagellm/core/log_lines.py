@@ -1,5 +1,6 @@
-"""Log lines on stderr: one line per record, with its time, as text or as JSON. What a client sent cannot
-forge a line: control characters and line ends are escaped."""
+"""Log lines on stderr: one line per record, as text or JSON.
+
+A client cannot forge a line: control characters and line ends are escaped."""
 
 from __future__ import annotations
 
@@ -20,19 +21,23 @@ _BARE = re.compile(r"[\w./:+@-]+", re.ASCII)
 
 
 def set_up_logging(level: str, form: LogFormat = "text") -> None:
-    """Have all loggers write lines of that form to stderr; nothing where the root logger has handlers."""
+    """Make all loggers write such lines to stderr.
+
+    Does nothing if the root logger has handlers."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def one_line(text: str) -> str:
-    """The text with control characters, line ends and escape sequences written as `\\xNN` or `\\uNNNN`."""
+    r"""The text with control characters and line ends written as `\xNN` or `\uNNNN`."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def key_values(fields: Mapping[str, Any]) -> str:
-    """`key=value` pairs in one line; what is not a plain word or number is quoted as in JSON."""
+    """`key=value` pairs in one line.
+
+    A value that is not a plain word or number is quoted as in JSON."""
     pairs = []
     for key, value in fields.items():
         text = f"{value:.6g}" if isinstance(value, float) else str(value)
@@ -60,7 +65,9 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(TextLines):
-    """An object a line: time, level, logger, message, then the fields of the record, and `exception`."""
+    """One JSON object per line.
+
+    Time, level, logger, message, then the fields of the record, and `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

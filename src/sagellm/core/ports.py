@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class SagePorts(IntEnum):
-    """Default TCP ports; the configuration may override each, and 0 asks the system for a free one."""
+    """Default TCP ports. The configuration may override each; 0 asks the system for a free one."""
 
     HTTP = 8000
     KV_EVENTS = 5557

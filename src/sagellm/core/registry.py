@@ -90,8 +90,10 @@ class Registry(Generic[T]):
         return made
 
     def create(self, name: str, /, **options: Any) -> T:
-        """Make one; an option that it does not take, or a missing one, is answered with its parameters, and
-        a product without the members of the contract with what it lacks."""
+        """Make the plug-in of that name.
+
+        An unknown or missing option is answered with the constructor's parameters, and a product that lacks
+        members of the contract with their names."""
         plugin = self.get(name)
         self._check_options(name, self.options(name), options)
         made = plugin(**options)
@@ -106,8 +108,9 @@ class Registry(Generic[T]):
             raise UnknownNameError(f"{self.kind} {name!r} does not say which options it takes") from error
 
     def check_values(self, name: str, options: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` for plain data, as files and clients send it, of another type than the
-        constructor of the plug-in declares: it would fail later, in the middle of a step."""
+        """Raise `ConfigError` for plain data of another type than the constructor declares.
+
+        Files and clients send plain data; a wrong type would fail later, in the middle of a step."""
         plugin = self.get(name)
         hints = get_type_hints(plugin.__init__) if inspect.isclass(plugin) else {}
         for option, value in options.items():
@@ -166,7 +169,7 @@ class Registry(Generic[T]):
         return f"unknown {self.kind} {name!r}.{guess if guess != listed else ''}{listed}"
 
     def _check_contract(self, name: str, made: T) -> None:
-        missing = [one for one in members(self.contract) if not hasattr(made, one)]
+        missing = [name for name in members(self.contract) if not hasattr(made, name)]
         if self.contract is not None and missing:
             raise UnknownNameError(
                 f"{self.kind} {name!r} makes a {type(made).__name__}, which has no {', '.join(missing)}: "
@@ -191,8 +194,9 @@ class Registry(Generic[T]):
 
 
 def _can_import(module_name: str) -> bool:
-    """Whether there is such a module; the working directory is looked into last, and then stays on the
-    path."""
+    """Whether there is such a module.
+
+    Searches the working directory last; if the module is there, the directory stays on the path."""
     folder = str(Path.cwd())
     added = folder not in sys.path and "" not in sys.path
     if added:
@@ -211,10 +215,10 @@ def _is_plugin(path: Path) -> bool:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether plain data is of the type that an annotation names; it never is an object of another class."""
+    """Whether plain data has the annotated type; false for objects of other classes."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, UnionType):
-        return any(_fits(value, one) for one in inner)
+        return any(_fits(value, part) for part in inner)
     if isinstance(value, dict):
         fits, parts = origin in (dict, Mapping), list(value.values())
     elif isinstance(value, list):
@@ -223,7 +227,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return type(value) in (int, float) and abs(value) <= sys.float_info.max
     else:
         return hint is Any or (origin is type(value) and (origin is not int or abs(value) < _TOO_LARGE))
-    return hint is Any or (fits and all(_fits(part, one) for part in parts for one in inner[-1:]))
+    return hint is Any or (fits and all(_fits(part, item_hint) for part in parts for item_hint in inner[-1:]))
 
 
 _PLAIN = (int, float, str, list, dict, NoneType)
@@ -232,9 +236,9 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def members(contract: type | None) -> list[str]:
-    """The public names that a protocol and its bases ask for, `__call__` among them, sorted."""
-    protocols = [one for one in inspect.getmro(contract) if "_is_protocol" in vars(one)] if contract else []
-    names = {name for one in protocols for name in (*vars(one), *vars(one).get("__annotations__", {}))}
+    """The public names that a protocol and its bases require, `__call__` included, sorted."""
+    protocols = [cls for cls in inspect.getmro(contract) if "_is_protocol" in vars(cls)] if contract else []
+    names = {name for cls in protocols for name in (*vars(cls), *vars(cls).get("__annotations__", {}))}
     return sorted(name for name in names if name == "__call__" or not name.startswith("_"))
 
 

@@ -86,7 +86,7 @@ class Tokens:
 
     @property
     def live(self) -> array[int]:
-        """The buffer itself, for whoever appends to many at once. Append to it, and do nothing else."""
+        """The buffer itself, for code that appends to many at once. Only append to it."""
         return self._ids
 
     def view(self) -> memoryview:
@@ -124,7 +124,9 @@ def append_each(buffers: Iterable[array[int]], values: Iterable[int]) -> None:
 
 
 class Namespace(NamedTuple):
-    """KV of different namespaces is never shared: tenant or cache salt, model, adapter, KV dtype."""
+    """Tenant or cache salt, model, adapter, KV dtype.
+
+    KV of different namespaces is never shared."""
 
     tenant: str = ""
     model: str = ""
@@ -133,7 +135,9 @@ class Namespace(NamedTuple):
 
 
 def _to_int32(ids: Iterable[int]) -> array[int]:
-    """Python fills an unsigned array from a list three times faster than a signed one."""
+    """An int32 array of the ids.
+
+    Python fills an unsigned array from a list three times faster than a signed one."""
     if not isinstance(ids, list):
         return array(_INT32, ids)
     try:
@@ -147,7 +151,7 @@ def _to_int32(ids: Iterable[int]) -> array[int]:
 
 
 class Account(NamedTuple):
-    """Who pays for blocks: a tenant, and a class of service within it. The default is nobody special."""
+    """The tenant and the class of service that pay for blocks. The default has no name."""
 
     tenant: str = ""
     service_class: str = ""
@@ -158,11 +162,10 @@ NO_ACCOUNT = Account()
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Soft retention of the tokens `[start, stop)` of a prompt (`stop` None: to its end).
+    """Soft retention of prompt tokens `[start, stop)` (`stop` None: to the end).
 
-    A bias, not a lock: eviction treats them as if they had been used `duration_s * priority / 100` seconds
-    later than they were. So the bias is worth less every second, and `priority` 0 is none.
-    """
+    A bias, not a lock: eviction treats the tokens as if they had been used `duration_s * priority / 100`
+    seconds later. So the bias loses value every second, and `priority` 0 is none."""
 
     start: int = 0
     stop: int | None = None
@@ -213,16 +216,16 @@ class SLO:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen and when to end, in the field's usual terms.
+    """How the next token is chosen and when generation ends.
 
     `temperature == 0` is greedy. Order of operations: logit_bias, min_tokens mask, penalties (repetition over
-    prompt and output; presence and frequency over output), temperature, top_k, top_p, min_p, draw.
-    `top_k <= 0` and `top_p == 1` switch those off. The draw depends on (seed, position) alone, so a request
-    gives the same tokens in any batch and after a preemption. Raises `RequestError` naming the parameter.
+    prompt and output; presence and frequency over output), temperature, top_k, top_p, min_p, draw. `top_k <=
+    0` and `top_p == 1` switch those off. The draw depends on (seed, position) alone, so a request gives the
+    same tokens in any batch and after a preemption. Raises `RequestError` naming the parameter.
 
-    `logprobs` asks for the log-probability of each generated token and so many alternatives to it,
-    `prompt_logprobs` for the same of each prompt token, given those before it. `max_tokens == 0`: nothing is
-    generated, the prompt is only computed.
+    `logprobs` asks for the log-probability of each generated token and of that many alternatives,
+    `prompt_logprobs` for the same of each prompt token, given those before it. With `max_tokens == 0` the
+    prompt is computed and nothing is generated.
     """
 
     temperature: float = 1.0
@@ -283,7 +286,7 @@ class SamplingParams:
 def _in_range(
     name: str, value: float, low: float, high: float, *, open_low: bool = False, param: str | None = None
 ) -> None:
-    """Raise `RequestError` unless `low <= value <= high` (`<` at the low end if `open_low`); NaN is out."""
+    """Raise `RequestError` unless `low <= value <= high` (`<` with `open_low`); NaN fails."""
     above = value > low if open_low else value >= low
     if above and value <= high and not math.isinf(value):
         return
@@ -295,16 +298,15 @@ def _in_range(
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to compute: a prompt and how to go on from it. Immutable; its progress is a
-    `RequestState`.
+    """One sequence to compute: a prompt and its sampling parameters.
 
-    `priority`: higher is served first. `group`: requests of one group share their prompt (`n > 1`), so that
-    the scheduler lets the first compute it and the others reuse it. `eos_token_ids` end the request unless
-    `params.ignore_eos`. `service_class` names the class whose share of KV memory the request uses;
-    `retention` biases eviction for ranges of its prompt. `session_id` names what later KV hints may speak of;
-    `kv_hints` are done when the request ends, if it ran. `scripted_output`: a simulated answer ends by itself
-    with so many tokens, which nobody who schedules may know.
-    `client`: API key or address, end user, call; scheduling shares between siblings. Empty: tenant, `group`.
+    Immutable; its progress is a `RequestState`. Higher `priority` is served first. `group`: requests of one
+    group share their prompt (`n > 1`), so that the first computes it and the others reuse it. `eos_token_ids`
+    end the request unless `params.ignore_eos`. `service_class` names the class whose share of KV memory the
+    request uses; `retention` biases eviction for ranges of its prompt. `session_id` is the name that later KV
+    hints refer to; `kv_hints` are applied when the request ends, if it ran. `scripted_output`: a simulated
+    answer ends by itself after that many tokens; no scheduling code may read it. `client`: API key or
+    address, end user, call; the scheduler shares rows between siblings of that path. Empty: tenant, `group`.
     """
 
     request_id: str
@@ -333,7 +335,7 @@ class Request:
 
     @property
     def account(self) -> Account:
-        """Who pays for its blocks, where there are quotas."""
+        """The account that pays for its blocks, where there are quotas."""
         return Account(self.namespace.tenant, self.service_class)
 
 
@@ -371,11 +373,10 @@ class RequestOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSchema:
-    """Shape of one token's KV and of a block: what two engines must agree on before blocks can move.
+    """Shape of one token's KV and of a block.
 
-    `layout` is the backend's own word for the order of axes; equal words mean bytes can be copied as they
-    are.
-    """
+    Two engines must have equal schemas before blocks can move. `layout` is the backend's own word for the
+    order of axes; equal words mean that bytes can be copied as they are."""
 
     num_layers: int
     num_kv_heads: int
@@ -426,7 +427,7 @@ class CapabilityDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class KVChunk:
-    """A run of blocks of one request, as a transfer or a tier sees it."""
+    """A run of blocks of one request, for a transfer or a tier."""
 
     request_id: str
     block_ids: tuple[int, ...]
@@ -438,7 +439,7 @@ class KVChunk:
 
 @dataclass(frozen=True, slots=True)
 class TransportPlan:
-    """Chunks to move from one instance to another, in order, in messages of at most `chunk_bytes`."""
+    """Chunks to move between two instances, in order, in messages of `chunk_bytes` at most."""
 
     source: str
     target: str

@@ -32,11 +32,13 @@ class Work(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> WorkStatus:
-        """Block until done, failed or timed out; `PENDING` means that the time is up and the work goes on."""
+        """Block until done, failed or timed out.
+
+        `PENDING`: the timeout passed and the work goes on."""
         ...
 
     def error(self) -> Exception | None:
-        """Why it failed. A rank that died fails the work of all the others: nobody waits for ever."""
+        """Why the work failed. A rank that dies fails the work of all others, so that none waits for ever."""
         ...
 
 
@@ -56,7 +58,9 @@ class CommBackendProtocol(Protocol):
         ...
 
     def all_gather(self, output: Any, part: Any) -> Work:
-        """`output` gets the parts of all ranks in order of rank: `world_size` times the size of a part."""
+        """Gather the parts of all ranks into `output`, in order of rank.
+
+        `output` has `world_size` times the size of a part."""
         ...
 
     def reduce_scatter(self, output: Any, buffer: Any, op: ReduceOp = ReduceOp.SUM) -> Work:

@@ -15,7 +15,7 @@ from sagellm.core.types import Tokens
 
 
 class StepAction(str, Enum):
-    """What to do after a reasoning step: go on, end the reasoning, or leave the step out of the KV."""
+    """What follows a reasoning step: continue, end the reasoning, or drop its KV."""
 
     CONTINUE = "continue"
     CONCLUDE = "conclude"
@@ -24,10 +24,9 @@ class StepAction(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningStep:
-    """One step of a chain: where its tokens stand, and how sure the model is of the answer it would give now.
+    """One step of a reasoning chain: its token range and the model's confidence.
 
-    `confidence` is 0 to 1, or None where nobody measured it.
-    """
+    `confidence` in the answer that the model would give now is 0 to 1, or None where it was not measured."""
 
     index: int
     first_token: int
@@ -37,7 +36,7 @@ class ReasoningStep:
 
 @dataclass(frozen=True, slots=True)
 class CoTPlan:
-    """One action per step, with the reason, and how many tokens it expects to save."""
+    """One action per step, with its reason and the tokens that it should save."""
 
     actions: tuple[StepAction, ...]
     reason: str
@@ -54,7 +53,7 @@ class CoTAccelerator(Protocol):
         ...
 
     def segment(self, tokens: Tokens, start: int) -> Sequence[ReasoningStep]:
-        """Cut the reasoning that begins at token `start` into steps that cover it without gaps."""
+        """Cut the reasoning from token `start` on into steps without gaps."""
         ...
 
 
@@ -70,7 +69,9 @@ class AccelController(Protocol):
     def use_cot(self, request_id: str) -> bool: ...
 
     def kv_profile(self, phase: str) -> str | None:
-        """Name of the KV quantization profile for 'prefill' or 'decode'; None: the model's own format."""
+        """The KV quantization profile for 'prefill' or 'decode'.
+
+        None: the model's own format."""
         ...
 
     def report(self) -> dict[str, float]:

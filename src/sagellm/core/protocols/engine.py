@@ -41,9 +41,9 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineDiagnostics:
-    """What an operator asks now and then, and what costs too much to gather in each step.
+    """Figures for an operator that are too costly to gather in each step.
 
-    `evicted_blocks`: cached blocks that were given up, by cause (`capacity`, `quota`, `cleared`).
+    `evicted_blocks`: evicted cached blocks by cause (`capacity`, `quota`, `cleared`).
     `internal_fragmentation`: share of the slots in running requests' blocks that hold no token;
     `external_fragmentation`: 1 - longest run of free blocks / free blocks. `num_pinned_prefixes` hold
     `num_pinned_blocks` different blocks. `pass_time_s`: seconds spent in each scheduling pass so far.
@@ -97,7 +97,7 @@ class EngineCore(Protocol):
         ...
 
     def step(self) -> Sequence[RequestOutput]:
-        """Run one step; returns what it added to each request (nothing when there is no work)."""
+        """Run one step; returns what it added to each request, nothing without work."""
         ...
 
     def abort(self, request_id: str) -> bool:
@@ -111,11 +111,11 @@ class EngineCore(Protocol):
         ...
 
     def clear_cache(self) -> int:
-        """Give up every cached block that no request and no pin uses; returns how many."""
+        """Evict every cached block that no request and no pin uses; returns their number."""
         ...
 
     def hint(self, envelope: KVHintsEnvelope, namespace: Namespace) -> Sequence[HintOutcome]:
-        """Do what KV hints ask, for sessions and prompts of that tenant; one answer per action."""
+        """Apply KV hints for one tenant's sessions and prompts; returns one outcome per action."""
         ...
 
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
@@ -133,7 +133,7 @@ class EngineCore(Protocol):
     def stats(self) -> EngineStats: ...
 
     def diagnostics(self) -> EngineDiagnostics:
-        """Between two steps, when somebody asks: looks at every block."""
+        """Gather the diagnostics between two steps; looks at every block."""
         ...
 
     def capability(self) -> CapabilityDescriptor: ...
@@ -142,7 +142,7 @@ class EngineCore(Protocol):
 
 
 class EngineClient(Protocol):
-    """An engine instance as the control plane sees it: maybe in another process or machine."""
+    """An engine instance as the control plane sees it. It may run in another process."""
 
     @property
     def instance_id(self) -> str: ...

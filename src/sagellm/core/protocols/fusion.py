@@ -1,6 +1,6 @@
-"""Contract of fused kernels: one pass over memory instead of several, the same result within a stated
-tolerance.
-"""
+"""Contract of fused kernels: one pass over memory instead of several.
+
+The result is that of the plain operations within a stated tolerance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class KernelSupport:
-    """Whether a kernel runs on given inputs; where it does not, `reason` names the first thing in the way."""
+    """Whether a kernel runs on given inputs; `reason` is the first obstacle."""
 
     usable: bool
     reason: str = ""
@@ -35,15 +35,15 @@ class FusedKernel(Protocol):
     tolerances: tuple[Tolerance, ...]
 
     def supports(self, *inputs: Any) -> KernelSupport:
-        """Looks at device, dtype, shape and strides only, and is cheap enough to be asked on every call."""
+        """Check device, dtype, shape and strides only; cheap enough for every call."""
         ...
 
     def apply(self, *inputs: Any) -> Any:
-        """The result within `tolerances` of `reference`; inputs are not changed but those that the operation
-        is to change (`KernelSet` says which).
+        """Compute the result, within `tolerances` of `reference`.
 
-        Where `supports` says no it raises `SageError` with that reason and computes nothing: whoever calls
-        decides to use the twin, so that a slow path is never taken unseen.
+        Changes only the inputs that the operation is defined to change (`KernelSet` says which). Where
+        `supports` says no, raises `SageError` with that reason and computes nothing: the caller decides to
+        use the slow twin, so that a slow path is never taken unnoticed.
         """
         ...
 
@@ -68,9 +68,9 @@ class Matrix(Protocol):
     def nbytes(self) -> int: ...
 
     def multiply(self, x: Any, bias: Any = None, out: Any = None) -> Any:
-        """`x W^T + bias`, [T, outputs] of `x` [T, inputs] and maybe a bias [outputs]; it is `out`,
-        contiguous, of x's dtype or float32, where that is given.
-        """
+        """`x W^T + bias` for `x` [T, inputs] and an optional bias [outputs].
+
+        The result [T, outputs] is written to `out` if given: contiguous, of x's dtype or float32."""
         ...
 
 
@@ -85,14 +85,16 @@ class StoredMatrix(Matrix, Protocol):
         ...
 
     def rows(self, index: Any, dtype: Any = None) -> Any:
-        """Those outputs' weights, [len(index), inputs], in `dtype`: the matrix's, which is the default,
-        or one that it is multiplied in.
-        """
+        """The weights of some outputs, [len(index), inputs].
+
+        `dtype`: the matrix's own, which is the default, or one in which it is multiplied."""
         ...
 
 
 class LinearKernel(FusedKernel, Protocol):
-    """`x W^T + bias`: inputs are x [T, in], a matrix that `empty` gave, and maybe a bias [out] and `out`."""
+    """`x W^T + bias` for a matrix that `empty` made.
+
+    Inputs: x [T, in], the matrix, and optionally a bias [out] and the output tensor `out`."""
 
     def multiplies(self, dtype: Any, weight_dtype: Any) -> bool:
         """Whether it takes x of `dtype` and matrices of `weight_dtype`."""
@@ -103,7 +105,9 @@ class LinearKernel(FusedKernel, Protocol):
         ...
 
     def gather(self, table: Any, index: Any, dtype: Any) -> Any:
-        """Rows `index` [n] of a contiguous `table` [m, k], as [n, k] in its dtype or in float32."""
+        """Rows `index` [n] of a contiguous `table` [m, k], as [n, k].
+
+        The result has the table's dtype or float32."""
         ...
 
 
@@ -113,10 +117,12 @@ Capture = Callable[[Work], Work | None]
 
 
 class QuantizedKernel(FusedKernel, Protocol):
-    """`x W^T + bias` for a packed W: inputs are x [T, in], what `pack` gave, and maybe a bias and `out`."""
+    """`x W^T + bias` for a W that `pack` made.
+
+    Inputs: x [T, in], the packed matrix, and optionally a bias and the output tensor `out`."""
 
     def pack(self, matrix: QuantizedMatrix) -> Any:
-        """The matrix as the kernel reads it; raises `KernelError` for one that it has no form for."""
+        """The matrix in the kernel's layout; raises `KernelError` for a form without one."""
         ...
 
 

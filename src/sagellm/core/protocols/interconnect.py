@@ -15,7 +15,7 @@ from sagellm.core.protocols.collectives import CommBackendProtocol
 
 
 class Maturity(str, Enum):
-    """What the code has run on: the chip, the maker's simulator, or our emulation of its link alone."""
+    """What the code has run on: the chip, its simulator, or an emulated link."""
 
     HARDWARE = "hardware"
     VENDOR_SIMULATOR = "vendor_simulator"
@@ -24,7 +24,7 @@ class Maturity(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class InterconnectInfo:
-    """What is known of an interconnect. Figures of the maker are called claims: nobody here measured them."""
+    """Known figures of an interconnect. The vendor's figures are named claims: we have not measured them."""
 
     name: str
     vendor: str
@@ -37,7 +37,9 @@ class InterconnectInfo:
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """Whether it can run here; if not, `reason` names the driver, package or device that is missing."""
+    """Whether the interconnect can be used here.
+
+    If not, `reason` names the missing driver, package or device."""
 
     usable: bool
     reason: str = ""

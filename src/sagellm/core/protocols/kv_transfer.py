@@ -19,8 +19,11 @@ from sagellm.core.types import KVCacheSchema, KVChunk, TransportPlan
 
 
 class TransferStatus(Enum):
-    """`RETRY`: the target had no room or the link was down; nothing changed, the same call may succeed later.
-    `REFUSED`: the schemas differ, so it never will. `CORRUPT`: bytes arrived that did not verify."""
+    """Outcome of a transfer.
+
+    `RETRY`: the target had no room or the link was down; nothing changed, and the same call may succeed
+    later. `REFUSED`: the schemas differ, so it never will. `CORRUPT`: bytes arrived that failed verification.
+    """
 
     PENDING = "pending"
     DONE = "done"
@@ -59,23 +62,25 @@ class KVTransferChannel(Protocol):
         ...
 
     def poll(self) -> Sequence[TransferReport]:
-        """Reports since the last call: at most one per ticket, and exactly one that ends it."""
+        """Reports since the last call: at most one per ticket, exactly one ends it."""
         ...
 
     def cancel(self, ticket: Ticket) -> None:
-        """Stop as soon as can be; the ticket still ends with a report, which may be `DONE`."""
+        """Stop the transfer as soon as possible. The ticket still ends with a report, which may be `DONE`."""
         ...
 
     def close(self) -> None: ...
 
 
 class TransportEngine(Protocol):
-    """The bytes below channels: cuts a plan into messages, keeps several under way, reports what arrived."""
+    """The bytes below channels.
+
+    Cuts a plan into messages, keeps several in flight, reports what arrived."""
 
     def negotiate(self, target_node: str, schema: KVCacheSchema) -> TransferStatus:
-        """`DONE` if the target takes blocks of this schema as they are, else `REFUSED`, or `RETRY` if it does
-        not answer.
-        """
+        """Ask whether the target takes blocks of this schema as they are.
+
+        `DONE` if so, else `REFUSED`, or `RETRY` if it does not answer."""
         ...
 
     def submit(self, plan: TransportPlan) -> Ticket: ...

@@ -1,4 +1,4 @@
-"""Contracts of lifetime predictors: how long will a request run, will a block be used again."""
+"""Contracts of lifetime predictors: how long a request runs, whether blocks are reused."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class LifetimePredictor(Protocol):
 
 
 class ReuseFeatures(NamedTuple):
-    """What the books know of a block, or of a run of blocks, when it was last used.
+    """What is known of a run of blocks at its last use.
 
-    `num_uses`: how often it was used, that time included; `turn`: which turn of its session used it last (1
-    is the first; 0 is not known); `position`: blocks before it in the prompt; `num_blocks`: blocks of that
-    prompt; `gap_s`: seconds between its last two uses, negative where there was one.
+    `num_uses`: uses so far, the last included. `turn`: the turn of its session that used it last (1 is the
+    first; 0 unknown). `position`: blocks before it in the prompt; `num_blocks`: blocks of that prompt.
+    `gap_s`: seconds between its last two uses, negative after a single use.
     """
 
     num_uses: int
@@ -85,15 +85,14 @@ class ReusePredictor(Protocol):
     def horizon_s(self) -> float: ...
 
     def predict(self, features: ReuseFeatures, age_s: float = 0.0) -> ReusePrediction:
-        """For a block that has not been used for `age_s` seconds since the use that `features` describe."""
+        """Predict for a block that was last used `age_s` seconds ago, as `features` describe."""
         ...
 
     def update(self, features: ReuseFeatures, seconds: float, *, reused: bool, since_s: float = 0.0) -> None:
-        """What became of a block after the use that `features` describe: it was used again after `seconds`,
-        or had not been by then.
+        """Learn what became of a block after the use that `features` describe.
 
-        A rest may be told in pieces, each from where the one before ended (`since_s`). Whoever tells rests as
-        they go on, and not only their end, keeps the predictor from seeing those used again soon before it
-        sees the others.
+        The block was used again after `seconds`, or had not been by then. An idle time may be reported in
+        pieces, each from where the one before ended (`since_s`). A caller that reports idle times as they go
+        on, and not only their end, keeps the predictor from seeing early reuses before all others.
         """
         ...

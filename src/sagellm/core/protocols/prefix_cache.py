@@ -1,4 +1,4 @@
-"""Contract of the prefix index: which leading tokens of a prompt already have their KV in blocks."""
+"""Contract of the prefix index: which leading tokens already have their KV in blocks."""
 
 from __future__ import annotations
 
@@ -43,16 +43,20 @@ class PrefixHit(NamedTuple):
 
 
 class InsertResult(NamedTuple):
-    """`num_existing` leading blocks were already there (duplicates where the ids differ: they stay the
-    caller's); the blocks after them belong to the index from now on. `hit` covers all that was inserted."""
+    """Which inserted blocks were duplicates, and the hit on all of them.
+
+    The index had `num_existing` leading blocks already (where the ids differ, the duplicates stay the
+    caller's); the blocks behind them belong to the index from now on. `hit` covers all that was inserted."""
 
     num_existing: int
     hit: PrefixHit
 
 
 class Branch(NamedTuple):
-    """A resident branch that begins like the tokens asked about: `hit` is what it shares with them, and
-    `num_blocks` how long the branch is in all. `used_s`: when it was last used, by the index's clock."""
+    """A resident branch that shares a prefix with the queried tokens.
+
+    `hit` is the shared prefix, `num_blocks` the length of the whole branch. `used_s`: its last use, by the
+    index's clock."""
 
     hit: PrefixHit
     num_blocks: int
@@ -71,10 +75,10 @@ class MatchEnd(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MatchReport:
-    """What `explain` knows: how far the match goes, why it ends there; `at_s` and `cause` of an eviction.
+    """How far a match goes and why it ends there; the answer of `explain`.
 
-    `num_elsewhere`: how many leading blocks of the tokens another namespace holds, where that is more.
-    """
+    `at_s` and `cause` describe an eviction. `num_elsewhere`: leading blocks that another namespace holds, if
+    more."""
 
     num_tokens: int
     num_blocks: int
@@ -112,14 +116,14 @@ class PrefixReuseSnapshot:
 
 
 class TenantReuse(NamedTuple):
-    """Tokens that the requests of one tenant looked up in the index, and those of them that it had."""
+    """Tokens that one tenant's requests looked up, and the reused ones among them."""
 
     num_tokens: int = 0
     num_hit_tokens: int = 0
 
 
 class ReuseRecorder(Protocol):
-    """Whoever keeps the figures of reuse; told by the manager."""
+    """Keeps the figures of reuse, which the manager reports to it."""
 
     def record(
         self,
@@ -149,10 +153,10 @@ class ReuseRecorder(Protocol):
 class MissCounts(NamedTuple):
     """Prompt blocks that had to be computed, by cause; each block has one.
 
-    `cold`: nobody had computed it here before, or so long ago that it is forgotten. `capacity`: it was
-    evicted to make room; `premature`: that, and so shortly ago that it was a poor choice. `quota`: it was
-    evicted for another account's share. `preemption`: its request had computed it, was preempted, and lost it
-    meanwhile. `namespace`: it is resident, in a namespace that shares nothing with this one.
+    `cold`: never computed here, or so long ago that it is forgotten. `capacity`: evicted to make room;
+    `premature`: so recently that it was a poor choice. `quota`: evicted for another account's share.
+    `preemption`: its request had computed it, was preempted, and lost it meanwhile. `namespace`: resident in
+    a namespace that shares nothing with this one.
     """
 
     cold: int = 0
@@ -172,7 +176,7 @@ class MissCounts(NamedTuple):
 
 
 class MissObserver(Protocol):
-    """Whoever says why blocks were missing; told of each admitted request."""
+    """Attributes missing blocks to causes; the manager reports each admitted request to it."""
 
     def observe(
         self,
@@ -183,9 +187,10 @@ class MissObserver(Protocol):
         *,
         preempted: bool = False,
     ) -> MissCounts:
-        """A request was admitted, and `num_hit_blocks` leading blocks of its prompt came from the index, in
-        which nothing changed since; `preempted`: it ran before. Counts the whole blocks behind them that are
-        not resident."""
+        """Count the whole blocks of an admitted request's prompt that are not resident.
+
+        `num_hit_blocks` leading blocks came from the index, in which nothing has changed since; `preempted`:
+        the request ran before."""
         ...
 
     def snapshot(self) -> MissCounts:
@@ -210,8 +215,9 @@ class PrefixReuseIndex(Protocol):
         ...
 
     def branches(self, tokens: Tokens, k: int, namespace: Namespace = ...) -> list[Branch]:
-        """At most `k` resident branches that share a first block with the tokens: the longest match first,
-        then the last used."""
+        """At most `k` resident branches that share a first block with the tokens.
+
+        The longest match comes first, then the last used."""
         ...
 
     def block_ids(self, hit: PrefixHit) -> BlockIds:
@@ -252,26 +258,33 @@ class PrefixReuseIndex(Protocol):
         ...
 
     def hint(self, hit: PrefixHit, hint: Hint) -> int:
-        """Say what is known of a resident prefix after the fact; it holds until the next use. Concerns the
-        end of the prefix and what leads to nothing else; returns how many blocks."""
+        """Apply a hint to a resident prefix; it holds until the next use.
+
+        Concerns the end of the prefix, and what leads to nothing else; returns the number of blocks."""
         ...
 
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
-        """Have other policies choose from now on; what is cached stays, in order of its last use."""
+        """Choose by new policies from now on.
+
+        Cached blocks stay, in order of their last use."""
         ...
 
     def retract(self, result: InsertResult) -> None:
-        """Undo the last `insert`, if it was pinned and nothing has happened since: its new blocks leave the
-        index, and belong to the caller again."""
+        """Undo the last `insert`, if it was pinned and nothing happened since.
+
+        Its new blocks leave the index and belong to the caller again."""
         ...
 
     def evict(self, num_blocks: int, cause: str = ...) -> BlockIds | None:
-        """Give up exactly `num_blocks` unpinned blocks, chosen by the policy, or none and change nothing."""
+        """Evict exactly `num_blocks` unpinned blocks chosen by the policy.
+
+        Returns None, and changes nothing, if there are fewer."""
         ...
 
     def evict_from(self, account: Account, num_blocks: int, cause: str = ...) -> BlockIds:
-        """Give up at most `num_blocks` unpinned blocks of one account, and fewer only where all that is left
-        of it leads to blocks that are pinned or another's."""
+        """Evict at most `num_blocks` unpinned blocks of one account.
+
+        Fewer only where all of its other blocks lead to pinned blocks or another account's."""
         ...
 
     def evictable_by_account(self) -> Mapping[Account, int]:
@@ -279,11 +292,13 @@ class PrefixReuseIndex(Protocol):
         ...
 
     def num_unpinned_on_path(self, hit: PrefixHit) -> int:
-        """Blocks of the hit that nobody pins: what pinning it takes away from `num_evictable`."""
+        """Unpinned blocks of the hit: what pinning it takes from `num_evictable`."""
         ...
 
     def num_held_alone(self, hit: PrefixHit) -> int:
-        """Blocks of a pinned hit that no other pin holds: what unpinning it adds to `num_evictable`."""
+        """Blocks of a pinned hit that no other pin holds.
+
+        Unpinning it adds that many to `num_evictable`."""
         ...
 
     @property

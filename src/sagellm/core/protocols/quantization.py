@@ -1,4 +1,4 @@
-"""Contract of quantization: weights, KV or activations in fewer bits, with the price written down."""
+"""Contract of quantization: weights, KV or activations in fewer bits, at a stated loss."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class QuantizationProfile:
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One layer: its size before and after and the relative error of its output on the calibration data."""
+    """One layer: size before and after, and the relative error of its output.
+
+    The error is measured on the calibration data."""
 
     name: str
     bytes_before: int
@@ -54,9 +56,9 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedModel:
-    """The model in its new format, with a report per layer that was touched and the names of those that were
-    not.
-    """
+    """The model in its new format, with a report per changed layer.
+
+    Also names the layers that were left as they are."""
 
     model: Any
     profile: QuantizationProfile
@@ -94,7 +96,8 @@ class KVQuantizer(Protocol):
         ...
 
     def encode(self, block: Any) -> Any:
-        """Values that are not finite raise `ValueError`: a broken block must not become a plausible one."""
+        """Encode a block. Values that are not finite raise `ValueError`: a broken block must not become a
+        plausible one."""
         ...
 
     def decode(self, packed: Any) -> Any: ...
@@ -170,9 +173,10 @@ class WeightQuantizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint that a matrix is made of: its shape, its dtypes as safetensors names them,
-    whether it may be missing, and what it has to hold where config.json implies that.
-    """
+    """A tensor of a checkpoint from which a matrix is made.
+
+    Its shape, its dtypes as safetensors names them, whether it may be missing, and the values that
+    config.json implies."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]

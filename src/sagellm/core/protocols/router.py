@@ -11,7 +11,7 @@ from sagellm.core.types import Request
 
 @dataclass(frozen=True, slots=True)
 class InstanceLoad:
-    """What a router knows of an instance: queue, running, free blocks, and blocks cached for this prompt."""
+    """A router's view of an instance: queue, running requests, free and cached blocks."""
 
     instance_id: str
     num_waiting: int

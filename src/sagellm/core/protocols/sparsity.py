@@ -1,4 +1,4 @@
-"""Contract of sparsity: weights or attention that are left out, with the price written down."""
+"""Contract of sparsity: weights or attention left out, at a stated loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from sagellm.core.types import Tokens
 
 
 class SparsityPattern(str, Enum):
-    """`N:M`: of M neighbours at most N are kept; `BLOCK` chooses blocks, `UNSTRUCTURED` single weights."""
+    """Which weights are zeroed together.
+
+    `N:M`: at most N of M neighbours are kept; `BLOCK` chooses blocks, `UNSTRUCTURED` single weights."""
 
     TWO_FOUR = "2:4"
     FOUR_EIGHT = "4:8"
@@ -26,7 +28,7 @@ class SparsityPattern(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class SparseLayer:
-    """One layer: the share of weights that are zero now, and the relative error of its output."""
+    """One layer: the share of zero weights, and the relative error of its output."""
 
     name: str
     ratio: float
@@ -55,10 +57,11 @@ class SparsityController(Protocol):
     pattern: SparsityPattern
 
     def apply_sparsity(self, model: Any, ratio: float, calibration: Iterable[Tokens] = ()) -> SparseModel:
-        """A pruned copy; exactly `ratio` of each pruned layer's weights are zero (up to one pattern group).
+        """A pruned copy of the model.
 
-        Raises `ValueError` for a ratio outside [0, 1) or another than the pattern's `fixed_ratio`, and
-        `SageError` before anything is touched where the method needs calibration data and got none.
+        Exactly `ratio` of each pruned layer's weights are zero (up to one pattern group). Raises `ValueError`
+        for a ratio outside [0, 1) or other than the pattern's `fixed_ratio`, and `SageError`, before any
+        change, where the method needs calibration data and got none.
         """
         ...
 

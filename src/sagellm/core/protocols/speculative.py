@@ -1,8 +1,7 @@
-"""Contract of speculative decoding: a draft proposes tokens, the model verifies them in one forward pass.
+"""Contract of speculative decoding: a draft proposes tokens, one forward pass verifies them.
 
-The promise is that output does not change: greedy output is equal token by token, sampled output has the same
-distribution. A draft can only make it slower, so that a controller may switch it off at any step.
-"""
+The output does not change: greedy output is equal token by token, sampled output has the same distribution. A
+draft can only make it slower, so a controller may switch it off at any step."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ class DraftModel(Protocol):
     """Proposes. Must be cheap: it runs on every step."""
 
     def propose(self, tokens: Tokens, num_tokens: int) -> Proposal:
-        """At most `num_tokens` tokens to follow; never raises for a sequence that it cannot continue."""
+        """At most `num_tokens` tokens to follow; never raises for a sequence without a continuation."""
         ...
 
     def observe(self, tokens: Tokens, num_accepted: int) -> None:
@@ -76,7 +75,9 @@ class Verifier(Protocol):
 
 
 class SpeculativeDecoder(Protocol):
-    """The loop of propose and verify for one prompt; in an engine the same two halves ride on its steps."""
+    """The loop of propose and verify for one prompt.
+
+    In an engine the same two halves are part of its steps."""
 
     def generate(
         self, draft_model: DraftModel, verifier: Verifier, prompt: Tokens, params: SamplingParams

@@ -1,4 +1,4 @@
-"""Contract of topology detection: which devices there are, and what a byte between two of them costs."""
+"""Contract of topology detection: the devices, and the cost of a byte between two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ class DeviceKind(str, Enum):
 
 
 class LinkKind(str, Enum):
-    """How two devices are joined, from near to far; chips of other makers name theirs `VENDOR`."""
+    """How two devices are joined, from near to far.
+
+    Other vendors' chips use `VENDOR`."""
 
     SELF = "self"
     NVLINK = "nvlink"
@@ -27,7 +29,7 @@ class LinkKind(str, Enum):
 
 
 class Confidence(str, Enum):
-    """Where a figure comes from: a measurement beats what the system says, which beats a table."""
+    """Where a figure comes from: measured beats reported by the system beats a table."""
 
     MEASURED = "measured"
     REPORTED = "reported"
@@ -76,9 +78,9 @@ class TopologyInfo:
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def link(self, source: str, target: str) -> Link | None:
-        """The direct link with the most bandwidth, or None where there is no direct one."""
-        direct = [one for one in self.links if (one.source, one.target) == (source, target)]
-        return max(direct, key=lambda one: one.bandwidth_bytes_per_s, default=None)
+        """The direct link with the most bandwidth, or None without a direct one."""
+        direct = [link for link in self.links if (link.source, link.target) == (source, target)]
+        return max(direct, key=lambda link: link.bandwidth_bytes_per_s, default=None)
 
 
 class TopologyManager(Protocol):
@@ -91,5 +93,7 @@ class TopologyManager(Protocol):
         ...
 
     def measure(self, info: TopologyInfo, *, budget_s: float) -> TopologyInfo:
-        """The same devices with links measured as far as the budget goes; the rest keep their confidence."""
+        """The same devices with measured links, as far as the budget goes.
+
+        The other links keep their confidence."""
         ...
