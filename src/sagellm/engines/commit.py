@@ -61,9 +61,12 @@ class Committer:
         self._kv.executed(binding)
         draft = binding.draft
         num_decodes = draft.num_decodes
-        drawn = dict(zip(plan.sample_rows[num_decodes:], result.token_ids[num_decodes:], strict=True))
+        drawn: dict[int, int] = {}
+        if draft.chunks or len(result.token_ids) != num_decodes:
+            drawn = dict(zip(plan.sample_rows[num_decodes:], result.token_ids[num_decodes:], strict=True))
         if num_decodes:
-            yield from self._commit_decodes(binding, result.token_ids[:num_decodes], result.logprobs, outputs)
+            token_ids = result.token_ids[:num_decodes]
+            yield from self._commit_decodes(binding.decode_indices, token_ids, result.logprobs, outputs)
         for chunk in draft.chunks.values():
             state = chunk.state
             if state.status is RequestStatus.FINISHED:
@@ -94,35 +97,35 @@ class Committer:
 
     def _commit_decodes(
         self,
-        binding: Binding,
+        indices: list[int] | None,
         token_ids: Sequence[int],
         logprobs: Mapping[int, TokenLogprob],
         outputs: StepOutputs,
-    ) -> Iterator[Finish]:
-        batch, indices = self._table.decodes, binding.decode_indices
+    ) -> list[Finish]:
+        """Append the token of each member of the decode batch at `indices` (None: of all)."""
+        batch, size = self._table.decodes, self._vocab_size
         states = list(batch.states) if indices is None else [batch.states[i] for i in indices]
         try:
             may_end = batch.advance(token_ids, indices)
         except ValueError:
-            drawn = list(zip(states, token_ids, strict=True))
-            good = [(state, token_id) for state, token_id in drawn if 0 <= token_id < self._vocab_size]
-            for state, token_id in drawn:
-                if not 0 <= token_id < self._vocab_size:
-                    yield Finish(state, FinishReason.ERROR, error=NOT_FINITE, keep=False)
-            binding.decode_indices = [batch.states.index(state) for state, _ in good]
-            if good:
-                token_ids = [token_id for _, token_id in good]
-                yield from self._commit_decodes(binding, token_ids, logprobs, outputs)
-            return
+            drawn = list(zip(indices or range(len(batch)), states, token_ids, strict=True))
+            good = [(i, token) for i, _, token in drawn if 0 <= token < size]
+            bad = [state for _, state, token in drawn if not 0 <= token < size]
+            failed = [Finish(state, FinishReason.ERROR, error=NOT_FINITE, keep=False) for state in bad]
+            if not good:
+                return failed
+            indices, token_ids = map(list, zip(*good, strict=True))
+            return failed + self._commit_decodes(indices, token_ids, logprobs, outputs)
         ended = {
             states[i]: (token_ids[i], reason)
             for i in may_end
             if (reason := stop_reason(states[i], token_ids[i], self._max_model_len)) is not None
         }
         outputs.add_decoded(states, token_ids, batch.lengths(indices), logprobs, ended)
-        for state in self._table.in_order(ended):
-            token_id, reason = ended[state]
-            yield Finish(state, reason, (token_id,), _as_tuple(logprobs.get(state.row)))
+        return [
+            Finish(state, ended[state][1], (ended[state][0],), _as_tuple(logprobs.get(state.row)))
+            for state in self._table.in_order(ended)
+        ]
 
 
 def stop_reason(state: RequestState, token_id: int, max_model_len: int) -> FinishReason | None:

@@ -282,7 +282,7 @@ class Engine:
         return self._planner.bind_early(draft)
 
     def _plan(self) -> InFlightStep:
-        """Plan a step and hand it to the backend; requests that the plan removes have left."""
+        """Plan a step; the requests that it preempts or ends leave. With overlap the backend begins it."""
         began_s = self.clock.now()
         binding = self._planner.decide(self._num_steps, self)
         for state in binding.draft.preempted:
@@ -295,13 +295,14 @@ class Engine:
             self._preempt(must_leave.state)
         elif must_leave is not None:
             self._finish(Finish(must_leave.state, FinishReason.ERROR, error=must_leave.error))
-        return self._submit(self._planner.seal(binding), began_s)
+        plan = self._planner.seal(binding)
+        if self._worker is None or plan.is_empty:
+            return InFlightStep(binding, plan, (), began_s, partial(self._compute, plan))
+        return self._submit(self._worker, PlannedStep.of(binding, plan, self._request_table.decodes), began_s)
 
-    def _submit(self, planned: PlannedStep, began_s: float) -> InFlightStep:
-        """Hand a step to the backend; without overlap it is computed when the engine waits for it."""
-        if self._worker is None or planned.plan.is_empty:
-            return InFlightStep(*planned, began_s, partial(self._compute, planned.plan))
-        future = self._worker.submit(self._compute, planned.plan)
+    def _submit(self, worker: ThreadPoolExecutor, planned: PlannedStep, began_s: float) -> InFlightStep:
+        """Have the backend compute the step; returns at once."""
+        future = worker.submit(self._compute, planned.plan)
         self._in_flight = InFlightStep(*planned, began_s, future.result)
         return self._in_flight
 
@@ -333,8 +334,8 @@ class Engine:
         self.last_step = StepFacts(spent_s, len(plan.decode_rows), plan.num_prefill_tokens)
         del self._request_table.left_rows[: len(plan.left)]
         self._recovery.succeeded()
-        if following is not None:
-            self._submit(following, self.clock.now())
+        if following is not None and self._worker is not None:
+            self._submit(self._worker, following, self.clock.now())
         return result
 
     def _undo(self, binding: Binding, following: PlannedStep | None) -> None:

@@ -30,14 +30,20 @@ class PlannedStep(NamedTuple):
     plan: ExecutionPlan
     decoding: Sequence[RequestState]
 
+    @classmethod
+    def of(cls, binding: Binding, plan: ExecutionPlan, batch: DecodeBatch) -> PlannedStep:
+        """Keep the members of the batch as they are now."""
+        members, indices = batch.states, binding.decode_indices
+        return cls(binding, plan, list(members) if indices is None else [members[i] for i in indices])
+
 
 @dataclass(slots=True, eq=False)
 class InFlightStep:
     """A planned step that the backend computes, until the engine commits it.
 
     `wait` returns the result and the seconds that the backend took, and raises what the backend raised.
-    Without overlap it is what computes the step. `began_s`: when the planning of the step began or, for a
-    step that was planned ahead, when the backend got it.
+    Without overlap it computes the step, and `decoding` is empty. `began_s`: when the planning of the step
+    began or, for a step that was planned ahead, when the backend got it.
     """
 
     binding: Binding
@@ -60,7 +66,7 @@ class InFlightStep:
     def reorder(self, result: StepResult) -> tuple[ExecutionPlan, StepResult]:
         """Plan and result for the requests that are still in the draft, in the order of the batch."""
         plan, binding = self.plan, self.binding
-        if binding.decode_indices is None:
+        if binding.decode_indices is None or not self.decoding:
             return plan, result
         index_of = {state: index for index, state in enumerate(self.decoding)}
         members = binding.draft.decodes.states

@@ -9,7 +9,7 @@ from sagellm.core.binding import Binding
 from sagellm.core.clock import Clock
 from sagellm.core.errors import CapacityError, PlanError, SageError
 from sagellm.core.events import EventBus, RequestScheduled
-from sagellm.core.plan import Draft, RequestState
+from sagellm.core.plan import Draft, ExecutionPlan, RequestState
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.engines.overlap import InFlightStep, PlannedStep
 from sagellm.engines.recovery import Recovery
@@ -102,8 +102,10 @@ class Planner:
         put off itself. If nothing is left to bind for that reason, returns a request that must leave.
         """
         draft = binding.draft
-        for name in (*(state.request_id for state in draft.preempted), *draft.rejected):
-            draft.skipped_decodes.pop(name, None)
+        for state in draft.preempted:
+            draft.skipped_decodes.pop(state.request_id, None)
+        for request_id in draft.rejected:
+            draft.skipped_decodes.pop(request_id, None)
         self._put_off_stale(binding)
         short: CapacityError | None = None
         while draft.num_scheduled:
@@ -121,7 +123,7 @@ class Planner:
                     self._put_off(draft, put_off, reason)
         return None if short is None else self._make_way(short)
 
-    def seal(self, binding: Binding) -> PlannedStep:
+    def seal(self, binding: Binding) -> ExecutionPlan:
         """Verify the bound draft, admit its requests into rows, and freeze it."""
         self._verify_and_admit(binding)
         return self._freeze(binding)
@@ -160,7 +162,8 @@ class Planner:
         except SageError:
             self._discard(binding)
             return None
-        return self._freeze(binding, num_sent=len(in_flight.plan.left))
+        plan = self._freeze(binding, num_sent=len(in_flight.plan.left))
+        return PlannedStep.of(binding, plan, self._table.decodes)
 
     def _run_passes(self, binding: Binding, view: SchedulingView, *, may_bind_early: bool) -> None:
         self._bindable_early = binding if may_bind_early else None
@@ -199,13 +202,11 @@ class Planner:
             self._kv.rollback(binding)
             raise
 
-    def _freeze(self, binding: Binding, num_sent: int = 0) -> PlannedStep:
+    def _freeze(self, binding: Binding, num_sent: int = 0) -> ExecutionPlan:
         """The plan of the draft. The backend has already been sent the first `num_sent` of the left rows."""
         table, skipped = self._table, binding.draft.skipped_decodes
         binding.decode_indices = table.decodes.indices_without(skipped) if skipped else None
-        plan = freeze(binding, tuple(table.left_rows[num_sent:]), self._kv, table.decodes)
-        members, indices = table.decodes.states, binding.decode_indices
-        return PlannedStep(binding, plan, list(members) if indices is None else [members[i] for i in indices])
+        return freeze(binding, tuple(table.left_rows[num_sent:]), self._kv, table.decodes)
 
     def _put_off(self, draft: Draft, state: RequestState, reason: str) -> None:
         draft.hold(state)
