@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
 from sagellm.core.protocols.eviction import EvictionPolicy, Run
-from sagellm.core.protocols.kv_pool import Allocation, BlockInfo, KVPool
+from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.prefix_cache import Branch, PrefixReuseIndex
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens, TransportPlan
 from sagellm.kvmgr.eviction.lru import LRUPolicy
@@ -58,12 +58,8 @@ class GPUKVPool(FreeListPool):
         return self.num_free
 
 
-class KVBackendProtocol(Protocol):
-    """A host engine's KV memory: pool operations, and migration of blocks in two halves."""
-
-    def allocate(self, num_blocks: int, owner: str, account: Account = ...) -> Allocation | None: ...
-
-    def free(self, allocation: Allocation | Sequence[int]) -> None: ...
+class KVBackendProtocol(KVPool, Protocol):
+    """A host engine's KV memory: a pool that also migrates blocks, in two halves."""
 
     def migrate(self, plan: TransportPlan) -> str:
         """Start to move blocks; returns a ticket for `poll`."""
@@ -72,12 +68,6 @@ class KVBackendProtocol(Protocol):
     def poll(self) -> Sequence[str]:
         """Tickets of the moves that have ended since the last call."""
         ...
-
-    def get_utilization(self) -> float: ...
-
-    def get_fragmentation(self) -> float: ...
-
-    def get_block_info(self, block_id: int) -> BlockInfo: ...
 
 
 # -- prefix index

@@ -72,9 +72,11 @@ class BaseSchedulerIR(PassPipeline):
     ) -> ScheduleResult:
         """Decide which requests run in the next step, given `available_memory` free blocks."""
         by_id = {request.request_id: request for request in [*pending_requests, *running_requests]}
-        view = _PlainView(by_id, available_memory, max_num_seqs, max_batched_tokens, len(running_requests))
-        if by_id:
-            view.block_size = next(iter(by_id.values())).block_size
+        block_size = next(iter(by_id.values())).block_size if by_id else 16
+        num_free_rows = max(0, max_num_seqs - len(running_requests))
+        view = _PlainView(
+            by_id, available_memory, block_size, max_num_seqs, max_batched_tokens, num_free_rows
+        )
         running = [request.to_state(row) for row, request in enumerate(running_requests)]
         decodes = DecodeBatch(1, 1)
         for state, request in zip(running, running_requests, strict=True):
@@ -154,31 +156,17 @@ class _PlainView:
     """A `SchedulingView` and its `KVQuotes` without an engine: prices follow from the requests alone."""
 
     requests: dict[str, ScheduleRequest]
-    free_blocks: int
+    num_blocks: int  # all are free
+    block_size: int
     max_num_seqs: int
     max_batched_tokens: int
-    num_running: int
-    block_size: int = 16
+    num_free_rows: int
+    version: int = 0
+    last_step: StepFacts = NO_STEP
 
     @property
     def kv(self) -> _PlainView:
         return self
-
-    @property
-    def num_blocks(self) -> int:
-        return self.free_blocks
-
-    @property
-    def version(self) -> int:
-        return 0
-
-    @property
-    def last_step(self) -> StepFacts:
-        return NO_STEP
-
-    @property
-    def num_free_rows(self) -> int:
-        return max(0, self.max_num_seqs - self.num_running)
 
     def bind_early(self, draft: Draft) -> bool:
         return False
@@ -189,10 +177,10 @@ class _PlainView:
         return PrefixHit(whole * request.block_size, whole, state.tokens, state.request.namespace)
 
     def available_blocks(self) -> int:
-        return self.free_blocks
+        return self.num_blocks
 
     def budget(self) -> BlockBudget:
-        return BlockBudget(self.free_blocks)
+        return BlockBudget(self.num_blocks)
 
     def blocks_to_append(self, state: RequestState, num_tokens: int) -> int:
         size = self.requests[state.request_id].block_size

@@ -63,54 +63,48 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreemptOp(Operation):
+class RequestOperation(Operation):
+    """An operation that names its request itself; None where a plan names only the row."""
+
+    request: str | None = None
+
+    @property
+    def request_id(self) -> str | None:
+        return self.request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptOp(RequestOperation):
     """A running request releases its blocks and waits again."""
 
     word: ClassVar[str] = "preempt"
     request: str
 
-    @property
-    def request_id(self) -> str:
-        return self.request
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RejectOp(Operation):
+class RejectOp(RequestOperation):
     """A request ends with an error because it can never run."""
 
     word: ClassVar[str] = "reject"
     request: str
     reason: str
 
-    @property
-    def request_id(self) -> str:
-        return self.request
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceOp(Operation):
+class PlaceOp(RequestOperation):
     """Other instances compute phases of a request, or halves of its layers (attention, FFN)."""
 
     word: ClassVar[str] = "place"
     request: str
     placement: Placement
 
-    @property
-    def request_id(self) -> str:
-        return self.request
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaveOp(Operation):
-    """A row of the batch becomes empty. A plan names only the row, so `request` may be None."""
+class LeaveOp(RequestOperation):
+    """A row of the batch becomes empty."""
 
     word: ClassVar[str] = "leave"
     row: int
-    request: str | None = None
-
-    @property
-    def request_id(self) -> str | None:
-        return self.request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,16 +125,11 @@ class JoinOp(Operation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockTableOp(Operation):
+class BlockTableOp(RequestOperation):
     """Blocks are written into the block table of a row, from index `delta.first` on."""
 
     word: ClassVar[str] = "table"
     delta: BlockTableDelta
-    request: str | None = None
-
-    @property
-    def request_id(self) -> str | None:
-        return self.request
 
     @property
     def row(self) -> int:
@@ -154,19 +143,24 @@ class CopyOp(Operation):
     word: ClassVar[str] = "copy"
     copy: BlockCopy
 
+    @property
+    def source(self) -> tuple[str, int]:
+        """Tier and block that are read."""
+        return self.copy.source_tier, self.copy.source_block
+
+    @property
+    def target(self) -> tuple[str, int]:
+        """Tier and block that are written."""
+        return self.copy.target_tier, self.copy.target_block
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeOp(Operation):
+class DecodeOp(RequestOperation):
     """Compute the last token of a row, at `position`, and sample the next."""
 
     word: ClassVar[str] = "decode"
     row: int
     position: int
-    request: str | None = None
-
-    @property
-    def request_id(self) -> str | None:
-        return self.request
 
     @property
     def phase(self) -> Phase:

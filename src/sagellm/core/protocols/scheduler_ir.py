@@ -1,4 +1,4 @@
-"""Contract of the scheduler: passes that edit a draft, and what they may look at."""
+"""Contract of the scheduler: passes, and the view and prices that they use."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from sagellm.core.types import Account
 
 
 class BlockBudget:
-    """Blocks that the decisions of one step may still spend: `available` in all and, where there are quotas,
-    what is left below each ceiling that the request's account counts on.
+    """Blocks that the decisions of one step may still spend.
 
-    `ceilings_of(account)` names those ceilings (its tenant's, its class's), each with the blocks that are
-    left below it. Accounts that share a ceiling share what is left.
-
-    Guarantees of others are not in it: binding settles them, and puts off a request that counted on too much.
+    `available` blocks are left in all. With quotas, `ceilings_of(account)` gives the ceilings of an account
+    (its tenant's, its class's) by name, each with the blocks left below it. Accounts that share a ceiling
+    share these blocks. Guarantees of other accounts are not counted: if a decision uses too many blocks, bind
+    postpones the request.
     """
 
     def __init__(
@@ -30,19 +29,21 @@ class BlockBudget:
         self._names: dict[Account, tuple[str, ...]] = {}
 
     def left(self, state: RequestState) -> int:
-        """What this request could get."""
+        """The blocks that this request could get."""
         return min([self.available, *(self._left[name] for name in self._ceilings(state))])
 
     def spend(self, state: RequestState, num_blocks: int) -> bool:
-        """Take the blocks, or change nothing and answer False."""
+        """Take the blocks, or change nothing and return False."""
         if num_blocks > self.left(state):
             return False
         self._add(state, -num_blocks)
         return True
 
     def spend_together(self, num_blocks: int) -> bool:
-        """Take blocks for many requests at once, or change nothing and answer False: where there are quotas
-        it matters who."""
+        """Take blocks for many requests at once, or change nothing and return False.
+
+        With quotas it returns False for any positive number, since each request has its own ceilings.
+        """
         if self._ceilings_of is not None and num_blocks:
             return False
         if num_blocks > self.available:
@@ -51,20 +52,24 @@ class BlockBudget:
         return True
 
     def gain(self, state: RequestState, num_blocks: int) -> None:
-        """A request gives back what it holds."""
+        """Add the blocks that a request releases."""
         self._add(state, num_blocks)
 
     def is_capped(self, state: RequestState, num_blocks: int) -> bool:
-        """Whether a ceiling is in the way, so that only blocks that count on it would help the request."""
+        """Whether a ceiling keeps the request from having so many blocks."""
         return bool(self._short(state, num_blocks))
 
     def competitors(
         self, state: RequestState, num_blocks: int, others: Sequence[RequestState]
     ) -> list[RequestState]:
-        """Those of `others` whose blocks would help: all of them, or those that count on a ceiling that keeps
-        the request from having `num_blocks`."""
+        """Those of `others` whose blocks would help the request to have `num_blocks`.
+
+        All of them, or, if a ceiling is in the way, those below the same ceiling.
+        """
         short = self._short(state, num_blocks)
-        return [one for one in others if not short.isdisjoint(self._ceilings(one))] if short else list(others)
+        return (
+            [each for each in others if not short.isdisjoint(self._ceilings(each))] if short else list(others)
+        )
 
     def _short(self, state: RequestState, num_blocks: int) -> set[str]:
         return {name for name in self._ceilings(state) if num_blocks > self._left[name]}
@@ -86,9 +91,11 @@ class BlockBudget:
 
 
 class ResumeCost(NamedTuple):
-    """What it takes to bring back a request that is preempted: seconds to compute again what it loses, or
-    `num_host_blocks`, of which `num_free` are free, and seconds of copies, there and back. Seconds are 0
-    where nobody knows them."""
+    """What it costs to resume a request after a preemption, by either way.
+
+    `recompute_s` seconds to compute again what it loses; or `num_host_blocks` blocks of host memory, where
+    `num_free` are free, and `swap_s` seconds of copies, there and back. Unknown seconds are 0.
+    """
 
     num_host_blocks: int
     num_free: int
@@ -97,15 +104,15 @@ class ResumeCost(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether there is room in host memory."""
+        """Whether host memory has room for it."""
         return 0 < self.num_host_blocks <= self.num_free
 
 
 class KVQuotes(Protocol):
-    """Prices in blocks, asked by passes before anything is bound. Nothing here changes state.
+    """Prices in blocks, for passes to use before anything is bound. No method changes state.
 
-    A set of decisions that a fresh `budget()` can pay binds without fail where there are no quotas; with
-    quotas, a request that counted on what is guaranteed to others waits.
+    Without quotas, decisions that a fresh `budget()` can pay are sure to bind. With quotas, bind postpones a
+    request that would use blocks guaranteed to others.
     """
 
     @property
@@ -118,19 +125,19 @@ class KVQuotes(Protocol):
 
     @property
     def version(self) -> int:
-        """Another number than before where `match` may answer otherwise than before."""
+        """Changes whenever `match` may return something else than before."""
         ...
 
     def match(self, state: RequestState) -> PrefixHit:
-        """What the index holds of the request, capped so that at least one token is left to compute."""
+        """The prefix hit of a request. At least one token is left to compute."""
         ...
 
     def available_blocks(self) -> int:
-        """Free blocks and cached blocks that nobody uses."""
+        """Free blocks, and cached blocks that no request uses."""
         ...
 
     def budget(self) -> BlockBudget:
-        """What the decisions of one step may spend, to be counted down by whoever decides."""
+        """A new budget for the decisions of one step; the pass counts it down."""
         ...
 
     def blocks_to_append(self, state: RequestState, num_tokens: int) -> int:
@@ -138,20 +145,20 @@ class KVQuotes(Protocol):
         ...
 
     def blocks_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
-        """Blocks for `num_tokens` beyond the hit, plus those of the hit that stop being evictable."""
+        """Blocks for `num_tokens` beyond the hit, plus hit blocks that stop being evictable."""
         ...
 
     def blocks_freed_by_preempting(self, state: RequestState) -> int:
-        """Blocks that become available, at least, when a running request is preempted."""
+        """The least number of blocks that preempting a running request makes available."""
         ...
 
     def resume_cost(self, state: RequestState) -> ResumeCost:
-        """What a running request would need to go on, once it was preempted."""
+        """What it would cost to resume a running request after a preemption."""
         ...
 
 
 class StepFacts(NamedTuple):
-    """What a step took in the backend, and what it computed."""
+    """How long a step took in the backend, and what it computed."""
 
     duration_s: float
     num_decodes: int
@@ -159,7 +166,7 @@ class StepFacts(NamedTuple):
 
 
 NO_STEP = StepFacts(0.0, 0, 0)
-"""Before the first one."""
+"""The facts before the first step."""
 
 
 class SchedulingView(Protocol):
@@ -178,7 +185,7 @@ class SchedulingView(Protocol):
     def num_free_rows(self) -> int: ...
 
     def bind_early(self, draft: Draft) -> bool:
-        """Bind the blocks of what is decided so far, so that later prices and matches count them.
+        """Bind the blocks decided so far, so that later prices and matches count them.
 
         The pass cannot take that back. Returns False, with no change but evictions, where it cannot be done:
         the draft will not be executed, a request that it preempts still has its blocks, or memory is short.
@@ -190,13 +197,25 @@ class SchedulingView(Protocol):
 
 
 class SchedulerPass(Protocol):
-    """One scheduling concern, applied in place. `name` is the file's name.
+    """One scheduling concern: called once per step, it edits the draft in place.
 
-    A pass that itself keeps the token budget and the memory, for running and waiting requests alike, may have
-    an attribute `closes = True`: then nothing runs behind it to see to them. A `StablePass` lets simulations
-    take many equal steps at once.
-    `requires`, a set of names, says which of `CapabilityDescriptor.features` a backend must have to carry out
-    what the pass decides: a strategy with the pass is refused where the backend lacks one.
+    `name` is the name of its file. The order of `draft.waiting` is the order of admission, and that of
+    `draft.running` says which request is preempted last. `chunked_prefill` admits, unless another pass does.
+
+    A pass declines to schedule a request in this step as follows. A waiting request: remove it from
+    `draft.waiting`; it goes on waiting and is in the next draft again. A request that an earlier pass
+    admitted: delete its chunk from `draft.chunks`. A running request: `draft.hold(state)`, and it keeps its
+    blocks; or `draft.preempt(state)`, and it waits again. One that can never run: `draft.reject(state,
+    reason)`. `draft.record` tells users why.
+
+    A step may be planned ahead, while the step before it is still computed. The draft is discarded if a pass
+    preempts or rejects in it, or if memory is short; then the passes run again for the same step. So a pass
+    must not count a decision before the request's state shows it.
+
+    Three attributes are optional. `closes = True`: the pass keeps token budget and memory itself, for running
+    and waiting requests, so no other pass has to run behind it. `requires`: names of
+    `CapabilityDescriptor.features` that the backend needs to carry out its decisions; a strategy with the
+    pass is refused where one is missing. `stable_until`: see `StablePass`.
     """
 
     @property
@@ -206,10 +225,10 @@ class SchedulerPass(Protocol):
 
 
 class Stability(NamedTuple):
-    """A promise of a pass: its decisions stay the same in the steps that begin before `until_s`.
+    """A promise of a pass that its decisions stay the same until `until_s`.
 
-    In those steps it admits, holds, preempts and rejects no request, as long as none arrives and none ends.
-    With `same_cache` the promise also ends with any change of the prefix cache.
+    In steps that begin before that time it admits, holds, preempts and rejects no request, as long as none
+    arrives and none ends. With `same_cache` the promise also ends with any change of the prefix cache.
     """
 
     until_s: float = inf
@@ -225,7 +244,7 @@ ALWAYS_STABLE = Stability()
 
 
 def stable_while_all_decode(draft: Draft) -> Stability | None:
-    """The promise of a pass that does nothing in a step in which every request decodes."""
+    """The promise of a pass that does nothing while every request decodes."""
     return None if draft.waiting or draft.num_new_running or draft.chunks else ALWAYS_STABLE
 
 

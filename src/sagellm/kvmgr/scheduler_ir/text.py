@@ -18,7 +18,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import singledispatch
 from typing import Any, NoReturn, TypedDict
 
 from sagellm.core.errors import PlanError, RequestError, nearest
@@ -122,62 +121,36 @@ def _line(op: Operation, first_instance: str | None, *, tokens: bool) -> str:
     return " ".join(parts)
 
 
-@singledispatch
 def _body(op: Operation) -> str:
     """The part of a line that is special to the kind of operation."""
+    match op:
+        case PreemptOp():
+            return f"preempt {quoted(op.request)}"
+        case RejectOp():
+            return f"reject {quoted(op.request)} because {quoted(op.reason)}"
+        case PlaceOp():
+            parts = ((part, getattr(op.placement, part)) for part in PLACEMENT_PARTS)
+            return f"place {quoted(op.request)}" + "".join(
+                f" {part} {instance(at)}" for part, at in parts if at
+            )
+        case LeaveOp():
+            return f"leave {_row(op.row, op.request)}"
+        case BlockTableOp():
+            start, blocks = op.delta.first, numbers(op.delta.block_ids)
+            return f"table {_row(op.row, op.request)} from {start} blocks {blocks}"
+        case CopyOp():
+            (source, block), (target, target_block) = op.source, op.target
+            return f"copy {word(source)} {block} to {word(target)} {target_block}"
+        case DecodeOp():
+            return f"decode {_row(op.row, op.request)} at {op.position}"
+        case PrefillOp():
+            text = f"prefill {_row(op.row, op.request_id)} tokens {op.start}:{op.end}"
+            text += " samples" if op.samples else ""
+            return text if op.phase is Phase.PREFILL else f"{text} phase {op.phase.value}"
+        case TransferOp():
+            blocks, target = numbers(op.transfer.block_ids), instance(op.transfer.target_instance)
+            return f"transfer {quoted(op.request_id)} blocks {blocks} to {target}"
     return op.word
-
-
-@_body.register
-def _(op: PreemptOp) -> str:
-    return f"preempt {quoted(op.request)}"
-
-
-@_body.register
-def _(op: RejectOp) -> str:
-    return f"reject {quoted(op.request)} because {quoted(op.reason)}"
-
-
-@_body.register
-def _(op: PlaceOp) -> str:
-    named = ((part, getattr(op.placement, part)) for part in PLACEMENT_PARTS)
-    return " ".join([f"place {quoted(op.request)}", *(f"{part} {instance(at)}" for part, at in named if at)])
-
-
-@_body.register
-def _(op: LeaveOp) -> str:
-    return f"leave {_row(op.row, op.request)}"
-
-
-@_body.register
-def _(op: BlockTableOp) -> str:
-    return f"table {_row(op.row, op.request)} from {op.delta.first} blocks {numbers(op.delta.block_ids)}"
-
-
-@_body.register
-def _(op: CopyOp) -> str:
-    copy = op.copy
-    source = f"{word(copy.source_tier)} {copy.source_block}"
-    return f"copy {source} to {word(copy.target_tier)} {copy.target_block}"
-
-
-@_body.register
-def _(op: DecodeOp) -> str:
-    return f"decode {_row(op.row, op.request)} at {op.position}"
-
-
-@_body.register
-def _(op: PrefillOp) -> str:
-    text = f"prefill {_row(op.row, op.request_id)} tokens {op.start}:{op.end}"
-    text += " samples" if op.samples else ""
-    return text if op.phase is Phase.PREFILL else f"{text} phase {op.phase.value}"
-
-
-@_body.register
-def _(op: TransferOp) -> str:
-    transfer = op.transfer
-    target = instance(transfer.target_instance)
-    return f"transfer {quoted(transfer.request_id)} blocks {numbers(transfer.block_ids)} to {target}"
 
 
 def _join(op: JoinOp, *, tokens: bool) -> str:

@@ -444,7 +444,7 @@ def _id_problems(ops: Sequence[Operation]) -> Iterator[str]:
         elif isinstance(op, TransferOp):
             ids = op.transfer.block_ids
         elif isinstance(op, CopyOp):
-            ids = (op.copy.source_block, op.copy.target_block)
+            ids = (op.source[1], op.target[1])
         if any(block < 0 for block in ids):
             yield f"{op.name} names block {min(ids)}; blocks are numbered from 0 on"
 
@@ -470,18 +470,18 @@ def _copy_problems(copies: Sequence[CopyOp], order: GraphOrder) -> Iterator[str]
     """Each copy alone, and copies with each other."""
     targets: dict[tuple[str, int], CopyOp] = {}
     for op in copies:
-        for tier in {op.copy.source_tier, op.copy.target_tier} - set(Tier):
+        for tier in {op.source[0], op.target[0]} - set(Tier):
             yield f"{op.name}: there is no tier {tier!r}; tiers are {', '.join(Tier)}"
-        source, target = _source(op), _target(op)
+        source, target = op.source, op.target
         if source == target:
             yield f"{op.name} copies {_block(*source)} to itself; leave it out"
         other = targets.setdefault(target, op)
         if other is not op:
             yield f"{op.name} copies into {_block(*target)}, and so does {other.name}; one can be right"
     for op in copies:
-        writer = targets.get(_source(op))
+        writer = targets.get(op.source)
         if writer is not None and writer is not op and not order.are_ordered(op.op_id, writer.op_id):
-            both = f"{writer.name} copies into {_block(*_source(op))}, which {op.name} reads in the same step"
+            both = f"{writer.name} copies into {_block(*op.source)}, which {op.name} reads in the same step"
             yield f"{both}; one has to come after the other"
 
 
@@ -492,13 +492,13 @@ def _race_problems(copy: CopyOp, access: Access, order: GraphOrder) -> Iterator[
     is ready once the copies from and into it are done.
     """
     op = access.op
-    tier, block = _target(copy)
+    tier, block = copy.target
     if tier == Tier.HBM and block in access.reads:
         if block not in access.new:
             yield f"{copy.name} overwrites {_block(tier, block)}, which {op.name} reads; choose a free block"
         elif not order.comes_after(op.op_id, copy.op_id):
             yield f"{op.name} reads {_block(tier, block)}, which {copy.name} fills; it has to come after that"
-    tier, block = _source(copy)
+    tier, block = copy.source
     overwritten = tier == Tier.HBM and block in access.writes & access.new
     if overwritten and not order.comes_after(op.op_id, copy.op_id):
         yield f"{op.name} writes {_block(tier, block)}, which {copy.name} saves; it has to come after that"
@@ -517,14 +517,6 @@ def _transfer_problems(op: TransferOp, accesses: Sequence[Access], order: GraphO
         foreign = sent - access.reads
         if foreign:
             yield f"{op.name} sends block {min(foreign)}, which is not in the request's table"
-
-
-def _source(op: CopyOp) -> tuple[str, int]:
-    return op.copy.source_tier, op.copy.source_block
-
-
-def _target(op: CopyOp) -> tuple[str, int]:
-    return op.copy.target_tier, op.copy.target_block
 
 
 def _block(tier: str, block: int) -> str:

@@ -179,18 +179,6 @@ VictimRule = Callable[[Sequence[RequestState], KVQuotes], RequestState]
 """Chooses one of at least one candidate. Candidates are in batch order."""
 
 
-def _last(candidates: Sequence[RequestState], kv: KVQuotes) -> RequestState:
-    return candidates[-1]
-
-
-def _newest(candidates: Sequence[RequestState], kv: KVQuotes) -> RequestState:
-    return max(reversed(candidates), key=lambda state: state.request.arrival_s)
-
-
-def _most_blocks(candidates: Sequence[RequestState], kv: KVQuotes) -> RequestState:
-    return max(reversed(candidates), key=kv.blocks_freed_by_preempting)
-
-
 def _cheapest(candidates: Sequence[RequestState], kv: KVQuotes) -> RequestState:
     """Least time to resume per released block; fewest computed tokens where times are unknown."""
 
@@ -203,9 +191,9 @@ def _cheapest(candidates: Sequence[RequestState], kv: KVQuotes) -> RequestState:
 
 
 VICTIMS: Mapping[str, VictimRule] = {
-    "last": _last,
-    "newest": _newest,
-    "most_blocks": _most_blocks,
+    "last": lambda candidates, kv: candidates[-1],
+    "newest": lambda candidates, kv: max(reversed(candidates), key=lambda state: state.request.arrival_s),
+    "most_blocks": lambda candidates, kv: max(reversed(candidates), key=kv.blocks_freed_by_preempting),
     "cheapest": _cheapest,
 }
 
