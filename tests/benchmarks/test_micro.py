@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 import pytest
 from rich.console import Console
 
+from sagellm.benchmarks import process
 from sagellm.benchmarks.micro import kv_pool, memory, prefix_cache, scheduler_ir
 from sagellm.benchmarks.micro._kv import Prompts, cached_prompt, pool_and_index
 from sagellm.benchmarks.micro.cases import (
@@ -103,7 +104,7 @@ def check_timed(row: MicroBenchRow, section: str) -> None:
     assert row.value == row.timing.cpu.median
 
 
-@pytest.mark.skipif(not memory.STATM.exists(), reason="resident memory is read from /proc")
+@pytest.mark.skipif(not process.STATUS.exists(), reason="resident memory is read from /proc")
 def test_metadata_is_weighed_in_a_process_of_its_own() -> None:
     rows = measured(prefix_cache.BENCHMARK, "f", tiny("radix")).rows
     assert cells(rows) == {("radix", case, 256) for case in METADATA}
@@ -112,7 +113,7 @@ def test_metadata_is_weighed_in_a_process_of_its_own() -> None:
     assert all((row.unit, row.timing) == ("bytes/block", None) for row in rows)
 
 
-@pytest.mark.skipif(not memory.STATM.exists(), reason="resident memory is read from /proc")
+@pytest.mark.skipif(not process.STATUS.exists(), reason="resident memory is read from /proc")
 def test_a_weighing_that_fails_says_why() -> None:
     stopwatch = Stopwatch(1)
     with pytest.raises(CapacityError, match=r"weighing 'nope' failed: .*unknown index 'nope'"):
@@ -120,7 +121,7 @@ def test_a_weighing_that_fails_says_why() -> None:
 
 
 def test_metadata_needs_a_system_that_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "STATM", memory.STATM / "nowhere")
+    monkeypatch.setattr(process, "STATUS", process.STATUS / "nowhere")
     with pytest.raises(ConfigError, match="which this system does not have"):
         measured(prefix_cache.BENCHMARK, "f", tiny("radix"))
 

@@ -1,7 +1,7 @@
-"""The conversation experiment of the design documents: how much of 100 prompts is reused, by pool size.
+"""The conversation experiment: how much of 100 prompts is reused, by pool size.
 
-The prompts go one after the other through a `KVCacheManager` (match, bind, commit, release), and nothing is
-generated: what is counted is what a prompt finds in the cache.
+The prompts go one after the other through a `KVCacheManager` (match, bind, commit, release). Nothing is
+generated: the experiment counts what each prompt finds in the cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Lognormal:
-    """Lengths in tokens: lognormal with that mean and deviation of the logarithm, cut to a range."""
+    """Lengths in tokens, lognormally distributed and cut to a range.
+
+    `mean` and `deviation` are those of the logarithm.
+    """
 
     mean: float
     deviation: float
@@ -57,8 +60,10 @@ NEXT_QUESTION = Lognormal(4.1, 0.6, 8, 300)
 
 @dataclass(frozen=True, slots=True)
 class ConversationMix:
-    """One form of the experiment: `num_requests` prompts in conversations of `turns` turns, each of which
-    carries the whole history; the first `system_tokens` tokens are the same in all."""
+    """One kind of traffic: `num_requests` prompts in conversations of `turns` turns.
+
+    Each turn carries the whole history. The first `system_tokens` tokens are the same in all prompts.
+    """
 
     name: str
     num_requests: int = 100
@@ -79,7 +84,7 @@ VARIANTS = (
 
 @dataclass(frozen=True, slots=True)
 class PromptReuse:
-    """What one prompt found: its length in tokens and blocks, and how many of the blocks were reused."""
+    """What one prompt found: its length, and how many of its blocks were reused."""
 
     num_tokens: int
     num_blocks: int
@@ -88,10 +93,10 @@ class PromptReuse:
 
 @dataclass(frozen=True, slots=True)
 class ConversationOutcome:
-    """The outcome of one variant in one pool. Ratios are 0 to 1.
+    """The outcome of one mix in one pool. Ratios are 0 to 1.
 
-    `overall` is reused blocks over all blocks; `per_request` the mean of the requests' own ratios;
-    `token_hits` reused tokens over prompt tokens.
+    `overall` is reused blocks over all blocks; `per_request` is the mean of the requests' own ratios;
+    `token_hits` is reused tokens over prompt tokens.
     """
 
     variant: str
@@ -106,21 +111,21 @@ class ConversationOutcome:
     usages: tuple[PromptReuse, ...]
 
     def match_lengths(self) -> dict[str, int]:
-        """How many prompts found so many tokens, by range."""
+        """Counts prompts by the number of tokens that they found, in ranges."""
         found = [usage.num_reused * BLOCK_SIZE for usage in self.usages]
-        counts = {"0": sum(not one for one in found)}
+        counts = {"0": sum(not num_tokens for num_tokens in found)}
         for low, high in itertools.pairwise(MATCH_LENGTHS):
-            counts[f"{low} to {high - 1}"] = sum(low <= one < high for one in found)
-        counts[f"{MATCH_LENGTHS[-1]} and more"] = sum(one >= MATCH_LENGTHS[-1] for one in found)
+            counts[f"{low} to {high - 1}"] = sum(low <= num_tokens < high for num_tokens in found)
+        counts[f"{MATCH_LENGTHS[-1]} and more"] = sum(num_tokens >= MATCH_LENGTHS[-1] for num_tokens in found)
         return counts
 
 
 def conversation_prompts(variant: ConversationMix, seed: int) -> list[list[int]]:
-    """The prompts in order of arrival; the same seed gives the same prompts.
+    """Returns the prompts in order of arrival; the same seed gives the same prompts.
 
     The harness that measures the peers draws from the same stream in the same order (lengths before tokens,
-    answer before question, conversation after conversation, and the order of arrival at the end), so that all
-    managers see the same tokens. A prompt alone is a conversation without the draws that would follow it.
+    answer before question, conversation after conversation, and the order of arrival at the end), so all
+    managers see the same tokens. A single prompt is a conversation without the draws that would follow it.
     """
     random = Random(seed)
     system = _tokens(random, variant.system_tokens)
@@ -136,7 +141,7 @@ def _tokens(random: Random, count: int) -> list[int]:
 
 
 def _histories(random: Random, system: list[int], turns: int) -> list[list[int]]:
-    """The prompt of each turn; the answer and question after the last one are drawn and not sent."""
+    """Returns the prompt of each turn; the answer and question after the last turn are drawn but not sent."""
     history, prompts = system + _tokens(random, FIRST_PROMPT.draw(random)), []
     for _ in range(turns):
         prompts.append(history)
@@ -146,7 +151,7 @@ def _histories(random: Random, system: list[int], turns: int) -> list[list[int]]
 
 
 def _interleaved(random: Random, conversations: Sequence[Sequence[list[int]]]) -> list[list[int]]:
-    """One prompt after the other, each of a conversation that is drawn among those with turns left."""
+    """Orders the prompts: each comes from a random conversation that has turns left."""
     left = [iter(prompts) for prompts in conversations]
     remaining = [len(prompts) for prompts in conversations]
     order = []
@@ -160,7 +165,7 @@ def _interleaved(random: Random, conversations: Sequence[Sequence[list[int]]]) -
 def replay(
     prompts: Iterable[Sequence[int]], manager: KVCacheManager, clock: ManualClock
 ) -> list[PromptReuse]:
-    """Send the prompts through the manager, one at a time, a second of the clock apart."""
+    """Sends the prompts through the manager one at a time, one second of the clock apart."""
     usages = []
     for number, prompt in enumerate(prompts):
         request = Request(str(number), Tokens(prompt))
@@ -183,7 +188,7 @@ def _serve(manager: KVCacheManager, state: RequestState, clock: ManualClock) -> 
 
 
 def sharing(variant: str, pool_blocks: int, usages: Sequence[PromptReuse]) -> ConversationOutcome:
-    """The sums and ratios over all requests."""
+    """Sums over all requests."""
     tokens = sum(usage.num_tokens for usage in usages)
     blocks = sum(usage.num_blocks for usage in usages)
     reused = sum(usage.num_reused for usage in usages)
@@ -211,7 +216,7 @@ def run(
     seed: int = 0,
     prefix_caching: bool = True,
 ) -> list[ConversationOutcome]:
-    """Every variant in every pool, each with a manager of its own, whose books are checked at the end."""
+    """Runs every mix in every pool, each with a new manager that is checked at the end."""
     config = KVConfig(block_size=BLOCK_SIZE, index=index, eviction=policy, prefix_caching=prefix_caching)
     outcomes = []
     for variant in variants:
@@ -230,42 +235,45 @@ def run(
 def as_json(
     outcomes: Sequence[ConversationOutcome], environment: Environment, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The outcomes as JSON values; `FORMAT` says which form."""
+    """Returns the outcomes as JSON values of form `FORMAT`."""
     return {
         "format": FORMAT,
         "environment": dataclasses.asdict(environment),
         "block_size": BLOCK_SIZE,
         "settings": dict(settings),
-        "outcomes": [dataclasses.asdict(one) | {"match_lengths": one.match_lengths()} for one in outcomes],
+        "outcomes": [
+            dataclasses.asdict(outcome) | {"match_lengths": outcome.match_lengths()} for outcome in outcomes
+        ],
     }
 
 
 def as_table(outcomes: Sequence[ConversationOutcome], title: str) -> Table:
-    """One line per variant and pool."""
+    """Returns one line per mix and pool."""
     return Table(title, COLUMNS, [*map(_line, outcomes)], num_names=1)
 
 
 def match_table(outcomes: Sequence[ConversationOutcome]) -> Table:
-    """How many prompts found how many tokens, one line per variant and pool."""
+    """Returns the distribution of match lengths, one line per mix and pool."""
     rows = [
-        [one.variant, f"{one.pool_blocks:,}", *map(str, one.match_lengths().values())] for one in outcomes
+        [outcome.variant, f"{outcome.pool_blocks:,}", *map(str, outcome.match_lengths().values())]
+        for outcome in outcomes
     ]
     columns = ("prompts", "pool", *outcomes[0].match_lengths())
     return Table("prompts by the number of tokens that they found in the cache", columns, rows, num_names=1)
 
 
-def request_table(one: ConversationOutcome) -> Table:
-    """What each prompt found, in order of arrival."""
+def request_table(outcome: ConversationOutcome) -> Table:
+    """Returns what each prompt found, in order of arrival."""
     columns = ("request", "tokens", "blocks", "reused", "new", "share")
     rows = [
         [str(number), *map(str, (usage.num_tokens, usage.num_blocks, usage.num_reused)),
          str(usage.num_blocks - usage.num_reused), f"{usage.num_reused / usage.num_blocks:.2%}"]
-        for number, usage in enumerate(one.usages)
+        for number, usage in enumerate(outcome.usages)
     ]  # fmt: skip
-    return Table(f"{one.variant}, pool of {one.pool_blocks:,} blocks", columns, rows, num_names=1)
+    return Table(f"{outcome.variant}, pool of {outcome.pool_blocks:,} blocks", columns, rows, num_names=1)
 
 
-def _line(one: ConversationOutcome) -> list[str]:
-    counts = (one.pool_blocks, one.requests, one.tokens, one.blocks, one.reused)
-    ratios = (one.overall, one.per_request, one.token_hits)
-    return [one.variant, *(f"{count:,}" for count in counts), *(f"{ratio:.2%}" for ratio in ratios)]
+def _line(outcome: ConversationOutcome) -> list[str]:
+    counts = (outcome.pool_blocks, outcome.requests, outcome.tokens, outcome.blocks, outcome.reused)
+    ratios = (outcome.overall, outcome.per_request, outcome.token_hits)
+    return [outcome.variant, *(f"{count:,}" for count in counts), *(f"{ratio:.2%}" for ratio in ratios)]

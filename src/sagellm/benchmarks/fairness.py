@@ -1,7 +1,7 @@
-"""The fairness experiment: tenants of unequal rates share one cache, and a policy divides it.
+"""The fairness experiment: tenants of unequal rates share one cache under a policy.
 
 Jain's index (Jain, Chiu and Hawe 1984) is taken over each tenant's hit ratio divided by its ratio in a cache
-that never evicts, so that nobody is called ill served who asks for what no cache could have.
+that never evicts. A tenant whose prompts no cache could serve does not count as treated unfairly.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ BASELINE = "lru"
 POLICIES = (BASELINE, "qos")
 CAPACITIES = ("0.5%", "1%", "2%", "5%")
 UNFAIR, FAIR, MOST_LOST = 0.7, 0.9, 0.03
-"""The target: an index from `FAIR` where the baseline's is below `UNFAIR`, for at most that much less of the
-hit ratio of all tenants together."""
+"""The target: where the baseline's index is below `UNFAIR`, a policy reaches `FAIR` and loses at most
+`MOST_LOST` of the hit ratio of all tenants together."""
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class TenantHits:
-    """Sums over the requests of one tenant; `bound_blocks`: hits in a cache that never evicts."""
+    """Sums over the requests of one tenant.
+
+    `bound_blocks` are the hits in a cache that never evicts.
+    """
 
     tenant: str
     requests: int
@@ -54,14 +57,17 @@ class TenantHits:
 
     @property
     def normalised(self) -> float:
-        """0 to 1: what it found of what could be found."""
+        """Share of the possible hits that the tenant had, 0 to 1."""
         return self.hit_blocks / self.bound_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class FairnessOutcome:
-    """One policy at one capacity. `lost`: the baseline's hit ratio less its own; `baseline_jain`: the index
-    that the baseline has there."""
+    """One policy at one capacity.
+
+    `lost` is the baseline's hit ratio minus this one's; `baseline_jain` is the baseline's index at this
+    capacity.
+    """
 
     policy: str
     capacity: CacheCapacity
@@ -71,23 +77,25 @@ class FairnessOutcome:
 
     @property
     def jain(self) -> float:
-        return jain_index(one.normalised for one in self.tenants)
+        return jain_index(tenant.normalised for tenant in self.tenants)
 
     @property
     def hit_ratio(self) -> float:
-        """Of all tenants together."""
-        return sum(one.hit_blocks for one in self.tenants) / sum(one.blocks for one in self.tenants)
+        """Hit ratio of all tenants together."""
+        return sum(tenant.hit_blocks for tenant in self.tenants) / sum(
+            tenant.blocks for tenant in self.tenants
+        )
 
     @property
     def meets_target(self) -> bool | None:
-        """None where the target says nothing: of the baseline, and where that is fair enough."""
+        """Whether the target is met; None for the baseline and where the baseline is fair enough."""
         if self.policy == BASELINE or self.baseline_jain >= UNFAIR:
             return None
         return self.jain >= FAIR and self.lost <= MOST_LOST + ROUNDING
 
 
 def tenants_trace(seed: int) -> BlockTrace:
-    """An hour of three tenants at rates of 8:1:1, as the generator makes it without further words."""
+    """Generates an hour of three tenants with rates of 8:1:1."""
     return block_trace(synthesize(KIND, seed=seed))
 
 
@@ -98,10 +106,10 @@ def run(
     *,
     on_case: Callable[[str], None] = lambda case: None,
 ) -> list[FairnessOutcome]:
-    """Each policy at each capacity, from a cold start; the baseline runs first, asked for or not.
+    """Replays each policy at each capacity from a cold start; the baseline always runs, and first.
 
-    Raises, before anything runs, the error of whatever is unknown or out of range, and `ConfigError` for a
-    tenant that has nothing to find.
+    Before anything runs, raises `UnknownNameError` for a policy and `ConfigError` for a capacity that is
+    invalid, and `ConfigError` for a tenant that can hit nothing.
     """
     names = dict.fromkeys((BASELINE, *policies))
     for name in names:
@@ -115,15 +123,17 @@ def run(
         baseline: FairnessOutcome | None = None
         for name in names:
             on_case(f"{name} at {size.text}")
-            one = FairnessOutcome(name, size, served(trace, _hits(trace, name, size.num_blocks)), 0.0, 1.0)
-            baseline = baseline or one
-            lost = baseline.hit_ratio - one.hit_ratio
-            outcomes.append(replace(one, lost=lost, baseline_jain=baseline.jain))
+            outcome = FairnessOutcome(
+                name, size, served(trace, _hits(trace, name, size.num_blocks)), 0.0, 1.0
+            )
+            baseline = baseline or outcome
+            lost = baseline.hit_ratio - outcome.hit_ratio
+            outcomes.append(replace(outcome, lost=lost, baseline_jain=baseline.jain))
     return outcomes
 
 
 def served(trace: BlockTrace, hits: Sequence[int]) -> tuple[TenantHits, ...]:
-    """What each tenant found, by name; raises `ConfigError` for one who could find nothing at all."""
+    """Sums by tenant, sorted by name; raises `ConfigError` for a tenant that can hit nothing."""
     sums: dict[str, TenantHits] = {}
     for request, hit, bound in zip(trace.requests, hits, trace.bound, strict=True):
         so_far = sums.get(request.tenant) or TenantHits(request.tenant, 0, 0, 0, 0)
@@ -134,17 +144,17 @@ def served(trace: BlockTrace, hits: Sequence[int]) -> tuple[TenantHits, ...]:
             so_far.hit_blocks + hit,
             so_far.bound_blocks + bound,
         )
-    for one in sums.values():
-        if not one.bound_blocks:
+    for tenant in sums.values():
+        if not tenant.bound_blocks:
             raise ConfigError(
-                f"no prompt of {one.tenant!r} has a block that was there before: it has no ratio to divide "
+                f"no prompt of {tenant.tenant!r} has a block that was there before: it has no ratio to divide "
                 "by; a longer trace would give it one"
             )
     return tuple(sums[name] for name in sorted(sums))
 
 
 def _hits(trace: BlockTrace, policy: str, num_blocks: int) -> Sequence[int]:
-    """Hits of each request in one cache that all tenants share; no one has a quota."""
+    """Returns the hits of each request in one cache that all tenants share without quotas."""
     clock = ManualClock(trace.requests[0].time_s)
     index = registry("index").create(
         "radix",
@@ -163,7 +173,7 @@ def as_json(
     environment: Environment,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The outcomes as JSON values; `FORMAT` says which form."""
+    """Returns the outcomes as JSON values of form `FORMAT`."""
     return {
         "format": FORMAT,
         "environment": dataclasses.asdict(environment),
@@ -181,19 +191,19 @@ def as_json(
             "jain_from": FAIR,
             "most_lost": MOST_LOST,
         },
-        "outcomes": [_values(one) for one in outcomes],
+        "outcomes": [_values(outcome) for outcome in outcomes],
     }
 
 
-def _values(one: FairnessOutcome) -> dict[str, Any]:
+def _values(outcome: FairnessOutcome) -> dict[str, Any]:
     return {
-        "policy": one.policy,
-        "capacity": one.capacity.text,
-        "capacity_blocks": one.capacity.num_blocks,
-        "jain": one.jain,
-        "hit_ratio": one.hit_ratio,
-        "lost": one.lost,
-        "meets_target": one.meets_target,
+        "policy": outcome.policy,
+        "capacity": outcome.capacity.text,
+        "capacity_blocks": outcome.capacity.num_blocks,
+        "jain": outcome.jain,
+        "hit_ratio": outcome.hit_ratio,
+        "lost": outcome.lost,
+        "meets_target": outcome.meets_target,
         "tenants": [
             dataclasses.asdict(tenant)
             | {
@@ -201,20 +211,23 @@ def _values(one: FairnessOutcome) -> dict[str, Any]:
                 "infinite_ratio": tenant.infinite_ratio,
                 "normalised": tenant.normalised,
             }
-            for tenant in one.tenants
+            for tenant in outcome.tenants
         ],
     }
 
 
 def as_table(outcomes: Sequence[FairnessOutcome], title: str) -> Table:
-    """One line per capacity and policy; of each tenant the hit ratio, and in brackets the normalised one."""
-    tenants = [one.tenant for one in outcomes[0].tenants]
+    """Returns one line per capacity and policy.
+
+    For each tenant it shows the hit ratio, and the normalised ratio in brackets.
+    """
+    tenants = [tenant.tenant for tenant in outcomes[0].tenants]
     columns = ("capacity", "policy", "blocks", *tenants, "Jain", "hits", "points lost", "target")
     return Table(title, columns, [*map(_line, outcomes)], num_names=2)
 
 
-def _line(one: FairnessOutcome) -> list[str]:
-    verdict = {None: "-", True: "met", False: "missed"}[one.meets_target]
-    tenants = [f"{tenant.hit_ratio:.2%} ({tenant.normalised:.3f})" for tenant in one.tenants]
-    figures = (f"{one.jain:.3f}", f"{one.hit_ratio:.2%}", f"{100 * one.lost:.2f}", verdict)
-    return [one.capacity.text, one.policy, f"{one.capacity.num_blocks:,}", *tenants, *figures]
+def _line(outcome: FairnessOutcome) -> list[str]:
+    verdict = {None: "-", True: "met", False: "missed"}[outcome.meets_target]
+    tenants = [f"{tenant.hit_ratio:.2%} ({tenant.normalised:.3f})" for tenant in outcome.tenants]
+    figures = (f"{outcome.jain:.3f}", f"{outcome.hit_ratio:.2%}", f"{100 * outcome.lost:.2f}", verdict)
+    return [outcome.capacity.text, outcome.policy, f"{outcome.capacity.num_blocks:,}", *tenants, *figures]

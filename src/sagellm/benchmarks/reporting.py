@@ -1,4 +1,4 @@
-"""What every benchmark writes: its environment, JSON files and tables."""
+"""What every benchmark writes: its environment, JSON files, tables and plots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich.table
 from rich.cells import cell_len
@@ -19,15 +19,28 @@ from rich.markup import escape
 
 import sagellm
 from sagellm.core.cores import usable_cores
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CPUINFO = Path("/proc/cpuinfo")
+PLAIN_WIDTH = 200
+"""Columns where the output is no terminal and COLUMNS is not set."""
+PLOTS_EXTRA = "plots"
+PLOT_DPI = 120
+PLOT_COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bb5566", "#004488")
+_GAP = 2
+_NAMES_SHARE = 0.6
+_LEAST_NAME = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Machine, software and day of a measurement. `commit` is None outside a git checkout; `clean` says
-    whether the package was as committed."""
+    """Machine, software and time of a measurement.
+
+    `commit` is None outside a git checkout. `clean` is true if the package has no uncommitted change.
+    """
 
     date: str
     cpu: str
@@ -40,7 +53,7 @@ class Environment:
 
 
 def environment(date: datetime) -> Environment:
-    """This machine, on that day."""
+    """Describes this machine and this package at `date`."""
     commit, clean = _checkout(Path(sagellm.__file__).parent)
     return Environment(
         date=date.isoformat(timespec="seconds"),
@@ -55,7 +68,7 @@ def environment(date: datetime) -> Environment:
 
 
 def cpu_model(cpuinfo: str) -> str:
-    """The model name in the kernel's list of processors, or what the platform calls it."""
+    """Returns the model name in /proc/cpuinfo, or the platform's name of the CPU."""
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":
@@ -64,7 +77,7 @@ def cpu_model(cpuinfo: str) -> str:
 
 
 def _checkout(package: Path) -> tuple[str | None, bool]:
-    """The commit that `package` is of, and whether nothing in it was changed since.
+    """Returns the commit of `package`, and whether the package has no uncommitted change.
 
     An installed package may lie in a folder that belongs to another checkout, which does not track it.
     """
@@ -86,21 +99,25 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def figure(value: float) -> str:
-    """Three significant digits or more: 0.123, 1.23, 12.3, 123, 12,345."""
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
+# -- files
 
 
 def check_writable(path: Path) -> None:
-    """Raise `ConfigError` now rather than after a long measurement."""
+    """Raises `ConfigError` before a long measurement if `path` cannot be written after it."""
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"cannot write {path}: name a file in a folder that exists")
 
 
+def check_folder(folder: Path, verb: str = "write") -> None:
+    """Raises `ConfigError` if `folder` neither exists nor can be made; `verb` is for the message."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"cannot {verb} into {folder}: it is a file, name a folder")
+    if not folder.parent.is_dir():
+        raise ConfigError(f"cannot {verb} into {folder}: there is no folder {folder.parent}")
+
+
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write the values, in their order; raises `ConfigError` naming the file."""
+    """Writes the values in their order; raises `ConfigError` naming the file."""
     try:
         path.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
@@ -110,25 +127,61 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 def show(
     tables: Iterable[Table], values: Mapping[str, Any], out: Path | None, *, markdown: bool = False
 ) -> None:
-    """Write the values to `out`, if it is given, then print the tables; raises as `write_json` does."""
+    """Writes the values to `out`, if given, then prints the tables; raises as `write_json` does."""
     if out is not None:
         write_json(out, values)
     print_tables(tables, markdown=markdown)
 
 
-PLAIN_WIDTH = 200
-"""Columns where the output is no terminal and COLUMNS is not set."""
-_GAP = 2
-_NAMES_SHARE = 0.6
-_LEAST_NAME = 4
+# -- plots
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Returns an empty matplotlib figure of that size in inches; needs no display.
+
+    Raises `MissingExtraError` if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError("drawing plots", PLOTS_EXTRA) from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figures(folder: Path, figures: Mapping[str, Figure]) -> list[Path]:
+    """Writes each figure as NAME.png and returns the paths; raises `ConfigError` naming the folder."""
+    paths = []
+    try:
+        folder.mkdir(exist_ok=True)
+        for name, figure in figures.items():
+            paths.append(folder / f"{name}.png")
+            figure.savefig(paths[-1], dpi=PLOT_DPI, metadata={"Software": None})
+    except OSError as error:
+        raise ConfigError(f"cannot draw into {folder}: {error.strerror}") from error
+    return paths
+
+
+# -- tables
+
+
+def format_number(value: float | None, missing: str = "") -> str:
+    """Formats with three significant digits or more: 0.123, 1.23, 12.3, 123, 12,345.
+
+    Returns `missing` for None.
+    """
+    if value is None:
+        return missing
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text. The first `num_names` columns name the row, the others are figures.
+    """A table of text that fits any terminal without cutting cells; rich prints it.
 
-    Printed with rich. What is too wide for the terminal is split: each part repeats the names and has some of
-    the figures. Names that are long are wrapped.
+    The first `num_names` columns name the row, the others are figures. A table that is too wide for the
+    terminal is split: each part repeats the names and has some of the figures. Long names are wrapped.
     """
 
     title: str
@@ -144,51 +197,54 @@ class Table:
             yield self._part("(continued)" if number else self.title, [*names, *figures], widths)
 
     def as_markdown(self) -> str:
-        """The table in Markdown, its title above it; figures are aligned to the right."""
+        """Returns the table in Markdown below its title; figures are aligned to the right."""
         names = self.num_names
         rules = ["---" if index < names else "---:" for index in range(len(self.columns))]
-        lines = [_markdown_row(cells) for cells in (self.columns, rules, *self.rows)]
+        lines = [
+            f"| {' | '.join(map(_markdown_text, cells))} |" for cells in (self.columns, rules, *self.rows)
+        ]
         return "\n".join([f"**{_markdown_text(self.title)}**", "", *lines])
 
     def _part(self, title: str, indexes: Sequence[int], widths: Sequence[int]) -> rich.table.Table:
-        made = rich.table.Table(
+        part = rich.table.Table(
             title=title, title_justify="left", box=None, pad_edge=False, padding=(0, _GAP, 0, 0)
         )
         for index in indexes:
             name, width = escape(self.columns[index]), widths[index] - _GAP
             is_name = index < self.num_names
-            made.add_column(name, width=width, overflow="fold", justify="left" if is_name else "right")
+            part.add_column(name, width=width, overflow="fold", justify="left" if is_name else "right")
         for row in self.rows:
-            made.add_row(*(escape(row[index]) for index in indexes))
-        return made
+            part.add_row(*(escape(row[index]) for index in indexes))
+        return part
 
     def _widths(self, width: int) -> list[int]:
-        """Of all columns, the gaps after them included.
+        """Returns the width of each column with the gap after it.
 
-        Where the whole table does not fit into `width`, headers are wrapped between their words and names
-        take at most a share of it.
+        If the whole table does not fit into `width`, headers are wrapped between their words and the names
+        get at most `_NAMES_SHARE` of it.
         """
-        widths = [max(map(cell_len, self._cells(index, [name]))) + _GAP for index, name in self._named()]
+
+        def widest(index: int, header: Sequence[str]) -> int:
+            return max(map(cell_len, [*header, *(row[index] for row in self.rows)])) + _GAP
+
+        widths = [widest(index, [name]) for index, name in enumerate(self.columns)]
         if sum(widths) <= width + _GAP:
             return widths
-        for index, name in self._named()[self.num_names :]:
-            widths[index] = max(map(cell_len, self._cells(index, name.split() or [""]))) + _GAP
-        names, figures = widths[: self.num_names], widths[self.num_names :]
+        names = widths[: self.num_names]
+        figures = [
+            widest(index, name.split() or [""])
+            for index, name in enumerate(self.columns)
+            if index >= self.num_names
+        ]
         most = int(width * _NAMES_SHARE) if figures else width + _GAP
         most = max(most, width + _GAP - sum(figures))
         while sum(names) > most and max(names) > _LEAST_NAME + _GAP:
             names[names.index(max(names))] -= 1
         room = max(width - sum(names), _LEAST_NAME)
-        return [*names, *(min(one, room + _GAP) for one in figures)]
-
-    def _named(self) -> list[tuple[int, str]]:
-        return list(enumerate(self.columns))
-
-    def _cells(self, index: int, header: Sequence[str]) -> list[str]:
-        return [*header, *(row[index] for row in self.rows)]
+        return [*names, *(min(figure, room + _GAP) for figure in figures)]
 
     def _parts(self, widths: Sequence[int], room: int) -> Iterator[list[int]]:
-        """Indexes of the figures' columns, as many at a time as `room` holds, at least one."""
+        """Yields indexes of figure columns, as many at a time as `room` holds, at least one."""
         part: list[int] = []
         left = room + _GAP
         for index in range(self.num_names, len(self.columns)):
@@ -201,7 +257,7 @@ class Table:
 
 
 def console() -> Console:
-    """Standard output: as wide as the terminal is, or COLUMNS says; otherwise wide enough for any table."""
+    """Returns standard output as wide as the terminal or COLUMNS, else wide enough for any table."""
     terminal = Console()
     columns = os.environ.get("COLUMNS", "")
     if terminal.is_terminal or (columns.isdecimal() and int(columns)):
@@ -210,19 +266,15 @@ def console() -> Console:
 
 
 def print_tables(tables: Iterable[Table], *, markdown: bool = False) -> None:
-    """To standard output, with an empty line between them."""
-    shown = console()
-    for number, one in enumerate(tables):
+    """Prints to standard output, with an empty line between tables."""
+    terminal = console()
+    for number, table in enumerate(tables):
         if number:
             print()
         if markdown:
-            print(one.as_markdown())
+            print(table.as_markdown())
         else:
-            shown.print(one)
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(map(_markdown_text, cells))} |"
+            terminal.print(table)
 
 
 def _markdown_text(text: str) -> str:

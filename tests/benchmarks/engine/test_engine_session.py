@@ -6,15 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from sagellm.benchmarks.engine.session import (
-    CpuTimes,
-    PromptJob,
-    Session,
-    StepTime,
-    others_share,
-    peak_resident_bytes,
-    resident_bytes,
-)
+from sagellm.benchmarks.engine.session import PromptJob, Session, StepTime
+from sagellm.benchmarks.process import CpuTimes, others_share, peak_resident_bytes, resident_bytes
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import SageError
 from sagellm.core.plan import ExecutionPlan, StepResult

@@ -1,56 +1,49 @@
-"""From nothing to the first token, in a process of its own:
+"""Measures the time from a new process to the first token, in a child process:
 
     python -m sagellm.benchmarks.engine.cold_start
 
-The parent writes a configuration and the time at which it began to stdin; the answer is one line of JSON.
+The parent writes a configuration and its start time to stdin; the child answers with one line of JSON.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
 import sys
 from random import Random
 from typing import Any
 
+from sagellm.benchmarks.process import peak_resident_bytes, resident_bytes, run_module
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.config import Config
-from sagellm.core.errors import SageError
 from sagellm.core.garbage import nothing_collected
 
 NUM_TOKENS = 32
 
 
 def cold_start(config: Config, clock: Clock) -> dict[str, float]:
-    """Seconds of each part and in all, and the resident bytes after the first token.
+    """Returns the seconds of each part and in total, and the resident bytes after the first token.
 
     `start_s` is the interpreter and the configuration, `import_s` torch and the engine's code, `load_s` the
     model, `first_s` a prompt of 32 tokens and one answer. The clock must be one that all processes share.
+    Raises `SageError` if the child fails.
     """
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", __name__]
-    given = json.dumps({"began_s": clock.now(), "config": config.model_dump(mode="json")})
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False, env=environ)
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:]
-        raise SageError(f"the cold start failed: {' '.join(last) or f'exit status {done.returncode}'}")
-    values: dict[str, float] = json.loads(done.stdout)
+    given = {"began_s": clock.now(), "config": config.model_dump(mode="json")}
+    values: dict[str, float] = run_module(__name__, given, "the cold start")
     return values
 
 
 def _measure(given: dict[str, Any], clock: Clock) -> dict[str, float]:
     stamps = [given["began_s"], clock.now()]
-    with nothing_collected():  # as `build_engine` does it, where torch is imported by that
-        from sagellm.accel.fusion import cpu  # noqa: F401 - what the engine would import while it loads
+    with nothing_collected():  # as `build_engine` does when it imports torch
+        from sagellm.accel.fusion import cpu  # noqa: F401 - otherwise imported, and timed, while loading
         from sagellm.engines.build import build_engine
         from sagellm.engines.native import backend  # noqa: F401 - the same
 
     stamps.append(clock.now())
     engine = build_engine(Config.model_validate(given["config"]))
     stamps.append(clock.now())
-    from sagellm.benchmarks.engine.session import PromptJob, Session, peak_resident_bytes, resident_bytes
+    from sagellm.benchmarks.engine.session import PromptJob, Session
     from sagellm.benchmarks.engine.workloads import COLD_CODE, TokenDraws
 
     session = Session(engine, clock)

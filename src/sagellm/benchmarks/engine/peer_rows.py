@@ -1,7 +1,8 @@
-"""Rows of the peers' harness, of a file of ours too, and how our figures stand beside them.
+"""Reads rows of the peers' harness and compares our figures with them.
 
-A row is `{"engine", "model", "threads", "workload", "rep", ...}` with the figures under their names; a file
-holds one a line, a list, or an object whose `rows` are one.
+A row is `{"engine", "model", "threads", "workload", "rep", ...}` with the figures under their names. A file
+holds one row a line, a list of rows, or an object whose `rows` is such a list. Our own result files have that
+form too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ NAMED = ("engine", "model", "workload")
 
 @dataclass(frozen=True, slots=True)
 class EngineFigure:
-    """A figure of ours: `key` is the harness's name of it in rows of workload `code`."""
+    """One figure of ours.
+
+    `key` is the harness's name of the figure in rows of workload `code`.
+    """
 
     title: str
     code: str
@@ -33,7 +37,7 @@ class EngineFigure:
 
 @dataclass(frozen=True, slots=True)
 class EnginePeerComparison:
-    """One figure beside a peer's median. A `ratio` above 1: ours is better, by that factor."""
+    """One figure beside a peer's median. A `ratio` above 1: ours is better by that factor."""
 
     figure: EngineFigure
     peer: str
@@ -42,7 +46,7 @@ class EnginePeerComparison:
 
 
 def read_rows(path: Path) -> list[HarnessRow]:
-    """The rows of a file; raises `ConfigError` naming it."""
+    """Returns the rows of a file; raises `ConfigError` naming it."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -69,7 +73,7 @@ def _parsed(text: str) -> list[Any] | None:
 
 
 def _parsed_lines(text: str) -> list[Any] | None:
-    """Lines that are no objects are the harness's remarks."""
+    """Skips lines that are no objects: they are remarks of the harness."""
     try:
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")] or None
     except ValueError:
@@ -81,9 +85,9 @@ def _is_row(row: HarnessRow) -> bool:
 
 
 def read_peers(paths: Iterable[Path], model: str, threads: int) -> list[HarnessRow]:
-    """The rows of all files that are of this model and number of threads.
+    """Returns the rows of all files that are of this model and number of threads.
 
-    Raises `ConfigError` for a file that has none, and says which it has.
+    Raises `ConfigError` for a file without such rows; the message says which rows the file has.
     """
     chosen = []
     for path in paths:
@@ -100,7 +104,7 @@ def read_peers(paths: Iterable[Path], model: str, threads: int) -> list[HarnessR
 
 
 def compare(figures: Sequence[EngineFigure], rows: Sequence[HarnessRow]) -> list[EnginePeerComparison]:
-    """Every figure beside every peer that has it, peers in order of appearance."""
+    """Compares every figure with every peer that has it, peers in order of appearance."""
     peers = list(dict.fromkeys(str(row["engine"]) for row in rows))
     return [
         EnginePeerComparison(figure, peer, value, _ratio(figure, value))

@@ -13,14 +13,7 @@ import numpy as np
 
 from sagellm.benchmarks.engine.cold_start import cold_start
 from sagellm.benchmarks.engine.peer_rows import EngineFigure, EnginePeerComparison, HarnessRow, compare
-from sagellm.benchmarks.engine.session import (
-    CpuTimes,
-    PromptJob,
-    Session,
-    others_share,
-    peak_resident_bytes,
-    resident_bytes,
-)
+from sagellm.benchmarks.engine.session import PromptJob, Session
 from sagellm.benchmarks.engine.workloads import (
     COLD_CODE,
     COLD_START,
@@ -30,7 +23,8 @@ from sagellm.benchmarks.engine.workloads import (
     Metric,
     TokenDraws,
 )
-from sagellm.benchmarks.reporting import Environment, Table, figure
+from sagellm.benchmarks.process import CpuTimes, others_share, peak_resident_bytes, resident_bytes
+from sagellm.benchmarks.reporting import Environment, Table, format_number
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError
@@ -40,18 +34,9 @@ from sagellm.engines.native.bandwidth import read_bandwidth
 
 FORMAT = "sagellm.bench.engine/1"
 COLUMNS = (
-    "workload",
-    "median",
-    "",
-    "least",
-    "most",
-    "TTFT s",
-    "overhead",
-    "roofline",
-    "resident MB",
-    "others",
+    "workload", "median", "", "least", "most", "TTFT s", "overhead", "roofline", "resident MB", "others",
     "runs",
-)
+)  # fmt: skip
 LOGIT_DISTANCE = Metric("rel_l2", "rel. L2", higher_is_better=False)
 WARM_UP = PromptJob([1, 2, 3] * 21, 8)
 MB = 1e6
@@ -62,7 +47,7 @@ RESIDENT = ("resident memory after decode-8", "b8")
 
 @dataclass(frozen=True, slots=True)
 class EngineBenchPlan:
-    """What to measure on which configured model; `label` is the model's name in rows."""
+    """Which workloads to measure, on which configured model; `label` names the model in rows."""
 
     config: Config
     label: str
@@ -82,7 +67,7 @@ class EngineBenchPlan:
 
     @property
     def engine(self) -> str:
-        """Our name in rows: a quantized model is another engine's."""
+        """Our name in rows; a quantized model has another name than a plain one."""
         return f"sagellm-{self.config.model.quantization}" if self.is_quantized else "sagellm"
 
     @property
@@ -93,7 +78,7 @@ class EngineBenchPlan:
 
 @dataclass(frozen=True, slots=True)
 class EngineMeasurement:
-    """One repeat of one workload. Shares are 0 to 1, None where the system does not tell."""
+    """One repeat of one workload. Shares are 0 to 1, None if the system does not tell."""
 
     name: str
     code: str
@@ -113,7 +98,7 @@ class EngineMeasurement:
 
 @dataclass(slots=True)
 class EngineBenchReport:
-    """All that was measured so far, and the peers' rows to stand beside it."""
+    """All measurements so far, and the peers' rows to compare them with."""
 
     plan: EngineBenchPlan
     environment: Environment
@@ -124,8 +109,8 @@ class EngineBenchReport:
 
     def by_workload(self) -> dict[str, list[EngineMeasurement]]:
         groups: dict[str, list[EngineMeasurement]] = {}
-        for one in self.measured:
-            groups.setdefault(one.name, []).append(one)
+        for measurement in self.measured:
+            groups.setdefault(measurement.name, []).append(measurement)
         return groups
 
     def figures(self) -> list[EngineFigure]:
@@ -133,7 +118,7 @@ class EngineBenchReport:
         groups = self.by_workload()
         made = [_figure(name, runs) for name, runs in groups.items()]
         title, code = RESIDENT
-        resident = _resident_mb([one for one in self.measured if one.code == code])
+        resident = _resident_mb([measurement for measurement in self.measured if measurement.code == code])
         if resident is not None:
             made.append(EngineFigure(title, code, "rss_mb", "MB", resident, higher_is_better=False))
         return made
@@ -142,11 +127,11 @@ class EngineBenchReport:
         return compare(self.figures(), self.peer_rows)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row a repeat in the harness's form, so that a later run can be compared with this one."""
-        return [_harness_row(self.plan, one) for one in self.measured]
+        """One row per repeat in the harness's form, so that a later run can be compared with it."""
+        return [_harness_row(self.plan, measurement) for measurement in self.measured]
 
     def as_json(self) -> dict[str, Any]:
-        """The report as JSON values; `FORMAT` says which form."""
+        """Returns the report as JSON values of form `FORMAT`."""
         return {
             "format": FORMAT,
             "environment": dataclasses.asdict(self.environment),
@@ -154,8 +139,8 @@ class EngineBenchReport:
             "threads": self.plan.threads,
             "settings": _changed(self.plan.config),
             "capability": self.capability,
-            "figures": [dataclasses.asdict(one) for one in self.figures()],
-            "comparisons": [dataclasses.asdict(one) for one in self.comparisons()],
+            "figures": [dataclasses.asdict(figure) for figure in self.figures()],
+            "comparisons": [dataclasses.asdict(comparison) for comparison in self.comparisons()],
             "left_out": self.left_out,
             "peak_resident_mb": round(peak_resident_bytes() / MB, 1),
             "rows": self.rows(),
@@ -168,7 +153,7 @@ def run(
     clock: Clock | None = None,
     on_run: Callable[[str], None] = lambda what: None,
 ) -> None:
-    """Measure into `report`, the cold start first. What was measured before an error stays in it."""
+    """Measures into `report`, the cold start first; measurements before an error are kept."""
     clock, plan = clock or MonotonicClock(), report.plan
     if COLD_START in plan.names:
         for repeat in range(plan.repeats):
@@ -215,7 +200,7 @@ def _facts(capability: CapabilityDescriptor) -> dict[str, Any]:
 
 
 def _changed(config: Config) -> dict[str, Any]:
-    """What of the engine's settings is not as by default; the model's place is nobody's business."""
+    """Returns the engine settings that differ from the defaults, without the model's path."""
     default = Config().flat()
     return {
         key: value
@@ -261,29 +246,33 @@ def _measure_cold(plan: EngineBenchPlan, repeat: int, clock: Clock) -> EngineMea
 
 def _figure(name: str, runs: Sequence[EngineMeasurement]) -> EngineFigure:
     metric = runs[0].metric
-    value = median(one.value for one in runs)
+    value = median(run.value for run in runs)
     return EngineFigure(name, runs[0].code, metric.key, metric.unit, value, metric.higher_is_better)
 
 
-def _harness_row(plan: EngineBenchPlan, one: EngineMeasurement) -> dict[str, Any]:
+def _harness_row(plan: EngineBenchPlan, measurement: EngineMeasurement) -> dict[str, Any]:
     row: dict[str, Any] = {
         "engine": plan.engine,
         "model": plan.label,
         "threads": plan.threads,
-        "workload": one.code,
-        "rep": one.repeat,
-        **{key: round(value, 5) for key, value in one.values.items()},
+        "workload": measurement.code,
+        "rep": measurement.repeat,
+        **{key: round(value, 5) for key, value in measurement.values.items()},
     }
-    if one.resident_bytes is not None:
-        row["rss_mb"] = round(one.resident_bytes / MB)
-    for key, share in (("others", one.others), ("overhead", one.overhead), ("roofline", one.roofline)):
+    if measurement.resident_bytes is not None:
+        row["rss_mb"] = round(measurement.resident_bytes / MB)
+    for key, share in (
+        ("others", measurement.others),
+        ("overhead", measurement.overhead),
+        ("roofline", measurement.roofline),
+    ):
         if share is not None:
             row[key] = round(share, 4)
-    return row if one.num_steps is None else {**row, "num_steps": one.num_steps}
+    return row if measurement.num_steps is None else {**row, "num_steps": measurement.num_steps}
 
 
 def tables(report: EngineBenchReport) -> Iterator[Table]:
-    """Our medians, and beside them each peer's with the ratio, if there are any."""
+    """Returns our medians and, if there are any, each peer's medians with the ratio."""
     plan = report.plan
     held = f" in {plan.config.model.quantization}" if plan.is_quantized else ""
     title = (
@@ -297,27 +286,27 @@ def tables(report: EngineBenchReport) -> Iterator[Table]:
 
 
 def _line(runs: Sequence[EngineMeasurement]) -> list[str]:
-    values = [one.value for one in runs]
-    rates = [figure(value) for value in (median(values), min(values), max(values))]
-    first = _median_of([one.values.get("ttft") for one in runs])
+    values = [run.value for run in runs]
+    rates = [format_number(value) for value in (median(values), min(values), max(values))]
+    first = _median_of([run.values.get("ttft") for run in runs])
     overhead, roofline, others = (
-        _median_of([getattr(one, name) for one in runs]) for name in ("overhead", "roofline", "others")
+        _median_of([getattr(run, name) for run in runs]) for name in ("overhead", "roofline", "others")
     )
     resident = _resident_mb(runs)
     return [
         runs[0].name, rates[0], runs[0].metric.unit, *rates[1:],
-        "" if first is None else figure(first),
+        format_number(first),
         "" if overhead is None else f"{overhead:.1%}",
         "" if roofline is None else f"{roofline:.0%}",
-        "" if resident is None else figure(resident),
+        format_number(resident),
         "" if others is None else f"{others:.0%}",
         str(len(runs)),
     ]  # fmt: skip
 
 
 def _resident_mb(runs: Sequence[EngineMeasurement]) -> float | None:
-    """The most after any of these runs."""
-    known = [one.resident_bytes / MB for one in runs if one.resident_bytes]
+    """Returns the largest resident memory after any of these runs."""
+    known = [run.resident_bytes / MB for run in runs if run.resident_bytes]
     return max(known, default=None)
 
 
@@ -327,21 +316,23 @@ def _median_of(values: Sequence[float | None]) -> float | None:
 
 
 def _comparison_table(comparisons: Sequence[EnginePeerComparison]) -> Table:
-    peers = list(dict.fromkeys(one.peer for one in comparisons))
-    found = {(one.figure.title, one.peer): one for one in comparisons}
-    figures = {one.figure.title: one.figure for one in comparisons}
+    peers = list(dict.fromkeys(comparison.peer for comparison in comparisons))
+    found = {(comparison.figure.title, comparison.peer): comparison for comparison in comparisons}
+    figures = {comparison.figure.title: comparison.figure for comparison in comparisons}
     rows = []
     for title, ours in figures.items():
         cells = [_cell(found.get((title, peer))) for peer in peers]
-        rows.append([title, ours.unit, figure(ours.value), *cells])
+        rows.append([title, ours.unit, format_number(ours.value), *cells])
     title = "beside peers: their median (how many times better ours is; below 1: worse)"
     return Table(title, ("workload", "", "ours", *peers), rows, num_names=2)
 
 
-def _cell(one: EnginePeerComparison | None) -> str:
-    if one is None:
+def _cell(comparison: EnginePeerComparison | None) -> str:
+    if comparison is None:
         return "-"
-    return figure(one.peer_value) + ("" if one.ratio is None else f" ({one.ratio:.2f})")
+    return format_number(comparison.peer_value) + (
+        "" if comparison.ratio is None else f" ({comparison.ratio:.2f})"
+    )
 
 
 NUM_PROMPTS, NUM_TOKENS = 64, 32
@@ -351,8 +342,9 @@ Logits = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def logit_error(config: Config) -> float:
-    """The relative L2 distance between the logits of the quantized model and of the same one unquantized,
-    over all prompts together. One model is in memory at a time.
+    """Relative L2 distance between the logits of the quantized and the unquantized model.
+
+    The distance is over all prompts together. One model is in memory at a time.
     """
     stored = config.model_copy(update={"model": config.model.model_copy(update={"quantization": "none"})})
     expected, found = _logits(stored), _logits(config)
@@ -360,7 +352,7 @@ def logit_error(config: Config) -> float:
 
 
 def prompts(vocab_size: int) -> list[list[int]]:
-    """The same as `benchmarks/peers_quantized.py` draws."""
+    """Returns the same prompts as `benchmarks/peers_quantized.py` draws."""
     return [
         TokenDraws(Random(f"{LOGIT_ERROR_CODE}/{i}"), vocab_size).tokens(NUM_TOKENS)
         for i in range(NUM_PROMPTS)

@@ -1,13 +1,10 @@
-"""Runs batches on one engine and measures steps, memory and CPU use."""
+"""Runs batches on one engine; records when tokens come and how long steps take."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from sagellm.core.clock import Clock
 from sagellm.core.errors import SageError
@@ -25,7 +22,7 @@ from sagellm.engines.engine import Engine
 
 @dataclass(frozen=True, slots=True)
 class PromptJob:
-    """One request: its prompt, and how many tokens it gets, whatever they are."""
+    """One request: its prompt and the exact number of tokens to generate."""
 
     prompt: Sequence[int]
     num_outputs: int
@@ -33,7 +30,10 @@ class PromptJob:
 
 @dataclass(slots=True)
 class PromptAnswer:
-    """When each token of a request came, in seconds after its batch was sent."""
+    """The tokens of one request and when they came.
+
+    Times are in seconds after the batch was sent.
+    """
 
     times_s: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ class PromptAnswer:
 
 @dataclass(slots=True)
 class StepTime:
-    """What steps took, and what of it the backend took to compute them; how many tokens' KV they read."""
+    """Totals over steps: their time, the backend's part of it, and tokens whose KV was read."""
 
     num_steps: int = 0
     total_s: float = 0.0
@@ -59,12 +59,17 @@ class StepTime:
 
     @property
     def overhead(self) -> float:
-        """The share of the steps that was not `execute`, 0 to 1; 0 where planning went on beside it."""
+        """Share of the steps' time outside `execute`, 0 to 1.
+
+        It is 0 if planning ran fully in parallel with execution.
+        """
         return max(0.0, 1.0 - self.execute_s / self.total_s) if self.total_s else 0.0
 
     def roofline(self, capability: CapabilityDescriptor, bandwidth: float) -> float | None:
-        """The share of the steps' time, 0 to 1, that reading the weights once a step, and the KV of every
-        sequence in it, takes at `bandwidth` bytes per second; None where there is nothing to read.
+        """Share of the steps' time, 0 to 1, that reading memory at `bandwidth` would take.
+
+        Each step reads the weights once and the KV of every sequence in it; `bandwidth` is in bytes per
+        second. Returns None if there is nothing to read.
         """
         schema = capability.kv_schema
         if not self.total_s or not capability.weight_bytes or schema is None:
@@ -74,7 +79,7 @@ class StepTime:
 
 
 class Session:
-    """An engine, greedy, end of sequence ignored, as every engine of the harness is measured."""
+    """Runs greedy requests that ignore the end of sequence, as the harness measures every engine."""
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self._engine, self._clock = engine, clock
@@ -91,13 +96,15 @@ class Session:
         return self._engine.max_model_len
 
     def begin(self) -> None:
-        """Nothing is cached, and steps are counted anew."""
+        """Clears the prefix cache and the step totals."""
         self._engine.kv.clear_cache()
         self.steps = StepTime()
 
     def run(self, jobs: Sequence[PromptJob]) -> list[PromptAnswer]:
-        """Send all at once; the answers in order. Raises `SageError` for one that the engine could not
-        give."""
+        """Sends all jobs at once and returns the answers in order.
+
+        Raises `SageError` if the engine ends a request with an error.
+        """
         began_s = self._clock.now()
         answers: dict[str, PromptAnswer] = {}
         for job in jobs:
@@ -125,7 +132,7 @@ class Session:
 
 
 def _tokens_read(plan: ExecutionPlan, window: int | None) -> int:
-    """Tokens whose KV the step reads; those of a chunk read the same ones."""
+    """Returns the number of tokens whose KV the step reads; tokens of one chunk share their reads."""
     contexts = [position + 1 for position in plan.decode_positions]
     if window is not None:
         contexts = [min(window, context) for context in contexts]
@@ -140,62 +147,3 @@ def _take(answer: PromptAnswer, output: RequestOutput, now_s: float) -> None:
     answer.token_ids += output.new_token_ids
     answer.times_s += [now_s] * len(output.new_token_ids)
     answer.num_cached = output.num_cached_tokens
-
-
-STATUS, STAT = Path("/proc/self/status"), Path("/proc/stat")
-_IDLE = (3, 4)
-"""Idle and waiting for a disk, among the kernel's counters."""
-
-
-def resident_bytes() -> int | None:
-    """Resident memory now, shared pages included."""
-    return _status_bytes("VmRSS")
-
-
-def peak_resident_bytes() -> int:
-    """The most that was ever resident."""
-    found = _status_bytes("VmHWM")
-    if found is not None:
-        return found
-    import resource  # there is none on Windows
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _status_bytes(name: str) -> int | None:
-    if not STATUS.exists():
-        return None
-    lines = STATUS.read_text(encoding="ascii", errors="replace").splitlines()
-    found = [line.split() for line in lines if line.startswith(name + ":")]
-    return int(found[0][1]) * 1024 if found else None
-
-
-@dataclass(frozen=True, slots=True)
-class CpuTimes:
-    """CPU seconds since the machine started: of all cores, of all processes, of this one and of those that it
-    has started and waited for."""
-
-    total_s: float
-    busy_s: float
-    own_s: float
-
-    @classmethod
-    def now(cls) -> CpuTimes | None:
-        if not STAT.exists():
-            return None
-        first = STAT.read_text(encoding="ascii").split("\n", 1)[0]
-        ticks = [int(count) for count in first.split()[1:9]]
-        per_second = os.sysconf("SC_CLK_TCK")
-        total = sum(ticks)
-        busy = total - sum(ticks[i] for i in _IDLE)
-        own = os.times()
-        return cls(total / per_second, busy / per_second, sum(own[:4]))
-
-
-def others_share(before: CpuTimes | None, after: CpuTimes | None) -> float | None:
-    """The share of the machine that other processes used in between, 0 to 1."""
-    if before is None or after is None or after.total_s <= before.total_s:
-        return None
-    busy_s, own_s = after.busy_s - before.busy_s, after.own_s - before.own_s
-    return min(1.0, max(0.0, (busy_s - own_s) / (after.total_s - before.total_s)))

@@ -1,7 +1,8 @@
-"""Models with random weights in the shapes that the peers' harness measures: speed asks for nothing else.
+"""Models with random weights in the shapes that the peers' harness measures.
 
-A model is written as a Hugging Face folder (config.json, one safetensors file in bfloat16), without
-tokenizer, so that loading it is loading a model. Weights are normal with deviation 0.02, from one seed.
+A model is written as a Hugging Face folder (config.json, one safetensors file in bfloat16) without a
+tokenizer, and loaded like any other model. Weights are normal with deviation 0.02, from one seed: values do
+not change the speed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama-like decoder. `label` is the harness's name of it, where the harness has it."""
+    """The sizes of a Llama-like decoder. `label` is the harness's name, if it has one."""
 
     label: str
     vocab_size: int
@@ -36,7 +37,7 @@ class Shape:
     tied: bool = True
 
     def config(self) -> dict[str, Any]:
-        """config.json."""
+        """Returns the content of config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -60,7 +61,7 @@ class Shape:
         }
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Every tensor's name and shape; vectors are norms."""
+        """Yields every tensor's name and shape; vectors are norms."""
         hidden, inner = self.hidden_size, self.intermediate_size
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         yield "model.embed_tokens.weight", (self.vocab_size, hidden)
@@ -86,7 +87,7 @@ SHAPES: Mapping[str, Shape] = {
     "8B": Shape("8B", 128_256, 4096, 32, 14_336, 32, 8, 128, tied=False),
     "tiny": Shape("T", 32_000, 256, 2, 512, 4, 2, 64),
 }
-"""184 M parameters; 596 M, as Qwen3-0.6B has; 8.0 G, as Llama-3-8B has; 9.4 M, for trying things out."""
+"""Parameters: 184 M; 596 M as Qwen3-0.6B; 8.0 G as Llama-3-8B; 9.4 M for quick tests."""
 
 
 def shape_named(name: str) -> Shape:
@@ -96,7 +97,7 @@ def shape_named(name: str) -> Shape:
 
 
 def write_model(shape: Shape, folder: Path, seed: int = 0) -> None:
-    """Write the model into `folder`, which exists; raises `ConfigError` where the disk does not take it."""
+    """Writes the model into the existing `folder`; raises `ConfigError` if the disk fails."""
     try:
         (folder / "config.json").write_text(json.dumps(shape.config(), indent=1), encoding="utf-8")
         with (folder / "model.safetensors").open("wb") as file:
@@ -131,7 +132,7 @@ def _write_tensor(file: IO[bytes], extents: tuple[int, ...], random: np.random.G
 
 
 def as_bfloat16(values: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """The upper halves of finite float32 numbers, rounded to nearest, ties to even."""
+    """Returns the upper halves of finite float32 numbers, rounded to nearest, ties to even."""
     bits = values.view(np.uint32)
     tie_to_even = (bits >> 16) & 1
     return ((bits + np.uint32(0x7FFF) + tie_to_even) >> 16).astype(np.uint16)

@@ -1,7 +1,7 @@
-"""The workloads of the peers' harness: the same prompts from the same seeds, counted in the same way.
+"""The workloads of the peers' harness: same prompts, same seeds, same counting.
 
-Prompts are random tokens drawn from `code/repeat`; answers are greedy. In the conversations an engine's own
-answers are part of the history.
+Prompts are random tokens drawn from the seed `code/repeat`; answers are greedy. In the conversations an
+engine's own answers become part of the history.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FIRST_TOKEN = 300
 """Below it are special and byte tokens, in the harness's models."""
 
 Values = Mapping[str, float]
-"""What one repeat gave, under the harness's names: seconds, tokens per second, shares."""
+"""The figures of one repeat under the harness's names: seconds, tokens per second, shares."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """The figure that a workload is judged by."""
+    """The figure by which a workload is judged."""
 
     key: str
     unit: str
@@ -54,7 +54,7 @@ class TokenDraws:
 
 
 class EngineWorkload(ABC):
-    """Something to send to an engine. `code` is the harness's name."""
+    """Requests to send to an engine. `code` is the harness's name."""
 
     name: str
     code: str
@@ -67,17 +67,17 @@ class EngineWorkload(ABC):
 
     @abstractmethod
     def send(self, session: Session, draws: TokenDraws) -> Values:
-        """Run it once."""
+        """Runs the workload once."""
 
     def run(self, session: Session, repeat: int) -> Values:
-        """One repeat, with an empty cache; the same number gives the same prompts."""
+        """Runs one repeat with an empty cache; the same number gives the same prompts."""
         session.begin()
         return self.send(session, TokenDraws(Random(f"{self.code}/{repeat}"), session.vocab_size))
 
 
 @dataclass(frozen=True)
 class Prefill(EngineWorkload):
-    """One prompt, one token: time to first token."""
+    """One prompt and one token: the time to first token."""
 
     name: str
     code: str
@@ -95,7 +95,7 @@ class Prefill(EngineWorkload):
 
 @dataclass(frozen=True)
 class LongContext(EngineWorkload):
-    """One long prompt, then some tokens that read all of it."""
+    """One long prompt, then tokens that each read all of its KV."""
 
     name: str
     code: str
@@ -119,7 +119,7 @@ class LongContext(EngineWorkload):
 
 @dataclass(frozen=True)
 class Decode(EngineWorkload):
-    """Equal prompts, sent together; counted is what comes after the last one's first token."""
+    """Equal prompts sent together; counts tokens after the last request's first token."""
 
     name: str
     code: str
@@ -146,7 +146,7 @@ class Decode(EngineWorkload):
 
 @dataclass(frozen=True)
 class Offline(EngineWorkload):
-    """Prompts and outputs of mixed lengths, all there at once: tokens generated per second."""
+    """Prompts and outputs of mixed lengths sent together: generated tokens per second."""
 
     name: str
     code: str
@@ -169,7 +169,7 @@ class Offline(EngineWorkload):
 
 @dataclass(frozen=True)
 class MultiTurn(EngineWorkload):
-    """Conversations, some at a time in lock step; every turn sends the whole history and new tokens."""
+    """Conversations, some at a time in lock step; each turn sends the whole history plus new tokens."""
 
     name: str
     code: str
@@ -223,13 +223,16 @@ def _offline(session: Session, jobs: Sequence[PromptJob]) -> Values:
 
 
 def _spoken(answer: PromptAnswer, vocab_size: int) -> list[int]:
-    """The answer as history; a token that no prompt may hold is another one there, as in the harness."""
+    """Returns the answer as history.
+
+    Token ids below the smallest prompt token are replaced by it, as in the harness.
+    """
     first = min(FIRST_TOKEN, vocab_size // 2)
     return [max(first, token_id) for token_id in answer.token_ids]
 
 
 def _decode_rate(answers: Sequence[PromptAnswer]) -> float:
-    """Tokens per second once every request has its first; 0 where none follow."""
+    """Returns tokens per second after every request has its first token; 0 if none follow."""
     begin_s = max(answer.first_s for answer in answers)
     end_s = max(answer.last_s for answer in answers)
     count = sum(time_s > begin_s for answer in answers for time_s in answer.times_s)
@@ -238,8 +241,10 @@ def _decode_rate(answers: Sequence[PromptAnswer]) -> float:
 
 @dataclass(frozen=True)
 class Throughput(EngineWorkload):
-    """The offline benchmark of nano-vllm (`bench.py`): its random prompts and output lengths, from the same
-    seed for repeat 0. Greedy here; a forward pass costs the same.
+    """The offline benchmark of nano-vllm (`bench.py`).
+
+    Repeat 0 has its random prompts and output lengths, from the same seed. It is greedy here; a forward pass
+    costs the same.
     """
 
     name: str
@@ -278,17 +283,17 @@ WORKLOADS: tuple[EngineWorkload, ...] = (
     Throughput("throughput", "t"),
 )
 BY_NAME_ONLY = frozenset({"throughput"})
-"""Not run unless asked for: minutes on a GPU, hours on a CPU."""
+"""Runs only when named: it takes minutes on a GPU and hours on a CPU."""
 COLD_START, COLD_CODE = "cold-start", "cold"
 
 
 def chosen_names(only: Sequence[str]) -> list[str]:
-    """Workloads by name, by the harness's code or by kind (`prefill`, `decode`), in our order; for none
-    all but `BY_NAME_ONLY`.
+    """Returns the chosen workloads in our order, or all but `BY_NAME_ONLY` if `only` is empty.
 
-    Raises `ConfigError` with the names for one that is unknown.
+    `only` holds names, the harness's codes, or kinds (`prefill`, `decode`). Raises `ConfigError` with the
+    known names for an unknown word.
     """
-    known = {COLD_START: COLD_CODE, **{one.name: one.code for one in WORKLOADS}}
+    known = {COLD_START: COLD_CODE, **{workload.name: workload.code for workload in WORKLOADS}}
     if not only:
         return [name for name in known if name not in BY_NAME_ONLY]
     for word in only:

@@ -1,9 +1,9 @@
-"""The client of `sagellm bench http`, in a process of its own, apart from the server's interpreter:
+"""The client process of `sagellm bench http`, apart from the server's interpreter:
 
     python -m sagellm.benchmarks.http.client
 
-It reads a `HttpJob` as JSON from stdin and writes one JSON list of samples to stdout. `http.client` of the
-standard library is used for its small and steady cost; a thread sends one request at a time.
+It reads an `HttpJob` as JSON from stdin and writes one JSON list of samples to stdout. It uses `http.client`
+of the standard library for its small and steady cost. Each thread sends one request at a time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _END = b"data: [DONE]"
 
 @dataclass(frozen=True, slots=True)
 class HttpJob:
-    """`num_requests` requests of one kind, `concurrency` at a time. `body` None is a GET, else a POST.
+    """Requests of one kind, `concurrency` at a time. `body` None is a GET, else a POST.
 
-    With `keep_alive` each thread has one connection, else each request.
+    With `keep_alive` each thread keeps one connection; otherwise each request opens its own.
     """
 
     url: str
@@ -41,9 +41,9 @@ class HttpJob:
 
 @dataclass(frozen=True, slots=True)
 class HttpSample:
-    """One answer: seconds to its first and its last byte of content, and how many events it had (a stream).
+    """One answer: seconds to its first and last byte of content, and its number of events.
 
-    `began_s` is on the client's monotonic clock. `error`: what went wrong, if something did.
+    `began_s` is on the client's monotonic clock. `error` says what failed, or is empty.
     """
 
     began_s: float
@@ -54,7 +54,7 @@ class HttpSample:
 
 
 class HttpSender:
-    """Sends requests over one connection, or a new one for each."""
+    """Sends requests over one connection, or over a new one for each."""
 
     def __init__(self, job: HttpJob) -> None:
         self._job = job
@@ -69,7 +69,7 @@ class HttpSender:
             self._headers["Content-Type"] = "application/json"
 
     def send(self) -> HttpSample:
-        """One request and its whole answer; an error is in the sample."""
+        """Sends one request and reads the whole answer; an error is in the sample."""
         began_s = time.perf_counter()
         try:
             first_s, num_events = self._exchange()
@@ -88,7 +88,7 @@ class HttpSender:
             self._connection = None
 
     def _exchange(self) -> tuple[float, int]:
-        """When the first content came, and the number of events."""
+        """Returns the time of the first content and the number of events."""
         if self._connection is None:
             self._connection = self._made(self._host, self._port, timeout=TIMEOUT_S)
         method = "GET" if self._content is None else "POST"
@@ -113,7 +113,7 @@ class HttpSender:
 
 
 def run(job: HttpJob) -> list[HttpSample]:
-    """All samples, in order of their ends."""
+    """Returns all samples in the order in which they ended."""
     samples: list[HttpSample] = []
     numbers = iter(range(job.num_requests))
     lock = threading.Lock()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import http.client
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -19,7 +18,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sagellm.benchmarks.http.client import HttpJob, HttpSample
-from sagellm.benchmarks.reporting import Environment, Table, figure
+from sagellm.benchmarks.process import child_environment, run_module
+from sagellm.benchmarks.reporting import Environment, Table, format_number
 from sagellm.core.errors import ConfigError, SageError
 from sagellm.core.ports import SagePorts
 
@@ -34,10 +34,10 @@ KINDS = ("list", "one-token", "stream")
 
 @dataclass(frozen=True, slots=True)
 class HttpBenchPlan:
-    """What to measure: kinds of answers, requests at a time, over kept connections and new ones.
+    """What to measure: kinds of answers, requests at a time, kept and new connections.
 
-    `num_requests` short answers, and a `stream_share` of them streams of `stream_tokens` tokens, in each of
-    `repeats` runs.
+    Each of `repeats` runs sends `num_requests` short answers, or a `STREAM_SHARE`-th as many streams of
+    `stream_tokens` tokens.
     """
 
     kinds: Sequence[str] = KINDS
@@ -59,7 +59,7 @@ class HttpBenchPlan:
             raise ConfigError("the requests at a time must be from 1 to 1024, for example 1,8,32")
 
     def job(self, kind: str, concurrency: int, *, keep_alive: bool, target: HttpTarget) -> HttpJob:
-        """The requests of one run."""
+        """Returns the requests of one run."""
         body: dict[str, Any] | None = None
         path, count = "/v1/models", self.num_requests
         if kind != "list":
@@ -73,7 +73,7 @@ class HttpBenchPlan:
 
 @dataclass(frozen=True, slots=True)
 class HttpTarget:
-    """A server that is there. `headers` go with every request; they are not in the report."""
+    """A running server. `headers` go with every request and are not in the report."""
 
     name: str
     url: str
@@ -83,7 +83,10 @@ class HttpTarget:
 
 @dataclass(frozen=True, slots=True)
 class HttpRun:
-    """One run of one case. Latencies in ms over its requests, rates over the time from first to last."""
+    """One run of one case.
+
+    Latencies are in ms over its requests, rates over the time from the first request to the last answer.
+    """
 
     kind: str
     keep_alive: bool
@@ -115,7 +118,7 @@ class HttpRun:
 
 @dataclass(slots=True)
 class HttpBenchReport:
-    """All that was measured so far."""
+    """All runs so far."""
 
     plan: HttpBenchPlan
     target: HttpTarget
@@ -129,7 +132,7 @@ class HttpBenchReport:
         return groups
 
     def as_json(self) -> dict[str, Any]:
-        """The report as JSON values; `FORMAT` says which form."""
+        """Returns the report as JSON values of form `FORMAT`."""
         return {
             "format": FORMAT,
             "environment": dataclasses.asdict(self.environment),
@@ -146,7 +149,7 @@ class HttpBenchReport:
 
 
 def run(report: HttpBenchReport, *, on_run: Callable[[str], None] = lambda what: None) -> None:
-    """Measure into `report`; what was measured before an error stays in it. Each case warms up once."""
+    """Measures into `report`; runs before an error are kept. Each case warms up once."""
     plan = report.plan
     for kind in plan.kinds:
         for concurrency in plan.concurrencies:
@@ -159,15 +162,12 @@ def run(report: HttpBenchReport, *, on_run: Callable[[str], None] = lambda what:
 
 
 def measure(job: HttpJob) -> list[HttpSample]:
-    """The samples of one job, taken by a process of its own. Raises `SageError` where a request failed."""
-    command = [sys.executable, "-m", "sagellm.benchmarks.http.client"]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    given = json.dumps(dataclasses.asdict(job))
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False, env=environ)
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:]
-        raise SageError(f"the client failed: {' '.join(last) or f'exit status {done.returncode}'}")
-    samples = [HttpSample(**one) for one in json.loads(done.stdout)]
+    """Returns the samples of one job, taken in a child process.
+
+    Raises `SageError` if a request failed.
+    """
+    answer = run_module("sagellm.benchmarks.http.client", dataclasses.asdict(job), "the client")
+    samples = [HttpSample(**values) for values in answer]
     failed = [sample.error for sample in samples if sample.error]
     if failed:
         raise SageError(f"{len(failed)} of {len(samples)} requests failed: {failed[0]}")
@@ -181,7 +181,7 @@ def _connection(keep_alive: bool) -> str:
 def _line(runs: Sequence[HttpRun]) -> list[str]:
     first = runs[0]
     figures = [
-        figure(median(getattr(run, name) for run in runs))
+        format_number(median(getattr(run, name) for run in runs))
         for name in ("median_ms", "p99_ms", "first_ms", "requests_per_s", "events_per_s")
     ]
     figures[-1] = figures[-1] if first.kind == "stream" else ""
@@ -196,17 +196,16 @@ STOP_TIMEOUT_S = 30.0
 
 @contextmanager
 def our_server(arguments: Sequence[str]) -> Iterator[str]:
-    """`sagellm serve` with these arguments on a free port of loopback; yields its URL, stops it afterwards.
+    """Runs `sagellm serve` on a free port of loopback; yields its URL and stops it afterwards.
 
-    Raises `SageError` with the server's last line where it does not start.
+    Raises `SageError` with the server's last line if it does not start.
     """
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "sagellm", "serve", "--host", LOOPBACK, "--port", str(port), *arguments]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, env=child_environment(), stdout=log, stderr=subprocess.STDOUT)
         try:
             url = f"http://{LOOPBACK}:{port}"
             _wait_until_ready(process, url)
@@ -225,7 +224,7 @@ def our_server(arguments: Sequence[str]) -> Iterator[str]:
 
 
 class _EndedError(Exception):
-    """The server's process has ended, or takes too long."""
+    """The server's process has ended or takes too long."""
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes] | subprocess.Popen[str], url: str) -> None:
@@ -243,7 +242,10 @@ def _wait_until_ready(process: subprocess.Popen[bytes] | subprocess.Popen[str], 
 
 
 def get(url: str, path: str, headers: Mapping[str, str]) -> bytes:
-    """The body of one GET. Raises `ConfigError` for another status than 200, else as `http.client` does."""
+    """Returns the body of one GET.
+
+    Raises `ConfigError` for another status than 200, else as `http.client` does.
+    """
     parts = urlsplit(url)
     made = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = made(parts.hostname or "", parts.port, timeout=10)
@@ -259,7 +261,10 @@ def get(url: str, path: str, headers: Mapping[str, str]) -> bytes:
 
 
 def served_model(url: str, headers: Mapping[str, str]) -> str:
-    """The first model that a server lists; raises `ConfigError` where nothing there speaks OpenAI's API."""
+    """Returns the first model that a server lists.
+
+    Raises `ConfigError` if no server with OpenAI's API answers there.
+    """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         example = f"http://{LOOPBACK}:{int(SagePorts.HTTP)}"

@@ -18,7 +18,7 @@ from sagellm.benchmarks.lifetime.workloads import (
     load_lengths,
     load_reuse,
 )
-from sagellm.benchmarks.reporting import Environment, Table, figure
+from sagellm.benchmarks.reporting import Environment, Table, format_number
 from sagellm.core.errors import ConfigError, UnknownNameError, nearest
 from sagellm.core.protocols.lifetime import LifetimePredictor
 from sagellm.core.registry import registry
@@ -133,13 +133,13 @@ def _length_cells(row: LengthRow) -> Sequence[str]:
         row.workload,
         row.predictor,
         f"{score.num_samples:,}",
-        figure(score.mae),
+        format_number(score.mae),
         f"{100 * row.against_constant:+.1f} %",
         _percent(score.within_10_percent),
         f"{score.rank_correlation:+.2f}",
         _percent(score.inside_80),
         _percent(score.answered),
-        "" if score.mae_answered is None else figure(score.mae_answered),
+        "" if score.mae_answered is None else format_number(score.mae_answered),
         _optional(row.predict_us),
         _optional(row.update_us),
     )
@@ -172,4 +172,4 @@ def _percent(share: float | None) -> str:
 
 
 def _optional(value: float | None) -> str:
-    return "" if value is None else figure(value)
+    return "" if value is None else format_number(value)

@@ -1,20 +1,17 @@
 """Metadata per cached block, by resident memory.
 
-Each implementation is weighed in a process of its own, so that memory which the allocator kept from earlier
-work is not taken for nothing:
+Each implementation is weighed in its own process, so that memory which the allocator kept from earlier work
+does not hide what it takes:
 
-    python -m sagellm.benchmarks.micro.memory '{"index": "radix", ...}'
+    python -m sagellm.benchmarks.micro.memory < arguments.json
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from sagellm.benchmarks.micro._kv import Prompts, pool_and_index
 from sagellm.benchmarks.micro.cases import (
@@ -24,57 +21,49 @@ from sagellm.benchmarks.micro.cases import (
     MicroBenchRow,
     Stopwatch,
 )
+from sagellm.benchmarks.process import STATUS, resident_bytes, run_module
 from sagellm.core.errors import CapacityError, ConfigError
 
 EMPTY = "metadata: empty pool and index"
 CACHED = "metadata: added by 2,048-token prompts"
 TOTAL = "metadata: total"
-STATM = Path("/proc/self/statm")
+
 PROMPT_TOKENS = 2048
 
 
 def metadata(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
-    """Section f: bytes per block of the empty pool and index, of what prompts add, and of both."""
-    if not STATM.exists():
-        raise ConfigError(f"section f reads resident memory from {STATM}, which this system does not have")
+    """Section f: bytes per block of the empty pool and index, of cached prompts, and of both."""
+    if resident_bytes() is None:
+        raise ConfigError(f"section f reads resident memory from {STATUS}, which this system does not have")
     for index in plan.variants:
-        empty, cached, total = _weigh_apart(plan, index)
+        given = {"index": index, "policy": plan.policy, "num_blocks": plan.memory_blocks, "seed": plan.seed}
+        empty, cached, total = run_module(__name__, given, f"weighing {index!r}", CapacityError)
         for case, num_bytes in ((EMPTY, empty), (CACHED, cached), (TOTAL, total)):
             value = round(num_bytes / plan.memory_blocks, 1)
             yield MicroBenchRow("f", case, plan.memory_blocks, index, BYTES_PER_BLOCK, value)
 
 
 def weigh(index: str, policy: str, num_blocks: int, seed: int) -> tuple[int, int, int]:
-    """Bytes that an empty pool and index take in this process, that `num_blocks` blocks of cached prompts
-    add, and the sum."""
+    """Returns the bytes of an empty pool and index, of added cached prompts, and the sum.
+
+    `num_blocks` blocks of prompts are cached, in this process.
+    """
     plan = MicroBenchPlan((index,), policy=policy, seed=seed)
     prompts = Prompts(seed)
     pool_and_index(plan, 1, index=index)  # loads the plug-ins
-    before = _resident_bytes()
+    before = _collected_bytes()
     kv = pool_and_index(plan, num_blocks, index=index)
-    empty = _resident_bytes()
+    empty = _collected_bytes()
     while kv.pool.num_free:
         kv.cache(prompts.draw(min(PROMPT_TOKENS, kv.pool.num_free * BLOCK_SIZE)))
-    full = _resident_bytes()
+    full = _collected_bytes()
     return empty - before, full - empty, full - before
 
 
-def _weigh_apart(plan: MicroBenchPlan, index: str) -> list[int]:
-    arguments = {"index": index, "policy": plan.policy, "num_blocks": plan.memory_blocks, "seed": plan.seed}
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, json.dumps(arguments)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:]
-        raise CapacityError(f"weighing {index!r} failed: {' '.join(last) or done.returncode}")
-    weights: list[int] = json.loads(done.stdout)
-    return weights
-
-
-def _resident_bytes() -> int:
+def _collected_bytes() -> int:
     gc.collect()
-    return int(STATM.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return resident_bytes() or 0
 
 
 if __name__ == "__main__":
-    print(json.dumps(weigh(**json.loads(sys.argv[1]))))
+    print(json.dumps(weigh(**json.load(sys.stdin))))

@@ -15,7 +15,7 @@ from sagellm.benchmarks.micro.cases import (
     Stopwatch,
 )
 from sagellm.benchmarks.micro.peers import MicroPeerComparison, MicroPeerRow, Peer, compare
-from sagellm.benchmarks.reporting import Environment, Table, figure
+from sagellm.benchmarks.reporting import Environment, Table, format_number
 from sagellm.core.registry import registry
 
 FORMAT = "sagellm.bench.micro/1"
@@ -104,13 +104,13 @@ def tables(report: MicroBenchReport) -> Iterator[Table]:
 def _row(row: MicroBenchRow) -> list[str]:
     names = [row.section, row.case, row.variant, f"{row.size:,}"]
     if row.timing is None:
-        return [*names, figure(row.value), "", "", "", "", "", row.unit, ""]
+        return [*names, format_number(row.value), "", "", "", "", "", row.unit, ""]
     cpu, calls = row.timing.cpu, f"{row.timing.samples} x {row.timing.calls_per_sample}"
     figures = (cpu.median, cpu.p99, cpu.min, cpu.iqr, row.timing.single, row.timing.wall.median)
-    return [*names, *map(figure, figures), row.unit, calls]
+    return [*names, *map(format_number, figures), row.unit, calls]
 
 
 def _comparison(one: MicroPeerComparison) -> list[str]:
     names = [one.section, " + ".join(one.ours), one.variant, one.peer, one.case]
-    figures = [figure(one.value), f"{one.drift:.0%}", figure(one.peer_value)]
+    figures = [format_number(one.value), f"{one.drift:.0%}", format_number(one.peer_value)]
     return [*names, f"{one.size:,}", *figures, "" if one.ratio is None else f"{one.ratio:.2f}"]

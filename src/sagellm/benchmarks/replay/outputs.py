@@ -12,7 +12,7 @@ from typing import Any
 
 from sagellm.benchmarks.replay.block_trace import BlockTrace
 from sagellm.benchmarks.replay.sweep import ReplayResult, ReplaySweepPlan
-from sagellm.benchmarks.reporting import Environment, Table, check_writable, figure, write_json
+from sagellm.benchmarks.reporting import Environment, Table, check_writable, format_number, write_json
 from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.protocols.prefix_cache import MissCounts
 
@@ -203,7 +203,7 @@ def _number(value: int | None) -> str:
 
 
 def _figure(value: float | None) -> str:
-    return "-" if value is None else figure(value)
+    return "-" if value is None else format_number(value)
 
 
 def _percent(ratio: float | None, *, digits: int = 2) -> str:

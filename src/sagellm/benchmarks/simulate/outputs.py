@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sagellm.benchmarks.reporting import Environment, Table, figure, write_json
+from sagellm.benchmarks.reporting import Environment, Table, format_number, write_json
 from sagellm.benchmarks.simulate.capacity import SustainedRate
 from sagellm.benchmarks.simulate.cluster import ServedRequest
 from sagellm.benchmarks.simulate.experiment import ExperimentSetting, SimulationSetup
@@ -219,4 +219,4 @@ def _cell(value: Any, factor: float) -> str:
 
 
 def _figure(value: float | None) -> str:
-    return "-" if value is None else figure(value)
+    return "-" if value is None else format_number(value)
