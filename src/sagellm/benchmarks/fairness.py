@@ -147,8 +147,8 @@ def served(trace: BlockTrace, hits: Sequence[int]) -> tuple[TenantHits, ...]:
     for tenant in sums.values():
         if not tenant.bound_blocks:
             raise ConfigError(
-                f"no prompt of {tenant.tenant!r} has a block that was there before: it has no ratio to divide "
-                "by; a longer trace would give it one"
+                f"no prompt of {tenant.tenant!r} has a block that was there before: it has no ratio to "
+                "divide by; a longer trace would give it one"
             )
     return tuple(sums[name] for name in sorted(sums))
 

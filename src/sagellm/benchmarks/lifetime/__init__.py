@@ -1,1 +1,1 @@
-"""How well output lengths and block reuse are predicted, workload by workload, beside trivial baselines."""
+"""Evaluates predictors of output length and block reuse, beside trivial baselines."""

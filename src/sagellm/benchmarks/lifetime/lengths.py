@@ -1,4 +1,8 @@
-"""Evaluates predictors of output lengths beside trivial baselines."""
+"""Evaluates predictors of output lengths online, beside trivial baselines.
+
+Requests come in order of time, and a predictor learns a request's length only when the request ends, as in
+service. The baselines learn under the same rules: a learned predictor has to beat them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,10 @@ from sagellm.core.protocols.lifetime import LifetimePredictor, Prediction, Predi
 
 
 class GroupMedian:
-    """The median of all that ended with the same key, as long as there is one; before that, of all."""
+    """The median output of all finished requests with the same key.
+
+    Without a finished request of that key, the median of all.
+    """
 
     def __init__(self, key_of: Callable[[PredictionRequest], object]) -> None:
         self._key_of = key_of
@@ -42,7 +49,7 @@ class GroupMedian:
 
 
 class PreviousTurn:
-    """What the session's last finished turn got; the median of all where there was none."""
+    """The output length of the session's last finished turn; without one, the median of all."""
 
     def __init__(self) -> None:
         self._medians = GroupMedian(lambda request: None)
@@ -75,7 +82,10 @@ BASELINES: Mapping[str, Callable[[], LifetimePredictor]] = {
 
 
 def best_constant(outputs: Sequence[int]) -> float:
-    """The median of what is to be predicted: no constant has a smaller mean error, and none can know it."""
+    """Returns the median of the outputs to predict.
+
+    No other constant has a smaller mean error. No predictor can know it beforehand.
+    """
     return float(median(outputs))
 
 
@@ -89,15 +99,18 @@ def _certain(request: PredictionRequest, remaining: float) -> Prediction:
 
 
 SECONDS_PER_TOKEN = 0.03
-"""When a request of a trace ends is not recorded: it is taken to get a token every 30 ms."""
+"""Traces do not record when a request ends: it is taken to get a token every 30 ms."""
 MAX_OUTPUT = 32768
 BEST_CONSTANT = "best constant"
 
 
 @dataclass(frozen=True, slots=True)
 class LengthRow:
-    """One predictor on one workload. `against_constant` is its mean error as a share of that of the best
-    constant of the same part, less one: -0.3 is 30 % below. Times are medians per call in µs."""
+    """One predictor on one workload.
+
+    `against_constant` is its mean error over that of the best constant of the same part, minus one: -0.3 is
+    30 % below. Times are medians per call in µs.
+    """
 
     workload: str
     predictor: str
@@ -116,9 +129,10 @@ class _Scored:
 
 
 class LengthStream:
-    """One predictor's way through a workload up to and through the scored part.
+    """Feeds a workload to one predictor, up to the end of the scored part.
 
-    `after`: tokens that are generated when it is asked; requests that end before are not scored.
+    With `after`, the predictor is asked when a request has generated so many tokens. Requests that end before
+    are not scored.
     """
 
     def __init__(
@@ -135,7 +149,7 @@ class LengthStream:
             if PARTS.index(sample.part) > last:
                 break
             if sample.part != current:
-                self._end_until(float("inf"))  # parts have times of their own
+                self._end_until(float("inf"))  # each part starts its own clock
                 current = sample.part
             self._end_until(sample.time_s)
             self._arrive(number, sample)
@@ -189,12 +203,15 @@ class LengthStream:
 
 def evaluate_lengths(
     workload: LengthWorkload,
-    predictors: dict[str, Callable[[], LifetimePredictor]],
+    predictors: Mapping[str, Callable[[], LifetimePredictor]],
     part: Part = "test",
     after: int = 0,
     on_row: Callable[[str], None] = lambda name: None,
 ) -> list[LengthRow]:
-    """The best constant, the baselines, and the predictors; raises `ConfigError` for a part that is empty."""
+    """Scores the best constant, the baselines and the predictors.
+
+    Raises `ConfigError` if the part has no request to score.
+    """
     outputs = [s.num_output - after for s in workload.of(part) if s.num_output > after or not after]
     if not outputs:
         raise ConfigError(
@@ -212,10 +229,10 @@ def evaluate_lengths(
 
 def _length_row(workload: str, name: str, scored: _Scored, best_mae: float) -> LengthRow:
     score = score_lengths(
-        [one.remaining_tokens for one in scored.predictions],
+        [prediction.remaining_tokens for prediction in scored.predictions],
         scored.actual,
-        [not one.abstained for one in scored.predictions],
-        [dict(one.quantiles) for one in scored.predictions],
+        [not prediction.abstained for prediction in scored.predictions],
+        [dict(prediction.quantiles) for prediction in scored.predictions],
     )
     against = score.mae / best_mae - 1 if best_mae else 0.0
     return LengthRow(

@@ -1,8 +1,9 @@
-"""Predict block reuse over a trace as a cache would: asked when blocks are used and while they rest.
+"""Evaluates predictors of block reuse on a trace, in the way a cache would use them.
 
-Every use of a block is one case. It is asked about at once, and once more after a time drawn log-uniformly,
-if it still rests then, for that is when an eviction policy asks. What happened is told when it has happened:
-at the next use, and while a block rests, in pieces, for as long as it has rested.
+Every use of a block is one case. The predictor is asked at the use, and once more after a time drawn
+log-uniformly if the block is still unused then: that is when an eviction policy asks. It learns an outcome
+only when it has happened: a reuse at the next use, and a rest in several reports while the rest goes on, each
+as long as all before it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from sagellm.core.protocols.lifetime import ReuseFeatures, ReusePrediction, Reus
 from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
 
 MAX_USES = 400_000
-"""Of a longer trace, a share of the blocks is watched, drawn by hash."""
+"""Of a longer trace, only a share of the blocks is evaluated, drawn by hash."""
 MAX_HORIZON_S = 1800.0
 TIMED_EVERY = 64
-FIRST_PIECE_S = 2.0
-NOBODY = ReuseFeatures(1, 0, 0, 0)
+FIRST_REPORT_S = 2.0
+NO_FEATURES = ReuseFeatures(1, 0, 0, 0)
 MOMENTS = ("at use", "at rest")
 
 Block = tuple[object, int]
@@ -36,9 +37,12 @@ Block = tuple[object, int]
 
 @dataclass(frozen=True, slots=True)
 class ReuseRow:
-    """`share_below`: of the blocks that were used again, how many were within each quantile's time; `*_us`:
-    median of single calls, the clock's own cost taken off; `*_mean_us` holds what is amortised, and what else
-    the machine did."""
+    """One predictor at one moment of one workload.
+
+    `share_below`: the share of reused blocks that were reused within each quantile's time. `*_us` is the
+    median of single calls minus the clock's cost; `*_mean_us` includes amortised work and other load of the
+    machine.
+    """
 
     workload: str
     moment: str
@@ -53,19 +57,22 @@ class ReuseRow:
 
 @dataclass(slots=True)
 class _Use:
-    """The last use of a watched block."""
+    """The last use of a sampled block; `reported_s` is how much of the rest after it is reported."""
 
     features: ReuseFeatures
     time_s: float
     next_s: float | None
-    told_s: float = 0.0
+    reported_s: float = 0.0
 
     def reused(self, horizon_s: float) -> bool:
         return self.next_s is not None and self.next_s - self.time_s < horizon_s
 
 
 class _Event(NamedTuple):
-    """A question, or a rest that has lasted `rest_s`. Events sort by time; no two have one number."""
+    """A planned prediction (`rest_s` 0), or a report that a block has rested for `rest_s` seconds.
+
+    Events sort by time; no two have the same number.
+    """
 
     time_s: float
     number: int
@@ -74,7 +81,7 @@ class _Event(NamedTuple):
     rest_s: float
 
     @property
-    def is_question(self) -> bool:
+    def is_prediction(self) -> bool:
         return self.rest_s == 0
 
 
@@ -95,15 +102,20 @@ class _Cases:
 
 
 def horizon_of(trace: ReuseTrace) -> float:
-    """A third of the trace, so that two thirds have outcomes that were seen to the end; 30 minutes at
-    most."""
+    """Returns a third of the trace's time, at most 30 minutes.
+
+    So the outcomes in the other two thirds are known to the end.
+    """
     requests = trace.trace.requests
     return min(MAX_HORIZON_S, (requests[-1].time_s - requests[0].time_s) / 3)
 
 
 class ReuseStream:
-    """One predictor's way through a trace. Of the requests whose outcomes are seen to the end, the first 60 %
-    are the time for training, the next 20 % for validation, the rest for test."""
+    """Feeds a trace to one predictor.
+
+    Only requests count whose outcomes are known to the end. The first 60 % of them are for training, the next
+    20 % for validation, the rest for test.
+    """
 
     def __init__(self, predictor: ReusePredictor, trace: ReuseTrace, part: Part, seed: int = 0) -> None:
         self._predictor, self._trace, self._part = predictor, trace, part
@@ -125,57 +137,54 @@ class ReuseStream:
         upcoming = _next_uses(self._trace)
         for request, turn in zip(requests, turns, strict=True):
             now_s = request.time_s
-            self._until(now_s)
+            self._run_events(now_s)
             ids = request.ids
             for position, block, next_s in next(upcoming):
                 key = request.namespace, block
-                use = _Use(self._used(key, now_s, turn, position, len(ids)), now_s, next_s)
+                use = _Use(self._observe_use(key, now_s, turn, position, len(ids)), now_s, next_s)
                 self._uses[key] = use
-                self._ask("at use", use, now_s)
-                self._await(key, use)
+                self._predict("at use", use, now_s)
+                # One prediction at rest, after a time drawn log-uniformly from 1 s to the horizon.
+                self._push(now_s + self._predictor.horizon_s ** self._random.random(), key, use)
+                self._plan_report(key, use, FIRST_REPORT_S)
         return self
 
-    def _used(self, block: Block, now_s: float, turn: int, position: int, num_blocks: int) -> ReuseFeatures:
-        """Tell what became of the block's last use, and describe this one."""
+    def _observe_use(
+        self, block: Block, now_s: float, turn: int, position: int, num_blocks: int
+    ) -> ReuseFeatures:
+        """Reports the outcome of the block's last use and returns the features of this use."""
         last = self._uses.get(block)
         self._counts[block] = count = self._counts.get(block, 0) + 1
         if last is None:
             return ReuseFeatures(count, turn, position, num_blocks)
         gap_s = now_s - last.time_s
         if gap_s < self._predictor.horizon_s:
-            self._tell(last, gap_s, reused=True)
+            self._update(last, gap_s, reused=True)
         return ReuseFeatures(count, turn, position, num_blocks, gap_s)
 
-    def _until(self, now_s: float) -> None:
-        """What comes to pass before that: questions at rest, and pieces of rests that are over."""
+    def _run_events(self, now_s: float) -> None:
+        """Runs the predictions at rest and the reports that are due before `now_s`."""
         while self._events and self._events[0].time_s < now_s:
             event = heapq.heappop(self._events)
             if self._uses.get(event.block) is not event.use:
                 continue  # used again since
-            if event.is_question:
-                self._ask("at rest", event.use, event.time_s)
+            if event.is_prediction:
+                self._predict("at rest", event.use, event.time_s)
             else:
-                self._tell(event.use, event.rest_s, reused=False)
-                self._plan(event.block, event.use, 2 * event.rest_s)
+                self._update(event.use, event.rest_s, reused=False)
+                self._plan_report(event.block, event.use, 2 * event.rest_s)
 
-    def _await(self, block: Block, use: _Use) -> None:
-        """One question at rest, after a time drawn log-uniformly from 1 s to the horizon; and the first
-        piece."""
-        asked_s = use.time_s + self._predictor.horizon_s ** self._random.random()
-        self._push(asked_s, block, use)
-        self._plan(block, use, FIRST_PIECE_S)
-
-    def _plan(self, block: Block, use: _Use, rest_s: float) -> None:
-        """A rest is told in pieces, each as long as all before it, up to the horizon."""
+    def _plan_report(self, block: Block, use: _Use, rest_s: float) -> None:
+        """Plans to report the rest so far when it reaches `rest_s`, at most the horizon."""
         rest_s = min(rest_s, self._predictor.horizon_s)
-        if rest_s > use.told_s:
+        if rest_s > use.reported_s:
             self._push(use.time_s + rest_s, block, use, rest_s)
 
     def _push(self, time_s: float, block: Block, use: _Use, rest_s: float = 0.0) -> None:
         self._num_events += 1
         heapq.heappush(self._events, _Event(time_s, self._num_events, block, use, rest_s))
 
-    def _ask(self, moment: str, use: _Use, now_s: float) -> None:
+    def _predict(self, moment: str, use: _Use, now_s: float) -> None:
         place = (bisect_right(self._times, now_s) - 0.5) / max(1, len(self._times))
         if now_s > self._end_s or part_at(place) != self._part:
             return
@@ -186,27 +195,27 @@ class ReuseStream:
             self.predict_s.append(time.perf_counter() - begun)
         self.cases[moment].add(prediction, use, now_s, reused=use.reused(self._predictor.horizon_s))
 
-    def _tell(self, use: _Use, seconds: float, *, reused: bool) -> None:
+    def _update(self, use: _Use, seconds: float, *, reused: bool) -> None:
         self._calls += 1
         begun = time.perf_counter()
-        self._predictor.update(use.features, seconds, reused=reused, since_s=use.told_s)
+        self._predictor.update(use.features, seconds, reused=reused, since_s=use.reported_s)
         if self._calls % TIMED_EVERY == 0:
             self.update_s.append(time.perf_counter() - begun)
-        use.told_s = seconds
+        use.reported_s = seconds
 
 
 class AgeAlone:
-    """Hazards by time since the last use, the same for all blocks: what recency knows, calibrated."""
+    """Predicts from the time since the last use only: a calibrated form of recency."""
 
     def __init__(self, horizon_s: float) -> None:
         self._table = ReuseTable(horizon_s)
         self.horizon_s = horizon_s
 
     def predict(self, features: ReuseFeatures, age_s: float = 0.0) -> ReusePrediction:
-        return self._table.predict(NOBODY, age_s)
+        return self._table.predict(NO_FEATURES, age_s)
 
     def update(self, features: ReuseFeatures, seconds: float, *, reused: bool, since_s: float = 0.0) -> None:
-        self._table.update(NOBODY, seconds, reused=reused, since_s=since_s)
+        self._table.update(NO_FEATURES, seconds, reused=reused, since_s=since_s)
 
 
 def evaluate_reuse(
@@ -215,11 +224,13 @@ def evaluate_reuse(
     part: Part = "test",
     on_row: Callable[[str], None] = lambda name: None,
 ) -> list[ReuseRow]:
-    """The baselines and the predictors, each made for the trace's horizon; raises `ConfigError` for a trace
-    in which nothing of the part can be seen to the end."""
+    """Scores the baseline and the predictors, each made for the trace's horizon.
+
+    Raises `ConfigError` if the trace is too short for an outcome in the part.
+    """
     rows = []
-    everyone: dict[str, Callable[[float], ReusePredictor]] = {"age alone": AgeAlone}
-    for name, make in {**everyone, **predictors}.items():
+    baselines: dict[str, Callable[[float], ReusePredictor]] = {"age alone": AgeAlone}
+    for name, make in {**baselines, **predictors}.items():
         on_row(f"{trace.name}: {name}")
         stream = ReuseStream(make(horizon_of(trace)), trace, part).run()
         for moment, cases in stream.cases.items():
@@ -230,7 +241,7 @@ def evaluate_reuse(
 
 
 def _reuse_row(workload: str, moment: str, name: str, stream: ReuseStream, cases: _Cases) -> ReuseRow:
-    clock_s = _cost_of_clock()
+    clock_s = median(-time.perf_counter() + time.perf_counter() for _ in range(1000))
     return ReuseRow(
         workload,
         moment,
@@ -245,16 +256,12 @@ def _reuse_row(workload: str, moment: str, name: str, stream: ReuseStream, cases
     )
 
 
-def _cost_of_clock() -> float:
-    return median(-time.perf_counter() + time.perf_counter() for _ in range(1000))
-
-
 def _next_uses(trace: ReuseTrace) -> Iterator[list[tuple[int, int, float | None]]]:
-    """Of each request, its watched blocks: position, id, and when the block is used next."""
+    """Yields the sampled blocks of each request: position, id, time of the next use."""
     requests = trace.trace.requests
-    watched = _watched(trace)
+    watched = _sampled_blocks(trace)
     upcoming: dict[Block, float] = {}
-    out: list[list[tuple[int, int, float | None]]] = []
+    uses: list[list[tuple[int, int, float | None]]] = []
     for request in reversed(requests):
         found = []
         for position, block in enumerate(request.ids):
@@ -262,12 +269,12 @@ def _next_uses(trace: ReuseTrace) -> Iterator[list[tuple[int, int, float | None]
             if key in watched:
                 found.append((position, block, upcoming.get(key)))
                 upcoming[key] = request.time_s
-        out.append(found)
-    return reversed(out)
+        uses.append(found)
+    return reversed(uses)
 
 
-def _watched(trace: ReuseTrace) -> set[Block]:
-    """All blocks, or of a longer trace those whose checksum is small enough."""
+def _sampled_blocks(trace: ReuseTrace) -> set[Block]:
+    """Returns all blocks; of a longer trace those whose checksum is small enough."""
     requests = trace.trace.requests
     blocks = {(request.namespace, block) for request in requests for block in request.ids}
     limit = 2**32 * MAX_USES / max(1, sum(len(request.ids) for request in requests))

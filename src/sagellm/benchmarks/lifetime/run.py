@@ -20,7 +20,6 @@ from sagellm.benchmarks.lifetime.workloads import (
 )
 from sagellm.benchmarks.reporting import Environment, Table, format_number
 from sagellm.core.errors import ConfigError, UnknownNameError, nearest
-from sagellm.core.protocols.lifetime import LifetimePredictor
 from sagellm.core.registry import registry
 from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
 
@@ -31,8 +30,10 @@ NAMES = (*LENGTH_WORKLOADS, *(REUSE + name for name in REUSE_WORKLOADS))
 
 @dataclass(frozen=True, slots=True)
 class LifetimeBenchPlan:
-    """`workloads` of `NAMES`; `predictors` by registered name; `after`: tokens generated when they are
-    asked."""
+    """`workloads` are of `NAMES`, `predictors` registered names.
+
+    `after` is the number of generated tokens at which a predictor is asked.
+    """
 
     workloads: tuple[str, ...] = NAMES
     predictors: tuple[str, ...] = ("statistical",)
@@ -40,7 +41,7 @@ class LifetimeBenchPlan:
     after: int = 0
 
     def check(self) -> None:
-        """Raises now, rather than after a long evaluation, for a name that is none."""
+        """Raises `UnknownNameError` or `ConfigError` before a long evaluation for an invalid value."""
         for name in self.workloads:
             if name not in NAMES:
                 raise UnknownNameError(f"unknown workload {name!r}.{nearest(name, NAMES)}")
@@ -58,8 +59,10 @@ def run(
     environment: Environment,
     on_row: Callable[[str], None] = lambda name: None,
 ) -> LifetimeBenchReport:
-    """Each workload in turn, `folder` holding the traces; raises `ConfigError` for a file that is not
-    there."""
+    """Evaluates each workload in turn; `folder` holds the traces.
+
+    Raises `ConfigError` for a missing file.
+    """
     plan.check()
     report = LifetimeBenchReport(environment, asdict(plan))
     for name in plan.workloads:
@@ -71,15 +74,9 @@ def run(
         else:
             workload = load_lengths(name, folder)
             report.splits[name] = workload.split
-            report.lengths += evaluate_lengths(
-                workload, _makers(plan.predictors), plan.part, plan.after, on_row
-            )
+            makers = {known: partial(registry("predictor").create, known) for known in plan.predictors}
+            report.lengths += evaluate_lengths(workload, makers, plan.part, plan.after, on_row)
     return report
-
-
-def _makers(names: Sequence[str]) -> dict[str, Callable[[], LifetimePredictor]]:
-    known = registry("predictor")
-    return {name: partial(known.create, name) for name in names}
 
 
 FORMAT = "sagellm.bench.lifetime/1"
@@ -95,7 +92,7 @@ REUSE_COLUMNS = (
 
 @dataclass(slots=True)
 class LifetimeBenchReport:
-    """What was evaluated so far; `splits`: how each workload was split."""
+    """All rows so far. `splits` says how each workload was split."""
 
     environment: Environment
     settings: Mapping[str, Any]
@@ -116,7 +113,7 @@ class LifetimeBenchReport:
         return made
 
     def as_json(self) -> dict[str, Any]:
-        """Begins with the format; every row with all its figures, also those that the tables leave out."""
+        """Returns JSON values of form `FORMAT`; rows have figures that the tables leave out."""
         return {
             "format": FORMAT,
             "environment": asdict(self.environment),
@@ -139,9 +136,9 @@ def _length_cells(row: LengthRow) -> Sequence[str]:
         f"{score.rank_correlation:+.2f}",
         _percent(score.inside_80),
         _percent(score.answered),
-        "" if score.mae_answered is None else format_number(score.mae_answered),
-        _optional(row.predict_us),
-        _optional(row.update_us),
+        format_number(score.mae_answered),
+        format_number(row.predict_us),
+        format_number(row.update_us),
     )
 
 
@@ -160,16 +157,12 @@ def _reuse_cells(row: ReuseRow) -> Sequence[str]:
         f"{score.calibration_error:.3f}",
         _percent(score.accuracy),
         _percent(score.accuracy_of_never),
-        _optional(row.predict_us),
-        _optional(row.predict_mean_us),
-        _optional(row.update_us),
-        _optional(row.update_mean_us),
+        format_number(row.predict_us),
+        format_number(row.predict_mean_us),
+        format_number(row.update_us),
+        format_number(row.update_mean_us),
     )
 
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f} %"
-
-
-def _optional(value: float | None) -> str:
-    return "" if value is None else format_number(value)

@@ -1,4 +1,4 @@
-"""Scores of predictions: of lengths, and of whether and when something is used again."""
+"""Scores predictions of lengths, and of whether and when a block is used again."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ NUM_BINS = 10
 
 @dataclass(frozen=True, slots=True)
 class LengthScore:
-    """`mae` and `within_10_percent` over all; `*_answered` over those where the predictor did not abstain.
+    """`mae` and `within_10_percent` are over all requests, `*_answered` over those predicted.
 
-    `rank_correlation` is Spearman's, 0 for a constant; `coverage` the share of actual lengths at or below
-    each quantile (level -> share); `inside_80` the share from the 10 % to the 90 % quantile, both included.
+    A predictor may abstain; then its request is not answered. `rank_correlation` is Spearman's, 0 for a
+    constant. `coverage` maps each quantile level to the share of actual lengths at or below that quantile.
+    `inside_80` is the share from the 10 % to the 90 % quantile, both included.
     """
 
     num_samples: int
@@ -36,14 +37,17 @@ def score_lengths(
     answered: Sequence[bool],
     quantiles: Sequence[dict[float, float]],
 ) -> LengthScore:
-    """All in the same order, in tokens; raises `ValueError` for nothing to score."""
+    """Scores lengths in tokens, all arguments in the same order.
+
+    Raises `ValueError` if there is nothing to score.
+    """
     if not len(actual):
         raise ValueError("nothing to score")
     guess, truth = np.asarray(predicted, np.float64), np.asarray(actual, np.float64)
     error = np.abs(guess - truth)
     sure = np.asarray(answered, bool)
     levels = sorted(quantiles[0]) if all(quantiles) else []
-    values = {level: np.asarray([one[level] for one in quantiles]) for level in levels}
+    values = {level: np.asarray([by_level[level] for by_level in quantiles]) for level in levels}
     inside = (values[0.1] <= truth) & (truth <= values[0.9]) if {0.1, 0.9} <= set(levels) else None
     return LengthScore(
         num_samples=len(truth),
@@ -59,7 +63,7 @@ def score_lengths(
 
 @dataclass(frozen=True, slots=True)
 class CalibrationBin:
-    """Predictions of one tenth of the cases, and how often it came true."""
+    """One tenth of the predictions: their mean, and the share that came true."""
 
     num_samples: int
     predicted: float
@@ -68,10 +72,13 @@ class CalibrationBin:
 
 @dataclass(frozen=True, slots=True)
 class ReuseScore:
-    """`base_rate`: share that is used again; `brier_of_base_rate`: of saying just that share every time,
-    which nobody can know beforehand; `skill`: by how much of it the Brier score is less;
-    `calibration_error`: mean distance of predicted and happened over the tenths; `accuracy_of_never`: of
-    always saying no."""
+    """How well probabilities of reuse fit the outcomes.
+
+    `base_rate` is the share of blocks that are used again. `brier_of_base_rate` is the Brier score of always
+    predicting that share, which no predictor can know beforehand; `skill` is how much lower the Brier score
+    is, as a share of it. `calibration_error` is the mean distance of prediction and outcome over the tenths.
+    `accuracy_of_never` is that of always predicting no reuse.
+    """
 
     num_samples: int
     base_rate: float
@@ -86,7 +93,7 @@ class ReuseScore:
 
 
 def score_reuse(predicted: Sequence[float], happened: Sequence[bool]) -> ReuseScore:
-    """Probabilities against outcomes; raises `ValueError` for nothing to score."""
+    """Scores probabilities against outcomes; raises `ValueError` if there is nothing to score."""
     if not len(happened):
         raise ValueError("nothing to score")
     guess, truth = np.asarray(predicted, np.float64), np.asarray(happened, np.float64)
@@ -108,15 +115,18 @@ def score_reuse(predicted: Sequence[float], happened: Sequence[bool]) -> ReuseSc
 
 
 def calibration(guess: Floats, truth: Floats) -> list[CalibrationBin]:
-    """Ten bins with about as many cases each, from the smallest predictions to the largest."""
+    """Splits into ten bins of about equal size, from the smallest predictions to the largest."""
     order = np.argsort(guess, kind="stable")
     parts = [part for part in np.array_split(order, NUM_BINS) if len(part)]
     return [CalibrationBin(len(p), float(guess[p].mean()), float(truth[p].mean())) for p in parts]
 
 
 def auc(guess: Floats, truth: NDArray[np.bool_]) -> float:
-    """Area under the ROC curve: how often a case that came true has the higher prediction, ties as half (Mann
-    and Whitney's statistic). 0.5 where all came true or none."""
+    """Area under the ROC curve (Mann and Whitney's statistic).
+
+    It is how often a case that came true has the higher prediction; ties count half. Returns 0.5 if all or
+    none came true.
+    """
     num_true = int(truth.sum())
     num_false = len(truth) - num_true
     if not num_true or not num_false:
@@ -126,14 +136,14 @@ def auc(guess: Floats, truth: NDArray[np.bool_]) -> float:
 
 
 def spearman(first: Floats, second: Floats) -> float:
-    """Correlation of the ranks, ties sharing their mean rank; 0 where either is constant."""
-    one, other = ranks(first), ranks(second)
-    deviation = float(one.std() * other.std())
-    return float(((one - one.mean()) * (other - other.mean())).mean()) / deviation if deviation else 0.0
+    """Correlation of the ranks, ties sharing their mean rank; 0 if either input is constant."""
+    x, y = ranks(first), ranks(second)
+    deviation = float(x.std() * y.std())
+    return float(((x - x.mean()) * (y - y.mean())).mean()) / deviation if deviation else 0.0
 
 
 def ranks(values: Floats) -> Floats:
-    """Ranks from 1; equal values get the mean of their places."""
+    """Ranks from 1; equal values get the mean of their ranks."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     mean_rank: Floats = last - (counts - 1) / 2

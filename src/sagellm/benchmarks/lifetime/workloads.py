@@ -1,4 +1,7 @@
-"""The workloads by name, each split into parts for training, validation and test."""
+"""The workloads by name, each split into parts for training, validation and test.
+
+A sample is a request whose output length is known. Reuse workloads are traces with block ids.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +31,7 @@ TRAIN, VALIDATION = 0.6, 0.2
 
 @dataclass(frozen=True, slots=True)
 class LengthSample:
-    """One request. `tokens` is the prompt, or nothing where a trace has no text; times in seconds."""
+    """One request. `tokens` is the prompt, empty if a trace has no text; times are in seconds."""
 
     name: str
     time_s: float
@@ -45,8 +47,9 @@ class LengthSample:
 class LengthWorkload:
     """Samples in the order of the parts, and of time within a part.
 
-    `learns_in_test`: outcomes of the tested part are told as requests end, as in service (split by time or by
-    session). Where a split keeps prompts apart and one prompt has many answers, they are not told.
+    With `learns_in_test`, predictors learn outcomes of the tested part when requests end, as in service
+    (split by time or by session). It is off where the split keeps prompts apart and one prompt has many
+    answers.
     """
 
     name: str
@@ -59,7 +62,7 @@ class LengthWorkload:
 
 
 def split_by_time(samples: Iterable[LengthSample]) -> tuple[LengthSample, ...]:
-    """The first 60 % of the requests are for training, the next 20 % for validation, the last for test."""
+    """Assigns the first 60 % of the requests to training, the next 20 % to validation, the rest to test."""
     ordered = sorted(samples, key=lambda sample: sample.time_s)
     return tuple(
         replace(sample, part=part_at((place + 0.5) / len(ordered))) for place, sample in enumerate(ordered)
@@ -67,39 +70,40 @@ def split_by_time(samples: Iterable[LengthSample]) -> tuple[LengthSample, ...]:
 
 
 def split_by_hash(samples: Iterable[tuple[str, LengthSample]]) -> tuple[LengthSample, ...]:
-    """Samples of one key (a session, a prompt) share a part; within a part they stay in order of time."""
+    """Assigns all samples of one key (a session, a prompt) to one part, in order of time within it."""
     parts = [replace(sample, part=part_of(key)) for key, sample in samples]
     return tuple(sorted(parts, key=lambda sample: (PARTS.index(sample.part), sample.time_s)))
 
 
 def part_of(key: str) -> Part:
-    """The part of everything with that key: 60, 20 and 20 % of all keys."""
+    """Returns the part of all samples with that key: 60, 20 and 20 % of all keys."""
     digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
     return part_at(int.from_bytes(digest, "big") / 2**32)
 
 
 def part_at(place: float) -> Part:
-    """The part at a place from 0 to 1."""
+    """Returns the part at a place from 0 to 1."""
     return "train" if place < TRAIN else "validation" if place < TRAIN + VALIDATION else "test"
 
 
 MIN_SHARED_BLOCKS = 2
-"""The first block may be a system prompt that all have."""
+"""A shared first block may be just a common system prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
-    """Of a request: its session, and which turn of it this is, from 1 on."""
+    """The session of a request, and its turn in it, from 1 on."""
 
     session_id: str
     turn: int
 
 
 def infer_sessions(requests: Sequence[TraceRequest]) -> list[SessionTurn]:
-    """The next turn of a session is a prompt that continues the whole prompt of an earlier request.
+    """Infers sessions from block ids.
 
-    The whole, but for its last block, which may have been partial. Several prompts may continue one: each is
-    the next turn then.
+    A prompt that continues the whole prompt of an earlier request is the next turn of its session. The
+    earlier prompt's last block does not count, since it may be partial. If several prompts continue the same
+    request, each of them is its next turn.
     """
     last_user: dict[tuple[object, int], int] = {}
     places: list[SessionTurn] = []
@@ -117,7 +121,7 @@ def infer_sessions(requests: Sequence[TraceRequest]) -> list[SessionTurn]:
 def _parent(
     request: TraceRequest, requests: Sequence[TraceRequest], last_user: dict[tuple[object, int], int]
 ) -> int | None:
-    """The earlier request that used the deepest block of this one, if this one continues it."""
+    """Returns the earlier request that used the deepest block of this one, if this one continues it."""
     ids = request.ids.tolist()
     for depth in range(len(ids), MIN_SHARED_BLOCKS - 1, -1):
         number = last_user.get((request.namespace, ids[depth - 1]))
@@ -126,25 +130,31 @@ def _parent(
     return None
 
 
+# The tools are part of a checkout and of no wheel.
 TOOLS = Path(sagellm.__file__).resolve().parents[2] / "tools"
 COUNTS = {"train": 16_000, "validation": 1000, "test": 1000}
 TURNS, SHARES = (1, 2, 3), (6, 2, 2)
 MAX_TOKENS = 512
-"""Of a prompt, its end: nothing looks further back."""
+"""Only the last tokens of a prompt are kept: predictors look at no others."""
 
 
 def demo_tasks(seed: int = 0, tools: Path = TOOLS) -> LengthWorkload:
-    """Conversations of one to three turns whose last answer is to be predicted, its end token included.
+    """Conversations of one to three turns whose last answer is predicted, its end token included.
 
-    The parts are those of the demo model's data: nothing asked in one occurs in another.
+    `tools/demo_data.py` makes the tasks; prompts and answers are in tokens of the demo model's tokenizer. The
+    parts are those of the demo model's data: no question occurs in two of them.
     """
     samples = tuple(_samples(seed, tools))
     return LengthWorkload("demo_tasks", "by content", samples, learns_in_test=False)
 
 
 def _samples(seed: int, tools: Path) -> Iterator[LengthSample]:
-    data, text = _generator(tools)
-    tokenizer = _tokenizer()
+    data, text = _import_generator(tools)
+    try:
+        from sagellm.engines.native.tokenizer import Tokenizer
+    except ImportError as error:
+        raise MissingExtraError("the demo model's tokenizer", "native") from error
+    tokenizer = Tokenizer.from_folder(DEMO_MODEL)
     for part in PARTS:
         chance = random.Random(f"{part}:{seed}")
         for number in range(COUNTS[part]):
@@ -161,37 +171,26 @@ def _samples(seed: int, tools: Path) -> Iterator[LengthSample]:
             )
 
 
-def _generator(tools: Path) -> tuple[Any, Any]:
+def _import_generator(tools: Path) -> tuple[Any, Any]:
     if not (tools / "demo_data.py").is_file():
         raise ConfigError("the workload demo_tasks needs a checkout of sageLLM, whose tools make the tasks")
-    with _importable(tools):
+    sys.path.insert(0, str(tools))
+    try:
         return importlib.import_module("demo_data"), importlib.import_module("demo_text")
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    sys.path.insert(0, str(folder))
-    try:
-        yield
     finally:
-        sys.path.remove(str(folder))
-
-
-def _tokenizer() -> Any:
-    try:
-        from sagellm.engines.native.tokenizer import Tokenizer
-    except ImportError as error:
-        raise MissingExtraError("the demo model's tokenizer", "native") from error
-    return Tokenizer.from_folder(DEMO_MODEL)
+        sys.path.remove(str(tools))
 
 
 Loader = Callable[[Path | None], LengthWorkload]
 TOKENS_PER_WORD = 1.3
-"""About what English words come to; the answers of that collection are words, not tokens."""
+"""An estimate for English; the lengths in AlpacaEval are words, not tokens."""
 
 
 def find_trace(folder: Path | None, stem: str) -> Path:
-    """The file of the folder whose name begins so; raises `ConfigError` naming what was looked for."""
+    """Returns the file of the folder whose name starts with `stem`.
+
+    Raises `ConfigError` naming the missing file.
+    """
     if folder is None:
         raise ConfigError(f"this workload needs --traces FOLDER, a folder with {stem}*")
     found = sorted(folder.glob(f"{stem}*"))
@@ -206,15 +205,17 @@ def load_azure(folder: Path | None, kind: str) -> LengthWorkload:
 
 
 def load_mooncake(folder: Path | None, kind: str) -> LengthWorkload:
-    """Sessions are inferred from the block ids."""
+    """Infers sessions from the block ids."""
     trace = read_trace(find_trace(folder, f"mooncake_{kind}"), "mooncake")
     samples = _plain(trace.requests, infer_sessions(trace.requests))
     return LengthWorkload(f"mooncake_{kind}", "by time", split_by_time(samples))
 
 
 def load_coding_agents(folder: Path | None) -> LengthWorkload:
-    """A session's sub-agents count as one more session of their own. The category is model and kind of
-    input."""
+    """Counts a session's sub-agents as one more session.
+
+    The category is the model and the kind of input.
+    """
     trace = read_trace(find_trace(folder, "cc_agentic_sessions"), "coding_agents", every=1024)
     keyed = []
     for number, request in enumerate(trace.requests):
@@ -232,7 +233,7 @@ def load_coding_agents(folder: Path | None) -> LengthWorkload:
 
 
 def load_lmcache(folder: Path | None, agent: str) -> LengthWorkload:
-    """A token is 4 bytes of text, as the reader of that format says."""
+    """A token is 4 bytes of text, as in the reader of that format."""
     trace = read_trace(find_trace(folder, f"lmcache_{agent}"), "lmcache_agents")
     keyed = [
         (
@@ -245,8 +246,10 @@ def load_lmcache(folder: Path | None, agent: str) -> LengthWorkload:
 
 
 def load_alpaca_eval(folder: Path | None) -> LengthWorkload:
-    """Many models' answers to one prompt: the category is the model, a prompt is in one part alone. Lengths
-    are words x 1.3; the tokens of a prompt are hashes of its words."""
+    """Answers of many models to each prompt: the category is the model, a prompt is in one part only.
+
+    Lengths are words x 1.3; the tokens of a prompt are hashes of its words.
+    """
     keyed = []
     for number, (model, prompt, answer) in enumerate(_answers(find_trace(folder, "alpaca_eval_outputs"))):
         words = prompt.split()
@@ -311,7 +314,7 @@ LENGTH_WORKLOADS: Mapping[str, Loader] = {
 
 @dataclass(frozen=True, slots=True)
 class ReuseTrace:
-    """Block uses to learn from: the trace, and which turn of its session each request is."""
+    """A trace of block uses, and which turn of its session each request is."""
 
     name: str
     trace: Trace
@@ -319,7 +322,7 @@ class ReuseTrace:
 
 
 def load_reuse(name: str, folder: Path | None) -> ReuseTrace:
-    """Raises `UnknownNameError` with the names for one that is none of `REUSE_WORKLOADS`."""
+    """Raises `UnknownNameError` with the known names if `name` is not in `REUSE_WORKLOADS`."""
     if name not in REUSE_WORKLOADS:
         raise UnknownNameError(f"unknown reuse workload {name!r}.{nearest(name, REUSE_WORKLOADS)}")
     stem, format_ = REUSE_WORKLOADS[name]
@@ -350,7 +353,7 @@ REUSE_WORKLOADS: Mapping[str, tuple[str, str]] = {
 
 
 def load_lengths(name: str, folder: Path | None) -> LengthWorkload:
-    """Raises `UnknownNameError` with the names for one that is none of `LENGTH_WORKLOADS`."""
+    """Raises `UnknownNameError` with the known names if `name` is not in `LENGTH_WORKLOADS`."""
     if name not in LENGTH_WORKLOADS:
         raise UnknownNameError(f"unknown workload {name!r}.{nearest(name, LENGTH_WORKLOADS)}")
     return LENGTH_WORKLOADS[name](folder)

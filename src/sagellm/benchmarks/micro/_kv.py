@@ -1,4 +1,4 @@
-"""Prompts, and what a manager does with a pool and an index, for those who measure it."""
+"""Prompts, and a pool with a prefix index, for the micro benchmarks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ HOLDER = "prefix index"
 OWNER = "benchmark"
 FIRST_TOKEN, VOCAB_SIZE = 3, 32_000
 NEIGHBOURS, NEIGHBOUR_BLOCKS = 8, 4
+PROMPT_TOKENS = 512
+PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
 
 
 class Prompts:
@@ -27,7 +29,7 @@ class Prompts:
         self._random = np.random.default_rng(seed)
 
     def draw(self, num_tokens: int) -> Tokens:
-        """A prompt whose bytes are made, as its look-up leaves it."""
+        """Returns a prompt whose bytes are cached, as a look-up leaves it."""
         ids = self._random.integers(FIRST_TOKEN, VOCAB_SIZE, num_tokens, dtype=np.int32)
         tokens = Tokens.frombytes(ids.tobytes())
         tokens.tobytes()
@@ -36,14 +38,14 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class PoolAndIndex:
-    """A pool, and the index that holds blocks of it."""
+    """A pool, and the prefix index that holds blocks of it."""
 
     pool: KVPool
     index: PrefixReuseIndex
     room: Room
 
     def evict(self, num_blocks: int) -> None:
-        """The index gives up that many blocks, which are free again."""
+        """Evicts that many blocks from the index; they are free afterwards."""
         evicted = self.index.evict(num_blocks)
         if evicted is None:
             raise CapacityError(f"{num_blocks} blocks to evict, {self.index.num_evictable} evictable")
@@ -56,30 +58,38 @@ class PoolAndIndex:
         return allocation
 
     def exchange(self, num_blocks: int) -> Allocation:
-        """Allocate from a full pool, making room as the manager does."""
+        """Allocates from a full pool; evicts as the manager does."""
         self.room.make(num_blocks, NO_ACCOUNT)
         return self.allocate(num_blocks)
 
     def take(self, num_blocks: int) -> Allocation:
-        """Allocate, after evicting what is missing."""
+        """Allocates, after evicting what is missing."""
         short = num_blocks - self.pool.num_free
         if short > 0:
             self.evict(short)
         return self.allocate(num_blocks)
 
     def store(self, tokens: Tokens) -> Allocation:
-        """Take blocks for all of a prompt and hand them to the index; the allocation has none left."""
+        """Allocates the blocks of a prompt and hands them to the index; the allocation keeps none."""
         allocation = self.take(len(tokens) // BLOCK_SIZE)
         result = self.index.insert(tokens, allocation.block_ids)
         self.pool.hand_over(allocation, result.num_existing, len(allocation.block_ids), HOLDER)
         return allocation
 
     def cache(self, tokens: Tokens) -> None:
-        """Store a prompt that nobody uses any more."""
+        """Stores a prompt that no request uses."""
         self.pool.free(self.store(tokens))
 
+    def fill(self, prompts: Prompts) -> list[Tokens]:
+        """Caches prompts of `PROMPT_TOKENS` while they fit without eviction; returns them in order."""
+        cached = []
+        while self.pool.num_free >= PROMPT_BLOCKS:
+            cached.append(prompts.draw(PROMPT_TOKENS))
+            self.cache(cached[-1])
+        return cached
+
     def cache_in_steps(self, tokens: Tokens, step: int) -> None:
-        """Cache a prompt as a conversation does, longer by `step` tokens each time."""
+        """Caches a prompt as a conversation does, longer by `step` tokens each time."""
         allocation = self.take(len(tokens) // BLOCK_SIZE)
         for end in [*range(step, len(tokens), step), len(tokens)]:
             self.index.insert(Tokens(tokens.slice(0, end)), allocation.block_ids[: end // BLOCK_SIZE])
@@ -90,21 +100,24 @@ class PoolAndIndex:
 def pool_and_index(
     plan: MicroBenchPlan, num_blocks: int, *, index: str = "radix", pool: str = "free_list"
 ) -> PoolAndIndex:
-    """An empty pool and an empty index with the plan's policy."""
+    """Returns an empty pool and an empty index with the plan's policy."""
     policy = registry("policy").create(plan.policy)
     made_pool = registry("pool").create(pool, total_blocks=num_blocks, block_size=BLOCK_SIZE)
     made_index = registry("index").create(index, block_size=BLOCK_SIZE, policy=policy)
     return PoolAndIndex(made_pool, made_index, Room(made_index, made_pool, None))
 
 
-def cached_prompt(setting: MicroBenchCell, *, step: int | None = None) -> tuple[PrefixReuseIndex, Tokens]:
-    """An index that holds one prompt, cached in one go or `step` tokens at a time, and eight short ones
-    beside it, so that the root has several children."""
-    prompts = Prompts(setting.plan.seed)
-    num_blocks = setting.num_blocks + NEIGHBOURS * NEIGHBOUR_BLOCKS
-    kv = pool_and_index(setting.plan, num_blocks, index=setting.variant)
-    tokens = prompts.draw(setting.size)
-    kv.cache_in_steps(tokens, step or setting.size)
+def cached_prompt(cell: MicroBenchCell, *, step: int | None = None) -> tuple[PrefixReuseIndex, Tokens]:
+    """Returns an index that holds one prompt, and the prompt.
+
+    The prompt is cached at once, or `step` tokens at a time. Eight short prompts beside it give the root
+    several children.
+    """
+    prompts = Prompts(cell.plan.seed)
+    num_blocks = cell.num_blocks + NEIGHBOURS * NEIGHBOUR_BLOCKS
+    kv = pool_and_index(cell.plan, num_blocks, index=cell.variant)
+    tokens = prompts.draw(cell.size)
+    kv.cache_in_steps(tokens, step or cell.size)
     for _ in range(NEIGHBOURS):
         kv.cache(prompts.draw(NEIGHBOUR_BLOCKS * BLOCK_SIZE))
     return kv.index, tokens

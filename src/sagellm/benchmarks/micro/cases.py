@@ -1,4 +1,7 @@
-"""What a micro benchmark is made of: operations, their timing, recipes and rows."""
+"""What a micro benchmark is made of: operations, their timing, recipes and rows.
+
+Times are of the thread's CPU, which other processes hardly affect, with the wall time beside.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from sagellm.core.errors import ConfigError
 
 SHORT_US = 5.0
 CALLS_OF_SHORT = 100
-_MAYBE_SHORT_US = 4 * SHORT_US  # alone, between setups, a short call takes longer
+_MAYBE_SHORT_US = 4 * SHORT_US  # a short call takes longer if it is timed alone between setups
 _WARM_UP = 2
 
 
@@ -30,8 +33,7 @@ def _ignore(context: Any, result: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`run(context)` is timed; `setup() -> context` before it and `teardown(context, result)` after it are
-    not."""
+    """`run(context)` is timed; `setup() -> context` and `teardown(context, result)` are not."""
 
     run: Callable[[Any], Any]
     setup: Callable[[], Any] = _nothing
@@ -44,7 +46,7 @@ Prepare = Callable[[int], Operation]
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """µs per call over the samples: median, 99th percentile, least, first to third quartile (`iqr`)."""
+    """µs per call over the samples: median, 99th percentile, minimum, interquartile range."""
 
     median: float
     p99: float
@@ -63,8 +65,8 @@ class Spread:
 class Timing:
     """`samples` samples, each the mean of `calls_per_sample` calls in a row.
 
-    `single` is the median CPU time in µs of one call at a time, each after its own setup: what a caller meets
-    whose caches hold something else, and how the peers' harness measures.
+    `single` is the median CPU time in µs of one call after its own setup: what a caller pays whose caches
+    hold other data, and how the peers' harness measures.
     """
 
     samples: int
@@ -77,10 +79,10 @@ class Timing:
 class Stopwatch:
     """Times operations; `cpu_ns` and `wall_ns` are its two clocks, in nanoseconds.
 
-    What reading them and entering the loop costs is measured beside every sample, since the speed of a
-    machine changes, and its median is taken off; the call of the operation itself is not. Operations shorter
-    than `SHORT_US` are timed `CALLS_OF_SHORT` at once, since one alone would be lost in the resolution of the
-    clocks; but not those that so many contexts make longer.
+    The cost of reading the clocks and entering the loop is measured beside every sample, since the speed of a
+    machine changes, and its median is subtracted; the call of the operation itself is not. Operations shorter
+    than `SHORT_US` are timed `CALLS_OF_SHORT` at once, since one call alone would be below the resolution of
+    the clocks, unless so many contexts make them slower.
     """
 
     def __init__(
@@ -96,7 +98,10 @@ class Stopwatch:
         self._wall_ns = wall_ns
 
     def time(self, prepare: Prepare, *, in_a_row: bool = False) -> Timing:
-        """The operation's times over `repeats` samples; `in_a_row`: always many calls to a sample."""
+        """Times an operation over `repeats` samples.
+
+        `in_a_row`: always time many calls per sample.
+        """
         if in_a_row:
             cpu, wall = self._spreads(prepare, CALLS_OF_SHORT)
             return Timing(self.repeats, CALLS_OF_SHORT, cpu, wall, cpu.median)
@@ -109,7 +114,7 @@ class Stopwatch:
         return Timing(self.repeats, 1, single_cpu, single_wall, single)
 
     def _spreads(self, prepare: Prepare, calls: int) -> tuple[Spread, Spread]:
-        """CPU and wall time per call; what is alive by then is no work for the garbage collector."""
+        """CPU and wall time per call; objects that are alive before are hidden from the garbage collector."""
         operation = prepare(calls)
         for _ in range(_WARM_UP):
             self._sample(operation, calls)
@@ -119,7 +124,7 @@ class Stopwatch:
         return cpu, wall
 
     def _sample(self, operation: Operation, calls: int) -> list[tuple[int, int]]:
-        """By clock: ns of `calls` calls in a row, and of none."""
+        """Returns, by clock, the ns of `calls` calls in a row and of none."""
         contexts = [operation.setup() for _ in range(calls)]
         none = self._read(operation, [])
         return list(zip(self._read(operation, contexts), none, strict=True))
@@ -166,9 +171,10 @@ BYTES_PER_BLOCK = "bytes/block"
 class MicroBenchPlan:
     """What to run: the implementations under test, sizes, and samples per row.
 
-    `sizes` are prompts in tokens, `allocations` requests in blocks, and `evictions` those made of a pool of
-    `large_pool` blocks. `memory_blocks` are cached to weigh the metadata. `running` and `new` are requests.
-    `rows` are tokens that kernels compute at a time, in so many `layers`; `lengths` are contexts in tokens.
+    `sizes` are prompts in tokens, `allocations` requests in blocks, and `evictions` blocks evicted from a
+    pool of `large_pool` blocks. `memory_blocks` are cached to weigh the metadata. `running` and `new` are
+    numbers of requests. `rows` are tokens that kernels compute at a time, in `layers` layers; `lengths` are
+    contexts in tokens.
     """
 
     variants: tuple[str, ...]
@@ -198,7 +204,7 @@ class MicroBenchPlan:
             raise ConfigError(f"prompt sizes must be multiples of {2 * BLOCK_SIZE} tokens, got {odd[0]}")
 
     def quick(self) -> MicroBenchPlan:
-        """Small sizes and few samples: does everything work, and about how long does it take?"""
+        """Returns small sizes and few samples, to see whether everything works."""
         return dataclasses.replace(
             self,
             sizes=(512, 1024, 4096),
@@ -229,10 +235,10 @@ class MicroBenchCell:
 
 @dataclass(frozen=True, slots=True)
 class MicroBenchRow:
-    """One figure: the median CPU time in µs, with its `timing`, or bytes of memory per block.
+    """One figure: the median CPU time in µs with its `timing`, or bytes of memory per block.
 
-    `size` is in tokens in sections a to c and in blocks in d and f. `turn` counts the times that the section
-    was run, from 0, where it alternates with peers.
+    `size` is in tokens in sections a to c and in blocks in d and f. `turn` counts the runs of the section,
+    from 0, when it alternates with peers.
     """
 
     section: str
@@ -251,8 +257,11 @@ Build: TypeAlias = Callable[[MicroBenchCell, int], Operation]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A case at several sizes. `in_a_row`: what a call costs depends on the calls before it, so that only the
-    mean over many in a row says anything."""
+    """A case at several sizes.
+
+    `in_a_row`: the cost of a call depends on the calls before it, so only the mean over many in a row is
+    meaningful.
+    """
 
     case: str
     build: Build
@@ -265,7 +274,7 @@ Section: TypeAlias = Callable[[MicroBenchPlan, Stopwatch], Iterator[MicroBenchRo
 
 
 class NamedImplementations(Protocol):
-    """Implementations by name; `get` raises the error of one that there is not."""
+    """Implementations by name; `get` raises `UnknownNameError` for an unknown name."""
 
     def names(self) -> Sequence[str]: ...
 
@@ -274,9 +283,9 @@ class NamedImplementations(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MicroBenchmark:
-    """A benchmark and its sections by letter; the letters are those of the peers' harness.
+    """A benchmark and its sections by letter, which are those of the peers' harness.
 
-    `known`: where the names of the variants come from.
+    `known` holds the names of the variants.
     """
 
     name: str
@@ -284,7 +293,7 @@ class MicroBenchmark:
     sections: dict[str, Section]
 
     def check_sections(self, letters: str) -> None:
-        """Raise `ConfigError` for a section that is not there."""
+        """Raises `ConfigError` for an unknown section."""
         unknown = [letter for letter in letters if letter not in self.sections]
         if unknown or not letters:
             known = ", ".join(self.sections)
@@ -292,7 +301,7 @@ class MicroBenchmark:
 
 
 def timed(letter: str, *recipes: Recipe) -> Section:
-    """The section that times each recipe at all of its sizes, one implementation after the other."""
+    """Returns the section that times each recipe at all its sizes, one implementation after the other."""
 
     def section(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
         for variant in plan.variants:

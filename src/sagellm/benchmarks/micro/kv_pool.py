@@ -1,19 +1,19 @@
-"""`sagellm bench micro kv_pool`: allocate, grow and free, with and without a quota; evict and allocate.
+"""`sagellm bench micro kv_pool`: allocate, append and free, with and without a quota; evict and allocate.
 
-Its one section is d. The pool's lock and counters are on in every row: they have no switch.
+Its only section is d. The pool's lock and counters are on in every row: they have no switch.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
-from sagellm.benchmarks.micro._kv import OWNER, Prompts, pool_and_index
+from sagellm.benchmarks.micro._kv import OWNER, PROMPT_BLOCKS, Prompts, pool_and_index
 from sagellm.benchmarks.micro.cases import (
     BLOCK_SIZE,
     MicroBenchCell,
     MicroBenchmark,
-    MicroBenchPlan,
     Operation,
     Recipe,
     timed,
@@ -32,14 +32,12 @@ EVICT = "evict + allocate"
 EVICT_LARGE = "evict + allocate, large pool"
 WITH_QUOTA = ", with quota"
 
-_PROMPT_TOKENS = 512
-_PROMPT_BLOCKS = _PROMPT_TOKENS // BLOCK_SIZE
 _MORE_BLOCKS = 1024
 _PAYER = Account("tenant", "class")
 
 
-class _Till(NamedTuple):
-    """A pool, half of whose blocks are taken, and the account that pays."""
+class _HalfFullPool(NamedTuple):
+    """A half-full pool, and the account that pays."""
 
     pool: KVPool
     account: Account
@@ -51,76 +49,64 @@ class _Till(NamedTuple):
         return allocation
 
 
-def _half_full(setting: MicroBenchCell, calls: int, *, quota: bool) -> _Till:
-    total = 4 * setting.size * calls
+def _half_full(cell: MicroBenchCell, calls: int, *, quota: bool) -> _HalfFullPool:
+    total = 4 * cell.size * calls
+    share = Share(total // 2, total)  # quotas in both dimensions, with ceilings that are never reached
+    manager = QuotaManager(total, {_PAYER.tenant: share}, {_PAYER.service_class: share})
     pool = registry("pool").create(
-        setting.variant,
+        cell.variant,
         total_blocks=total,
         block_size=BLOCK_SIZE,
-        quota=_quota(total) if quota else None,
+        quota=manager if quota else None,
     )
-    till = _Till(pool, _PAYER if quota else NO_ACCOUNT)
-    till.allocate(total // 2)
-    return till
+    half_full = _HalfFullPool(pool, _PAYER if quota else NO_ACCOUNT)
+    half_full.allocate(total // 2)
+    return half_full
 
 
-def _quota(total_blocks: int) -> QuotaManager:
-    """Both dimensions in use, and a ceiling that is never met."""
-    share = Share(total_blocks // 2, total_blocks)
-    return QuotaManager(total_blocks, {_PAYER.tenant: share}, {_PAYER.service_class: share})
-
-
-def _allocate(setting: MicroBenchCell, calls: int, *, quota: bool) -> Operation:
-    (pool, account), size = _half_full(setting, calls, quota=quota), setting.size
+def _allocate(cell: MicroBenchCell, calls: int, *, quota: bool) -> Operation:
+    (pool, account), size = _half_full(cell, calls, quota=quota), cell.size
     return Operation(
         run=lambda _: pool.allocate(size, OWNER, account),
         teardown=lambda _, allocation: pool.free(allocation),
     )
 
 
-def _free(setting: MicroBenchCell, calls: int, *, quota: bool) -> Operation:
-    till = _half_full(setting, calls, quota=quota)
-    return Operation(run=till.pool.free, setup=lambda: till.allocate(setting.size))
+def _free(cell: MicroBenchCell, calls: int, *, quota: bool) -> Operation:
+    half_full = _half_full(cell, calls, quota=quota)
+    return Operation(run=half_full.pool.free, setup=lambda: half_full.allocate(cell.size))
 
 
-def _grow(setting: MicroBenchCell, calls: int, *, quota: bool) -> Operation:
-    """One more block for a sequence that has `size` of them, as decoding takes it at a block's border."""
-    till = _half_full(setting, calls, quota=quota)
-    pool, allocation = till.pool, till.allocate(setting.size)
+def _grow(cell: MicroBenchCell, calls: int, *, quota: bool) -> Operation:
+    """Appends one block for a sequence of `size` blocks, as decoding does at the end of a block."""
+    half_full = _half_full(cell, calls, quota=quota)
+    pool, allocation = half_full.pool, half_full.allocate(cell.size)
     return Operation(
         run=lambda _: pool.append_blocks(allocation, 1), teardown=lambda *_: pool.shrink(allocation, 1)
     )
 
 
-def _evict_and_allocate(setting: MicroBenchCell, calls: int) -> Operation:
-    return _taking(setting, 2 * setting.size * calls + _MORE_BLOCKS)
+def _evict_and_allocate(cell: MicroBenchCell, calls: int) -> Operation:
+    return _taking(cell, 2 * cell.size * calls + _MORE_BLOCKS)
 
 
-def _evict_and_allocate_in_large(setting: MicroBenchCell, calls: int) -> Operation:
-    return _taking(setting, max(setting.plan.large_pool, setting.size * calls))
+def _evict_and_allocate_in_large(cell: MicroBenchCell, calls: int) -> Operation:
+    return _taking(cell, max(cell.plan.large_pool, cell.size * calls))
 
 
-def _taking(setting: MicroBenchCell, num_blocks: int) -> Operation:
-    """Every sample starts with no more free blocks than a prompt has."""
-    prompts = Prompts(setting.plan.seed)
-    kv = pool_and_index(setting.plan, cdiv(num_blocks, _PROMPT_BLOCKS) * _PROMPT_BLOCKS, pool=setting.variant)
+def _taking(cell: MicroBenchCell, num_blocks: int) -> Operation:
+    """Each sample starts with fewer free blocks than a prompt has."""
+    prompts = Prompts(cell.plan.seed)
+    kv = pool_and_index(cell.plan, cdiv(num_blocks, PROMPT_BLOCKS) * PROMPT_BLOCKS, pool=cell.variant)
 
     def fill() -> int:
-        while kv.pool.num_free >= _PROMPT_BLOCKS:
-            kv.cache(prompts.draw(_PROMPT_TOKENS))
-        return setting.size
+        kv.fill(prompts)
+        return cell.size
 
     return Operation(run=kv.exchange, setup=fill, teardown=lambda _, allocation: kv.pool.free(allocation))
 
 
-def _allocations(plan: MicroBenchPlan) -> tuple[int, ...]:
-    return plan.allocations
-
-
-def _evictions(plan: MicroBenchPlan) -> tuple[int, ...]:
-    return plan.evictions
-
-
+_allocations, _evictions = attrgetter("allocations"), attrgetter("evictions")
 BENCHMARK = MicroBenchmark(
     "kv_pool",
     registry("pool"),

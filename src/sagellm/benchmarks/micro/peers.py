@@ -1,4 +1,13 @@
-"""Measures peers in their own environments and compares their rows with ours."""
+"""Measures peers in their own environments and compares their rows with ours.
+
+A script that knows the peer is called as `PYTHON SCRIPT NAME OUT.json --sections LETTERS [--quick]`. It
+writes `{"version": ..., "rows": [{"section", "case", "size", "p50", "cpu50"?, "impl"?}, ...]}`: times in µs
+of one call at a time (`cpu50` is the median CPU time of the thread), memory in bytes per block (`p50`).
+
+A row of a peer that does more at once is compared with the sum of ours: vLLM's and LMDeploy's look-ups also
+collect the blocks, SGLang's do not. A prompt that comes as a list becomes tokens and bytes with us. Sections
+and sizes are the harness's own; a case is found by its prefix, since some names end in numbers.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +29,10 @@ SCRIPT_VARIABLE = "SAGELLM_PEER_SCRIPT"
 ENVIRONMENTS: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("sglang", "f"): {"BENCH_IMPL": "Unified:rust"},
 }
-"""Variables for one section of one peer: trees that share a process would share its freed memory too."""
+"""Variables for one section of one peer: trees in one process would also share its freed memory."""
 
 MODEL = "tiny_llama"
-"""The model folder that the script looks for where it runs: a scheduler wants to know a model's sizes."""
+"""The model folder that the script expects in its working folder: a scheduler needs a model's sizes."""
 _MODEL_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -41,12 +50,12 @@ _SHOWN_LINES = 5
 
 
 class PeerError(SageError):
-    """A peer's measurement failed; the message ends with the last lines that it wrote."""
+    """A peer's measurement failed; the message ends with the last lines of its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroPeerRow:
-    """One row of a peer, its median in µs of CPU time or in bytes per block."""
+    """One row of a peer: its median in µs of CPU time or in bytes per block."""
 
     peer: str
     section: str
@@ -58,14 +67,14 @@ class MicroPeerRow:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine in an environment of its own, and the script that measures it there."""
+    """An engine in its own environment, and the script that measures it there."""
 
     name: str
     python: str
     script: Path
 
     def measure(self, section: str, *, quick: bool, turn: int = 0) -> list[MicroPeerRow]:
-        """The rows of one section; raises `PeerError` if there are none to be had."""
+        """Returns the rows of one section; raises `PeerError` if there are none."""
         with tempfile.TemporaryDirectory(prefix="sagellm-peer-") as folder:
             out = Path(folder, "out.json")
             _write_model(Path(folder, MODEL))
@@ -104,10 +113,10 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class MicroPeerComparison:
-    """One of our figures, the mean of the runs before and after the peer's, over the peer's.
+    """Our figure over the peer's; ours is the mean of the runs before and after the peer's.
 
-    Times are those of one call at a time, on both sides. `ours` names the rows that were added up; `drift` is
-    how far our two runs lie apart, as a share of their mean: a ratio closer to 1 than that says nothing.
+    Times are of one call at a time, on both sides. `ours` names the rows that were added up. `drift` is the
+    distance between our two runs as a share of their mean: a ratio closer to 1 than that says nothing.
     """
 
     section: str
@@ -123,7 +132,7 @@ class MicroPeerComparison:
 
 
 def parse_peers(given: Sequence[str], script: Path | None) -> list[Peer]:
-    """`NAME=PYTHON` for each peer; raises `ConfigError` for what could not be run, before anything is."""
+    """Parses `NAME=PYTHON` for each peer; raises `ConfigError` for a peer that cannot be run."""
     if not given:
         return []
     if script is None:
@@ -132,22 +141,27 @@ def parse_peers(given: Sequence[str], script: Path | None) -> list[Peer]:
         )
     if not script.is_file():
         raise ConfigError(f"there is no peer script {script}")
-    return [_parse_peer(one, script) for one in given]
+    return [_parse_peer(text, script) for text in given]
 
 
 def compare(rows: Iterable[MicroBenchRow], peer_rows: Iterable[MicroPeerRow]) -> list[MicroPeerComparison]:
-    """Every row of a peer beside each of our implementations that was measured at the same size."""
+    """Compares every row of a peer with each of our implementations measured at the same size."""
     ours = {(row.case, row.size, row.variant, row.turn): _as_harness(row) for row in rows}
     variants = list(dict.fromkeys(key[2] for key in ours))
-    return [one for row in peer_rows for variant in variants for one in _compare_row(ours, variant, row)]
+    return [
+        comparison
+        for row in peer_rows
+        for variant in variants
+        for comparison in _compare_row(ours, variant, row)
+    ]
 
 
 def _compare_row(
     ours: Mapping[tuple[str, int, str, int], float], variant: str, peer: MicroPeerRow
 ) -> Iterator[MicroPeerComparison]:
-    for one in comparables(peer.peer.partition(" ")[0], peer.section, peer.case):
+    for comparable in comparables(peer.peer.partition(" ")[0], peer.section, peer.case):
         turns = [
-            [ours.get((case, peer.size, variant, turn)) for case in one.ours]
+            [ours.get((case, peer.size, variant, turn)) for case in comparable.ours]
             for turn in (peer.turn, peer.turn + 1)
         ]
         sums = [sum(value for value in turn if value is not None) for turn in turns if None not in turn]
@@ -158,7 +172,7 @@ def _compare_row(
             section=peer.section,
             size=peer.size,
             variant=variant,
-            ours=one.ours,
+            ours=comparable.ours,
             value=round(mean, 3),
             drift=round((max(sums) - min(sums)) / mean, 3) if mean else 0.0,
             peer=peer.peer,
@@ -264,7 +278,9 @@ COMPARABLE = (
 
 
 def comparables(peer: str, section: str, case: str) -> Iterator[Comparable]:
-    """What the peer's row may be compared with."""
+    """Yields what the peer's row may be compared with."""
     return (
-        one for one in COMPARABLE if (one.peer, one.section) == (peer, section) and case.startswith(one.case)
+        comparable
+        for comparable in COMPARABLE
+        if (comparable.peer, comparable.section) == (peer, section) and case.startswith(comparable.case)
     )

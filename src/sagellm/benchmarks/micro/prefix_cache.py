@@ -1,7 +1,7 @@
-"""`sagellm bench micro prefix_cache`: look up, insert, evict; and what a cached block costs in memory.
+"""`sagellm bench micro prefix_cache`: look up, insert, evict; memory per cached block.
 
-Sections: a, full hits and what stands before and after them; b, misses and half hits; c, a new prompt enters;
-f, metadata per cached block.
+Sections: a, full hits and the work before and after them; b, misses and half hits; c, a new prompt enters; f,
+metadata per cached block.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ _EDGE_TOKENS = 256
 _PROMPTS_IN_FULL_POOL = 4
 
 
-def _full_hit(setting: MicroBenchCell, calls: int) -> Operation:
-    index, tokens = cached_prompt(setting)
-    return _lookup(index, tokens, setting.size)
+def _full_hit(cell: MicroBenchCell, calls: int) -> Operation:
+    index, tokens = cached_prompt(cell)
+    return _lookup(index, tokens, cell.size)
 
 
-def _full_hit_of_path(setting: MicroBenchCell, calls: int) -> Operation:
-    index, tokens = cached_prompt(setting, step=_EDGE_TOKENS)
-    return _lookup(index, tokens, setting.size)
+def _full_hit_of_path(cell: MicroBenchCell, calls: int) -> Operation:
+    index, tokens = cached_prompt(cell, step=_EDGE_TOKENS)
+    return _lookup(index, tokens, cell.size)
 
 
-def _gather(setting: MicroBenchCell, calls: int) -> Operation:
-    index, tokens = cached_prompt(setting)
+def _gather(cell: MicroBenchCell, calls: int) -> Operation:
+    index, tokens = cached_prompt(cell)
     hit = index.lookup(tokens)
     return Operation(run=lambda _: index.block_ids(hit))
 
 
-def _to_bytes(setting: MicroBenchCell, calls: int) -> Operation:
-    """Every call meets tokens of its own that have grown by one since the last time."""
-    prompts = Prompts(setting.plan.seed)
-    ring = itertools.cycle([prompts.draw(setting.size) for _ in range(calls)])
+def _to_bytes(cell: MicroBenchCell, calls: int) -> Operation:
+    """Each call converts tokens that have grown by one since their last call."""
+    prompts = Prompts(cell.plan.seed)
+    ring = itertools.cycle([prompts.draw(cell.size) for _ in range(calls)])
 
     def grown() -> Tokens:
         tokens = next(ring)
@@ -61,69 +61,69 @@ def _to_bytes(setting: MicroBenchCell, calls: int) -> Operation:
     return Operation(run=Tokens.tobytes, setup=grown)
 
 
-def _from_list(setting: MicroBenchCell, calls: int) -> Operation:
-    ids = Prompts(setting.plan.seed).draw(setting.size).tolist()
+def _from_list(cell: MicroBenchCell, calls: int) -> Operation:
+    ids = Prompts(cell.plan.seed).draw(cell.size).tolist()
     return Operation(run=lambda _: Tokens(ids))
 
 
-def _miss(setting: MicroBenchCell, calls: int) -> Operation:
-    index, _ = cached_prompt(setting)
-    return _lookup(index, _unseen(setting), 0)
+def _miss(cell: MicroBenchCell, calls: int) -> Operation:
+    index, _ = cached_prompt(cell)
+    return _lookup(index, _unseen(cell), 0)
 
 
-def _half_hit(setting: MicroBenchCell, calls: int) -> Operation:
-    index, tokens = cached_prompt(setting)
-    return _lookup(index, _half_seen(setting, tokens), setting.size // 2)
+def _half_hit(cell: MicroBenchCell, calls: int) -> Operation:
+    index, tokens = cached_prompt(cell)
+    return _lookup(index, _half_seen(cell, tokens), cell.size // 2)
 
 
-def _gather_half(setting: MicroBenchCell, calls: int) -> Operation:
-    index, tokens = cached_prompt(setting)
-    hit = index.lookup(_half_seen(setting, tokens))
+def _gather_half(cell: MicroBenchCell, calls: int) -> Operation:
+    index, tokens = cached_prompt(cell)
+    hit = index.lookup(_half_seen(cell, tokens))
     return Operation(run=lambda _: index.block_ids(hit))
 
 
-def _insert(setting: MicroBenchCell, calls: int) -> Operation:
-    """A new prompt: allocate, insert, hand over. What a sample inserts is evicted after it."""
-    prompts = Prompts(setting.plan.seed)
-    kv = pool_and_index(setting.plan, 2 * calls * setting.num_blocks, index=setting.variant)
-    for _ in range(calls):  # so that from the first sample on the index is as full as later
-        kv.cache(prompts.draw(setting.size))
+def _insert(cell: MicroBenchCell, calls: int) -> Operation:
+    """A new prompt: allocate, insert, hand over. It is evicted after the sample."""
+    prompts = Prompts(cell.plan.seed)
+    kv = pool_and_index(cell.plan, 2 * calls * cell.num_blocks, index=cell.variant)
+    for _ in range(calls):  # the index is as full for the first sample as for later ones
+        kv.cache(prompts.draw(cell.size))
 
     def forget(tokens: Tokens, allocation: Allocation) -> None:
         kv.pool.free(allocation)
-        kv.evict(setting.num_blocks)
+        kv.evict(cell.num_blocks)
 
-    return Operation(run=kv.store, setup=lambda: prompts.draw(setting.size), teardown=forget)
+    return Operation(run=kv.store, setup=lambda: prompts.draw(cell.size), teardown=forget)
 
 
-def _insert_evicting(setting: MicroBenchCell, calls: int) -> Operation:
+def _insert_evicting(cell: MicroBenchCell, calls: int) -> Operation:
     """The same in a pool that is full of cached prompts of the same length."""
-    prompts = Prompts(setting.plan.seed)
-    kv = pool_and_index(setting.plan, _PROMPTS_IN_FULL_POOL * setting.num_blocks, index=setting.variant)
+    prompts = Prompts(cell.plan.seed)
+    kv = pool_and_index(cell.plan, _PROMPTS_IN_FULL_POOL * cell.num_blocks, index=cell.variant)
     for _ in range(_PROMPTS_IN_FULL_POOL):
-        kv.cache(prompts.draw(setting.size))
+        kv.cache(prompts.draw(cell.size))
     return Operation(
         run=kv.store,
-        setup=lambda: prompts.draw(setting.size),
+        setup=lambda: prompts.draw(cell.size),
         teardown=lambda tokens, allocation: kv.pool.free(allocation),
     )
 
 
 def _lookup(index: PrefixReuseIndex, tokens: Tokens, expected_tokens: int) -> Operation:
-    """Raises `BookkeepingError` where the index finds something else than what the row is called."""
+    """Raises `BookkeepingError` if the index finds something else than the row's name says."""
     found = index.lookup(tokens).num_tokens  # which also makes their bytes: a row of its own
     if found != expected_tokens:
         raise BookkeepingError(f"the look-up found {found} tokens where {expected_tokens} are resident")
     return Operation(run=lambda _: index.lookup(tokens))
 
 
-def _unseen(setting: MicroBenchCell) -> Tokens:
-    return Prompts(setting.plan.seed + 1).draw(setting.size)
+def _unseen(cell: MicroBenchCell) -> Tokens:
+    return Prompts(cell.plan.seed + 1).draw(cell.size)
 
 
-def _half_seen(setting: MicroBenchCell, tokens: Tokens) -> Tokens:
-    half = Tokens(tokens.slice(0, setting.size // 2))
-    half.extend(_unseen(setting).slice(setting.size // 2))
+def _half_seen(cell: MicroBenchCell, tokens: Tokens) -> Tokens:
+    half = Tokens(tokens.slice(0, cell.size // 2))
+    half.extend(_unseen(cell).slice(cell.size // 2))
     return half
 
 

@@ -1,4 +1,4 @@
-"""Run a micro benchmark, alone or in turns with peers; its report, as JSON and as tables."""
+"""Runs a micro benchmark, alone or in turns with peers; reports JSON and tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMPARISON_COLUMNS = ("", "our case", "of", "peer", "its case", "size", "ours", 
 
 @dataclass(slots=True)
 class MicroBenchReport:
-    """All that was measured so far."""
+    """All rows so far."""
 
     benchmark: str
     environment: Environment
@@ -37,7 +37,7 @@ class MicroBenchReport:
         return compare(self.rows, self.peer_rows)
 
     def as_json(self) -> dict[str, Any]:
-        """The report as JSON values; `FORMAT` says which form."""
+        """Returns the report as JSON values of form `FORMAT`."""
         return {
             "format": FORMAT,
             "benchmark": self.benchmark,
@@ -46,12 +46,12 @@ class MicroBenchReport:
             "plan": dataclasses.asdict(self.plan),
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "peer_rows": [dataclasses.asdict(row) for row in self.peer_rows],
-            "comparisons": [dataclasses.asdict(one) for one in self.comparisons()],
+            "comparisons": [dataclasses.asdict(comparison) for comparison in self.comparisons()],
         }
 
 
 def check_names(benchmark: MicroBenchmark, plan: MicroBenchPlan, sections: str) -> None:
-    """Raise the error of an unknown section, implementation or policy before anything is measured."""
+    """Raises the error of an unknown section, implementation or policy before measuring."""
     benchmark.check_sections(sections)
     registry("policy").get(plan.policy)
     for variant in plan.variants:
@@ -68,10 +68,10 @@ def run(
     stopwatch: Stopwatch | None = None,
     on_section: Callable[[str], None] = lambda what: None,
 ) -> None:
-    """Measure the sections into `report`: with peers, ours, a peer's, and ours again, section by section, so
-    that what else the machine does meets both.
+    """Measures the sections into `report`; rows before an error are kept.
 
-    What was measured before an error stays in the report. `on_section` hears what begins.
+    With peers, each section runs in turns: ours, a peer's, ours again, so that other load of the machine
+    affects both. `on_section` is called with the name of what begins.
     """
     plan = report.plan
     check_names(benchmark, plan, sections)
@@ -91,7 +91,7 @@ def run(
 
 
 def tables(report: MicroBenchReport) -> Iterator[Table]:
-    """Our rows (those of the first turn, where there were several), and the comparisons if there are any."""
+    """Returns our rows of the first turn, and the comparisons if there are any."""
     title = f"{report.benchmark}: median thread CPU time per call, block {BLOCK_SIZE}"
     rows = [_row(row) for row in report.rows if row.turn == 0]
     yield Table(title, ROW_COLUMNS, rows, num_names=4)
@@ -110,7 +110,22 @@ def _row(row: MicroBenchRow) -> list[str]:
     return [*names, *map(format_number, figures), row.unit, calls]
 
 
-def _comparison(one: MicroPeerComparison) -> list[str]:
-    names = [one.section, " + ".join(one.ours), one.variant, one.peer, one.case]
-    figures = [format_number(one.value), f"{one.drift:.0%}", format_number(one.peer_value)]
-    return [*names, f"{one.size:,}", *figures, "" if one.ratio is None else f"{one.ratio:.2f}"]
+def _comparison(comparison: MicroPeerComparison) -> list[str]:
+    names = [
+        comparison.section,
+        " + ".join(comparison.ours),
+        comparison.variant,
+        comparison.peer,
+        comparison.case,
+    ]
+    figures = [
+        format_number(comparison.value),
+        f"{comparison.drift:.0%}",
+        format_number(comparison.peer_value),
+    ]
+    return [
+        *names,
+        f"{comparison.size:,}",
+        *figures,
+        "" if comparison.ratio is None else f"{comparison.ratio:.2f}",
+    ]

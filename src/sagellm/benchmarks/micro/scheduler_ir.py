@@ -1,8 +1,8 @@
-"""`sagellm bench micro scheduler_ir`: what a decode step costs beside its execution, and a step that admits.
+"""`sagellm bench micro scheduler_ir`: what a step costs beside its execution.
 
-Section e, as the peers' harness has it: prompts of 512 tokens in lock step, all in decode; a step is plan and
-commit (the backend answers with tokens that were drawn before), so blocks are needed by all at once, every 16
-steps. Section n: many new requests at once.
+Section e, as in the peers' harness: prompts of 512 tokens in lock step, all in decode. A step is plan and
+commit, and the backend answers with tokens that were drawn before, so every 16 steps all requests need a
+block at once. Section n: many new requests at once.
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ class _Scripted:
 
 
 def _engine(plan: MicroBenchPlan, preset: str, num_requests: int) -> tuple[Engine, _Scripted]:
-    """An engine with so many requests waiting, whose blocks would last for all they may draw, and 1 in 16
-    more: a strategy that admits by predicted memory keeps some of it free.
+    """Returns an engine with that many waiting requests.
+
+    Its blocks suffice for all tokens of all requests, plus 1 in 16, since a strategy that admits by predicted
+    memory keeps some blocks free.
     """
     num_blocks = num_requests * ((PROMPT + LONGEST) // BLOCK_SIZE) * 17 // 16 + 64
     backend = _Scripted(num_blocks, num_requests)
@@ -136,7 +138,7 @@ def _time_steps(
 
 
 def _overhead_us() -> float:
-    """What reading the clocks costs."""
+    """Returns the cost of reading the clocks."""
     samples = []
     for _ in range(1000):
         start, _, _, end = time.thread_time_ns(), time.perf_counter_ns(), time.perf_counter_ns(), 0
