@@ -11,8 +11,9 @@ from functools import cache
 import pytest
 
 from sagellm.benchmarks.replay.optimum import optimum
-from sagellm.benchmarks.replay.replayer import infinite, replay
+from sagellm.benchmarks.replay.replayer import replay
 from sagellm.benchmarks.traces import TraceRequest
+from sagellm.benchmarks.traces.record import infinite_cache_hits
 from sagellm.core.clock import ManualClock
 from sagellm.core.registry import registry
 from sagellm.core.types import Namespace, Tokens
@@ -90,7 +91,7 @@ def test_no_policy_exceeds_the_optimum_nor_the_optimum_a_cache_that_never_evicts
     chance = random.Random(capacity)
     for _ in range(50):
         trace = requests(random_paths(chance))
-        best, bound = optimum(trace, capacity), infinite(trace, capacity)
+        best, bound = optimum(trace, capacity), infinite_cache_hits(trace, capacity)
         assert sum(lru(trace, capacity)) <= sum(best)
         assert all(hit <= most for hit, most in zip(best, bound, strict=True))
 
@@ -98,10 +99,10 @@ def test_no_policy_exceeds_the_optimum_nor_the_optimum_a_cache_that_never_evicts
 def test_namespaces_share_nothing() -> None:
     trace = requests([[1, 2], [1, 2], [1, 2]], ["a", "b", "a"])
     assert optimum(trace, 10) == [0, 0, 2]
-    assert list(infinite(trace)) == [0, 0, 2]
+    assert list(infinite_cache_hits(trace)) == [0, 0, 2]
     assert list(lru(trace, 10)) == [0, 0, 2]
 
 
 def test_a_request_longer_than_the_capacity_is_cut_to_it() -> None:
     trace = requests([[1, 2, 3, 4], [1, 2, 3, 4]])
-    assert optimum(trace, 3) == list(infinite(trace, 3)) == list(lru(trace, 3)) == [0, 3]
+    assert optimum(trace, 3) == list(infinite_cache_hits(trace, 3)) == list(lru(trace, 3)) == [0, 3]

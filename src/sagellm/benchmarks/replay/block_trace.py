@@ -1,4 +1,4 @@
-"""`BlockTrace`: a trace as replay needs it, every prompt a list of numbered blocks."""
+"""`BlockTrace`: a trace for replay, in which every prompt is a list of numbered blocks."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
-from sagellm.benchmarks.replay.replayer import infinite
 from sagellm.benchmarks.traces import Trace, TraceRequest, block_size
+from sagellm.benchmarks.traces.record import infinite_cache_hits
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import TOKEN_BYTES, Namespace, Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTrace:
-    """Requests whose ids are numbers of blocks of `block_tokens` tokens, equal where all up to the
-    block's end is equal.
+    """Requests whose ids are block numbers; a block has `block_tokens` tokens.
 
-    `num_blocks`: of all prompts, partial last ones included; `num_unique`: different ones, those of two
-    namespaces counted twice. `bound`: hits of each request in a cache that never evicts. `across_namespaces`:
-    whether equal numbers of two namespaces mean equal blocks.
+    Two blocks have the same number if all tokens up to the block's end are equal. `num_blocks`: of all
+    prompts, partial last blocks included. `num_unique`: different blocks, those of two namespaces counted
+    twice. `bound`: hits of each request in a cache that never evicts. `across_namespaces`: whether equal
+    numbers in two namespaces mean equal blocks.
     """
 
     name: str
@@ -36,7 +36,7 @@ class BlockTrace:
 
     @property
     def infinite_ratio(self) -> float:
-        """What a cache that never evicts finds, of all blocks."""
+        """Share of all blocks that a cache which never evicts finds."""
         return sum(self.bound) / self.num_blocks
 
     @property
@@ -45,14 +45,15 @@ class BlockTrace:
         return max(len(request.ids) for request in self.requests)
 
     def bound_at(self, capacity: int) -> array[int]:
-        """As `bound`, for prompts that are cut to `capacity` blocks."""
-        return self.bound if capacity >= self.longest else infinite(self.requests, capacity)
+        """Returns `bound` for prompts that are cut to `capacity` blocks."""
+        return self.bound if capacity >= self.longest else infinite_cache_hits(self.requests, capacity)
 
 
 def block_trace(trace: Trace, block_tokens: int | None = None) -> BlockTrace:
-    """Number the blocks; `block_tokens` is the size of a block where the trace holds tokens, by default 16.
+    """Numbers the blocks of a trace.
 
-    Raises `ConfigError` where the trace has lengths only.
+    `block_tokens` is the block size for a trace of tokens, by default 16. Raises `ConfigError` for a trace
+    that has lengths only.
     """
     size = block_size(trace, block_tokens)
     numbered = _by_tokens(trace, size) if trace.block_tokens == 1 else _by_ids(trace)
@@ -76,17 +77,17 @@ def block_trace(trace: Trace, block_tokens: int | None = None) -> BlockTrace:
         requests=requests,
         num_blocks=num_blocks,
         num_unique=sum(map(len, unique.values())),
-        bound=infinite(requests),
+        bound=infinite_cache_hits(requests),
         across_namespaces=trace.block_tokens == 1,
     )
 
 
 def _by_ids(trace: Trace) -> Iterator[Tokens]:
-    """Ids are comparable within a namespace alone: of two namespaces no number is equal."""
+    """Ids are comparable within one namespace only: no number occurs in two."""
     numbers: defaultdict[tuple[Hashable, int], int] = defaultdict(itertools.count().__next__)
     for request in trace.requests:
         above: Hashable = request.namespace
-        yield Tokens([above := numbers[above, one] for one in request.ids])
+        yield Tokens([above := numbers[above, block] for block in request.ids])
 
 
 def _by_tokens(trace: Trace, size: int) -> Iterator[Tokens]:

@@ -1,4 +1,4 @@
-"""What the hits of a replay are worth: in blocks, tokens, requests, and seconds of prefill."""
+"""What the hits of a replay are worth: blocks, tokens, requests, seconds of prefill."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from sagellm.core.protocols.eviction import CostBenefitModel, Run
 
 @dataclass(frozen=True, slots=True)
 class HitMeasures:
-    """Sums over the requests after the warm-up. Tokens of a partial last block count as they are, and a saved
-    second is one that prefill of the hit tokens alone would have taken."""
+    """Sums over the requests after the warm-up.
+
+    A partial last block counts its actual tokens. `saved_s` is the prefill time of the hit tokens alone.
+    """
 
     requests: int
     hit_requests: int
@@ -27,7 +29,7 @@ class HitMeasures:
 
 
 def measure(trace: BlockTrace, hits: Sequence[int], first: int, cost: CostBenefitModel) -> HitMeasures:
-    """`first`: the number of the first request that counts; `cost`: in blocks of one token."""
+    """Sums from request number `first` on; `cost` is for blocks of one token."""
     requests, counted = trace.requests[first:], hits[first:]
     hit_tokens = [
         min(hit * trace.block_tokens, request.num_input_tokens)
@@ -51,7 +53,7 @@ def _prefill_s(num_tokens: int, cost: CostBenefitModel) -> float:
 
 
 def check_bound(hits: Sequence[int], bound: Sequence[int]) -> None:
-    """Raise `BookkeepingError` for the first request that reuses more than was ever computed before it."""
+    """Raises `BookkeepingError` for the first request with more hits than a cache that never evicts."""
     if len(hits) != len(bound):
         raise BookkeepingError(f"{len(hits)} requests were replayed of {len(bound)}")
     for number, (hit, most) in enumerate(zip(hits, bound, strict=True)):
@@ -62,8 +64,11 @@ def check_bound(hits: Sequence[int], bound: Sequence[int]) -> None:
 
 
 def first_counted(trace: BlockTrace, warmup: str) -> int:
-    """The number of the first request after a warm-up: `10%` of the requests, or `600` (or `600s`) seconds
-    from the first one on. Raises `ConfigError`, also where none is left."""
+    """Returns the number of the first request after a warm-up.
+
+    A warm-up is a share of the requests (`10%`) or seconds from the first request on (`600` or `600s`).
+    Raises `ConfigError` for another text, or if no request is left.
+    """
     requests = trace.requests
     try:
         if warmup.endswith("%"):

@@ -1,13 +1,14 @@
 """The offline optimum: hits of a cache that knows the future, the bound for every policy.
 
-Evict the block whose next use is furthest, deeper first on ties (Belady 1966, on prefixes: a prefix is used
-whenever what is behind it is, so tails go before heads). Works on runs of blocks with one next use, not on
-single blocks, so a trace of millions of blocks takes seconds.
+It evicts the block whose next use is furthest, deeper blocks first on ties (Belady 1966, on prefixes: a
+prefix is used whenever a block behind it is, so tails are evicted before heads). It works on runs of blocks
+with the same next use, not on single blocks, so a trace of millions of blocks takes seconds.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ NEVER = 1 << 62
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """Blocks `[start, stop)` of a path with one next use, of which those before `kept` are resident."""
+    """Blocks `[start, stop)` of a path with one next use; those before `kept` are resident."""
 
     start: int
     stop: int
@@ -29,7 +30,10 @@ class _Run:
 
 
 def optimum(requests: Sequence[TraceRequest], capacity: int) -> list[int]:
-    """Hit blocks of each request, in order. A request longer than `capacity` blocks is cut to it."""
+    """Returns the hit blocks of each request, in order.
+
+    A request longer than `capacity` blocks is cut to it.
+    """
     lengths = [min(capacity, len(request.ids)) for request in requests]
     runs = _runs(requests, lengths)
     arriving: list[list[_Run]] = [[] for _ in requests]
@@ -53,7 +57,7 @@ def optimum(requests: Sequence[TraceRequest], capacity: int) -> list[int]:
 
 
 def _evict(heap: list[tuple[int, int, int, _Run]], num_blocks: int, current: int) -> int:
-    """Drop so many blocks, none of them of the current request."""
+    """Evicts that many blocks, none of the current request's; returns their number."""
     missing, own = num_blocks, []
     while missing > 0:
         entry = heapq.heappop(heap)
@@ -72,7 +76,7 @@ def _evict(heap: list[tuple[int, int, int, _Run]], num_blocks: int, current: int
 
 
 def _leading(runs: list[_Run]) -> int:
-    """Blocks of the leading run that are resident."""
+    """Returns the number of resident blocks in the leading run."""
     position = 0
     for run in sorted(runs, key=lambda run: run.start):
         if run.start != position:
@@ -84,7 +88,7 @@ def _leading(runs: list[_Run]) -> int:
 
 
 def _runs(requests: Sequence[TraceRequest], lengths: Sequence[int]) -> list[list[_Run]]:
-    """The path of each request, cut where the next use of its blocks changes."""
+    """Splits the path of each request where the next use of its blocks changes."""
     later: dict[Namespace, dict[int, int]] = {}
     made: list[list[_Run]] = [[] for _ in requests]
     for number in range(len(requests) - 1, -1, -1):
@@ -94,20 +98,9 @@ def _runs(requests: Sequence[TraceRequest], lengths: Sequence[int]) -> list[list
         uses = [seen.get(block, NEVER) for block in ids]
         start = 0
         while start < length:
-            stop, next_use = _same_to(uses, start, length), uses[start]
+            next_use = uses[start]
+            stop = bisect_right(uses, next_use, start, length)  # deeper blocks are not used sooner
             made[number].append(_Run(start, stop, next_use, number, stop))
             start = stop
         seen.update(dict.fromkeys(ids, number))
     return made
-
-
-def _same_to(uses: Sequence[int], start: int, length: int) -> int:
-    """The end of the stretch of equal values that begins at `start`; they never fall, so halving finds it."""
-    low, high = start + 1, length
-    while low < high:
-        middle = (low + high) // 2
-        if uses[middle] == uses[start]:
-            low = middle + 1
-        else:
-            high = middle
-    return low

@@ -1,4 +1,4 @@
-"""The results of a sweep as a table, and as CSV, Parquet or JSON with a manifest."""
+"""Writes the results of a sweep as a table, and as CSV, Parquet or JSON with a manifest."""
 
 from __future__ import annotations
 
@@ -12,17 +12,24 @@ from typing import Any
 
 from sagellm.benchmarks.replay.block_trace import BlockTrace
 from sagellm.benchmarks.replay.sweep import ReplayResult, ReplaySweepPlan
-from sagellm.benchmarks.reporting import Environment, Table, check_writable, format_number, write_json
+from sagellm.benchmarks.reporting import (
+    PLOTS_EXTRA,
+    Environment,
+    Table,
+    check_writable,
+    format_number,
+    write_json,
+)
 from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.protocols.prefix_cache import MissCounts
 
 FORMAT = "sagellm-replay/1"
-EXTRA = "plots"
+
 CAUSES = MissCounts._fields
 
 
 def as_row(result: ReplayResult) -> dict[str, Any]:
-    """One result flat, by column; None where there is no such figure. Ratios are 0 to 1."""
+    """Returns one result flat, by column; None for a missing figure. Ratios are 0 to 1."""
     case, misses = result.case, result.misses
     return {
         "policy": case.policy,
@@ -45,7 +52,7 @@ def as_row(result: ReplayResult) -> dict[str, Any]:
 
 
 def manifest(trace: BlockTrace, plan: ReplaySweepPlan, environment: Environment) -> dict[str, Any]:
-    """What was replayed, how, by which code and where."""
+    """Describes what was replayed, how, by which code and on which machine."""
     return {
         "trace": {
             "name": trace.name,
@@ -66,7 +73,7 @@ def manifest(trace: BlockTrace, plan: ReplaySweepPlan, environment: Environment)
 
 
 def check_out(path: Path) -> None:
-    """Raise now what `write` would raise after the sweep: `ConfigError`, `MissingExtraError`."""
+    """Raises, before the sweep, the `ConfigError` or `MissingExtraError` of `write`."""
     check_writable(path)
     if path.suffix not in WRITERS:
         raise ConfigError(f"cannot write {path}: name it {', '.join(f'*{suffix}' for suffix in WRITERS)}")
@@ -75,10 +82,12 @@ def check_out(path: Path) -> None:
 
 
 def write(path: Path, made_by: Mapping[str, Any], results: Sequence[ReplayResult]) -> None:
-    """A row per result, in the form that the suffix names. `made_by`, the manifest, is a part of JSON, and
-    `sagellm` in the metadata of Parquet; CSV has no place for it."""
+    """Writes a row per result, in the form that the suffix names.
+
+    The manifest `made_by` is a part of JSON, and `sagellm` in the metadata of Parquet; CSV cannot hold it.
+    """
     try:
-        WRITERS[path.suffix](path, made_by, [as_row(one) for one in results])
+        WRITERS[path.suffix](path, made_by, [as_row(result) for result in results])
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error}") from error
 
@@ -103,28 +112,16 @@ def _write_parquet(path: Path, made_by: Mapping[str, Any], rows: Sequence[Mappin
 
 
 def _column_types() -> dict[str, str]:
-    """The Parquet type of each column: one that is empty in every row does not tell."""
+    """The Parquet type of each column, needed where a column is empty in every row."""
     texts = dict.fromkeys(("policy", "capacity"), "string")
-    counts: tuple[str, ...] = (
-        "capacity_blocks",
-        "seed",
-        "requests",
-        "hit_requests",
-        "blocks",
-        "hit_blocks",
-        "bound_blocks",
-    )
-    counts += ("tokens", "hit_tokens", "evicted", *(f"missed_{cause}" for cause in CAUSES))
-    reals: tuple[str, ...] = (
-        "prefill_s",
-        "saved_s",
-        "block_ratio",
-        "token_ratio",
-        "request_ratio",
-        "saved_ratio",
-        "of_gap",
-    )
-    reals += ("cpu_s", "us_per_evicted", "us_in_evict", "accesses_per_s")
+    counts = (
+        "capacity_blocks", "seed", "requests", "hit_requests", "blocks", "hit_blocks", "bound_blocks",
+        "tokens", "hit_tokens", "evicted", *(f"missed_{cause}" for cause in CAUSES),
+    )  # fmt: skip
+    reals = (
+        "prefill_s", "saved_s", "block_ratio", "token_ratio", "request_ratio", "saved_ratio", "of_gap",
+        "cpu_s", "us_per_evicted", "us_in_evict", "accesses_per_s",
+    )  # fmt: skip
     return texts | dict.fromkeys(counts, "int64") | dict.fromkeys(reals, "float64")
 
 
@@ -132,7 +129,7 @@ def _pyarrow(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise MissingExtraError("writing Parquet", EXTRA) from error
+        raise MissingExtraError("writing Parquet", PLOTS_EXTRA) from error
 
 
 Writer = Callable[[Path, Mapping[str, Any], Sequence[Mapping[str, Any]]], None]
@@ -143,7 +140,7 @@ WRITERS: Mapping[str, Writer] = {".json": _write_json, ".csv": _write_csv, ".par
 
 
 def headline(trace: BlockTrace) -> str:
-    """What is replayed, in one line."""
+    """Describes the trace in one line."""
     return (
         f"{trace.name}: {len(trace.requests):,} requests, {trace.num_blocks:,} blocks of "
         f"{trace.block_tokens} tokens, {trace.num_unique:,} unique; a cache that never evicts hits "
@@ -152,42 +149,41 @@ def headline(trace: BlockTrace) -> str:
 
 
 def tables(results: Sequence[ReplayResult]) -> list[Table]:
-    """Hits and speed; and where causes were asked for, why blocks were missing."""
+    """Hits and speed and, if causes were asked for, why blocks were missing."""
     shown = [Table("what was hit", *_hits(results), num_names=2)]
-    missed = [one for one in results if one.misses is not None]
+    missed = [result for result in results if result.misses is not None]
     if missed:
         columns = ("policy", "capacity", "missing blocks", *(f"{cause} %" for cause in CAUSES))
-        rows = [_misses(one, one.misses) for one in missed if one.misses is not None]
+        rows = [_misses(result, result.misses) for result in missed if result.misses is not None]
         shown.append(Table("why blocks were missing", columns, rows, num_names=2))
     return shown
 
 
 def _hits(results: Sequence[ReplayResult]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns and rows. The seed is shown where there are several."""
-    seeds = len({one.case.seed for one in results} - {None}) > 1
-    timed = any(one.cpu_s is not None for one in results)
-    columns: tuple[str, ...] = (
-        "policy",
-        "capacity",
-        *(("seed",) if seeds else ()),
-        "blocks",
-        "hit %",
-        "of gap %",
-    )
-    columns += ("token %", "request %", "saved s %", "evicted")
-    columns += ("µs/evicted", "in evict", "M accesses/s") if timed else ()
+    """Returns columns and rows. The seed is shown if there are several."""
+    seeds = len({result.case.seed for result in results} - {None}) > 1
+    timed = any(result.cpu_s is not None for result in results)
+    columns = (
+        "policy", "capacity", *(("seed",) if seeds else ()), "blocks", "hit %", "of gap %", "token %",
+        "request %", "saved s %", "evicted",
+        *(("µs/evicted", "in evict", "M accesses/s") if timed else ()),
+    )  # fmt: skip
     rows = []
-    for one in results:
-        case = one.case
+    for result in results:
+        case = result.case
         row = [case.policy, case.capacity.text]
         row += [_number(case.seed)] if seeds else []
-        row += [_number(case.capacity.num_blocks), _percent(one.block_ratio), _percent(one.of_gap, digits=0)]
-        row += [_percent(one.token_ratio), _percent(one.request_ratio), _percent(one.saved_ratio)]
-        row += [_number(one.num_evicted)]
+        row += [
+            _number(case.capacity.num_blocks),
+            _percent(result.block_ratio),
+            _percent(result.of_gap, digits=0),
+        ]
+        row += [_percent(result.token_ratio), _percent(result.request_ratio), _percent(result.saved_ratio)]
+        row += [_number(result.num_evicted)]
         if timed:
-            speed = one.accesses_per_s
-            row += [_figure(one.us_per_evicted), _figure(one.us_in_evict)]
-            row += [_figure(speed / 1e6 if speed is not None else None)]
+            speed = result.accesses_per_s
+            row += [format_number(result.us_per_evicted, "-"), format_number(result.us_in_evict, "-")]
+            row += [format_number(speed / 1e6 if speed is not None else None, "-")]
         rows.append(tuple(row))
     return columns, rows
 
@@ -200,10 +196,6 @@ def _misses(result: ReplayResult, misses: MissCounts) -> tuple[str, ...]:
 
 def _number(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else format_number(value)
 
 
 def _percent(ratio: float | None, *, digits: int = 2) -> str:

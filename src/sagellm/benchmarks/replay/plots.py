@@ -1,4 +1,4 @@
-"""Plots of a sweep as PNG files. matplotlib is imported where it draws, without a display."""
+"""Draws plots of a sweep as PNG files; needs no display."""
 
 from __future__ import annotations
 
@@ -10,68 +10,58 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sagellm.benchmarks.replay.block_trace import BlockTrace
-from sagellm.benchmarks.replay.outputs import CAUSES, EXTRA
+from sagellm.benchmarks.replay.outputs import CAUSES
 from sagellm.benchmarks.replay.sweep import NUM_MOMENTS, OPTIMUM, CacheCapacity, ReplayResult
-from sagellm.core.errors import ConfigError, MissingExtraError
+from sagellm.benchmarks.reporting import PLOT_COLORS, check_folder, new_figure, save_figures
 from sagellm.core.types import Namespace
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DPI = 120
+
 GREY, INK = "#8a8a8a", "#222222"
 CAUSE_COLORS = ("#c9c9c9", "#4477aa", "#ee6677", "#ccbb44", "#aa3377", "#66ccee")
-"""In the order of `CAUSES`; grey is what nobody could have had."""
-POLICY_COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bb5566", "#004488")
+"""In the order of `CAUSES`; grey are blocks that no cache could have had."""
 LINE_STYLES = ("-", "--", ":")
 NUM_BINS = 40
 
 
 def check_plots(folder: Path) -> None:
-    """Raise now what `draw` would raise after the sweep: `ConfigError`, `MissingExtraError`."""
-    _figure(1, 1)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"cannot draw into {folder}: it is a file, name a folder")
-    if not folder.parent.is_dir():
-        raise ConfigError(f"cannot draw into {folder}: there is no folder {folder.parent}")
+    """Raises, before the sweep, the `ConfigError` or `MissingExtraError` of `draw`."""
+    new_figure(1, 1)
+    check_folder(folder, "draw")
 
 
 def draw(folder: Path, trace: BlockTrace, results: Sequence[ReplayResult]) -> list[Path]:
-    """The files written: miss_ratio, heat_map and reuse_time; miss_causes where causes were asked for."""
+    """Draws miss_ratio, heat_map, reuse_time and, if causes were asked for, miss_causes.
+
+    Returns the files written.
+    """
     made = {
         "miss_ratio": miss_ratio(trace, results),
         "heat_map": heat_map(trace, results),
         "reuse_time": reuse_time(trace),
     }
-    if any(one.course for one in results):
+    if any(result.course for result in results):
         made["miss_causes"] = miss_causes(trace, results)
-    paths = []
-    try:
-        folder.mkdir(exist_ok=True)
-        for name, figure in made.items():
-            paths.append(folder / f"{name}.png")
-            figure.savefig(paths[-1], dpi=DPI, metadata={"Software": None})
-    except OSError as error:
-        raise ConfigError(f"cannot draw into {folder}: {error.strerror}") from error
-    return paths
+    return save_figures(folder, made)
 
 
 def miss_ratio(trace: BlockTrace, results: Sequence[ReplayResult]) -> Figure:
-    """Missed blocks by capacity, a line per policy; where there are several seeds, their mean and range."""
-    figure = _figure(7.0, 4.2)
+    """Missed blocks by capacity, one line per policy; of several seeds the mean and range."""
+    figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
     colors = iter(range(len(results)))
     for policy in _policies(results):
-        capacities = _capacities([one for one in results if one.case.policy == policy])
+        capacities = _capacities([result for result in results if result.case.policy == policy])
         shares = [100 * size.num_blocks / trace.num_unique for size in capacities]
         missed = [[100 - value for value in _hit_percents(results, policy, size)] for size in capacities]
         style: dict[str, Any] = {"color": INK, "linestyle": "--"}
         if policy != OPTIMUM:
             number = next(colors)
             style = {
-                "color": POLICY_COLORS[number % len(POLICY_COLORS)],
-                "linestyle": LINE_STYLES[number // len(POLICY_COLORS) % len(LINE_STYLES)],
+                "color": PLOT_COLORS[number % len(PLOT_COLORS)],
+                "linestyle": LINE_STYLES[number // len(PLOT_COLORS) % len(LINE_STYLES)],
             }
         axes.plot(
             shares, [sum(some) / len(some) for some in missed], marker="o", ms=3.5, label=policy, **style
@@ -97,7 +87,7 @@ def heat_map(trace: BlockTrace, results: Sequence[ReplayResult]) -> Figure:
     """Hit blocks in %, policies by capacities; the mean over seeds."""
     policies, capacities = _policies(results), _capacities(results)
     values = np.array([[_mean_hit(results, policy, size) for size in capacities] for policy in policies])
-    figure = _figure(2.6 + 0.8 * len(capacities), 1.4 + 0.36 * len(policies))
+    figure = new_figure(2.6 + 0.8 * len(capacities), 1.4 + 0.36 * len(policies))
     axes = figure.subplots()
     axes.imshow(values, cmap="Blues", aspect="auto", vmin=0.0)
     middle = float(np.nanmax(values)) * 0.6
@@ -114,8 +104,8 @@ def heat_map(trace: BlockTrace, results: Sequence[ReplayResult]) -> Figure:
 
 
 def reuse_time(trace: BlockTrace) -> Figure:
-    """How long after its last use a block is used again, over all uses that a cache could serve."""
-    figure = _figure(7.0, 3.6)
+    """Time from the last use of a block to its next, over all uses that a cache could serve."""
+    figure = new_figure(7.0, 3.6)
     axes = figure.subplots()
     seconds = np.maximum(np.frombuffer(reuse_times(trace), dtype=np.float64), 1e-3)
     axes.set_title(f"{trace.name}: time from use to next use", loc="left")
@@ -124,7 +114,7 @@ def reuse_time(trace: BlockTrace) -> Figure:
     if len(seconds):
         edges = np.geomspace(seconds.min(), seconds.max() * 1.001, NUM_BINS + 1)
         axes.hist(
-            seconds, edges.tolist(), weights=np.full(len(seconds), 100 / len(seconds)), color=POLICY_COLORS[0]
+            seconds, edges.tolist(), weights=np.full(len(seconds), 100 / len(seconds)), color=PLOT_COLORS[0]
         )
         axes.set_xscale("log")
         middle = float(np.median(seconds))
@@ -134,7 +124,7 @@ def reuse_time(trace: BlockTrace) -> Figure:
 
 
 def reuse_times(trace: BlockTrace) -> array[float]:
-    """Seconds since the last use, of every block that an infinite cache would have had."""
+    """Seconds since the last use, of every block that an infinite cache would have."""
     used: dict[Namespace, dict[int, float]] = {}
     seconds = array("d")
     for request, found in zip(trace.requests, trace.bound, strict=True):
@@ -145,56 +135,49 @@ def reuse_times(trace: BlockTrace) -> array[float]:
 
 
 def miss_causes(trace: BlockTrace, results: Sequence[ReplayResult]) -> Figure:
-    """Why blocks were missing over the trace's time: a panel per policy, at the middle capacity."""
-    shown = [one for one in results if one.course]
+    """Why blocks were missing, over time: a panel per policy, at the middle capacity."""
+    shown = [result for result in results if result.course]
     sizes = _capacities(shown)
     size = sizes[(len(sizes) - 1) // 2]
-    panels = {one.case.policy: one for one in reversed(shown) if one.case.capacity == size}
+    panels = {result.case.policy: result for result in reversed(shown) if result.case.capacity == size}
     names = [name for name in _policies(shown) if name in panels]
     causes = [
-        number for number in range(len(CAUSES)) if any(one.misses and one.misses[number] for one in shown)
+        number
+        for number in range(len(CAUSES))
+        if any(result.misses and result.misses[number] for result in shown)
     ]
+    labels = [CAUSES[number] for number in causes]
+    colors = [CAUSE_COLORS[number] for number in causes]
     start_s, end_s = trace.requests[0].time_s, trace.requests[-1].time_s
-    figure = _figure(7.0, 1.2 + 1.5 * len(names))
+    figure = new_figure(7.0, 1.2 + 1.5 * len(names))
     grid = figure.subplots(len(names), 1, sharex=True, sharey=True, squeeze=False)
     borders = np.linspace(start_s, end_s, NUM_MOMENTS + 1)
     for axes, name in zip(grid[:, 0], names, strict=True):
-        course = (*panels[name].course, panels[name].course[-1])  # the last one reaches to the end
-        _stack(axes, borders, [[moment[number] for moment in course] for number in causes], causes)
+        course = (*panels[name].course, panels[name].course[-1])  # draws the last interval to the end
+        missed = [[moment[number] for moment in course] for number in causes]
+        axes.stackplot(borders, *missed, labels=labels, colors=colors, step="post")
         axes.set_title(f"{name}, {size.text}", loc="left", fontsize=9)
         axes.set_ylabel("blocks", fontsize=8)
     grid[-1, 0].set_xlabel("seconds of the trace")
     figure.suptitle(f"{trace.name}: why blocks were missing", x=0.01, ha="left")
-    handles, labels = grid[0, 0].get_legend_handles_labels()
+    handles = grid[0, 0].get_legend_handles_labels()[0]
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
     return figure
 
 
-def _stack(axes: Axes, times: np.ndarray, parts: Sequence[Sequence[int]], causes: Sequence[int]) -> None:
-    colors = [CAUSE_COLORS[number] for number in causes]
-    axes.stackplot(times, *parts, labels=[CAUSES[number] for number in causes], colors=colors, step="post")
-
-
-def _figure(width: float, height: float) -> Figure:
-    """An empty one, of so many inches."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("drawing plots", EXTRA) from error
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def _policies(results: Sequence[ReplayResult]) -> list[str]:
-    return list(dict.fromkeys(one.case.policy for one in results))
+    return list(dict.fromkeys(result.case.policy for result in results))
 
 
 def _capacities(results: Sequence[ReplayResult]) -> list[CacheCapacity]:
-    return sorted({one.case.capacity for one in results}, key=lambda size: size.num_blocks)
+    return sorted({result.case.capacity for result in results}, key=lambda size: size.num_blocks)
 
 
 def _hit_percents(results: Sequence[ReplayResult], policy: str, size: CacheCapacity) -> list[float]:
     return [
-        100 * one.block_ratio for one in results if (one.case.policy, one.case.capacity) == (policy, size)
+        100 * result.block_ratio
+        for result in results
+        if (result.case.policy, result.case.capacity) == (policy, size)
     ]
 
 

@@ -1,8 +1,8 @@
-"""Replay: a trace's requests through the real prefix index with a policy, no tensors, no service time.
+"""Replays a trace's requests through the real prefix index, without tensors or service time.
 
-Rules: cold start; a hit is the leading run of cached blocks; what is missing is inserted at once, evicting
-exactly that much, never the request's own; a request longer than the capacity is cut to it; outputs are not
-inserted.
+Rules: a cold start; a hit is the leading run of cached blocks; missing blocks are inserted at once, which
+evicts exactly that many blocks and none of the request's own; a request longer than the capacity is cut to
+it; outputs are not inserted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from sagellm.core.types import Tokens
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Hit blocks of each request, evicted blocks in all, and seconds of CPU time of this thread, `evict_s` of
-    them inside `evict`; where causes were asked for, the missing blocks of each request."""
+    """The counts and times of one replay.
+
+    `hits` are blocks per request. `cpu_s` is CPU time of this thread, `evict_s` the part inside `evict`.
+    `misses` are missing blocks per request by cause, if causes were asked for.
+    """
 
     hits: array[int]
     num_evicted: int
@@ -38,10 +41,12 @@ def replay(
     capacity: int,
     causes: MissObserver | None = None,
 ) -> Replayed:
-    """Drive an empty index of block size 1, whose clock is `clock`, with the trace. `causes` is told of each
-    request, and takes most of the time then."""
+    """Drives an empty index of block size 1, whose clock is `clock`, with the requests.
+
+    `causes` observes each request; it then takes most of the time.
+    """
     longest = max((len(request.ids) for request in requests), default=0)
-    ids = array("i", bytes(4 * min(longest, capacity)))  # nobody asks which block it is
+    ids = array("i", bytes(4 * min(longest, capacity)))  # replay does not use block ids: all are 0
     hits, num_evicted = array("i"), 0
     misses: list[MissCounts] = []
     evict_s, began_s = 0.0, time.thread_time()
@@ -66,15 +71,3 @@ def replay(
             hit = whole
         index.unpin(hit, Use(request.num_output_tokens, hits[-1]))
     return Replayed(hits, num_evicted, time.thread_time() - began_s, evict_s, tuple(misses))
-
-
-def infinite(requests: Sequence[TraceRequest], capacity: int | None = None) -> array[int]:
-    """Hit blocks of each request in a cache that never evicts: no policy can have more."""
-    seen: dict[object, set[int]] = {}
-    hits = array("i")
-    for request in requests:
-        known = seen.setdefault(request.namespace, set())
-        ids = request.ids.slice(0, capacity)
-        hits.append(next((n for n, block in enumerate(ids) if block not in known), len(ids)))
-        known.update(ids)
-    return hits

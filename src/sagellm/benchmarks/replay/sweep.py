@@ -6,7 +6,7 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -27,16 +27,16 @@ from sagellm.kvmgr.eviction._cost import PrefillCostModel
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
 
 OPTIMUM = "optimum"
-"""The offline bound, where a policy's name is asked for: it knows the future."""
+"""Stands for the offline bound wherever a policy's name is expected."""
 GIVEN = ("capacity", "clock", "seed")
-"""What replay itself gives to a policy that takes it."""
+"""Options that replay itself sets if the policy has them."""
 DEFAULT_COST = PrefillCostModel()
 CAPACITIES = ("0.5%", "1%", "2%", "5%", "10%", "25%")
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCapacity:
-    """As it was asked for, and in blocks."""
+    """A capacity as the user wrote it, and in blocks."""
 
     text: str
     num_blocks: int
@@ -44,7 +44,7 @@ class CacheCapacity:
 
 @dataclass(frozen=True, slots=True)
 class ReplayCase:
-    """One replay. `seed` is None for a policy that takes none, which runs once."""
+    """One replay. `seed` is None for a policy without a seed, which runs once."""
 
     policy: str
     capacity: CacheCapacity
@@ -53,9 +53,11 @@ class ReplayCase:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySweepPlan:
-    """`capacities`: counts of blocks, or shares of the trace's unique ones as `1%`. `options`: by policy.
-    `causes`: say why blocks were missing, which takes more time than the replay; no speed is reported then.
-    `seconds_per_token`, `seconds_per_token_squared`: see `PrefillCostModel`.
+    """What to replay.
+
+    `capacities` are counts of blocks, or shares of the trace's unique blocks as `1%`. `options` are by
+    policy. `causes`: report why blocks were missing; it takes longer than the replay, so no speed is
+    reported. See `PrefillCostModel` for `seconds_per_token` and `seconds_per_token_squared`.
     """
 
     policies: tuple[str, ...]
@@ -69,7 +71,7 @@ class ReplaySweepPlan:
     seconds_per_token_squared: float = DEFAULT_COST.seconds_per_token_squared
 
     def cost(self, block_tokens: int = 1) -> PrefillCostModel:
-        """Seconds of prefill for extents of such blocks."""
+        """Seconds of prefill for extents of blocks of that size."""
         return PrefillCostModel(
             block_size=block_tokens,
             seconds_per_token=self.seconds_per_token,
@@ -77,8 +79,10 @@ class ReplaySweepPlan:
         )
 
     def cases(self, trace: BlockTrace) -> list[ReplayCase]:
-        """All replays, in order of policy, capacity and seed. Raises the error of whatever in the plan is
-        unknown or out of range, before anything runs."""
+        """Returns all replays in order of policy, capacity and seed.
+
+        Raises the error of any unknown name or value out of range.
+        """
         self._check(trace)
         capacities = [capacity(text, trace.num_unique) for text in self.capacities]
         return [
@@ -119,7 +123,10 @@ def _check_options(policy: str, options: Mapping[str, Any]) -> None:
 
 
 def capacity(text: str, num_unique: int) -> CacheCapacity:
-    """`1%` of the unique blocks, rounded, or a count of blocks; at least one. Raises `ConfigError`."""
+    """Parses `1%` of the unique blocks, rounded, or a count of blocks; at least one block.
+
+    Raises `ConfigError` for another text.
+    """
     try:
         size = float(text.removesuffix("%")) if text.endswith("%") else int(text)
         num_blocks = max(1, round(num_unique * size / 100)) if text.endswith("%") else int(size)
@@ -131,18 +138,18 @@ def capacity(text: str, num_unique: int) -> CacheCapacity:
 
 
 NUM_MOMENTS = 48
-"""Stretches of equal length into which the trace's time is cut for the course of misses."""
+"""Number of equal intervals of the trace's time for which misses are summed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
     """One replay, measured.
 
-    Evicted blocks and CPU times are of the whole replay, the warm-up included. All are None for the optimum,
-    which evicts nothing that exists; the times also where causes were asked for. `of_gap`: the share of the
-    way from LRU's to the optimum's block ratio, where both were run. `misses`: missing blocks after the
-    warm-up by cause, without those by which a prompt exceeds the capacity; `course`: the same for the whole
-    replay, in each of `NUM_MOMENTS` stretches.
+    Evicted blocks and CPU times are of the whole replay, the warm-up included. They are None for the optimum,
+    which evicts no real blocks; times also if causes were asked for. `of_gap`: the share of the distance from
+    LRU's to the optimum's block ratio, if both were run. `misses`: missing blocks after the warm-up by cause,
+    without those by which a prompt exceeds the capacity. `course`: the same for the whole replay, in each of
+    `NUM_MOMENTS` intervals.
     """
 
     case: ReplayCase
@@ -169,17 +176,17 @@ class ReplayResult:
 
     @property
     def saved_ratio(self) -> float:
-        """Seconds of prefill that hits saved, of those that all prompts would take."""
+        """Seconds of prefill saved by hits, over those that all prompts would take."""
         return _ratio(self.measures.saved_s, self.measures.prefill_s)
 
     @property
     def us_per_evicted(self) -> float | None:
-        """Microseconds of CPU time of the whole replay per evicted block, look-ups and insertions too."""
+        """CPU time of the whole replay in µs, look-ups and insertions too, per evicted block."""
         return 1e6 * self.cpu_s / self.num_evicted if self.cpu_s is not None and self.num_evicted else None
 
     @property
     def us_in_evict(self) -> float | None:
-        """Microseconds of CPU time inside the index's `evict` per evicted block."""
+        """CPU time in µs inside the index's `evict`, per evicted block."""
         return (
             1e6 * self.evict_s / self.num_evicted if self.evict_s is not None and self.num_evicted else None
         )
@@ -193,19 +200,22 @@ class ReplayResult:
 def run_sweep(
     trace: BlockTrace, plan: ReplaySweepPlan, *, jobs: int = 1, on_done: Callable[[], None] = lambda: None
 ) -> list[ReplayResult]:
-    """The results in the order of `plan.cases(trace)`; `on_done` is called after each. With more than one job
-    replays run in processes of their own, each of which is given the trace once."""
-    cases, bench = plan.cases(trace), _Bench(trace, plan)
+    """Returns the results in the order of `plan.cases(trace)`; calls `on_done` after each.
+
+    With more than one job, replays run in child processes, each of which gets the trace once. Raises
+    `CapacityError` if a child process dies.
+    """
+    cases, worker = plan.cases(trace), _SweepWorker(trace, plan)
     if min(jobs, len(cases)) <= 1:
         results = []
         for case in cases:
-            results.append(bench.run(case))
+            results.append(worker.run(case))
             on_done()
         return with_gaps(results)
     with ProcessPoolExecutor(
-        min(jobs, len(cases)), get_context("spawn"), initializer=_take, initargs=(bench,)
+        min(jobs, len(cases)), get_context("spawn"), initializer=_set_worker, initargs=(worker,)
     ) as pool:
-        futures = [pool.submit(_run, case) for case in cases]
+        futures = [pool.submit(_run_in_pool, case) for case in cases]
         try:
             for done in as_completed(futures):
                 done.result()
@@ -213,29 +223,25 @@ def run_sweep(
         except BrokenProcessPool as error:
             raise CapacityError("a process of the sweep died, maybe of memory: try fewer jobs") from error
         finally:
-            _cancel(futures)
+            for future in futures:
+                future.cancel()
         return with_gaps([future.result() for future in futures])
 
 
-def _cancel(futures: Sequence[Future[ReplayResult]]) -> None:
-    for future in futures:
-        future.cancel()
-
-
 def with_gaps(results: Sequence[ReplayResult]) -> list[ReplayResult]:
-    """The results, each with its place between LRU and the optimum of its capacity."""
-    ends = {(one.case.policy, one.case.capacity): one.block_ratio for one in results}
+    """Returns the results with `of_gap`: their place between LRU and the optimum of their capacity."""
+    ends = {(result.case.policy, result.case.capacity): result.block_ratio for result in results}
     placed = []
-    for one in results:
-        low, high = (ends.get((name, one.case.capacity)) for name in ("lru", OPTIMUM))
+    for result in results:
+        low, high = (ends.get((name, result.case.capacity)) for name in ("lru", OPTIMUM))
         if low is not None and high is not None and high > low:
-            one = replace(one, of_gap=(one.block_ratio - low) / (high - low))
-        placed.append(one)
+            result = replace(result, of_gap=(result.block_ratio - low) / (high - low))
+        placed.append(result)
     return placed
 
 
-class _Bench:
-    """A trace and a plan; a process of a sweep has one."""
+class _SweepWorker:
+    """Replays cases of one plan on one trace; each process of a sweep has one."""
 
     def __init__(self, trace: BlockTrace, plan: ReplaySweepPlan) -> None:
         self.trace = trace
@@ -287,7 +293,7 @@ class _Bench:
         )
 
     def _check_causes(self, replayed: Replayed, capacity: int) -> None:
-        """What a cache that never evicts would have had is not cold, and every missing block has a cause."""
+        """Checks that every missing block has a cause, and that known blocks are not called cold."""
         bound = self.trace.bound_at(capacity)
         for number, (request, misses) in enumerate(zip(self.trace.requests, replayed.misses, strict=True)):
             hit = replayed.hits[number]
@@ -299,7 +305,7 @@ class _Bench:
                 )
 
     def _course(self, replayed: Replayed) -> tuple[MissCounts, ...]:
-        """The sums of each stretch of the trace's time."""
+        """Sums the misses of each interval of the trace's time."""
         times = [request.time_s for request in self.trace.requests]
         borders = array(
             "d", [times[0] + part * (times[-1] - times[0]) / NUM_MOMENTS for part in range(NUM_MOMENTS)]
@@ -311,7 +317,7 @@ class _Bench:
 
 
 def total(counts: Sequence[MissCounts]) -> MissCounts:
-    """The sum of each cause."""
+    """Sums each cause."""
     return MissCounts(*map(sum, zip(*counts, strict=True))) if counts else MissCounts()
 
 
@@ -319,13 +325,13 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-# A process of the pool is handed once what it works on, and what the pool calls then can only find it here.
-_benches: list[_Bench] = []
+# Each process of the pool gets its worker once; functions that the pool calls can only find it in a global.
+_workers: list[_SweepWorker] = []
 
 
-def _take(bench: _Bench) -> None:
-    _benches.append(bench)
+def _set_worker(worker: _SweepWorker) -> None:
+    _workers.append(worker)
 
 
-def _run(case: ReplayCase) -> ReplayResult:
-    return _benches[-1].run(case)
+def _run_in_pool(case: ReplayCase) -> ReplayResult:
+    return _workers[-1].run(case)

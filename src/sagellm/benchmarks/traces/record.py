@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,3 +106,18 @@ def _of_tokens(trace: Trace, size: int) -> Iterator[list[int]]:
             above = numbers[above, data[start : start + step]]
             found.append(above)
         yield found
+
+
+def infinite_cache_hits(requests: Sequence[TraceRequest], capacity: int | None = None) -> array[int]:
+    """Hit blocks of each request in a cache that never evicts, which no policy can exceed.
+
+    Prompts are cut to `capacity` blocks, if given.
+    """
+    seen: dict[object, set[int]] = {}
+    hits = array("i")
+    for request in requests:
+        known = seen.setdefault(request.namespace, set())
+        ids = request.ids.slice(0, capacity)
+        hits.append(next((n for n, block in enumerate(ids) if block not in known), len(ids)))
+        known.update(ids)
+    return hits
