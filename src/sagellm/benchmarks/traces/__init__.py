@@ -1,4 +1,4 @@
-"""Traces of requests: read any known format, write ours and Mooncake's, generate, record."""
+"""Traces of requests: read any known format, write two of them, generate, record."""
 
 from sagellm.benchmarks.traces._parsing import BrokenLineError
 from sagellm.benchmarks.traces.files import read_trace, write_trace

@@ -19,15 +19,15 @@ MOST = 10**18
 
 
 class BrokenLineError(ValueError):
-    """A line that its format cannot read; the message says why."""
+    """A line that its format cannot read; the message gives the reason."""
 
 
 class IdTooLargeError(Exception):
-    """An id that is no int32 while ids are taken as they are."""
+    """An id that does not fit into int32, in a file whose ids are used unchanged."""
 
 
 class TraceFormat(Protocol):
-    """Reads the lines of one file, in order; a new one is made for each file.
+    """Reads the lines of one file, in order; each file gets a new reader.
 
     `block_tokens` and `title` (the trace's own name, if any) are final after the last line. With `from_zero`,
     times are shifted so that the earliest is 0.
@@ -38,24 +38,32 @@ class TraceFormat(Protocol):
     from_zero: bool
 
     def recognises(self, line: str, record: Mapping[str, Any] | None) -> bool:
-        """Whether a file of this format can hold this line; `record` is the line as a JSON object, if it is
-        one."""
+        """Whether a file of this format can hold this line.
+
+        `record` is the line as a JSON object, or None if it is none.
+        """
         ...
 
     def parse(self, line_number: int, line: str, ids: IdMap) -> Iterable[TraceRequest]:
-        """The requests of a line, none for a header. Raises `BrokenLineError`, and then gives none."""
+        """Returns the requests of a line, none for a header.
+
+        Raises `BrokenLineError`, and then returns none.
+        """
         ...
 
 
 class TraceWriter(Protocol):
-    """What a format has that can also be written."""
+    """A format that can also be written."""
 
-    def write(self, trace: Trace, out: TextIO) -> None: ...
+    def write(self, trace: Trace, file: TextIO) -> None: ...
 
 
 class IdMap:
-    """Ids of a file as int32. As they are, or, with `renumber`, by a dictionary for each namespace that gives
-    consecutive ints in order of appearance."""
+    """Ids of a file as int32.
+
+    They are used unchanged or, with `renumber`, replaced by consecutive ints in order of appearance, for each
+    namespace.
+    """
 
     def __init__(self, *, renumber: bool = False) -> None:
         self._tables: defaultdict[Namespace, defaultdict[Any, int]] | None = None
@@ -63,20 +71,23 @@ class IdMap:
             self._tables = defaultdict(_numbering)
 
     def tokens(self, ids: Any, namespace: Namespace, name: str = "hash_ids") -> Tokens:
-        """Raises `BrokenLineError` for anything but a list of whole numbers, `IdTooLargeError` where one does
-        not fit and ids are taken as they are."""
+        """Returns a list of ids as `Tokens`.
+
+        Raises `BrokenLineError` for anything but a list of whole numbers, `IdTooLargeError` if an unchanged
+        id does not fit.
+        """
         if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
             raise BrokenLineError(f"{name} must be a list of whole numbers")
         if self._tables is not None:
             table = self._tables[namespace]
-            return Tokens([table[one] for one in ids])
+            return Tokens([table[value] for value in ids])
         try:
             return Tokens(ids)
         except OverflowError as error:
             raise IdTooLargeError from error
 
     def number(self, key: Any, namespace: Namespace) -> int:
-        """A consecutive int for any hashable key: for content that has no id of its own."""
+        """Returns a consecutive int for any hashable key: for content without an id of its own."""
         if self._tables is None:
             self._tables = defaultdict(_numbering)
         return self._tables[namespace][key]
@@ -87,7 +98,7 @@ def _numbering() -> defaultdict[Any, int]:
 
 
 def json_object(line: str) -> dict[str, Any]:
-    """The line as a JSON object; raises `BrokenLineError`."""
+    """Returns the line as a JSON object; raises `BrokenLineError`."""
     try:
         value = json.loads(line)
     except RecursionError as error:
@@ -100,7 +111,7 @@ def json_object(line: str) -> dict[str, Any]:
 
 
 def whole(record: Mapping[str, Any], name: str) -> int:
-    """A field that is a whole number from 0 on, and no larger than a file could mean."""
+    """Returns a field that is a whole number from 0 to below `MOST`."""
     value = required(record, name)
     if type(value) is not int or not 0 <= value < MOST:
         shown = brief(value) if type(value) is not int or value < MOST else "one of over 18 digits"
@@ -109,7 +120,7 @@ def whole(record: Mapping[str, Any], name: str) -> int:
 
 
 def number(record: Mapping[str, Any], name: str) -> float:
-    """A field that is a finite number."""
+    """Returns a field that is a finite number."""
     value = required(record, name)
     if type(value) is float and math.isfinite(value):
         return value
@@ -132,22 +143,24 @@ def required(record: Mapping[str, Any], name: str) -> Any:
 
 
 def brief(value: Any) -> str:
-    """The value as a message shows it."""
+    """Returns the value as a message shows it."""
     shown = repr(value)
     return shown if len(shown) <= 40 else f"{shown[:37]}..."
 
 
-EVERYBODY = Namespace()
+SHARED_NAMESPACE = Namespace()
 BYTES_PER_TOKEN = 4
-"""About what a token of a large vocabulary holds of English text and code."""
+"""About the length of a token of a large vocabulary, in English text and code."""
 BYTES = "bytes"
 
 Encode = Callable[[str], Iterable[int]]
 
 
 class TextTokens:
-    """`tokenizer`: a function from text to ids, a model's folder (needs the extra `native`), or `bytes`: each
-    4 bytes of UTF-8 from the start of the prompt on are a token, numbered as they appear. So equal prefixes
+    """Tokens of texts, for formats that hold the prompts themselves.
+
+    `tokenizer` is a function from text to ids, a model's folder (needs the extra `native`), or `bytes`: each
+    4 bytes of UTF-8 from the start of the prompt on are a token, numbered as they appear. Then equal prefixes
     stay equal, lengths are about those of a real tokenizer, and the result does not depend on what is
     installed.
     """
@@ -156,15 +169,15 @@ class TextTokens:
         self._encode = None if tokenizer == BYTES else _encoder(tokenizer)
 
     def tokens(self, content: str, ids: IdMap) -> Tokens:
-        """Of a prompt. Raises `BrokenLineError` for a text that is no Unicode."""
+        """Tokens of a prompt. Raises `BrokenLineError` for a text that is not valid Unicode."""
         if self._encode is not None:
             return Tokens(list(self._encode(content)))
         data = _utf8(content)
         pieces = (data[start : start + BYTES_PER_TOKEN] for start in range(0, len(data), BYTES_PER_TOKEN))
-        return Tokens([ids.number(piece, EVERYBODY) for piece in pieces])
+        return Tokens([ids.number(piece, SHARED_NAMESPACE) for piece in pieces])
 
     def count(self, content: str) -> int:
-        """Of an output, which gets no ids."""
+        """Number of tokens of an output, which gets no ids."""
         if self._encode is not None:
             return len(list(self._encode(content)))
         return cdiv(len(_utf8(content)), BYTES_PER_TOKEN)

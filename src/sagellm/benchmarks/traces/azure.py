@@ -1,4 +1,4 @@
-"""Azure's LLM inference traces (Patel et al., ISCA 2024): a CSV file of times and lengths, no prompts."""
+"""Azure's LLM inference traces (Patel et al., ISCA 2024): times and lengths as CSV."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 class AzureFormat:
-    """A header with `COLUMNS` (others are ignored), then one request per line. `ids` stay empty: there is
-    nothing to tell prompts apart by. Times are UTC, to the microsecond."""
+    """A header with `COLUMNS` (others are ignored), then one request per line.
+
+    The format has no prompts, so `ids` stay empty. Times are UTC, to the microsecond.
+    """
 
     block_tokens = 1
     title = None
     from_zero = True
 
     def __init__(self) -> None:
-        self._places: tuple[int, ...] | None = None
+        self._columns: tuple[int, ...] | None = None
 
     def recognises(self, line: str, record: Mapping[str, Any] | None) -> bool:
         return record is None and set(COLUMNS) <= {cell.strip() for cell in line.split(",")}
 
     def parse(self, line_number: int, line: str, ids: IdMap) -> Iterable[TraceRequest]:
         cells = _cells(line)
-        if self._places is None:
-            self._places = _places(cells)
+        if self._columns is None:
+            self._columns = _column_indexes(cells)
             return
-        if len(cells) <= max(self._places):
+        if len(cells) <= max(self._columns):
             raise BrokenLineError(f"{len(cells)} cells; the header has {', '.join(COLUMNS)}")
-        time, num_input, num_output = (cells[place] for place in self._places)
+        time, num_input, num_output = (cells[column] for column in self._columns)
         yield TraceRequest(
             time_s=_seconds(time),
             ids=Tokens(),
@@ -52,7 +54,7 @@ def _cells(line: str) -> list[str]:
         raise BrokenLineError(f"no CSV: {error}") from error
 
 
-def _places(cells: list[str]) -> tuple[int, ...]:
+def _column_indexes(cells: list[str]) -> tuple[int, ...]:
     missing = [name for name in COLUMNS if name not in cells]
     if missing:
         raise BrokenLineError(f"the header lacks {', '.join(missing)}; it has {', '.join(cells)}")

@@ -1,4 +1,4 @@
-"""Coding-agent sessions recorded through a proxy: one session per line, sub-agents nested in it."""
+"""Coding-agent sessions recorded through a proxy: a session per line, with nested sub-agents."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ META = ("type", "model", "input_types", "output_types", "stop", "think_time", "a
 
 
 class CodingAgentsFormat:
-    """Places sessions, which have no absolute time, uniformly over `span_s` seconds, and keeps each
-    `every`-th block id (the last of each `every`), so that a block stands for `every` times the file's size.
+    """A line is a session, whose sub-agents are nested in it.
 
-    The start is drawn once per line, in the order of the file (`numpy.random.default_rng(seed)`), also for a
-    line that is broken. A sub-agent starts `duration_ms` before its `t`; where that is missing, as long
-    before as its last nested `t` says. Ids are of local scope: a session is a namespace.
+    Sessions have no absolute time: they are placed uniformly over `span_s` seconds. Their start is drawn once
+    per line, in the order of the file (`numpy.random.default_rng(seed)`), also for a broken line. Each
+    `every`-th block id is kept (the last of each `every`), so that a block stands for `every` times the
+    file's size. A sub-agent starts `duration_ms` before its `t`; without it, as long before as its last
+    nested `t` says. Ids have local scope: a session is a namespace.
     """
 
     title = None
@@ -60,18 +61,18 @@ class CodingAgentsFormat:
     def _requests(
         self, record: Mapping[str, Any], start_s: float, session: str, namespace: Namespace, ids: IdMap
     ) -> Iterator[TraceRequest]:
-        for one in _nested(record):
-            if one.get("type") == "subagent":
-                yield from self._requests(one, _start_of(one, start_s), session, namespace, ids)
+        for item in _nested(record):
+            if item.get("type") == "subagent":
+                yield from self._requests(item, _start_of(item, start_s), session, namespace, ids)
             else:
                 yield TraceRequest(
-                    time_s=start_s + number(one, "t"),
-                    ids=ids.tokens(self._kept(required(one, "hash_ids")), namespace),
+                    time_s=start_s + number(item, "t"),
+                    ids=ids.tokens(self._kept(required(item, "hash_ids")), namespace),
                     namespace=namespace,
-                    num_input_tokens=whole(one, "in"),
-                    num_output_tokens=whole(one, "out"),
+                    num_input_tokens=whole(item, "in"),
+                    num_output_tokens=whole(item, "out"),
                     session=session,
-                    meta={name: one[name] for name in META if name in one}
+                    meta={name: item[name] for name in META if name in item}
                     | ({"subagent": True} if record.get("type") == "subagent" else {}),
                 )
 
@@ -92,14 +93,14 @@ class CodingAgentsFormat:
         self.block_tokens = size
 
     def _session(self, name: str, line: int) -> str:
-        """Two lines are two sessions, whatever they are called."""
+        """Returns a unique name: two lines are two sessions even with the same id."""
         unique = name if name not in self._sessions else f"{name} (line {line})"
         self._sessions.add(unique)
         return unique
 
 
 def _start_of(subagent: Mapping[str, Any], start_s: float) -> float:
-    """When a sub-agent of a session that began at `start_s` began."""
+    """Returns the start of a sub-agent in a session that began at `start_s`."""
     end_s = start_s + number(subagent, "t")
     if subagent.get("duration_ms") is not None:
         return end_s - number(subagent, "duration_ms") / 1000
@@ -109,7 +110,7 @@ def _start_of(subagent: Mapping[str, Any], start_s: float) -> float:
 
 def _nested(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     nested = required(record, "requests")
-    if not isinstance(nested, list) or not all(isinstance(one, dict) for one in nested):
+    if not isinstance(nested, list) or not all(isinstance(item, dict) for item in nested):
         raise BrokenLineError(f"requests must be a list of JSON objects, got {brief(nested)}")
     return nested
 

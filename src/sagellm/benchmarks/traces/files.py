@@ -1,4 +1,4 @@
-"""Reads any trace file of a known format, and writes traces."""
+"""Reads any trace file of a known format, compressed or not, and writes traces."""
 
 from __future__ import annotations
 
@@ -35,14 +35,17 @@ COMPRESSIONS: Mapping[str, bytes] = {
     ".gz": b"\x1f\x8b",
     ".zst": b"\x28\xb5\x2f\xfd",
 }
-"""Suffixes, and the bytes that files so compressed begin with."""
+"""Suffixes of compressed files, and their first bytes."""
 DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error)
 NUM_GUESSING_LINES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One line of bytes; `damage`: the file cannot be read any further, and this is no line."""
+    """One line of bytes.
+
+    With `damage` it is no line: the file cannot be read beyond it.
+    """
 
     number: int
     data: bytes
@@ -56,12 +59,12 @@ def read_trace(
     on_error: OnError = "fail",
     **options: Any,
 ) -> Trace:
-    """The requests of a file, in order of time.
+    """Returns the requests of a file, in order of time.
 
-    `format` is a registered name, by default the one that recognises the first lines; `options` are that
-    format's. Files compressed with xz, gzip or zstd are read as they are. Empty lines hold nothing. A broken
-    line raises `ConfigError` with its number, or is skipped and listed in `skipped`. Ids that are no int32
-    are replaced by consecutive ints, all ids of the file then; equal ids stay equal.
+    `format` is a registered name, by default the format that recognises the first lines; `options` are that
+    format's. Files compressed with xz, gzip or zstd are read as they are. Empty lines are ignored. A broken
+    line raises `ConfigError` with its number, or is skipped and listed in `skipped`. If an id does not fit
+    into int32, all ids of the file are replaced by consecutive ints; equal ids stay equal.
     """
     if on_error not in ("skip", "fail"):
         raise ConfigError(f"on_error {on_error!r}: 'skip' or 'fail'")
@@ -81,7 +84,10 @@ def _read(path: Path, name: str | None, options: Mapping[str, Any], ids: IdMap, 
         reader: TraceFormat = registry(KIND).create(name, **options)
         requests, skipped = _parse(path, lines, reader, ids, skip=skip)
     if not requests:
-        why = [f", {len(skipped):,} lines are broken; line {one.number}: {one.reason}" for one in skipped[:1]]
+        why = [
+            f", {len(skipped):,} lines are broken; line {bad_line.number}: {bad_line.reason}"
+            for bad_line in skipped[:1]
+        ]
         raise ConfigError(f"{path} holds no request{''.join(why)}")
     return Trace(
         name=reader.title or title(path),
@@ -127,7 +133,10 @@ def _in_order(requests: list[TraceRequest], *, from_zero: bool) -> tuple[TraceRe
 
 
 def guess_format(path: Path, lines: Iterable[_Line]) -> str:
-    """The one format that recognises one of the lines; raises `ConfigError` with the names."""
+    """Returns the only format that recognises one of the lines.
+
+    Raises `ConfigError` with the known names.
+    """
     known, problem = registry(KIND), "no known format has such lines"
     for line in lines:
         try:
@@ -149,7 +158,7 @@ def _object(line: str) -> dict[str, Any] | None:
 
 
 def _lines(stream: Iterable[bytes], sha: Any) -> Iterator[_Line]:
-    """Lines that hold something, numbered; the last may say that the file is damaged."""
+    """Yields the lines that are not empty, numbered; the last may say that the file is damaged."""
     number = 0
     try:
         for number, data in enumerate(stream, 1):
@@ -162,7 +171,10 @@ def _lines(stream: Iterable[bytes], sha: Any) -> Iterator[_Line]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Iterable[bytes]]:
-    """The decompressed lines of a file, told by its first bytes; raises `ConfigError` naming the file."""
+    """Yields the decompressed lines of a file, whose first bytes tell its compression.
+
+    Raises `ConfigError` naming the file.
+    """
     try:
         raw = path.open("rb")
     except OSError as error:
@@ -182,7 +194,7 @@ def opened(path: Path) -> Iterator[Iterable[bytes]]:
 
 
 def _zstd_lines(raw: IO[bytes], zstandard: Any) -> Iterator[bytes]:
-    """Unpacked at once: the package's own stream says nothing when a file ends too early."""
+    """Decompresses all at once: the package's own stream does not report a truncated file."""
     data, parts, ended = raw.read(), [], True
     try:
         while data:
@@ -206,13 +218,13 @@ def _zstandard(path: Path) -> Any:
 
 
 def title(path: Path) -> str:
-    """The file's name without the suffixes of compression and format."""
+    """Returns the file's name without the suffixes of compression and format."""
     name = path.name.removesuffix(path.suffix) if path.suffix in COMPRESSIONS else path.name
     return name.removesuffix(Path(name).suffix) or path.name
 
 
 def writable_formats() -> list[str]:
-    """The names that `write_trace` takes."""
+    """Returns the names that `write_trace` takes."""
     known = registry(KIND)
     return [name for name in known.names() if hasattr(known.get(name), "write")]
 
@@ -223,21 +235,21 @@ def write_trace(
     format: str = "sagellm",  # noqa: A002 - the field's word
     **options: Any,
 ) -> None:
-    """Write `trace` to a file, compressed if its name ends in .xz or .gz; `options` are the format's.
+    """Writes `trace` to a file, compressed if its name ends in .xz or .gz.
 
-    Raises `ConfigError` where the format cannot hold it or the file cannot be written; a file that was begun
-    is removed then.
+    `options` are the format's. Raises `ConfigError` if the format cannot hold the trace or the file cannot be
+    written; an incomplete file is removed.
     """
     path, writer = Path(path), registry(KIND).create(format, **options)
     if not hasattr(writer, "write"):
         raise ConfigError(f"{format} is only read; write {' or '.join(writable_formats())}")
     try:
-        out = _create(path)
+        file = _create(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     try:
-        with out:
-            cast("TraceWriter", writer).write(trace, out)
+        with file:
+            cast("TraceWriter", writer).write(trace, file)
     except BaseException as error:
         with contextlib.suppress(OSError):
             path.unlink()

@@ -8,7 +8,7 @@ from typing import Any
 
 from sagellm.benchmarks.traces._parsing import (
     BYTES,
-    EVERYBODY,
+    SHARED_NAMESPACE,
     Encode,
     IdMap,
     TextTokens,
@@ -20,8 +20,10 @@ from sagellm.benchmarks.traces.record import TraceRequest
 
 
 class LmcacheAgentsFormat:
-    """`timestamp` in µs, `input` (the whole prompt), `output`, `session_id` (or `session_file`). Prompts are
-    compared by content, so `ids` are tokens and there is one namespace. `tokenizer` is that of `TextTokens`.
+    """`timestamp` in µs, `input` (the whole prompt), `output`, `session_id` or `session_file`.
+
+    Prompts are compared by content, so `ids` are tokens and there is one namespace. `tokenizer` is that of
+    `TextTokens`.
     """
 
     block_tokens = 1
@@ -40,7 +42,7 @@ class LmcacheAgentsFormat:
         yield TraceRequest(
             time_s=number(record, "timestamp") / 1e6,
             ids=tokens,
-            namespace=EVERYBODY,
+            namespace=SHARED_NAMESPACE,
             num_input_tokens=len(tokens),
             num_output_tokens=self._texts.count(text(record, "output")),
             session=_session(record),

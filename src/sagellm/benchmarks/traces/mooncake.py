@@ -1,4 +1,7 @@
-"""Mooncake's JSON Lines (Qin et al., FAST 2025): an id per block stands for the prefix up to it."""
+"""Mooncake's JSON Lines (Qin et al., FAST 2025).
+
+An id per block stands for the prefix up to it.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,11 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
-from sagellm.benchmarks.traces._parsing import IdMap, json_object, number, required, whole
+from sagellm.benchmarks.traces._parsing import SHARED_NAMESPACE, IdMap, json_object, number, required, whole
 from sagellm.benchmarks.traces.record import Trace, TraceRequest, block_ids
 from sagellm.core.errors import ConfigError
-from sagellm.core.types import Namespace
 
 BLOCK_TOKENS = 512
-EVERYBODY = Namespace()
 
 
 class MooncakeFormat:
@@ -38,17 +39,18 @@ class MooncakeFormat:
         record = json_object(line)
         yield TraceRequest(
             time_s=number(record, "timestamp") / 1000,
-            ids=ids.tokens(required(record, "hash_ids"), EVERYBODY),
-            namespace=EVERYBODY,
+            ids=ids.tokens(required(record, "hash_ids"), SHARED_NAMESPACE),
+            namespace=SHARED_NAMESPACE,
             num_input_tokens=whole(record, "input_length"),
             num_output_tokens=whole(record, "output_length"),
         )
 
-    def write(self, trace: Trace, out: TextIO) -> None:
-        """Times are rounded to ms; namespaces become disjoint ids; sessions, tenants and `meta` are lost.
+    def write(self, trace: Trace, file: TextIO) -> None:
+        """Writes one line per request, with times rounded to ms.
 
-        A trace of tokens is cut into blocks (512 tokens, or the option). One of blocks keeps its own size,
-        which the file cannot say: whoever reads it has to.
+        Namespaces become disjoint ids; sessions, tenants and `meta` are lost. A trace of tokens is cut into
+        blocks (512 tokens, or the option). A trace of blocks keeps its block size, which the file cannot say:
+        its reader has to set it.
         """
         if not any(len(request.ids) for request in trace.requests):
             raise ConfigError(f"trace {trace.name!r} has lengths only: convert it to sagellm")
@@ -60,7 +62,7 @@ class MooncakeFormat:
                 "output_length": request.num_output_tokens,
                 "hash_ids": ids,
             }
-            out.write(json.dumps(record) + "\n")
+            file.write(json.dumps(record) + "\n")
 
 
 PLUGIN = MooncakeFormat

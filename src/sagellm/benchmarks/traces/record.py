@@ -18,8 +18,8 @@ class TraceRequest:
     """One request of a trace.
 
     `time_s`: arrival, seconds since the trace's start. `ids`: one per block of the trace's `block_tokens`
-    prompt tokens, or the tokens themselves where that is 1; empty where the format has lengths only. Ids are
-    comparable within `namespace` alone. `meta`: what else the format says of the request.
+    prompt tokens, or the tokens themselves if that is 1; empty if the format has lengths only. Ids are
+    comparable within `namespace` only. `meta`: further fields of the format.
     """
 
     time_s: float
@@ -34,7 +34,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that was skipped: its number in the (decompressed) file, from 1 on, and why."""
+    """A skipped line: its number in the decompressed file, from 1 on, and the reason."""
 
     number: int
     reason: str
@@ -42,9 +42,9 @@ class BadLine:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of time; those of one moment in the order of the file.
+    """Requests in order of time; those of the same moment in the order of the file.
 
-    `sha256`: of the file's decompressed bytes, in hexadecimal; empty for a trace that is no file.
+    `sha256`: of the file's decompressed bytes, in hexadecimal; empty for a trace without a file.
     """
 
     name: str
@@ -56,13 +56,13 @@ class Trace:
 
 
 DEFAULT_BLOCK_TOKENS = 16
-"""For a trace of tokens, whose blocks are ours to choose."""
+"""The default for a trace of tokens, which has no blocks of its own."""
 
 
 def block_size(trace: Trace, block_tokens: int | None = None) -> int:
-    """Tokens per block: the trace's own, or for a trace of tokens `block_tokens`, by default 16.
+    """Tokens per block: the trace's own; for a trace of tokens `block_tokens`, by default 16.
 
-    Raises `ConfigError` for another size than the ids of the trace stand for.
+    Raises `ConfigError` for another size than that of the trace's ids.
     """
     if trace.block_tokens == 1:
         size = DEFAULT_BLOCK_TOKENS if block_tokens is None else block_tokens
@@ -78,10 +78,10 @@ def block_size(trace: Trace, block_tokens: int | None = None) -> int:
 
 
 def block_ids(trace: Trace, block_tokens: int | None = None) -> Iterator[list[int]]:
-    """For each request the numbers of its blocks, in order of position.
+    """Yields for each request the numbers of its blocks, in order of position.
 
-    Numbers are consecutive in order of first appearance, and equal if namespace and id are equal; in a trace
-    of tokens, if namespace and all tokens up to the block's end are. A last block may be partial.
+    Numbers are consecutive in order of first appearance. They are equal if namespace and id are equal; in a
+    trace of tokens, if the namespace and all tokens up to the block's end are. A last block may be partial.
     """
     size = block_size(trace, block_tokens)
     return _of_tokens(trace, size) if trace.block_tokens == 1 else _of_blocks(trace)
@@ -92,11 +92,11 @@ def _of_blocks(trace: Trace) -> Iterator[list[int]]:
     tables: defaultdict[Any, defaultdict[int, int]] = defaultdict(lambda: defaultdict(fresh))
     for request in trace.requests:
         table = tables[request.namespace]
-        yield [table[one] for one in request.ids]
+        yield [table[block] for block in request.ids]
 
 
 def _of_tokens(trace: Trace, size: int) -> Iterator[list[int]]:
-    """A block is known by the number of the one before it and its bytes."""
+    """Identifies a block by the number of the block before it and its bytes."""
     numbers: defaultdict[tuple[Any, bytes], int] = defaultdict(itertools.count().__next__)
     step = size * TOKEN_BYTES
     for request in trace.requests:

@@ -1,4 +1,4 @@
-"""Records what a running engine is asked, as a sagellm trace, from the events that it emits."""
+"""Records the requests of a running engine as a sagellm trace, from the engine's events."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ KEPT_HASH_BYTES = 16
 
 
 class TraceRecorder:
-    """Listens on a bus and writes a line for each request when it ends; `close` writes those that have not.
+    """Writes a line for each request when it ends; `close` writes the unfinished ones.
 
-    Nothing of a prompt can be read from the file: its blocks are numbered by their hash in order of
-    appearance, and tenants are `tenant-1`, `tenant-2`. With `keep_tokens` it holds the prompts' tokens and
-    the tenants' names. The recorder remembers a hash (about 150 bytes) per different block.
+    The file does not reveal prompts: blocks are numbered by their hash in order of appearance, and tenants
+    are `tenant-1`, `tenant-2`. With `keep_tokens` it holds the prompts' tokens and the tenants' names. The
+    recorder keeps a hash (about 150 bytes) per different block.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class TraceRecorder:
         ]
 
     def close(self) -> None:
-        """Stop listening; what has not ended is written with no output. Closing twice changes nothing."""
+        """Stops listening and writes unfinished requests with no output; safe to call twice."""
         self._stop_listening()
         unfinished, self._open = self._open, {}
         for request in unfinished.values():
             self._write(replace(request, meta={"finish_reason": "unfinished"}))
-        with contextlib.suppress(OSError):  # what was told when it was written
+        with contextlib.suppress(OSError):  # logged when the write failed
             self._out.close()
 
     def __enter__(self) -> Self:
@@ -88,7 +88,7 @@ class TraceRecorder:
 
     def _finished(self, event: RequestFinished) -> None:
         request = self._open.pop(event.request_id, None)
-        if request is None:  # it came before the recording
+        if request is None:  # received before the recording started
             return
         meta: dict[str, Any] = {"finish_reason": event.reason, "num_cached_tokens": event.num_cached_tokens}
         if event.first_token_s is not None:
@@ -96,7 +96,7 @@ class TraceRecorder:
         self._write(replace(request, num_output_tokens=event.num_output_tokens, meta=meta))
 
     def _write(self, request: TraceRequest) -> None:
-        """A disk that is full ends the recording, not the engine."""
+        """Writes a line; a full disk ends the recording, not the engine."""
         try:
             self._out.write(request_line(request))
         except OSError as error:
@@ -107,13 +107,13 @@ class TraceRecorder:
             self.num_requests += 1
 
     def _block_numbers(self, request: Request) -> Tokens:
-        """One number per block; the last one may be partial, and its hash is that of what it holds."""
+        """Returns a number per block; the last block may be partial, hashed by its content."""
         data, step = request.tokens.tobytes(), self._block_tokens * TOKEN_BYTES
         hashes = chain(data, step, request.namespace)
         tail = data[len(hashes) * step :]
         if tail:
             hashes += chain(tail, len(tail), request.namespace, hashes[-1] if hashes else None)
-        return Tokens([self._numbers[one[:KEPT_HASH_BYTES]] for one in hashes])
+        return Tokens([self._numbers[block_hash[:KEPT_HASH_BYTES]] for block_hash in hashes])
 
     def _namespace(self, namespace: Namespace) -> Namespace:
         if self._keep_names or not namespace.tenant:
@@ -126,7 +126,7 @@ def _tokens(request: Request) -> Tokens:
 
 
 def _create(path: Path) -> TextIO:
-    """Each line reaches the file as it is written: what a process that was killed has recorded is there."""
+    """Opens the file line-buffered, so that a killed process has written all finished requests."""
     try:
         return path.open("w", encoding="utf-8", newline="\n", buffering=1)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""sageLLM's own format (JSON Lines), which keeps all of a trace: a header, then one request per line."""
+"""sageLLM's own format (JSON Lines), which keeps all of a trace."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ MARK = "sagellm_trace"
 FIELDS = (
     "time_s", "ids", "num_input_tokens", "num_output_tokens", "namespace", "session", "tenant", "meta",
 )  # fmt: skip
-"""Of a request; those from `namespace` on are left out where they say nothing."""
+"""Fields of a request; those from `namespace` on are omitted if empty."""
 
 
 class SagellmFormat:
-    """The first line is `{"sagellm_trace": 1, "name": ..., "block_tokens": n}`. A request has `FIELDS`;
-    `namespace` is an object of the fields of `Namespace` that are not empty. Unknown fields are errors."""
+    """A header `{"sagellm_trace": 1, "name": ..., "block_tokens": n}`, then one request per line.
+
+    A request has `FIELDS`; `namespace` is an object of the fields of `Namespace` that are not empty. Unknown
+    fields are errors.
+    """
 
     from_zero = False
 
@@ -62,7 +65,7 @@ class SagellmFormat:
         )
 
     def _begin(self, header: Mapping[str, Any]) -> None:
-        """Without its header nothing in the file can be read, so that is not skipped."""
+        """Reads the header; it cannot be skipped, since the other lines depend on it."""
         version, block_tokens = header.get(MARK), header.get("block_tokens")
         if version != VERSION:
             raise ConfigError(
@@ -74,15 +77,15 @@ class SagellmFormat:
         self.block_tokens = block_tokens
         self.title = str(header["name"]) if header.get("name") else None
 
-    def write(self, trace: Trace, out: TextIO) -> None:
-        """Everything but the source's format, which the header names beside its hash."""
+    def write(self, trace: Trace, file: TextIO) -> None:
+        """Writes everything but the source's format, which the header names beside its hash."""
         source = {"format": trace.format, "sha256": trace.sha256} if trace.sha256 else None
-        out.write(header_line(trace.block_tokens, trace.name, source))
-        out.writelines(map(request_line, trace.requests))
+        file.write(header_line(trace.block_tokens, trace.name, source))
+        file.writelines(map(request_line, trace.requests))
 
 
 def header_line(block_tokens: int, name: str | None = None, source: Mapping[str, str] | None = None) -> str:
-    """The first line of a file; `source`: what it was made of."""
+    """Returns the first line of a file; `source` is the format and hash of the original."""
     header: dict[str, Any] = {MARK: VERSION, "block_tokens": block_tokens}
     if name:
         header["name"] = name
@@ -92,7 +95,7 @@ def header_line(block_tokens: int, name: str | None = None, source: Mapping[str,
 
 
 def request_line(request: TraceRequest) -> str:
-    """The line of one request; raises `ConfigError` for `meta` that JSON cannot hold."""
+    """Returns the line of one request; raises `ConfigError` if JSON cannot hold its `meta`."""
     record: dict[str, Any] = {
         "time_s": request.time_s,
         "ids": request.ids.tolist(),
@@ -117,7 +120,7 @@ def request_line(request: TraceRequest) -> str:
 def _namespace(value: Any) -> Namespace:
     fields = _mapping("namespace", value)
     unknown = fields.keys() - set(Namespace._fields)
-    if unknown or not all(isinstance(one, str) for one in fields.values()):
+    if unknown or not all(isinstance(text_value, str) for text_value in fields.values()):
         raise BrokenLineError(
             f"namespace must hold texts named {', '.join(Namespace._fields)}, got {brief(value)}"
         )

@@ -1,4 +1,4 @@
-"""ServeGen's client statistics (Xiang et al., 2025): requests drawn from rates and lengths of each client."""
+"""ServeGen's client statistics (Xiang et al., 2025): requests drawn from rates and lengths."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ PATTERNS = ("Gamma", "Weibull")
 LENGTHS = {"input_tokens", "output_tokens"}
 
 Lengths = tuple[Sequence[int], Sequence[float]]
-"""Numbers of tokens, and how often each or a smaller one comes, on any scale."""
+"""Numbers of tokens, and the cumulative frequency of each, on any scale."""
 
 
 class ServegenFormat:
-    """A line of the rates file is a client's window of 600 s: client, start, requests per second, variation
-    of the gaps, the name of their distribution and two arguments. The file has no requests: they are drawn.
+    """Draws requests from the rates and lengths of each client; the files hold no requests.
 
-    A window gets as many as its rate says. Gaps have the distribution's shape (the first argument) and are
-    scaled to fill the window, since the second argument does not agree with the rate. Input and output
-    lengths come, independently, from the client's distributions in the last window before that has any, or
-    else the first after. `lengths` is the file that holds them; requests arrive in `[start_s, start_s +
-    span_s)`, and `start_s` is 0 of the trace. A client is a tenant. `ids` stay empty.
+    A line of the rates file is a client's window of 600 s: client, start, requests per second, variation of
+    the gaps, the name of their distribution and two arguments. A window gets as many requests as its rate
+    says. Gaps have the distribution's shape (the first argument) and are scaled to fill the window, since the
+    second argument does not agree with the rate. Input and output lengths come, independently, from the
+    client's distributions in the last earlier window that has any, or else the first later one. `lengths` is
+    the file that holds them. Requests arrive in `[start_s, start_s + span_s)`, and `start_s` is 0 of the
+    trace. A client is a tenant. `ids` stay empty.
     """
 
     block_tokens = 1
@@ -84,14 +85,14 @@ class ServegenFormat:
 
 
 class _Client:
-    """A client's distributions of lengths; their texts are long, and read where they are used."""
+    """A client's distributions of lengths, each parsed at its first use since the texts are long."""
 
     def __init__(self, windows: Mapping[str, Any]) -> None:
         self._texts = {float(start_s): window for start_s, window in windows.items()}
         self._read: dict[float, tuple[Lengths, Lengths] | None] = {}
 
     def lengths(self, time_s: float) -> tuple[Lengths, Lengths]:
-        """Of inputs and outputs at that time; raises `BrokenLineError` where there are none at all."""
+        """Distributions of inputs and outputs at that time; raises `BrokenLineError` if there are none."""
         before = sorted((start for start in self._texts if start <= time_s), reverse=True)
         after = sorted(start for start in self._texts if start > time_s)
         for start_s in (*before, *after):
@@ -112,7 +113,7 @@ def _cells(line: str) -> tuple[str, float, float, str, float]:
         numbers = float(start), float(rate), float(shape)
     except ValueError as error:
         raise BrokenLineError(f"start, rate and arguments must be numbers, got {brief(cells)}") from error
-    if not all(0 <= one < float("inf") for one in numbers):
+    if not all(0 <= value < float("inf") for value in numbers):
         raise BrokenLineError(f"start, rate and arguments must be from 0 on, got {brief(cells)}")
     if numbers[1] and (pattern not in PATTERNS or not numbers[2]):
         raise BrokenLineError(f"a rate needs one of {', '.join(PATTERNS)} and its shape, got {brief(cells)}")
@@ -120,7 +121,7 @@ def _cells(line: str) -> tuple[str, float, float, str, float]:
 
 
 def _arrivals(random: Random, window_s: float, rate: float, pattern: str, shape: float) -> list[float]:
-    """Moments in the window; a fraction of a request is one with that probability."""
+    """Returns moments in the window; a fraction of a request is a request with that probability."""
     count = int(rate * WINDOW_S + random.random())
     if pattern == "Gamma":
         gaps = [random.gammavariate(shape, 1.0) for _ in range(count + 1)]
@@ -137,22 +138,24 @@ def _draw(random: Random, lengths: Lengths) -> int:
 
 
 def _read_lengths(path: Path) -> dict[str, _Client]:
-    """By client; raises `ConfigError` naming the file."""
+    """Returns the clients by name; raises `ConfigError` naming the file."""
     clients: dict[str, _Client] = {}
     with opened(path) as lines:
         try:
             for line in lines:
                 record = json_object(line.decode())
                 clients[text(record, "client")] = _Client(required(record, "windows"))
-        except (ValueError, AttributeError, *DAMAGE) as error:  # a line of ours is a ValueError
+        except (ValueError, AttributeError, *DAMAGE) as error:  # BrokenLineError is a ValueError
             after = f"after {len(clients)} clients"
             raise ConfigError(f"{path}: {after} comes a line without lengths of one: {error}") from error
     return clients
 
 
 def _window(window: Any) -> tuple[Lengths, Lengths] | None:
-    """None for a window without requests; raises `BrokenLineError`, and `ConfigError` for a window of a
-    client that also sends images, audio or video.
+    """Returns the lengths of a window, None for a window without requests.
+
+    Raises `BrokenLineError`, and `ConfigError` for a window of a client that also sends images, audio or
+    video.
     """
     if isinstance(window, dict) and not window.keys() >= LENGTHS:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a trace holds, in figures."""
+"""Summarizes a trace in figures."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SHOWN_TENANTS = 8
 class TraceSummary:
     """Counts of one trace.
 
-    `blocks` are those of all prompts, partial last ones included, of `block_tokens` tokens each;
+    `blocks` are those of all prompts, partial last ones included, of `block_tokens` tokens each.
     `infinite_cache_ratio` is the share of them that a cache which never evicts would find: the leading run of
-    a prompt's blocks that earlier prompts had. Both, and `unique_blocks`, are None where the trace has
-    lengths only. `tenants`: requests of each, if they are named.
+    a prompt's blocks that earlier prompts had. Both, and `unique_blocks`, are None if the trace has lengths
+    only. `tenants`: number of requests of each named tenant.
     """
 
     name: str
@@ -46,7 +46,7 @@ class TraceSummary:
 
 @dataclass(frozen=True, slots=True)
 class TraceReuse:
-    """Blocks of all prompts, how many of them are different, and how many an infinite cache would find."""
+    """Blocks of all prompts, how many are different, and how many an infinite cache would find."""
 
     blocks: int
     unique: int
@@ -54,7 +54,7 @@ class TraceReuse:
 
 
 def reuse(trace: Trace, block_tokens: int | None = None) -> TraceReuse:
-    """`block_tokens` as for `block_size`. A request finds nothing of its own."""
+    """Counts blocks and hits; `block_tokens` as for `block_size`. A request finds none of its own."""
     blocks = unique = found = 0
     for ids in block_ids(trace, block_tokens):
         blocks += len(ids)
@@ -64,12 +64,12 @@ def reuse(trace: Trace, block_tokens: int | None = None) -> TraceReuse:
 
 
 def _leading_run(ids: Sequence[int], known: int) -> int:
-    """How many of the first ids were numbered before: numbers are given in order of appearance."""
-    return next((count for count, one in enumerate(ids) if one >= known), len(ids))
+    """Counts the first ids that were numbered before; numbers are given in order of appearance."""
+    return next((count for count, number in enumerate(ids) if number >= known), len(ids))
 
 
 def summarize(trace: Trace, block_tokens: int | None = None) -> TraceSummary:
-    """The counts; `block_tokens` is the size of a block where the trace holds tokens, by default 16."""
+    """Returns the counts; `block_tokens` is the block size for a trace of tokens, by default 16."""
     requests = trace.requests
     counts = reuse(trace, block_tokens)
     has_ids = counts.blocks > 0
@@ -98,7 +98,7 @@ def summarize(trace: Trace, block_tokens: int | None = None) -> TraceSummary:
 
 
 def as_table(summary: TraceSummary) -> Table:
-    """One line per figure."""
+    """Returns one line per figure."""
     return Table(f"trace {summary.name}", ("figure", "value"), _lines(summary), num_names=2)
 
 

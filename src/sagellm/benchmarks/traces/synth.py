@@ -1,7 +1,7 @@
-"""Our own generator: seeded traces of chats, agent loops, shared prompts, and tenants of unequal rates.
+"""Generates seeded traces: chats, agent loops, shared prompts, tenants of unequal rates.
 
 Sessions arrive as a Poisson process. A session is a list of tokens that only grows: a system prompt, drawn
-from a few by a Zipf law, then in each turn a question; the answer stands in the next turn's prompt. Lengths
+from a few by a Zipf law, then a question in each turn; the answer is part of the next turn's prompt. Lengths
 are lognormal, pauses exponential, the number of turns geometric.
 """
 
@@ -21,18 +21,18 @@ from sagellm.core.types import Namespace, Tokens
 
 FORMAT = "synth"
 SECONDS_PER_OUTPUT_TOKEN = 0.02
-"""How long an answer takes before the pause that follows it begins: there is no engine behind a generator."""
+"""The assumed speed of answers: a generator has no engine to measure it."""
 SUBAGENT = "subagent"
 
 
 @dataclass(frozen=True, slots=True)
 class SynthProfile:
-    """How the users of one kind behave. Lengths in tokens are medians, with `spread` as the deviation of
-    their logarithm; `system_spread` is that of the system prompts' lengths.
+    """How the users of one kind behave.
 
-    After a turn, with the probability `subagents`, a second conversation of `subagent_turns` turns begins
-    with a system prompt of its own, and the session goes on when it is over. A session ends before a prompt
-    would exceed `max_input_tokens`.
+    Lengths in tokens are medians, with `spread` as the deviation of their logarithm; `system_spread` is that
+    of the system prompts' lengths. After a turn, with the probability `subagents`, a second conversation of
+    `subagent_turns` turns begins with a system prompt of its own, and the session continues when it is over.
+    A session ends before a prompt would exceed `max_input_tokens`.
     """
 
     sessions_per_s: float
@@ -53,11 +53,11 @@ class SynthProfile:
     def __post_init__(self) -> None:
         at_least = {"turns": 1, "subagent_turns": 1, "num_system_prompts": 1, "question_tokens": 1}
         at_least |= {"answer_tokens": 1, "max_input_tokens": 1}
-        for one in dataclasses.fields(self):
-            value = getattr(self, one.name)
-            lowest = at_least.get(one.name, 0)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            lowest = at_least.get(field.name, 0)
             if value is not None and not (lowest <= value and math.isfinite(value)):
-                raise ConfigError(f"{one.name} must be at least {lowest}, got {value}")
+                raise ConfigError(f"{field.name} must be at least {lowest}, got {value}")
         if not self.sessions_per_s or self.subagents > 1:
             raise ConfigError("sessions_per_s must be greater than 0, and subagents at most 1")
 
@@ -81,17 +81,17 @@ PROFILES: Mapping[str, SynthProfile] = {
     ),
 }  # fmt: skip
 """Multi-turn chat; agent loops with long prompts, tool results and sub-agents; single questions about a few
-shared documents; and the same by tenants whose documents are their own."""
+shared documents; and the same from tenants with documents of their own."""
 
 TENANT_SHARES: Mapping[str, tuple[float, ...]] = {"tenants": (8.0, 1.0, 1.0)}
-"""The kinds whose requests come from several tenants, by default: their rates, one to another."""
+"""The kinds with several tenants by default, and the ratio of the tenants' rates."""
 
 
 def profile(kind: str, **changes: Any) -> SynthProfile:
-    """The profile of a kind, with some of its fields changed. Raises `UnknownNameError`, `ConfigError`."""
+    """Returns the profile of a kind with changed fields. Raises `UnknownNameError`, `ConfigError`."""
     if kind not in PROFILES:
         raise UnknownNameError(f"unknown kind of trace {kind!r}.{nearest(kind, PROFILES)}")
-    names = [one.name for one in dataclasses.fields(SynthProfile)]
+    names = [field.name for field in dataclasses.fields(SynthProfile)]
     for name, value in changes.items():
         if name not in names:
             raise UnknownNameError(f"a profile has no {name!r}; it has {', '.join(names)}")
@@ -111,10 +111,10 @@ def synthesize(
     tenants: Sequence[float] | None = None,
     **changes: Any,
 ) -> Trace:
-    """Requests that arrive within `duration_s`; the same arguments give the same trace.
+    """Returns requests that arrive within `duration_s`; the same arguments give the same trace.
 
-    `tenants`: shares of the sessions, one tenant each, whose contents are disjoint (they are namespaces, and
-    no id occurs in two); default: those of the kind, one nameless tenant for most. `changes` are fields of
+    `tenants`: shares of the sessions, one tenant each. Their contents are disjoint: tenants are namespaces,
+    and no id occurs in two. By default the kind decides, mostly one nameless tenant. `changes` are fields of
     `SynthProfile`.
     """
     if not (duration_s > 0 and math.isfinite(duration_s)) or block_tokens < 1:
@@ -132,16 +132,18 @@ def synthesize(
         tenant = f"tenant-{number + 1}" if len(shares) > 1 else ""
         rate = chosen.sessions_per_s * share / sum(shares)
         random = Random(f"{seed}/{number}")
-        users = _Users(replace(chosen, sessions_per_s=rate), tenant, random, fresh, block_tokens)
-        requests += users.requests(duration_s)
+        traffic = _Tenant(replace(chosen, sessions_per_s=rate), tenant, random, fresh, block_tokens)
+        requests += traffic.requests(duration_s)
     requests.sort(key=lambda request: request.time_s)
     name = f"{kind}-seed{seed}"
     return Trace(name=name, format=FORMAT, block_tokens=block_tokens, requests=tuple(requests))
 
 
 class _Content:
-    """A growing list of tokens, as ids of its blocks: a whole block has one id for good, the partial last one
-    another each time that the list is sent."""
+    """A growing list of tokens as ids of its blocks.
+
+    A whole block keeps its id. The partial last block gets a new id each time that the list is sent.
+    """
 
     def __init__(self, fresh: Iterator[int], block_tokens: int, shared: Sequence[int], length: int) -> None:
         self._fresh = fresh
@@ -155,8 +157,8 @@ class _Content:
         return Tokens([*self._whole, next(self._fresh)] if partial else self._whole)
 
 
-class _Users:
-    """Everybody of one tenant: the system prompts that they share, and their sessions."""
+class _Tenant:
+    """The traffic of one tenant: its system prompts and sessions."""
 
     def __init__(
         self, profile: SynthProfile, tenant: str, random: Random, fresh: Iterator[int], block_tokens: int
@@ -172,7 +174,7 @@ class _Users:
         self._weights = [(rank + 1) ** -profile.zipf for rank in range(profile.num_system_prompts)]
 
     def requests(self, duration_s: float) -> Iterator[TraceRequest]:
-        """Session after session; in a session in order of time."""
+        """Yields session after session; within a session in order of time."""
         start_s = 0.0
         for number in itertools.count(1):
             start_s += self._random.expovariate(self._profile.sessions_per_s)
@@ -187,7 +189,7 @@ class _Users:
     def _conversation(
         self, session: str, now_s: float, system: tuple[list[int], int], turns: int, kind: str = ""
     ) -> Iterator[TraceRequest]:
-        """A turn after the other, and in between what sub-agents ask."""
+        """Yields one turn after the other, with the requests of sub-agents in between."""
         profile, (shared, system_tokens) = self._profile, system
         content = _Content(self._fresh, self._block_tokens, shared, system_tokens)
         question = profile.first_question_tokens or profile.question_tokens
@@ -224,23 +226,23 @@ class _Users:
         )
 
     def _after(self, request: TraceRequest) -> float:
-        """When the next question comes: the answer, then a pause."""
+        """Returns the time of the next question: after the answer and a pause."""
         mean_s = self._profile.think_s
         pause_s = self._random.expovariate(1 / mean_s) if mean_s else 0.0
         return request.time_s + request.num_output_tokens * SECONDS_PER_OUTPUT_TOKEN + pause_s
 
     def _system(self) -> tuple[list[int], int]:
-        """The ids of a system prompt's whole blocks, and its tokens."""
+        """Returns the ids of a system prompt's whole blocks, and its tokens."""
         tokens = self._length(self._profile.system_tokens, self._profile.system_spread)
         return list(itertools.islice(self._fresh, tokens // self._block_tokens)), tokens
 
     def _length(self, middle: int, spread: float | None = None) -> int:
-        """At least one token, but none where the median is 0."""
+        """Draws a length of at least one token, or 0 if the median is 0."""
         deviation = self._profile.spread if spread is None else spread
         return max(1, round(self._random.lognormvariate(math.log(middle), deviation))) if middle else 0
 
     def _turns(self, mean: float) -> int:
-        """Geometric, at least one."""
+        """Draws a geometric number of turns, at least one."""
         if mean <= 1:
             return 1
         return 1 + int(math.log(1 - self._random.random()) / math.log(1 - 1 / mean))

@@ -1,4 +1,4 @@
-"""tau-bench's trajectories (Yao et al., 2024): conversations of an agent with tools and a simulated user."""
+"""tau-bench's trajectories (Yao et al., 2024): an agent with tools and a simulated user."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from sagellm.benchmarks.traces._parsing import (
     BYTES,
-    EVERYBODY,
+    SHARED_NAMESPACE,
     BrokenLineError,
     Encode,
     IdMap,
@@ -26,12 +26,12 @@ from sagellm.core.errors import ConfigError
 
 
 class TauBenchFormat:
-    """A line is a trajectory: `task_id`, `trial` and `traj`, messages with `role`, `content`, `tool_calls`.
-    Each message of the assistant is a request, whose prompt is all messages before it.
+    """A line is a trajectory: `task_id`, `trial` and `traj`, a list of messages.
 
-    The file has no times: a trajectory starts at a moment drawn uniformly over `span_s` seconds, and its
-    requests follow `gap_s` seconds apart. Prompts are compared by content, so `ids` are tokens and there is
-    one namespace. `tokenizer` is that of `TextTokens`.
+    A message has `role`, `content`, `tool_calls`. Each message of the assistant is a request, whose prompt is
+    all messages before it. The file has no times: a trajectory starts at a moment drawn uniformly over
+    `span_s` seconds, and its requests follow `gap_s` seconds apart. Prompts are compared by content, so `ids`
+    are tokens and there is one namespace. `tokenizer` is that of `TextTokens`.
     """
 
     block_tokens = 1
@@ -67,7 +67,7 @@ class TauBenchFormat:
                     TraceRequest(
                         time_s=start_s + len(requests) * self._gap_s,
                         ids=tokens,
-                        namespace=EVERYBODY,
+                        namespace=SHARED_NAMESPACE,
                         num_input_tokens=len(tokens),
                         num_output_tokens=self._texts.count(said),
                         session=session,
@@ -79,13 +79,13 @@ class TauBenchFormat:
 
 def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = required(record, "traj")
-    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise BrokenLineError(f"traj must be a list of messages, got {brief(messages)}")
     return messages
 
 
 def _message(message: Mapping[str, Any]) -> tuple[str, str]:
-    """The role, and what was said: the content, and the calls of tools as JSON."""
+    """Returns the role and the text: the content, and the tool calls as JSON."""
     content = text(message, "content") if message.get("content") is not None else ""
     calls = message.get("tool_calls")
     return text(message, "role"), content + (json.dumps(calls) if calls else "")

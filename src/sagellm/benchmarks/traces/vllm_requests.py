@@ -1,4 +1,4 @@
-"""Per-request timings of a vLLM server, as LLMServingSim publishes them (JSON Lines): lengths only."""
+"""Per-request timings of a vLLM server, as LLMServingSim publishes them: lengths only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ TIMES = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
 
 
 class VllmRequestsFormat:
-    """`request_id`, `input_toks`, `output_toks`, `arrival_time` (s); `meta` keeps the id and, on their own
-    clock, the moments of `TIMES` that a line has. `ids` stay empty."""
+    """JSON Lines with `request_id`, `input_toks`, `output_toks` and `arrival_time` (s).
+
+    `meta` keeps the id and those times of `TIMES` that a line has, on their own clock. `ids` stay empty.
+    """
 
     block_tokens = 1
     title = None
