@@ -242,14 +242,14 @@ def test_every_missing_block_has_a_cause(chat: BlockTrace, policy: str) -> None:
     assert found.misses.cold == chat.num_blocks - sum(chat.bound)
     assert found.misses.capacity > 0
     assert found.misses.premature > 0
-    assert len(found.course) == NUM_MOMENTS
-    assert total(found.course) == found.misses
+    assert len(found.misses_over_time) == NUM_MOMENTS
+    assert total(found.misses_over_time) == found.misses
 
 
-def test_the_course_tells_when_blocks_were_missing() -> None:
+def test_misses_over_time_show_when_blocks_were_missing() -> None:
     made = block_trace(trace([1], [2, 3], [1], [4, 5, 6]))
     [found] = run_sweep(made, ReplaySweepPlan(("lru",), ("10",), causes=True))
-    missing = {moment: sum(misses) for moment, misses in enumerate(found.course) if sum(misses)}
+    missing = {moment: sum(misses) for moment, misses in enumerate(found.misses_over_time) if sum(misses)}
     assert missing == {0: 1, NUM_MOMENTS // 3: 2, NUM_MOMENTS - 1: 3}
 
 

@@ -141,7 +141,7 @@ def _tokens(random: Random, count: int) -> list[int]:
 
 
 def _histories(random: Random, system: list[int], turns: int) -> list[list[int]]:
-    """Returns the prompt of each turn; the answer and question after the last turn are drawn but not sent."""
+    """Returns the prompt of each turn. The answer and question after the last turn are drawn but not sent."""
     history, prompts = system + _tokens(random, FIRST_PROMPT.draw(random)), []
     for _ in range(turns):
         prompts.append(history)

@@ -88,7 +88,7 @@ class FairnessOutcome:
 
     @property
     def meets_target(self) -> bool | None:
-        """Whether the target is met; None for the baseline and where the baseline is fair enough."""
+        """Whether the target is met. None for the baseline and where the baseline is fair enough."""
         if self.policy == BASELINE or self.baseline_jain >= UNFAIR:
             return None
         return self.jain >= FAIR and self.lost <= MOST_LOST + ROUNDING
@@ -106,7 +106,7 @@ def run(
     *,
     on_case: Callable[[str], None] = lambda case: None,
 ) -> list[FairnessOutcome]:
-    """Replays each policy at each capacity from a cold start; the baseline always runs, and first.
+    """Replays each policy at each capacity from a cold start. The baseline always runs, and first.
 
     Before anything runs, raises `UnknownNameError` for a policy and `ConfigError` for a capacity that is
     invalid, and `ConfigError` for a tenant that can hit nothing.
@@ -133,7 +133,7 @@ def run(
 
 
 def served(trace: BlockTrace, hits: Sequence[int]) -> tuple[TenantHits, ...]:
-    """Sums by tenant, sorted by name; raises `ConfigError` for a tenant that can hit nothing."""
+    """Sums by tenant, sorted by name. Raises `ConfigError` for a tenant that can hit nothing."""
     sums: dict[str, TenantHits] = {}
     for request, hit, bound in zip(trace.requests, hits, trace.bound, strict=True):
         so_far = sums.get(request.tenant) or TenantHits(request.tenant, 0, 0, 0, 0)

@@ -23,7 +23,7 @@ def child_environment() -> dict[str, str]:
 
 
 def run_module(module: str, given: Any, what: str, error: type[SageError] = SageError) -> Any:
-    """Runs `python -m module` with `given` as JSON on stdin; returns its stdout, read as JSON.
+    """Runs `python -m module` with `given` as JSON on stdin. Returns its stdout, read as JSON.
 
     Raises `error` with `what` and the last line of stderr if the process fails.
     """

@@ -127,7 +127,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 def show(
     tables: Iterable[Table], values: Mapping[str, Any], out: Path | None, *, markdown: bool = False
 ) -> None:
-    """Writes the values to `out`, if given, then prints the tables; raises as `write_json` does."""
+    """Writes the values to `out`, if given, then prints the tables. Raises as `write_json` does."""
     if out is not None:
         write_json(out, values)
     print_tables(tables, markdown=markdown)

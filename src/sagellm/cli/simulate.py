@@ -228,13 +228,13 @@ def simulate(
 
 
 def _check_outputs(out: Path | None, *, plots: bool) -> None:
-    from sagellm.benchmarks.simulate.outputs import check_folder
+    from sagellm.benchmarks.simulate.outputs import check_writable_folder
     from sagellm.benchmarks.simulate.plots import check_plots
 
     if plots and out is None:
         raise ConfigError("--plots draws into the folder of --out: name one")
     if out is not None:
-        (check_plots if plots else check_folder)(out)
+        (check_plots if plots else check_writable_folder)(out)
 
 
 def _run_trace(

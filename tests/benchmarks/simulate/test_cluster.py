@@ -116,8 +116,8 @@ def test_token_times_are_those_of_the_outputs(monkeypatch: pytest.MonkeyPatch) -
     cluster = build_cluster(chosen, machine, ClusterLayout())
     cluster.run(work, RequestMaker(work, VOCAB))
     [instance] = cluster.instances
-    ends = np.frombuffer(instance.course.ends_s)
-    assert sum(instance.course.preemptions.values()) > 3
+    ends = np.frombuffer(instance.step_log.ends_s)
+    assert sum(instance.step_log.preemptions.values()) > 3
     assert {name: instance.token_times.of(name, ends).tolist() for name in seen} == seen
 
 
@@ -270,9 +270,9 @@ def test_steps_that_are_taken_at_once_are_those_taken_one_by_one(
     assert at_once.figures["preemptions"] > 0 or layout
     assert at_once.served == singly.served
     assert at_once.figures == singly.figures
-    for name, course in at_once.courses.items():
-        assert course.ends_s == singly.courses[name].ends_s
-        assert course.running == singly.courses[name].running
+    for name, step_log in at_once.step_logs.items():
+        assert step_log.ends_s == singly.step_logs[name].ends_s
+        assert step_log.running == singly.step_logs[name].running
 
 
 @pytest.mark.parametrize("roles", [["prefill"], ["decode"], ["both", "prefill"], []])

@@ -41,7 +41,7 @@ def test_kv_goes_over_the_network() -> None:
 
 def test_the_decode_instance_computes_what_is_no_whole_block() -> None:
     result = apart(trace(request(0, 8, 3), request(1, 11, 3)))
-    decode = result.courses["decode-1"]
+    decode = result.step_logs["decode-1"]
     assert decode.prefill_tokens.tolist()[0] == 1, "the token that the prefill instance drew"
     assert decode.prefill_tokens.tolist()[2] == 3 + 1, "11 tokens are two blocks of 4 and 3 tokens"
 

@@ -72,7 +72,7 @@ def run(
         served = cluster.run(work, RequestMaker(work, MACHINE.vocab_size, SLO(0.3, 0.02)), until_s)
     [one] = cluster.instances
     one.engine.check()
-    columns = {name: getattr(one.course, name) for name in COLUMNS}
+    columns = {name: getattr(one.step_log, name) for name in COLUMNS}
     return Story(served, events, columns, one.engine.kv.block_states(), forwarded, len(prefills))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sagellm.benchmarks.simulate.course import gaps
+from sagellm.benchmarks.simulate.instance import token_gaps_of
 from sagellm.benchmarks.simulate.metrics import SLOPair, latency_figures, parse_slo
 from sagellm.benchmarks.simulate.simulation import ClusterLayout, ServiceGoals
 from sagellm.benchmarks.simulate.workload import HighPriority, WorkloadSpec
@@ -90,7 +90,7 @@ def test_the_span_begins_with_the_first_arrival() -> None:
 
 def test_other_tokens_than_the_plans_have_are_an_error() -> None:
     with pytest.raises(BookkeepingError, match="request 1 drew 3 tokens, the steps' plans have 2"):
-        gaps({"1": np.array([0.1, 0.2])}, {"1": 3})
+        token_gaps_of({"1": np.array([0.1, 0.2])}, {"1": 3})
 
 
 @pytest.mark.parametrize("text", ["", "1", "1,2,3", "a,1", "0,1", "1,-1", "inf,1", "nan,1"])

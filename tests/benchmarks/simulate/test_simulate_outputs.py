@@ -21,7 +21,7 @@ from sagellm.benchmarks.simulate.metrics import SLOPair
 from sagellm.benchmarks.simulate.outputs import (
     FORMAT,
     as_row,
-    check_folder,
+    check_writable_folder,
     headlines,
     manifest,
     request_columns,
@@ -69,7 +69,7 @@ def test_a_row_holds_every_figure(results: list[SimulationResult]) -> None:
 
 def test_files(results: list[SimulationResult], made_by: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    check_folder(folder)
+    check_writable_folder(folder)
     paths = write(folder, made_by, results)
     assert [path.name for path in paths] == ["results.json", "requests.csv"]
     written = json.loads(paths[0].read_text())
@@ -144,9 +144,9 @@ def test_plots_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_folders_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="it is a file, name a folder"):
-        check_folder(tmp_path / "file")
+        check_writable_folder(tmp_path / "file")
     with pytest.raises(ConfigError, match="there is no folder"):
-        check_folder(tmp_path / "no" / "folder")
+        check_writable_folder(tmp_path / "no" / "folder")
 
 
 # -- presets and hardware

@@ -132,7 +132,7 @@ class Session:
 
 
 def _tokens_read(plan: ExecutionPlan, window: int | None) -> int:
-    """Returns the number of tokens whose KV the step reads; tokens of one chunk share their reads."""
+    """Returns the number of tokens whose KV the step reads. Tokens of one chunk share their reads."""
     contexts = [position + 1 for position in plan.decode_positions]
     if window is not None:
         contexts = [min(window, context) for context in contexts]

@@ -169,7 +169,7 @@ class Offline(EngineWorkload):
 
 @dataclass(frozen=True)
 class MultiTurn(EngineWorkload):
-    """Conversations, some at a time in lock step; each turn sends the whole history plus new tokens."""
+    """Conversations, some at a time in lock step. Each turn sends the whole history plus new tokens."""
 
     name: str
     code: str
@@ -232,7 +232,7 @@ def _spoken(answer: PromptAnswer, vocab_size: int) -> list[int]:
 
 
 def _decode_rate(answers: Sequence[PromptAnswer]) -> float:
-    """Returns tokens per second after every request has its first token; 0 if none follow."""
+    """Returns tokens per second after every request has its first token. 0 if none follow."""
     begin_s = max(answer.first_s for answer in answers)
     end_s = max(answer.last_s for answer in answers)
     count = sum(time_s > begin_s for answer in answers for time_s in answer.times_s)

@@ -196,7 +196,7 @@ STOP_TIMEOUT_S = 30.0
 
 @contextmanager
 def our_server(arguments: Sequence[str]) -> Iterator[str]:
-    """Runs `sagellm serve` on a free port of loopback; yields its URL and stops it afterwards.
+    """Runs `sagellm serve` on a free port of loopback. Yields its URL and stops it afterwards.
 
     Raises `SageError` with the server's last line if it does not start.
     """

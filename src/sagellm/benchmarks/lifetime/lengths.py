@@ -49,7 +49,7 @@ class GroupMedian:
 
 
 class PreviousTurn:
-    """The output length of the session's last finished turn; without one, the median of all."""
+    """The output length of the session's last finished turn. Without one, the median of all."""
 
     def __init__(self) -> None:
         self._medians = GroupMedian(lambda request: None)

@@ -136,7 +136,7 @@ def auc(guess: Floats, truth: NDArray[np.bool_]) -> float:
 
 
 def spearman(first: Floats, second: Floats) -> float:
-    """Correlation of the ranks, ties sharing their mean rank; 0 if either input is constant."""
+    """Correlation of the ranks, ties sharing their mean rank. 0 if either input is constant."""
     x, y = ranks(first), ranks(second)
     deviation = float(x.std() * y.std())
     return float(((x - x.mean()) * (y - y.mean())).mean()) / deviation if deviation else 0.0

@@ -70,7 +70,7 @@ class PoolAndIndex:
         return self.allocate(num_blocks)
 
     def store(self, tokens: Tokens) -> Allocation:
-        """Allocates the blocks of a prompt and hands them to the index; the allocation keeps none."""
+        """Allocates the blocks of a prompt and hands them to the index. The allocation keeps none."""
         allocation = self.take(len(tokens) // BLOCK_SIZE)
         result = self.index.insert(tokens, allocation.block_ids)
         self.pool.hand_over(allocation, result.num_existing, len(allocation.block_ids), HOLDER)

@@ -114,7 +114,7 @@ class Stopwatch:
         return Timing(self.repeats, 1, single_cpu, single_wall, single)
 
     def _spreads(self, prepare: Prepare, calls: int) -> tuple[Spread, Spread]:
-        """CPU and wall time per call; objects that are alive before are hidden from the garbage collector."""
+        """CPU and wall time per call. Objects that are alive before are hidden from the garbage collector."""
         operation = prepare(calls)
         for _ in range(_WARM_UP):
             self._sample(operation, calls)

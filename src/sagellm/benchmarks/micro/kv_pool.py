@@ -1,4 +1,4 @@
-"""`sagellm bench micro kv_pool`: allocate, append and free, with and without a quota; evict and allocate.
+"""`sagellm bench micro kv_pool`: allocate, append and free, with and without a quota. Evict and allocate.
 
 Its only section is d. The pool's lock and counters are on in every row: they have no switch.
 """

@@ -113,7 +113,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class MicroPeerComparison:
-    """Our figure over the peer's; ours is the mean of the runs before and after the peer's.
+    """Our figure over the peer's. Ours is the mean of the runs before and after the peer's.
 
     Times are of one call at a time, on both sides. `ours` names the rows that were added up. `drift` is the
     distance between our two runs as a share of their mean: a ratio closer to 1 than that says nothing.

@@ -20,7 +20,7 @@ NEVER = 1 << 62
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """Blocks `[start, stop)` of a path with one next use; those before `kept` are resident."""
+    """Blocks `[start, stop)` of a path with one next use. Those before `kept` are resident."""
 
     start: int
     stop: int

@@ -42,13 +42,13 @@ def draw(folder: Path, trace: BlockTrace, results: Sequence[ReplayResult]) -> li
         "heat_map": heat_map(trace, results),
         "reuse_time": reuse_time(trace),
     }
-    if any(result.course for result in results):
+    if any(result.misses_over_time for result in results):
         made["miss_causes"] = miss_causes(trace, results)
     return save_figures(folder, made)
 
 
 def miss_ratio(trace: BlockTrace, results: Sequence[ReplayResult]) -> Figure:
-    """Missed blocks by capacity, one line per policy; of several seeds the mean and range."""
+    """Missed blocks by capacity, one line per policy. Of several seeds the mean and range."""
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
     colors = iter(range(len(results)))
@@ -136,7 +136,7 @@ def reuse_times(trace: BlockTrace) -> array[float]:
 
 def miss_causes(trace: BlockTrace, results: Sequence[ReplayResult]) -> Figure:
     """Why blocks were missing, over time: a panel per policy, at the middle capacity."""
-    shown = [result for result in results if result.course]
+    shown = [result for result in results if result.misses_over_time]
     sizes = _capacities(shown)
     size = sizes[(len(sizes) - 1) // 2]
     panels = {result.case.policy: result for result in reversed(shown) if result.case.capacity == size}
@@ -153,8 +153,11 @@ def miss_causes(trace: BlockTrace, results: Sequence[ReplayResult]) -> Figure:
     grid = figure.subplots(len(names), 1, sharex=True, sharey=True, squeeze=False)
     borders = np.linspace(start_s, end_s, NUM_MOMENTS + 1)
     for axes, name in zip(grid[:, 0], names, strict=True):
-        course = (*panels[name].course, panels[name].course[-1])  # draws the last interval to the end
-        missed = [[moment[number] for moment in course] for number in causes]
+        misses_over_time = (
+            *panels[name].misses_over_time,
+            panels[name].misses_over_time[-1],
+        )  # draws the last interval to the end
+        missed = [[moment[number] for moment in misses_over_time] for number in causes]
         axes.stackplot(borders, *missed, labels=labels, colors=colors, step="post")
         axes.set_title(f"{name}, {size.text}", loc="left", fontsize=9)
         axes.set_ylabel("blocks", fontsize=8)

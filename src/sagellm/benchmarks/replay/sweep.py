@@ -123,7 +123,7 @@ def _check_options(policy: str, options: Mapping[str, Any]) -> None:
 
 
 def capacity(text: str, num_unique: int) -> CacheCapacity:
-    """Parses `1%` of the unique blocks, rounded, or a count of blocks; at least one block.
+    """Parses `1%` of the unique blocks, rounded, or a count of blocks. At least one block.
 
     Raises `ConfigError` for another text.
     """
@@ -148,8 +148,8 @@ class ReplayResult:
     Evicted blocks and CPU times are of the whole replay, the warm-up included. They are None for the optimum,
     which evicts no real blocks; times also if causes were asked for. `of_gap`: the share of the distance from
     LRU's to the optimum's block ratio, if both were run. `misses`: missing blocks after the warm-up by cause,
-    without those by which a prompt exceeds the capacity. `course`: the same for the whole replay, in each of
-    `NUM_MOMENTS` intervals.
+    without those by which a prompt exceeds the capacity. `misses_over_time`: the same for the whole replay,
+    in each of `NUM_MOMENTS` intervals.
     """
 
     case: ReplayCase
@@ -160,7 +160,7 @@ class ReplayResult:
     accesses: int = 0
     of_gap: float | None = None
     misses: MissCounts | None = None
-    course: tuple[MissCounts, ...] = ()
+    misses_over_time: tuple[MissCounts, ...] = ()
 
     @property
     def block_ratio(self) -> float:
@@ -241,7 +241,7 @@ def with_gaps(results: Sequence[ReplayResult]) -> list[ReplayResult]:
 
 
 class _SweepWorker:
-    """Replays cases of one plan on one trace; each process of a sweep has one."""
+    """Replays cases of one plan on one trace. Each process of a sweep has one."""
 
     def __init__(self, trace: BlockTrace, plan: ReplaySweepPlan) -> None:
         self.trace = trace
@@ -261,7 +261,11 @@ class _SweepWorker:
         )
         if self.plan.causes:
             self._check_causes(replayed, capacity)
-            return replace(result, misses=total(replayed.misses[first:]), course=self._course(replayed))
+            return replace(
+                result,
+                misses=total(replayed.misses[first:]),
+                misses_over_time=self._misses_over_time(replayed),
+            )
         return replace(result, cpu_s=replayed.cpu_s, evict_s=replayed.evict_s, accesses=trace.num_blocks)
 
     def _replay(self, case: ReplayCase) -> Replayed:
@@ -304,7 +308,7 @@ class _SweepWorker:
                     f"their causes are {misses}"
                 )
 
-    def _course(self, replayed: Replayed) -> tuple[MissCounts, ...]:
+    def _misses_over_time(self, replayed: Replayed) -> tuple[MissCounts, ...]:
         """Sums the misses of each interval of the trace's time."""
         times = [request.time_s for request in self.trace.requests]
         borders = array(

@@ -1,10 +1,10 @@
-"""The highest rate that an instance keeps up with.
+"""Finds the highest rate that an instance keeps up with.
 
-A queue that does not keep up grows with time: if requests come `r` times as fast as they can be served, one
-that arrives after `t` seconds waits `(r - 1) * t` seconds (the fluid limit). So the growth of a run is the
-slope of a least-squares line through waiting time over arrival time, in seconds per second, and the capacity
-is the highest rate whose growth is at most `GROWTH`. A run that does not keep up says itself how fast it
-serves, `rate / (1 + growth)`, which is where the search goes on.
+A queue that does not keep up grows with time: if requests come `r` times as fast as they can be served, a
+request that arrives after `t` seconds waits `(r - 1) * t` seconds (the fluid limit). So the growth of a run
+is the slope of a least-squares line through waiting time over arrival time, in seconds per second, and the
+capacity is the highest rate whose growth is at most `GROWTH`. A run that does not keep up shows how fast it
+serves, `rate / (1 + growth)`; the search continues there.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ GROWTH = 0.02
 PRECISION = 0.03
 MAX_RUNS = 16
 FEWEST = 20
-"""Requests below which a slope says nothing."""
+"""The smallest number of requests for which a slope is meaningful."""
 
 
 @dataclass(frozen=True, slots=True)
 class RateProbe:
-    """One run: requests per second that came, and seconds of waiting that were added per second."""
+    """One run: its arrivals per second, and the seconds of waiting added per second."""
 
     rate: float
     growth: float
@@ -39,8 +39,10 @@ class RateProbe:
 
 @dataclass(frozen=True, slots=True)
 class SustainedRate:
-    """`rate`: the highest that was sustained, in requests per second; no more than `PRECISION` (a ratio)
-    above it is one that was not. `probes`: all that were tried, in order."""
+    """The highest sustained rate in requests per second, and all `probes` in order.
+
+    Some rate at most `PRECISION` (a ratio) above it was not sustained.
+    """
 
     rate: float
     probes: tuple[RateProbe, ...]
@@ -49,10 +51,14 @@ class SustainedRate:
 def growth(served: Sequence[ServedRequest]) -> float:
     """Seconds by which waiting (arrival to first schedule) grows per second of arrivals.
 
-    Requests that were never scheduled do not count; raises `ConfigError` if fewer than `FEWEST` are left or
+    Requests that were never scheduled do not count. Raises `ConfigError` if fewer than `FEWEST` are left or
     all came at once.
     """
-    times = [(one.arrival_s, one.scheduled_s - one.arrival_s) for one in served if _counts(one)]  # type: ignore[operator]
+    times = [
+        (request.arrival_s, request.scheduled_s - request.arrival_s)
+        for request in served
+        if request.arrival_s is not None and request.scheduled_s is not None
+    ]
     if len(times) < FEWEST:
         raise ConfigError(
             f"a capacity needs at least {FEWEST} requests that were scheduled, got {len(times)}: take more "
@@ -66,14 +72,13 @@ def growth(served: Sequence[ServedRequest]) -> float:
     return float(centred @ (wait - wait.mean())) / spread
 
 
-def _counts(served: ServedRequest) -> bool:
-    return served.arrival_s is not None and served.scheduled_s is not None
-
-
 def find_capacity(
     run: Callable[[float], Sequence[ServedRequest]], start: float, *, precision: float = PRECISION
 ) -> SustainedRate:
-    """Search for the capacity from the rate `start` on; `run(rate)` serves the workload at that mean rate."""
+    """Searches for the capacity from the rate `start` on.
+
+    `run(rate)` serves the workload at that mean rate. Raises `ConfigError` if no rate was sustained.
+    """
     low, high, rate = 0.0, math.inf, start
     probes: list[RateProbe] = []
     for _ in range(MAX_RUNS):
@@ -90,12 +95,12 @@ def find_capacity(
             break
     if not low:
         raise ConfigError(
-            f"no rate down to {min(one.rate for one in probes):.3g} requests per second was sustained in "
+            f"no rate down to {min(probe.rate for probe in probes):.3g} requests per second was sustained in "
             f"{MAX_RUNS} runs: the workload is too short, or no request of it can be served in time"
         )
     return SustainedRate(low, tuple(probes))
 
 
 def _between(low: float, high: float, precision: float) -> float:
-    """The geometric middle; below a rate that failed with nothing known to work, a step down."""
+    """Returns the geometric middle, or a step below `high` if no rate is known to be sustained."""
     return math.sqrt(low * high) if low else high / (1 + precision) ** 2

@@ -1,7 +1,7 @@
-"""The driver: requests come in by time, the instance that is earliest takes the next step.
+"""Runs a cluster: requests arrive by time, and the instance with the earliest clock steps next.
 
-Everything is deterministic: events of one moment keep the order in which they were made, instances that are
-equally early that of their names' list.
+Everything is deterministic. Events of the same moment keep the order in which they were made; instances with
+equal clocks keep the order of the list.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from sagellm.core.protocols.router import Router
 from sagellm.core.types import FinishReason, Request, SamplingParams, Tokens
 
 FIRST_TOKEN = SamplingParams(0.0, max_tokens=1, ignore_eos=True)
-"""What a prefill instance is asked for."""
+"""The parameters of a request on a prefill instance."""
 
 
 class RequestOutcome(Enum):
-    """How a request stands at the end. `SENDING`: its KV is on the way. `NOT_SENT`: its turn never came."""
+    """The state of a request at the end.
+
+    `SENDING`: its KV is on the way. `NOT_SENT`: it never arrived, as a turn whose session did not get so far.
+    """
 
     FINISHED = "finished"
     REJECTED = "rejected"
@@ -37,10 +40,10 @@ class RequestOutcome(Enum):
 
 @dataclass(slots=True)
 class ServedRequest:
-    """What became of one request; times in seconds of the simulation, None where it did not get so far.
+    """The history of one request. Times in seconds of the simulation, None if it did not get so far.
 
-    `num_cached`: prompt tokens found when it was first scheduled. `ready_s`: when its KV was at the decode
-    instance, where that is another. `reason`: of a rejection.
+    `num_cached`: prompt tokens found when it was first scheduled. `ready_s`: when its KV reached another
+    decode instance. `reason`: of a rejection.
     """
 
     number: int
@@ -59,7 +62,7 @@ class ServedRequest:
 
 
 class Cluster:
-    """Instances with a router between them; those of role `prefill` send to those of role `decode`.
+    """Instances with a router. Those of role `prefill` send KV to those of role `decode`.
 
     `run` serves a workload once, on fresh instances.
     """
@@ -72,9 +75,9 @@ class Cluster:
         network: Network | None = None,
     ) -> None:
         self.instances = list(instances)
-        self._by_name = {one.name: one for one in self.instances}
-        self._entry = [one for one in self.instances if one.role != "decode"]
-        self._decoders = [one for one in self.instances if one.role == "decode"]
+        self._by_name = {instance.name: instance for instance in self.instances}
+        self._entry = [instance for instance in self.instances if instance.role != "decode"]
+        self._decoders = [instance for instance in self.instances if instance.role == "decode"]
         _check_roles(self.instances, self._by_name)
         self._router = router
         self._decode_router = decode_router or router
@@ -86,9 +89,9 @@ class Cluster:
     def run(
         self, workload: SimulatedWorkload, maker: RequestMaker, until_s: float = math.inf
     ) -> list[ServedRequest]:
-        """Serve all of it, or what is begun before `until_s`; one record for each request, by number.
+        """Serves all of it, or the part before `until_s`. Returns one record per request, by number.
 
-        Raises `BookkeepingError` if a request is lost on the way.
+        Raises `BookkeepingError` if a request is lost.
         """
         self._workload, self._maker = workload, maker
         self.served = [ServedRequest(number) for number in range(len(workload.requests))]
@@ -115,12 +118,12 @@ class Cluster:
         self._num_events += 1
 
     def _earliest(self) -> tuple[Instance | None, float, float]:
-        """The busy instance whose clock is behind all others', its time, and that of the next one."""
-        busy = [one for one in self.instances if one.busy]
+        """Returns the busy instance with the earliest clock, its time, and that of the next instance."""
+        busy = [instance for instance in self.instances if instance.busy]
         if not busy:
             return None, math.inf, math.inf
         first = min(busy, key=_now)
-        next_s = min((one.clock.now() for one in busy if one is not first), default=math.inf)
+        next_s = min((instance.clock.now() for instance in busy if instance is not first), default=math.inf)
         return first, first.clock.now(), next_s
 
     def _after(self, instance: Instance) -> None:
@@ -133,9 +136,9 @@ class Cluster:
     # -- requests
 
     def _arrive(self, now_s: float, number: int) -> None:
-        served, one = self.served[number], self._workload.requests[number]
+        served, trace_request = self.served[number], self._workload.requests[number]
         served.arrival_s, served.outcome = now_s, RequestOutcome.WAITING
-        request = self._maker.make(number, now_s, output_tokens(one))
+        request = self._maker.make(number, now_s, output_tokens(trace_request))
         instance = self._place(self._router, self._entry, request)
         served.prefill = served.decode = instance.name
         if instance.role == "prefill":
@@ -145,7 +148,7 @@ class Cluster:
     def _place(self, router: Router, candidates: Sequence[Instance], request: Request) -> Instance:
         if len(candidates) == 1:
             return candidates[0]
-        placement = router.place(request, [one.load(request) for one in candidates])
+        placement = router.place(request, [instance.load(request) for instance in candidates])
         return self._by_name[placement.prefill]
 
     def _submit(self, instance: Instance, request: Request, now_s: float) -> None:
@@ -175,7 +178,7 @@ class Cluster:
         return output_tokens(self._workload.requests[served.number])
 
     def _end(self, served: ServedRequest, outcome: RequestOutcome, now_s: float, reason: str = "") -> None:
-        """The request is through; the next turn of its session comes when its user has thought."""
+        """Ends a request. The next turn of its session comes after the user's thinking time."""
         if served.outcome in (RequestOutcome.FINISHED, RequestOutcome.REJECTED):
             raise BookkeepingError(
                 f"request {served.number} ended twice: {served.outcome.value}, then {outcome}"
@@ -214,10 +217,10 @@ class Cluster:
     # -- the end
 
     def _close(self) -> None:
-        """Say of everybody how it stands; nobody may be missing."""
+        """Sets the final state of each unfinished request; checks that none is missing."""
         num_live = 0
         for instance in self.instances:
-            for name, count in instance.course.preemptions.items():
+            for name, count in instance.step_log.preemptions.items():
                 self.served[int(name)].num_preemptions += count
         for served in self.served:
             if served.outcome is not RequestOutcome.WAITING:
@@ -234,8 +237,8 @@ class Cluster:
         self._check(num_live)
 
     def _check(self, num_live: int) -> None:
-        stats = [one.engine.stats() for one in self.instances]
-        held = sum(one.num_running + one.num_waiting for one in stats)
+        stats = [stats.engine.stats() for stats in self.instances]
+        held = sum(stats.num_running + stats.num_waiting for stats in stats)
         if held != num_live:
             raise BookkeepingError(f"engines hold {held} requests, the books of the simulation {num_live}")
 
@@ -245,13 +248,13 @@ def _now(instance: Instance) -> float:
 
 
 def _check_roles(instances: Sequence[Instance], by_name: dict[str, Instance]) -> None:
-    roles = {one.role for one in instances}
+    roles = {instance.role for instance in instances}
     if roles not in ({"both"}, {"prefill", "decode"}) or len(by_name) != len(instances):
         raise ConfigError(
             "a cluster has instances of different names that all do both phases, or at least one for prefill "
-            f"and one for decode; got {[(one.name, one.role) for one in instances]}"
+            f"and one for decode; got {[(instance.name, instance.role) for instance in instances]}"
         )
-    if "decode" in roles and not all(one.engine.kv.prefix_caching for one in instances):
+    if "decode" in roles and not all(instance.engine.kv.prefix_caching for instance in instances):
         raise ConfigError(
             "separating prefill and decode needs kv.prefix_caching: KV arrives as a cached prefix"
         )

@@ -1,4 +1,7 @@
-"""Runs several simulations: presets at rates, or what a setting file asks for."""
+"""Runs several simulations: presets at some rates, or what a setting file asks for.
+
+A setting file fixes an experiment before anything in it is tuned.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +39,19 @@ from sagellm.engines.build import build_passes
 from sagellm.engines.config_file import read_config_file
 
 SIZES: Mapping[str, Any] = {"scheduler.max_num_seqs": 1024, "scheduler.max_batched_tokens": 8192}
-"""Below every preset, so that those which do not speak of sizes are compared at the same ones."""
+"""Defaults below every preset, so that presets without sizes are compared at the same ones."""
 
 
 def preset_names() -> Sequence[str]:
-    """Every name that `preset_config` takes."""
+    """Returns every name that `preset_config` takes."""
     return list(PRESETS)
 
 
 def preset_config(name: str, settings: Mapping[str, Any] | None = None) -> Config:
-    """The configuration of a preset: `SIZES` below it, `settings` (dotted keys) above it.
+    """Returns the configuration of a preset: `SIZES` below it, `settings` (dotted keys) above it.
 
-    The environment and configuration files do not count: a simulation is what its manifest says. Raises
-    `UnknownNameError` with the names that there are, `ConfigError` for a setting that is none.
+    The environment and configuration files do not count: the manifest describes all of a simulation. Raises
+    `UnknownNameError` with the known names, `ConfigError` for an unknown setting.
     """
     if name not in preset_names():
         known = ", ".join(preset_names())
@@ -62,7 +65,10 @@ class _Part(BaseModel):
 
 
 class TraceSetting(_Part):
-    """One trace: its file in the collection, and which of it is used. `sha256`: of its decompressed bytes."""
+    """One trace: its file in the collection, and which part of it is used.
+
+    `sha256` is of its decompressed bytes.
+    """
 
     file: str = Field(min_length=1)
     sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
@@ -73,7 +79,7 @@ class TraceSetting(_Part):
     think_s: float | None = Field(default=None, ge=0)
 
     def read(self, folder: Path) -> Trace:
-        """Raises `ConfigError` if the file is missing, or is not the one that the setting means."""
+        """Raises `ConfigError` if the file is missing, or has another SHA-256 than the setting."""
         trace = read_trace(folder / self.file, self.format, **self.options)
         if self.sha256 is not None and trace.sha256 != self.sha256:
             raise ConfigError(
@@ -84,22 +90,24 @@ class TraceSetting(_Part):
 
 
 class HighPrioritySetting(_Part):
-    """Which requests are of high priority."""
+    """Which requests have high priority."""
 
     share: float = Field(default=0.0, ge=0, le=1)
     uncached_below: int = Field(default=2000, ge=0)
 
 
 class PresetVariant(_Part):
-    """A preset with keys (dotted) of its own, as `scheduler.passes`; they go over those of the setting."""
+    """A preset with keys (dotted) of its own, as `scheduler.passes`, above those of the setting."""
 
     preset: str = Field(min_length=1)
     config: dict[str, Any] = Field(min_length=1)
 
 
 class ExperimentSetting(_Part):
-    """An experiment: each preset, and each variant by its name, on each trace, at each share of the capacity
-    that `baseline` has there."""
+    """An experiment: each preset and variant on each trace, at each load.
+
+    A load is a share of the capacity that the `baseline` has on that trace.
+    """
 
     name: str = Field(min_length=1)
     about: str = ""
@@ -121,15 +129,15 @@ class ExperimentSetting(_Part):
 
     @property
     def slo_pairs(self) -> tuple[SLOPair, ...]:
-        return tuple(SLOPair(*one) for one in self.slos)
+        return tuple(SLOPair(*pair) for pair in self.slos)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is run."""
+        """Names of the presets and variants to run."""
         return (*self.presets, *(name for name in self.variants if name not in self.presets))
 
     def spec(self, trace: TraceSetting) -> WorkloadSpec:
-        """The workload of one of its traces, at the trace's own rate."""
+        """Returns the workload of one of its traces, at the trace's own rate."""
         return WorkloadSpec(
             turns=ClosedLoop(trace.think_s) if trace.closed_loop else None,
             high=HighPriority(self.high_priority.share, self.high_priority.uncached_below),
@@ -139,7 +147,7 @@ class ExperimentSetting(_Part):
 
 
 def read_setting(path: Path) -> ExperimentSetting:
-    """A YAML or JSON file; raises `ConfigError` naming the file and the first key that is wrong."""
+    """Reads a YAML or JSON file. Raises `ConfigError` naming the file and the first wrong key."""
     values = read_config_file(path).values
     try:
         made = ExperimentSetting.model_validate(dict(values))
@@ -152,7 +160,7 @@ def read_setting(path: Path) -> ExperimentSetting:
             else ""
         )
         raise ConfigError(f"{path}: {key}: {problem['msg']}{known}") from error
-    bad = [one for one in made.loads if not 0 < one < float("inf")]
+    bad = [load for load in made.loads if not 0 < load < float("inf")]
     bad += [value for pair in made.slos for value in pair if not 0 < value < float("inf")]
     if bad:
         raise ConfigError(f"{path}: loads and SLOs are numbers above 0, got {bad[0]}")
@@ -163,18 +171,18 @@ def read_setting(path: Path) -> ExperimentSetting:
 
 
 Say = Callable[[str], None]
-"""Told before each simulation what it is."""
+"""Called with a description before each simulation."""
 
 
 def _quiet(text: str) -> None:
-    """Says nothing."""
+    """Ignores the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationSetup:
-    """Where simulations run: hardware, instances, goals, and settings (dotted keys) above every preset.
+    """Where simulations run: hardware, instances, goals, and settings above every preset.
 
-    The name of one of `variants` stands wherever a preset's may.
+    `settings` has dotted keys. The name of a variant may stand for a preset's name.
     """
 
     machine: Machine
@@ -184,18 +192,21 @@ class SimulationSetup:
     variants: Mapping[str, PresetVariant] = field(default_factory=dict)
 
     def config(self, preset: str) -> Config:
-        """Raises `UnknownNameError` with the names that there are."""
+        """Raises `UnknownNameError` with the known names."""
         variant = self.variants.get(preset)
         if variant is not None:
             return preset_config(variant.preset, {**self.settings, **variant.config})
         if self.variants and preset not in preset_names():
             known = (*preset_names(), *self.variants)
-            told = f"unknown preset or variant {preset!r}.{nearest(preset, known)}"
-            raise UnknownNameError(f"{told} There are: {', '.join(known)}.")
+            problem = f"unknown preset or variant {preset!r}.{nearest(preset, known)}"
+            raise UnknownNameError(f"{problem} There are: {', '.join(known)}.")
         return preset_config(preset, self.settings)
 
     def workload(self, trace: Trace, spec: WorkloadSpec, presets: Sequence[str]) -> SimulatedWorkload:
-        """One for all of them: requests that the least of their instances could not hold are left out."""
+        """Returns a workload that all presets can serve.
+
+        Requests that the smallest of their instances could not hold are left out.
+        """
         longest = min(self.machine.max_model_len(self.config(preset)) for preset in presets)
         return workload(trace, spec, longest)
 
@@ -204,47 +215,55 @@ class SimulationSetup:
 
 
 def run_rates(
-    bench: SimulationSetup,
+    setup: SimulationSetup,
     trace: Trace,
     spec: WorkloadSpec,
     presets: Sequence[str],
     rate_scales: Sequence[float],
     say: Say = _quiet,
 ) -> list[SimulationResult]:
-    """Each preset at each multiple of the trace's own rate (or at the rate of `spec`, with one scale)."""
-    works = [bench.workload(trace, _at(spec, rate_scale=one), presets) for one in dict.fromkeys(rate_scales)]
+    """Runs each preset at each multiple of the trace's own rate.
+
+    If `spec` has a rate, use one scale.
+    """
+    works = [
+        setup.workload(trace, _at(spec, rate_scale=rate_scale), presets)
+        for rate_scale in dict.fromkeys(rate_scales)
+    ]
     results = []
     for work in works:
         for preset in dict.fromkeys(presets):
             say(f"{trace.name}: {preset} at {work.rate:.3g} requests/s")
-            results.append(bench.run(preset, work))
+            results.append(setup.run(preset, work))
     return results
 
 
 def capacity(
-    bench: SimulationSetup,
+    setup: SimulationSetup,
     trace: Trace,
     spec: WorkloadSpec,
     preset: str,
     presets: Sequence[str] = (),
     say: Say = _quiet,
 ) -> SustainedRate:
-    """The highest rate at which the preset's queue does not grow (`find_capacity`), on the workload that it
-    shares with `presets`."""
+    """Returns the highest rate at which the preset's queue does not grow (`find_capacity`).
+
+    The workload is the one that it shares with `presets`.
+    """
     together = tuple(dict.fromkeys((preset, *presets)))
 
     def run(rate: float) -> Sequence[ServedRequest]:
         say(f"{trace.name}: capacity of {preset}: {rate:.3g} requests/s")
-        work = bench.workload(trace, _at(spec, rate=rate), together)
-        return simulate(preset, bench.config(preset), work, bench.machine, bench.layout).served
+        work = setup.workload(trace, _at(spec, rate=rate), together)
+        return simulate(preset, setup.config(preset), work, setup.machine, setup.layout).served
 
-    start = bench.workload(trace, spec, together).rate
+    start = setup.workload(trace, spec, together).rate
     return find_capacity(run, start)
 
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """What a setting gave: results, and the baseline's capacity on each trace by its file."""
+    """The results of a setting, and the baseline's capacity on each trace by its file."""
 
     results: list[SimulationResult]
     capacities: dict[str, SustainedRate]
@@ -258,25 +277,27 @@ def run_setting(
     cost_file: Path | None = None,
     say: Say = _quiet,
 ) -> Ablation:
-    """Run a setting on the traces in `folder`; `presets` (or variants) in place of all of its own, where
-    there are some."""
+    """Runs a setting on the traces in `folder`.
+
+    `presets` (or variants), if given, replace all of the setting's own.
+    """
     chosen = tuple(presets or setting.names)
-    bench = build_setup(setting, cost_file)
+    setup = build_setup(setting, cost_file)
     for preset in (setting.baseline, *setting.names, *chosen):
-        build_passes(bench.config(preset).scheduler)  # what is wrong is said now, not after an hour
-    traces = [(one, one.read(folder)) for one in setting.traces]
+        build_passes(setup.config(preset).scheduler)  # raises now, not after an hour
+    traces = [(trace_setting, trace_setting.read(folder)) for trace_setting in setting.traces]
     results: list[SimulationResult] = []
     capacities: dict[str, SustainedRate] = {}
-    for one, trace in traces:
-        found = capacities[one.file] = capacity(
-            bench, trace, setting.spec(one), setting.baseline, setting.names, say
+    for trace_setting, trace in traces:
+        found = capacities[trace_setting.file] = capacity(
+            setup, trace, setting.spec(trace_setting), setting.baseline, setting.names, say
         )
-        results += _at_loads(bench, setting, one, trace, chosen, found.rate, say)
+        results += _at_loads(setup, setting, trace_setting, trace, chosen, found.rate, say)
     return Ablation(results, capacities)
 
 
 def build_setup(setting: ExperimentSetting, cost_file: Path | None = None) -> SimulationSetup:
-    """The hardware and instances of a setting."""
+    """Returns the hardware and instances of a setting."""
     pools = None if setting.disaggregate is None else parse_disaggregate(setting.disaggregate)
     machine = hardware(
         setting.device, setting.model, tensor_parallel=setting.tensor_parallel, cost_file=cost_file
@@ -286,9 +307,9 @@ def build_setup(setting: ExperimentSetting, cost_file: Path | None = None) -> Si
 
 
 def _at_loads(
-    bench: SimulationSetup,
+    setup: SimulationSetup,
     setting: ExperimentSetting,
-    one: TraceSetting,
+    trace_setting: TraceSetting,
     trace: Trace,
     presets: Sequence[str],
     rate: float,
@@ -297,14 +318,14 @@ def _at_loads(
     together = tuple(dict.fromkeys((setting.baseline, *setting.names, *presets)))
     results = []
     for load in setting.loads:
-        work = bench.workload(trace, _at(setting.spec(one), rate=load * rate), together)
+        work = setup.workload(trace, _at(setting.spec(trace_setting), rate=load * rate), together)
         for preset in presets:
             of = f"{load:g} of {setting.baseline}'s capacity"
             say(f"{trace.name}: {preset} at {of}, {work.rate:.3g} requests/s")
-            results.append(replace(bench.run(preset, work), load=load))
+            results.append(replace(setup.run(preset, work), load=load))
     return results
 
 
 def _at(spec: WorkloadSpec, **arrivals: Any) -> WorkloadSpec:
-    """The same with other arrivals."""
+    """Returns the same spec with changed arrivals."""
     return replace(spec, arrivals=replace(spec.arrivals, **arrivals))

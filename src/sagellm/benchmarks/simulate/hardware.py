@@ -1,4 +1,4 @@
-"""What is simulated: a device, a model on it, and how many KV blocks that leaves."""
+"""The simulated hardware: a device, a model on it, and the KV blocks that are left."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from sagellm.engines.simulator.memory import num_kv_blocks
 from sagellm.engines.simulator.models import MODELS, model
 
 UTILIZATION = 0.9
-"""Share of the device's memory for weights, activations and KV, where the configuration names none."""
+"""Default share of the device's memory for weights, activations and KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One instance's hardware: `cost_model` prices its steps. `source`: where its coefficients are from;
-    `warnings`: what of them does not fit."""
+    """The hardware of one instance: `cost_model` says how long its steps take.
+
+    `source` names the origin of the coefficients; `warnings` say where they do not fit.
+    """
 
     cost_model: CostModel
     source: str = "default"
@@ -37,7 +39,7 @@ class Hardware:
 
     @property
     def num_devices(self) -> int:
-        """Of one instance."""
+        """Devices of one instance."""
         return self.cost_model.num_devices
 
     @property
@@ -45,12 +47,12 @@ class Hardware:
         return self.cost_model.device.network
 
     def max_model_len(self, config: Config) -> int:
-        """The longest prompt with its answer: the model's context, or what the pool holds."""
+        """The longest prompt plus answer: the model's context, or what the pool holds."""
         context = config.model.max_model_len or self.cost_model.model.max_model_len
         return min(context, self.num_blocks(config) * config.kv.block_size)
 
     def num_blocks(self, config: Config) -> int:
-        """`kv.num_blocks`, or what memory leaves; raises `CapacityError` where that is nothing."""
+        """`kv.num_blocks`, or what memory leaves; raises `CapacityError` if that is nothing."""
         if config.kv.num_blocks is not None:
             return config.kv.num_blocks
         return num_kv_blocks(
@@ -76,7 +78,7 @@ class Hardware:
         )
 
     def described(self) -> dict[str, Any]:
-        """For a manifest."""
+        """Describes the hardware for a manifest."""
         cost = self.cost_model
         return {
             "device": cost.device.name,
@@ -99,10 +101,10 @@ def hardware(
     data_parallel: int = 1,
     cost_file: Path | None = None,
 ) -> Hardware:
-    """A device and a model by name, with the coefficients of a file that `calibrate` wrote, or the defaults.
+    """Returns a device and a model by name, with coefficients from `calibrate` or the defaults.
 
-    Raises `ConfigError` or `ModelError` with the names that there are, and `ConfigError` for coefficients of
-    another device.
+    Raises `ConfigError` or `ModelError` with the known names, and `ConfigError` for coefficients of another
+    device.
     """
     cost = CostModel(
         device(device_name), model(model_name), tensor_parallel=tensor_parallel, data_parallel=data_parallel
@@ -114,8 +116,10 @@ def hardware(
 
 
 def read_coefficients(path: Path, cost: CostModel) -> tuple[Coefficients, tuple[str, ...]]:
-    """The coefficients in a file that `calibrate` wrote, and what is doubtful about them for `cost`; raises
-    `ConfigError` for those of another device."""
+    """Reads a file that `calibrate` wrote. Returns its coefficients and doubts about them for `cost`.
+
+    Raises `ConfigError` for coefficients of another device.
+    """
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -135,12 +139,12 @@ def read_coefficients(path: Path, cost: CostModel) -> tuple[Coefficients, tuple[
 
 
 def _doubts(read: Mapping[str, Any], cost: CostModel, name: str) -> tuple[str, ...]:
-    """What a simulation of this model takes from assumption rather than from the measurements."""
+    """Lists what a simulation of this model assumes instead of having it measured."""
     needed = set(Coefficients().as_dict())
     if not cost.model.num_experts:
-        needed -= {one for one in needed if one.startswith("expert_")}
+        needed -= {coefficient for coefficient in needed if coefficient.startswith("expert_")}
     if cost.num_devices == 1:
-        needed -= {one for one in needed if one.startswith("link_")}
+        needed -= {coefficient for coefficient in needed if coefficient.startswith("link_")}
     doubts = []
     measured = _setup(read["model"], read.get("tensor_parallel", 1), read.get("data_parallel", 1))
     wanted = _setup(cost.model.name, cost.tensor_parallel, cost.data_parallel)

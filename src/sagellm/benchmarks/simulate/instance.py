@@ -1,38 +1,213 @@
-"""One instance: the real engine with a clock of its own, and what is noted of it."""
+"""One simulated instance: the real engine on its own clock, with a log of its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from operator import sub
 from typing import Literal
 
-from sagellm.benchmarks.simulate.course import Course, TokenTimes
-from sagellm.core.clock import ManualClock
+import numpy as np
+from numpy.typing import NDArray
+
+from sagellm.core.clock import Clock, ManualClock
 from sagellm.core.config import Config
-from sagellm.core.events import EventBus, RequestFinished, RequestScheduled
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.events import EventBus, RequestFinished, RequestPreempted, RequestScheduled, StepDone
+from sagellm.core.plan import ExecutionPlan, Prefill
 from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.core.protocols.router import InstanceLoad
 from sagellm.core.types import Request, RequestOutput
 from sagellm.engines.build import build_engine
-from sagellm.engines.simulator.fast_forward import SimulatedEngine
+from sagellm.engines.simulator.fast_forward import EqualSteps, SimulatedEngine
+from sagellm.kvmgr.manager import KVCacheManager
+from sagellm.kvmgr.manager.sequence import BlockStates
+
+KV_EVERY = 16
+"""Steps between two samples of the KV pool."""
+
+
+class StepLog:
+    """The steps of one engine that computed something, as columns filled from its events.
+
+    `ends_s[i]` is the end of step i; `durations_s`, `prefill_tokens`, `decode_tokens`, `running` and
+    `waiting` are of the same step. `kv_steps`, `kv_active`, `kv_cached`: blocks after every `KV_EVERY` steps
+    or more. `preemptions` counts by request. `num_recomputed`: prefill tokens that a preempted request had
+    computed before.
+    """
+
+    def __init__(self, events: EventBus, clock: Clock, kv: KVCacheManager) -> None:
+        self.ends_s = array("d")
+        self.durations_s = array("d")
+        self.prefill_tokens = array("q")
+        self.decode_tokens = array("q")
+        self.running = array("q")
+        self.waiting = array("q")
+        self.kv_steps = array("q")
+        self.kv_active = array("q")
+        self.kv_cached = array("q")
+        self.preemptions: dict[str, int] = {}
+        self.num_recomputed = 0
+        self._lost: dict[str, int] = {}
+        self._now = clock.now
+        self._block_states: Callable[[], BlockStates] | None = kv.block_states
+        events.subscribe(StepDone, self._on_step)
+        events.subscribe(RequestPreempted, self._on_preempted)
+
+    def __len__(self) -> int:
+        return len(self.ends_s)
+
+    def _on_step(self, step: StepDone) -> None:
+        if not step.num_prefill_tokens and not step.num_decode_tokens:
+            return
+        self._look(len(self.ends_s))
+        self.ends_s.append(self._now())
+        self.durations_s.append(step.duration_s)
+        self.prefill_tokens.append(step.num_prefill_tokens)
+        self.decode_tokens.append(step.num_decode_tokens)
+        self.running.append(step.num_running)
+        self.waiting.append(step.num_waiting)
+
+    def add_equal_steps(self, steps: EqualSteps) -> None:
+        """Adds steps that the engine skipped with fast forward."""
+        ends_s = array("d", steps.times_s[1:])
+        self.durations_s.extend(map(sub, ends_s, steps.times_s))
+        self.ends_s.extend(ends_s)
+        self._look(len(self.ends_s) - 1)
+        for column, value in (
+            (self.prefill_tokens, steps.num_prefill_tokens),
+            (self.decode_tokens, steps.num_decodes),
+            (self.running, steps.num_decodes + bool(steps.prefills)),
+            (self.waiting, steps.num_waiting),
+        ):
+            column.extend(array("q", (value,)) * steps.num_steps)
+        self.running[-1] -= steps.num_ended
+        self.observe(steps.prefills)
+
+    def _look(self, step: int) -> None:
+        """Samples the KV pool after a step, at most every `KV_EVERY` steps."""
+        looked = self.kv_steps[-1] if self.kv_steps else -KV_EVERY
+        if step - looked >= KV_EVERY and self._block_states is not None:
+            active, cached, _ = self._block_states()
+            self.kv_steps.append(step)
+            self.kv_active.append(active)
+            self.kv_cached.append(cached)
+
+    def _on_preempted(self, event: RequestPreempted) -> None:
+        name = event.request_id
+        self.preemptions[name] = self.preemptions.get(name, 0) + 1
+        self._lost[name] = max(self._lost.get(name, 0), event.num_computed_tokens)
+
+    def detach(self) -> None:
+        """Releases the engine and keeps the log."""
+        self._block_states = None
+
+    def observe(self, prefills: Sequence[Prefill]) -> None:
+        """Counts tokens that are computed a second time."""
+        for op in prefills if self._lost else ():
+            lost = self._lost.get(op.request_id, 0)
+            self.num_recomputed += max(0, min(op.start + op.num_tokens, lost) - op.start)
+
+
+class TokenTimes:
+    """When each request got its tokens, as runs of consecutive steps.
+
+    A request in decode gets a token in each step, so only the beginning and the end of a run are stored: the
+    step that completes its prompt, a preemption, a step that skips it, its last token. The work per step
+    depends only on what changes.
+    """
+
+    def __init__(self) -> None:
+        self._began: dict[str, int] = {}
+        self._held: set[str] = set()
+        self._names: dict[int, str] = {}
+        self._runs: dict[str, list[tuple[int, int]]] = {}
+
+    @property
+    def steady(self) -> bool:
+        """Whether no request in decode is skipped: then steps that only decode need not be observed."""
+        return not self._held
+
+    def observe(self, step: int, plan: ExecutionPlan) -> None:
+        """Observes the plan of an executed step, before `ended` for requests that end in it."""
+        began, new = self._began, 0
+        unchanged = not (plan.prefills or plan.preempted or plan.joined or self._held)
+        if unchanged and len(plan.decode_rows) == len(began):
+            return
+        for name in plan.preempted:
+            self._stop(name, step)
+        for join in plan.joined:
+            self._names[join.row] = join.request_id
+        for op in plan.prefills:
+            if op.samples:
+                began[op.request_id] = step
+                self._held.discard(op.request_id)
+                new += 1
+        if self._held or len(plan.decode_rows) != len(began) - new:
+            self._compare_rows(step, plan)
+
+    def _compare_rows(self, step: int, plan: ExecutionPlan) -> None:
+        """The slow path: some requests in decode are skipped."""
+        names = self._names
+        present = {names[row] for row in plan.decode_rows}
+        for name in [name for name, began in self._began.items() if began < step and name not in present]:
+            self._stop(name, step)
+            self._held.add(name)
+        for name in present - self._began.keys():
+            self._began[name] = step
+            self._held.discard(name)
+
+    def _stop(self, name: str, step: int) -> None:
+        began = self._began.pop(name, None)
+        self._held.discard(name)
+        if began is not None and began < step:
+            self._runs.setdefault(name, []).append((began, step))
+
+    def ended(self, name: str, step: int) -> None:
+        """Ends the request's run before step number `step`."""
+        self._stop(name, step)
+
+    def of(self, name: str, ends_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns the moments of the request's tokens; `ends_s` are the ends of all steps."""
+        runs = self._runs.get(name, ())
+        parts = [ends_s[begin:end] for begin, end in runs]
+        return np.concatenate(parts) if parts else np.empty(0)
+
+
+def token_gaps_of(
+    moments: Mapping[str, NDArray[np.float64]], expected: Mapping[str, int]
+) -> NDArray[np.float64]:
+    """Returns the seconds from each token to the next of its request, over all requests.
+
+    Raises `BookkeepingError` if a request has another number of tokens than `expected`.
+    """
+    for name, times in moments.items():
+        if len(times) != expected[name]:
+            raise BookkeepingError(
+                f"request {name} drew {expected[name]} tokens, the steps' plans have {len(times)} of them"
+            )
+    found = [np.diff(times) for times in moments.values()]
+    return np.concatenate(found) if found else np.empty(0)
+
 
 Role = Literal["both", "prefill", "decode"]
 BackendFactory = Callable[["InstanceClock", Config], InferenceBackend]
-"""Makes the backend of an instance; it advances that clock by what each step takes."""
+"""Makes the backend of an instance, which advances that clock by the duration of each step."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 1.0
 PATIENCE_S = 120.0
 """Simulated seconds after which an engine that has work and computes nothing counts as stalled."""
 
 
 class InstanceClock(ManualClock):
-    """A manual clock that can also be set, so that an arrival meets its moment exactly."""
+    """A manual clock that can also be set to a moment, such as that of an arrival."""
 
     def advance_to(self, moment_s: float) -> None:
-        """Forward to that moment; where it has passed, nothing."""
+        """Moves forward to that moment, if it has not passed."""
         self._now_s = max(self._now_s, moment_s)
 
 
 class Instance:
-    """An engine, its role, and what it did. `ended`: events of requests that ended, until they are taken."""
+    """An engine, its role and its log. `ended` holds finish events until they are taken."""
 
     def __init__(self, name: str, config: Config, backend: BackendFactory, role: Role = "both") -> None:
         self.name = name
@@ -40,7 +215,7 @@ class Instance:
         self.clock = InstanceClock()
         events = EventBus()
         self.engine = build_engine(config, backend(self.clock, config), clock=self.clock, events=events)
-        self.course = Course(events, self.clock, self.engine.kv)
+        self.step_log = StepLog(events, self.clock, self.engine.kv)
         self.token_times = TokenTimes()
         self.scheduled: dict[str, RequestScheduled] = {}
         self.ended: list[RequestFinished] = []
@@ -56,25 +231,25 @@ class Instance:
 
     @property
     def busy(self) -> bool:
-        """Whether a step could do something."""
+        """Whether a step could compute something."""
         return not self.stalled and self.engine.has_work()
 
     def submit(self, request: Request, now_s: float) -> None:
-        """Hand a request to the engine; raises what the engine raises for one that it can never serve."""
+        """Adds a request to the engine. Raises as the engine does for a request that cannot be served."""
         if not self.engine.has_work():
             self.clock.advance_to(now_s)
         self.wake()
         self.engine.add(request)
 
     def wake(self) -> None:
-        """Something outside changed: whoever could not go on may now."""
+        """Ends a pause after an outside change: a request that could not continue may do so now."""
         self.stalled, self._idle_s, self._pause_s = False, 0.0, FIRST_PAUSE_S
 
     def advance(self, until_s: float, next_event_s: float) -> None:
-        """Steps of the engine, those that begin before `until_s`, until a request ends or there is no work.
+        """Runs steps that begin before `until_s`, until a request ends or no work is left.
 
-        Where a step computes nothing, time passes all the same: a moment, but not beyond the next event,
-        since only time or an event can change the engine's mind.
+        If a step computes nothing, the clock still advances, but not beyond the next event: only time or an
+        event can change the engine's decision.
         """
         engine, ended, now = self.engine, self.ended, self.clock.now
         while True:
@@ -82,21 +257,21 @@ class Instance:
             if self.token_times.steady and isinstance(engine, SimulatedEngine):
                 steps = engine.fast_forward(until_s)
             if steps is not None:
-                self.course.add_equal_steps(steps)
+                self.step_log.add_equal_steps(steps)
             else:
                 self._step(next_event_s)
             if ended or now() >= until_s or self.stalled or not engine.has_work():
                 break
         for event in ended:
-            self.token_times.ended(event.request_id, len(self.course))
+            self.token_times.ended(event.request_id, len(self.step_log))
 
     def _step(self, next_event_s: float) -> None:
-        engine, course, number = self.engine, self.course, len(self.course)
+        engine, step_log, number = self.engine, self.step_log, len(self.step_log)
         self.outputs = engine.step()
-        if len(course) > number:
+        if len(step_log) > number:
             plan = engine.last_plan
             assert plan is not None
-            course.observe(plan.prefills)
+            step_log.observe(plan.prefills)
             self.token_times.observe(number, plan)
             if self._idle_s:
                 self.wake()
@@ -112,18 +287,18 @@ class Instance:
         self.stalled = self._idle_s > PATIENCE_S
 
     def take_ended(self) -> list[RequestFinished]:
-        """Those that ended since the last call."""
+        """Returns the requests that ended since the last call."""
         taken = self.ended[:]
         self.ended.clear()
         return taken
 
     def error_of(self, request_id: str) -> str:
-        """Why a request failed in the last step."""
-        errors = [one.error for one in self.outputs if one.request_id == request_id and one.error]
+        """Returns the reason for which a request failed in the last step."""
+        errors = [output.error for output in self.outputs if output.request_id == request_id and output.error]
         return errors[-1] if errors else "the engine gave no reason"
 
     def load(self, request: Request | None = None) -> InstanceLoad:
-        """For a router; with a request, how many of its blocks are cached here."""
+        """Returns the load for a router. With a request, also how many of its blocks are cached."""
         stats, cached = self.engine.stats(), 0
         if request is not None:
             kv = self.engine.kv

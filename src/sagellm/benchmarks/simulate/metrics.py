@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sagellm.benchmarks.simulate.cluster import RequestOutcome, ServedRequest
-from sagellm.benchmarks.simulate.course import gaps
-from sagellm.benchmarks.simulate.instance import Instance
+from sagellm.benchmarks.simulate.instance import Instance, token_gaps_of
 from sagellm.benchmarks.simulate.workload import SimulatedWorkload
 from sagellm.core.errors import ConfigError
 
@@ -32,7 +32,7 @@ class SLOPair:
 
 
 def parse_slo(text: str) -> SLOPair:
-    """`1,100`: one second and 100 ms. Raises `ConfigError` for anything else."""
+    """Parses `1,100`: one second and 100 ms. Raises `ConfigError` for another text."""
     parts = text.split(",")
     try:
         ttft_s, tpot_ms = map(float, parts)
@@ -48,7 +48,10 @@ def parse_slo(text: str) -> SLOPair:
 
 @dataclass(frozen=True, slots=True)
 class LatencyColumns:
-    """Requests that finished, as columns of equal length. `tpot_s` is NaN for an answer of one token."""
+    """Finished requests as columns of equal length.
+
+    `tpot_s` is NaN for an answer of one token.
+    """
 
     number: NDArray[np.int64]
     arrival_s: Floats
@@ -60,13 +63,13 @@ class LatencyColumns:
 
     @classmethod
     def of(cls, served: Sequence[ServedRequest], workload: SimulatedWorkload) -> LatencyColumns:
-        done = [one for one in served if one.outcome is RequestOutcome.FINISHED]
-        number = np.array([one.number for one in done], dtype=np.int64)
+        done = [request for request in served if request.outcome is RequestOutcome.FINISHED]
+        number = np.array([request.number for request in done], dtype=np.int64)
         arrival, scheduled, first, finished = (
-            np.array([getattr(one, name) for one in done], dtype=np.float64)
+            np.array([getattr(request, name) for request in done], dtype=np.float64)
             for name in ("arrival_s", "scheduled_s", "first_token_s", "finished_s")
         )
-        later = np.array([one.num_output_tokens - 1 for one in done], dtype=np.float64)
+        later = np.array([request.num_output_tokens - 1 for request in done], dtype=np.float64)
         tpot = np.full(len(done), np.nan)
         np.divide(finished - first, later, out=tpot, where=later > 0)
         priorities = np.array(workload.priorities, dtype=np.int64)
@@ -74,36 +77,38 @@ class LatencyColumns:
         return cls(number, arrival, scheduled - arrival, first - arrival, tpot, finished - arrival, high)
 
     def meets(self, slo: SLOPair) -> NDArray[np.bool_]:
-        """Who kept both goals; an answer of one token has no second one to keep."""
+        """Marks requests that met both goals. The second does not apply to an answer of one token."""
         quick = np.isnan(self.tpot_s) | (self.tpot_s * 1000 <= slo.tpot_ms)
         return (self.ttft_s <= slo.ttft_s) & quick
 
 
 def latency_figures(name: str, values: Floats) -> dict[str, float | None]:
-    """Mean and percentiles (linear between ranks), None where there is nothing to count."""
+    """Mean and percentiles (linear between ranks), None if there are no values."""
     known = values[~np.isnan(values)]
     if not len(known):
-        return {f"{name}_{kind}": None for kind in ("mean", *(f"p{one}" for one in PERCENTILES))}
+        return {
+            f"{name}_{kind}": None for kind in ("mean", *(f"p{percentile}" for percentile in PERCENTILES))
+        }
     ranked = np.percentile(known, PERCENTILES)
-    percentiles = {f"{name}_p{one}": float(value) for one, value in zip(PERCENTILES, ranked, strict=True)}
+    percentiles = {
+        f"{name}_p{percentile}": float(value) for percentile, value in zip(PERCENTILES, ranked, strict=True)
+    }
     return {f"{name}_mean": float(known.mean()), **percentiles}
 
 
 def token_gaps(instances: Sequence[Instance], served: Sequence[ServedRequest]) -> Floats:
     """Seconds between the tokens of finished requests, all together."""
-    ends = {one.name: np.frombuffer(one.course.ends_s, dtype=np.float64) for one in instances}
-    by_name = {one.name: one for one in instances}
+    ends = {instance.name: np.frombuffer(instance.step_log.ends_s, np.float64) for instance in instances}
+    token_times = {instance.name: instance.token_times for instance in instances}
     moments, expected = {}, {}
-    for one in served:
-        if one.outcome is not RequestOutcome.FINISHED:
+    for request in served:
+        if request.outcome is not RequestOutcome.FINISHED:
             continue
-        name = str(one.number)
-        parts = [
-            by_name[at].token_times.of(name, ends[at]) for at in dict.fromkeys((one.prefill, one.decode))
-        ]
+        name, places = str(request.number), dict.fromkeys((request.prefill, request.decode))
+        parts = [token_times[place].of(name, ends[place]) for place in places]
         moments[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        expected[name] = one.num_output_tokens
-    return gaps(moments, expected)
+        expected[name] = request.num_output_tokens
+    return token_gaps_of(moments, expected)
 
 
 def figures(
@@ -113,16 +118,17 @@ def figures(
     slos: Sequence[SLOPair] = (),
     price_per_hour: float | None = None,
 ) -> dict[str, Any]:
-    """Every figure by name, in order; None where there is none. Seconds, tokens, ratios from 0 to 1.
-    `price_per_hour` is that of one instance.
+    """Returns every figure by name, in order; None for a missing figure.
 
-    Time runs from the first arrival to the end of the last step, on all instances.
+    Units are seconds, tokens, and ratios from 0 to 1. `price_per_hour` is that of one instance. Time runs
+    from the first arrival to the end of the last step, on all instances.
     """
     columns = LatencyColumns.of(served, workload)
     span_s = _span(served, instances)
-    made: dict[str, Any] = {f"requests_{one.value.replace(' ', '_')}": 0 for one in RequestOutcome}
-    for one in served:
-        made[f"requests_{one.outcome.value.replace(' ', '_')}"] += 1
+    outcomes = Counter(request.outcome for request in served)
+    made: dict[str, Any] = {
+        f"requests_{outcome.value.replace(' ', '_')}": outcomes[outcome] for outcome in RequestOutcome
+    }
     made["duration_s"] = span_s
     for name in ("ttft_s", "tpot_s", "e2e_s", "wait_s"):
         made |= latency_figures(name, getattr(columns, name))
@@ -140,17 +146,17 @@ def figures(
 
 
 def _span(served: Sequence[ServedRequest], instances: Sequence[Instance]) -> float:
-    began = min((one.arrival_s for one in served if one.arrival_s is not None), default=0.0)
-    ends = [one.course.ends_s[-1] for one in instances if len(one.course)]
+    began = min((request.arrival_s for request in served if request.arrival_s is not None), default=0.0)
+    ends = [instance.step_log.ends_s[-1] for instance in instances if len(instance.step_log)]
     return max(0.0, max(ends, default=began) - began)
 
 
 def _throughput(
     workload: SimulatedWorkload, served: Sequence[ServedRequest], span_s: float
 ) -> dict[str, Any]:
-    done = [one for one in served if one.outcome is RequestOutcome.FINISHED]
-    prompt = sum(workload.requests[one.number].num_input_tokens for one in done)
-    output = sum(one.num_output_tokens for one in done)
+    done = [request for request in served if request.outcome is RequestOutcome.FINISHED]
+    prompt = sum(workload.requests[request.number].num_input_tokens for request in done)
+    output = sum(request.num_output_tokens for request in done)
     return {
         "prompt_tokens": prompt,
         "output_tokens": output,
@@ -163,19 +169,19 @@ def _throughput(
 def _work(
     workload: SimulatedWorkload, served: Sequence[ServedRequest], instances: Sequence[Instance], span_s: float
 ) -> dict[str, Any]:
-    courses = [one.course for one in instances]
-    prefilled = sum(sum(one.prefill_tokens) for one in courses)
-    again = sum(one.num_recomputed for one in courses)
-    started = [one for one in served if one.scheduled_s is not None]
-    asked = sum(workload.requests[one.number].num_input_tokens for one in started)
-    computing_s = sum(sum(one.durations_s) for one in courses)
+    step_logs = [instance.step_log for instance in instances]
+    prefilled = sum(sum(log.prefill_tokens) for log in step_logs)
+    again = sum(log.num_recomputed for log in step_logs)
+    started = [request for request in served if request.scheduled_s is not None]
+    asked = sum(workload.requests[request.number].num_input_tokens for request in started)
+    computing_s = sum(sum(log.durations_s) for log in step_logs)
     return {
-        "hit_ratio": _per(sum(one.num_cached for one in started), asked),
-        "preemptions": sum(sum(one.preemptions.values()) for one in courses),
+        "hit_ratio": _per(sum(request.num_cached for request in started), asked),
+        "preemptions": sum(sum(log.preemptions.values()) for log in step_logs),
         "prefill_tokens": prefilled,
         "recomputed_tokens": again,
         "reprefill_ratio": _per(again, prefilled),
-        "steps": sum(map(len, courses)),
+        "steps": sum(map(len, step_logs)),
         "utilisation": _per(computing_s, len(instances) * span_s),
         "batch_efficiency": _efficiency(instances, loaded=False),
         "batch_efficiency_loaded": _efficiency(instances, loaded=True),
@@ -183,16 +189,19 @@ def _work(
 
 
 def _efficiency(instances: Sequence[Instance], *, loaded: bool) -> float | None:
-    """Tokens computed over the budget that the steps had; `loaded`: only steps that left somebody waiting."""
+    """Tokens computed over the budget of the steps.
+
+    `loaded`: only steps after which a request was waiting.
+    """
     computed = offered = 0
-    for one in instances:
-        course = one.course
-        tokens = np.frombuffer(course.prefill_tokens, np.int64) + np.frombuffer(
-            course.decode_tokens, np.int64
+    for instance in instances:
+        step_log = instance.step_log
+        tokens = np.frombuffer(step_log.prefill_tokens, np.int64) + np.frombuffer(
+            step_log.decode_tokens, np.int64
         )
-        counted = np.frombuffer(course.waiting, np.int64) > 0 if loaded else np.ones(len(tokens), np.bool_)
+        counted = np.frombuffer(step_log.waiting, np.int64) > 0 if loaded else np.ones(len(tokens), np.bool_)
         computed += int(tokens[counted].sum())
-        offered += int(counted.sum()) * one.engine.max_batched_tokens
+        offered += int(counted.sum()) * instance.engine.max_batched_tokens
     return _per(computed, offered)
 
 

@@ -1,4 +1,4 @@
-"""KV from prefill to decode instances: how long it takes, and how it enters the other side's books."""
+"""Transfers KV from prefill to decode instances: the time it takes, and its arrival."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.manager.room import INDEX_OWNER
 
 SPARE_BLOCKS = 4
-"""Blocks that a decode instance keeps for the growth of each request it has, before it takes another."""
+"""Blocks that a decode instance keeps free for each of its requests before it accepts another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """`bytes_per_s` of one instance's link, in each direction; `latency_s` before the first byte."""
+    """`bytes_per_s` of one instance's link per direction; `latency_s` before the first byte."""
 
     bytes_per_s: float = 50e9
     latency_s: float = 1e-3
@@ -51,8 +51,11 @@ class Transfer:
 
 @dataclass(slots=True)
 class Links:
-    """One link per instance and direction, each with one transfer at a time. Transfers to a decode instance
-    leave in order; the first waits until there is room for it, so that its KV is not evicted unused."""
+    """One link per instance and direction, each with one transfer at a time.
+
+    Transfers to a decode instance start in order. The first waits until the target has room for it, so that
+    its KV is not evicted unused.
+    """
 
     network: Network
     _free_s: dict[str, float] = field(default_factory=dict)
@@ -60,11 +63,11 @@ class Links:
     _promised: dict[str, list[Transfer]] = field(default_factory=dict)
 
     def send(self, transfer: Transfer) -> None:
-        """Put it into the queue of its target."""
+        """Puts the transfer into the queue of its target."""
         self._queues.setdefault(transfer.target.name, deque()).append(transfer)
 
     def start(self, target: Instance, now_s: float) -> list[Transfer]:
-        """Begin what the target has room for; `start_s` and `end_s` of those are known from here on."""
+        """Starts transfers for which the target has room; sets their `start_s` and `end_s`."""
         queue, begun = self._queues.get(target.name, deque()), []
         while queue and self._has_room(queue[0]):
             transfer = queue.popleft()
@@ -74,40 +77,42 @@ class Links:
         return begun
 
     def arrive(self, transfer: Transfer) -> int:
-        """Its KV is there: it enters the target's books. Returns how many tokens the target has cached."""
+        """Registers the KV at the target. Returns how many of its tokens are cached there."""
         self._promised[transfer.target.name].remove(transfer)
         kv, request = transfer.target.engine.kv, transfer.request
         return receive(kv, request, transfer.num_prompt_tokens)
 
     @property
     def queued(self) -> list[Transfer]:
-        """Those that have not begun."""
+        """Transfers that have not started."""
         return [transfer for queue in self._queues.values() for transfer in queue]
 
     def _schedule(self, transfer: Transfer, now_s: float) -> None:
-        out, into = f"{transfer.source.name} out", f"{transfer.target.name} in"
+        outgoing, incoming = f"{transfer.source.name} out", f"{transfer.target.name} in"
         kv = transfer.target.engine.kv
         cached = _cached_tokens(kv, transfer)
         schema = transfer.target.engine.backend.get_kv_schema()
         num_bytes = (transfer.num_prompt_tokens - cached) * schema.bytes_per_token
         ready_s = max(transfer.ready_s, now_s)
-        transfer.start_s = max(ready_s, self._free_s.get(out, 0.0), self._free_s.get(into, 0.0))
+        transfer.start_s = max(ready_s, self._free_s.get(outgoing, 0.0), self._free_s.get(incoming, 0.0))
         transfer.end_s = transfer.start_s + self.network.seconds(num_bytes)
-        self._free_s[out] = self._free_s[into] = transfer.end_s
+        self._free_s[outgoing] = self._free_s[incoming] = transfer.end_s
 
     def _has_room(self, transfer: Transfer) -> bool:
-        """Rows and blocks for it, beside those promised and the growth of who is there. An idle target always
-        has."""
+        """Whether the target has a row and blocks for the transfer.
+
+        Blocks promised to other transfers and kept for requests at the target do not count. An idle target
+        always has room.
+        """
         target, promised = transfer.target, self._promised.get(transfer.target.name, [])
         kv, stats = target.engine.kv, target.engine.stats()
-        transfer.num_blocks = _blocks(kv, len(transfer.request.tokens)) - _cached_tokens(kv, transfer) // (
-            kv.block_size
-        )
+        cached_blocks = _cached_tokens(kv, transfer) // kv.block_size
+        transfer.num_blocks = cdiv(len(transfer.request.tokens), kv.block_size) - cached_blocks
         others = stats.num_running + stats.num_waiting + len(promised)
         if not others:
             return True
-        spoken_for = sum(one.num_blocks for one in promised) + SPARE_BLOCKS * others
-        room = kv.available_blocks() - spoken_for
+        reserved = sum(other.num_blocks for other in promised) + SPARE_BLOCKS * others
+        room = kv.available_blocks() - reserved
         return others < target.engine.max_num_seqs and transfer.num_blocks <= room
 
 
@@ -117,16 +122,12 @@ def _cached_tokens(kv: KVCacheManager, transfer: Transfer) -> int:
     return kv.index.lookup(request.tokens, namespace, transfer.num_prompt_tokens).num_tokens
 
 
-def _blocks(kv: KVCacheManager, num_tokens: int) -> int:
-    return cdiv(num_tokens, kv.block_size)
-
-
 def receive(kv: KVCacheManager, request: Request, num_tokens: int) -> int:
-    """Register the whole blocks of the request's first `num_tokens` tokens as cached, as if they had been
-    computed here; what is missing for that is evicted. Returns the tokens that are cached now: fewer where
-    running requests hold too much.
+    """Registers the whole blocks of the first `num_tokens` tokens as cached, as if computed here.
 
-    The last, partial block is not registered: the index holds whole ones, so it is computed again.
+    Evicts what is needed for them. Returns the number of tokens cached now: fewer if running requests hold
+    too many blocks. The last, partial block is not registered, since the index holds whole blocks; it is
+    computed again.
     """
     namespace, index, pool = kv.namespace_of(request.namespace), kv.index, kv.pool
     hit = index.pin(index.lookup(request.tokens, namespace, num_tokens))

@@ -1,4 +1,4 @@
-"""The results of simulations: tables, JSON with a manifest, and a CSV of every request."""
+"""Writes the results of simulations: tables, JSON with a manifest, a CSV of requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sagellm.benchmarks.reporting import Environment, Table, format_number, write_json
+from sagellm.benchmarks.reporting import Environment, Table, check_folder, format_number, write_json
 from sagellm.benchmarks.simulate.capacity import SustainedRate
 from sagellm.benchmarks.simulate.cluster import ServedRequest
 from sagellm.benchmarks.simulate.experiment import ExperimentSetting, SimulationSetup
@@ -23,8 +23,10 @@ RESULTS, REQUESTS = "results.json", "requests.csv"
 
 
 def as_row(result: SimulationResult) -> dict[str, Any]:
-    """One result flat: what was run, then every figure of `metrics.figures`. The last three, what the
-    simulation itself took, differ from run to run."""
+    """Returns one result flat: what was run, then every figure of `metrics.figures`.
+
+    The last three, the cost of the simulation itself, differ from run to run.
+    """
     work = result.workload
     return {
         "trace": work.trace.name,
@@ -41,43 +43,42 @@ def as_row(result: SimulationResult) -> dict[str, Any]:
 
 
 def manifest(
-    bench: SimulationSetup,
+    setup: SimulationSetup,
     results: Sequence[SimulationResult],
     environment: Environment,
     setting: ExperimentSetting | None = None,
     capacities: Mapping[str, SustainedRate] | None = None,
 ) -> dict[str, Any]:
-    """What was simulated, on what, by which code and where: enough to run it again."""
-    goals = bench.goals
+    """Describes what was simulated, by which code and where: enough to run it again."""
+    goals = setup.goals
     return {
-        "workloads": [one.described() for one in _workloads(results)],
-        "hardware": bench.machine.described(),
-        "layout": {**dataclasses.asdict(bench.layout), "roles": bench.layout.roles},
-        "kv_blocks": {one.preset: bench.machine.num_blocks(one.config) for one in results},
-        "presets": {one.preset: one.config.model_dump(mode="json", exclude={"server"}) for one in results},
-        "slos": [dataclasses.asdict(one) for one in goals.slos],
+        "workloads": [workload.described() for workload in _workloads(results)],
+        "hardware": setup.machine.described(),
+        "layout": {**dataclasses.asdict(setup.layout), "roles": setup.layout.roles},
+        "kv_blocks": {result.preset: setup.machine.num_blocks(result.config) for result in results},
+        "presets": {
+            result.preset: result.config.model_dump(mode="json", exclude={"server"}) for result in results
+        },
+        "slos": [dataclasses.asdict(slo) for slo in goals.slos],
         "price_per_hour": goals.price_per_hour,
         "until_s": goals.until_s if goals.until_s < float("inf") else None,
         "setting": None if setting is None else setting.model_dump(mode="json"),
-        "capacities": {name: dataclasses.asdict(one) for name, one in (capacities or {}).items()},
+        "capacities": {file: dataclasses.asdict(found) for file, found in (capacities or {}).items()},
         "environment": dataclasses.asdict(environment),
     }
 
 
 def _workloads(results: Sequence[SimulationResult]) -> list[SimulatedWorkload]:
-    """Those that differ."""
-    return list({json.dumps(one.workload.described()): one.workload for one in results}.values())
+    """Returns the workloads that differ."""
+    return list({json.dumps(result.workload.described()): result.workload for result in results}.values())
 
 
 # -- files
 
 
-def check_folder(folder: Path) -> None:
-    """Raise now, not after the simulation, the `ConfigError` of `write`."""
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"cannot write into {folder}: it is a file, name a folder")
-    if not folder.parent.is_dir():
-        raise ConfigError(f"cannot write into {folder}: there is no folder {folder.parent}")
+def check_writable_folder(folder: Path) -> None:
+    """Raises, before the simulation, the `ConfigError` of `write`."""
+    check_folder(folder)
     try:
         folder.mkdir(exist_ok=True)
         (folder / RESULTS).open("a", encoding="utf-8").close()
@@ -86,50 +87,52 @@ def check_folder(folder: Path) -> None:
 
 
 def write(folder: Path, made_by: Mapping[str, Any], results: Sequence[SimulationResult]) -> list[Path]:
-    """`results.json`: a row per simulation, with its manifest; `requests.csv`: a row per request of each."""
+    """Writes `results.json` and `requests.csv`; returns their paths.
+
+    The first has a row per simulation, with the manifest; the second a row per request of each simulation.
+    """
     results_file, requests_file = folder / RESULTS, folder / REQUESTS
     try:
         folder.mkdir(exist_ok=True)
-        with requests_file.open("w", encoding="utf-8", newline="") as out:
-            writer = csv.DictWriter(out, list(request_columns()))
+        with requests_file.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, list(request_columns()))
             writer.writeheader()
-            for one in results:
-                writer.writerows(request_rows(one))
+            for result in results:
+                writer.writerows(request_rows(result))
     except OSError as error:
         raise ConfigError(f"cannot write into {folder}: {error.strerror}") from error
     write_json(
-        results_file, {"format": FORMAT, "manifest": made_by, "rows": [as_row(one) for one in results]}
+        results_file, {"format": FORMAT, "manifest": made_by, "rows": [as_row(result) for result in results]}
     )
     return [results_file, requests_file]
 
 
 def request_columns() -> tuple[str, ...]:
-    """Columns of the CSV."""
+    """Returns the columns of the CSV."""
     ran = ("trace", "preset", "rate", "request", "session", "tenant", "priority", "prompt_tokens")
-    fields = tuple(one.name for one in dataclasses.fields(ServedRequest) if one.name != "number")
-    return (*ran, *fields, "ttft_s", "tpot_s", "e2e_s")
+    return (*ran, *_FIELDS, "ttft_s", "tpot_s", "e2e_s")
 
 
 def request_rows(result: SimulationResult) -> Iterator[dict[str, Any]]:
-    """Requests by number; empty where there is no such moment."""
+    """Yields requests by number; a value is empty if there is no such moment."""
     work, rate = result.workload, result.workload.described()["rate"]
-    for one in result.served:
-        request = work.requests[one.number]
+    for served in result.served:
+        request = work.requests[served.number]
         yield {
-            "trace": work.trace.name, "preset": result.preset, "rate": rate, "request": one.number,
-            "session": request.session, "tenant": request.tenant, "priority": work.priorities[one.number],
+            "trace": work.trace.name, "preset": result.preset, "rate": rate, "request": served.number,
+            "session": request.session, "tenant": request.tenant, "priority": work.priorities[served.number],
             "prompt_tokens": request.num_input_tokens,
-            **{name: getattr(one, name) for name in _FIELDS}, "outcome": one.outcome.value,
-            **_latencies(one),
+            **{name: getattr(served, name) for name in _FIELDS}, "outcome": served.outcome.value,
+            **_latencies(served),
         }  # fmt: skip
 
 
-_FIELDS = tuple(one.name for one in dataclasses.fields(ServedRequest) if one.name != "number")
+_FIELDS = tuple(field.name for field in dataclasses.fields(ServedRequest) if field.name != "number")
 
 
-def _latencies(one: ServedRequest) -> dict[str, float | None]:
-    arrival, first, finished = one.arrival_s, one.first_token_s, one.finished_s
-    later = one.num_output_tokens - 1
+def _latencies(served: ServedRequest) -> dict[str, float | None]:
+    arrival, first, finished = served.arrival_s, served.first_token_s, served.finished_s
+    later = served.num_output_tokens - 1
     return {
         "ttft_s": None if arrival is None or first is None else first - arrival,
         "tpot_s": None if first is None or finished is None or not later else (finished - first) / later,
@@ -140,45 +143,43 @@ def _latencies(one: ServedRequest) -> dict[str, float | None]:
 # -- tables
 
 
-def headlines(bench: SimulationSetup, results: Sequence[SimulationResult]) -> list[str]:
-    """What is simulated, in a line for the machine, after what is doubtful about it, and one for each
-    workload."""
-    hardware, layout = bench.machine.described(), bench.layout
+def headlines(setup: SimulationSetup, results: Sequence[SimulationResult]) -> list[str]:
+    """Describes the simulations: warnings, one line for the machine, one line per workload."""
+    hardware, layout = setup.machine.described(), setup.layout
     parts = "prefill and decode apart" if layout.disaggregate else "prefill and decode together"
-    blocks = sorted({bench.machine.num_blocks(one.config) for one in results})
+    blocks = sorted({setup.machine.num_blocks(result.config) for result in results})
     groups = hardware.get("data_parallel", 1)
     shared = f", data parallel {groups}" if groups > 1 else ""
     devices = f"{hardware['device']} (tensor parallel {hardware['tensor_parallel']}{shared})"
-    pool = " or ".join(f"{one:,}" for one in blocks)
+    pool = " or ".join(f"{count:,}" for count in blocks)
     machine = f"{hardware['model']} on {devices}, {len(layout.roles)} x {pool} KV blocks"
-    warnings = [f"warning: {one}" for one in hardware.get("warnings", ())]
+    warnings = [f"warning: {warning}" for warning in hardware.get("warnings", ())]
     return [*warnings, f"{machine}, {parts}, router {layout.router}", *map(_headline, _workloads(results))]
 
 
 def _headline(work: SimulatedWorkload) -> str:
-    told = work.described()
-    left = sum(told["left_out"].values())
-    rate, scale = _figure(told["rate"]), _figure(told["rate_scale"])
+    facts = work.described()
+    left = sum(facts["left_out"].values())
+    rate, scale = format_number(facts["rate"], "-"), format_number(facts["rate_scale"], "-")
     return (
-        f"{told['name']}: {told['requests']:,} requests ({left:,} left out), {told['arrivals']} arrivals, "
-        f"{rate} requests/s, rate scale {scale}, {told['high_priority_requests']:,} of high priority, "
-        f"seed {told['seed']}, sha256 {told['sha256'][:12] or 'none'}"
+        f"{facts['name']}: {facts['requests']:,} requests ({left:,} left out), {facts['arrivals']} arrivals, "
+        f"{rate} requests/s, rate scale {scale}, {facts['high_priority_requests']:,} of high priority, "
+        f"seed {facts['seed']}, sha256 {facts['sha256'][:12] or 'none'}"
     )
 
 
 def tables(results: Sequence[SimulationResult], slos: Sequence[SLOPair]) -> list[Table]:
-    """Latencies; then goodput, throughput, reuse and use of the machine."""
-    names, rows = _names(results), [as_row(one) for one in results]
+    """Latencies; then goodput; then throughput, reuse and use of the machine."""
+    names, rows = _names(results), [as_row(result) for result in results]
+    groups = {"latency": _LATENCY, "goodput, requests/s": _goodput(slos), "work": _WORK}
     return [
-        Table("latency", (*names, *_LATENCY), [_cells(row, names, _LATENCY) for row in rows], len(names)),
-        Table("goodput, requests/s", (*names, *_goodput(slos)),
-              [_cells(row, names, _goodput(slos)) for row in rows], len(names)),
-        Table("work", (*names, *_WORK), [_cells(row, names, _WORK) for row in rows], len(names)),
-    ]  # fmt: skip
+        Table(title, (*names, *columns), [_cells(row, names, columns) for row in rows], len(names))
+        for title, columns in groups.items()
+    ]
 
 
 _Column = tuple[str, float]
-"""A figure's name, and by what it is multiplied for the eye."""
+"""A figure's name, and the factor by which it is multiplied in tables."""
 _LATENCY: Mapping[str, _Column] = {
     "TTFT s": ("ttft_s_mean", 1), "TTFT p50": ("ttft_s_p50", 1), "TTFT p99": ("ttft_s_p99", 1),
     "TTFT high p99": ("ttft_s_high_p99", 1), "TPOT ms": ("tpot_s_mean", 1e3), "TPOT p50": ("tpot_s_p50", 1e3),
@@ -196,27 +197,23 @@ _WORK: Mapping[str, _Column] = {
 
 
 def _goodput(slos: Sequence[SLOPair]) -> dict[str, _Column]:
-    return {f"{one.ttft_s:g} s, {one.tpot_ms:g} ms": (f"goodput_{one.name}", 1) for one in slos}
+    return {f"{slo.ttft_s:g} s, {slo.tpot_ms:g} ms": (f"goodput_{slo.name}", 1) for slo in slos}
 
 
 def _names(results: Sequence[SimulationResult]) -> tuple[str, ...]:
-    """Columns that tell the rows apart."""
-    traces = len({one.workload.trace.name for one in results}) > 1
-    loads = any(one.load is not None for one in results)
+    """Columns that distinguish the rows."""
+    traces = len({result.workload.trace.name for result in results}) > 1
+    loads = any(result.load is not None for result in results)
     return (*(("trace",) if traces else ()), *(("load",) if loads else ()), "rate", "preset")
 
 
 def _cells(row: Mapping[str, Any], names: Iterable[str], columns: Mapping[str, _Column]) -> list[str]:
-    told = [row[one] if isinstance(row[one], str) else _figure(row[one]) for one in names]
-    return [*told, *(_cell(row[name], factor) for name, factor in columns.values())]
+    named = [row[name] if isinstance(row[name], str) else format_number(row[name], "-") for name in names]
+    return [*named, *(_cell(row[name], factor) for name, factor in columns.values())]
 
 
 def _cell(value: Any, factor: float) -> str:
-    """Counts as they are, figures to three digits."""
+    """Formats counts in full, figures with three digits."""
     if isinstance(value, int) and factor == 1:
         return f"{value:,}"
-    return _figure(None if value is None else value * factor)
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else format_number(value)
+    return format_number(None if value is None else value * factor, "-")

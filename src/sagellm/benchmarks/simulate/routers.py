@@ -1,4 +1,4 @@
-"""Which instance serves a request: routers that implement the core's contract, by name."""
+"""Chooses the instance that serves a request: routers by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sagellm.core.types import Request
 
 
 class RoundRobinRouter:
-    """One after the other."""
+    """Chooses the instances in turn."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -26,7 +26,7 @@ class RoundRobinRouter:
 
 
 class LeastLoadedRouter:
-    """The fewest requests, waiting and running; among equals the most free blocks, then the first."""
+    """Chooses the fewest requests, waiting and running. On ties the most free blocks, then the first."""
 
     def place(self, request: Request, loads: Sequence[InstanceLoad]) -> Placement:
         _check(loads)
@@ -38,9 +38,9 @@ class LeastLoadedRouter:
 
 
 class PrefixAwareRouter:
-    """The longest cached prefix minus the load: each request there counts as `blocks_per_request` blocks.
+    """Chooses the longest cached prefix minus the load. On ties the least loaded, then the first.
 
-    Among equals the least loaded, then the first.
+    Each request of an instance counts as `blocks_per_request` blocks.
     """
 
     def __init__(self, blocks_per_request: float = 32.0) -> None:
@@ -79,7 +79,7 @@ ROUTERS: Mapping[str, Callable[[], Router]] = {
 
 
 def make_router(name: str) -> Router:
-    """A fresh router; raises `UnknownNameError` with the names that there are."""
+    """Returns a new router; raises `UnknownNameError` with the known names."""
     if name not in ROUTERS:
         raise UnknownNameError(f"unknown router {name!r}.{nearest(name, ROUTERS)}")
     return ROUTERS[name]()

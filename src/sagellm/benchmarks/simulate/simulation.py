@@ -1,4 +1,4 @@
-"""One simulation from its parts: a workload, a preset, hardware, instances; and what came out of it."""
+"""Runs one simulation: a workload and a preset on hardware and instances."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sagellm.benchmarks.simulate.cluster import Cluster, ServedRequest
-from sagellm.benchmarks.simulate.course import Course
-from sagellm.benchmarks.simulate.instance import Instance, InstanceClock, Role
+from sagellm.benchmarks.simulate.instance import Instance, InstanceClock, Role, StepLog
 from sagellm.benchmarks.simulate.metrics import SLOPair, figures
 from sagellm.benchmarks.simulate.network import Network
 from sagellm.benchmarks.simulate.routers import make_router
@@ -22,14 +21,14 @@ from sagellm.core.types import SLO
 
 
 class Machine(Protocol):
-    """Hardware as a simulation needs it: `hardware.Hardware`, or a stand-in."""
+    """What a simulation needs to know of hardware: `hardware.Hardware`, or a stand-in for tests."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def num_devices(self) -> int:
-        """Of one instance."""
+        """Devices of one instance."""
         ...
 
     @property
@@ -46,10 +45,10 @@ class Machine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClusterLayout:
-    """How many instances, and what joins them.
+    """The number of instances, and the network between them.
 
     `disaggregate`: (prefill, decode) instances, instead of `instances` that do both. `network_bytes_per_s`:
-    None is what the device has.
+    None takes the device's.
     """
 
     instances: int = 1
@@ -70,7 +69,7 @@ class ClusterLayout:
         self.network(1.0)
 
     def network(self, bytes_per_s: float) -> Network:
-        """Between the instances; `bytes_per_s`: what the device has."""
+        """Returns the network between the instances; `bytes_per_s` is the device's."""
         given = self.network_bytes_per_s
         return Network(bytes_per_s if given is None else given, self.network_latency_s)
 
@@ -85,7 +84,7 @@ class ClusterLayout:
 
 
 def parse_disaggregate(text: str) -> tuple[int, int]:
-    """`1:2`: one instance for prefill, two for decode. Raises `ConfigError` for anything else."""
+    """Parses `1:2`: one instance for prefill, two for decode. Raises `ConfigError` for other texts."""
     prefill, colon, decode = text.partition(":")
     if not (colon and prefill.isascii() and prefill.isdigit() and decode.isascii() and decode.isdigit()):
         raise ConfigError(f"disaggregate {text!r}: write PREFILL:DECODE instances, as in 1:1")
@@ -94,7 +93,7 @@ def parse_disaggregate(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class ServiceGoals:
-    """What results are measured by: SLO pairs (requests carry the first as theirs), and a price."""
+    """SLO pairs and a price by which results are measured. Requests carry the first pair."""
 
     slos: tuple[SLOPair, ...] = (SLOPair(1, 100), SLOPair(10, 30))
     price_per_hour: float | None = None
@@ -115,13 +114,16 @@ class ServiceGoals:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """One simulation's outcome. `wall_s`, `cpu_s`: what it took; they alone differ from run to run."""
+    """The outcome of one simulation.
+
+    `wall_s` and `cpu_s` are the cost of the simulation itself; only they differ from run to run.
+    """
 
     preset: str
     config: Config
     workload: SimulatedWorkload
     served: Sequence[ServedRequest]
-    courses: Mapping[str, Course]
+    step_logs: Mapping[str, StepLog]
     figures: dict[str, Any]
     wall_s: float
     cpu_s: float
@@ -134,7 +136,7 @@ class SimulationResult:
 
 
 def build_cluster(config: Config, machine: Machine, layout: ClusterLayout) -> Cluster:
-    """Fresh instances with empty caches, and fresh routers."""
+    """Returns new instances with empty caches, and new routers."""
     instances = [Instance(name, config, machine.backend, role) for name, role in layout.roles.items()]
     network = layout.network(machine.network_bytes_per_s)
     return Cluster(instances, make_router(layout.router), make_router(layout.router), network)
@@ -148,8 +150,11 @@ def simulate(
     layout: ClusterLayout | None = None,
     goals: ServiceGoals | None = None,
 ) -> SimulationResult:
-    """Serve the workload once; the same arguments give the same result, bit for bit, but for the time that
-    it took."""
+    """Serves the workload once.
+
+    The same arguments give the same result, bit for bit, except for the times that the simulation itself
+    took.
+    """
     layout, goals = layout or ClusterLayout(), goals or ServiceGoals()
     cluster = build_cluster(config, machine, layout)
     maker = RequestMaker(workload, machine.vocab_size, goals.request_slo)
@@ -158,7 +163,7 @@ def simulate(
     wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
     price = None if goals.price_per_hour is None else goals.price_per_hour * machine.num_devices
     made = figures(workload, served, cluster.instances, goals.slos, price)
-    courses = {one.name: one.course for one in cluster.instances}
-    for course in courses.values():
-        course.detach()
-    return SimulationResult(preset, config, workload, served, courses, made, wall_s, cpu_s)
+    step_logs = {instance.name: instance.step_log for instance in cluster.instances}
+    for step_log in step_logs.values():
+        step_log.detach()
+    return SimulationResult(preset, config, workload, served, step_logs, made, wall_s, cpu_s)

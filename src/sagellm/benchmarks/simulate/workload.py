@@ -1,4 +1,7 @@
-"""Turns a trace into a workload: arrival times, turns, priorities and prompts."""
+"""Turns a trace into a workload: arrival times, turns, priorities and prompts.
+
+All random draws come from one seed.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sagellm.benchmarks.traces import Trace, TraceRequest
+from sagellm.benchmarks.traces.record import infinite_cache_hits
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError, UnknownNameError, nearest
 from sagellm.core.types import SLO, Request, SamplingParams, Tokens
@@ -23,9 +27,9 @@ PROCESSES = ("trace", "poisson", "bursty")
 class Arrivals:
     """How arrivals follow each other.
 
-    `trace` keeps the trace's gaps, compressed; `poisson` draws independent exponential gaps; `bursty` draws
-    gamma gaps whose coefficient of variation is `cv` (1 is Poisson, more is burstier). `rate` is the mean in
-    requests per second; without it that of the trace is multiplied by `rate_scale`.
+    `trace` keeps the trace's gaps, scaled; `poisson` draws independent exponential gaps; `bursty` draws gamma
+    gaps whose coefficient of variation is `cv` (1 is Poisson, more is burstier). `rate` is the mean in
+    requests per second; without it the trace's rate is multiplied by `rate_scale`.
     """
 
     process: str = "trace"
@@ -43,7 +47,7 @@ class Arrivals:
             raise ConfigError(f"cv must be a finite number, got {self.cv}")
 
     def scale(self, times_s: Sequence[float]) -> float:
-        """How many times faster than in the trace requests come; infinite for all at once."""
+        """How many times faster than in the trace requests come. Infinite if all come at once."""
         if self.rate is None:
             return self.rate_scale
         return self.rate / self._own_rate(times_s)
@@ -55,7 +59,7 @@ class Arrivals:
             return [(time_s - start_s) / scale for time_s in times_s]
         rate = self.rate or self._own_rate(times_s) * self.rate_scale
         gaps = self._gaps(len(times_s), np.random.default_rng([seed, 1])) / rate
-        return [float(one) for one in np.cumsum(gaps) - gaps[0]] if len(gaps) else []
+        return [float(time_s) for time_s in np.cumsum(gaps) - gaps[0]] if len(gaps) else []
 
     def _gaps(self, count: int, random: np.random.Generator) -> np.ndarray:
         """Gaps of mean 1."""
@@ -75,7 +79,7 @@ class Arrivals:
 
 
 def mean_rate(times_s: Sequence[float]) -> float:
-    """Requests per second, from the first arrival to the last; infinite where that takes no time."""
+    """Requests per second from the first arrival to the last. Infinite if all come at once."""
     span_s = times_s[-1] - times_s[0] if times_s else 0.0
     return (len(times_s) - 1) / span_s if span_s > 0 else math.inf
 
@@ -87,12 +91,12 @@ _NOTHING = np.empty(0, dtype=np.int32)
 
 
 class PromptContent:
-    """Makes the tokens of prompts, each in one go, from ids of blocks of `block_tokens` tokens.
+    """Makes the tokens of prompts from ids of blocks of `block_tokens` tokens.
 
-    A block is an arithmetic progression modulo a power of two, whose start and (odd) step its id gives. With
-    a vocabulary of 65,536 tokens or more and ids below 2**30, two ids differ in every run of two tokens at
-    equal places; with smaller ones they do for all but a few. Where `block_tokens` is 1 the ids are the
-    tokens, modulo the vocabulary.
+    Prompts share the tokens of a block if and only if they share its id. A block is an arithmetic progression
+    modulo a power of two, whose start and (odd) step its id gives. With a vocabulary of 65,536 tokens or more
+    and ids below 2**30, two ids differ in every run of two tokens at equal places; with smaller vocabularies
+    they do for all but a few. If `block_tokens` is 1, the ids are the tokens, modulo the vocabulary.
     """
 
     def __init__(self, block_tokens: int, vocab_size: int) -> None:
@@ -104,8 +108,11 @@ class PromptContent:
         self._offsets = np.arange(block_tokens).astype(np.uint16)
 
     def tokens(self, ids: Tokens, num_tokens: int, number: int) -> Tokens:
-        """A prompt of exactly `num_tokens`: the blocks of `ids`, the last one cut, and behind them what only
-        the prompt of this `number` has."""
+        """Returns a prompt of exactly `num_tokens` tokens.
+
+        The blocks of `ids` come first, the last one cut; then tokens that only the prompt of this `number`
+        has.
+        """
         made = self._named(ids)[:num_tokens] if len(ids) else _NOTHING
         rest = num_tokens - len(made)
         if rest:
@@ -121,8 +128,11 @@ class PromptContent:
         return self._blocks(known.view(np.uint32) * np.uint32(2), self._offsets)
 
     def _blocks(self, ids: NDArray[np.uint32], offsets: NDArray[np.uint16]) -> NDArray[np.int32]:
-        """`len(ids) * len(offsets)` tokens. The product of an id and an odd number is another id for each;
-        its low bits are the start, the next ones the step. 16 bits wrap as they should."""
+        """Returns `len(ids) * len(offsets)` tokens.
+
+        The product of an id and an odd number is different for each id; its low bits are the start, the next
+        ones the step. The 16 bits wrap on purpose.
+        """
         mixed = ids * _ODD
         start = mixed.astype(np.uint16)
         step = ((mixed >> np.uint32(self._bits)) << np.uint32(1)).astype(np.uint16) | np.uint16(1)
@@ -134,7 +144,7 @@ class PromptContent:
 
 
 def check_lengths(trace: Trace) -> None:
-    """Raise `ConfigError` for a request with more whole blocks of ids than its prompt is long."""
+    """Raises `ConfigError` for a request with more whole blocks of ids than its prompt has tokens for."""
     for number, request in enumerate(trace.requests):
         blocks = cdiv(request.num_input_tokens, trace.block_tokens)
         if len(request.ids) > blocks:
@@ -145,32 +155,26 @@ def check_lengths(trace: Trace) -> None:
 
 
 def uncached_tokens(requests: tuple[TraceRequest, ...], block_tokens: int) -> NDArray[np.int64]:
-    """For each request the prompt tokens that a cache which never evicts would still have to compute, had all
-    earlier ones of the trace been served before."""
-    seen: dict[object, set[int]] = {}
-    left = np.empty(len(requests), dtype=np.int64)
-    for number, request in enumerate(requests):
-        known = seen.setdefault(request.namespace, set())
-        found = 0
-        for one in request.ids:
-            if one not in known:
-                break
-            found += 1
-        known.update(request.ids.slice(found))
-        left[number] = max(request.num_input_tokens - found * block_tokens, 0)
-    return left
+    """Prompt tokens per request that a cache which never evicts would still have to compute.
+
+    All earlier requests of the trace count as served.
+    """
+    lengths = np.array([request.num_input_tokens for request in requests], dtype=np.int64)
+    hits = np.array(infinite_cache_hits(requests), dtype=np.int64)
+    uncached: NDArray[np.int64] = np.maximum(lengths - hits * block_tokens, 0)
+    return uncached
 
 
 HIGH = 1
-"""The priority of those who are drawn; the others have 0."""
+"""The priority of the drawn requests; the others have 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """A closed loop: the next turn of a session comes when the answer to the last is there, plus a pause.
+    """A closed loop: the next turn of a session comes a pause after the answer to the last.
 
-    The pause is what the trace says (`meta["think_time"]`, seconds), or, with `think_s`, exponential with
-    that mean; 0 is none.
+    The pause is the trace's (`meta["think_time"]`, seconds) or, with `think_s`, exponential with that mean; 0
+    is no pause.
     """
 
     think_s: float | None = None
@@ -182,8 +186,10 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class HighPriority:
-    """A `share` of the requests with fewer than `below` uncached tokens (`uncached_tokens`), drawn by
-    seed."""
+    """A `share` of the requests with fewer than `below` uncached tokens, drawn by seed.
+
+    See `uncached_tokens`.
+    """
 
     share: float = 0.0
     below: int = 2000
@@ -197,8 +203,11 @@ class HighPriority:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """How a trace becomes a workload. `max_requests`: only the first of the trace. `turns`: sessions are
-    closed loops; None keeps every arrival time."""
+    """How a trace becomes a workload.
+
+    `max_requests`: only the first requests of the trace. `turns`: sessions are closed loops; None keeps every
+    arrival time.
+    """
 
     arrivals: Arrivals = field(default_factory=Arrivals)
     turns: ClosedLoop | None = None
@@ -215,11 +224,11 @@ class WorkloadSpec:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWorkload:
-    """Requests by number. `times_s[i]`: when request i comes; for a later turn (`follows[i]` is set) the
-    pause after the answer to the request that it follows.
+    """Requests by number.
 
-    `rate`: mean arrivals per second, of those that follow nobody. `left_out`: requests of the trace that the
-    model could never hold, and those behind `max_requests`.
+    `times_s[i]` is the arrival of request i; for a later turn (`follows[i]` is set) it is the pause after the
+    answer to the request that it follows. `rate`: mean arrivals per second of requests that follow no other.
+    `left_out`: requests of the trace that the model cannot hold, and those beyond `max_requests`.
     """
 
     trace: Trace
@@ -238,7 +247,7 @@ class SimulatedWorkload:
         return [(time_s, number) for number, time_s in enumerate(self.times_s) if number not in later]
 
     def described(self) -> dict[str, Any]:
-        """For a manifest."""
+        """Describes the workload for a manifest."""
         spec = self.spec
         return {
             "name": self.trace.name, "format": self.trace.format, "sha256": self.trace.sha256,
@@ -250,8 +259,8 @@ class SimulatedWorkload:
             "think_s": spec.turns.think_s if spec.turns is not None else None,
             "high_priority_share": spec.high.share, "high_priority_below": spec.high.below,
             "high_priority_requests": sum(self.priorities), "seed": spec.seed,
-            "prompt_tokens": sum(one.num_input_tokens for one in self.requests),
-            "output_tokens": sum(output_tokens(one) for one in self.requests),
+            "prompt_tokens": sum(request.num_input_tokens for request in self.requests),
+            "output_tokens": sum(output_tokens(request) for request in self.requests),
         }  # fmt: skip
 
 
@@ -260,19 +269,20 @@ def _finite(value: float) -> float | None:
 
 
 def output_tokens(request: TraceRequest) -> int:
-    """What the trace says, but one at least: an engine that computed a prompt has drawn a token."""
+    """The trace's number, at least 1: an engine draws a token for every computed prompt."""
     return max(1, request.num_output_tokens)
 
 
 def workload(trace: Trace, spec: WorkloadSpec, max_model_len: int) -> SimulatedWorkload:
-    """The workload of a trace for a model of that context.
+    """Returns the workload of a trace for a model of that context length.
 
-    Raises `ConfigError` where nothing is left of the trace, or where it does not hold what `spec` needs.
+    Raises `ConfigError` if no request is left, or if the trace lacks what `spec` needs.
     """
     check_lengths(trace)
     asked = trace.requests[: spec.max_requests]
-    fits = [one for one in asked if _length(one) <= max_model_len and one.num_input_tokens > 0]
-    requests = tuple(fits)
+    requests = tuple(
+        request for request in asked if 0 < request.num_input_tokens <= max_model_len - output_tokens(request)
+    )
     if not requests:
         raise ConfigError(
             f"nothing is left of trace {trace.name!r}: of {len(asked)} requests none has a prompt and fits "
@@ -299,12 +309,8 @@ def workload(trace: Trace, spec: WorkloadSpec, max_model_len: int) -> SimulatedW
     )  # fmt: skip
 
 
-def _length(request: TraceRequest) -> int:
-    return request.num_input_tokens + output_tokens(request)
-
-
 def _turns(requests: Sequence[TraceRequest]) -> dict[int, int]:
-    """For each turn the next one of its session."""
+    """Maps each turn to the next one of its session."""
     sessions: dict[str, list[int]] = {}
     for number, request in enumerate(requests):
         if request.session is not None:
@@ -322,7 +328,7 @@ def _pauses(
 ) -> dict[int, float]:
     if turns.think_s is not None:
         drawn = np.random.default_rng([seed, 2]).exponential(1.0, len(later)) * turns.think_s
-        return {number: float(one) for number, one in zip(later, drawn, strict=True)}
+        return {number: float(pause_s) for number, pause_s in zip(later, drawn, strict=True)}
     return {number: max(0.0, float(requests[number].meta.get("think_time") or 0.0)) for number in later}
 
 
@@ -339,7 +345,7 @@ GREEDY = SamplingParams(0.0, ignore_eos=True)
 
 
 class RequestMaker:
-    """Makes requests for engines when they arrive, so that no more prompts exist than are under way."""
+    """Makes requests for engines when they arrive, so that only prompts in progress use memory."""
 
     def __init__(self, workload: SimulatedWorkload, vocab_size: int, slo: SLO | None = None) -> None:
         self._workload = workload
@@ -347,17 +353,19 @@ class RequestMaker:
         self._slo = slo or SLO()
 
     def make(self, number: int, arrival_s: float, num_tokens: int) -> Request:
-        """Request `number`, which came at `arrival_s` and will turn out to draw `num_tokens` tokens; it asks
-        for no number."""
-        one = self._workload.requests[number]
+        """Returns request `number`, arrived at `arrival_s`, which will generate `num_tokens` tokens.
+
+        The request itself sets no limit.
+        """
+        trace_request = self._workload.requests[number]
         return Request(
             str(number),
-            self._content.tokens(one.ids, one.num_input_tokens, number),
+            self._content.tokens(trace_request.ids, trace_request.num_input_tokens, number),
             GREEDY,
             arrival_s=arrival_s,
             priority=self._workload.priorities[number],
-            namespace=one.namespace,
+            namespace=trace_request.namespace,
             slo=self._slo,
-            session_id=one.session,
+            session_id=trace_request.session,
             scripted_output=num_tokens,
         )

@@ -158,7 +158,7 @@ def _object(line: str) -> dict[str, Any] | None:
 
 
 def _lines(stream: Iterable[bytes], sha: Any) -> Iterator[_Line]:
-    """Yields the lines that are not empty, numbered; the last may say that the file is damaged."""
+    """Yields the lines that are not empty, numbered. The last may say that the file is damaged."""
     number = 0
     try:
         for number, data in enumerate(stream, 1):

@@ -42,7 +42,7 @@ class BadLine:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of time; those of the same moment in the order of the file.
+    """Requests in order of time. Those of the same moment in the order of the file.
 
     `sha256`: of the file's decompressed bytes, in hexadecimal; empty for a trace without a file.
     """
@@ -60,7 +60,7 @@ DEFAULT_BLOCK_TOKENS = 16
 
 
 def block_size(trace: Trace, block_tokens: int | None = None) -> int:
-    """Tokens per block: the trace's own; for a trace of tokens `block_tokens`, by default 16.
+    """Tokens per block: the trace's own. For a trace of tokens `block_tokens`, by default 16.
 
     Raises `ConfigError` for another size than that of the trace's ids.
     """

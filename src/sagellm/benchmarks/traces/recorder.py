@@ -107,7 +107,7 @@ class TraceRecorder:
             self.num_requests += 1
 
     def _block_numbers(self, request: Request) -> Tokens:
-        """Returns a number per block; the last block may be partial, hashed by its content."""
+        """Returns a number per block. The last block may be partial, hashed by its content."""
         data, step = request.tokens.tobytes(), self._block_tokens * TOKEN_BYTES
         hashes = chain(data, step, request.namespace)
         tail = data[len(hashes) * step :]

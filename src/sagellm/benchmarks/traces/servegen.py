@@ -25,7 +25,7 @@ Lengths = tuple[Sequence[int], Sequence[float]]
 
 
 class ServegenFormat:
-    """Draws requests from the rates and lengths of each client; the files hold no requests.
+    """Draws requests from the rates and lengths of each client. The files hold no requests.
 
     A line of the rates file is a client's window of 600 s: client, start, requests per second, variation of
     the gaps, the name of their distribution and two arguments. A window gets as many requests as its rate
@@ -121,7 +121,7 @@ def _cells(line: str) -> tuple[str, float, float, str, float]:
 
 
 def _arrivals(random: Random, window_s: float, rate: float, pattern: str, shape: float) -> list[float]:
-    """Returns moments in the window; a fraction of a request is a request with that probability."""
+    """Returns moments in the window. A fraction of a request is a request with that probability."""
     count = int(rate * WINDOW_S + random.random())
     if pattern == "Gamma":
         gaps = [random.gammavariate(shape, 1.0) for _ in range(count + 1)]

@@ -64,7 +64,7 @@ def reuse(trace: Trace, block_tokens: int | None = None) -> TraceReuse:
 
 
 def _leading_run(ids: Sequence[int], known: int) -> int:
-    """Counts the first ids that were numbered before; numbers are given in order of appearance."""
+    """Counts the first ids that were numbered before. Numbers are given in order of appearance."""
     return next((count for count, number in enumerate(ids) if number >= known), len(ids))
 
 
