@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sagellm.core.protocols.eviction import EvictionPolicy, Run
+    from sagellm.core.protocols.eviction import EvictionPolicy, SimpleExtent
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden" / "eviction_flat.json"
 CAPACITIES = (60, 200, 600)
@@ -122,12 +122,12 @@ class FlatCache:
         self.policy = policy
         self.capacity = capacity
         self.announce = announce
-        self.resident: dict[int, Run] = {}
+        self.resident: dict[int, SimpleExtent] = {}
         self.tick = 0
 
     def access(self, key: int, tenant: str = "") -> bool:
         """Use a block, inserting it if it is not there; True if it was."""
-        from sagellm.core.protocols.eviction import Hint, Run, UseListener
+        from sagellm.core.protocols.eviction import Hint, SimpleExtent, UseListener
 
         self.tick += 1
         listener = self.policy if isinstance(self.policy, UseListener) else UseListener()
@@ -144,7 +144,9 @@ class FlatCache:
             self.policy.hint(key, Hint(wanted_by=1))
         if len(self.resident) == self.capacity:
             self.policy.evict(1, self._give_up)
-        run = self.resident[key] = Run(key, 1, last_use=self.tick, used_s=float(self.tick), tenant=tenant)
+        run = self.resident[key] = SimpleExtent(
+            key, 1, last_use=self.tick, used_s=float(self.tick), tenant=tenant
+        )
         run.content = key.to_bytes(8, "little", signed=True)
         listener.added(run, 1, len(self.resident))
         self.policy.insert(run)
@@ -154,7 +156,7 @@ class FlatCache:
     def hits(self, keys: Iterable[int]) -> int:
         return sum(map(self.access, keys))
 
-    def _give_up(self, run: Run, num_blocks: int) -> None:
+    def _give_up(self, run: SimpleExtent, num_blocks: int) -> None:
         run.num_blocks -= num_blocks
         del self.resident[run.key]
 
@@ -204,7 +206,7 @@ def our_hits() -> dict[str, dict[str, dict[str, int]]]:
 def decision_us(name: str, num_resident: int = 10_000, num_rounds: int = 500) -> dict[str, float]:
     """µs of CPU time on single blocks in a full cache: per block evicted, asked for 32 at a time as a request
     does (`evict`), and per hit and per miss, the events and the driver's own work included."""
-    from sagellm.core.protocols.eviction import Run
+    from sagellm.core.protocols.eviction import SimpleExtent
 
     generator = random.Random(0)
     cache = FlatCache(make(name, num_resident), num_resident)
@@ -218,7 +220,7 @@ def decision_us(name: str, num_resident: int = 10_000, num_rounds: int = 500) ->
         for _ in range(BATCH):
             cache.tick += 1
             next_key += 1
-            run = Run(next_key, 1, last_use=cache.tick, used_s=float(cache.tick))
+            run = SimpleExtent(next_key, 1, last_use=cache.tick, used_s=float(cache.tick))
             cache.resident[next_key] = run
             cache.policy.insert(run)
     miss_us = _each_us(cache.access, list(range(next_key + 1, next_key + 1 + num_resident)))

@@ -48,7 +48,7 @@ MODULES = (
     *(f"kvmgr/kv_pool/{name}.py" for name in ("_ledger", "free_list", "buddy", "quota")),
     *sorted(str(path.relative_to(PACKAGE)) for path in (PACKAGE / "kvmgr" / "manager").glob("*.py")),
     "kvmgr/scheduler_ir/batch.py",
-    "kvmgr/eviction/adaptive.py",
+    "kvmgr/eviction/adaptive/policy.py",
     "engines/planner.py",
     "engines/commit.py",
 )

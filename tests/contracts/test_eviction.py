@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.protocols.eviction import EvictionPolicy, Hint, Run
+from sagellm.core.protocols.eviction import EvictionPolicy, Hint, SimpleExtent
 from sagellm.core.registry import registry
 from tests.effort import examples
 
@@ -45,17 +45,17 @@ class PolicyMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.policy = make(self.name)
-        self.free: dict[int, Run] = {}
-        self.pinned: dict[int, Run] = {}
-        self.parents: dict[int, Run] = {}
+        self.free: dict[int, SimpleExtent] = {}
+        self.pinned: dict[int, SimpleExtent] = {}
+        self.parents: dict[int, SimpleExtent] = {}
         self.keys = 0
         self.tick = 0
 
-    def extent(self, size: int, parent: Run | None = None) -> Run:
+    def extent(self, size: int, parent: SimpleExtent | None = None) -> SimpleExtent:
         self.keys += 1
         self.tick += 1
         first = 0 if parent is None else parent.first_position + parent.num_blocks
-        return Run(self.keys, size, parent, first, self.tick, used_s=float(self.tick))
+        return SimpleExtent(self.keys, size, parent, first, self.tick, used_s=float(self.tick))
 
     @rule(size=st.integers(1, 6), has_parent=st.booleans())
     def insert(self, size: int, has_parent: bool) -> None:
@@ -116,7 +116,7 @@ class PolicyMachine(RuleBasedStateMachine):
         tail = self.free.pop(key)
         self.keys += 1
         above = self.parents.get(key)
-        head = Run(key, 1, above, tail.first_position, tail.last_use)
+        head = SimpleExtent(key, 1, above, tail.first_position, tail.last_use)
         # as an index does: the living object becomes the tail, below a new head of the old key
         tail.key, tail.num_blocks, tail.first_position = (
             self.keys,
@@ -155,7 +155,7 @@ class PolicyMachine(RuleBasedStateMachine):
         given: list[int] = []
         reachable = sum(self.above(run) for run in self.free.values())
 
-        def give_up(run: Run, num_blocks: int) -> Run | None:
+        def give_up(run: SimpleExtent, num_blocks: int) -> SimpleExtent | None:
             assert self.free[run.key] is run
             given.append(num_blocks)
             run.num_blocks -= num_blocks
@@ -169,7 +169,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
         assert self.policy.evict(count, give_up) == sum(given) == min(count, reachable)
 
-    def above(self, run: Run) -> int:
+    def above(self, run: SimpleExtent) -> int:
         """Blocks of an extent and of all that become leaves when it goes."""
         parent = self.parents.get(run.key)
         return run.num_blocks + (self.above(parent) if parent is not None else 0)
@@ -188,7 +188,7 @@ def test_state_machine(name: str) -> None:
 
 def size_of(thing: Any, seen: set[int]) -> int:
     """Items in all containers that can be reached from an object of ours."""
-    if id(thing) in seen or isinstance(thing, str | bytes | int | float | type | Run):
+    if id(thing) in seen or isinstance(thing, str | bytes | int | float | type | SimpleExtent):
         return 0
     seen.add(id(thing))
     inner: list[Any] = []
@@ -221,7 +221,7 @@ def check_memory(name: str, step: int) -> None:
 
     def churn(first: int, last: int) -> int:
         for key in range(first, last):
-            policy.insert(Run(key, 1, last_use=key, used_s=float(key), tenant=f"tenant {key % 200}"))
+            policy.insert(SimpleExtent(key, 1, last_use=key, used_s=float(key), tenant=f"tenant {key % 200}"))
             if key % 3 == 0:
                 policy.hint(key, Hint(wanted_by=key % 2, priority=key % 5, duration_s=1.0))
                 policy.pin(key)
@@ -244,7 +244,7 @@ def evicted(policy: EvictionPolicy, count: int) -> list[tuple[int, int]]:
     """What a policy gives up, as (key, blocks), in order."""
     given: list[tuple[int, int]] = []
 
-    def give_up(run: Run, num_blocks: int) -> None:
+    def give_up(run: SimpleExtent, num_blocks: int) -> None:
         run.num_blocks -= num_blocks
         given.append((run.key, num_blocks))
 
@@ -254,7 +254,7 @@ def evicted(policy: EvictionPolicy, count: int) -> list[tuple[int, int]]:
 
 def test_lru_gives_up_the_oldest_first() -> None:
     policy = make("lru")
-    runs = [Run(key, 2, last_use=key) for key in range(4)]
+    runs = [SimpleExtent(key, 2, last_use=key) for key in range(4)]
     for run in runs:
         policy.insert(run)
     policy.pin(0)
@@ -266,13 +266,13 @@ def test_lru_gives_up_the_oldest_first() -> None:
 def test_lru_lets_retained_extents_look_younger_by_their_bonus() -> None:
     policy = make("lru")
     for key, used_s, bonus_s in ((0, 0.0, 15.0), (1, 10.0, 0.0), (2, 20.0, 0.0)):
-        policy.insert(Run(key, 1, last_use=key, used_s=used_s, bonus_s=bonus_s))
+        policy.insert(SimpleExtent(key, 1, last_use=key, used_s=used_s, bonus_s=bonus_s))
     assert [key for key, _ in evicted(policy, 3)] == [1, 0, 2]
 
 
 def test_lru_gives_up_what_has_ended_first() -> None:
     policy = make("lru")
     for key in range(3):
-        policy.insert(Run(key, 1, last_use=key))
+        policy.insert(SimpleExtent(key, 1, last_use=key))
     policy.hint(2, Hint(ended=True))
     assert [key for key, _ in evicted(policy, 2)] == [2, 0]

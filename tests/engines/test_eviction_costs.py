@@ -10,7 +10,7 @@ import pytest
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import Config, KVConfig
 from sagellm.core.errors import ConfigError
-from sagellm.core.protocols.eviction import Run, Use
+from sagellm.core.protocols.eviction import SimpleExtent, Use
 from sagellm.core.types import SLO, CapabilityDescriptor, KVCacheSchema
 from sagellm.engines.build import build_engine, build_kv, prefill_costs, replace_policy
 from sagellm.engines.simulator import TokenMemoryBackend
@@ -76,7 +76,7 @@ def test_a_request_hands_over_its_priority_and_its_goal() -> None:
     assert leaf.use.num_prompt_blocks == 40 // index.block_size
 
 
-def first_gone(*runs: Run) -> int:
+def first_gone(*runs: SimpleExtent) -> int:
     clock = ManualClock()
     policy = SLOEvictionPolicy(clock=clock, model=PrefillCostModel(16, 1, 1e-3, 0.0), patience_s=60.0)
     for run in runs:
@@ -87,11 +87,11 @@ def first_gone(*runs: Run) -> int:
 
 
 def test_what_a_request_of_low_priority_left_goes_first() -> None:
-    assert first_gone(Run(1, used_s=0.0, use=Use(priority=1)), Run(2, used_s=9.0)) == 2
+    assert first_gone(SimpleExtent(1, used_s=0.0, use=Use(priority=1)), SimpleExtent(2, used_s=9.0)) == 2
 
 
 def test_what_would_cost_a_tight_goal_stays() -> None:
     """Computing a block again takes 16 ms: 16 % of a goal of 0.1 s, which makes it look 9.6 s younger."""
-    tight = Run(1, used_s=0.0, use=Use(ttft_slo_s=0.1))
-    assert first_gone(tight, Run(2, used_s=5.0, last_use=1)) == 2
-    assert first_gone(tight, Run(2, used_s=12.0, last_use=1)) == 1
+    tight = SimpleExtent(1, used_s=0.0, use=Use(ttft_slo_s=0.1))
+    assert first_gone(tight, SimpleExtent(2, used_s=5.0, last_use=1)) == 2
+    assert first_gone(tight, SimpleExtent(2, used_s=12.0, last_use=1)) == 1

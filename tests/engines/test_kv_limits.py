@@ -12,8 +12,8 @@ from sagellm.core.errors import ConfigError
 from sagellm.core.kv_hints import KVHintAction, KVHintsEnvelope
 from sagellm.core.types import Namespace, Tokens
 from sagellm.engines.build import build_kv, replace_policy
-from sagellm.kvmgr.eviction._exposure import NUM_AGES, age_bin
-from sagellm.kvmgr.eviction._lives import _level
+from sagellm.kvmgr.eviction.adaptive.history import _level
+from sagellm.kvmgr.eviction.adaptive.reuse_model import NUM_AGES, age_bin
 from sagellm.kvmgr.eviction.lru import LRUPolicy
 from sagellm.kvmgr.manager import hints as hints_module
 from sagellm.kvmgr.manager.hints import EXPECTED_FOR_S, KVHints
@@ -67,7 +67,7 @@ def test_expectations_are_bounded_and_may_be_renewed(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_regret": "x"}, {"max_regret": -1.0}, {"stake": float("nan")}, {"max_lives": 0}, {"capacity": 5}],
+    [{"max_regret": "x"}, {"max_regret": -1.0}, {"stake": float("nan")}, {"max_records": 0}, {"capacity": 5}],
 )
 def test_options_that_make_no_sense_are_refused_before_anything_is_built(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):

@@ -15,7 +15,7 @@ from sagellm.benchmarks.replay.replayer import replay
 from sagellm.benchmarks.traces.record import TraceRequest
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import ConfigError
-from sagellm.core.protocols.eviction import EvictionPolicy, Hint, Run, Use
+from sagellm.core.protocols.eviction import EvictionPolicy, Hint, SimpleExtent, Use
 from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
 from sagellm.core.registry import registry
 from sagellm.core.types import Namespace, Tokens
@@ -269,7 +269,7 @@ def test_it_learns_while_the_order_is_lru() -> None:
     requests = turning_world(0, 300, 300)
     policy = AdaptiveEvictionPolicy(capacity=CAPACITY, max_regret=0.0)
     hits(requests, policy, CAPACITY)
-    late = [life for life in policy._lives if life.born_s > requests[-1].time_s - 100.0]
+    late = [record for record in policy._history if record.used_s > requests[-1].time_s - 100.0]
     assert len(late) > 100
 
 
@@ -359,17 +359,17 @@ def test_a_fresh_one_has_the_same_options() -> None:
 @pytest.mark.parametrize("name", ["learned", "adaptive"])
 def test_memory_is_bounded(name: str) -> None:
     """Whatever comes: new blocks, and pins that never come back."""
-    policy: Any = registry("policy").create(name, capacity=50, max_lives=200)
+    policy: Any = registry("policy").create(name, capacity=50, max_records=200)
     for key in range(4_000):
-        policy.insert(Run(key, 1, last_use=key, used_s=float(key)))
+        policy.insert(SimpleExtent(key, 1, last_use=key, used_s=float(key)))
         if key % 3 == 0:
             policy.pin(key)
         policy.evict(max(0, policy.num_evictable - 50), lambda run, count: None)
     policy.check()
-    assert len(policy._lives) == 200
+    assert len(policy._history) == 200
     assert len(policy._model) < 100
-    assert len(policy._hand) <= 100
-    assert len(policy._lives._open) <= 200
+    assert len(policy._sweep_keys) <= 100
+    assert len(policy._history._open) <= 200
     assert len(policy._by_value._order) <= 200
 
 
@@ -382,20 +382,20 @@ def test_the_shadow_remembers_what_lru_holds_and_no_more(index: Any) -> None:
         cache.serve(one)
         shadow = policy._shadow
         assert shadow.num_kept <= capacity
-        assert len(shadow._use_of) + shadow._num_gone <= 64 + 4 * capacity
+        assert len(shadow._use_of) + shadow._num_runs <= 64 + 4 * capacity
     policy.check()
 
 
 def test_retentions_do_not_pile_up() -> None:
     """One is noted at each use of its extent, and ends in a fortnight."""
     policy = AdaptiveEvictionPolicy(capacity=10)
-    kept = Run(0, bonus_s=1e6)
+    kept = SimpleExtent(0, bonus_s=1e6)
     policy.insert(kept)
     for number in range(1, 1_000):
         policy.pin(kept.key)
         kept.used_s, kept.last_use = float(number), number
         policy.unpin(kept)
-        policy.insert(Run(number, last_use=number, used_s=float(number)))
+        policy.insert(SimpleExtent(number, last_use=number, used_s=float(number)))
         policy.evict(1, lambda run, count: None)
     assert policy.num_evictable == 1
     assert len(policy._retained) <= 100
@@ -421,7 +421,7 @@ def test_evicting_what_has_a_retention_is_linear(num_retained: int) -> None:
     policy._spared.live, policy._shadow._order = spared, order  # type: ignore[assignment]
     for key in range(1_000):
         bonus_s = 3_600.0 if key < num_retained else 0.0
-        policy.insert(Run(key, last_use=key, used_s=float(key), bonus_s=bonus_s))
+        policy.insert(SimpleExtent(key, last_use=key, used_s=float(key), bonus_s=bonus_s))
     gone: list[int] = []
     policy.evict(800, lambda run, count: gone.append(run.key))
     policy.check()

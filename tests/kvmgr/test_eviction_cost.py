@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from sagellm.core.errors import ConfigError
-from sagellm.core.protocols.eviction import CostBenefitModel, Extent, MigrationPolicy, Run
-from sagellm.kvmgr.eviction._cost import PrefillCostModel
+from sagellm.core.protocols.eviction import CostBenefitModel, Extent, MigrationPolicy, SimpleExtent
 from sagellm.kvmgr.eviction.cost_benefit import CostBenefitEvictionPolicy, CostBenefitMigration
+from sagellm.kvmgr.eviction.cost_model import PrefillCostModel
 
 SLOW_PREFILL = PrefillCostModel(
     block_size=10,
@@ -22,7 +22,7 @@ SLOW_PREFILL = PrefillCostModel(
 )
 
 
-def first_gone(policy: CostBenefitEvictionPolicy, *runs: Run) -> int:
+def first_gone(policy: CostBenefitEvictionPolicy, *runs: SimpleExtent) -> int:
     for run in runs:
         policy.insert(run)
     gone: list[int] = []
@@ -31,13 +31,13 @@ def first_gone(policy: CostBenefitEvictionPolicy, *runs: Run) -> int:
 
 
 def test_recompute_sums_over_tokens() -> None:
-    run = Run(0, num_blocks=2, first_position=3)
+    run = SimpleExtent(0, num_blocks=2, first_position=3)
     by_token = sum(1.0 + 0.1 * position for position in range(30, 50))
     assert SLOW_PREFILL.recompute_s(run) == pytest.approx(by_token)
 
 
 def test_transfer_is_latency_and_bytes_over_bandwidth() -> None:
-    run = Run(0, num_blocks=2)
+    run = SimpleExtent(0, num_blocks=2)
     assert SLOW_PREFILL.transfer_s(run, "dram") == pytest.approx(20.0)
     assert SLOW_PREFILL.transfer_s(run, "nvme") == pytest.approx(205.0)
     assert SLOW_PREFILL.transfer_s(run, "here") == 0.0
@@ -47,8 +47,8 @@ def test_transfer_is_latency_and_bytes_over_bandwidth() -> None:
 
 def test_a_model_of_a_model() -> None:
     model = PrefillCostModel.of_model(1e9, 10, 1_000, 1e12, block_size=1)
-    assert model.recompute_s(Run(0, 1)) == pytest.approx(2e-3)
-    assert model.recompute_s(Run(0, 1, first_position=1_000)) == pytest.approx(2e-3 + 4e-5)
+    assert model.recompute_s(SimpleExtent(0, 1)) == pytest.approx(2e-3)
+    assert model.recompute_s(SimpleExtent(0, 1, first_position=1_000)) == pytest.approx(2e-3 + 4e-5)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,15 @@ def test_impossible_costs_are_errors(wrong: dict[str, Any]) -> None:
 
 def test_the_deeper_block_costs_more_and_stays() -> None:
     policy = CostBenefitEvictionPolicy(model=SLOW_PREFILL)
-    assert first_gone(policy, Run(1, first_position=9), Run(2, first_position=0, last_use=1)) == 2
+    assert (
+        first_gone(policy, SimpleExtent(1, first_position=9), SimpleExtent(2, first_position=0, last_use=1))
+        == 2
+    )
 
 
 def test_use_outweighs_depth() -> None:
     policy = CostBenefitEvictionPolicy(model=SLOW_PREFILL)
-    assert first_gone(policy, Run(1, first_position=1), Run(2, num_uses=5, last_use=1)) == 1
+    assert first_gone(policy, SimpleExtent(1, first_position=1), SimpleExtent(2, num_uses=5, last_use=1)) == 1
 
 
 def test_what_a_tier_holds_is_cheap_to_lose() -> None:
@@ -80,21 +83,21 @@ def test_what_a_tier_holds_is_cheap_to_lose() -> None:
         return ["here"] if extent.key == 1 else []
 
     policy = CostBenefitEvictionPolicy(model=SLOW_PREFILL, copies=copies)
-    assert first_gone(policy, Run(2), Run(1, first_position=9)) == 1
+    assert first_gone(policy, SimpleExtent(2), SimpleExtent(1, first_position=9)) == 1
 
 
 def test_cost_per_block_does_not_depend_on_length_without_attention() -> None:
     linear = PrefillCostModel(seconds_per_token_squared=0.0)
     policy = CostBenefitEvictionPolicy(model=linear)
-    assert first_gone(policy, Run(1, 8, last_use=0), Run(2, 1, last_use=1)) == 1
+    assert first_gone(policy, SimpleExtent(1, 8, last_use=0), SimpleExtent(2, 1, last_use=1)) == 1
 
 
 def test_an_extent_that_went_in_parts_leaves_its_parent_in_place() -> None:
     policy = CostBenefitEvictionPolicy(model=SLOW_PREFILL)
-    parent = Run(0, 2)
-    policy.insert(Run(1, 3, parent=parent, first_position=2))
+    parent = SimpleExtent(0, 2)
+    policy.insert(SimpleExtent(1, 3, parent=parent, first_position=2))
 
-    def give_up(run: Run, num_blocks: int) -> Run | None:
+    def give_up(run: SimpleExtent, num_blocks: int) -> SimpleExtent | None:
         run.num_blocks -= num_blocks
         return run.parent if not run.num_blocks else None
 
@@ -115,12 +118,12 @@ def test_an_extent_that_went_in_parts_leaves_its_parent_in_place() -> None:
 )
 def test_migration(tiers: dict[str, int], choice: str) -> None:
     migration: MigrationPolicy = CostBenefitMigration(SLOW_PREFILL)
-    assert migration.decide(Run(0, 2, first_position=8), tiers=tiers) == choice
+    assert migration.decide(SimpleExtent(0, 2, first_position=8), tiers=tiers) == choice
 
 
 def test_migration_asks_whether_it_will_be_used_again() -> None:
     model: CostBenefitModel = SLOW_PREFILL
-    run = Run(0, 2, first_position=8)
+    run = SimpleExtent(0, 2, first_position=8)
     assert CostBenefitMigration(model, expected_reuse=lambda _: 0.0).decide(run, tiers={"dram": 9}) == "drop"
     costly = CostBenefitMigration(model, write_weight=100.0)
     assert costly.decide(run, tiers={"dram": 9}) == "drop"

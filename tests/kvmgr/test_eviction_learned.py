@@ -1,4 +1,4 @@
-"""`learned`: the lives that it sees through the real index, and what it makes of them."""
+"""`learned`: its records of paths, through the real index, and the order that follows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 from sagellm.compat import EvictionCandidate, select_victims
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import ConfigError
-from sagellm.core.protocols.eviction import EvictionPolicy, Hint, Run, Use
+from sagellm.core.protocols.eviction import EvictionPolicy, Hint, SimpleExtent, Use
 from sagellm.core.types import Retention, Tokens
 from sagellm.kvmgr.eviction import LRUPolicy
-from sagellm.kvmgr.eviction._lives import FIT_FIRST, HOT, HOT_BRANCHES, Life
+from sagellm.kvmgr.eviction._history import MAX_BRANCHES
+from sagellm.kvmgr.eviction.adaptive.history import FIT_FIRST, SHARED, ReuseRecord
 from sagellm.kvmgr.eviction.learned import LearnedEvictionPolicy
 from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 from tests.eviction_workloads import Request, mixed
@@ -67,16 +68,16 @@ class Cache:
 
 
 class LearnedCache(Cache):
-    """With `learned`, whose lives are looked at."""
+    """With `learned`, and access to its records."""
 
-    def __init__(self, capacity: int = 1_000, max_lives: int = 16_384) -> None:
+    def __init__(self, capacity: int = 1_000, max_records: int = 16_384) -> None:
         clock = ManualClock()
-        self.learned = LearnedEvictionPolicy(capacity=capacity, clock=clock, max_lives=max_lives)
+        self.learned = LearnedEvictionPolicy(capacity=capacity, clock=clock, max_records=max_records)
         super().__init__(self.learned, clock, capacity)
 
     @property
-    def lives(self) -> list[Life]:
-        return sorted(self.learned._lives, key=lambda life: (life.born_s, life.end))
+    def records(self) -> list[ReuseRecord]:
+        return sorted(self.learned._history, key=lambda record: (record.used_s, record.end))
 
     def run(self, blocks: Iterable[int]) -> int:
         """The key of the extent at the end of a path that is here."""
@@ -88,8 +89,8 @@ def lru(capacity: int = 1_000) -> Cache:
     return Cache(LRUPolicy(), ManualClock(), capacity)
 
 
-def open_lives(cache: LearnedCache) -> list[Life]:
-    return [life for life in cache.lives if life.is_open]
+def open_records(cache: LearnedCache) -> list[ReuseRecord]:
+    return [record for record in cache.records if record.is_open]
 
 
 def conversation(cache: LearnedCache) -> None:
@@ -97,18 +98,18 @@ def conversation(cache: LearnedCache) -> None:
         cache.ask(time_s, range(length))
 
 
-# -- lives
+# -- records
 
 
 def test_a_conversation_counts_its_turns_and_gaps() -> None:
     cache = LearnedCache()
     conversation(cache)
-    first, second, third = cache.lives
-    assert [life.turn for life in cache.lives] == [1, 2, 3]
-    assert [life.end for life in cache.lives] == [5, 8, 12]
+    first, second, third = cache.records
+    assert [record.turn for record in cache.records] == [1, 2, 3]
+    assert [record.end for record in cache.records] == [5, 8, 12]
     assert (first.gap_s, second.gap_s, third.gap_s) == (10.0, 30.0, None)
-    assert (first.taken_s, second.taken_s, third.taken_s) == (10.0, 40.0, None)
-    assert [life.is_open for life in cache.lives] == [False, False, True]
+    assert (first.next_use_s, second.next_use_s, third.next_use_s) == (10.0, 40.0, None)
+    assert [record.is_open for record in cache.records] == [False, False, True]
     cache.check()
 
 
@@ -116,39 +117,39 @@ def test_a_prompt_that_comes_again_as_it_was_is_a_turn_too() -> None:
     cache = LearnedCache()
     for time_s in (0.0, 7.0, 20.0):
         cache.ask(time_s, range(5))
-    (life,) = cache.lives
-    assert (life.turn, life.end, life.born_s, life.is_open) == (3, 5, 20.0, True)
+    (record,) = cache.records
+    assert (record.turn, record.end, record.used_s, record.is_open) == (3, 5, 20.0, True)
 
 
 def test_two_conversations_are_two_paths() -> None:
     cache = LearnedCache()
     cache.ask(0.0, range(5))
     cache.ask(1.0, range(100, 105))
-    assert [life.turn for life in cache.lives] == [1, 1]
+    assert [record.turn for record in cache.records] == [1, 1]
 
 
 def test_a_whole_conversation_that_was_evicted_goes_on_from_its_ghost() -> None:
     cache = LearnedCache()
     conversation(cache)
     cache.evict(cache.index.num_cached)
-    (ghost,) = cache.lives
-    assert (ghost.turn, ghost.end, ghost.born_s, ghost.is_open) == (3, 12, 40.0, True)
+    (ghost,) = cache.records
+    assert (ghost.turn, ghost.end, ghost.used_s, ghost.is_open) == (3, 12, 40.0, True)
     assert cache.ask(100.0, range(15)) == 0
-    (again,) = cache.lives
+    (again,) = cache.records
     assert (again.turn, again.end) == (4, 15)
-    assert (ghost.gap_s, ghost.taken_s, ghost.is_open) == (60.0, 100.0, False)
+    assert (ghost.gap_s, ghost.next_use_s, ghost.is_open) == (60.0, 100.0, False)
 
 
-def test_when_a_tail_is_given_up_the_life_goes_on_at_its_parent() -> None:
+def test_when_a_tail_is_given_up_the_record_moves_to_its_parent() -> None:
     cache = LearnedCache()
     conversation(cache)
-    (last,) = open_lives(cache)
+    (last,) = open_records(cache)
     cache.evict(4)  # the third turn's own blocks
     assert last.key == cache.run(range(8))
-    assert open_lives(cache) == [last]
+    assert open_records(cache) == [last]
     cache.evict(1)
     assert cache.ask(100.0, range(12)) == 7
-    (again,) = open_lives(cache)
+    (again,) = open_records(cache)
     assert (again.turn, last.gap_s) == (4, 60.0)
     cache.check()
 
@@ -157,7 +158,7 @@ def test_a_prompts_end_that_its_continuation_does_not_repeat_is_superseded() -> 
     cache = LearnedCache()
     cache.ask(0.0, range(10))
     cache.ask(20.0, [*range(9), *range(50, 55)])
-    first, rest, second = cache.lives
+    first, rest, second = cache.records
     assert (first.end, first.is_open, first.gap_s) == (9, False, 20.0)
     assert (rest.end, rest.is_open, rest.features[-1]) == (10, True, 1)
     assert (second.end, second.turn, second.features[-1]) == (14, 2, 0)
@@ -167,36 +168,36 @@ def test_a_branch_near_the_beginning_supersedes_nothing() -> None:
     cache = LearnedCache()
     cache.ask(0.0, range(10))
     cache.ask(20.0, [*range(3), *range(50, 55)])
-    old = next(life for life in open_lives(cache) if life.end == 10)
-    assert (old.born_s, old.turn, old.features[-1]) == (0.0, 1, 0)
+    old = next(record for record in open_records(cache) if record.end == 10)
+    assert (old.used_s, old.turn, old.features[-1]) == (0.0, 1, 0)
     assert old.key == cache.run(range(10))
 
 
-@pytest.mark.parametrize(("num_branches", "is_hot"), [(HOT_BRANCHES, False), (HOT_BRANCHES + 4, True)])
-def test_a_prefix_that_many_share_becomes_hot(num_branches: int, is_hot: bool) -> None:
+@pytest.mark.parametrize(("num_branches", "is_shared"), [(MAX_BRANCHES, False), (MAX_BRANCHES + 4, True)])
+def test_a_prefix_that_many_share_becomes_shared(num_branches: int, is_shared: bool) -> None:
     cache = LearnedCache()
     for number in range(num_branches):
         cache.ask(5.0 * number, [*range(6), *range(100 * number + 100, 100 * number + 103)])
-    hot = [life for life in cache.lives if life.kind == HOT]
-    assert bool(hot) is is_hot
-    for life in hot:
-        assert life.key == cache.run(range(6))
-        assert life.born_s == 5.0 * (num_branches - 1)
-    late = [life for life in open_lives(cache) if life.turn == 1][1:]
-    assert len(late) == max(0, num_branches - HOT_BRANCHES - 1)
-    assert len(open_lives(cache)) == num_branches
+    shared = [record for record in cache.records if record.kind == SHARED]
+    assert bool(shared) is is_shared
+    for record in shared:
+        assert record.key == cache.run(range(6))
+        assert record.used_s == 5.0 * (num_branches - 1)
+    late = [record for record in open_records(cache) if record.turn == 1][1:]
+    assert len(late) == max(0, num_branches - MAX_BRANCHES - 1)
+    assert len(open_records(cache)) == num_branches
 
 
-@pytest.mark.parametrize("max_lives", [10, 100])
-def test_lives_are_bounded_ghosts_included(max_lives: int) -> None:
-    cache = LearnedCache(capacity=50, max_lives=max_lives)
+@pytest.mark.parametrize("max_records", [10, 100])
+def test_records_are_bounded_ghosts_included(max_records: int) -> None:
+    cache = LearnedCache(capacity=50, max_records=max_records)
     most = 0
     for time_s, blocks in mixed(0, 150):
         cache.ask(time_s, blocks)
-        most = max(most, len(cache.learned._lives))
-        assert len(cache.learned._lives._open) == len(open_lives(cache))
-    assert most == max_lives
-    assert len(cache.learned._lives._open._kind) <= max_lives + 1
+        most = max(most, len(cache.learned._history))
+        assert len(cache.learned._history._open) == len(open_records(cache))
+    assert most == max_records
+    assert len(cache.learned._history._open._kind) <= max_records + 1
     cache.check()
 
 
@@ -330,7 +331,7 @@ def test_retention_ends() -> None:
     assert kept(caches[0]) == kept(caches[1]) != [0, 1, 2, 3]
 
 
-def test_select_victims_asks_a_fresh_policy() -> None:
+def test_select_victims_uses_a_fresh_policy() -> None:
     cache = fitted()
     draw = random.Random(5)
     candidates = [
@@ -343,17 +344,17 @@ def test_select_victims_asks_a_fresh_policy() -> None:
     assert (cache.learned.num_evictable, kept(cache)) == (before, [0, 1, 2, 3])
 
 
-def test_flat_runs_are_lives_by_their_key() -> None:
+def test_flat_runs_have_records_by_their_key() -> None:
     policy = LearnedEvictionPolicy(capacity=8)
-    runs = [Run(key, 2, used_s=float(key), last_use=key) for key in range(4)]
+    runs = [SimpleExtent(key, 2, used_s=float(key), last_use=key) for key in range(4)]
     for run in runs:
         policy.insert(run)
     policy.pin(0)
     runs[0].used_s, runs[0].last_use = 30.0, 9
     policy.unpin(runs[0])
-    life = policy._lives.get(0)
-    assert life is not None
-    assert (life.turn, life.born_s, life.end) == (2, 30.0, 2)
+    record = policy._history.get(0)
+    assert record is not None
+    assert (record.turn, record.used_s, record.end) == (2, 30.0, 2)
     given: list[int] = []
     assert policy.evict(7, lambda run, count: given.append(run.key)) == 7
     assert given == [1, 2, 3, 0]

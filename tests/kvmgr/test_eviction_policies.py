@@ -12,7 +12,7 @@ import pytest
 from flat_oracle import FlatCache
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import ConfigError
-from sagellm.core.protocols.eviction import EvictionPolicy, Hint, Run
+from sagellm.core.protocols.eviction import EvictionPolicy, Hint, SimpleExtent
 from sagellm.core.registry import registry
 from sagellm.core.types import Tokens
 from sagellm.kvmgr.eviction.arc import ARCEvictionPolicy
@@ -33,13 +33,13 @@ def make(name: str, **options: Any) -> EvictionPolicy:
     return policy
 
 
-def hold(policy: EvictionPolicy, runs: Sequence[Run]) -> None:
+def hold(policy: EvictionPolicy, runs: Sequence[SimpleExtent]) -> None:
     for tick, run in enumerate(runs):
         run.last_use = tick
         policy.insert(run)
 
 
-def use(policy: EvictionPolicy, run: Run, tick: int) -> None:
+def use(policy: EvictionPolicy, run: SimpleExtent, tick: int) -> None:
     policy.pin(run.key)
     run.num_uses += 1
     run.last_use = tick
@@ -50,7 +50,7 @@ def evicted(policy: EvictionPolicy, count: int) -> list[int]:
     """Keys in the order in which they went; a run goes whole before its parent comes."""
     given: list[int] = []
 
-    def give_up(run: Run, num_blocks: int) -> Run | None:
+    def give_up(run: SimpleExtent, num_blocks: int) -> SimpleExtent | None:
         run.num_blocks -= num_blocks
         given.append(run.key)
         return run.parent if not run.num_blocks else None
@@ -66,7 +66,7 @@ def evicted(policy: EvictionPolicy, count: int) -> list[int]:
 @pytest.mark.parametrize("name", OURS)
 def test_ended_goes_first_and_wanted_goes_last(name: str) -> None:
     policy = make(name)
-    hold(policy, [Run(key) for key in range(6)])
+    hold(policy, [SimpleExtent(key) for key in range(6)])
     policy.hint(0, Hint(wanted_by=1))
     policy.hint(5, Hint(superseded=True))
     policy.check()
@@ -79,7 +79,7 @@ def test_who_is_no_longer_wanted_has_its_old_place(name: str) -> None:
     orders = []
     for hints in ([], [Hint(wanted_by=2), Hint(ended=True, wanted_by=1), Hint(wanted_by=0)]):
         policy = make(name)
-        hold(policy, [Run(key) for key in range(4)])
+        hold(policy, [SimpleExtent(key) for key in range(4)])
         for hint in hints:
             policy.hint(1, hint)
             policy.check()
@@ -90,7 +90,7 @@ def test_who_is_no_longer_wanted_has_its_old_place(name: str) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_a_use_serves_one_of_those_who_wait(name: str) -> None:
     policy = make(name)
-    runs = [Run(key) for key in range(4)]
+    runs = [SimpleExtent(key) for key in range(4)]
     hold(policy, runs)
     policy.hint(2, Hint(wanted_by=2))
     use(policy, runs[2], 5)
@@ -101,7 +101,7 @@ def test_a_use_serves_one_of_those_who_wait(name: str) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_a_pinned_extent_can_be_wanted(name: str) -> None:
     policy = make(name)
-    runs = [Run(key) for key in range(4)]
+    runs = [SimpleExtent(key) for key in range(4)]
     hold(policy, runs)
     policy.pin(0)
     policy.hint(0, Hint(wanted_by=1))
@@ -112,10 +112,10 @@ def test_a_pinned_extent_can_be_wanted(name: str) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_the_tail_of_a_split_stays_wanted(name: str) -> None:
     policy = make(name)
-    tail = Run(0, 3)
-    hold(policy, [tail, Run(1), Run(2)])
+    tail = SimpleExtent(0, 3)
+    hold(policy, [tail, SimpleExtent(1), SimpleExtent(2)])
     policy.hint(0, Hint(wanted_by=1))
-    head = Run(0, 1)
+    head = SimpleExtent(0, 1)
     tail.key, tail.num_blocks, tail.first_position, tail.parent = 9, 2, 1, head
     policy.split(0, head, tail)
     policy.check()
@@ -126,10 +126,10 @@ def test_the_tail_of_a_split_stays_wanted(name: str) -> None:
 def test_a_tail_may_have_the_key_of_one_that_went(name: str) -> None:
     """Keys are content: what was taken out comes back as the tail of a split."""
     policy = make(name)
-    whole, other = Run(0, 3), Run(9, 2)
+    whole, other = SimpleExtent(0, 3), SimpleExtent(9, 2)
     hold(policy, [whole, other])
     policy.remove(9)
-    head = Run(0, 1)
+    head = SimpleExtent(0, 1)
     whole.key, whole.num_blocks, whole.first_position, whole.parent = 9, 2, 1, head
     policy.split(0, head, whole)
     policy.check()
@@ -179,7 +179,7 @@ def test_in_the_radix_tree(name: str) -> None:
 
 def test_fifo_keeps_the_order_of_arrival() -> None:
     policy = make("fifo")
-    runs = [Run(key) for key in range(3)]
+    runs = [SimpleExtent(key) for key in range(3)]
     hold(policy, runs)
     use(policy, runs[0], 9)
     assert evicted(policy, 3) == [0, 1, 2]
@@ -187,7 +187,7 @@ def test_fifo_keeps_the_order_of_arrival() -> None:
 
 def test_a_parent_takes_the_place_of_its_child() -> None:
     policy = make("fifo")
-    hold(policy, [Run(1, parent=Run(0, 2), first_position=2), Run(2)])
+    hold(policy, [SimpleExtent(1, parent=SimpleExtent(0, 2), first_position=2), SimpleExtent(2)])
     assert evicted(policy, 4) == [1, 0, 2]
 
 
@@ -203,9 +203,12 @@ def test_lfu_forgets_old_fame_by_ageing() -> None:
 
 def test_lfu_does_not_make_a_parent_younger_than_its_child() -> None:
     policy = LFUEvictionPolicy()
-    hold(policy, [Run(key) for key in range(10, 15)])
+    hold(policy, [SimpleExtent(key) for key in range(10, 15)])
     evicted(policy, 5)
-    hold(policy, [Run(1, parent=Run(0, num_uses=2), first_position=1), Run(2, num_uses=2)])
+    hold(
+        policy,
+        [SimpleExtent(1, parent=SimpleExtent(0, num_uses=2), first_position=1), SimpleExtent(2, num_uses=2)],
+    )
     assert evicted(policy, 3) == [1, 0, 2]
 
 
@@ -218,11 +221,11 @@ def test_arc_keeps_what_was_used_twice_through_a_scan() -> None:
 
 def test_arc_counts_blocks() -> None:
     policy = ARCEvictionPolicy(capacity=20)
-    runs = [Run(key, 5) for key in range(4)]
+    runs = [SimpleExtent(key, 5) for key in range(4)]
     hold(policy, runs)
     use(policy, runs[3], 9)
     assert evicted(policy, 6) == [0, 1]
-    policy.insert(Run(0, 5, last_use=10))  # meets its ghost: from now on 5 blocks used once may stay
+    policy.insert(SimpleExtent(0, 5, last_use=10))  # meets its ghost: from now on 5 blocks used once may stay
     assert evicted(policy, 4 + 5) == [1, 3]
     assert evicted(policy, 20) == [0, 2]
 
@@ -273,15 +276,15 @@ def test_options_out_of_range_are_errors(name: str, options: dict[str, Any]) -> 
 def test_hotspot_protects_what_many_share_until_it_cools() -> None:
     for used_s, order in ((10.0, [1, 2, 0]), (2_000.0, [0, 1, 2])):
         policy = HotspotEvictionPolicy(half_life_s=100.0)
-        policy.insert(Run(0, num_uses=50, used_s=0.0))
-        policy.insert(Run(1, used_s=used_s - 1, last_use=1))
-        policy.insert(Run(2, used_s=used_s, last_use=2))
+        policy.insert(SimpleExtent(0, num_uses=50, used_s=0.0))
+        policy.insert(SimpleExtent(1, used_s=used_s - 1, last_use=1))
+        policy.insert(SimpleExtent(2, used_s=used_s, last_use=2))
         assert evicted(policy, 3) == order
 
 
 def test_hotspot_heat_grows_with_each_use() -> None:
     policy = HotspotEvictionPolicy()
-    runs = [Run(key) for key in range(3)]
+    runs = [SimpleExtent(key) for key in range(3)]
     hold(policy, runs)
     for tick in range(4):
         use(policy, runs[0], tick)
@@ -292,18 +295,18 @@ def test_hotspot_heat_grows_with_each_use() -> None:
 
 def test_hot_extents_may_not_take_all() -> None:
     policy = HotspotEvictionPolicy(capacity=10, max_share=0.2)
-    hold(policy, [Run(key, num_uses=100 + key) for key in range(10)])
+    hold(policy, [SimpleExtent(key, num_uses=100 + key) for key in range(10)])
     assert evicted(policy, 10)[-2:] == [8, 9]
 
 
 def test_slo_gives_up_low_priorities_first() -> None:
     policy = SLOEvictionPolicy(clock=ManualClock())
-    hold(policy, [Run(key) for key in range(4)])
+    hold(policy, [SimpleExtent(key) for key in range(4)])
     policy.hint(0, Hint(priority=2))
     policy.hint(3, Hint(priority=-1))
     policy.pin(0)
-    policy.unpin(Run(0))  # the priority outlasts a pin
-    policy.insert(Run(4, priority=1))
+    policy.unpin(SimpleExtent(0))  # the priority outlasts a pin
+    policy.insert(SimpleExtent(4, priority=1))
     assert evicted(policy, 5) == [3, 1, 2, 4, 0]
 
 
@@ -311,16 +314,16 @@ def test_slo_keeps_for_the_duration_of_a_hint() -> None:
     clock = ManualClock(100.0)
     policy = SLOEvictionPolicy(clock=clock)
     for key in range(3):
-        policy.insert(Run(key, used_s=100.0 + key))
+        policy.insert(SimpleExtent(key, used_s=100.0 + key))
     policy.hint(0, Hint(duration_s=30.0))
-    policy.insert(Run(3, used_s=200.0))
+    policy.insert(SimpleExtent(3, used_s=200.0))
     assert evicted(policy, 4) == [1, 2, 0, 3]
 
 
 def test_slo_spares_what_would_cost_the_deadline() -> None:
     policy = SLOEvictionPolicy(clock=ManualClock(), ttft_slo_s=0.5, patience_s=10.0)
-    policy.insert(Run(0, 1_000, used_s=0.0))
-    policy.insert(Run(1, 1, used_s=5.0))
+    policy.insert(SimpleExtent(0, 1_000, used_s=0.0))
+    policy.insert(SimpleExtent(1, 1, used_s=5.0))
     assert evicted(policy, 1) == [1]
 
 
@@ -361,7 +364,7 @@ def test_tenants_that_left_are_forgotten() -> None:
     """Names come from outside, and never end."""
     policy = QoSEvictionPolicy(capacity=50)
     for key in range(5_000):
-        policy.insert(Run(key, last_use=key, tenant=f"tenant {key}"))
+        policy.insert(SimpleExtent(key, last_use=key, tenant=f"tenant {key}"))
         policy.evict(max(0, policy.num_evictable - 50), lambda extent, count: None)
     policy.check()
     assert len(policy._tenants) <= 1_024

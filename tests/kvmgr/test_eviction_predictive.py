@@ -11,7 +11,7 @@ import pytest
 from sagellm.compat import EvictionCandidate, select_victims
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import ConfigError
-from sagellm.core.protocols.eviction import EvictionPolicy, Hint, Run
+from sagellm.core.protocols.eviction import EvictionPolicy, Hint, SimpleExtent
 from sagellm.core.protocols.lifetime import (
     LifetimePredictor,
     Prediction,
@@ -78,7 +78,7 @@ def made(
     return PredictiveEvictionPolicy(predictor=predictor, capacity=1_000, clock=clock), clock
 
 
-def use(policy: EvictionPolicy, run: Run, clock: ManualClock, time_s: float) -> None:
+def use(policy: EvictionPolicy, run: SimpleExtent, clock: ManualClock, time_s: float) -> None:
     """A request uses a run, which is here or comes, and goes at once."""
     clock.advance(time_s - clock.now())
     policy.pin(run.key)
@@ -90,7 +90,7 @@ def order(policy: EvictionPolicy) -> list[int]:
     """Evict all; the keys in that order."""
     gone: list[int] = []
 
-    def give_up(run: Run, num_blocks: int) -> None:
+    def give_up(run: SimpleExtent, num_blocks: int) -> None:
         run.num_blocks -= num_blocks
         gone.append(run.key)
 
@@ -138,14 +138,14 @@ class Cache:
 def test_the_least_likely_to_be_used_goes_first() -> None:
     policy, clock = made(by_position({0: (0.9, SOON), 10: (0.1, SOON), 20: (0.5, SOON)}))
     for key, position in enumerate((0, 10, 20)):
-        use(policy, Run(key, 4, first_position=position), clock, key + 1.0)
+        use(policy, SimpleExtent(key, 4, first_position=position), clock, key + 1.0)
     assert order(policy) == [1, 2, 0]
 
 
 def test_of_the_equally_likely_the_later_goes_first() -> None:
     policy, clock = made(by_position({0: (0.5, SOON), 10: (0.5, LATE)}))
-    use(policy, Run(0, 4, first_position=0), clock, 1.0)
-    use(policy, Run(1, 4, first_position=10), clock, 2.0)
+    use(policy, SimpleExtent(0, 4, first_position=0), clock, 1.0)
+    use(policy, SimpleExtent(1, 4, first_position=10), clock, 2.0)
     assert order(policy) == [1, 0]
 
 
@@ -158,8 +158,8 @@ def test_what_rests_too_long_loses_its_place() -> None:
 
     for waits_s, gone in ((1.0, [1, 0]), (500.0, [0, 1])):
         policy, clock = made(FakeReuse(rule))
-        use(policy, Run(0, 4, first_position=0), clock, 1.0)
-        use(policy, Run(1, 4, first_position=10), clock, 2.0)
+        use(policy, SimpleExtent(0, 4, first_position=0), clock, 1.0)
+        use(policy, SimpleExtent(1, 4, first_position=10), clock, 2.0)
         clock.advance(waits_s)
         assert order(policy) == gone
 
@@ -169,14 +169,14 @@ def test_what_it_has_forgotten_does_not_stay_for_ever(
     monkeypatch: pytest.MonkeyPatch, most: int, *, is_forgotten: bool
 ) -> None:
     """Its value cannot be looked at again, however high it was."""
-    monkeypatch.setattr(predictive, "MAX_RESTS", most)
+    monkeypatch.setattr(predictive, "MAX_RECORDS", most)
     policy, clock = made(by_position({0: (0.9, SOON), 10: (0.1, SOON)}))
-    use(policy, Run(0, 4, first_position=0), clock, 1.0)
+    use(policy, SimpleExtent(0, 4, first_position=0), clock, 1.0)
     for key in range(1, 50):
-        use(policy, Run(key, 1, first_position=10), clock, 1.0 + key)
+        use(policy, SimpleExtent(key, 1, first_position=10), clock, 1.0 + key)
     gone: list[int] = []
 
-    def give_up(run: Run, num_blocks: int) -> None:
+    def give_up(run: SimpleExtent, num_blocks: int) -> None:
         run.num_blocks -= num_blocks
         gone.append(run.key)
 
@@ -223,7 +223,7 @@ def test_with_a_table_it_finds_more_than_lru_once_it_has_seen_enough() -> None:
 def test_a_use_is_told_as_reuse_after_that_rest() -> None:
     predictor = FakeReuse(certain)
     policy, clock = made(predictor)
-    run = Run(0, 4)
+    run = SimpleExtent(0, 4)
     use(policy, run, clock, 5.0)
     use(policy, run, clock, 12.0)
     [(features, seconds, reused, since_s)] = predictor.told
@@ -237,19 +237,19 @@ def test_a_use_is_told_as_reuse_after_that_rest() -> None:
 def test_an_eviction_that_comes_back_is_told_as_reuse() -> None:
     predictor = FakeReuse(certain)
     policy, clock = made(predictor)
-    use(policy, Run(0, 4), clock, 1.0)
+    use(policy, SimpleExtent(0, 4), clock, 1.0)
     assert order(policy) == [0]
-    use(policy, Run(0, 4), clock, 41.0)
+    use(policy, SimpleExtent(0, 4), clock, 41.0)
     assert [(seconds, reused) for _, seconds, reused, _ in predictor.told] == [(40.0, True)]
 
 
 def test_a_rest_is_told_in_pieces_that_join_and_never_overlap() -> None:
     predictor = FakeReuse(certain)
     policy, clock = made(predictor)
-    run = Run(0, 4)
+    run = SimpleExtent(0, 4)
     use(policy, run, clock, 1.0)
     for number in range(1, 60):
-        use(policy, Run(100 + number, 1, first_position=50), clock, 1.0 + 10 * number)
+        use(policy, SimpleExtent(100 + number, 1, first_position=50), clock, 1.0 + 10 * number)
         policy.evict(1, lambda one, count: setattr(one, "num_blocks", one.num_blocks - count))
     pieces = [told[1:] for told in predictor.told if told[0].position == 0]
     assert pieces
@@ -264,27 +264,27 @@ def test_a_rest_is_told_in_pieces_that_join_and_never_overlap() -> None:
 
 def test_the_sequence_whose_predicted_end_is_nearest_goes_first() -> None:
     policy, clock = made(FakeLengths({4: 100.0, 5: 10.0, 6: 0.0}))
-    use(policy, Run(0, 4), clock, 1.0)
-    use(policy, Run(1, 5), clock, 2.0)
-    use(policy, Run(2, 6), clock, 30.0)
+    use(policy, SimpleExtent(0, 4), clock, 1.0)
+    use(policy, SimpleExtent(1, 5), clock, 2.0)
+    use(policy, SimpleExtent(2, 6), clock, 30.0)
     assert order(policy) == [1, 2, 0]
 
 
 def test_an_abstaining_predictor_of_lengths_leaves_it_at_lru() -> None:
     policy, clock = made(FakeLengths({4: 100.0}, abstains=True))
-    use(policy, Run(0, 4), clock, 1.0)
-    use(policy, Run(1, 5), clock, 2.0)
+    use(policy, SimpleExtent(0, 4), clock, 1.0)
+    use(policy, SimpleExtent(1, 5), clock, 2.0)
     assert order(policy) == [0, 1]
 
 
 def test_a_sequence_that_nobody_goes_on_with_is_told_as_ended() -> None:
     predictor = FakeLengths()
     policy, clock = made(predictor)
-    run = Run(0, 4)
+    run = SimpleExtent(0, 4)
     use(policy, run, clock, 1.0)
     use(policy, run, clock, 61.0)
     for number in range(1, 80):
-        use(policy, Run(number, 9), clock, 61.0 + 100.0 * number)
+        use(policy, SimpleExtent(number, 9), clock, 61.0 + 100.0 * number)
         policy.evict(1, lambda one, count: setattr(one, "num_blocks", one.num_blocks - count))
     assert [(length, seconds) for _, length, seconds in predictor.told if length == 4] == [(4, 60.0)]
 
@@ -295,7 +295,7 @@ def test_a_sequence_that_nobody_goes_on_with_is_told_as_ended() -> None:
 def test_hints_come_before_predictions() -> None:
     policy, clock = made(by_position({0: (0.9, SOON), 10: (0.1, SOON), 20: (0.5, SOON)}))
     for key, position in enumerate((0, 10, 20)):
-        use(policy, Run(key, 4, first_position=position), clock, key + 1.0)
+        use(policy, SimpleExtent(key, 4, first_position=position), clock, key + 1.0)
     policy.hint(0, Hint(ended=True))
     policy.hint(1, Hint(wanted_by=1))
     policy.check()

@@ -12,14 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sagellm.kvmgr.eviction._exposure import NUM_AGES, OLDEST_S, YOUNGEST_S, age_bin
-from sagellm.kvmgr.eviction._reuse_model import (
+from sagellm.kvmgr.eviction.adaptive.reuse_model import (
     LEVELS,
     MAX_HAZARD,
     MAX_KINDS,
+    NUM_AGES,
+    OLDEST_S,
+    YOUNGEST_S,
     ReuseModel,
     _values,
     _values_of_one,
+    age_bin,
 )
 
 BORDERS_S = [0.0, *(YOUNGEST_S * (OLDEST_S / YOUNGEST_S) ** (n / (NUM_AGES - 1)) for n in range(NUM_AGES))]

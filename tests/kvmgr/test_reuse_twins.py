@@ -13,23 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sagellm.core.protocols.eviction import Run
-from sagellm.kvmgr.eviction._exposure import (
-    BORDERS_S,
-    NUM_AGES,
-    OpenLives,
-    age_bin,
-    seconds_at_risk,
-)
-from sagellm.kvmgr.eviction._reuse_model import (
+from sagellm.core.protocols.eviction import SimpleExtent
+from sagellm.kvmgr.eviction.adaptive.history import OpenRecords
+from sagellm.kvmgr.eviction.adaptive.reuse_model import (
     _MIDDLE_S,
     _NEAR,
+    BORDERS_S,
     FIRST_FITS,
     FIRST_ROUNDS,
     MAX_HAZARD,
+    NUM_AGES,
     ReuseModel,
+    age_bin,
+    seconds_at_risk,
 )
-from sagellm.kvmgr.eviction._value_queue import ValueQueue
+from sagellm.kvmgr.eviction.adaptive.value_queue import ValueQueue
 
 NUM_KINDS = 5
 BINS_S = list(pairwise(BORDERS_S.tolist()))
@@ -43,23 +41,23 @@ spans = st.tuples(st.integers(0, NUM_KINDS - 1), ages_s, ages_s).map(
 # -- seconds at risk
 
 
-def slow_seconds(lives: Sequence[tuple[int, float, float]]) -> list[list[float]]:
+def slow_seconds(paths: Sequence[tuple[int, float, float]]) -> list[list[float]]:
     seconds = [[0.0] * NUM_AGES for _ in range(NUM_KINDS)]
-    for kind, from_s, to_s in lives:
+    for kind, from_s, to_s in paths:
         for age, (begin_s, end_s) in enumerate(BINS_S):
             seconds[kind][age] += max(0.0, min(to_s, end_s) - max(from_s, begin_s))
     return seconds
 
 
-def columns(lives: Sequence[tuple[int, float, float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    kinds, from_s, to_s = ([life[number] for life in lives] for number in range(3))
+def columns(paths: Sequence[tuple[int, float, float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    kinds, from_s, to_s = ([record[number] for record in paths] for number in range(3))
     return np.array(kinds, dtype=np.int64), np.array(from_s, dtype=float), np.array(to_s, dtype=float)
 
 
 @given(st.lists(spans, max_size=40))
-def test_seconds_at_risk_are_those_of_each_life_in_each_bin(lives: list[tuple[int, float, float]]) -> None:
-    counted = seconds_at_risk(*columns(lives), NUM_KINDS)
-    assert counted == pytest.approx(np.array(slow_seconds(lives)), rel=1e-9, abs=1e-6)
+def test_seconds_at_risk_are_those_of_each_path_in_each_bin(paths: list[tuple[int, float, float]]) -> None:
+    counted = seconds_at_risk(*columns(paths), NUM_KINDS)
+    assert counted == pytest.approx(np.array(slow_seconds(paths)), rel=1e-9, abs=1e-6)
 
 
 def test_a_clock_that_lags_behind_counts_no_seconds() -> None:
@@ -67,30 +65,30 @@ def test_a_clock_that_lags_behind_counts_no_seconds() -> None:
 
 
 @dataclass
-class SlowLife:
+class SlowRecord:
     kind: int
-    born_s: float
+    used_s: float
     counted_s: float
 
 
-class OpenLivesMachine(RuleBasedStateMachine):
-    """Against a dictionary of lives."""
+class OpenRecordsMachine(RuleBasedStateMachine):
+    """Against a dictionary of records."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.open, self.lives, self.now_s = OpenLives(), dict[int, SlowLife](), 100.0
+        self.open, self.records, self.now_s = OpenRecords(), dict[int, SlowRecord](), 100.0
 
     @rule(kind=st.integers(0, 3), age_s=st.floats(0.0, 100.0))
     def begins(self, kind: int, age_s: float) -> None:
-        place = self.open.open(kind, self.now_s - age_s, self.now_s - age_s / 2)
-        assert place not in self.lives
-        self.lives[place] = SlowLife(kind, self.now_s - age_s, self.now_s - age_s / 2)
+        index = self.open.open(kind, self.now_s - age_s, self.now_s - age_s / 2)
+        assert index not in self.records
+        self.records[index] = SlowRecord(kind, self.now_s - age_s, self.now_s - age_s / 2)
 
-    @precondition(lambda self: self.lives)
+    @precondition(lambda self: self.records)
     @rule(data=st.data())
     def ends(self, data: st.DataObject) -> None:
-        place = data.draw(st.sampled_from(sorted(self.lives)))
-        assert self.open.close(place) == self.lives.pop(place).counted_s
+        index = data.draw(st.sampled_from(sorted(self.records)))
+        assert self.open.close(index) == self.records.pop(index).counted_s
 
     @rule(after_s=st.floats(0.0, 50.0))
     def counts(self, after_s: float) -> None:
@@ -98,19 +96,19 @@ class OpenLivesMachine(RuleBasedStateMachine):
         kinds, from_s, to_s = self.open.count(self.now_s)
         told = sorted(zip(kinds.tolist(), from_s.tolist(), to_s.tolist(), strict=True))
         assert told == sorted(
-            (life.kind, life.counted_s - life.born_s, self.now_s - life.born_s)
-            for life in self.lives.values()
+            (record.kind, record.counted_s - record.used_s, self.now_s - record.used_s)
+            for record in self.records.values()
         )
-        for life in self.lives.values():
-            life.counted_s = self.now_s
+        for record in self.records.values():
+            record.counted_s = self.now_s
 
     @invariant()
     def are_as_many(self) -> None:
-        assert len(self.open) == len(self.lives)
+        assert len(self.open) == len(self.records)
 
 
-TestOpenLives = OpenLivesMachine.TestCase
-TestOpenLives.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestOpenRecords = OpenRecordsMachine.TestCase
+TestOpenRecords.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 # -- the fit
@@ -220,10 +218,10 @@ def test_fits_are_those_of_the_plain_sums(
 
 @dataclass(eq=False)
 class Worth:
-    """What the queue looks at of a life."""
+    """What the queue reads of a record."""
 
     kind: int
-    born_s: float
+    used_s: float
 
 
 class ValueQueueMachine(RuleBasedStateMachine):
@@ -233,17 +231,17 @@ class ValueQueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue, self.next_key = ValueQueue(), 0
-        self.runs: dict[int, tuple[Worth, Run]] = {}
+        self.runs: dict[int, tuple[Worth, SimpleExtent]] = {}
         self.values = [[float((7 * kind + 5 * age) % 31 + 1) for age in range(NUM_AGES)] for kind in range(3)]
         self.queue.renew(self.values)
         self.is_exact = True
 
     def value(self, worth: Worth) -> float:
-        return self.values[worth.kind][age_bin(self.queue.now_s - worth.born_s)]
+        return self.values[worth.kind][age_bin(self.queue.now_s - worth.used_s)]
 
     @rule(kind=st.integers(0, 2), size=st.integers(1, 4))
     def comes(self, kind: int, size: int, age_s: float = 0.0) -> None:
-        worth, run = Worth(kind, self.queue.now_s - age_s), Run(self.next_key, size)
+        worth, run = Worth(kind, self.queue.now_s - age_s), SimpleExtent(self.next_key, size)
         self.next_key += 1
         self.runs[run.key] = (worth, run)
         self.queue.push(worth, run, size, size)
@@ -259,7 +257,8 @@ class ValueQueueMachine(RuleBasedStateMachine):
     def leaves(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.runs)))
         worth, run = self.runs.pop(key)
-        assert self.queue.take(key, run.num_blocks)[:3] == (worth, key, run)
+        entry = self.queue.take(key, run.num_blocks)
+        assert (entry.rank, entry.extent) == (worth, run)
 
     @rule(seconds=st.sampled_from([0.4, 2.0, 60.0, 5_000.0]))
     def time_passes(self, seconds: float) -> None:
@@ -281,8 +280,8 @@ class ValueQueueMachine(RuleBasedStateMachine):
     def the_first_is_worth_least(self, is_chosen: bool) -> None:
         self.queue.sweep(1_000)
         entry = self.queue.first()
-        worth, run = self.runs[entry[1]]
-        assert entry[2] is run
+        worth, run = self.runs[entry.extent.key]
+        assert entry.extent is run
         assert self.value(worth) == self.queue.least
         if self.is_exact:
             assert self.queue.least == min(self.value(worth) for worth, _ in self.runs.values())

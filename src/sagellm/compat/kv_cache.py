@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
-from sagellm.core.protocols.eviction import EvictionPolicy, Run
+from sagellm.core.protocols.eviction import EvictionPolicy, SimpleExtent
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.prefix_cache import Branch, PrefixReuseIndex
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens, TransportPlan
@@ -184,7 +184,7 @@ def select_victims(
         return []
     for index, candidate in enumerate(ordered):
         policy.insert(
-            Run(
+            SimpleExtent(
                 index,
                 len(candidate.block_ids),
                 last_use=index,
@@ -199,7 +199,7 @@ def select_victims(
         )
     victims: dict[str, None] = {}
 
-    def give_up(run: Run, num_blocks: int) -> None:
+    def give_up(run: SimpleExtent, num_blocks: int) -> None:
         run.num_blocks -= num_blocks
         victims[ordered[run.key].sequence_id] = None
 

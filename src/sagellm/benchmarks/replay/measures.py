@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sagellm.benchmarks.replay.block_trace import BlockTrace
 from sagellm.core.errors import BookkeepingError, ConfigError
-from sagellm.core.protocols.eviction import CostBenefitModel, Run
+from sagellm.core.protocols.eviction import CostBenefitModel, SimpleExtent
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def measure(trace: BlockTrace, hits: Sequence[int], first: int, cost: CostBenefi
 
 
 def _prefill_s(num_tokens: int, cost: CostBenefitModel) -> float:
-    return cost.recompute_s(Run(0, num_tokens)) if num_tokens else 0.0
+    return cost.recompute_s(SimpleExtent(0, num_tokens)) if num_tokens else 0.0
 
 
 def check_bound(hits: Sequence[int], bound: Sequence[int]) -> None:

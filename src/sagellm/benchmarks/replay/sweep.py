@@ -23,7 +23,7 @@ from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseIndex
 from sagellm.core.registry import registry
 from sagellm.engines.build import make_policy
-from sagellm.kvmgr.eviction._cost import PrefillCostModel
+from sagellm.kvmgr.eviction.cost_model import PrefillCostModel
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
 
 OPTIMUM = "optimum"

@@ -1,8 +1,8 @@
 """Eviction: which KV to give up first."""
 
-from sagellm.kvmgr.eviction._cost import PrefillCostModel
 from sagellm.kvmgr.eviction.adaptive import AdaptiveEvictionPolicy
 from sagellm.kvmgr.eviction.cost_benefit import CostBenefitMigration
+from sagellm.kvmgr.eviction.cost_model import PrefillCostModel
 from sagellm.kvmgr.eviction.lru import LRUPolicy
 from sagellm.kvmgr.eviction.qos import jain_index
 

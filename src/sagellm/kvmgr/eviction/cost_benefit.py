@@ -1,4 +1,4 @@
-"""Cost and benefit: keep what is dear to get back and often used, per block of memory.
+"""GreedyDual-Size with frequency (GDSF): keep what is costly to get back and often used.
 
 Source: Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy" (1998).
 """
@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Self
 
 from sagellm.core.protocols.eviction import CostBenefitModel, Extent
-from sagellm.kvmgr.eviction._ageing import AgeingPolicy
-from sagellm.kvmgr.eviction._cost import PrefillCostModel
+from sagellm.kvmgr.eviction.cost_model import PrefillCostModel
+from sagellm.kvmgr.eviction.lfu import LFUEvictionPolicy
 
 CopiesOf = Callable[[Extent], Iterable[str]]
 
 
-class CostBenefitEvictionPolicy(AgeingPolicy):
-    """GDSF: age + uses x seconds to get the extent back / its blocks.
+class CostBenefitEvictionPolicy(LFUEvictionPolicy):
+    """LFU-DA where a use is worth the seconds to get the extent back, per block.
 
     The seconds are those of the cheapest way: prefill at its position, or a transfer from one of the tiers
     that `copies` names as holding it.
@@ -29,24 +29,26 @@ class CostBenefitEvictionPolicy(AgeingPolicy):
         model: CostBenefitModel | None = None,
         copies: CopiesOf | None = None,
     ) -> None:
-        super().__init__(capacity, ageing=True)
+        super().__init__(capacity=capacity)
         self._model: CostBenefitModel = PrefillCostModel() if model is None else model
         self._copies = copies
 
-    def _worth(self, extent: Extent, uses: int) -> float:
+    def _worth(self, extent: Extent, num_uses: int) -> float:
         seconds = self._model.recompute_s(extent)
         if self._copies is not None:
             for tier in self._copies(extent):
                 seconds = min(seconds, self._model.transfer_s(extent, tier))
-        return uses * seconds / extent.num_blocks
+        return num_uses * seconds / extent.num_blocks
 
     def fresh(self) -> Self:
         return type(self)(capacity=self._given_capacity, model=self._model, copies=self._copies)
 
 
 def chance_of_reuse(extent: Extent) -> float:
-    """Expected later uses, from nothing but the past: of u uses, each of the first u - 1 had a next one, and
-    the last one may: by the rule of succession u / (u + 1)."""
+    """Expected later uses, by the rule of succession: u / (u + 1) after u uses.
+
+    Each of the first u - 1 uses had a next one, and the last one may have one.
+    """
     return extent.num_uses / (extent.num_uses + 1)
 
 
@@ -54,9 +56,9 @@ class CostBenefitMigration:
     """Implements `MigrationPolicy`: demote a victim where that saves seconds, else drop it.
 
     The benefit of a tier is expected reuse x (seconds to recompute - seconds to bring back), less
-    `write_weight` x the seconds that the copy out takes: 1 where it holds up others, 0 where it runs beside
-    all work. The best tier with room for the whole extent wins, the first named of equals; 'drop' where
-    none has a benefit. A tier of infinite bandwidth is where the extent lies: choosing it means to keep.
+    `write_weight` x the seconds of the copy to the tier: 1 if the copy delays other work, 0 if it runs beside
+    it. The best tier with room for the whole extent wins, of equals the first named; without a benefit the
+    answer is 'drop'. A tier of infinite bandwidth is where the extent is now: choosing it means to keep.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""First in, first out: the order of arrival, whatever was used since. The baseline without any memory."""
+"""First in, first out: the order of arrival, whatever was used since."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from collections.abc import Sequence
 from typing import Self
 
 from sagellm.core.protocols.eviction import Extent
-from sagellm.kvmgr.eviction._queue import ExtentQueue
-from sagellm.kvmgr.eviction._queued import Note, QueuedPolicy
+from sagellm.kvmgr.eviction._base import ExtentQueue, FormerPlace, QueuedPolicy
 
 
 class FIFOEvictionPolicy(QueuedPolicy):
-    """One queue; a use changes nothing, and an extent that was pinned returns to its old place."""
+    """One queue in order of arrival. An extent that was pinned returns to its old place."""
 
     def __init__(self, *, capacity: int | None = None) -> None:
         super().__init__(capacity)
         self._queue = ExtentQueue()
         self._arrivals = itertools.count()
 
-    def _admit(self, extent: Extent, note: Note | None) -> None:
-        self._put(extent, self._queue, next(self._arrivals) if note is None else note[1])
+    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+        self._push(extent, self._queue, next(self._arrivals) if former is None else former.rank)
 
-    def _choose(self) -> ExtentQueue | None:
+    def _next_queue(self) -> ExtentQueue | None:
         return self._queue if self._queue.live else None
 
     def fresh(self) -> Self:

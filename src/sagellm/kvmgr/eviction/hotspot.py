@@ -1,26 +1,35 @@
-"""Hot-spot protection: what many share is out of reach while it is hot; below that, LRU."""
+"""Hot-spot protection: often used extents are evicted last while they are hot; the others by LRU."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Self
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Extent
-from sagellm.kvmgr.eviction._queue import Entry, ExtentQueue, recency
-from sagellm.kvmgr.eviction._queued import Note, QueuedPolicy
+from sagellm.kvmgr.eviction._base import ExtentQueue, FormerPlace, QueuedPolicy, QueueEntry, recency
 
 MAX_LOG2_HEAT = 60.0
 
 
-class HotspotEvictionPolicy(QueuedPolicy):
-    """Each use adds 1 to an extent's heat, which halves every `half_life_s`; a parent has the uses of all the
-    children that went. From `threshold` on an extent is hot, and the cold go first. Hot extents keep at most
-    `max_share` of the capacity, the coldest of them giving way.
+@dataclass(slots=True, eq=False)
+class Heat:
+    """An extent's heat while it is pinned: when it will have cooled to 1, and its uses until then."""
 
-    Heat h at time t is kept as the time t + half_life x log2(h) at which it has cooled down to 1: that number
-    does not change while time passes, so the order of the hot is a queue. Time is the latest `used_s` seen.
+    cools_s: float
+    num_uses: int
+
+
+class HotspotEvictionPolicy(QueuedPolicy):
+    """Evicts cold extents first, by LRU; hot ones, from `threshold` on, coldest first.
+
+    Each use adds 1 to an extent's heat, which halves every `half_life_s`; a parent has the uses of all its
+    evicted children. Hot extents keep at most `max_share` of the capacity: the coldest of them count as cold.
+
+    Heat h at time t is stored as the time t + half_life x log2(h) at which it has cooled to 1. That number
+    does not change while time passes, so hot extents can stand in a queue. Time is the latest `used_s` seen.
     """
 
     def __init__(
@@ -43,46 +52,44 @@ class HotspotEvictionPolicy(QueuedPolicy):
         self._cools_s: dict[int, float] = {}
         self._now_s = 0.0
 
-    def _admit(self, extent: Extent, note: Note | None) -> None:
-        when_s, half_life_s = extent.used_s, self._half_life_s
-        if note is None:
-            cools_s = when_s + half_life_s * math.log2(max(1, extent.num_uses))
+    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+        used_s, half_life_s = extent.used_s, self._half_life_s
+        if former is None:
+            cools_s = used_s + half_life_s * math.log2(max(1, extent.num_uses))
         else:
-            _, _, used, cools_s, before = note
-            uses = max(used, extent.num_uses - before)
-            if uses > 0:
-                heat = 2.0 ** min(MAX_LOG2_HEAT, (cools_s - when_s) / half_life_s) + uses
-                cools_s = when_s + half_life_s * math.log2(heat)
-        self._place(extent, cools_s)
-
-    def _place(self, extent: Extent, cools_s: float) -> None:
-        self._now_s = max(self._now_s, extent.used_s)
+            before: Heat = former.state
+            cools_s = before.cools_s
+            num_uses = max(former.num_uses, extent.num_uses - before.num_uses)
+            if num_uses > 0:
+                heat = 2.0 ** min(MAX_LOG2_HEAT, (cools_s - used_s) / half_life_s) + num_uses
+                cools_s = used_s + half_life_s * math.log2(heat)
+        self._now_s = max(self._now_s, used_s)
         self._cools_s[extent.key] = cools_s
         if cools_s >= self._now_s + self._margin_s:
-            self._put(extent, self._hot, (cools_s,))
+            self._push(extent, self._hot, cools_s)
         else:
-            self._put(extent, self._cold, recency(extent))
+            self._push(extent, self._cold, recency(extent))
 
-    def _choose(self) -> ExtentQueue | None:
+    def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
+        self._enqueue(parent, None)
+
+    def _next_queue(self) -> ExtentQueue | None:
         hot, cold = self._hot, self._cold
         room = self._max_share * self._capacity
         while hot.live:
             entry = hot.first()
-            if hot.num_blocks <= room and entry[0][0] >= self._now_s + self._margin_s:
+            if hot.num_blocks <= room and entry.rank >= self._now_s + self._margin_s:
                 break
-            self._requeue_first(entry, hot, cold, recency(entry[2]))
+            self._requeue_first(entry, hot, cold, recency(entry.extent))
         if cold.live:
             return cold
         return hot if hot.live else None
 
-    def _note(self, key: int, entry: Entry, queue: ExtentQueue, used: int) -> Note:
-        return (queue, entry[0], used, self._cools_s.pop(key), entry[2].num_uses)
+    def _remember(self, key: int, extent: Extent) -> Heat:
+        return Heat(self._cools_s.pop(key), extent.num_uses)
 
-    def _evicted(self, entry: Entry, queue: ExtentQueue) -> None:
-        del self._cools_s[entry[2].key]
-
-    def _follow(self, parent: Extent, entry: Entry, queue: ExtentQueue) -> None:
-        self._admit(parent, None)
+    def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:
+        del self._cools_s[entry.extent.key]
 
     def fresh(self) -> Self:
         return type(self)(

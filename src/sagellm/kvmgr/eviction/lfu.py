@@ -1,24 +1,81 @@
-"""Least frequently used, with dynamic ageing (LFU-DA): what was popular once does not stay for ever."""
+"""LFU with dynamic ageing (LFU-DA): the least often used extent goes first.
+
+Source: Arlitt, Cherkasova, Dilley, Friedrich and Jin, "Evaluating Content Management Techniques for Web Proxy
+Caches" (1999). The age is that of GreedyDual: Young, "On-line caching as cache size varies" (1991).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Self
 
 from sagellm.core.protocols.eviction import Extent
-from sagellm.kvmgr.eviction._ageing import AgeingPolicy
+from sagellm.kvmgr.eviction._base import ExtentQueue, FormerPlace, QueuedPolicy, QueueEntry, recency
 
 
-class LFUEvictionPolicy(AgeingPolicy):
-    """A use is worth 1. Without `ageing`: plain LFU with ties by LRU, counting while an extent is here."""
+@dataclass(slots=True, eq=False)
+class AgedUses:
+    """How often an extent was used, and the cache's age at its last use."""
+
+    num_uses: int
+    age: float
+
+
+class LFUEvictionPolicy(QueuedPolicy):
+    """One queue by (cache age at the last use + number of uses); of equal values, LRU.
+
+    The cache's age is the value of the last extent that was evicted, so that new extents overtake those that
+    were popular once. `ageing=False` keeps it at 0: plain LFU. Uses are those that the extent counts or those
+    that the policy saw, whichever are more.
+    """
 
     def __init__(self, *, capacity: int | None = None, ageing: bool = True) -> None:
-        super().__init__(capacity, ageing=ageing)
+        super().__init__(capacity)
+        self._ageing = ageing
+        self._age = 0.0
+        self._queue = ExtentQueue()
+        self._uses: dict[int, AgedUses] = {}
 
-    def _worth(self, extent: Extent, uses: int) -> float:
-        return uses
+    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+        num_uses, age = extent.num_uses, self._age
+        if former is not None:
+            before: AgedUses = former.state
+            num_uses = max(num_uses, before.num_uses + former.num_uses)
+            if num_uses == before.num_uses:
+                age = before.age
+        self._push_used(extent, AgedUses(num_uses, age))
+
+    def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
+        """The last use of the child was one of the parent too, so the parent has the age of that time."""
+        self._push_used(parent, AgedUses(parent.num_uses, child.rank[-1]))
+
+    def _push_used(self, extent: Extent, uses: AgedUses) -> None:
+        self._uses[extent.key] = uses
+        value = uses.age + self._worth(extent, uses.num_uses)
+        self._push(extent, self._queue, (value, *recency(extent), uses.age))
+
+    def _worth(self, extent: Extent, num_uses: int) -> float:
+        """What keeping the extent is worth after so many uses, per block of memory."""
+        return num_uses
+
+    def _next_queue(self) -> ExtentQueue | None:
+        return self._queue if self._queue.live else None
+
+    def _remember(self, key: int, extent: Extent) -> AgedUses:
+        return self._uses.pop(key)
+
+    def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:
+        del self._uses[entry.extent.key]
+        value = entry.rank[0]
+        if self._ageing and value > self._age:
+            self._age = value
 
     def fresh(self) -> Self:
         return type(self)(capacity=self._given_capacity, ageing=self._ageing)
+
+    def _queues(self) -> Sequence[ExtentQueue]:
+        return (self._queue,)
 
 
 PLUGIN = LFUEvictionPolicy

@@ -1,4 +1,4 @@
-"""Least recently used: the leaf whose last user went longest ago goes first."""
+"""LRU: the least recently used evictable extent goes first."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import math
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import Extent, GiveUp, Hint
 
-Entry = tuple[float, int, int, int, Extent]
+HeapItem = tuple[float, int, int, int, Extent]
+"""Time of last use plus retention, count of uses, minus the depth, serial number, extent."""
 
 
 class LRUPolicy:
-    """A heap of (time of last use plus retention, count of uses, depth), entries deleted lazily.
+    """A heap, because a parent that becomes a leaf may be older than others; items are deleted lazily.
 
-    A parent that became a leaf may be older than others, so a plain queue would not do. Among extents that
-    one request used, the deeper goes first.
+    Of extents that one request used, the deeper goes first. Stands alone, without the shared base: it is the
+    baseline of every measurement, and a third faster so (`sagellm bench micro eviction`, beside `fifo`).
     """
 
     def __init__(self) -> None:
-        self._live: dict[int, Entry] = {}
-        self._heap: list[Entry] = []
+        self._live: dict[int, HeapItem] = {}
+        self._heap: list[HeapItem] = []
         self._num_blocks = 0
         self._serial = itertools.count()
 
@@ -30,18 +31,19 @@ class LRUPolicy:
         return self._num_blocks
 
     def insert(self, extent: Extent) -> None:
-        self._enter(extent)
+        hint = extent.hint
+        self._push(extent, extent.used_s + extent.bonus_s if hint is None else _hinted_s(extent, hint))
 
     def pin(self, key: int) -> None:
         self.remove(key)
 
     def unpin(self, extent: Extent) -> None:
-        self._enter(extent)
+        self.insert(extent)
 
     def remove(self, key: int) -> None:
-        entry = self._live.pop(key, None)
-        if entry is not None:
-            self._num_blocks -= entry[4].num_blocks
+        item = self._live.pop(key, None)
+        if item is not None:
+            self._num_blocks -= item[-1].num_blocks
             if len(self._heap) > 64 and len(self._heap) > 4 * len(self._live):
                 self._heap = list(self._live.values())
                 heapq.heapify(self._heap)
@@ -51,9 +53,9 @@ class LRUPolicy:
             raise BookkeepingError(f"cannot evict {num_blocks} blocks")
         live, heap, missing = self._live, self._heap, num_blocks
         while missing and heap:
-            entry = heap[0]
-            extent = entry[4]
-            if live.get(extent.key) is not entry:
+            item = heap[0]
+            extent = item[-1]
+            if live.get(extent.key) is not item:
                 heapq.heappop(heap)
                 continue
             held = extent.num_blocks
@@ -71,44 +73,41 @@ class LRUPolicy:
         return num_blocks - missing
 
     def split(self, old: int, head: Extent, tail: Extent) -> None:
-        entry = self._live.pop(old, None)
-        if entry is not None:
+        item = self._live.pop(old, None)
+        if item is not None:
+            when_s, *_ = item
             self._num_blocks -= head.num_blocks + tail.num_blocks
-            self._place(tail, entry[0])
+            self._push(tail, when_s)
 
     def hint(self, key: int, hint: Hint) -> None:
-        """What has ended goes first, what is wanted last; LRU knows nothing else."""
-        entry = self._live.get(key)
-        if entry is not None:
-            self._place(entry[4], _when_s(entry[4], hint))
+        item = self._live.get(key)
+        if item is not None:
+            self._push(item[-1], _hinted_s(item[-1], hint))
 
     def check(self) -> None:
-        blocks = sum(entry[4].num_blocks for entry in self._live.values())
+        """Raises `BookkeepingError` where the count of blocks, the keys and the heap disagree."""
+        blocks = sum(extent.num_blocks for *_, extent in self._live.values())
         if blocks != self._num_blocks:
             raise BookkeepingError(
                 f"LRU counts {self._num_blocks} evictable blocks, its extents hold {blocks}"
             )
-        queued = {id(entry) for entry in self._heap}
-        for key, entry in self._live.items():
-            if id(entry) not in queued or entry[4].key != key:
+        queued = {id(item) for item in self._heap}
+        for key, item in self._live.items():
+            if id(item) not in queued or item[-1].key != key:
                 raise BookkeepingError(f"extent {key:x} is not in the queue")
 
-    def _enter(self, extent: Extent) -> None:
-        hint = extent.hint
-        self._place(extent, extent.used_s + extent.bonus_s if hint is None else _when_s(extent, hint))
-
-    def _place(self, extent: Extent, when_s: float) -> None:
+    def _push(self, extent: Extent, when_s: float) -> None:
         key = extent.key
         if key in self._live:
             self.remove(key)
-        entry = (when_s, extent.last_use, -extent.first_position, next(self._serial), extent)
-        self._live[key] = entry
+        item = (when_s, extent.last_use, -extent.first_position, next(self._serial), extent)
+        self._live[key] = item
         self._num_blocks += extent.num_blocks
-        heapq.heappush(self._heap, entry)
+        heapq.heappush(self._heap, item)
 
 
-def _when_s(extent: Extent, hint: Hint) -> float:
-    """The time by which an extent that something is known of takes its place."""
+def _hinted_s(extent: Extent, hint: Hint) -> float:
+    """The time that ranks an extent with a hint: what is wanted goes last, what has ended first."""
     if hint.wanted:
         return math.inf
     return -math.inf if hint.ended or hint.superseded else extent.used_s + extent.bonus_s

@@ -1,4 +1,4 @@
-"""Fairness between tenants: who is served worst by the cache is spared, who is served best gives way.
+"""Fairness between tenants: the tenants that the cache serves best give up blocks first.
 
 The measure of fairness is that of Jain, Chiu and Hawe, "A Quantitative Measure of Fairness" (1984).
 """
@@ -10,19 +10,26 @@ from typing import Self
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Extent
-from sagellm.kvmgr.eviction._ghosts import GhostQueue
-from sagellm.kvmgr.eviction._queue import Entry, ExtentQueue, recency
-from sagellm.kvmgr.eviction._queued import Note, QueuedPolicy
+from sagellm.kvmgr.eviction._base import (
+    ExtentQueue,
+    FormerPlace,
+    GhostQueue,
+    QueuedPolicy,
+    QueueEntry,
+    recency,
+)
 
 MAX_TENANTS = 1024
-MIN_TURNS = 4
-TENANTS_PER_TURN = 4
+"""Beyond so many tenants, those without an extent are forgotten."""
+MIN_CHOICES, TENANTS_PER_CHOICE = 4, 4
+"""The tenant that gives up blocks is chosen anew after `MIN_CHOICES` evictions and one more for each
+`TENANTS_PER_CHOICE` tenants: each choice looks at every tenant."""
 
 
 def jain_index(values: Iterable[float]) -> float:
-    """(sum of x)^2 / (n x sum of x^2): 1 where all are equal, 1/n where one has all. All zero counts as 1.
+    """(sum of x)^2 / (n x sum of x^2): 1 if all are equal, 1/n if one has all.
 
-    Raises `ConfigError` on no value, and on negative ones.
+    1 if all values are 0. Raises `ConfigError` without a value, and on negative ones.
     """
     shares = list(values)
     if not shares or min(shares) < 0:
@@ -35,9 +42,11 @@ def jain_index(values: Iterable[float]) -> float:
 
 
 class _Tenant:
-    """One tenant's extents by last use, its ghosts, and how it was served: blocks that it found, and blocks
-    that only an infinite cache would have had. `service` is hits / (hits + lost) per weight, with one hit
-    more, so that it starts at its best."""
+    """One tenant's extents by last use, its ghosts, and how well it was served.
+
+    `hits`: blocks that it found. `lost`: blocks that only an infinite cache would have had. `service`:
+    (hits + 1) / (hits + lost + 1) / weight, so that a new tenant starts at its best.
+    """
 
     __slots__ = ("ghosts", "hits", "lost", "queue", "service", "weight")
 
@@ -49,7 +58,7 @@ class _Tenant:
         self.service = 1.0 / weight
 
     def count(self, hits: float, lost: float, window: float) -> None:
-        """Add to both; what is older than about `window` blocks counts half."""
+        """Add to both; counts older than about `window` blocks are halved."""
         self.hits += hits
         self.lost += lost
         if self.hits + self.lost > window:
@@ -59,15 +68,15 @@ class _Tenant:
 
 
 class QoSEvictionPolicy(QueuedPolicy):
-    """Equalises the normalised hit ratio of tenants: blocks found / blocks that an infinite cache would have
-    found. The difference are re-inserted extents that meet their ghost: it was room that they lacked.
+    """Equalises the tenants' normalised hit ratio: hits / hits of an infinite cache.
 
-    Only tenants served at least (1 - `tolerance`) times as well as the best served give blocks, the least
-    recently used first; so where all are served alike this is LRU. Of values within r..1, Jain's index is at
+    The blocks that only an infinite cache would have found are those of inserted extents that have a ghost.
+    Only tenants served at least (1 - `tolerance`) times as well as the best served give up blocks, the least
+    recently used first. So where all are served alike, this is LRU. Of values within r..1, Jain's index is at
     least 4r / (1 + r)^2: where the policy can hold its default of r = 0.57, at least 0.92. `weights`: a
-    tenant of weight 2 is entitled to twice the ratio of one of weight 1, the default. Ghosts of all tenants
-    together hold up to `ghost_factor` x capacity blocks, equally divided, so that a busy tenant cannot push
-    out the past of a quiet one.
+    tenant of weight 2 is entitled to twice the ratio of one of weight 1, the default. The ghosts of all
+    tenants have up to `ghost_factor` x capacity blocks, divided equally, so that a busy tenant cannot push
+    out the ghosts of a quiet one.
     """
 
     def __init__(
@@ -87,44 +96,52 @@ class QoSEvictionPolicy(QueuedPolicy):
         self._tolerance, self._ghost_factor = tolerance, ghost_factor
         self._tenants: dict[str, _Tenant] = {}
         self._giver: ExtentQueue | None = None
-        self._turns = 0
+        self._choices_left = 0
         self._most_tenants = MAX_TENANTS
 
     def insert(self, extent: Extent) -> None:
-        self._observe(extent)
+        self._count_service(extent)
         super().insert(extent)
 
-    def _observe(self, extent: Extent) -> None:
-        """Count what the request that brings the extent found: the path in front of what is new, or all of
-        it. What is new and was here before would have been found in a larger cache."""
+    def _count_service(self, extent: Extent) -> None:
+        """Count what the request of this extent found, and what it would have found in a larger cache.
+
+        It found the path in front of a new extent, or all of one that it pinned. A new extent with a ghost
+        would have been found.
+        """
         tenant, key = self._tenant(extent.tenant), extent.key
         window = max(1024, 8 * self._capacity)
-        note = self._away.get(key)
-        if note is not None:
-            if note[2]:
+        former = self._away.get(key)
+        if former is not None:
+            if former.num_uses:
                 tenant.count(extent.first_position + extent.num_blocks, 0, window)
         elif key not in self._held:
             lost = extent.num_blocks if tenant.ghosts.pop(key) else 0
             tenant.count(extent.first_position, lost, window)
 
-    def _admit(self, extent: Extent, note: Note | None) -> None:
-        self._put(extent, self._tenant(extent.tenant).queue, recency(extent))
+    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+        self._push(extent, self._tenant(extent.tenant).queue, recency(extent))
 
-    def _choose(self) -> ExtentQueue | None:
-        self._turns -= 1  # who gives is looked up every few choices: that takes a look at every tenant
+    def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
+        self._enqueue(parent, None)
+
+    def _next_queue(self) -> ExtentQueue | None:
+        self._choices_left -= 1
         giver = self._giver
-        if self._turns <= 0 or giver is None or not giver.live:
+        if self._choices_left <= 0 or giver is None or not giver.live:
             giver = self._giver = self._best_served()
-            self._turns = MIN_TURNS + len(self._tenants) // TENANTS_PER_TURN
+            self._choices_left = MIN_CHOICES + len(self._tenants) // TENANTS_PER_CHOICE
         return giver
 
     def _best_served(self) -> ExtentQueue | None:
-        """Of the tenants that are served well enough, the one with the oldest extent."""
-        here = [(tenant.service, tenant.queue) for tenant in self._tenants.values() if tenant.queue.live]
-        if not here:
+        """Of the tenants that are served well enough, the queue with the oldest extent."""
+        served = [(tenant.service, tenant.queue) for tenant in self._tenants.values() if tenant.queue.live]
+        if not served:
             return None
-        enough = (1 - self._tolerance) * max(service for service, _ in here)
-        return min((queue for service, queue in here if service >= enough), key=_oldest)
+        enough = (1 - self._tolerance) * max(service for service, _ in served)
+        return min(
+            (queue for service, queue in served if service >= enough), key=lambda queue: queue.first().rank
+        )
 
     def _tenant(self, name: str) -> _Tenant:
         tenant = self._tenants.get(name)
@@ -136,28 +153,16 @@ class QoSEvictionPolicy(QueuedPolicy):
         return tenant
 
     def _forget_absent(self) -> None:
-        """Tenants without an extent here: names come from outside, and never end."""
-        on_leave = {id(queue) for queue, _ in self._lanes.home.values()}
+        """Forget tenants without an extent in the policy: clients choose the names, without a limit."""
+        hinted = {id(place.queue) for place in self._hinted.place.values()}
         for name, tenant in list(self._tenants.items()):
-            if not tenant.queue.live and id(tenant.queue) not in on_leave:
+            if not tenant.queue.live and id(tenant.queue) not in hinted:
                 del self._tenants[name]
 
-    def _evicted(self, entry: Entry, queue: ExtentQueue) -> None:
-        ghosts = self._tenant(entry[2].tenant).ghosts
-        ghosts.add(entry[2].key, entry[3])
-        ghosts.trim(self._most_ghosts)
-
-    def _follow(self, parent: Extent, entry: Entry, queue: ExtentQueue) -> None:
-        self._admit(parent, None)
-
-    @property
-    def _most_ghosts(self) -> float:
-        return self._ghost_factor * self._capacity / max(1, len(self._tenants))
-
-    def check(self) -> None:
-        super().check()
-        for tenant in self._tenants.values():
-            tenant.ghosts.check(self._ghost_factor * self._capacity)
+    def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:
+        ghosts = self._tenant(entry.extent.tenant).ghosts
+        ghosts.add(entry.extent.key, entry.size)
+        ghosts.trim(self._ghost_factor * self._capacity / max(1, len(self._tenants)))
 
     def fresh(self) -> Self:
         return type(self)(
@@ -170,10 +175,10 @@ class QoSEvictionPolicy(QueuedPolicy):
     def _queues(self) -> Sequence[ExtentQueue]:
         return [tenant.queue for tenant in self._tenants.values()]
 
-
-def _oldest(queue: ExtentQueue) -> tuple[float, int, int]:
-    rank: tuple[float, int, int] = queue.first()[0]
-    return rank
+    def check(self) -> None:
+        super().check()
+        for tenant in self._tenants.values():
+            tenant.ghosts.check(self._ghost_factor * self._capacity)
 
 
 PLUGIN = QoSEvictionPolicy

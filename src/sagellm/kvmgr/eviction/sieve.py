@@ -1,4 +1,4 @@
-"""SIEVE: a hand sweeps a queue of arrivals and evicts what nobody used since it last passed.
+"""SIEVE: a hand sweeps the queue and evicts extents that are unused since it last passed.
 
 Source: Zhang, Yang, Yue, Vigfusson and Rashmi, "SIEVE is Simpler than LRU" (NSDI 2024).
 """
@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from typing import Self
 
 from sagellm.core.protocols.eviction import Extent
-from sagellm.kvmgr.eviction._queue import Entry, ExtentQueue
-from sagellm.kvmgr.eviction._queued import Note, QueuedPolicy
+from sagellm.kvmgr.eviction._base import ExtentQueue, FormerPlace, QueuedPolicy, QueueEntry
 
 
 class SieveEvictionPolicy(QueuedPolicy):
-    """The paper's one queue, cut at the hand: what lies ahead of it in this sweep, and what it has passed.
+    """The paper's one queue, cut at the hand into `_ahead` and `_passed`.
 
-    Nothing moves on a use. An extent that comes back from a pin takes its old place, on whichever side of
-    the hand that is by now.
+    A use moves nothing. An extent that was pinned returns to its old place, on whichever side of the hand
+    that is by now.
     """
 
     def __init__(self, *, capacity: int | None = None) -> None:
@@ -28,45 +27,44 @@ class SieveEvictionPolicy(QueuedPolicy):
         self._arrivals = itertools.count()
         self._hand = -1
 
-    def _admit(self, extent: Extent, note: Note | None) -> None:
-        if note is None:
+    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+        if former is None:
             if not self._ahead.live:
                 self._start_sweep()
-            self._put(extent, self._ahead, next(self._arrivals))
+            self._push(extent, self._ahead, next(self._arrivals))
             return
-        _, rank, visited = note
-        if visited:
+        if former.num_uses or former.state:
             self._visited.add(extent.key)
-        self._put(extent, self._ahead if rank > self._hand else self._passed, rank)
+        self._push(extent, self._ahead if former.rank > self._hand else self._passed, former.rank)
 
-    def _choose(self) -> ExtentQueue | None:
+    def _next_queue(self) -> ExtentQueue | None:
         while True:
             if not self._ahead.live:
                 if not self._passed.live:
                     return None
                 self._start_sweep()
             entry = self._ahead.first()
-            key = entry[2].key
+            key = entry.extent.key
             if key not in self._visited:
                 return self._ahead
             self._visited.discard(key)
-            self._requeue_first(entry, self._ahead, self._passed, entry[0])
-            self._hand = entry[0]
+            self._requeue_first(entry, self._ahead, self._passed, entry.rank)
+            self._hand = entry.rank
 
     def _start_sweep(self) -> None:
-        """The hand is past the youngest: it goes on at the oldest."""
+        """The hand has passed the youngest extent and goes on at the oldest."""
         self._ahead, self._passed = self._passed, self._ahead
         self._hand = -1
 
-    def _note(self, key: int, entry: Entry, queue: ExtentQueue, used: int) -> Note:
-        visited = used or key in self._visited
+    def _remember(self, key: int, extent: Extent) -> bool:
+        was_visited = key in self._visited
         self._visited.discard(key)
-        return (queue, entry[0], visited)
+        return was_visited
 
-    def _evicted(self, entry: Entry, queue: ExtentQueue) -> None:
-        self._visited.discard(entry[2].key)
+    def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:
+        self._visited.discard(entry.extent.key)
         if queue is self._ahead:
-            self._hand = entry[0]
+            self._hand = entry.rank
 
     def fresh(self) -> Self:
         return type(self)(capacity=self._given_capacity)

@@ -1,31 +1,36 @@
-"""SLO-aware: what many wait for, what matters more, and what would cost a deadline stays longest."""
+"""SLO-aware: extents of high priority, and those whose loss risks a deadline, stay longest."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import CostBenefitModel, Extent, Hint
-from sagellm.kvmgr.eviction._cost import PrefillCostModel
-from sagellm.kvmgr.eviction._queue import Entry, ExtentQueue, recency
-from sagellm.kvmgr.eviction._queued import Note, QueuedPolicy
+from sagellm.kvmgr.eviction._base import ExtentQueue, FormerPlace, QueuedPolicy, QueueEntry, recency
+from sagellm.kvmgr.eviction.cost_model import PrefillCostModel
 
-Wish = tuple[int, float]
-"""Priority, and until when to keep (clock seconds; minus infinity: no such wish)."""
-NO_WISH: Wish = (0, -math.inf)
+
+class Importance(NamedTuple):
+    """An extent's priority, and until when to keep it (clock seconds; minus infinity: not asked for)."""
+
+    priority: int = 0
+    until_s: float = -math.inf
+
+
+NO_IMPORTANCE = Importance()
 
 
 class SLOEvictionPolicy(QueuedPolicy):
-    """Lower priorities go first; within one, LRU in which an extent looks younger by what its loss risks.
+    """Lower priorities go first; within one, LRU, where a risky loss makes an extent look younger.
 
-    The priority and the goal for the first token are those of the request that used the extent last; one
-    without a goal has `ttft_slo_s`. Recomputing an extent takes part of that time: the larger the part, the
-    younger the extent looks, by `patience_s` where all of it would be gone.
-    `hint(priority=..., duration_s=...)` sets the priority, and lets the extent look as if used when the
-    duration ends; `wanted_by` keeps it until nothing else is left. The clock must be that of `used_s`.
+    The priority and the goal for the time to the first token are those of the request that used the extent
+    last; `ttft_slo_s` where it has no goal. Recomputing an extent takes a part of that time. The larger the
+    part, the younger the extent looks, by `patience_s` where it takes all of it. `hint(priority=...,
+    duration_s=...)` sets the priority and makes the extent look as if used when the duration ends. The clock
+    must be that of `used_s`.
     """
 
     def __init__(
@@ -44,58 +49,55 @@ class SLOEvictionPolicy(QueuedPolicy):
         self._model: CostBenefitModel = PrefillCostModel() if model is None else model
         self._ttft_slo_s, self._patience_s = ttft_slo_s, patience_s
         self._queue = ExtentQueue()
-        self._wishes: dict[int, Wish] = {}
+        self._importance: dict[int, Importance] = {}
 
     def hint(self, key: int, hint: Hint) -> None:
         if hint.priority is not None or hint.duration_s is not None:
-            self._wish(key, hint)
+            self._set_importance(key, hint)
         super().hint(key, hint)
 
-    def _wish(self, key: int, hint: Hint) -> None:
-        queue, note = self._held.get(key), self._away.get(key)
-        priority, until_s = note[3] if note is not None else self._wishes.get(key, NO_WISH)
-        if hint.priority is not None:
-            priority = hint.priority
-        if hint.duration_s is not None:
-            until_s = self._clock.now() + hint.duration_s
-        if note is not None:
-            self._away[key] = (*note[:3], (priority, until_s))
+    def _set_importance(self, key: int, hint: Hint) -> None:
+        queue, former = self._held.get(key), self._away.get(key)
+        old = former.state if former is not None else self._importance.get(key, NO_IMPORTANCE)
+        new = Importance(
+            old.priority if hint.priority is None else hint.priority,
+            old.until_s if hint.duration_s is None else self._clock.now() + hint.duration_s,
+        )
+        if former is not None:
+            former.state = new
         elif queue is not None:
-            extent = queue.live[key][2]
-            self._depart(key, 0)
+            extent = queue.live[key].extent
+            self._take_out(key, 0)
             self._away.pop(key)
-            self._admit(extent, (self._queue, None, 0, (priority, until_s)))
+            self._push_important(extent, new)
 
-    def _admit(self, extent: Extent, note: Note | None) -> None:
-        wish = self._own_wish(extent) if note is None else note[3]
-        if wish != NO_WISH:
-            self._wishes[extent.key] = wish
-        self._put(extent, self._queue, self._rank(extent, wish))
+    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+        if former is not None:
+            importance = former.state
+        else:  # extents of `sagellm.compat` have a priority of their own
+            importance = Importance(extent.use.priority or getattr(extent, "priority", 0))
+        self._push_important(extent, importance)
 
-    def _own_wish(self, extent: Extent) -> Wish:
-        """The last request's priority; a candidate brings one of its own."""
-        priority = extent.use.priority or getattr(extent, "priority", 0)
-        return (priority, -math.inf) if priority else NO_WISH
+    def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
+        """A parent gets the priority of its child: a request that needs the child needs the parent."""
+        self._push_important(parent, Importance(child.rank[0]))
 
-    def _rank(self, extent: Extent, wish: Wish) -> tuple[float, ...]:
+    def _push_important(self, extent: Extent, importance: Importance) -> None:
+        if importance != NO_IMPORTANCE:
+            self._importance[extent.key] = importance
         when_s, last_use, depth = recency(extent)
         risk = min(1.0, self._model.recompute_s(extent) / (extent.use.ttft_slo_s or self._ttft_slo_s))
-        when_s = max(when_s + risk * self._patience_s, wish[1])
-        return (wish[0], when_s, last_use, depth)
+        when_s = max(when_s + risk * self._patience_s, importance.until_s)
+        self._push(extent, self._queue, (importance.priority, when_s, last_use, depth))
 
-    def _choose(self) -> ExtentQueue | None:
+    def _next_queue(self) -> ExtentQueue | None:
         return self._queue if self._queue.live else None
 
-    def _note(self, key: int, entry: Entry, queue: ExtentQueue, used: int) -> Note:
-        return (queue, entry[0], used, self._wishes.pop(key, NO_WISH) if self._wishes else NO_WISH)
+    def _remember(self, key: int, extent: Extent) -> Importance:
+        return self._importance.pop(key, NO_IMPORTANCE)
 
-    def _evicted(self, entry: Entry, queue: ExtentQueue) -> None:
-        if self._wishes:
-            self._wishes.pop(entry[2].key, None)
-
-    def _follow(self, parent: Extent, entry: Entry, queue: ExtentQueue) -> None:
-        """Who cared for the child cares for what stands in front of it: the priority is the child's."""
-        self._admit(parent, (queue, None, 0, (entry[0][0], -math.inf)))
+    def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:
+        self._importance.pop(entry.extent.key, None)
 
     def fresh(self) -> Self:
         return type(self)(

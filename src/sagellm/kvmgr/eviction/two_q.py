@@ -1,4 +1,4 @@
-"""2Q: what is new waits in a short FIFO; only what returns after it left there enters the LRU queue.
+"""2Q: new extents wait in a short FIFO; those that return after leaving it enter the LRU queue.
 
 Source: Johnson and Shasha, "2Q: A Low Overhead High Performance Buffer Management Replacement Algorithm"
 (VLDB 1994), the full version.
@@ -12,16 +12,23 @@ from typing import Self
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Extent
-from sagellm.kvmgr.eviction._ghosts import GhostQueue
-from sagellm.kvmgr.eviction._queue import Entry, ExtentQueue, recency
-from sagellm.kvmgr.eviction._queued import Note, QueuedPolicy
+from sagellm.kvmgr.eviction._base import (
+    ExtentQueue,
+    FormerPlace,
+    GhostQueue,
+    QueuedPolicy,
+    QueueEntry,
+    recency,
+)
 
 MAX_OUT_SHARE = 1000
 
 
 class TwoQEvictionPolicy(QueuedPolicy):
-    """A1in, Am and A1out of the paper are `_new`, `_main` and `_ghosts`; `in_share` and `out_share` are their
-    sizes as parts of the capacity. A use within A1in changes nothing: it belongs to the first.
+    """A1in, Am and A1out of the paper are `_new`, `_main` and `_ghosts`.
+
+    `in_share` and `out_share`: the sizes of A1in and A1out as shares of the capacity. A use within A1in
+    changes nothing: it is correlated with the first one.
     """
 
     def __init__(
@@ -36,16 +43,19 @@ class TwoQEvictionPolicy(QueuedPolicy):
         self._ghosts = GhostQueue()
         self._arrivals = itertools.count()
 
-    def _admit(self, extent: Extent, note: Note | None) -> None:
-        if note is not None:
-            queue, rank = note[0], note[1]
+    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+        if former is not None:
+            queue, rank = former.queue, former.rank
         else:
             queue = self._main if self._ghosts.pop(extent.key) else self._new
             rank = next(self._arrivals)
-        self._put(extent, queue, recency(extent) if queue is self._main else rank)
+        self._push(extent, queue, recency(extent) if queue is self._main else rank)
         self._ghosts.trim(int(self._out_share * self._capacity))
 
-    def _choose(self) -> ExtentQueue | None:
+    def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
+        self._push(parent, queue, recency(parent) if queue is self._main else child.rank)
+
+    def _next_queue(self) -> ExtentQueue | None:
         if self._new.live:
             if not self._main.live or self._new.num_blocks > int(self._in_share * self._capacity):
                 return self._new
@@ -53,20 +63,13 @@ class TwoQEvictionPolicy(QueuedPolicy):
             return None
         return self._main
 
-    def _evicted(self, entry: Entry, queue: ExtentQueue) -> None:
+    def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:
         if queue is self._new:
-            self._ghosts.add(entry[2].key, entry[3])
-            self._ghosts.trim(self._most_ghosts)
-
-    def _follow(self, parent: Extent, entry: Entry, queue: ExtentQueue) -> None:
-        self._put(parent, queue, recency(parent) if queue is self._main else entry[0])
-
-    def check(self) -> None:
-        super().check()
-        self._ghosts.check(self._most_ghosts)
+            self._ghosts.add(entry.extent.key, entry.size)
+            self._ghosts.trim(self._max_ghosts)
 
     @property
-    def _most_ghosts(self) -> float:
+    def _max_ghosts(self) -> float:
         return (1 + self._out_share) * self._capacity
 
     def fresh(self) -> Self:
@@ -74,6 +77,10 @@ class TwoQEvictionPolicy(QueuedPolicy):
 
     def _queues(self) -> Sequence[ExtentQueue]:
         return (self._new, self._main)
+
+    def check(self) -> None:
+        super().check()
+        self._ghosts.check(self._max_ghosts)
 
 
 PLUGIN = TwoQEvictionPolicy

@@ -1,4 +1,4 @@
-"""`predictive`, through the real index: rests as a predictor hears of them, and the order that follows."""
+"""`predictive`, through the real index: what its predictor is told, and the order that follows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sagellm.benchmarks.replay.replayer import replay
 from sagellm.benchmarks.traces import read_trace
 from sagellm.compat import EvictionCandidate, select_victims
 from sagellm.core.clock import ManualClock
-from sagellm.core.protocols.eviction import Hint, Run
+from sagellm.core.protocols.eviction import Hint, SimpleExtent
 from sagellm.core.protocols.lifetime import (
     LifetimePredictor,
     Prediction,
@@ -23,9 +23,13 @@ from sagellm.core.protocols.lifetime import (
 )
 from sagellm.core.types import Tokens
 from sagellm.kvmgr.eviction import LRUPolicy
-from sagellm.kvmgr.eviction._predicted_ranks import LEAST_HELD_S, PATIENCE_S, density
-from sagellm.kvmgr.eviction._rests import HOT_BRANCHES
-from sagellm.kvmgr.eviction.predictive import PredictiveEvictionPolicy
+from sagellm.kvmgr.eviction._history import MAX_BRANCHES
+from sagellm.kvmgr.eviction.predictive import (
+    LEAST_HELD_S,
+    PATIENCE_S,
+    PredictiveEvictionPolicy,
+    density,
+)
 from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
 from sagellm.kvmgr.lifetime.statistical import StatisticalLifetimePredictor
 from sagellm.kvmgr.prefix_cache.radix import RadixIndex
@@ -210,22 +214,22 @@ def test_a_branch_near_the_beginning_is_no_use_of_the_rest() -> None:
 def test_a_prefix_that_many_share_is_no_conversation() -> None:
     predictor = FakeReuse()
     cache = Cache(predictor)
-    for number in range(HOT_BRANCHES + 4):
+    for number in range(MAX_BRANCHES + 4):
         cache.ask(5.0 * number, [*range(6), *prompt(number + 1, 5)])
     features, _ = predictor.asked[-1]
     assert (features.turn, features.gap_s) == (1, -1.0)
-    cache.evict(5 * (HOT_BRANCHES + 4))
+    cache.evict(5 * (MAX_BRANCHES + 4))
     shared, age_s = predictor.asked[-1]
     assert (shared.position, shared.gap_s, age_s) == (0, 5.0, 0.0)
-    assert shared.num_uses >= HOT_BRANCHES + 4
+    assert shared.num_uses >= MAX_BRANCHES + 4
 
 
 def test_of_single_blocks_one_in_four_is_told() -> None:
     predictor = FakeReuse()
     policy = PredictiveEvictionPolicy(predictor=predictor, capacity=1_000)
     for key in range(800):
-        policy.insert(Run(key, 1, last_use=key))
-    policy.insert(Run(800, 1, used_s=10.0, last_use=800))
+        policy.insert(SimpleExtent(key, 1, last_use=key))
+    policy.insert(SimpleExtent(800, 1, used_s=10.0, last_use=800))
     policy.evict(0, lambda extent, count: None)
     assert len(predictor.told) == 200
 
@@ -376,11 +380,11 @@ def test_candidates_are_asked_about_and_teach_nothing() -> None:
 
 def test_rests_are_bounded_evicted_ones_included() -> None:
     policy = PredictiveEvictionPolicy(predictor=FakeReuse(), capacity=50)
-    most = policy._rests.max_rests
+    most = policy._history.max_records
     for key in range(most + 500):
-        policy.insert(Run(key, 1, last_use=key, used_s=float(key)))
+        policy.insert(SimpleExtent(key, 1, last_use=key, used_s=float(key)))
         policy.evict(max(0, policy.num_evictable - 50), lambda extent, count: None)
-    assert len(policy._rests) == most
+    assert len(policy._history) == most
     policy.check()
 
 

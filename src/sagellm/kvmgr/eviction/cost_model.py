@@ -1,4 +1,4 @@
-"""What it costs to get KV back: by computing it again, or by moving it from a tier."""
+"""What it costs to get KV back: by recomputing it, or by moving it from a tier."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class PrefillCostModel:
     """Implements `CostBenefitModel` for a dense transformer.
 
     Prefill of one token at position p takes `seconds_per_token + p * seconds_per_token_squared`: the first
-    part is the layers' matrices, the second attention over what stands in front. A move takes a tier's
-    latency and then bytes over bandwidth (bytes/s; infinite: the KV is there already). The defaults have the
-    order of an 8-billion-parameter model in 16 bits on one large GPU; measure yours, or take `of_model`.
+    term is the layers' matrices, the second attention over the tokens in front. A transfer takes the tier's
+    latency plus bytes over bandwidth (bytes/s; infinite: the KV is there already). The defaults have the
+    order of an 8-billion-parameter model in 16 bits on one large GPU. Measure yours, or use `of_model`.
     """
 
     block_size: int = 16
@@ -49,8 +49,11 @@ class PrefillCostModel:
         bytes_per_block: int = 2 * 1024 * 1024,
         bandwidths: Mapping[str, float] | None = None,
     ) -> PrefillCostModel:
-        """From a model's shape and the FLOP/s that prefill reaches: 2 FLOPs per parameter and token, and
-        4 per layer, hidden unit and position in front (queries with keys, weights with values)."""
+        """Computed from a model's shape and the FLOP/s that prefill reaches.
+
+        2 FLOPs per parameter and token, and 4 per layer, hidden unit and position in front (queries with
+        keys, weights with values).
+        """
         if min(num_parameters, num_layers, hidden_size, flops_per_s) <= 0:
             raise ConfigError("parameters, layers, hidden size and FLOP/s must be positive")
         return cls(
@@ -62,7 +65,7 @@ class PrefillCostModel:
         )
 
     def recompute_s(self, extent: Extent) -> float:
-        """Prefill of the extent alone, what stands in front of it being cached."""
+        """Seconds of prefill for the extent alone, with everything in front of it cached."""
         first = extent.first_position * self.block_size
         num_tokens = extent.num_blocks * self.block_size
         attended = num_tokens * (first + (num_tokens - 1) / 2)

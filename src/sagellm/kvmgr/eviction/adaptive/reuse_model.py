@@ -1,55 +1,57 @@
-"""When will an extent be used again: a model of hazards, learned online from all extents, kept or not.
+"""When will an extent be used again: a model of reuse hazards, learned online.
 
-The hazard of reuse (1/s) at an age is a base rate at that age times one factor per feature and age: a
-multiplicative intensity model (Clayton and Cuzick 1985), fitted by proportional fitting to counts of uses and
-seconds at risk, with shrinkage, so that few data mean few opinions. What an extent is worth is the best
-ratio, over all times to give it up, of expected uses to expected seconds of memory: Gittins' index (1979),
-which is hit density (Beckmann, Chen and Cidon, "LHD", 2018) without its assumption about when to stop.
+It learns from all extents, kept or evicted. The hazard of reuse (1/s) at an age is a base rate at that age
+times one factor per feature and age: a multiplicative intensity model (Clayton and Cuzick 1985), fitted by
+proportional fitting to counts of uses and seconds at risk, with shrinkage, so that with few data the factors
+stay near 1. The value of an extent is the best ratio, over all times to give it up, of expected uses to
+expected seconds of memory: Gittins' index (1979), which is hit density (Beckmann, Chen and Cidon, "LHD",
+2018) without its assumption about when to stop.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_right
 
 import numpy as np
+import numpy.typing as npt
 
-from sagellm.kvmgr.eviction._exposure import (
-    BORDERS_S,
-    FROM_S,
-    NUM_AGES,
-    WIDTH_S,
-    YOUNGEST_S,
-    Floats,
-    Ints,
-    age_bin,
-    seconds_at_risk,
-)
-
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 Features = tuple[int, ...]
-"""Small non-negative integers, below `LEVELS` each."""
+"""Small non-negative integers, each below `LEVELS`."""
+
+YOUNGEST_S, OLDEST_S, NUM_AGES = 1.0, 7200.0, 24
+BORDERS_S: Floats = np.concatenate(([0.0], np.geomspace(YOUNGEST_S, OLDEST_S, NUM_AGES)))
+"""Ages are counted in `NUM_AGES` bins; no seconds beyond `OLDEST_S` are counted."""
+FROM_S: Floats = BORDERS_S[:-1]
+WIDTH_S: Floats = np.diff(BORDERS_S)
+AGE_ENDS_S: list[float] = [*BORDERS_S[1:-1].tolist(), math.inf]
+"""Where each bin ends; the last one has no end."""
+_INNER: list[float] = AGE_ENDS_S[:-1]
 
 LEVELS = 8
 MAX_KINDS = 2048
 MAX_HAZARD = 2.0
 MANY_SPANS = 8192
 MAX_USES = 600.0
-"""Expected uses beyond which what is left of a life is too little for a floating point number."""
+"""Expected uses beyond which the chance to survive is too small for a floating point number."""
 FIRST_FITS, FIRST_ROUNDS = 4, 3
-"""The first fits go round so many times; later ones start from factors that are nearly right, and go once."""
+"""The first fits take so many rounds; later ones start from factors that are nearly right, and take one."""
 _WIDTHS: list[float] = WIDTH_S.tolist()
 _MIDDLE_S = np.sqrt(np.maximum(FROM_S, YOUNGEST_S / 2) * BORDERS_S[1:])
 _NEAR = np.maximum(0.0, 1.5 - 0.5 * np.abs(np.subtract.outer(np.arange(NUM_AGES), np.arange(NUM_AGES))))
 _NEAR[_NEAR > 1.0] = 1.0
-"""How much the neighbours of an age say about it: 1 for itself and the next, 1/2 for the one after."""
+"""How much the bins near an age count for it: 1 for itself and the next, 1/2 for the one after."""
 
 
 class ReuseModel:
-    """Counts by kind (a tuple of features) and age; `fit` turns them into values.
+    """Counts uses and seconds by kind (a tuple of features) and age; `fit` turns them into values.
 
-    `shrinkage`: a factor moves from 1 as far as data outweigh so many uses. `half_life`: lives after
-    which what was learned counts half. `early_s`: until about that age the prior hardly falls.
-    `values`: for each kind one per age, expected uses per second of memory at the best time to stop.
+    `shrinkage`: a factor leaves 1 as far as the data outweigh so many uses. `half_life`: records after which
+    older counts weigh half. `early_s`: until about this age the prior hardly falls. `values`: [kinds][ages],
+    expected uses per second of memory at the best time to stop.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class ReuseModel:
         return self.num_fits > 0
 
     def kind(self, features: Features) -> int:
-        """The row of a tuple of features; beyond `MAX_KINDS` all new ones share one row."""
+        """The row of a tuple of features; beyond `MAX_KINDS` rows all new tuples share one."""
         row = self._kinds.get(features)
         if row is not None:
             return row
@@ -98,11 +100,11 @@ class ReuseModel:
         return row
 
     def used(self, kind: int, age_s: float, weight: float = 1.0) -> None:
-        """An extent of that kind was used at that age."""
+        """A path of that kind was used at that age."""
         self._uses[kind, age_bin(age_s)] += weight
 
     def at_risk(self, kind: int, from_s: float, to_s: float) -> None:
-        """An extent of that kind lived unused from one age to another."""
+        """A path of that kind was not used from one age to another."""
         kinds, froms_s, tos_s = self._spans
         kinds.append(kind)
         froms_s.append(from_s)
@@ -111,12 +113,12 @@ class ReuseModel:
             self._count_spans()
 
     def all_at_risk(self, kinds: Ints, from_s: Floats, to_s: Floats) -> None:
-        """The same of many extents."""
+        """`at_risk` for many paths at once."""
         rows = len(self._kinds)
         self._at_risk_s[:rows] += seconds_at_risk(kinds, from_s, to_s, rows)
 
-    def fit(self, num_lives: int) -> None:
-        """Learn from the counts so far; `num_lives` came since the last fit. Takes a few milliseconds."""
+    def fit(self, num_new: int) -> None:
+        """Learn from the counts so far; `num_new` records began since the last fit. Takes a few ms."""
         self._count_spans()
         rows = len(self._kinds)
         uses, at_risk_s, products = self._uses[:rows], self._at_risk_s[:rows], self._products(slice(0, rows))
@@ -132,16 +134,16 @@ class ReuseModel:
                 products *= change
         self.values = _values(self._hazards(products)).tolist()
         self.num_fits += 1
-        fade = 0.5 ** (num_lives / self._half_life)
+        fade = 0.5 ** (num_new / self._half_life)
         uses *= fade
         at_risk_s *= fade
 
     def value(self, kind: int, age_s: float) -> float:
-        """Expected uses per second of memory, at the best time to stop; `fit` must have been called."""
+        """Expected uses per second of memory at the best time to stop; `fit` must have been called."""
         return self.values[kind][age_bin(age_s)]
 
     def _count_spans(self) -> None:
-        """Add up what `at_risk` noted, all at once."""
+        """Add up the calls of `at_risk` since the last count."""
         kinds, from_s, to_s = self._spans
         self._spans = (array("q"), array("d"), array("d"))
         if kinds:
@@ -176,8 +178,11 @@ class ReuseModel:
         self._base = (seen + prior_uses) / (seconds + prior_uses / (scale * self._prior))
 
     def _fit_factor(self, number: int, seen: Floats, expected: Floats) -> Floats:
-        """One feature's factors, given all others, from the uses at its levels, seen and expected so far;
-        returns by how much they changed. All [levels, ages]."""
+        """Fit one feature's factors, given all others; returns by how much they changed.
+
+        `seen` and `expected`: uses at the feature's levels, counted and by the model so far. All arrays are
+        [levels, ages].
+        """
         before = self._factors[number]
         due = expected / before
         weight = self._shrinkage
@@ -191,10 +196,10 @@ class ReuseModel:
 
 
 def _values(hazards: Floats) -> Floats:
-    """[kinds, ages] hazards to [kinds, ages] of the best ratio of uses to seconds from that age on.
+    """The best ratio of uses to seconds from each age on; hazards and values are [kinds, ages].
 
-    Where the hazard is at least the value of the next age, it is the value: nothing later is better. Only
-    for the others all times to stop are looked at.
+    Where the hazard is at least the value of the next age, it is the value: nothing later is better. All
+    times to stop are compared for the other ages only.
     """
     hazards = np.ascontiguousarray(hazards.T)
     width_s = WIDTH_S[:, None]
@@ -217,8 +222,9 @@ def _values(hazards: Floats) -> Floats:
 def _values_of_one(hazards: list[float]) -> list[float]:
     """`_values` of a single kind, without the overhead of arrays.
 
-    From the oldest age back: a stretch from here to a time to stop, as its ratio, its mean seconds and the
-    chance to outlive it; while the next stretch has the better ratio, it is worth to go on through that too.
+    Goes from the oldest age back. `ahead` has the spans up to the next times to stop, each as its ratio of
+    uses to seconds, its mean seconds and the chance to survive it. While the next span has the better ratio,
+    it is worth keeping the extent through that span too.
     """
     ahead: list[tuple[float, float, float]] = []
     values = [0.0] * NUM_AGES
@@ -236,3 +242,31 @@ def _values_of_one(hazards: list[float]) -> list[float]:
         ahead.append((value, held_s, survives))
         values[age] = value
     return values
+
+
+def age_bin(age_s: float) -> int:
+    """The bin of an age; ages beyond the oldest are in the last one."""
+    return bisect_right(_INNER, age_s)
+
+
+def seconds_at_risk(kinds: Ints, from_s: Floats, to_s: Floats, num_kinds: int) -> Floats:
+    """[kinds, ages]: seconds that paths of each kind spent at each age.
+
+    Each element of `kinds`, `from_s` and `to_s` is one path: its kind, and its ages at the start and the end.
+    """
+    return _seconds_from_birth(kinds, to_s, num_kinds) - _seconds_from_birth(kinds, from_s, num_kinds)
+
+
+def _seconds_from_birth(kinds: Ints, ages_s: Floats, num_kinds: int) -> Floats:
+    """As `seconds_at_risk` from age 0 on: all bins below that of the end, and a part of that one.
+
+    Two sums for each bin are enough, over the paths that end in it: how many, and their ages.
+    """
+    ages_s = np.clip(ages_s, 0.0, OLDEST_S)
+    cells = kinds * NUM_AGES + np.searchsorted(_INNER, ages_s, side="right")
+    size = num_kinds * NUM_AGES
+    ends = np.bincount(cells, minlength=size).reshape(num_kinds, NUM_AGES)
+    ended_s = np.bincount(cells, ages_s, size).reshape(num_kinds, NUM_AGES)
+    beyond = ends[:, ::-1].cumsum(axis=1)[:, ::-1] - ends
+    seconds: Floats = ended_s - ends * FROM_S + beyond * WIDTH_S
+    return seconds

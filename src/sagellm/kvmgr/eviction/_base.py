@@ -1,0 +1,501 @@
+"""The shared base of the eviction policies: queues of extents, ghosts, hints, and the eviction loop.
+
+A policy is one file with a subclass of `QueuedPolicy`. It says into which of its queues an extent goes and at
+which rank (`_enqueue`), and which queue gives up its first extent next (`_next_queue`). The methods stand in
+the same order in each file: `__init__`, events, `_enqueue`, `_enqueue_parent`, `_next_queue`, `_remember`,
+`_evicted`, helpers, `fresh`, `_queues`, `check`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Self
+
+from sagellm.core.errors import BookkeepingError, ConfigError
+from sagellm.core.protocols.eviction import Extent, GiveUp, Hint
+
+FEW = 64
+"""Collections shorter than this are never compacted."""
+MAX_STALE = 3
+"""A queue is compacted when it has more stale entries than this times the live ones."""
+MAX_ROWS = 4
+MIN_REMEMBERED = 64
+
+
+@dataclass(slots=True, eq=False)
+class QueueEntry:
+    """An extent's place in a queue: lower ranks first, of equal ranks the lower `serial`.
+
+    `size`: the extent's blocks when it entered the policy, for the ghost that it may leave.
+    """
+
+    rank: Any
+    serial: int
+    extent: Extent
+    size: int
+
+
+@dataclass(slots=True, eq=False)
+class FormerPlace:
+    """Where an extent stood that is pinned, has children, or was moved by a hint.
+
+    `num_uses`: 1 if a request uses the extent since then, else 0. `state`: what the policy's `_remember`
+    returned.
+    """
+
+    queue: ExtentQueue
+    rank: Any
+    num_uses: int = 0
+    state: Any = None
+
+
+class ExtentQueue:
+    """Extents in order of rank; of equal ranks, the one that came first is first.
+
+    Ranks of one queue must be comparable. `live` maps keys to entries; only this class changes it. Entries
+    are deleted lazily: a stale one is not the entry that `live` has under its key.
+
+    Nearly all extents come in order of rank and are appended to a row (a deque). Old ranks that return, and
+    counts of uses, go to one of a few further rows; what fits none goes to a heap. A heap alone is about
+    twice as slow (`sagellm bench micro eviction`).
+    """
+
+    __slots__ = ("_heap", "_num_stale", "_rows", "_serial", "live", "num_blocks")
+
+    def __init__(self) -> None:
+        self.live: dict[int, QueueEntry] = {}
+        self.num_blocks = 0
+        self._rows: list[deque[QueueEntry]] = []
+        self._heap: list[tuple[Any, int, QueueEntry]] = []
+        self._num_stale = 0  # an upper bound: stale entries that reached the front are gone
+        self._serial = itertools.count()
+
+    def push(self, rank: Any, extent: Extent, num_blocks: int, size: int) -> None:
+        """Add an extent that has `num_blocks` blocks now and had `size` when it came to the policy."""
+        entry = QueueEntry(rank, next(self._serial), extent, size)
+        self.live[extent.key] = entry
+        self.num_blocks += num_blocks
+        for row in self._rows:
+            if not row or rank >= row[-1].rank:
+                row.append(entry)
+                return
+        if len(self._rows) < MAX_ROWS:
+            self._rows.append(deque((entry,)))
+        else:
+            heapq.heappush(self._heap, (rank, entry.serial, entry))
+
+    def first(self) -> QueueEntry:
+        """The entry of the lowest rank; the queue must not be empty."""
+        rows, heap, live = self._rows, self._heap, self.live
+        if len(rows) == 1 and not heap:  # the usual case: everything came in order
+            row = rows[0]
+            while live.get((entry := row[0]).extent.key) is not entry:
+                row.popleft()
+            return entry
+        while heap and live.get(heap[0][-1].extent.key) is not heap[0][-1]:
+            heapq.heappop(heap)
+        first = heap[0] if heap else None
+        for row in rows:
+            while row:
+                entry = row[0]
+                if live.get(entry.extent.key) is entry:
+                    candidate = (entry.rank, entry.serial, entry)
+                    if first is None or candidate < first:
+                        first = candidate
+                    break
+                row.popleft()
+        assert first is not None
+        return first[-1]
+
+    def drop_first(self, entry: QueueEntry, num_blocks: int) -> None:
+        """Remove the entry that `first` just returned, and its `num_blocks`."""
+        for row in self._rows:
+            if row and row[0] is entry:
+                row.popleft()
+                break
+        else:
+            heapq.heappop(self._heap)
+        del self.live[entry.extent.key]
+        self.num_blocks -= num_blocks
+
+    def take(self, key: int, num_blocks: int) -> QueueEntry:
+        """Remove an extent that counts as `num_blocks` in this queue."""
+        entry = self.live.pop(key)
+        self.num_blocks -= num_blocks
+        self._num_stale += 1
+        if self._num_stale > FEW and self._num_stale > MAX_STALE * len(self.live):
+            self._compact()
+        return entry
+
+    def check(self) -> None:
+        """Raises `BookkeepingError` where the count of blocks, the keys and the rows disagree."""
+        blocks = sum(entry.extent.num_blocks for entry in self.live.values())
+        if blocks != self.num_blocks:
+            raise BookkeepingError(f"a queue counts {self.num_blocks} blocks, its extents hold {blocks}")
+        self._check_places()
+
+    def _compact(self) -> None:
+        """Drop the stale entries."""
+        self._rows = [deque(sorted(self.live.values(), key=attrgetter("rank", "serial")))]
+        self._heap = []
+        self._num_stale = 0
+
+    def _check_places(self) -> None:
+        queued = {id(entry) for row in self._rows for entry in row} | {id(item[-1]) for item in self._heap}
+        for key, entry in self.live.items():
+            if id(entry) not in queued or entry.extent.key != key:
+                raise BookkeepingError(f"extent {key:x} is not in its queue")
+
+
+def recency(extent: Extent) -> tuple[float, int, int]:
+    """The rank of LRU: time of the last use with soft retention, count of uses, deeper extents first."""
+    return (extent.used_s + extent.bonus_s, extent.last_use, -extent.first_position)
+
+
+class GhostQueue:
+    """Keys and sizes of evicted extents, oldest first, so that a policy learns what it should have kept."""
+
+    # An OrderedDict: deleting from the front of a plain dict takes time in proportion to what was deleted.
+
+    __slots__ = ("_sizes", "num_blocks")
+
+    def __init__(self) -> None:
+        self._sizes: OrderedDict[int, int] = OrderedDict()
+        self.num_blocks = 0
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._sizes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def add(self, key: int, num_blocks: int) -> None:
+        """Add the youngest ghost; it replaces a ghost of the same key."""
+        self.num_blocks += num_blocks - self._sizes.pop(key, 0)
+        self._sizes[key] = num_blocks
+
+    def size(self, key: int) -> int:
+        """Blocks of a ghost that must exist."""
+        return self._sizes[key]
+
+    def pop(self, key: int) -> int:
+        """Remove a ghost; returns its blocks, 0 if there is none."""
+        size = self._sizes.pop(key, 0)
+        self.num_blocks -= size
+        return size
+
+    def trim(self, max_blocks: float) -> None:
+        """Forget the oldest ghosts until the others have at most `max_blocks` blocks."""
+        while self.num_blocks > max_blocks:
+            self.num_blocks -= self._sizes.popitem(last=False)[1]
+
+    def check(self, max_blocks: float) -> None:
+        """Raises `BookkeepingError` where the count of blocks is wrong or too large."""
+        if self.num_blocks != sum(self._sizes.values()) or self.num_blocks > max_blocks:
+            raise BookkeepingError(
+                f"{len(self._sizes)} ghosts count {self.num_blocks} blocks, their sizes say "
+                f"{sum(self._sizes.values())}, at most {max_blocks} may stay"
+            )
+
+
+class HintQueues:
+    """Two queues for extents that a hint moved out of the policy's order.
+
+    `ended` (the session ended, or the history was edited) is evicted before everything else, `wanted` (a
+    waiting request is about to use it) after everything else. `place` has each extent's place in the policy's
+    own order. `num_waiting`: requests that wait for an extent, by key; each use takes one away.
+    """
+
+    __slots__ = ("ended", "num_waiting", "place", "wanted")
+
+    def __init__(self) -> None:
+        self.ended = ExtentQueue()
+        self.wanted = ExtentQueue()
+        self.place: dict[int, FormerPlace] = {}
+        self.num_waiting: OrderedDict[int, int] = OrderedDict()
+
+    def note(self, key: int, hint: Hint, max_keys: int) -> None:
+        """Set how many requests wait for an extent; beyond `max_keys` extents, the oldest is forgotten."""
+        wanted = hint.wanted
+        if wanted is None:
+            return
+        self.num_waiting.pop(key, None)
+        if wanted > 0:
+            self.num_waiting[key] = wanted
+            if len(self.num_waiting) > max_keys:
+                self.num_waiting.popitem(last=False)
+
+    def used(self, key: int) -> None:
+        """One of the waiting requests uses the extent."""
+        waiting = self.num_waiting.pop(key, 0) - 1
+        if waiting > 0:
+            self.num_waiting[key] = waiting
+
+    def queue_for(self, key: int, hint: Hint) -> ExtentQueue | None:
+        """The queue for an extent with this hint; None if it belongs into the policy's order."""
+        if key in self.num_waiting:
+            return self.wanted
+        return self.ended if hint.ended or hint.superseded else None
+
+    def check(self, max_keys: int) -> None:
+        """Raises `BookkeepingError` where an extent has no place to return to, or too many are waited for."""
+        self.ended.check()
+        self.wanted.check()
+        if self.place.keys() != self.ended.live.keys() | self.wanted.live.keys():
+            raise BookkeepingError("an extent that a hint took out of the order has no place to return to")
+        if len(self.num_waiting) > max_keys:
+            raise BookkeepingError(
+                f"{len(self.num_waiting)} wishes are remembered, at most {max_keys} may be"
+            )
+
+
+class QueuedPolicy(ABC):
+    """An `EvictionPolicy` whose extents stand in queues; a subclass decides queue, rank and order.
+
+    `_held` maps the key of each evictable extent to its queue. `_away` keeps the place of each extent that is
+    pinned or has children, so that it returns there; it is bounded by the capacity. A parent without such a
+    place goes where its last child was. `capacity` is in blocks; None: the most blocks evictable at once so
+    far. Raises `ConfigError` for a capacity below 1.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        if capacity is not None and capacity < 1:
+            raise ConfigError(f"capacity must be at least 1 block, or None to learn it, not {capacity}")
+        self._given_capacity = capacity
+        self._capacity = capacity or 0
+        self._num_blocks = 0
+        self._held: dict[int, ExtentQueue] = {}
+        self._away: OrderedDict[int, FormerPlace] = OrderedDict()
+        self._hinted = HintQueues()
+
+    # -- what a policy decides
+
+    @abstractmethod
+    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+        """Put an extent into a queue with `_push`; `former` is None if nothing is remembered of it."""
+
+    def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
+        """Put a parent without a former place into a queue; its last child stood at `child` of `queue`."""
+        self._push(parent, queue, child.rank)
+
+    @abstractmethod
+    def _next_queue(self) -> ExtentQueue | None:
+        """The queue whose first extent is evicted next; None if all are empty."""
+
+    def _max_blocks(self, queue: ExtentQueue, extent: Extent, wanted: int) -> int:
+        """How many of the last `wanted` blocks of the first extent of `queue` may go now; at least 1."""
+        return wanted
+
+    def _remember(self, key: int, extent: Extent) -> Any:
+        """Drop the policy's own state of an extent that leaves its queue; returns it for `FormerPlace.state`.
+
+        After a split `extent` may be the tail already: `key` says which extent leaves.
+        """
+        return None
+
+    def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:  # noqa: B027 - most need nothing
+        """The extent at `entry` of `queue` was chosen and is evicted whole."""
+
+    @abstractmethod
+    def fresh(self) -> Self:
+        """Another policy of the same options that has seen nothing."""
+
+    @abstractmethod
+    def _queues(self) -> Sequence[ExtentQueue]:
+        """All queues of the policy."""
+
+    # -- events
+
+    @property
+    def num_evictable(self) -> int:
+        return self._num_blocks
+
+    def insert(self, extent: Extent) -> None:
+        key = extent.key
+        if key in self._held:
+            self.remove(key)
+        self._enqueue(extent, self._away.pop(key, None))
+        if key in self._hinted.num_waiting:
+            self._move_to(self._hinted.wanted, key)
+        if extent.hint is not None:
+            self.hint(key, extent.hint)
+
+    def unpin(self, extent: Extent) -> None:
+        self.insert(extent)
+
+    def pin(self, key: int) -> None:
+        if self._hinted.num_waiting:
+            self._hinted.used(key)
+        if key in self._held:
+            self._take_out(key, 1)
+
+    def remove(self, key: int) -> None:
+        if key in self._held:
+            self._take_out(key, 0)
+
+    def evict(self, num_blocks: int, give_up: GiveUp) -> int:
+        if num_blocks < 0:
+            raise BookkeepingError(f"cannot evict {num_blocks} blocks")
+        hinted, missing = self._hinted, num_blocks
+        while missing:
+            queue = hinted.ended if hinted.ended.live else self._next_queue()
+            if queue is None:
+                if not hinted.wanted.live:
+                    break
+                queue = hinted.wanted
+            entry = queue.first()
+            extent = entry.extent
+            held = extent.num_blocks
+            portion = self._max_blocks(queue, extent, min(missing, held))
+            missing -= portion
+            self._num_blocks -= portion
+            if portion < held:
+                queue.num_blocks -= portion
+                give_up(extent, portion)
+                continue
+            queue.drop_first(entry, held)
+            entry, queue = self._forget_chosen(entry, queue)
+            parent = give_up(extent, held)
+            if parent is not None:
+                self._insert_parent(parent, entry, queue)
+        return num_blocks - missing
+
+    def split(self, old: int, head: Extent, tail: Extent) -> None:
+        queue = self._held.get(old)
+        if queue is None:
+            return
+        former = self._take_out(old, 0, head.num_blocks + tail.num_blocks)
+        self._away.pop(tail.key, None)  # of an earlier extent with the same content
+        self._enqueue(tail, former)
+        if queue is self._hinted.ended or queue is self._hinted.wanted:
+            self._move_to(queue, tail.key)
+
+    def hint(self, key: int, hint: Hint) -> None:
+        hinted, queue = self._hinted, self._held.get(key)
+        if queue is not None or key in self._away:
+            hinted.note(key, hint, self._max_remembered)
+        if queue is None:
+            return
+        target = hinted.queue_for(key, hint)
+        if target is not None and target is not queue:
+            self._move_to(target, key)
+        elif target is None and queue is hinted.wanted:
+            self._move_back(key)
+
+    def check(self) -> None:
+        """Raises `BookkeepingError` where counts and queues disagree, or grow beyond their bounds."""
+        queues = (*self._queues(), self._hinted.ended, self._hinted.wanted)
+        for queue in queues:
+            queue.check()
+        blocks = sum(queue.num_blocks for queue in queues)
+        if blocks != self._num_blocks:
+            raise BookkeepingError(f"{self._num_blocks} blocks counted, the queues hold {blocks}")
+        if sum(len(queue.live) for queue in queues) != len(self._held):
+            raise BookkeepingError(f"{len(self._held)} extents are known, the queues hold others")
+        for key, queue in self._held.items():
+            if key not in queue.live or key in self._away:
+                raise BookkeepingError(f"extent {key:x} is not where it should be")
+        if len(self._away) > self._max_remembered:
+            raise BookkeepingError(f"{len(self._away)} notes are kept, at most {self._max_remembered} may be")
+        self._hinted.check(self._max_remembered)
+
+    # -- for subclasses
+
+    def _push(self, extent: Extent, queue: ExtentQueue, rank: Any) -> None:
+        """Put an extent that is in no queue into one."""
+        num_blocks = extent.num_blocks
+        queue.push(rank, extent, num_blocks, num_blocks)
+        self._held[extent.key] = queue
+        self._num_blocks += num_blocks
+        if self._num_blocks > self._capacity and self._given_capacity is None:
+            self._capacity = self._num_blocks
+
+    def _requeue(self, extent: Extent, source: ExtentQueue, target: ExtentQueue, rank: Any) -> None:
+        """Move an extent to another queue or rank."""
+        num_blocks = extent.num_blocks
+        entry = source.take(extent.key, num_blocks)
+        target.push(rank, extent, num_blocks, entry.size)
+        self._held[extent.key] = target
+
+    def _requeue_first(self, entry: QueueEntry, source: ExtentQueue, target: ExtentQueue, rank: Any) -> None:
+        """Move the entry that `source.first()` just returned."""
+        extent = entry.extent
+        num_blocks = extent.num_blocks
+        source.drop_first(entry, num_blocks)
+        target.push(rank, extent, num_blocks, entry.size)
+        self._held[extent.key] = target
+
+    def _take_out(self, key: int, num_uses: int, num_blocks: int | None = None) -> FormerPlace:
+        """Take an extent out of its queue and remember its place there.
+
+        `num_blocks`: what it counts as in the queue, if not its blocks now.
+        """
+        queue = self._held.pop(key)
+        extent = queue.live[key].extent
+        blocks = extent.num_blocks if num_blocks is None else num_blocks
+        rank = queue.take(key, blocks).rank
+        self._num_blocks -= blocks
+        place = self._hinted.place.pop(key, None) if self._hinted.place else None
+        if place is not None:
+            queue, rank = place.queue, place.rank
+        away = self._away
+        former = away[key] = FormerPlace(queue, rank, num_uses, self._remember(key, extent))
+        if len(away) > MIN_REMEMBERED and len(away) > self._capacity:
+            away.popitem(last=False)
+        return former
+
+    # -- inside
+
+    @property
+    def _max_remembered(self) -> int:
+        """Bound on the keys that are remembered of extents in no queue."""
+        return max(MIN_REMEMBERED, self._capacity)
+
+    def _forget_chosen(self, entry: QueueEntry, queue: ExtentQueue) -> tuple[QueueEntry, ExtentQueue]:
+        """Update the books after an extent was chosen; returns its place in the policy's own order."""
+        key, hinted = entry.extent.key, self._hinted
+        del self._held[key]
+        if hinted.num_waiting:
+            hinted.num_waiting.pop(key, None)
+        place = hinted.place.pop(key, None) if hinted.place else None
+        if place is None:
+            self._evicted(entry, queue)
+            return entry, queue
+        entry = QueueEntry(place.rank, entry.serial, entry.extent, entry.size)
+        if queue is hinted.ended:  # the policy did not choose it and does not expect it back: no ghost
+            self._remember(key, entry.extent)
+        else:
+            self._evicted(entry, place.queue)
+        return entry, place.queue
+
+    def _insert_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
+        """The child at that place is gone, and its parent became an evictable leaf."""
+        former = self._away.pop(parent.key, None)
+        if former is None:
+            self._enqueue_parent(parent, child, queue)
+        else:
+            self._enqueue(parent, former)
+        if parent.key in self._hinted.num_waiting:
+            self._move_to(self._hinted.wanted, parent.key)
+        if parent.hint is not None:
+            self.hint(parent.key, parent.hint)
+
+    def _move_to(self, target: ExtentQueue, key: int) -> None:
+        """Move an extent into one of the two queues of hints."""
+        queue = self._held[key]
+        extent = queue.live[key].extent
+        entry = queue.take(key, extent.num_blocks)
+        self._hinted.place.setdefault(key, FormerPlace(queue, entry.rank))
+        target.push(recency(extent), extent, extent.num_blocks, entry.size)
+        self._held[key] = target
+
+    def _move_back(self, key: int) -> None:
+        """Return an extent from a queue of hints to its own place."""
+        queue, place = self._held[key], self._hinted.place.pop(key)
+        self._requeue(queue.live[key].extent, queue, place.queue, place.rank)

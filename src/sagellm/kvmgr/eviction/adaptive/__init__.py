@@ -1,0 +1,7 @@
+"""The default policy: learned eviction with a bound on its loss to LRU. README.md walks through it."""
+
+from sagellm.kvmgr.eviction.adaptive.policy import AdaptiveEvictionPolicy
+
+__all__ = ["PLUGIN", "AdaptiveEvictionPolicy"]
+
+PLUGIN = AdaptiveEvictionPolicy
