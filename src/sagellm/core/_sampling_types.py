@@ -42,7 +42,7 @@ def check_types(params: Any) -> None:
 
 
 def as_strings(stop: Any) -> tuple[str, ...]:
-    """A tuple of stop strings; a single string is one stop string, None is none."""
+    """A tuple of stop strings; one string is one stop string, None is none."""
     found = (stop,) if isinstance(stop, str) else as_tuple("stop", "a string or several", stop)
     if wrong := [value for value in found if not isinstance(value, str)]:
         raise wrong_type("stop", "a string or several", wrong[0])

@@ -213,7 +213,7 @@ def _walk(values: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
 
 
 def _below(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Keys under an unknown section, in full, so that the error can name the nearest."""
+    """Full keys under an unknown section, so that the error can name the nearest."""
     if isinstance(value, Mapping) and value and name not in _FIELDS:
         yield from ((f"{name}.{key}", inner) for key, inner in value.items())
     else:

@@ -1,7 +1,7 @@
-"""KV events for routers: what the prefix index stores and removes, published in vLLM's wire form.
+"""KV events for routers: what the prefix index stores and removes.
 
-Importing this package needs neither msgspec nor pyzmq; fetching a name from it does (extra `events`).
-"""
+Published in vLLM's wire form. Importing this package needs neither msgspec nor pyzmq; fetching a name from it
+does (extra `events`)."""
 
 from __future__ import annotations
 

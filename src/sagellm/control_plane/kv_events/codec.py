@@ -1,12 +1,12 @@
-"""KV events as vLLM puts them on the wire, and the way from and to the events of our bus.
+"""Converts the event bus's KV events to vLLM's wire form and back.
 
 A batch is a msgpack array `[ts, events, data_parallel_rank]`; an event is a map whose key `type` names it.
 Until the middle of 2026 vLLM wrote events as arrays too, the name first and the fields by position: readers
-of that time want `event_form="array"`. Both forms are read. Source of names, order and defaults:
+of that time need `event_form="array"`. Both forms are read. Source of names, order and defaults:
 `vllm/distributed/kv_events.py` of vLLM 0.33.
 
 Two fields are ours: `BlockRemoved.cause`, why the blocks went, and `BlockStored.cache_salt` (SGLang's name).
-They exist in maps alone, where a reader passes over keys that it does not know.
+They exist in maps alone, where a reader ignores unknown keys.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ _SALT_BYTES = 16
 
 
 class KVEventError(SageError):
-    """What came over the wire is no batch of KV events, or an event does not fit the wire; says where."""
+    """Bytes that are no batch of KV events, or an unencodable event.
+
+    The message says where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +77,13 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _null() -> None:
-    """A default that msgspec does not recognise as one: the field may be missing, and is always written."""
+    """A default unknown to msgspec: the field may be missing but is always written."""
 
 
 class _WireEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Fields are in vLLM's order; those that follow `lora_name` or `medium` are left out where they are
-    None."""
+    """The fields of an event in vLLM's order.
+
+    Fields after `lora_name` or `medium` are left out where they are None."""
 
 
 class BlockStored(_WireEvent):
@@ -134,10 +137,9 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 def salt_digest(tenant: str) -> str:
-    """What the wire says in place of a tenant's name or cache salt; empty for nobody in particular.
+    """The wire form of a tenant's name or cache salt; empty without one.
 
-    The name cannot be read from it, but whoever guesses the name can confirm the guess.
-    """
+    The name cannot be read from it, but a reader that guesses the name can confirm the guess."""
     if not tenant:
         return ""
     data = tenant.encode("utf-8", "surrogatepass")
@@ -180,8 +182,9 @@ def _stored(event: BlocksStored, form: WireForm) -> BlockStored:
 
 
 def _extra_keys(event: BlocksStored) -> list[tuple[Any, ...] | None] | None:
-    """What the hashes cover besides tokens, block by block: the adapter in each, the salt in a prompt's
-    first."""
+    """What the hashes cover besides tokens, block by block.
+
+    The adapter in each block, the salt in a prompt's first."""
     adapter = (event.namespace.adapter,) if event.namespace.adapter else ()
     digest = salt_digest(event.namespace.tenant) if event.parent_hash is None else ""
     first = (*adapter, digest) if digest else adapter
@@ -240,7 +243,7 @@ def _hash_bytes(block_hash: BlockHash) -> bytes:
 
 
 class _RawBatch(msgspec.Struct, array_like=True, gc=False):
-    """A batch whose events are not decoded yet, so that an error can say which one it is."""
+    """A batch with undecoded events, so that an error can name the wrong one."""
 
     ts: float
     events: list[msgspec.Raw]
@@ -276,8 +279,9 @@ def _row(event: WireEvent) -> list[Any]:
 
 
 def decode_batch(payload: bytes) -> KVEventBatch:
-    """The batch in these bytes, its events written as maps or as arrays. Raises `KVEventError` saying which
-    event is wrong and how; fields that nobody knows are passed over."""
+    """Decode a batch whose events are maps or arrays.
+
+    Raises `KVEventError` naming the wrong event and why; unknown fields are ignored."""
     try:
         batch = _BATCHES.decode(payload)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -1,7 +1,6 @@
-"""Publishes what the prefix index stores and removes, one batch per engine step, over ZeroMQ.
+"""Publishes the prefix index's changes over ZeroMQ, one batch per engine step.
 
-The engine's thread collects and numbers; a thread of the publisher's own encodes, sends and answers replays.
-"""
+The engine's thread collects and numbers; the publisher's own thread encodes, sends and answers replays."""
 
 from __future__ import annotations
 
@@ -55,15 +54,15 @@ class _Collected(NamedTuple):
 
 
 class KVEventPublisher:
-    """Listens to the bus from construction to `close`; each `StepDone` sends what was collected before it.
+    """Collects events from construction to `close`; each `StepDone` sends a batch.
 
     Messages are `[topic, sequence number as 8 bytes big-endian, payload]` on a PUB socket at `endpoint`. A
     request of 8 bytes to the ROUTER socket at `replay_endpoint` is answered with the kept batches from that
     number on, in the same three parts, and an end marker: number -1, empty payload.
 
-    The engine is never held up: a batch that finds `max_queue_size` batches waiting is dropped. It keeps its
-    number, so that readers see a gap, and counts in `num_dropped`. Endpoints are bound, or with `connect`
-    the first one is connected, for readers that listen to many publishers. Raises `ConfigError` naming the
+    The engine never waits: a batch that finds `max_queue_size` batches in the queue is dropped. It keeps its
+    number, so that readers see a gap, and counts in `num_dropped`. Endpoints are bound, or with `connect` the
+    first one is connected, for readers that listen to many publishers. Raises `ConfigError` naming the
     endpoint where that fails. `clock` gives `ts`; by default the wall clock. All methods are safe from any
     thread.
     """
@@ -162,7 +161,7 @@ class KVEventPublisher:
 
     @property
     def num_dropped(self) -> int:
-        """Batches that have a number and were not sent: the queue was full, or they could not be encoded."""
+        """Numbered batches that were not sent: the queue was full, or encoding failed."""
         return self._num_overflowed + self._num_unsendable
 
     # ------------------------------------------------------------------------------ on the engine's thread
@@ -173,7 +172,7 @@ class KVEventPublisher:
                 self._pending.append(event)
 
     def flush(self) -> None:
-        """Send what was collected as one batch; nothing is sent, and no number used, if that is nothing."""
+        """Send the collected events as one batch. Without events, sends nothing and uses no number."""
         with self._lock:
             self._number_pending()
         self._bell.ring()
@@ -255,7 +254,7 @@ class KVEventPublisher:
             self._end()
 
     def _end(self) -> None:
-        """What is still queued is dropped; what was sent may leave until the time is up."""
+        """Drop the queue. Messages already sent may leave until the time is up."""
         left = self._outbox.qsize()
         if left:
             self._num_unsendable += left
@@ -295,7 +294,9 @@ class KVEventPublisher:
         return encode_batch(KVEventBatch(batch.ts, events, self._rank), self._form.event_form)
 
     def _answer_replay(self) -> None:
-        """Everything kept from the number asked for. Frames before it are the way back to who asked."""
+        """Send every kept batch from the requested number on.
+
+        The frames before the number are the address of the reader."""
         assert self._router
         *way_back, request = self._router.recv_multipart()
         if len(request) != SEQ_BYTES:

@@ -1,7 +1,6 @@
-"""Sequence numbers of batches: what a publisher keeps for replay, and what a reader makes of what arrives.
+"""Sequence numbers of batches: the replay buffer, and a reader's check for gaps.
 
-Nothing here knows of sockets or msgpack.
-"""
+Knows neither sockets nor msgpack."""
 
 from __future__ import annotations
 
@@ -50,10 +49,10 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Batches `first_seq` to `last_seq`, both included, are lost: neither received nor in the replay buffer.
+    """Batches `first_seq` to `last_seq`, both included, are lost.
 
-    What the reader knows of this publisher may be wrong from here on, until all blocks are cleared.
-    """
+    They were neither received nor in the replay buffer. What the reader knows of this publisher may be wrong
+    from here on, until all blocks are cleared."""
 
     first_seq: int
     last_seq: int
@@ -65,8 +64,9 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The publisher counts from 0 again, where `expected_seq` should have come: it is another process, and
-    nothing of what the former one stored is there."""
+    """The publisher counts from 0 again, where `expected_seq` should have come.
+
+    It is another process, and no block that the former one stored is there."""
 
     expected_seq: int
 
@@ -76,7 +76,7 @@ Item = ReceivedBatch | Malformed | Gap | Restart
 
 
 class ReplayBuffer:
-    """The last `num_batches` payloads that were sent, in order of their numbers; some may be missing."""
+    """The last `num_batches` payloads sent, in order of number, perhaps with gaps."""
 
     def __init__(self, num_batches: int) -> None:
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=num_batches)
@@ -142,7 +142,9 @@ class SequenceTracker:
         return message.ts is None or self._last_ts is None or message.ts <= self._last_ts
 
     def _is_another_run(self, missed: Sequence[Message]) -> bool:
-        """Whether the batch that was given last has another time now: a step has one time for ever."""
+        """Whether the last batch has another time now.
+
+        Within a run a step's time never changes."""
         if not missed or missed[0].seq != self.next_seq - 1:
             return False
         return None not in (missed[0].ts, self._last_ts) and missed[0].ts != self._last_ts

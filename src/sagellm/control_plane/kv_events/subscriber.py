@@ -1,4 +1,6 @@
-"""Reads KV events of one publisher, ours or another engine's, and asks it for what was missed."""
+"""Reads one publisher's KV events and asks it for missed batches.
+
+The publisher may be ours or another engine's."""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ except ImportError:
 
 
 class KVEventSubscriber:
-    """Iterates over what the publisher at `endpoint` says: batches, and what became of missing ones.
+    """Iterates over a publisher's batches, gaps and restarts.
 
     Where numbers are missing, at the beginning too, `replay_endpoint` is asked; what it no longer has is
     given as a `Gap`. Batches come in order, each once. Iteration ends with `close`, which any thread may
-    call. Raises `ConfigError` for an endpoint that ZeroMQ cannot read. A publisher that is not there yet is
-    waited for; `replay_timeout_s` is how long one message of a replay may take.
+    call. Raises `ConfigError` for an endpoint that ZeroMQ cannot read. Waits for a publisher that is not
+    there yet; `replay_timeout_s` is how long one message of a replay may take.
     """
 
     def __init__(
@@ -80,11 +82,10 @@ class KVEventSubscriber:
         return self._tracker.next_seq
 
     def poll(self, timeout_s: float | None = None) -> Item | None:
-        """The next item; None if nothing new came within `timeout_s` (None: wait for ever) or after `close`.
+        """The next item; None after `timeout_s` without one, or after `close`.
 
-        Takes as long as a replay where one is needed. Raises `KVEventError` for a message that is no KV event
-        message at all; the next call goes on after it.
-        """
+        `timeout_s` None waits for ever. Takes as long as a replay where one is needed. Raises `KVEventError`
+        for a message that is no KV event message; the next call continues after it."""
         with self._lock:
             if not self._caught_up and not self._closing.is_set():
                 self._caught_up = True
@@ -111,7 +112,9 @@ class KVEventSubscriber:
         return socket in ready and not self._closing.is_set()
 
     def _replay(self, start: int) -> list[Message]:
-        """The batches that the publisher still has from `start` on; few or none if it does not answer."""
+        """The batches that the publisher still has from `start` on.
+
+        Few or none if it does not answer."""
         if self._replay_endpoint is None:
             return []
         # A socket of its own: an answer that comes too late cannot be taken for the next one.

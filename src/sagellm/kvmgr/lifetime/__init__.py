@@ -1,7 +1,6 @@
-"""Lifetime prediction: how long a request will run, whether a block will be used again.
+"""Lifetime prediction: how long a request will run, whether a block is reused.
 
-The neural predictors need torch; they are loaded when they are first named.
-"""
+The neural predictors need torch; they are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the neural length predictors share: what they look at, when they learn, and when they keep silent.
+"""Shared parts of the neural length predictors: features, learning, and when they abstain.
 
-A network corrects the statistical predictor: it gives, for each quantile, what to add to the logarithm of
-what the tables say. So it begins as good as they are, and only has to learn what they cannot see, above all
-what the prompt says. While its recent answers are no better than theirs, theirs are given.
+A network corrects the statistical predictor: for each quantile it gives what to add to the logarithm of the
+tables' answer. So it begins as good as they are, and only has to learn what they cannot see, above all the
+prompt's content. While its recent answers are no better than the tables', theirs are given.
 """
 
 from __future__ import annotations
@@ -14,8 +14,15 @@ from math import expm1, log1p
 from typing import Protocol
 
 from sagellm.core.protocols.lifetime import Prediction, PredictionRequest
-from sagellm.kvmgr.lifetime._outcomes import Bounded
-from sagellm.kvmgr.lifetime._quantiles import LEVELS, abstention, answer, pinball, prompt_length, room_of
+from sagellm.kvmgr.lifetime._quantiles import (
+    LEVELS,
+    Bounded,
+    abstention,
+    answer,
+    pinball,
+    prompt_length,
+    room_of,
+)
 from sagellm.kvmgr.lifetime.statistical import StatisticalLifetimePredictor
 
 NUM_BUCKETS = 1024
@@ -53,7 +60,7 @@ class Network(Protocol):
 
 @dataclass(slots=True)
 class _Look:
-    """A prediction until its sequence ends: what was seen, and what the tables and the network said of it."""
+    """An open prediction: the features, and the answers of the tables and the network."""
 
     example: Example
     length: int

@@ -1,10 +1,16 @@
-"""Quantiles of a prediction: which levels, how sure they are, and what to say knowing nothing."""
+"""Quantiles of predictions, and recent outcomes with their quantiles."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
 
 from sagellm.core.protocols.lifetime import Prediction, PredictionRequest
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 
 LEVELS = (0.1, 0.25, 0.5, 0.75, 0.9)
 MEDIAN = LEVELS.index(0.5)
@@ -20,17 +26,21 @@ def room_of(request: PredictionRequest) -> int:
 
 
 def uniform(room: int) -> list[float]:
-    """The quantiles of knowing nothing: any length up to the limit is as likely as any other."""
+    """The quantiles without knowledge: every length up to the limit is equally likely."""
     return [room * level for level in LEVELS]
 
 
 def confidence_of(remaining: Sequence[float]) -> float:
-    """1 where the quantiles agree, towards 0 as the middle 80 % spread over many times the median."""
+    """The confidence in quantiles, 0 to 1.
+
+    1 where they agree, towards 0 as the middle 80 % spread over many times the median."""
     return 1 / (1 + (remaining[-1] - remaining[0]) / max(1.0, remaining[MEDIAN]))
 
 
 def answer(remaining: Sequence[float], seconds_per_token: float, threshold: float) -> Prediction:
-    """A prediction with these quantiles of remaining tokens; it abstains if it is less sure than that."""
+    """A prediction with these quantiles of remaining tokens.
+
+    It abstains below the given confidence."""
     confidence = confidence_of(remaining)
     median = remaining[MEDIAN]
     quantiles = dict(zip(LEVELS, remaining, strict=True))
@@ -38,7 +48,7 @@ def answer(remaining: Sequence[float], seconds_per_token: float, threshold: floa
 
 
 def abstention(remaining: Sequence[float], seconds_per_token: float) -> Prediction:
-    """The same numbers from one who does not stand by them."""
+    """A prediction with the same numbers that abstains."""
     median = remaining[MEDIAN]
     quantiles = dict(zip(LEVELS, remaining, strict=True))
     return Prediction(median, median * seconds_per_token, 0.0, quantiles, abstained=True)
@@ -50,3 +60,70 @@ def pinball(remaining: Sequence[float], actual: float) -> float:
         max(level * (actual - value), (level - 1) * (actual - value))
         for level, value in zip(LEVELS, remaining, strict=True)
     )
+
+
+class Outcomes:
+    """The last `window` output lengths, also kept sorted. Adding one costs a binary search and a move."""
+
+    __slots__ = ("_recent", "_sorted", "_window")
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._recent: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def add(self, output: int) -> None:
+        self._recent.append(output)
+        insort(self._sorted, output)
+        if len(self._recent) > self._window:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+
+    def remaining(self, generated: int, least: int) -> list[float] | None:
+        """The quantiles of the remaining length of an output with `generated` tokens.
+
+        None where fewer than `least` of the outputs were longer than that."""
+        first = bisect_right(self._sorted, generated) if generated else 0
+        count = len(self._sorted) - first
+        if count < least or count == 0:
+            return None
+        # The middle of the two neighbours of the level's place: unbiased for a level times count that is
+        # whole.
+        last = len(self._sorted) - 1
+        found = []
+        for level in LEVELS:
+            place = first + level * count - 0.5
+            low = max(first, int(place))
+            value: float = self._sorted[low]
+            part = place - low
+            if part > 0 and low < last:
+                value += part * (self._sorted[low + 1] - value)
+            found.append(max(0.0, value - generated))
+        return found
+
+
+class Bounded(Generic[Key, Value]):
+    """A mapping of at most `limit` entries; the oldest write goes first."""
+
+    __slots__ = ("_entries", "_limit")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._entries: OrderedDict[Key, Value] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Key) -> Value | None:
+        return self._entries.get(key)
+
+    def put(self, key: Key, value: Value) -> None:
+        self._entries[key] = value
+        self._entries.move_to_end(key)
+        if len(self._entries) > self._limit:
+            self._entries.popitem(last=False)
+
+    def pop(self, key: Key) -> Value | None:
+        return self._entries.pop(key, None)

@@ -1,4 +1,4 @@
-"""Length prediction with a small LSTM over the last tokens, learning online from what ended."""
+"""Length prediction with a small LSTM over the last tokens, learning online."""
 
 from __future__ import annotations
 
@@ -25,23 +25,25 @@ AVERAGING = 0.995
 """Weight of the past in the average of the weights that answers: about the last 200 steps."""
 
 
-class Head(nn.Module):
+class QuantileHead(nn.Module):
     """What an encoder saw, and the numbers -> what to add to each quantile. Adds nothing at first."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.hidden = nn.Linear(width + NUM_NUMBERS, HEAD_WIDTH)
-        self.out = nn.Linear(HEAD_WIDTH, NUM_OUTPUTS)
-        nn.init.zeros_(self.out.weight)
-        nn.init.zeros_(self.out.bias)
+        self.output = nn.Linear(HEAD_WIDTH, NUM_OUTPUTS)
+        nn.init.zeros_(self.output.weight)
+        nn.init.zeros_(self.output.bias)
 
     def forward(self, seen: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.out(torch.relu(self.hidden(torch.cat((seen, numbers), dim=-1))))
-        return out
+        corrections: torch.Tensor = self.output(torch.relu(self.hidden(torch.cat((seen, numbers), dim=-1))))
+        return corrections
 
 
 def last_and_sum(states: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Of `states` [b, n, width], of which `lengths` [b] are real -> [b, 2 width]."""
+    """The last state and the sum of `states`, as [b, 2 width].
+
+    `states` is [b, n, width]; `lengths` [b] says how many of the n are real."""
     if len(states) == 1:
         return torch.cat((states[:, -1], states.sum(dim=1) / 16), dim=-1)
     real = (torch.arange(states.shape[1]) < lengths[:, None])[..., None]
@@ -56,14 +58,15 @@ class LSTMNet(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(NUM_BUCKETS, EMBEDDING_WIDTH, padding_idx=0)
         self.lstm = nn.LSTM(EMBEDDING_WIDTH, WIDTH, batch_first=True)
-        self.head = Head(2 * WIDTH)
+        self.head = QuantileHead(2 * WIDTH)
 
     def forward(self, tokens: torch.Tensor, lengths: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """`tokens` [b, n] buckets, padded with 0 at the end; `lengths` [b]; `numbers` [b, f] -> [b,
-        quantiles]."""
+        """Corrections [b, quantiles] for a batch.
+
+        `tokens` [b, n] buckets, padded with 0 at the end; `lengths` [b]; `numbers` [b, f]."""
         states, _ = self.lstm(self.embed(tokens))
-        out: torch.Tensor = self.head(last_and_sum(states, lengths), numbers)
-        return out
+        corrections: torch.Tensor = self.head(last_and_sum(states, lengths), numbers)
+        return corrections
 
 
 class TorchNetwork:
@@ -111,13 +114,14 @@ def _forward(net: nn.Module, batch: Sequence[Example]) -> torch.Tensor:
     longest = max(lengths)
     tokens = [example.tokens + [0] * (longest - len(example.tokens)) for example in batch]
     numbers = [example.numbers for example in batch]
-    out: torch.Tensor = net(torch.tensor(tokens), torch.tensor(lengths), torch.tensor(numbers))
-    return out
+    corrections: torch.Tensor = net(torch.tensor(tokens), torch.tensor(lengths), torch.tensor(numbers))
+    return corrections
 
 
 class LSTMLifetimePredictor(NeuralLifetimePredictor):
-    """An LSTM (Hochreiter and Schmidhuber 1997) over the last `window` tokens of the prompt, correcting the
-    statistical predictor. Runs on one CPU thread's worth of work."""
+    """Corrects the statistical predictor with an LSTM over the prompt's last tokens.
+
+    Hochreiter and Schmidhuber 1997; `window` tokens. Uses one CPU thread."""
 
     def __init__(
         self,

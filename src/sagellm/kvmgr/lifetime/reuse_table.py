@@ -1,11 +1,11 @@
-"""Block reuse from tables of hazards: how likely a block is used again, and when, given how long it rests.
+"""Predicts block reuse from hazard tables: how likely, and when, given the idle time.
 
 A cell holds, by time since the last use, how many blocks were used again and how many were watched. From that
-comes the product-limit estimate (Kaplan and Meier 1958), with the actuarial correction for those that were
+comes the product-limit estimate (Kaplan and Meier 1958), with the actuarial correction for blocks that were
 watched for a part of a step. Blocks whose end is not seen count for as long as they were watched, so that an
 eviction is no evidence against reuse.
 
-Cells are by uses, turn, length, position and gap. A cell that saw little leans on a coarser one, and that on
+Cells are by uses, turn, length, position and gap. A cell with little data leans on a coarser one, and that on
 one for all: their hazard counts as `prior` blocks.
 """
 
@@ -29,8 +29,9 @@ _STEP = tuple(min(n, 4) if n < 5 else n.bit_length() + 2 for n in range(LARGEST 
 
 
 class _Cell:
-    """Counts by step of time, the share that is used again by the end of each (`used_by`) that they give, and
-    the answers read from it so far."""
+    """Counts by time step, and the reuse probabilities estimated from them.
+
+    `used_by` is the share that is used again by the end of each step; answers read so far are cached."""
 
     __slots__ = (
         "_answers", "_parent", "_renew_at", "_stale_at",
@@ -63,8 +64,9 @@ class _Cell:
         self._stale_at = 0.0
 
     def refresh(self, prior: float, num_all: float) -> None:
-        """Where a quarter more has been seen here, or a half more anywhere, since cells lean on coarser ones:
-        amortised, that costs an update little."""
+        """Estimate again after a quarter more data here, or a half more anywhere.
+
+        Cells lean on coarser ones; amortised, that costs an update little."""
         if self.seen < self._stale_at and num_all < self._renew_at:
             return
         self._stale_at, self._renew_at = 1.25 * self.seen + 8, 1.5 * num_all + 8
@@ -166,8 +168,9 @@ class ReuseTable:
                 cell.halve()
 
     def read(self, used_by: Sequence[float], step: int) -> ReusePrediction:
-        """The answer for a block that is in that step of time: at its beginning for the first, else
-        halfway."""
+        """The answer for a block in that time step.
+
+        Evaluated at the step's beginning for the first, else halfway."""
         edges = self._edges
         before, now_s = 0.0, 0.0
         if step:
@@ -218,7 +221,7 @@ def _coarse(uses: int, turn: int, gap_s: float) -> int:
 
 
 def _fine(position: int, length: int) -> int:
-    """Four bits each for the place in the prompt and its length, both in octaves."""
+    """Position in the prompt and its length in octaves, four bits each."""
     return (min(15, position.bit_length()) << 4) + min(15, length.bit_length())
 
 

@@ -13,9 +13,16 @@ from dataclasses import dataclass, field
 from math import exp, log, log2
 
 from sagellm.core.protocols.lifetime import Prediction, PredictionRequest
-from sagellm.kvmgr.lifetime._outcomes import Bounded, Outcomes
-from sagellm.kvmgr.lifetime._pace import Pace
-from sagellm.kvmgr.lifetime._quantiles import abstention, answer, pinball, prompt_length, room_of, uniform
+from sagellm.kvmgr.lifetime._quantiles import (
+    Bounded,
+    Outcomes,
+    abstention,
+    answer,
+    pinball,
+    prompt_length,
+    room_of,
+    uniform,
+)
 
 ALL = "all"
 FADE = 0.995
@@ -24,6 +31,19 @@ DOUBT = 20.0
 """Answers for which a new table is taken to be as good as the table of all."""
 SESSION_MEMORY = 0.7
 """Weight of the past in a session's mean (of logarithms)."""
+
+
+class Pace:
+    """Exponential moving average of seconds per token; `decay` weighs the past."""
+
+    def __init__(self, seconds_per_token: float = 0.02, decay: float = 0.9) -> None:
+        self.seconds_per_token = seconds_per_token
+        self._decay = decay
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        if num_tokens > 0 and seconds >= 0:
+            newest = seconds / num_tokens
+            self.seconds_per_token = self._decay * self.seconds_per_token + (1 - self._decay) * newest
 
 
 @dataclass(slots=True)
@@ -36,7 +56,7 @@ class _Session:
 
 @dataclass(slots=True)
 class _Standing:
-    """How a table did, and how the table of all did on the same requests: discounted sums of losses."""
+    """Discounted losses of a table and of the overall table on the same requests."""
 
     loss: float = 0.0
     loss_of_all: float = 0.0
@@ -65,12 +85,12 @@ class _Open:
 
 
 class StatisticalLifetimePredictor:
-    """Conditional quantiles: of the last `window` outputs in like circumstances, those longer than what is
-    generated already.
+    """Conditional quantiles of recent output lengths of similar requests.
 
-    A table with fewer than `min_samples` such outputs has no answer. Where none has one, or where the answer
-    is less sure than `min_confidence`, the predictor abstains. `max_open` bounds how many open sequences,
-    and how many sessions and circumstances of each table, are remembered.
+    Of the last `window` outputs of the same kind, those longer than what is generated already count. A table
+    with fewer than `min_samples` such outputs has no answer. Where none has one, or where the answer's
+    confidence is below `min_confidence`, the predictor abstains. `max_open` bounds the number of open
+    sequences, and of sessions and kinds in each table.
     """
 
     def __init__(
@@ -95,7 +115,7 @@ class StatisticalLifetimePredictor:
         return answer(remaining, self._pace.seconds_per_token, self._min_confidence)
 
     def remaining(self, request: PredictionRequest) -> tuple[list[float], bool]:
-        """The quantiles of remaining tokens at `LEVELS`, and whether anything that ended is behind them."""
+        """The quantiles of remaining tokens at `LEVELS`, and whether outcomes support them."""
         prompt = prompt_length(request)
         entry = _Open(
             prompt, max(0, request.current_length - prompt), request.session_id, self._keys(request, prompt)
@@ -142,7 +162,9 @@ class StatisticalLifetimePredictor:
         return 1.0 if standing is None else standing.relative()
 
     def _judge(self, entry: _Open, output: int) -> None:
-        """Compare each table with the table of all, on this request alone: tables answer different ones."""
+        """Compare each table with the overall table on this request alone.
+
+        Tables answer different requests, so only common ones compare."""
         if ALL not in entry.answers:
             return
         remaining = float(max(0, output - entry.generated))
@@ -160,7 +182,7 @@ class StatisticalLifetimePredictor:
         self._sessions.put(session_id, _Session(output, mean))
 
     def _keys(self, request: PredictionRequest, prompt: int) -> dict[str, Hashable]:
-        """The name of each table that has a say, with what it takes this request for."""
+        """The key of this request in each table that applies, by the table's name."""
         category = request.category
         keys: dict[str, Hashable] = {
             ALL: 0,
