@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from sagellm.kvmgr.lifetime._neural import NUM_BUCKETS, NeuralLifetimePredictor
-from sagellm.kvmgr.lifetime.lstm import TorchNetwork, last_and_sum
+from sagellm.kvmgr.lifetime.lstm import QuantileHead, TorchNetwork, last_and_sum
 
 WIDTH, NUM_HEADS, NUM_BLOCKS = 32, 2, 1
 LEARNING_RATE = 2e-3
