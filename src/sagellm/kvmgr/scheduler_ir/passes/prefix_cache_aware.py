@@ -62,10 +62,10 @@ class PrefixCacheAwarePass:
         self.refresh, self.min_shared, self.worth, self.max_hold_s = refresh, min_shared, worth, max_hold_s
         self._queue = RankedQueue()
         self._guard = StarvationGuard(max_wait_s, share)
-        self._leaders: dict[Hashable, RequestState] = {}
+        self._leaders: dict[Hashable, RequestState] = {}  # by the first tokens that are missing
         self._held: dict[RequestState, _Hold] = {}
-        self._since_s: dict[RequestState, float] = {}
-        self._hits: dict[str, PrefixHit] = {}
+        self._since_s: dict[RequestState, float] = {}  # when a request was held first
+        self._hits: dict[str, PrefixHit] = {}  # current hits, of index version `_version`
         self._version = -1
         self._next_refresh = 0
 
@@ -146,18 +146,20 @@ class PrefixCacheAwarePass:
         leader = self._leaders.setdefault(key, state)
         if leader is state:
             return
-        if self._is_computing(leader):
-            if leader.request.namespace != state.request.namespace:
-                return
-            shared = _num_common(leader, state)
-            gain = shared - num_cached
-            late = draft.now_s - self._since_s.get(state, draft.now_s) >= self.max_hold_s > 0
-            wait = gain >= max(self.min_shared, self.worth * self._to_compute(leader)) and not late
-            if wait and leader.request.priority >= state.request.priority and leader not in self._held:
-                self._held[state] = _Hold(leader, shared, leader.num_preemptions)
-                self._since_s.setdefault(state, draft.now_s)
-        else:
+        if not self._is_computing(leader):
             self._leaders[key] = state
+            return
+        if leader.request.namespace != state.request.namespace:
+            return
+        rank = self._queue.ranks.get(leader)
+        leader_work = leader.num_uncomputed + (rank[-1] if rank is not None else 0)
+        num_shared = _num_common(leader, state)
+        pays = num_shared - num_cached >= max(self.min_shared, self.worth * leader_work)
+        late = draft.now_s - self._since_s.get(state, draft.now_s) >= self.max_hold_s
+        may_lead = leader.request.priority >= state.request.priority and leader not in self._held
+        if pays and may_lead and not late:
+            self._held[state] = _Hold(leader, num_shared, leader.num_preemptions)
+            self._since_s.setdefault(state, draft.now_s)
 
     def _is_computing(self, leader: RequestState) -> bool:
         """Whether it is computing its prompt, or will, for the first time."""
@@ -166,10 +168,6 @@ class PrefixCacheAwarePass:
         if leader.status is RequestStatus.RUNNING:
             return leader.num_computed < leader.num_prompt_tokens
         return leader.status is RequestStatus.WAITING
-
-    def _to_compute(self, leader: RequestState) -> int:
-        rank = self._queue.ranks.get(leader)
-        return leader.num_uncomputed + (rank[-1] if rank is not None else 0)
 
     def _release(self, draft: Draft, view: SchedulingView) -> None:
         """Look up requests whose hold is over; they may be held for another leader."""

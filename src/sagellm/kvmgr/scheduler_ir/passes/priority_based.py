@@ -54,14 +54,14 @@ class PriorityBasedPass:
         self.age_s, self.classes = age_s, dict(classes or {})
         self.preempt, self.watermark = preempt, watermark
         self._queue = RankedQueue()
-        self._rises: list[tuple[float, int, RequestState]] = []
+        self._rises: list[tuple[float, int, RequestState]] = []  # heap: when a request rises next
         self._count = count()
-        self._has_sorted = False
-        self._lowest = sys.maxsize
+        self._has_sorted_running = False
+        self._lowest_running = sys.maxsize  # at most the lowest priority of a running request
         self._shares = ClientShares(self.priority) if fair else None
-        self._is_sharing = False
-        self._in_order: list[RequestState] | None = None
-        self._no_victim_for: RequestState | None = None
+        self._is_sharing = False  # whether clients compete, so that rounds decide
+        self._shared_order: list[RequestState] | None = None  # the waiting requests, as last arranged
+        self._no_victim_for: RequestState | None = None  # a head that may not preempt any running request
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
         waiting = draft.waiting
@@ -76,8 +76,8 @@ class PriorityBasedPass:
             arrived = self._queue.arrived if has_changed else ()
             has_changed |= self._shares.update(draft.running, arrived, view.max_num_seqs)
             if has_changed:
-                self._in_order, self._no_victim_for = None, None
-                self._has_sorted &= not self._is_sharing
+                self._shared_order, self._no_victim_for = None, None
+                self._has_sorted_running &= not self._is_sharing
             self._is_sharing = self._shares.is_contested
         self._sort(draft)
         if self.preempt and waiting and draft.running:
@@ -99,7 +99,7 @@ class PriorityBasedPass:
         """The priority of the request and its service class, without ageing."""
         return state.request.priority + self.classes.get(state.request.service_class, 0)
 
-    def standing(self, state: RequestState) -> tuple[float, float]:
+    def batch_key(self, state: RequestState) -> tuple[float, float]:
         """Sort key of running requests; the smallest comes first."""
         arrival_s, priority = state.request.arrival_s, self.priority(state)
         if self.age_s is None:
@@ -141,16 +141,16 @@ class PriorityBasedPass:
 
     def _sort(self, draft: Draft) -> None:
         """Sort waiting and running requests; by client where several share the batch."""
-        if self._in_order is None or not self._is_sharing:
+        if self._shared_order is None or not self._is_sharing:
             self._sort_running(draft)
         if not self._is_sharing:
             self._queue.sort(draft.waiting)
             return
         assert self._shares is not None
-        if self._in_order is None:
+        if self._shared_order is None:
             level = partial(self._shared_level, now_s=draft.now_s)
-            self._in_order = self._shares.arrange(draft.running, draft.waiting, level)
-        draft.waiting[:] = self._in_order
+            self._shared_order = self._shares.arrange(draft.running, draft.waiting, level)
+        draft.waiting[:] = self._shared_order
 
     def _shared_level(self, state: RequestState, now_s: float) -> int:
         """The level, without ageing for a request in a later round of its client."""
@@ -162,14 +162,14 @@ class PriorityBasedPass:
     def _sort_running(self, draft: Draft) -> None:
         """Sort the running requests. Only new ones, at the end, can be out of order."""
         running = draft.running
-        num_new = draft.num_new_running if self._has_sorted else len(running)
+        num_new = draft.num_new_running if self._has_sorted_running else len(running)
         if not num_new:
             return
-        self._has_sorted = True
+        self._has_sorted_running = True
         tail = running[-num_new - 1 :]
-        self._lowest = min(self._lowest, *(self.priority(state) for state in tail))
-        if any(self.standing(a) > self.standing(b) for a, b in pairwise(tail)):
-            running.sort(key=self.standing)
+        self._lowest_running = min(self._lowest_running, *(self.priority(state) for state in tail))
+        if any(self.batch_key(a) > self.batch_key(b) for a, b in pairwise(tail)):
+            running.sort(key=self.batch_key)
 
     # -- making room for the first waiting request
 
@@ -179,22 +179,18 @@ class PriorityBasedPass:
             return
         if draft.preempted or draft.rejected or any(chunk.admits for chunk in draft.chunks.values()):
             return  # an earlier pass has decided this step
-        group = head.request.group
-        if group is not None and any(
-            s.request.group == group and s.num_computed < s.num_prompt_tokens for s in draft.running
-        ):
+        computing = {s.request.group for s in draft.running if s.num_computed < s.num_prompt_tokens}
+        if head.request.group is not None and head.request.group in computing:
             return  # it waits until its group has computed the shared prompt
         lower = [state for state in reversed(draft.running) if self._ranks_below(state, head, draft.now_s)]
         if not lower:
-            self._lowest = min(map(self.priority, draft.running))
+            self._lowest_running = min(map(self.priority, draft.running))
             self._no_victim_for = head
             return
         hit = prefix_hit(draft, view, head)
         num_tokens = len(head.tokens) - hit.num_tokens
-        missing = (
-            view.kv.blocks_to_admit(hit, num_tokens) - view.kv.available_blocks() + len(draft.needing_block())
-        )
-        missing += self.watermark * len(draft.running)
+        reserved = len(draft.needing_block()) + self.watermark * len(draft.running)
+        missing = view.kv.blocks_to_admit(hit, num_tokens) + reserved - view.kv.available_blocks()
         if missing > 0 or not view.num_free_rows:
             self._preempt_for(draft, view, head, lower, missing)
         else:
@@ -202,7 +198,9 @@ class PriorityBasedPass:
 
     def _may_preempt_for(self, head: RequestState) -> bool:
         """False if it is known that no running request ranks below it."""
-        return self.priority(head) > self._lowest or (self._is_sharing and head is not self._no_victim_for)
+        return self.priority(head) > self._lowest_running or (
+            self._is_sharing and head is not self._no_victim_for
+        )
 
     def _ranks_below(self, state: RequestState, head: RequestState, now_s: float) -> bool:
         """Whether a running request may be preempted for the head.
@@ -246,7 +244,7 @@ class PriorityBasedPass:
         lack = min(num_tokens, draft.token_budget - draft.num_decodes)
         lack -= draft.token_budget - draft.num_tokens
         lower = [c for c in draft.chunks.values() if self._ranks_below(c.state, head, draft.now_s)]
-        for chunk in sorted(lower, key=lambda chunk: self.standing(chunk.state), reverse=True):
+        for chunk in sorted(lower, key=lambda chunk: self.batch_key(chunk.state), reverse=True):
             cut = min(lack, chunk.num_tokens - 1)
             if cut > 0:
                 lack -= cut

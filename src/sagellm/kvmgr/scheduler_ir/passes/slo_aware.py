@@ -72,12 +72,13 @@ class SLOAwarePass:
         self.step_time = StepTimeModel()
         self._queue = RankedQueue()
         self._guard = StarvationGuard(max_wait_s, share)
+        # waiting requests that may meet a deadline: -priority, deadline, order, tokens to compute
         self._with_deadline: dict[RequestState, tuple[int, float, int, int]] = {}
-        self._goals: list[tuple[float, int, RequestState]] = []
-        self._count = count()
-        self._due_s = NEVER_S
+        self._due_s = NEVER_S  # when the first of them becomes late
+        self._goals: list[tuple[float, int, RequestState]] = []  # heap: goals of running requests
         self._num_goals = 0
-        self._num_prefill: int | None = None
+        self._count = count()
+        self._num_prefill: int | None = None  # prompt tokens of the last step, if it was shortened
         self._lost_s = 0.0
         self._busy_s = 0.0  # since the queue was last empty, as `_num_served`
         self._num_served = 0
