@@ -209,8 +209,8 @@ def model_source(config: Config) -> Path:
     try:
         from sagellm.engines.native.architectures import read_config, read_spec
         from sagellm.engines.native.hub import model_folder
-        from sagellm.engines.native.quantized import quantization_of
-        from sagellm.engines.native.tokenizer import tokenizer_file
+        from sagellm.engines.native.matrices import quantization_of
+        from sagellm.engines.native.tokenizer_files import tokenizer_file
 
         holding = _holding(config)
     except ImportError as error:

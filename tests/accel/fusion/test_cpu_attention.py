@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.accel.fusion.cpu.attention import attention_kernel, paged_attention
 from sagellm.accel.fusion.cpu.calls import Caller
-from sagellm.accel.fusion.cpu.cpu_level import LEVELS, CpuLevel, this_cpu_flags
-from sagellm.accel.fusion.cpu.library import compiled, find_compiler
+from sagellm.accel.fusion.cpu.library import LEVELS, CpuLevel, compiled, find_compiler, this_cpu_flags
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import FusedKernel

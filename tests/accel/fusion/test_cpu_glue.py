@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from sagellm.accel.fusion._glue_twins import add_rms_norm, rope_to_cache, silu_and_mul
+from sagellm.accel.fusion.common import add_rms_norm, rope_to_cache, silu_and_mul
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.accel.fusion.cpu.calls import Caller
-from sagellm.accel.fusion.cpu.cpu_level import LEVELS, CpuLevel, this_cpu_flags
 from sagellm.accel.fusion.cpu.glue import glue_kernels
-from sagellm.accel.fusion.cpu.library import compiled, find_compiler
+from sagellm.accel.fusion.cpu.library import LEVELS, CpuLevel, compiled, find_compiler, this_cpu_flags
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import FusedKernel
 

@@ -12,8 +12,15 @@ from pathlib import Path
 import pytest
 
 from sagellm.accel.fusion.cpu import SOURCES, cpu_kernels, library
-from sagellm.accel.fusion.cpu.cpu_level import LEVELS, CpuLevel, this_cpu_flags
-from sagellm.accel.fusion.cpu.library import Compiler, cache_folder, compiled, find_compiler
+from sagellm.accel.fusion.cpu.library import (
+    LEVELS,
+    Compiler,
+    CpuLevel,
+    cache_folder,
+    compiled,
+    find_compiler,
+    this_cpu_flags,
+)
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSet
 

@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.accel.fusion.cpu.calls import Caller
-from sagellm.accel.fusion.cpu.cpu_level import LEVELS, CpuLevel, cpu_level, this_cpu_flags
-from sagellm.accel.fusion.cpu.library import compiled, find_compiler
+from sagellm.accel.fusion.cpu.library import (
+    LEVELS,
+    CpuLevel,
+    compiled,
+    cpu_level,
+    find_compiler,
+    this_cpu_flags,
+)
 from sagellm.accel.fusion.cpu.linear import CpuLinear, PackedMatrix, linear_kernel
 from sagellm.core.errors import KernelError
 

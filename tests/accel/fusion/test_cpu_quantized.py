@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from sagellm.accel.fusion.cpu import CpuQuantizedLinear, cpu_kernels
 from sagellm.accel.fusion.cpu.calls import Caller
-from sagellm.accel.fusion.cpu.cpu_level import LEVELS, CpuLevel, this_cpu_flags
-from sagellm.accel.fusion.cpu.library import compiled, find_compiler
+from sagellm.accel.fusion.cpu.library import LEVELS, CpuLevel, compiled, find_compiler, this_cpu_flags
 from sagellm.accel.fusion.cpu.quantized import quantized_kernel, quantized_rows
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError

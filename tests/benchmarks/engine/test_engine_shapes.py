@@ -15,8 +15,7 @@ from sagellm.benchmarks.engine.shapes import SHAPES, as_bfloat16, shape_named, w
 from sagellm.core.errors import ConfigError
 from sagellm.engines.native.architectures import read_config, read_spec
 from sagellm.engines.native.checkpoint import Checkpoint
-from sagellm.engines.native.weight_check import check
-from sagellm.engines.native.weights import parameters
+from sagellm.engines.native.weights import check, parameters
 
 SMALL = replace(SHAPES["tiny"], vocab_size=1000, hidden_size=64)
 

@@ -13,7 +13,7 @@ import torch
 from sagellm.core.errors import CapacityError, ConfigError, PlanError
 from sagellm.core.plan import BlockCopy, BlockTableDelta, ExecutionPlan, Join, Prefill
 from sagellm.core.types import SamplingParams, Tokens
-from sagellm.engines.native import precision
+from sagellm.engines.native import options
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.engines.native.memory import available_bytes, kv_blocks
 from tests.engines.native.driver import GREEDY, Driver, RecordingBackend, Running
@@ -251,10 +251,10 @@ def test_options_that_make_no_sense(folder: Path, option: dict[str, object], wor
 def test_half_precision_is_computed_in_float32_where_that_is_faster(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert precision.compute_dtype(torch.float32, CPU, 10) == torch.float32
-    assert precision.compute_dtype(torch.bfloat16, CPU, 1 << 50) == torch.bfloat16
+    assert options.compute_dtype(torch.float32, CPU, 10) == torch.float32
+    assert options.compute_dtype(torch.bfloat16, CPU, 1 << 50) == torch.bfloat16
     for seconds, expected in ((5.0, "float32"), (1.0, "bfloat16")):
-        monkeypatch.setattr(precision, "_gemm_s", {torch.bfloat16: seconds, torch.float32: 1.0}.__getitem__)
+        monkeypatch.setattr(options, "_gemm_s", {torch.bfloat16: seconds, torch.float32: 1.0}.__getitem__)
         made = NativeBackend(folder, dtype="bfloat16", num_blocks=2, threads=1)
         assert made.capability().dtype == "bfloat16"
         assert made.get_kv_schema().dtype == expected

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from sagellm.cli.commands import app
 from sagellm.core.errors import ModelError
-from sagellm.engines.native.bpe_files import MERGES_FILE, VOCAB_FILE
 from sagellm.engines.native.tokenizer import Tokenizer
+from sagellm.engines.native.tokenizer_files import MERGES_FILE, VOCAB_FILE
 from tests.effort import examples
 from tests.tiny_models import VOCAB, save_tiny
 from tests.toy_tokenizers import byte_level

@@ -20,10 +20,9 @@ from sagellm.engines.native.architectures import read_config, read_spec
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.engines.native.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from sagellm.engines.native.hub import model_folder
-from sagellm.engines.native.loading import Loading, Weights
-from sagellm.engines.native.projection import Dense
-from sagellm.engines.native.weight_check import check
-from sagellm.engines.native.weights import parameters
+from sagellm.engines.native.loading import ModelWeights, WeightLoader
+from sagellm.engines.native.matrices import Dense
+from sagellm.engines.native.weights import check, parameters
 from tests.tiny_models import save_tiny
 
 CPU = torch.device("cpu")
@@ -45,10 +44,10 @@ def folder(pristine: Path, tmp_path: Path) -> Path:
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     plan, checkpoint = parameters(read_spec(read_config(folder))), Checkpoint(folder)
     check(plan, checkpoint)
-    return values(Loading(checkpoint, CPU, dtype, dtype).weights(plan))
+    return values(WeightLoader(checkpoint, CPU, dtype, dtype).weights(plan))
 
 
-def values(weights: Weights) -> dict[str, torch.Tensor]:
+def values(weights: ModelWeights) -> dict[str, torch.Tensor]:
     """All parameters, matrices without `.weight`."""
     matrices = {name: m for name, m in weights.matrices.items() if isinstance(m, Dense)}
     assert matrices.keys() == weights.matrices.keys()
@@ -68,7 +67,7 @@ def no_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("weights were allocated before the checkpoint was checked")
 
-    monkeypatch.setattr(Loading, "weights", refuse)
+    monkeypatch.setattr(WeightLoader, "weights", refuse)
 
 
 def test_shards_load_as_one_file_does(folder: Path, tmp_path: Path) -> None:
@@ -100,7 +99,7 @@ def test_names_without_their_first_word_are_found(folder: Path) -> None:
 
 def test_values_are_rounded_to_the_dtype_and_held_in_the_compute_dtype(folder: Path) -> None:
     plan, checkpoint = parameters(read_spec(read_config(folder))), Checkpoint(folder)
-    rounded = values(Loading(checkpoint, CPU, torch.bfloat16, torch.float32).weights(plan))["embed"]
+    rounded = values(WeightLoader(checkpoint, CPU, torch.bfloat16, torch.float32).weights(plan))["embed"]
     assert rounded.dtype == torch.float32
     assert torch.equal(rounded, loaded(folder)["embed"].bfloat16().float())
 

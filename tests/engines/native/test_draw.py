@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagellm.core.types import SamplingParams
-from sagellm.engines.native.draw import FIRST_SIZE, draw, filter_rows, greatest
+from sagellm.engines.native.sampler import FIRST_SIZE, draw, filter_rows, greatest
 
 Values = Callable[[int, torch.Generator], torch.Tensor]
 

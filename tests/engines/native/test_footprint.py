@@ -17,8 +17,8 @@ from sagellm.core.protocols.fusion import KernelSet
 from sagellm.engines.native.architectures import read_config, read_spec
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.footprint import Footprint, footprint
-from sagellm.engines.native.loading import Loading
-from sagellm.engines.native.quantized import quantization_of
+from sagellm.engines.native.loading import WeightLoader
+from sagellm.engines.native.matrices import quantization_of
 from sagellm.engines.native.weights import parameters
 from tests.accel.quantization.checkpoints import KINDS
 from tests.engines.native.test_quantized_checkpoints import QUICK, save_pair
@@ -35,7 +35,7 @@ def loaded_bytes(folder: Path, kernels: KernelSet, told: Footprint, quantizer: A
     """Of a model in memory, in the dtypes that were told."""
     config = read_config(folder)
     plan, quantization = parameters(read_spec(config)), quantization_of(config, quantizer, weight_format)
-    loading = Loading.fastest(
+    loading = WeightLoader.fastest(
         Checkpoint(folder), plan, CPU, getattr(torch, told.dtype), getattr(torch, told.compute_dtype),
         quantization, kernels, kernels,
     )  # fmt: skip

@@ -14,9 +14,8 @@ from sagellm.core.blocks import Tier
 from sagellm.core.errors import CapacityError
 from sagellm.core.plan import BlockCopy
 from sagellm.engines.native.backend import NativeBackend
-from sagellm.engines.native.host_pages import FEWEST_BYTES, lazy_zeros
 from sagellm.engines.native.kv_cache import PagedKV
-from sagellm.engines.native.memory import available_bytes, check_fits
+from sagellm.engines.native.memory import FEWEST_BYTES, available_bytes, check_fits, lazy_zeros
 from tests.tiny_models import save_tiny
 
 CPU = torch.device("cpu")

@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.core.blocks import cdiv
 from sagellm.core.protocols.fusion import FusedKernel, KernelSet
-from sagellm.engines.native import attention_choice
-from sagellm.engines.native.attention import AttentionPlanner, Span, attend, attention_reference
-from sagellm.engines.native.attention_choice import attention_planner
+from sagellm.engines.native import attention
+from sagellm.engines.native.attention import (
+    AttentionPlanner,
+    Span,
+    attend,
+    attention_planner,
+    attention_reference,
+)
 from sagellm.engines.native.kv_cache import PagedKV
 from tests.engines.native.driver import Driver, RecordingBackend, Running
 from tests.tiny_models import TINY_MODELS, VOCAB, save_tiny
@@ -81,7 +86,7 @@ def test_who_does_chunks_is_measured(
     kernel: FusedKernel, torch_is_slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter([2.0, 1.0] if torch_is_slow else [1.0, 2.0])  # torch is asked first
-    monkeypatch.setattr(attention_choice, "cpu_s", lambda run, _: (run(), next(times))[1])
+    monkeypatch.setattr(attention, "cpu_s", lambda run, _: (run(), next(times))[1])
     plan = attention_planner(pool(), HEADS, kernel, kernel).plan((), [Span(0, 3, 0, [0])], None)
     assert (plan.kernel is None) != torch_is_slow
     assert bool(plan.prefill) != torch_is_slow
@@ -90,7 +95,7 @@ def test_who_does_chunks_is_measured(
 @pytest.fixture(params=["kernel for all", "kernel for decode"])
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     for_all = bool(request.param == "kernel for all")
-    monkeypatch.setattr(attention_choice, "chunks_pay", lambda *_: for_all)
+    monkeypatch.setattr(attention, "kernel_wins_prefill", lambda *_: for_all)
     return for_all
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sagellm.engines.native.projection import FEWEST_ROWS, MOST_ROWS, Dense
+from sagellm.engines.native.matrices import FEWEST_ROWS, MOST_ROWS, Dense
 
 
 @pytest.mark.parametrize("rows", [0, 1, FEWEST_ROWS - 1, FEWEST_ROWS, 32, MOST_ROWS, MOST_ROWS + 1])

@@ -18,8 +18,9 @@ from sagellm.core.plan import ExecutionPlan
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.types import Request, RequestOutput, SamplingParams, TokenLogprob, Tokens
 from sagellm.engines.engine import Engine
-from sagellm.engines.native import prompt_logprobs as scoring
-from sagellm.engines.native.rows import BatchRows, Scored
+from sagellm.engines.native import sampler as scoring
+from sagellm.engines.native.rows import BatchRows
+from sagellm.engines.native.sampler import ScoredPrompt
 from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass
 from sagellm.kvmgr.scheduler_ir.passes.prefix_cache_aware import PrefixCacheAwarePass
@@ -180,7 +181,7 @@ def test_without_them_a_step_does_nothing_more(monkeypatch: pytest.MonkeyPatch) 
     looked: list[int] = []
     scored = BatchRows.scored
 
-    def counted(rows: BatchRows, plan: ExecutionPlan) -> list[Scored]:
+    def counted(rows: BatchRows, plan: ExecutionPlan) -> list[ScoredPrompt]:
         looked.append(plan.step)
         return scored(rows, plan)
 

@@ -14,7 +14,7 @@ from sagellm.core.config import Config
 from sagellm.core.errors import ModelError
 from sagellm.core.protocols.fusion import KernelSet
 from sagellm.engines.build import build_backend, load_config
-from sagellm.engines.native.quantized import PackedCodes
+from sagellm.engines.native.matrices import PackedQuantizedMatrix
 from tests.engines.native.driver import Driver, RecordingBackend, Running
 from tests.tiny_models import VOCAB, save_tiny
 
@@ -61,10 +61,10 @@ def test_logits_are_those_of_the_model_within_what_bits_cost(
     assert 0 < (found - plain).norm() < allowed * plain.norm()
 
 
-def _packed(made: RecordingBackend) -> list[PackedCodes]:
+def _packed(made: RecordingBackend) -> list[PackedQuantizedMatrix]:
     layers = [layer for one in made._model._layers for layer in (one.qkv, one.out, one.up, one.down)]
     matrices = (*(layer.matrix for layer in layers), made._model._head)
-    return [matrix for matrix in matrices if isinstance(matrix, PackedCodes)]
+    return [matrix for matrix in matrices if isinstance(matrix, PackedQuantizedMatrix)]
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -102,7 +102,7 @@ def test_what_is_held_takes_less(kernels: KernelSet, tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama-biases")
     made = backend(tmp_path, 4, kernels)
     layer = made._model._layers[0]
-    assert isinstance(layer.up.matrix, PackedCodes)
+    assert isinstance(layer.up.matrix, PackedQuantizedMatrix)
     assert layer.up.matrix.packed.codes.numel() == 2 * 112 * 96 // 2
     assert made._model._embed.dtype == torch.float32
     assert layer.up.bias is not None
@@ -115,7 +115,7 @@ def test_a_tied_head_is_quantized_and_the_embedding_is_not(kernels: KernelSet, t
     save_tiny(tmp_path, "llama-head80-tied")
     made = backend(tmp_path, 4, kernels)
     assert made._model._embed.dtype == torch.float32
-    assert isinstance(made._model._head, PackedCodes)
+    assert isinstance(made._model._head, PackedQuantizedMatrix)
     assert made._model._head.packed.bits == 8
 
 

@@ -18,8 +18,7 @@ from sagellm.accel.quantization.round_to_nearest import RoundToNearest
 from sagellm.accel.quantization.weight_format import weight_format
 from sagellm.core.errors import ConfigError, MissingWeightsError, UnsupportedModelError, WeightShapeError
 from sagellm.core.protocols.fusion import KernelSet
-from sagellm.engines.native.projection import Dense
-from sagellm.engines.native.quantized import PackedCodes
+from sagellm.engines.native.matrices import Dense, PackedQuantizedMatrix
 from tests.accel.quantization.checkpoints import KINDS, Kind, made_for
 from tests.engines.native.driver import Driver, RecordingBackend
 from tests.tiny_models import VOCAB, make_tiny
@@ -83,7 +82,7 @@ def test_logits_are_those_of_the_values(name: str, tmp_path: Path) -> None:
     made = backend(tmp_path / "quantized", kernels)
     layer = made._model._layers[0]
     for one in (layer.qkv, layer.out, layer.up, layer.down):
-        assert isinstance(one.matrix, PackedCodes)
+        assert isinstance(one.matrix, PackedQuantizedMatrix)
     found = logits(made)
     assert 0 < (found - plain).norm() < 0.1 * plain.norm()
 

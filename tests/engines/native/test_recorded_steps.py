@@ -17,14 +17,13 @@ from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.core.plan import ExecutionPlan, Prefill
 from sagellm.core.protocols.fusion import Capture, FusedKernel, KernelSet
 from sagellm.core.types import SamplingParams
-from sagellm.engines.native import attention_choice, projection, recorded_steps, rope
+from sagellm.engines.native import attention, matrices, recorded_steps, rope
 from sagellm.engines.native.attention import Span
 from sagellm.engines.native.backend import CaptureSource
-from sagellm.engines.native.decode_inputs import DecodeInputs
 from sagellm.engines.native.kv_cache import PagedKV
+from sagellm.engines.native.matrices import KernelTiming
 from sagellm.engines.native.model import DecoderModel
-from sagellm.engines.native.projection import Race
-from sagellm.engines.native.recorded_steps import buckets, cuda_capture
+from sagellm.engines.native.recorded_steps import DecodeInputs, buckets, cuda_capture
 from tests.engines.native.driver import GREEDY, Driver, RecordingBackend, Running
 from tests.tiny_models import TINY_MODELS, VOCAB, save_tiny
 
@@ -143,8 +142,8 @@ BY_TORCH = {"llama-biases", "opt-post-norm-projected"}  # their activations
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels win every measurement."""
-    monkeypatch.setattr(projection, "race", lambda *_: Race({1: (2.0, 1.0)}))
-    monkeypatch.setattr(attention_choice, "chunks_pay", lambda *_: True)
+    monkeypatch.setattr(matrices, "time_kernel", lambda *_: KernelTiming({1: (2.0, 1.0)}))
+    monkeypatch.setattr(attention, "kernel_wins_prefill", lambda *_: True)
 
 
 def by_kernels(folder: Path, dtype: str, capture: CaptureSource | None) -> tuple[list[Running], set[int]]:

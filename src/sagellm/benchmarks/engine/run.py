@@ -30,7 +30,7 @@ from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import CapabilityDescriptor
 from sagellm.engines.build import build_backend, build_engine
-from sagellm.engines.native.bandwidth import read_bandwidth
+from sagellm.engines.native.measure import read_bandwidth
 
 FORMAT = "sagellm.bench.engine/1"
 COLUMNS = (

@@ -22,14 +22,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.protocols.fusion import FusedKernel
-from sagellm.engines.native.host_copies import moved
 from sagellm.engines.native.kv_cache import PagedKV
+from sagellm.engines.native.measure import cpu_s, cuda_s, one_thread
+from sagellm.engines.native.memory import to_device
 
 QUERY_TILE = 256
 GROUP_BYTES = 4 << 20
@@ -268,7 +270,7 @@ def _kernel_call(
         tables.extend(span.block_ids)
     ids = torch.frombuffer(tables, dtype=torch.int32)
     num_rows = spans[-1].first_row + spans[-1].num_tokens
-    return KernelCall(kernel, moved(torch.tensor(rows), device), moved(ids, device), window, num_rows)
+    return KernelCall(kernel, to_device(torch.tensor(rows), device), to_device(ids, device), window, num_rows)
 
 
 def group_rows(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
@@ -367,3 +369,54 @@ def _one_token(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) ->
     keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
     scores = torch.einsum("hd,lhd->hl", query, keys) / query.shape[-1] ** 0.5
     return torch.einsum("hl,lhd->hd", scores.softmax(-1), values)
+
+
+CONTEXT, CHUNK, _REPEATS = 384, 128, 2
+_NOTHING = (((0, 4), torch.int64), ((0,), torch.int32))
+
+
+def attention_planner(
+    kv: PagedKV, num_heads: int, kernel: FusedKernel | None, alone: FusedKernel | None
+) -> AttentionPlanner:
+    """With `kernel` for what it does better here, or without where it does not support the pool; `alone` is
+    the kernel on one thread, which is measured.
+    """
+    if kernel is None or alone is None or not _supported(kernel, kv, num_heads):
+        return AttentionPlanner(kv)
+    return AttentionPlanner(kv, kernel, chunks=kernel_wins_prefill(alone, kv, num_heads))
+
+
+def kernel_wins_prefill(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> bool:
+    """Whether a prefill chunk is faster by `kernel`, which on a CPU is one of one thread."""
+    small = _like(kv, cdiv(CONTEXT + CHUNK, kv.block_size))
+    span = Span(0, CHUNK, CONTEXT, range(small.num_blocks))
+    query = _query(kv, CHUNK, num_heads)
+    key = query.new_ones(CHUNK, *small.keys[0].shape[2:])
+    seconds = cuda_s if query.is_cuda else cpu_s
+    with one_thread():
+        by_torch, by_kernel = (
+            seconds(partial(attend, planner.plan([], [span], None), small, 0, query, key, key), _REPEATS)
+            for planner in (AttentionPlanner(small), AttentionPlanner(small, kernel))
+        )
+    return by_kernel < by_torch
+
+
+def _supported(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> bool:
+    query = _query(kv, 1, num_heads)
+    spans, tables = (query.new_zeros(shape, dtype=dtype) for shape, dtype in _NOTHING)
+    return kernel.supports(query, kv.keys[0], kv.values[0], spans, tables).usable
+
+
+def _query(kv: PagedKV, rows: int, num_heads: int) -> torch.Tensor:
+    pool = kv.keys[0]
+    return pool.new_ones(rows, num_heads, pool.shape[3])
+
+
+def _like(kv: PagedKV, num_blocks: int) -> PagedKV:
+    """One layer of another number of blocks, written once: memory that nobody wrote to is read too fast."""
+    pool = kv.keys[0]
+    _, block_size, kv_heads, head_dim = pool.shape
+    small = PagedKV(1, num_blocks, block_size, kv_heads, head_dim, pool.device, pool.dtype)
+    for own in (*small.keys, *small.values):
+        own.fill_(1.0)
+    return small

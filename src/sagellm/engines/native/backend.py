@@ -24,25 +24,21 @@ from sagellm.core.types import (
     Tokens,
 )
 from sagellm.engines.native.architectures import ModelSpec, read_config, read_spec
-from sagellm.engines.native.attention_choice import attention_planner
+from sagellm.engines.native.attention import attention_planner
 from sagellm.engines.native.checkpoint import Checkpoint
-from sagellm.engines.native.cuda_sampling import KernelDraw
 from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV
-from sagellm.engines.native.loading import Loading, Progress
+from sagellm.engines.native.loading import Progress, WeightLoader
+from sagellm.engines.native.matrices import quantization_of
+from sagellm.engines.native.measure import host_copy_s, prefill_token_s
 from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
 from sagellm.engines.native.model import DecoderModel, StepInputs
 from sagellm.engines.native.model_fingerprint import model_fingerprint
-from sagellm.engines.native.options import check_counts, model_length, usable_device
-from sagellm.engines.native.precision import dtype_name, torch_dtype
-from sagellm.engines.native.prompt_logprobs import prompt_logprobs
-from sagellm.engines.native.quantized import quantization_of
+from sagellm.engines.native.options import check_counts, dtype_name, model_length, torch_dtype, usable_device
 from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps, buckets
-from sagellm.engines.native.return_costs import host_copy_s, prefill_token_s
-from sagellm.engines.native.rows import BatchRows, Scored
-from sagellm.engines.native.sampler import sample
-from sagellm.engines.native.weight_check import check
-from sagellm.engines.native.weights import Parameter, num_parameters, parameters
+from sagellm.engines.native.rows import BatchRows
+from sagellm.engines.native.sampler import KernelDraw, ScoredPrompt, prompt_logprobs, sample
+from sagellm.engines.native.weights import Parameter, check, num_parameters, parameters
 
 PARAMETERS_PER_THREAD = 8_000_000
 FEATURES = frozenset(
@@ -174,7 +170,7 @@ class NativeBackend:
     ) -> DecoderModel:  # fmt: skip
         checkpoint = Checkpoint(folder)
         check(plan, checkpoint, self._quantization.stored)
-        loading = Loading.fastest(
+        loading = WeightLoader.fastest(
             checkpoint, plan, self._device, torch_dtype(self._spec.dtype if dtype == "auto" else dtype),
             None if compute_dtype == "auto" else torch_dtype(compute_dtype), self._quantization, known, alone,
         )  # fmt: skip
@@ -283,7 +279,7 @@ class NativeBackend:
         return self._model.forward(self._inputs(plan), self._kv)
 
     def _logits_and_scores(
-        self, plan: ExecutionPlan, scored: Sequence[Scored]
+        self, plan: ExecutionPlan, scored: Sequence[ScoredPrompt]
     ) -> tuple[torch.Tensor, dict[int, tuple[TokenLogprob, ...]]]:
         """As `_logits`, and the log-probabilities of the prompt tokens that `scored` names, by row."""
         num_sampled = len(plan.sample_rows)
@@ -293,7 +289,7 @@ class NativeBackend:
             found = prompt_logprobs(self._model.head, hidden[num_sampled:], scored, self._spec.vocab_size)
         return logits, found
 
-    def _inputs(self, plan: ExecutionPlan, scored: Sequence[Scored] = ()) -> StepInputs:
+    def _inputs(self, plan: ExecutionPlan, scored: Sequence[ScoredPrompt] = ()) -> StepInputs:
         """The step's tensors; blocks that kernels read beyond what is computed hold zeros afterwards."""
         inputs = self._rows.inputs(plan, self._planner, set(self._spec.windows), self._device, scored)
         fresh = self._rows.fresh_last_blocks(plan) if self._planner.reads_padding else ()

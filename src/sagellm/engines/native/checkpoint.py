@@ -92,19 +92,19 @@ class Checkpoint:
         begin = entry.begin
         for part in torch.split(stored, rows):
             yield part.to(dtype)
-            self._let_go(entry.path, begin, begin + part.nbytes)
+            self._release_pages(entry.path, begin, begin + part.nbytes)
             begin += part.nbytes
 
-    def _let_go(self, path: Path, begin: int, end: int) -> None:
+    def _release_pages(self, path: Path, begin: int, end: int) -> None:
         """Bytes that have been copied take no memory of this process any more."""
         if hasattr(mmap, "MADV_DONTNEED"):
             first = begin // mmap.PAGESIZE * mmap.PAGESIZE
             self._map(path).madvise(mmap.MADV_DONTNEED, first, end - first)
 
-    def let_go(self, name: str) -> None:
+    def release_pages(self, name: str) -> None:
         """The pages of `name`, which has been read, take no memory of this process any more."""
         entry = self.entries[name]
-        self._let_go(entry.path, entry.begin, entry.end)
+        self._release_pages(entry.path, entry.begin, entry.end)
 
     def stored_bytes(self, name: str, limit: int) -> Iterator[memoryview]:
         """What the file holds of `name`, at most `limit` bytes at a time: release each before the next."""
@@ -113,7 +113,7 @@ class Checkpoint:
             end = min(begin + limit, entry.end)
             with memoryview(self._map(entry.path)) as whole, whole[begin:end] as part:
                 yield part
-            self._let_go(entry.path, begin, end)
+            self._release_pages(entry.path, begin, end)
 
     def close(self) -> None:
         """Forget the mapped files; each is unmapped when the last tensor on it is gone."""

@@ -22,19 +22,26 @@ from sagellm.engines.native.architectures import ModelSpec, read_config, read_sp
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.kv_cache import LAYOUT
-from sagellm.engines.native.loading import Loading
+from sagellm.engines.native.loading import WeightLoader
+from sagellm.engines.native.matrices import packed, quantization_of, read_matrix
 from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
-from sagellm.engines.native.options import model_length, usable_device
-from sagellm.engines.native.precision import dtype_name, torch_dtype
-from sagellm.engines.native.quantized import matrix_of, packed, quantization_of
-from sagellm.engines.native.weight_check import check, is_quantized, stored_name
-from sagellm.engines.native.weights import EMBEDDING, Parameter, Piece, num_parameters, parameters
+from sagellm.engines.native.options import dtype_name, model_length, torch_dtype, usable_device
+from sagellm.engines.native.weights import (
+    EMBEDDING,
+    Parameter,
+    WeightPiece,
+    check,
+    is_quantized,
+    num_parameters,
+    parameters,
+    stored_name,
+)
 
 _OUTPUTS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Codes:
+class CodeFormat:
     """Matrices that are quantized: `group_size` inputs share a scale, None: all."""
 
     bits: int
@@ -57,7 +64,7 @@ class Footprint:
     dtype: str
     compute_dtype: str
     method: str
-    codes: tuple[Codes, ...]
+    codes: tuple[CodeFormat, ...]
     obstacle: str
 
 
@@ -66,7 +73,7 @@ class _Held:
     """One parameter."""
 
     nbytes: int
-    codes: frozenset[Codes] = frozenset()
+    codes: frozenset[CodeFormat] = frozenset()
     obstacle: str = ""
 
 
@@ -92,7 +99,7 @@ def footprint(
     check(plan, checkpoint, quantization.stored)
     known = kernels(1) if kernels and where.type == "cpu" else KernelSet()
     wanted = torch_dtype(spec.dtype if dtype == "auto" else dtype)
-    loading = Loading.fastest(checkpoint, plan, where, wanted, None, quantization, known, known)
+    loading = WeightLoader.fastest(checkpoint, plan, where, wanted, None, quantization, known, known)
     held = [_held(loading, parameter) for parameter in _with_own_head(plan, loading)]
     checkpoint.close()
     codes = sorted(frozenset().union(*(one.codes for one in held)), key=str)
@@ -130,7 +137,7 @@ def _kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
     return schema.bytes_per_token
 
 
-def _with_own_head(plan: Sequence[Parameter], loading: Loading) -> list[Parameter]:
+def _with_own_head(plan: Sequence[Parameter], loading: WeightLoader) -> list[Parameter]:
     """A tied head that is quantized is one more matrix."""
     if loading.quantization.quantizer is None or any(one.name == "head.weight" for one in plan):
         return list(plan)
@@ -138,7 +145,7 @@ def _with_own_head(plan: Sequence[Parameter], loading: Loading) -> list[Paramete
     return [*plan, replace(embedding, name="head.weight")]
 
 
-def _held(loading: Loading, parameter: Parameter) -> _Held:
+def _held(loading: WeightLoader, parameter: Parameter) -> _Held:
     if not parameter.is_matrix:
         return _Held(math.prod(parameter.shape) * loading.compute_dtype.itemsize)
     values = _value_bytes(loading, parameter)
@@ -154,18 +161,18 @@ def _held(loading: Loading, parameter: Parameter) -> _Held:
     return _Held(once.nbytes + more, codes)  # an order of inputs is there once, however many outputs are
 
 
-def _value_bytes(loading: Loading, parameter: Parameter) -> int:
+def _value_bytes(loading: WeightLoader, parameter: Parameter) -> int:
     outputs, inputs = parameter.shape
     if loading.linear is None or not loading.multiplies_by_values_of(parameter):
         return outputs * inputs * loading.matrix_dtype.itemsize
     return loading.linear.empty(outputs, inputs, loading.dtype, partial(torch.zeros, device="meta")).nbytes
 
 
-def _codes(matrix: QuantizedMatrix) -> Codes:
-    return Codes(matrix.bits, matrix.group_size if matrix.group_size < matrix.shape[1] else None)
+def _codes(matrix: QuantizedMatrix) -> CodeFormat:
+    return CodeFormat(matrix.bits, matrix.group_size if matrix.group_size < matrix.shape[1] else None)
 
 
-def _samples(loading: Loading, parameter: Parameter) -> list[QuantizedMatrix]:
+def _samples(loading: WeightLoader, parameter: Parameter) -> list[QuantizedMatrix]:
     """Of the pieces, if all are quantized, or of the parameter that will be; none of a table."""
     quantizer = loading.quantization.quantizer
     if not parameter.is_multiplied or parameter.name == EMBEDDING:
@@ -177,7 +184,7 @@ def _samples(loading: Loading, parameter: Parameter) -> list[QuantizedMatrix]:
     return samples if len(samples) == len(found) else []
 
 
-def _sample(loading: Loading, piece: Piece) -> QuantizedMatrix | None:
+def _sample(loading: WeightLoader, piece: WeightPiece) -> QuantizedMatrix | None:
     """Every number is -1 but in tensors of one number for each input, which are read: in what order they are
     dealt into groups.
     """
@@ -192,4 +199,4 @@ def _sample(loading: Loading, piece: Piece) -> QuantizedMatrix | None:
             found = checkpoint.tensor(at)
             is_order = tensor.shape == (inputs,)
             tensors[name] = found.clone() if is_order else torch.full(tensor.shape, -1, dtype=found.dtype)
-    return matrix_of(stored, module, tensors, (_OUTPUTS, inputs))
+    return read_matrix(stored, module, tensors, (_OUTPUTS, inputs))

@@ -15,7 +15,7 @@ import torch
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import BlockCopy
-from sagellm.engines.native.host_pages import lazy_zeros
+from sagellm.engines.native.memory import lazy_zeros
 
 LAYOUT = "layer.kv.block.token.head.dim"
 

@@ -16,12 +16,26 @@ from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSet, LinearKernel, Matrix, QuantizedKernel, StoredMatrix
 from sagellm.core.protocols.quantization import QuantizedMatrix
 from sagellm.engines.native.checkpoint import Checkpoint
-from sagellm.engines.native.host_pages import lazy_zeros
-from sagellm.engines.native.precision import compute_dtype as fastest_dtype
-from sagellm.engines.native.projection import Dense, look_up, packing_pays
-from sagellm.engines.native.quantized import AS_STORED, Quantization, matrix_of, packed
-from sagellm.engines.native.weight_check import is_quantized, stored_name, stored_tensors
-from sagellm.engines.native.weights import EMBEDDING, Parameter, Piece, num_parameters
+from sagellm.engines.native.matrices import (
+    NOT_QUANTIZED,
+    Dense,
+    Quantization,
+    look_up,
+    packed,
+    packing_is_faster,
+    read_matrix,
+)
+from sagellm.engines.native.memory import lazy_zeros
+from sagellm.engines.native.options import compute_dtype as fastest_dtype
+from sagellm.engines.native.weights import (
+    EMBEDDING,
+    Parameter,
+    WeightPiece,
+    is_quantized,
+    num_parameters,
+    stored_name,
+    stored_tensors,
+)
 
 log = logging.getLogger("sagellm.quantization")
 
@@ -30,7 +44,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class ModelWeights:
     """A model's parameters: `matrices` by name without `.weight`, the `head` among them, and all others in
     `tensors`. Where the head is tied, it is the embedding, unless that is quantized for it.
     """
@@ -47,7 +61,7 @@ class Weights:
 
 
 @dataclass(slots=True)
-class Loading:
+class WeightLoader:
     """How parameters are held on `device`: rounded to `dtype` and in `compute_dtype`; with a `linear` kernel,
     matrices are in its form, and in `dtype`; quantized ones, as `quantization` says, in that of `quantized`.
     """
@@ -56,7 +70,7 @@ class Loading:
     device: torch.device
     dtype: torch.dtype
     compute_dtype: torch.dtype
-    quantization: Quantization = AS_STORED
+    quantization: Quantization = NOT_QUANTIZED
     linear: LinearKernel | None = None
     quantized: QuantizedKernel | None = None
     _warned: bool = False
@@ -72,7 +86,7 @@ class Loading:
         if compute_dtype is None:
             count, widened = num_parameters(plan), known.linear is None
             compute_dtype = fastest_dtype(dtype, device, count, widened=widened)
-        linear = known.linear if packing_pays(alone.linear, compute_dtype, dtype) else None
+        linear = known.linear if packing_is_faster(alone.linear, compute_dtype, dtype) else None
         return cls(checkpoint, device, dtype, compute_dtype, quantization, linear, known.quantized)
 
     @property
@@ -85,7 +99,7 @@ class Loading:
         is_own = parameter.name != EMBEDDING or self.quantization.quantizer is None
         return parameter.is_multiplied and is_own
 
-    def weights(self, plan: Sequence[Parameter], progress: Progress | None = None) -> Weights:
+    def weights(self, plan: Sequence[Parameter], progress: Progress | None = None) -> ModelWeights:
         """Of the model that `plan` describes, which `weight_check.check` has found in the checkpoint."""
         sizes = [self._stored_bytes(parameter) for parameter in plan]
         report = progress or (lambda done, total: None)
@@ -104,7 +118,7 @@ class Loading:
         assert embedding is not None
         if "head" not in matrices:
             matrices["head"] = self._tied_head(embedding)
-        return Weights(embedding, matrices, tensors)
+        return ModelWeights(embedding, matrices, tensors)
 
     def _tied_head(self, embedding: StoredMatrix) -> Matrix:
         quantizer = self.quantization.quantizer
@@ -163,7 +177,7 @@ class Loading:
                 store(row, part)
                 row += len(part)
 
-    def _parts(self, piece: Piece) -> Iterator[torch.Tensor]:
+    def _parts(self, piece: WeightPiece) -> Iterator[torch.Tensor]:
         """The rows of a piece, some at a time; whole where it is stored quantized."""
         codes = self._codes(piece)
         if codes is not None:
@@ -172,7 +186,7 @@ class Loading:
             name = stored_name(self.checkpoint, piece.name) or piece.name
             yield from self.checkpoint.parts(name, self.dtype)
 
-    def _codes(self, piece: Piece) -> QuantizedMatrix | None:
+    def _codes(self, piece: WeightPiece) -> QuantizedMatrix | None:
         """The piece as its quantized tensors have it; None for one that is not quantized."""
         stored, checkpoint = self.quantization.stored, self.checkpoint
         if stored is None or not is_quantized(piece, checkpoint, stored):
@@ -180,9 +194,9 @@ class Loading:
         module = piece.name.removesuffix("weight")
         names = {name: stored_name(checkpoint, name) for name, _ in stored_tensors(piece, checkpoint, stored)}
         tensors = {name.removeprefix(module): checkpoint.tensor(at) for name, at in names.items() if at}
-        matrix = matrix_of(stored, module, tensors, (piece.shape[0], piece.shape[1]))
+        matrix = read_matrix(stored, module, tensors, (piece.shape[0], piece.shape[1]))
         for found in filter(None, names.values()):
-            checkpoint.let_go(found)
+            checkpoint.release_pages(found)
         return matrix
 
     def _stored_bytes(self, parameter: Parameter) -> int:

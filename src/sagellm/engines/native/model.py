@@ -7,17 +7,17 @@ There are no modules: a layer is a record of tensors, and what differs between t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
 
-from sagellm.core.protocols.fusion import KernelSet, Matrix
+from sagellm.core.protocols.fusion import FusedKernel, KernelSet, Matrix
 from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.attention import AttentionPlan, attend
-from sagellm.engines.native.glue_choice import glue_of, look_up_of
 from sagellm.engines.native.kv_cache import PagedKV
-from sagellm.engines.native.loading import Weights
+from sagellm.engines.native.loading import ModelWeights
+from sagellm.engines.native.matrices import LookUp, look_up
 from sagellm.engines.native.rope import RopeTable, apply_rope
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -67,7 +67,7 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class Affine:
+class NormWeights:
     """The scale and shift of a norm; both None: not affine."""
 
     weight: torch.Tensor | None
@@ -75,18 +75,18 @@ class Affine:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class DecoderLayer:
     """Weights of one decoder layer; `qkv` and `up` are fused by rows (`up` is gate over up where the MLP is
     gated).
     """
 
     window: int | None
-    attn_norm: Affine
+    attn_norm: NormWeights
     qkv: Linear
-    q_norm: Affine
-    k_norm: Affine
+    q_norm: NormWeights
+    k_norm: NormWeights
     out: Linear
-    mlp_norm: Affine
+    mlp_norm: NormWeights
     up: Linear
     down: Linear
 
@@ -100,7 +100,7 @@ class DecoderModel:
     """
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, device: torch.device,
+        self, spec: ModelSpec, weights: ModelWeights, dtype: torch.dtype, device: torch.device,
         kernels: KernelSet | None = None,
     ) -> None:  # fmt: skip
         self.spec = spec
@@ -115,7 +115,7 @@ class DecoderModel:
         self._activation = _ACTIVATIONS[spec.activation]
         look_up = look_up_of(kernels or KernelSet(), dtype)
         self._rope = RopeTable(spec.rope, device, dtype, look_up) if spec.rope else None
-        self._kernels = glue_of(kernels or KernelSet(), spec, dtype, device)
+        self._kernels = usable_glue(kernels or KernelSet(), spec, dtype, device)
 
     def reach(self, max_position: int) -> None:
         """Make now what steps up to this position look up."""
@@ -159,7 +159,7 @@ class DecoderModel:
         return x
 
     def _attention(
-        self, layer: Layer, index: int, x: torch.Tensor, delta: torch.Tensor | None, step: StepInputs,
+        self, layer: DecoderLayer, index: int, x: torch.Tensor, delta: torch.Tensor | None, step: StepInputs,
         kv: PagedKV, angles: Angles | None,
     ) -> Stream:  # fmt: skip
         spec = self.spec
@@ -170,11 +170,11 @@ class DecoderModel:
         mixed = attend(step.attention[layer.window], kv, index, query, key, value)
         return self._leaving(x, layer.out(mixed.flatten(1)), layer.attn_norm)
 
-    def _mlp(self, layer: Layer, x: torch.Tensor, delta: torch.Tensor | None) -> Stream:
+    def _mlp(self, layer: DecoderLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Stream:
         wide = self._activated(layer.up(self._entering(x, delta, layer.mlp_norm)))
         return self._leaving(x, layer.down(wide), layer.mlp_norm)
 
-    def _entering(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Affine) -> torch.Tensor:
+    def _entering(self, x: torch.Tensor, delta: torch.Tensor | None, norm: NormWeights) -> torch.Tensor:
         """What a sublayer reads; `x` takes in `delta`."""
         if self._kernels.add_rms_norm is not None:
             normed: torch.Tensor = self._kernels.add_rms_norm.apply(x, delta, norm.weight, self.spec.norm_eps)
@@ -183,12 +183,12 @@ class DecoderModel:
             x.add_(delta)
         return self._norm(x, norm) if self.spec.pre_norm else x
 
-    def _leaving(self, x: torch.Tensor, delta: torch.Tensor, norm: Affine) -> Stream:
+    def _leaving(self, x: torch.Tensor, delta: torch.Tensor, norm: NormWeights) -> Stream:
         return (x, delta) if self.spec.pre_norm else (self._norm(x + delta, norm), None)
 
     def _rope_to_cache(
-        self, layer: Layer, heads: torch.Tensor, angles: Angles | None, slots: torch.Tensor, kv: PagedKV,
-        index: int,
+        self, layer: DecoderLayer, heads: torch.Tensor, angles: Angles | None, slots: torch.Tensor,
+        kv: PagedKV, index: int,
     ) -> None:  # fmt: skip
         """Norm and rotate queries and keys, in place, and store keys and values."""
         spec, norms = self.spec, (layer.q_norm, layer.k_norm)
@@ -216,7 +216,7 @@ class DecoderModel:
         gate, up = wide.chunk(2, dim=-1)
         return self._activation(gate).mul_(up)
 
-    def _norm(self, x: torch.Tensor, norm: Affine) -> torch.Tensor:
+    def _norm(self, x: torch.Tensor, norm: NormWeights) -> torch.Tensor:
         """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) or LayerNorm over the last dimension."""
         if self.spec.rms_norm:
             return F.rms_norm(x, x.shape[-1:], norm.weight, self.spec.norm_eps)
@@ -227,19 +227,63 @@ def _sum(x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
     return x if delta is None else x + delta
 
 
-def _affine(weights: Weights, name: str) -> Affine:
-    return Affine(weights.tensors.get(f"{name}.weight"), weights.tensors.get(f"{name}.bias"))
+def _affine(weights: ModelWeights, name: str) -> NormWeights:
+    return NormWeights(weights.tensors.get(f"{name}.weight"), weights.tensors.get(f"{name}.bias"))
 
 
-def _layer(spec: ModelSpec, weights: Weights, index: int) -> Layer:
-    def norm(name: str) -> Affine:
+def _layer(spec: ModelSpec, weights: ModelWeights, index: int) -> DecoderLayer:
+    def norm(name: str) -> NormWeights:
         return _affine(weights, f"layers.{index}.{name}")
 
     def linear(name: str) -> Linear:
         full = f"layers.{index}.{name}"
         return Linear(weights.matrices[full], weights.tensors.get(f"{full}.bias"))
 
-    return Layer(
+    return DecoderLayer(
         spec.windows[index], norm("attn_norm"), linear("qkv"), norm("q_norm"), norm("k_norm"), linear("out"),
         norm("mlp_norm"), linear("up"), linear("down"),
     )  # fmt: skip
+
+
+def usable_glue(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> KernelSet:
+    """`kernels` without those of `add_rms_norm`, `rope_to_cache` and `silu_and_mul` that do not do what a
+    model of `spec` needs in `dtype`, or not on `device`.
+    """
+
+    def ones(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, dtype=dtype, device=device)
+
+    x, wide = ones(1, spec.hidden_size), ones(1, 2 * spec.intermediate_size)
+    heads, pool = spec.num_heads + 2 * spec.num_kv_heads, ones(1, 1, spec.num_kv_heads, spec.head_dim)
+    angles = ones(1, spec.head_dim // 2) if spec.rope else None
+    weight = ones(spec.head_dim) if spec.qk_norm else None
+    slots = torch.zeros(1, dtype=torch.long, device=device)
+    rotation = (
+        ones(1, heads, spec.head_dim),
+        angles,
+        angles,
+        weight,
+        weight,
+        spec.norm_eps,
+        slots,
+        pool,
+        pool,
+    )
+    can_norm, can_rotate = spec.rms_norm and spec.pre_norm, spec.rms_norm or not spec.qk_norm
+    can_gate = spec.gated_mlp and spec.activation in ("silu", "swish")
+    return replace(
+        kernels,
+        add_rms_norm=_usable(kernels.add_rms_norm, x, x, x[0], spec.norm_eps) if can_norm else None,
+        rope_to_cache=_usable(kernels.rope_to_cache, *rotation) if can_rotate else None,
+        silu_and_mul=_usable(kernels.silu_and_mul, wide) if can_gate else None,
+    )
+
+
+def look_up_of(kernels: KernelSet, dtype: torch.dtype) -> LookUp:
+    """How rows of a table in `dtype` are looked up: by the kernel, or by torch."""
+    linear = kernels.linear
+    return linear.gather if linear is not None and linear.multiplies(dtype, dtype) else look_up
+
+
+def _usable(kernel: FusedKernel | None, *inputs: object) -> FusedKernel | None:
+    return kernel if kernel is not None and kernel.supports(*inputs).usable else None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from sagellm.core.errors import ConfigError
-from sagellm.engines.native.architectures import ModelSpec
+from sagellm.engines.native.architectures import DTYPES, ModelSpec
+from sagellm.engines.native.measure import cpu_s, one_thread
+from sagellm.engines.native.memory import available_bytes
 
 
 def check_counts(**counts: int | None) -> None:
@@ -36,3 +38,41 @@ def model_length(spec: ModelSpec, wanted: int | None) -> int:
             f"max_model_len {wanted} is more than this model's {spec.max_model_len} positions: give less"
         )
     return wanted or spec.max_model_len
+
+
+_ROWS, _INPUTS, _OUTPUTS, _REPEATS = 64, 1024, 2048, 3
+_WORTH = 1.5
+_MEMORY_SHARE = 0.5
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Raises `ConfigError` for a name that is none of a dtype that the engine has."""
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is not known: use auto, {', '.join(DTYPES)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def compute_dtype(
+    dtype: torch.dtype, device: torch.device, num_parameters: int, *, widened: bool = True
+) -> torch.dtype:
+    """`dtype`, or float32 where that is faster on this CPU and, if the weights have to be `widened` for it,
+    they take at most half of what memory is available in float32.
+    """
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return dtype
+    if widened and num_parameters * torch.float32.itemsize > _MEMORY_SHARE * available_bytes(device):
+        return dtype
+    with one_thread():
+        return torch.float32 if _gemm_s(dtype) > _WORTH * _gemm_s(torch.float32) else dtype
+
+
+def _gemm_s(dtype: torch.dtype) -> float:
+    """CPU seconds of the fastest of a few GEMMs of 64 rows (a decode batch, or a short prompt)."""
+    x = torch.ones(_ROWS, _INPUTS, dtype=dtype)
+    weight = torch.ones(_OUTPUTS, _INPUTS, dtype=dtype)
+    return cpu_s(lambda: torch.nn.functional.linear(x, weight), _REPEATS)

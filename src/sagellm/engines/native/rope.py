@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from sagellm.core.errors import UnsupportedModelError
-from sagellm.engines.native.projection import LookUp, look_up
+from sagellm.engines.native.matrices import LookUp, look_up
 
 VARIANTS = ("default", "linear", "dynamic", "llama3", "yarn")
 _FIRST_TABLE = 1024

@@ -16,13 +16,13 @@ import torch
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import BlockTableDelta, ExecutionPlan, Join
 from sagellm.engines.native.attention import AttentionPlanner, Span
-from sagellm.engines.native.host_copies import moved
+from sagellm.engines.native.memory import to_device
 from sagellm.engines.native.model import StepInputs
-from sagellm.engines.native.sampler import RowSampler, request_seed
+from sagellm.engines.native.sampler import RowSampler, ScoredPrompt, request_seed
 
 
 @dataclass(slots=True)
-class Row:
+class BatchRow:
     """One sequence: `tokens` is prompt and output, `table` its block ids."""
 
     request_id: str
@@ -30,18 +30,6 @@ class Row:
     num_prompt_tokens: int
     table: array[int]
     sampler: RowSampler
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """Positions of a row's prompt whose logits are wanted: flat rows `[first_row, first_row + len(targets))`
-    of the step. `targets` are the tokens that follow, `top` is how many alternatives to report.
-    """
-
-    row: int
-    first_row: int
-    targets: array[int]
-    top: int
 
 
 class BatchRows:
@@ -56,7 +44,7 @@ class BatchRows:
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._seed = seed
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, BatchRow] = {}
 
     def apply(self, plan: ExecutionPlan, device: torch.device) -> None:
         """Let rows leave, join and grow, in that order."""
@@ -80,7 +68,7 @@ class BatchRows:
         prompt, outputs = tokens[: join.num_prompt_tokens], tokens[join.num_prompt_tokens :]
         sampler = RowSampler.of(params, seed, prompt, outputs, join.eos_token_ids, self._vocab_size, device)
         table = array("i", join.block_ids)
-        self._rows[join.row] = Row(join.request_id, tokens, join.num_prompt_tokens, table, sampler)
+        self._rows[join.row] = BatchRow(join.request_id, tokens, join.num_prompt_tokens, table, sampler)
 
     def _grow(self, growth: BlockTableDelta) -> None:
         row = self._row(growth.row)
@@ -93,7 +81,7 @@ class BatchRows:
         if block_ids and (min(block_ids) < 0 or max(block_ids) >= self._num_blocks):
             raise PlanError(f"{request_id} has a block outside the pool of {self._num_blocks}: {block_ids}")
 
-    def _row(self, row: int) -> Row:
+    def _row(self, row: int) -> BatchRow:
         try:
             return self._rows[row]
         except KeyError:
@@ -105,7 +93,7 @@ class BatchRows:
         planner: AttentionPlanner,
         windows: Iterable[int | None],
         device: torch.device,
-        scored: Sequence[Scored] = (),
+        scored: Sequence[ScoredPrompt] = (),
     ) -> StepInputs:
         """The tensors of a step. Flat order: decode rows, longest first, then prefills as planned. The rows
         of `scored` follow those that are sampled from.
@@ -128,24 +116,24 @@ class BatchRows:
             positions.extend(range(span.start, span.end))
             slots.extend(self._slots(span))
         return StepInputs(
-            tokens=moved(torch.frombuffer(tokens, dtype=torch.int32), device),
-            positions=moved(torch.frombuffer(positions, dtype=torch.long), device),
+            tokens=to_device(torch.frombuffer(tokens, dtype=torch.int32), device),
+            positions=to_device(torch.frombuffer(positions, dtype=torch.long), device),
             max_position=max(span.end for span in spans) - 1,
-            slots=moved(torch.frombuffer(slots, dtype=torch.long), device),
-            sampled=moved(self._sampled(plan, order, prefill, scored), device),
+            slots=to_device(torch.frombuffer(slots, dtype=torch.long), device),
+            sampled=to_device(self._sampled(plan, order, prefill, scored), device),
             attention={window: planner.plan(decode, prefill, window) for window in windows},
         )
 
-    def scored(self, plan: ExecutionPlan) -> list[Scored]:
+    def scored(self, plan: ExecutionPlan) -> list[ScoredPrompt]:
         """What the step computes of prompts whose log-probabilities were asked for."""
-        found: list[Scored] = []
+        found: list[ScoredPrompt] = []
         first = len(plan.decode_rows)
         for op in plan.prefills:
             known = self._row(op.row)
             top = known.sampler.params.prompt_logprobs
             if top is not None:
                 stop = min(op.start + op.num_tokens + 1, known.num_prompt_tokens)
-                found.append(Scored(op.row, first, known.tokens[op.start + 1 : stop], top))
+                found.append(ScoredPrompt(op.row, first, known.tokens[op.start + 1 : stop], top))
             first += op.num_tokens
         return found
 
@@ -178,7 +166,7 @@ class BatchRows:
 
     @staticmethod
     def _sampled(
-        plan: ExecutionPlan, order: Sequence[int], prefill: Sequence[Span], scored: Sequence[Scored]
+        plan: ExecutionPlan, order: Sequence[int], prefill: Sequence[Span], scored: Sequence[ScoredPrompt]
     ) -> torch.Tensor:
         """The flat row of each of `plan.sample_rows`, then those of `scored`."""
         place = [0] * len(order)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sagellm.core.protocols.fusion import FusedKernel
 from sagellm.core.types import SamplingParams, TokenLogprob
-from sagellm.engines.native.draw import draw, greatest
+from sagellm.engines.native.memory import to_device
 
 NO_TOKEN = -1
 _MASK64 = (1 << 64) - 1
@@ -96,7 +98,7 @@ class RowSampler:
 
 
 @dataclass(slots=True)
-class Sample:
+class SampledTokens:
     """`token_ids[i]` for row i; `logprobs[i]` where row i asked for them."""
 
     token_ids: list[int]
@@ -109,14 +111,14 @@ greedy; of rows whose best is not finite, any.
 """
 
 
-def sample(logits: torch.Tensor, rows: Sequence[RowSampler], by_kernel: Draw | None = None) -> Sample:
+def sample(logits: torch.Tensor, rows: Sequence[RowSampler], by_kernel: Draw | None = None) -> SampledTokens:
     """Draw one token per row from `logits` [len(rows), vocab], which are used up, `by_kernel` where one is
     given. Does not count the tokens.
 
     A row whose logits are not numbers, so that nothing can be drawn, gets `NO_TOKEN`.
     """
     if logits.is_cpu and all(row.is_plain for row in rows):
-        return Sample(_greedy(logits.numpy()))
+        return SampledTokens(_greedy(logits.numpy()))
     return _sample(logits, rows, by_kernel)
 
 
@@ -129,7 +131,7 @@ def _greedy(logits: npt.NDArray[np.floating[Any]]) -> list[int]:
 
 
 @torch.inference_mode()
-def _sample(logits: torch.Tensor, rows: Sequence[RowSampler], by_kernel: Draw | None) -> Sample:
+def _sample(logits: torch.Tensor, rows: Sequence[RowSampler], by_kernel: Draw | None) -> SampledTokens:
     asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     raw = logits[asked].log_softmax(-1) if asked else None
     _adjust(logits, rows)
@@ -139,7 +141,7 @@ def _sample(logits: torch.Tensor, rows: Sequence[RowSampler], by_kernel: Draw | 
         chosen = logits if len(drawing) == len(rows) else logits[drawing]
         points = [uniform(rows[i].seed, rows[i].num_outputs) for i in drawing]
         ids[drawing] = (by_kernel or _drawn)(chosen, best[drawing], [rows[i].params for i in drawing], points)
-    answer = Sample(torch.where(best.isfinite(), ids, NO_TOKEN).tolist())
+    answer = SampledTokens(torch.where(best.isfinite(), ids, NO_TOKEN).tolist())
     if raw is not None:
         for i, row_logprobs in zip(asked, raw, strict=True):
             answer.logprobs[i] = _logprob(row_logprobs, answer.token_ids[i], rows[i].params.logprobs or 0)
@@ -186,3 +188,208 @@ def _logprob(logprobs: torch.Tensor, token_id: int, top: int) -> TokenLogprob:
     best = torch.topk(logprobs, min(top, len(logprobs)))
     pairs = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     return TokenLogprob(token_id, float(logprobs[token_id]), pairs)
+
+
+FIRST_SIZE, GROWTH = 128, 16
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """What the filters leave of some rows: `ids` [s, n] ascending, and `weights` [s, n] in proportion to
+    which they are drawn; behind a row's last id weights are 0.
+    """
+
+    rows: list[int]
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+def greatest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Value and id [S] of each row's greatest logit, the first of equals; NaN where a row has one."""
+    ids = torch.from_numpy(logits.numpy().argmax(-1)) if logits.is_cpu else logits.argmax(-1)
+    return logits.gather(-1, ids[:, None])[:, 0], ids
+
+
+def draw(
+    logits: torch.Tensor, best: torch.Tensor, params: Sequence[SamplingParams], points: Sequence[float]
+) -> list[int]:
+    """One token id per row of `logits` [S, vocab], whose greatest are `best` [S], finite; `points` are in
+    [0, 1).
+    """
+    drawn = [0] * len(params)
+    filtered = [i for i, row in enumerate(params) if _is_filtered(row, logits.shape[1])]
+    for i in set(range(len(params))).difference(filtered):  # each alone: its float64 stays in cache
+        weights = _scores(logits[i, None], best[i, None], [params[i]]).exp_()
+        drawn[i] = int(_places(weights, [points[i]]))
+    for kept in filter_rows(logits, best, params, filtered):
+        places = _places(kept.weights, [points[i] for i in kept.rows])
+        for i, token_id in zip(kept.rows, kept.ids.gather(1, places)[:, 0].tolist(), strict=True):
+            drawn[i] = token_id
+    return drawn
+
+
+def filter_rows(
+    logits: torch.Tensor, best: torch.Tensor, params: Sequence[SamplingParams], rows: Sequence[int]
+) -> Iterator[KeptTokens]:
+    """What is kept of each of `rows`: top_k, then top_p (Holtzman et al. 2020, arXiv:1904.09751) of what is
+    left, then min_p relative to the best. A token stays if the mass before it is under top_p: the first
+    always.
+    """
+    vocab, left = logits.shape[1], list(rows)
+    masses = {i: _mass(logits[i, None], best[i, None], params[i]) for i in left}
+    size = max([FIRST_SIZE, *(params[i].top_k + 1 for i in left if _cuts_rank(params[i], vocab))])
+    while left:
+        size = min(size, vocab)
+        own = [params[i] for i in left]
+        values, ids = logits[left].topk(size)
+        scores = _scores(values, best[left], own)
+        stays = _stays(scores, own, [masses[i] for i in left], vocab)
+        counts = stays.sum(-1)
+        enough = [i for i, count in enumerate(counts.tolist()) if count < size or size == vocab]
+        if enough:
+            most = int(counts[enough].max())
+            for i in enough:
+                _settle_ties(logits[left[i]], values[i], ids[i], int(counts[i]))
+            weights = scores[enough, :most].exp_().masked_fill_(~stays[enough, :most], 0.0)
+            order = ids[enough, :most].masked_fill_(~stays[enough, :most], vocab).sort(-1)
+            yield KeptTokens([left[i] for i in enough], order.values, weights.gather(1, order.indices))
+        left = [row for i, row in enumerate(left) if i not in set(enough)]
+        size *= GROWTH
+
+
+def _is_filtered(params: SamplingParams, vocab: int) -> bool:
+    return _cuts_rank(params, vocab) or params.top_p < 1.0 or params.min_p > 0
+
+
+def _cuts_rank(params: SamplingParams, vocab: int) -> bool:
+    return 0 < params.top_k < vocab
+
+
+def _mass(logits: torch.Tensor, best: torch.Tensor, params: SamplingParams) -> float:
+    """The weight of all tokens of a row [1, vocab], where top_p is a share of that; else 0, as if unknown."""
+    if params.top_p >= 1.0 or _cuts_rank(params, logits.shape[1]):
+        return 0.0
+    return float(_scores(logits, best, [params]).exp_().sum())
+
+
+def _scores(logits: torch.Tensor, best: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Logarithms of weights relative to the best token's, float64 [S, n]."""
+    temperatures = _column((row.temperature for row in params), logits.device)
+    return (logits - best.double()[:, None]).div_(temperatures)
+
+
+def _stays(
+    scores: torch.Tensor, params: Sequence[SamplingParams], masses: Sequence[float], vocab: int
+) -> torch.Tensor:
+    """Which of the leading tokens are kept, bool [S, n], by falling `scores`: of each row a first part."""
+    device = scores.device
+    limits = _column((row.top_k if _cuts_rank(row, vocab) else vocab for row in params), device)
+    stays = torch.arange(scores.shape[1], device=device) < limits
+    if any(row.top_p < 1.0 for row in params):
+        weights = scores.exp().masked_fill_(~stays, 0.0)
+        before = weights.cumsum(-1) - weights
+        known = _column(masses, device)
+        shares = _column((row.top_p if row.top_p < 1.0 else math.inf for row in params), device)
+        stays &= before < shares * torch.where(known > 0, known, weights.sum(-1, keepdim=True))
+    floors = [math.log(row.min_p) if row.min_p > 0 else -math.inf for row in params]
+    stays &= scores >= _column(floors, device)
+    stays[:, 0] = True
+    return stays
+
+
+def _settle_ties(logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, count: int) -> None:
+    """Of the tokens that are as good as the last of `count` kept ones, keep the smallest ids: `topk` takes
+    any.
+    """
+    last = values[count - 1]
+    if count == len(values) or values[count] != last or last.isinf():
+        return
+    better = int((values > last).sum())
+    if logits.is_cpu:
+        equal = torch.from_numpy(np.flatnonzero(logits.numpy() == last.numpy()))
+    else:
+        equal = (logits == last).nonzero()[:, 0]
+    ids[better:count] = equal[: count - better]
+
+
+def _places(weights: torch.Tensor, points: Sequence[float]) -> torch.Tensor:
+    """The column [S, 1] in which each point lies, as a share of its row's weight."""
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:].contiguous()
+    # The last column with any weight is the limit: rounding must not step over it.
+    limit = torch.searchsorted(cumulative, total)
+    found = torch.searchsorted(cumulative, _column(points, weights.device) * total, right=True)
+    return torch.minimum(found, limit)
+
+
+def _column(values: Iterable[float], device: torch.device) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.float64, device=device)[:, None]
+
+
+class KernelDraw:
+    """`Draw` of the sampler by `kernel`."""
+
+    def __init__(self, kernel: FusedKernel) -> None:
+        self._kernel = kernel
+
+    def __call__(
+        self, logits: torch.Tensor, best: torch.Tensor, params: Sequence[SamplingParams],
+        points: Sequence[float],
+    ) -> torch.Tensor:  # fmt: skip
+        rows = [
+            (row.temperature, max(0, row.top_k), row.top_p, row.min_p, point)
+            for row, point in zip(params, points, strict=True)
+        ]
+        table = torch.tensor(rows, dtype=torch.float64)
+        tokens: torch.Tensor = self._kernel.apply(logits, to_device(table, logits.device))
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPrompt:
+    """Positions of a row's prompt whose logits are wanted: flat rows `[first_row, first_row + len(targets))`
+    of the step. `targets` are the tokens that follow, `top` is how many alternatives to report.
+    """
+
+    row: int
+    first_row: int
+    targets: array[int]
+    top: int
+
+
+MAX_LOGITS = 2**23
+"""Logits that are held at a time: 32 MiB in float32, and as much again for their exponentials."""
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""From hidden rows [R, hidden] to logits [R, vocab]."""
+
+
+def prompt_logprobs(
+    head: Head, hidden: torch.Tensor, scored: Sequence[ScoredPrompt], vocab_size: int
+) -> dict[int, tuple[TokenLogprob, ...]]:
+    """By row, the log-probability of each of its targets. `hidden` [R, hidden] holds the positions before
+    them, one `ScoredPrompt` after the other; the logits are made and dropped a few rows at a time.
+    """
+    most = max(1, MAX_LOGITS // vocab_size)
+    found: dict[int, tuple[TokenLogprob, ...]] = {}
+    first = 0
+    for one in scored:
+        entries: list[TokenLogprob] = []
+        for start in range(0, len(one.targets), most):
+            targets = one.targets[start : start + most]
+            begin = first + start
+            entries += _entries(head(hidden[begin : begin + len(targets)]), targets, min(one.top, vocab_size))
+        found[one.row] = tuple(entries)
+        first += len(one.targets)
+    return found
+
+
+def _entries(logits: torch.Tensor, targets: Sequence[int], top: int) -> Iterator[TokenLogprob]:
+    """Of each row of `logits` [R, vocab], its target's entry with the `top` likeliest tokens."""
+    total = logits.logsumexp(-1, keepdim=True)
+    column = torch.tensor(targets, dtype=torch.long, device=logits.device)[:, None]
+    chosen = (logits.gather(1, column) - total)[:, 0].tolist()
+    best = logits.topk(top, dim=-1)
+    pairs = zip(best.indices.tolist(), (best.values - total).tolist(), strict=True)
+    for token_id, logprob, (ids, values) in zip(targets, chosen, pairs, strict=True):
+        yield TokenLogprob(token_id, logprob, tuple(zip(ids, values, strict=True)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,32 +17,53 @@ from sagellm.core.errors import ModelError, RequestError
 from sagellm.core.files import read_text
 from sagellm.core.protocols.tokenizer import Message, TokenStream
 from sagellm.core.types import SamplingParams, Tokens
-from sagellm.engines.native.bpe_files import MERGES_FILE, VOCAB_FILE, read_bpe
 from sagellm.engines.native.chat_template import ChatTemplate
 from sagellm.engines.native.control_tokens import ControlTokens, RenderedChat, token_ids
-from sagellm.engines.native.detokenizer import (
-    ByteStream,
-    WindowStream,
-    byte_alphabet,
-    decoder_kinds,
-    is_byte_token,
-)
 from sagellm.engines.native.folder_files import (
     MAX_TOKEN_ID,
     ConfigJson,
     GenerationJson,
     TokenIds,
     TokenizerConfigJson,
-    check_token_ids,
     checked,
-    read_object,
     read_optional,
 )
+from sagellm.engines.native.tokenizer_files import read_tokenizer
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_ALPHABET = byte_alphabet()
 _SPACE_MARK = "\u2581"
+
+REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Printable stand-ins of bytes in byte-level BPE (GPT-2): the byte itself or a code point from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    return alphabet | {chr(256 + rank): byte for rank, byte in enumerate(others)}
+
+
+def decoder_kinds(decoder: Mapping[str, Any] | None) -> frozenset[str]:
+    """The types in the `decoder` entry of a tokenizer.json, sequences flattened."""
+    return frozenset(_walk_kinds(decoder or {}))
+
+
+def _walk_kinds(decoder: Mapping[str, Any]) -> Iterator[str]:
+    if decoder.get("type") != "Sequence":
+        yield str(decoder.get("type", "none"))
+    for part in decoder.get("decoders", ()):
+        yield from _walk_kinds(part)
+
+
+def is_byte_token(token: str) -> bool:
+    """Whether a byte-fallback vocabulary means one byte by this token, as in `<0xE4>`."""
+    return _BYTE_TOKEN.fullmatch(token) is not None
+
+
+_ALPHABET = byte_alphabet()
 
 
 class Tokenizer:
@@ -218,44 +241,6 @@ class Tokenizer:
         return (self._fast.id_to_token(token_id) if token_id >= 0 else None) or ""
 
 
-def tokenizer_file(folder: Path) -> Path:
-    """tokenizer.json of a model folder, or vocab.json with merges.txt beside it. Raises `ModelError` where
-    there is neither.
-    """
-    if os.path.lexists(folder / "tokenizer.json"):
-        return folder / "tokenizer.json"
-    if os.path.lexists(folder / VOCAB_FILE) and os.path.lexists(folder / MERGES_FILE):
-        return folder / VOCAB_FILE
-    raise ModelError(
-        f"{folder} has no tokenizer.json, nor {VOCAB_FILE} and {MERGES_FILE}; transformers writes one with "
-        "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-    )
-
-
-def read_tokenizer(folder: Path) -> FastTokenizer:
-    """The tokenizer of a model folder. Raises `ModelError` for a folder with none, and for files that are
-    none.
-    """
-    path = tokenizer_file(folder)
-    return read_bpe(folder) if path.name == VOCAB_FILE else _read_whole(path)
-
-
-def _read_whole(path: Path) -> FastTokenizer:
-    content = read_object(path)
-    model, added = content.get("model"), content.get("added_tokens")
-    if not isinstance(model, dict) or not isinstance(added, list | None):
-        raise ModelError(f"{path} is not a tokenizer: it has no object named model")
-    vocab = model.get("vocab")
-    check_token_ids(vocab.values() if isinstance(vocab, dict) else (), path)
-    check_token_ids([one.get("id") if isinstance(one, dict) else one for one in added or ()], path)
-    try:
-        return FastTokenizer.from_file(str(path))
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library raises bare exceptions, and panics are not even those
-        raise ModelError(f"{path} is not a tokenizer: {str(error)[:200]}") from error
-
-
 def _special_tokens(*sources: TokenizerConfigJson) -> dict[str, str]:
     """Special tokens by name; the first source that has one wins."""
     tokens: dict[str, str] = {}
@@ -295,3 +280,69 @@ def _default_sampling(generation: GenerationJson, folder: Path) -> dict[str, Any
     except RequestError as error:
         raise ModelError(f"{folder / 'generation_config.json'}: {error}") from error
     return given
+
+
+class ByteStream:
+    """Stream of a byte-level vocabulary. `token_bytes(id)` is empty for ids that write nothing."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._utf8.decode(self._token_bytes(token_id))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowStream:
+    """Stream over any decoder whose text only grows at its end as tokens are added.
+
+    `writes(id)` says whether a token takes part in decoding at all, `open_ended(id)` whether its text may
+    still change with its successor (in a byte-fallback run, where one invalid byte spoils the whole run).
+    The window is `context + fresh`; `_sent` characters of its text have been handed out.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        writes: Callable[[int], bool],
+        open_ended: Callable[[int], bool],
+        *,
+        holds_replacement: bool,
+    ) -> None:
+        self._decode = decode
+        self._writes = writes
+        self._open_ended = open_ended
+        self._holds_replacement = holds_replacement
+        self._window: list[int] = []
+        self._num_context = 0
+        self._sent = 0
+
+    def push(self, token_id: int) -> str:
+        if not self._writes(token_id):
+            return ""
+        self._window.append(token_id)
+        if self._open_ended(token_id):
+            return ""
+        text = self._decode(self._window)
+        if self._holds_replacement and text.endswith(REPLACEMENT):
+            return self._take(text, len(text) - 1)
+        delta = self._take(text, len(text))
+        self._slide()
+        return delta
+
+    def finish(self) -> str:
+        text = self._decode(self._window)
+        return self._take(text, len(text))
+
+    def _take(self, text: str, end: int) -> str:
+        start, self._sent = self._sent, max(self._sent, end)
+        return text[start:end]
+
+    def _slide(self) -> None:
+        """All is sent: what was fresh becomes the context of what follows."""
+        self._window = self._window[self._num_context :]
+        self._num_context = len(self._window)
+        self._sent = len(self._decode(self._window))

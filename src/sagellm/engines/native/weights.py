@@ -7,17 +7,21 @@ with the checkpoint's headers, `loading` makes them tensors.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from sagellm.core.errors import MissingWeightsError, UnsupportedModelError, WeightShapeError
+from sagellm.core.protocols.quantization import StoredTensor, WeightFormat
 from sagellm.engines.native.architectures import ModelSpec
+from sagellm.engines.native.checkpoint import FLOATS, Checkpoint
 
 EMBEDDING = "embed.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WeightPiece:
     """One tensor of the checkpoint; its first dimension is stacked under that of the pieces before it."""
 
     name: str
@@ -29,7 +33,7 @@ class Parameter:
     """One tensor of the model: `name` is ours (see `parameters`)."""
 
     name: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightPiece, ...]
     is_multiplied: bool = False
     """By the tokens of a step; a table may be only looked up."""
 
@@ -61,37 +65,37 @@ def num_parameters(plan: Iterable[Parameter]) -> int:
     return sum(math.prod(parameter.shape) for parameter in plan)
 
 
-Plan = Iterator[tuple[str, tuple[Piece, ...]]]
+Plan = Iterator[tuple[str, tuple[WeightPiece, ...]]]
 
 
 def _rope_parameters(spec: ModelSpec) -> Plan:
     """Names of Llama, Mistral, Qwen2 and Qwen3 checkpoints."""
     hidden = spec.hidden_size
-    yield "embed.weight", (Piece("model.embed_tokens.weight", (spec.vocab_size, hidden)),)
+    yield "embed.weight", (WeightPiece("model.embed_tokens.weight", (spec.vocab_size, hidden)),)
     for i in range(spec.num_layers):
         ours, theirs = f"layers.{i}.", f"model.layers.{i}."
         attn, mlp = theirs + "self_attn.", theirs + "mlp."
-        yield ours + "attn_norm.weight", (Piece(theirs + "input_layernorm.weight", (hidden,)),)
+        yield ours + "attn_norm.weight", (WeightPiece(theirs + "input_layernorm.weight", (hidden,)),)
         yield from _qkv(spec, ours, attn)
         if spec.qk_norm:
-            yield ours + "q_norm.weight", (Piece(attn + "q_norm.weight", (spec.head_dim,)),)
-            yield ours + "k_norm.weight", (Piece(attn + "k_norm.weight", (spec.head_dim,)),)
+            yield ours + "q_norm.weight", (WeightPiece(attn + "q_norm.weight", (spec.head_dim,)),)
+            yield ours + "k_norm.weight", (WeightPiece(attn + "k_norm.weight", (spec.head_dim,)),)
         yield from _linear(ours + "out", [(attn + "o_proj", hidden)], spec.query_size, bias=spec.out_bias)
-        yield ours + "mlp_norm.weight", (Piece(theirs + "post_attention_layernorm.weight", (hidden,)),)
+        yield ours + "mlp_norm.weight", (WeightPiece(theirs + "post_attention_layernorm.weight", (hidden,)),)
         wide = [(mlp + "gate_proj", spec.intermediate_size), (mlp + "up_proj", spec.intermediate_size)]
         yield from _linear(ours + "up", wide, hidden, bias=spec.mlp_bias)
         yield from _linear(
             ours + "down", [(mlp + "down_proj", hidden)], spec.intermediate_size, bias=spec.mlp_bias
         )
-    yield "final_norm.weight", (Piece("model.norm.weight", (hidden,)),)
+    yield "final_norm.weight", (WeightPiece("model.norm.weight", (hidden,)),)
     yield from _head(spec)
 
 
 def _opt_parameters(spec: ModelSpec) -> Plan:
     hidden, embed, root = spec.hidden_size, spec.embed_dim, "model.decoder."
-    yield "embed.weight", (Piece(root + "embed_tokens.weight", (spec.vocab_size, embed)),)
+    yield "embed.weight", (WeightPiece(root + "embed_tokens.weight", (spec.vocab_size, embed)),)
     rows = spec.max_positions + spec.position_offset
-    yield "positions.weight", (Piece(root + "embed_positions.weight", (rows, hidden)),)
+    yield "positions.weight", (WeightPiece(root + "embed_positions.weight", (rows, hidden)),)
     if embed != hidden:
         yield from _linear("project_in", [(root + "project_in", hidden)], embed, bias=False)
     for i in range(spec.num_layers):
@@ -124,17 +128,111 @@ def _qkv(spec: ModelSpec, ours: str, attn: str) -> Plan:
 
 
 def _linear(ours: str, rows: list[tuple[str, int]], columns: int, *, bias: bool) -> Plan:
-    yield ours + ".weight", tuple(Piece(name + ".weight", (size, columns)) for name, size in rows)
+    yield ours + ".weight", tuple(WeightPiece(name + ".weight", (size, columns)) for name, size in rows)
     if bias:
-        yield ours + ".bias", tuple(Piece(name + ".bias", (size,)) for name, size in rows)
+        yield ours + ".bias", tuple(WeightPiece(name + ".bias", (size,)) for name, size in rows)
 
 
 def _layer_norm(spec: ModelSpec, ours: str, theirs: str) -> Plan:
     if spec.norm_affine:
-        yield ours + ".weight", (Piece(theirs + ".weight", (spec.hidden_size,)),)
-        yield ours + ".bias", (Piece(theirs + ".bias", (spec.hidden_size,)),)
+        yield ours + ".weight", (WeightPiece(theirs + ".weight", (spec.hidden_size,)),)
+        yield ours + ".bias", (WeightPiece(theirs + ".bias", (spec.hidden_size,)),)
 
 
 def _head(spec: ModelSpec) -> Plan:
     if not spec.tied:
-        yield "head.weight", (Piece("lm_head.weight", (spec.vocab_size, spec.embed_dim)),)
+        yield "head.weight", (WeightPiece("lm_head.weight", (spec.vocab_size, spec.embed_dim)),)
+
+
+_SHOWN = 4
+_HARMLESS = ("rotary_emb.inv_freq", ".masked_bias", "decoder.version", "lm_head.weight")
+"""Constants that can be computed, and the head of a model whose embedding is its head."""
+log = logging.getLogger("sagellm.weights")
+
+
+def check(plan: Sequence[Parameter], checkpoint: Checkpoint, stored: WeightFormat | None = None) -> None:
+    """Raise unless the checkpoint has every piece in its shape, as it is or in the format `stored`.
+
+    `MissingWeightsError` names the missing tensors, `WeightShapeError` the tensor, expected and found shape,
+    `UnsupportedModelError` one of a dtype that is none of a weight or of its format, and biases that are not
+    zero of modules that have none. A warning names all else that is not used.
+    """
+    pieces = [piece for parameter in plan for piece in parameter.pieces]
+    wanted = dict(one for piece in pieces for one in stored_tensors(piece, checkpoint, stored))
+    found = {name: stored_name(checkpoint, name) for name in wanted}
+    missing = [name for name, tensor in wanted.items() if not tensor.optional and not found[name]]
+    if missing:
+        raise MissingWeightsError(f"{checkpoint.folder} lacks {_few(missing)}")
+    for name, tensor in wanted.items():
+        at = found[name]
+        if at is not None:
+            _check_tensor(checkpoint, at, tensor)
+    _check_unused(pieces, checkpoint, set(found.values()))
+
+
+def _check_tensor(checkpoint: Checkpoint, name: str, tensor: StoredTensor) -> None:
+    entry = checkpoint.entries[name]
+    if entry.shape != tensor.shape:
+        raise WeightShapeError(
+            f"{name}: config.json implies shape {list(tensor.shape)}, the checkpoint has {list(entry.shape)}"
+        )
+    if entry.dtype not in tensor.dtypes:
+        raise UnsupportedModelError(
+            f"{name}: config.json implies {' or '.join(tensor.dtypes)}, the checkpoint has {entry.dtype}; "
+            "only a quantization_config says what other numbers mean"
+        )
+    values = checkpoint.tensor(name).tolist() if tensor.values else []
+    if values != list(tensor.values):
+        raise WeightShapeError(
+            f"{name}: config.json implies {list(tensor.values)}, the checkpoint has {values}"
+        )
+
+
+def _check_unused(pieces: Iterable[WeightPiece], checkpoint: Checkpoint, used: set[str | None]) -> None:
+    """GPTQ's writers give every module a bias, zeros where the model has none: those change nothing. What is
+    of no bias's dtype is none.
+    """
+    biases = {piece.name.rpartition(".")[0] + ".bias" for piece in pieces}
+    biases |= {name.removeprefix("model.") for name in biases}
+    biases = {name for name in biases & checkpoint.entries.keys() if checkpoint.entries[name].dtype in FLOATS}
+    unused = [name for name in checkpoint.entries if name not in used and not name.endswith(_HARMLESS)]
+    wrong = [name for name in unused if name in biases and checkpoint.tensor(name).any()]
+    if wrong:
+        raise UnsupportedModelError(
+            f"{checkpoint.folder} has {_few(wrong)}, not zero, for modules that have no bias by config.json: "
+            "correct that (architectures, attention_bias, mlp_bias, enable_bias), or take the biases out"
+        )
+    others = [name for name in unused if name not in biases]
+    if others:
+        log.warning("not used, config.json describes a model without: %s", _few(others))
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def is_quantized(piece: WeightPiece, checkpoint: Checkpoint, stored: WeightFormat) -> bool:
+    """Whether the checkpoint has the piece in the format `stored`: any of its tensors, in its dtype."""
+    if len(piece.shape) != 2:
+        return False
+    module = piece.name.removesuffix("weight")
+    return any(
+        (found := stored_name(checkpoint, module + name)) and checkpoint.entries[found].dtype in tensor.dtypes
+        for name, tensor in stored.tensors(*piece.shape).items()
+    )
+
+
+def stored_tensors(
+    piece: WeightPiece, checkpoint: Checkpoint, stored: WeightFormat | None
+) -> list[tuple[str, StoredTensor]]:
+    """The tensors of the checkpoint that make the piece, by name."""
+    if stored is None or not is_quantized(piece, checkpoint, stored):
+        return [(piece.name, StoredTensor(piece.shape, tuple(FLOATS)))]
+    module = piece.name.removesuffix("weight")
+    return [(module + name, tensor) for name, tensor in stored.tensors(*piece.shape).items()]
+
+
+def stored_name(checkpoint: Checkpoint, name: str) -> str | None:
+    """The name under which the checkpoint has `name`: some were saved without the leading `model.`."""
+    return next((form for form in (name, name.removeprefix("model.")) if form in checkpoint), None)

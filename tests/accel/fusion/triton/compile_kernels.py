@@ -17,10 +17,9 @@ with warnings.catch_warnings():
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from sagellm.accel.fusion.triton.attention import FEWEST_ROWS, tile_sizes
-    from sagellm.accel.fusion.triton.attention_kernels import attention_kernel, reduce_kernel
-    from sagellm.accel.fusion.triton.draw_kernels import draw_kernel
-    from sagellm.accel.fusion.triton.glue_kernels import (
+    from sagellm.accel.fusion.triton.attention import FEWEST_ROWS, attention_kernel, reduce_kernel, tile_sizes
+    from sagellm.accel.fusion.triton.draw import draw_kernel
+    from sagellm.accel.fusion.triton.glue import (
         add_rms_norm_kernel,
         rope_to_cache_kernel,
         silu_and_mul_kernel,

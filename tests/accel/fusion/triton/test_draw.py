@@ -14,8 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from sagellm.accel.fusion.triton.draw import TritonDraw, draw
 from sagellm.core.errors import KernelError
 from sagellm.core.types import SamplingParams
-from sagellm.engines.native.cuda_sampling import KernelDraw
-from sagellm.engines.native.sampler import RowSampler, sample
+from sagellm.engines.native.sampler import KernelDraw, RowSampler, sample
 from tests.accel.fusion.triton.scenes import DEVICE
 from tests.effort import examples
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from sagellm.accel.fusion.triton import triton_kernels
 from sagellm.core.protocols.fusion import Capture, KernelSet, Work
 from sagellm.core.types import SamplingParams
-from sagellm.engines.native import attention_choice
+from sagellm.engines.native import attention
 from tests.engines.native.driver import Driver, RecordingBackend, Running
 from tests.tiny_models import VOCAB, save_tiny
 
@@ -50,7 +50,7 @@ def generate(folder: Path, kernels: KernelSet, device: str) -> list[Running]:
 def test_the_same_tokens_as_torch(
     name: str, chunks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_choice, "chunks_pay", lambda *_: chunks)
+    monkeypatch.setattr(attention, "kernel_wins_prefill", lambda *_: chunks)
     save_tiny(tmp_path, name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mine, theirs = generate(tmp_path, triton_kernels(), device), generate(tmp_path, KernelSet(), device)

@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from sagellm.accel.fusion.cpu.attention import CpuPagedAttention, attention_kernel
 from sagellm.accel.fusion.cpu.calls import Caller, recording
-from sagellm.accel.fusion.cpu.cpu_level import cpu_level
 from sagellm.accel.fusion.cpu.glue import glue_kernels
-from sagellm.accel.fusion.cpu.library import compiled, find_compiler
+from sagellm.accel.fusion.cpu.library import compiled, cpu_level, find_compiler
 from sagellm.accel.fusion.cpu.linear import CpuLinear, linear_kernel
 from sagellm.accel.fusion.cpu.quantized import CpuQuantizedLinear, quantized_kernel
 from sagellm.core.errors import KernelError

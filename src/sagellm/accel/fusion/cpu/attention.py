@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sagellm.accel.fusion._attention_inputs import obstacle
+from sagellm.accel.fusion.common import obstacle
 from sagellm.accel.fusion.cpu.calls import Caller, Function
 from sagellm.accel.fusion.cpu.library import loaded
 from sagellm.core.errors import KernelError

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sagellm.accel.fusion._glue_twins import TOLERANCES, add_rms_norm, rope_to_cache, silu_and_mul
+from sagellm.accel.fusion.common import TOLERANCES, add_rms_norm, rope_to_cache, silu_and_mul
 from sagellm.accel.fusion.cpu.calls import Caller, Function
 from sagellm.accel.fusion.cpu.library import loaded
 from sagellm.core.errors import KernelError

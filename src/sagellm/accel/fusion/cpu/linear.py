@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from sagellm.accel.fusion.cpu.calls import Caller, Function
-from sagellm.accel.fusion.cpu.cpu_level import CpuLevel
-from sagellm.accel.fusion.cpu.library import loaded
+from sagellm.accel.fusion.cpu.library import CpuLevel, loaded
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSupport, Tolerance, Zeros

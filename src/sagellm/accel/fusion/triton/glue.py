@@ -8,14 +8,10 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
-from sagellm.accel.fusion._glue_twins import TOLERANCES, add_rms_norm, rope_to_cache, silu_and_mul
+from sagellm.accel.fusion.common import TOLERANCES, add_rms_norm, rope_to_cache, silu_and_mul
 from sagellm.accel.fusion.triton._launch import DTYPES, device_obstacle, refuse
-from sagellm.accel.fusion.triton.glue_kernels import (
-    add_rms_norm_kernel,
-    rope_to_cache_kernel,
-    silu_and_mul_kernel,
-)
 from sagellm.core.protocols.fusion import KernelSupport
 
 WIDEST_ROW, HEADS_AT_ONCE, COLUMNS_AT_ONCE = 16_384, 16, 1024
@@ -174,3 +170,102 @@ def _wrong_angles(cos: torch.Tensor | None, sin: torch.Tensor | None, rows: int,
     if cos.stride(1) != 1 or cos.stride() != sin.stride():
         return "cos and sin must have contiguous rows, and the same strides"
     return ""
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x: tl.tensor, delta: tl.tensor, weight: tl.tensor, out: tl.tensor, x_row: tl.tensor, delta_row: tl.tensor,
+    eps: tl.tensor, COLUMNS: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program: one row, whole. With ADDS x becomes x + delta, rounded as torch rounds it, before the norm."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, PADDED)
+    inside = columns < COLUMNS
+    value = tl.load(x + row * x_row + columns, mask=inside, other=0.0)
+    if ADDS:
+        added = tl.load(delta + row * delta_row + columns, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + added.to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(x + row * x_row + columns, value, mask=inside)
+    wide = value.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / COLUMNS + eps)
+    scaled = wide * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * COLUMNS + columns, scaled.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rope_to_cache_kernel(
+    heads: tl.tensor, cos: tl.tensor, sin: tl.tensor, query_weight: tl.tensor, key_weight: tl.tensor,
+    slots: tl.tensor, keys: tl.tensor, values: tl.tensor, heads_row: tl.tensor, angle_row: tl.tensor,
+    key_block: tl.tensor, key_token: tl.tensor, key_head: tl.tensor, value_block: tl.tensor,
+    value_token: tl.tensor, value_head: tl.tensor, eps: tl.tensor,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, TURNS: tl.constexpr,
+    NORMS_QUERY: tl.constexpr, NORMS_KEY: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (row, HEADS of its heads), as [HEADS, HALF] twice: what is rotated with each other."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, HALF)
+    is_query, is_value = head < QUERY_HEADS, head >= QUERY_HEADS + KV_HEADS
+    is_key = (head >= QUERY_HEADS) & (head < QUERY_HEADS + KV_HEADS)
+    inside = (head < QUERY_HEADS + 2 * KV_HEADS)[:, None] & (pair < DIM // 2)[None, :]
+    place = row * heads_row + head[:, None] * DIM + pair[None, :]
+    first = tl.load(heads + place, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(heads + place + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+    if NORMS_QUERY or NORMS_KEY:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = (1.0 / tl.sqrt(squares / DIM + eps))[:, None]
+        if NORMS_QUERY:
+            first, second = _normed(first, second, is_query, scale, query_weight, pair, DIM)
+        if NORMS_KEY:
+            first, second = _normed(first, second, is_key, scale, key_weight, pair, DIM)
+    if TURNS:
+        angle = row * angle_row + pair
+        c = tl.load(cos + angle, mask=pair < DIM // 2, other=0.0).to(tl.float32)[None, :]
+        s = tl.load(sin + angle, mask=pair < DIM // 2, other=0.0).to(tl.float32)[None, :]
+        turned = first * c - second * s
+        second = tl.where(is_value[:, None], second, second * c + first * s)
+        first = tl.where(is_value[:, None], first, turned)
+    low, high = first.to(heads.dtype.element_ty), second.to(heads.dtype.element_ty)
+    rewritten = inside & (is_query | is_key)[:, None]
+    tl.store(heads + place, low, mask=rewritten)
+    tl.store(heads + place + DIM // 2, high, mask=rewritten)
+
+    slot = tl.load(slots + row)
+    block, token = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    kept = inside & is_key[:, None]
+    at = block * key_block + token * key_token + (head - QUERY_HEADS)[:, None] * key_head + pair[None, :]
+    tl.store(keys + at, low.to(keys.dtype.element_ty), mask=kept)
+    tl.store(keys + at + DIM // 2, high.to(keys.dtype.element_ty), mask=kept)
+    kept = inside & is_value[:, None]
+    own = (head - QUERY_HEADS - KV_HEADS)[:, None]
+    at = block * value_block + token * value_token + own * value_head + pair[None, :]
+    tl.store(values + at, low.to(values.dtype.element_ty), mask=kept)
+    tl.store(values + at + DIM // 2, high.to(values.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _normed(
+    first: tl.tensor, second: tl.tensor, which: tl.tensor, scale: tl.tensor, weight: tl.tensor,
+    pair: tl.tensor, DIM: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Both halves, with heads `which` scaled and weighted."""
+    there = pair < DIM // 2
+    low = tl.load(weight + pair, mask=there, other=0.0).to(tl.float32)[None, :]
+    high = tl.load(weight + DIM // 2 + pair, mask=there, other=0.0).to(tl.float32)[None, :]
+    chosen = which[:, None]
+    return tl.where(chosen, first * scale * low, first), tl.where(chosen, second * scale * high, second)
+
+
+@triton.jit
+def silu_and_mul_kernel(
+    wide: tl.tensor, out: tl.tensor, wide_row: tl.tensor, columns: tl.tensor, TILE: tl.constexpr
+) -> None:  # fmt: skip
+    """Program (row, TILE of its columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < columns
+    gate = tl.load(wide + row * wide_row + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(wide + row * wide_row + columns + column, mask=inside, other=0.0).to(tl.float32)
+    answer = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * columns + column, answer.to(out.dtype.element_ty), mask=inside)

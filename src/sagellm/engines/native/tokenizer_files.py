@@ -6,6 +6,7 @@ special_tokens_map.json and added_tokens.json name; the same ids as transformers
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,44 @@ from sagellm.engines.native.folder_files import (
 VOCAB_FILE, MERGES_FILE = "vocab.json", "merges.txt"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _DEFAULT = "<|endoftext|>"
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """tokenizer.json of a model folder, or vocab.json with merges.txt beside it. Raises `ModelError` where
+    there is neither.
+    """
+    if os.path.lexists(folder / "tokenizer.json"):
+        return folder / "tokenizer.json"
+    if os.path.lexists(folder / VOCAB_FILE) and os.path.lexists(folder / MERGES_FILE):
+        return folder / VOCAB_FILE
+    raise ModelError(
+        f"{folder} has no tokenizer.json, nor {VOCAB_FILE} and {MERGES_FILE}; transformers writes one with "
+        "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+    )
+
+
+def read_tokenizer(folder: Path) -> FastTokenizer:
+    """The tokenizer of a model folder. Raises `ModelError` for a folder with none, and for files that are
+    none.
+    """
+    path = tokenizer_file(folder)
+    return read_bpe(folder) if path.name == VOCAB_FILE else _read_whole(path)
+
+
+def _read_whole(path: Path) -> FastTokenizer:
+    content = read_object(path)
+    model, added = content.get("model"), content.get("added_tokens")
+    if not isinstance(model, dict) or not isinstance(added, list | None):
+        raise ModelError(f"{path} is not a tokenizer: it has no object named model")
+    vocab = model.get("vocab")
+    check_token_ids(vocab.values() if isinstance(vocab, dict) else (), path)
+    check_token_ids([one.get("id") if isinstance(one, dict) else one for one in added or ()], path)
+    try:
+        return FastTokenizer.from_file(str(path))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare exceptions, and panics are not even those
+        raise ModelError(f"{path} is not a tokenizer: {str(error)[:200]}") from error
 
 
 def read_bpe(folder: Path) -> FastTokenizer:

@@ -1,9 +1,12 @@
-"""How long it takes to bring back what a preempted request has computed, measured at start-up: a block copied
-to host memory or back, a token of a prompt computed again."""
+"""Measuring at start which of two ways is faster here: on a CPU by one thread and its own clock, so that
+other processes on the same cores do not tip it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -12,6 +15,60 @@ from sagellm.core.clock import Clock
 from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, Prefill, StepResult
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.native.kv_cache import PagedKV
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes on one thread within."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def cpu_s(run: Callable[[], object], repeats: int) -> float:
+    """CPU seconds of this thread for the fastest of so many runs."""
+    return _fastest(run, repeats, time.thread_time)
+
+
+def cuda_s(run: Callable[[], object], repeats: int) -> float:
+    """Seconds until a GPU is done, for the fastest of so many runs."""
+
+    def now() -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return _fastest(run, repeats, now)
+
+
+def _fastest(run: Callable[[], object], repeats: int, now: Callable[[], float]) -> float:
+    best = float("inf")
+    for _ in range(repeats):
+        start = now()
+        run()
+        best = min(best, now() - start)
+    return best
+
+
+CPU_BYTES, CUDA_BYTES = 1 << 28, 1 << 31
+_REPEATS = 7
+
+
+def read_bandwidth(device_name: str) -> float:
+    """Bytes per second, the best of a few sums over more memory than any cache holds, by torch's threads."""
+    device = torch.device(device_name)
+    size = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
+    values = torch.ones(size // 4, device=device)  # written, so that it is there
+    return size / min(_sum_s(values) for _ in range(_REPEATS))
+
+
+def _sum_s(values: torch.Tensor) -> float:
+    began_s = time.perf_counter()
+    values.sum().item()  # waits for the device
+    return time.perf_counter() - began_s
+
 
 NUM_COPIES = 8
 PROMPT_TOKENS = 256
