@@ -1,53 +1,215 @@
-"""What the inputs of paged attention have to be for a kernel on a CPU as on a GPU."""
+"""What the kernels for a CPU and for a GPU share: their inputs, the checks of these, and slow twins."""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from sagellm.core.protocols.fusion import Tolerance
+from sagellm.core.errors import KernelError
+from sagellm.core.protocols.fusion import KernelSupport, Tolerance
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def obstacle(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None = None,
-    spans: torch.Tensor | None = None, tables: torch.Tensor | None = None, window: int | None = None,
-) -> str:  # fmt: skip
-    """What stands in the way of any kernel; empty where nothing does. Devices are not looked at."""
-    if values is None or spans is None or tables is None:
-        return "paged attention takes query, keys, values, spans, tables and maybe a window"
-    if query.dtype not in DTYPES or keys.dtype not in DTYPES or values.dtype != keys.dtype:
-        return f"paged attention has no kernel for {query.dtype} over {keys.dtype} and {values.dtype}"
-    if query.ndim != 3 or keys.ndim != 4 or values.shape != keys.shape or query.shape[2] != keys.shape[3]:
-        return f"shapes {[list(t.shape) for t in (query, keys, values)]} are no query and pools"
-    if not keys.shape[2] or query.shape[1] % keys.shape[2] or not keys.shape[1] or not keys.shape[3]:
-        return (
-            f"{query.shape[1]} heads of {keys.shape[3]} over blocks of {list(keys.shape[1:3])} make no groups"
-        )
-    if not keys.stride(3) == values.stride(3) == query.stride(2) == 1:
-        return "the dims of a head are not contiguous"
-    if spans.dtype != torch.int64 or spans.shape != (len(spans), 4) or not spans.is_contiguous():
-        return f"spans are contiguous int64 [n, 4], not {spans.dtype} {list(spans.shape)}"
-    if tables.dtype != torch.int32 or tables.ndim != 1 or not tables.is_contiguous():
-        return f"tables are contiguous int32 [n], not {tables.dtype} {list(tables.shape)}"
-    if window is not None and window < 1:
-        return f"a window of {window} shows nothing: use at least 1, or None"
+class CheckedKernel(ABC):
+    """A `FusedKernel` that checks its inputs before it computes.
+
+    The default tolerances are for values of about unit size: sums are float32, in another order than in
+    torch.
+    """
+
+    name: str
+    tolerances: tuple[Tolerance, ...] = (
+        Tolerance("float32", 2e-5, 2e-5),
+        Tolerance("bfloat16", 1e-2, 1.6e-2),
+        Tolerance("float16", 2e-3, 2e-3),
+    )
+
+    def supports(self, *inputs: Any) -> KernelSupport:
+        reason = self._obstacle(*inputs)
+        return KernelSupport(not reason, reason)
+
+    def apply(self, *inputs: Any) -> Any:
+        """Raises `KernelError` where `supports` says no."""
+        reason = self._obstacle(*inputs)
+        if reason:
+            raise KernelError(f"{self.name}: {reason}")
+        return self._compute(*inputs)
+
+    @abstractmethod
+    def reference(self, *inputs: Any) -> Any:
+        """The slow twin."""
+
+    @abstractmethod
+    def _obstacle(self, *inputs: Any, **_: Any) -> str:
+        """Why the kernel cannot take these inputs; empty if it can."""
+
+    @abstractmethod
+    def _device_obstacle(self, *tensors: torch.Tensor) -> str:
+        """Why the kernel cannot run where these tensors are; empty if it can."""
+
+    @abstractmethod
+    def _compute(self, *inputs: Any, **_: Any) -> Any:
+        """The result for inputs without an obstacle."""
+
+
+class PagedAttention(CheckedKernel):
+    """Causal attention over the paged KV cache. Inputs, in this order:
+
+    `query` [T, heads, head_dim]; `keys` and `values`, pools [num_blocks, block_size, kv_heads, head_dim];
+    `spans`, int64 [n, 4], for each sequence the first row, number of tokens, position of the first token and
+    first table entry; `tables`, int32, the block ids of all sequences; and optionally `window`.
+
+    A token attends to the last `window` positions of its sequence up to its own, or to all of them. Scores
+    are scaled by 1/sqrt(head_dim). The result is [T, heads, head_dim] in the query's dtype. Rows outside
+    every span are undefined. The kernel reads nothing behind a sequence's last position.
+    """
+
+    name = "paged_attention"
+
+    def _obstacle(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None = None,
+        spans: torch.Tensor | None = None, tables: torch.Tensor | None = None, window: int | None = None,
+    ) -> str:  # fmt: skip
+        if values is None or spans is None or tables is None:
+            return "it takes query, keys, values, spans, tables and optionally a window"
+        if query.dtype not in DTYPES or keys.dtype not in DTYPES or values.dtype != keys.dtype:
+            return f"no kernel for {query.dtype} over {keys.dtype} and {values.dtype}"
+        if query.ndim != 3 or keys.ndim != 4 or values.shape != keys.shape or query.shape[2] != keys.shape[3]:
+            return f"shapes {[list(t.shape) for t in (query, keys, values)]} are no query and pools"
+        if not keys.shape[2] or query.shape[1] % keys.shape[2] or not keys.shape[1] or not keys.shape[3]:
+            blocks = list(keys.shape[1:3])
+            return f"{query.shape[1]} heads of {keys.shape[3]} over blocks of {blocks} make no groups"
+        if not keys.stride(3) == values.stride(3) == query.stride(2) == 1:
+            return "the dims of a head are not contiguous"
+        if spans.dtype != torch.int64 or spans.shape != (len(spans), 4) or not spans.is_contiguous():
+            return f"spans are contiguous int64 [n, 4], not {spans.dtype} {list(spans.shape)}"
+        if tables.dtype != torch.int32 or tables.ndim != 1 or not tables.is_contiguous():
+            return f"tables are contiguous int32 [n], not {tables.dtype} {list(tables.shape)}"
+        if window is not None and window < 1:
+            return f"a window of {window} shows nothing: use at least 1, or None"
+        return self._device_obstacle(query, keys, values, spans, tables)
+
+
+class GlueKernel(CheckedKernel):
+    """An operation between the matrices of a decoder layer."""
+
+    tolerances: tuple[Tolerance, ...] = (
+        Tolerance("float32", 2e-5, 2e-5),
+        Tolerance("bfloat16", 1.6e-2, 1.6e-2),
+        Tolerance("float16", 2e-3, 2e-3),
+    )
+    """For values of about unit size: torch rounds some results between its operators, a kernel rounds once.
+    """
+
+
+class AddRmsNorm(GlueKernel):
+    """Residual add, then RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+    Inputs: `x` [T, n], which becomes x + delta; `delta` [T, n] or None; `weight` [n]; `eps`. The result is
+    the RMSNorm of the new x, [T, n] contiguous.
+    """
+
+    name = "add_rms_norm"
+
+    def reference(self, *inputs: Any) -> torch.Tensor:
+        return add_rms_norm(*inputs)
+
+    def _obstacle(self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> str:
+        dtype, shape = x.dtype, x.shape
+        if dtype not in DTYPES or weight.dtype is not dtype:
+            return f"no kernel for {dtype} with a weight of {weight.dtype}"
+        if len(shape) != 2 or weight.shape != shape[1:]:
+            return f"no rows and weight: {list(shape)}, {list(weight.shape)}"
+        if x.stride(1) != 1 or x.stride(0) < shape[1] or not weight.is_contiguous():
+            return "the weight and each row of x must be contiguous, and rows must not overlap"
+        if delta is None:
+            return self._device_obstacle(x, weight)
+        if delta.dtype is not dtype or delta.shape != shape:
+            return f"delta is {delta.dtype} {list(delta.shape)}, x {dtype} {list(shape)}"
+        return self._device_obstacle(x, weight, delta)
+
+
+class RopeToCache(GlueKernel):
+    """RMSNorm and rotation of queries and keys, in place, and the write of keys and values to the KV cache.
+
+    Inputs: `heads` [T, heads, dim], the query, key and value heads of each row; `cos` and `sin` [T, dim / 2],
+    or None for no rotation; `query_weight` and `key_weight` [dim], or None for no norm; `eps`; `slots`, int64
+    [T], each block id x block size + offset in the block; `keys` and `values`, pools [num_blocks, block_size,
+    kv_heads, dim]. Keys and values are stored in the pools' dtype. There is no result. A slot that is given
+    twice holds one of both.
+    """
+
+    name = "rope_to_cache"
+
+    def reference(self, *inputs: Any) -> None:
+        rope_to_cache(*inputs)
+
+    def _obstacle(self, *inputs: Any) -> str:
+        heads, cos, sin, query_weight, key_weight, _, slots, keys, values = inputs
+        dtype, pool_dtype, shape, pool = heads.dtype, keys.dtype, heads.shape, keys.shape
+        if dtype not in DTYPES or pool_dtype not in DTYPES or values.dtype is not pool_dtype:
+            return f"no kernel for {dtype} into {pool_dtype} and {values.dtype}"
+        if len(shape) != 3 or len(pool) != 4 or values.shape != pool:
+            return f"no heads and pools: {[list(t.shape) for t in (heads, keys, values)]}"
+        rows, num_heads, dim = shape
+        if pool[3] != dim or not 0 < 2 * pool[2] <= num_heads or not pool[1] or not dim:
+            return f"{num_heads} heads of {dim} do not fit blocks of {list(pool[1:])}"
+        row_stride, head_stride, dim_stride = heads.stride()
+        if dim_stride != 1 or head_stride != dim or row_stride < num_heads * dim:
+            return "the heads of a row must be contiguous, and rows must not overlap"
+        if keys.stride(3) != 1 or values.stride(3) != 1:
+            return "the dims of a head in the pools must be contiguous"
+        if slots.dtype is not torch.int64 or slots.shape != (rows,) or not slots.is_contiguous():
+            return f"slots are contiguous int64 [{rows}], not {slots.dtype} {list(slots.shape)}"
+        reason = _wrong_angles(cos, sin, rows, dim, dtype)
+        for weight in (query_weight, key_weight):
+            if weight is None:
+                continue
+            if weight.dtype is not dtype or weight.shape != (dim,) or not weight.is_contiguous():
+                reason = f"weights of norms are {dim} contiguous values of {dtype}, or None"
+        optional = (cos, sin, query_weight, key_weight)
+        tensors = (heads, slots, keys, values, *(t for t in optional if t is not None))
+        return reason or self._device_obstacle(*tensors)
+
+
+def _wrong_angles(
+    cos: torch.Tensor | None, sin: torch.Tensor | None, rows: int, dim: int, dtype: torch.dtype
+) -> str:
+    if cos is None and sin is None:
+        return ""
+    if cos is None or sin is None or dim % 2 or not cos.shape == sin.shape == (rows, dim // 2):
+        return f"cos and sin must be [{rows}, {dim} / 2], or both None"
+    if not cos.dtype is sin.dtype is dtype:
+        return f"cos and sin must be {dtype}"
+    if cos.stride(1) != 1 or cos.stride() != sin.stride():
+        return "cos and sin must have contiguous rows, and the same strides"
     return ""
 
 
-TOLERANCES: tuple[Tolerance, ...] = (
-    Tolerance("float32", 2e-5, 2e-5),
-    Tolerance("bfloat16", 1.6e-2, 1.6e-2),
-    Tolerance("float16", 2e-3, 2e-3),
-)
-"""For values of about unit size: torch rounds some results between its operators, a kernel rounds once."""
+class SiluAndMul(GlueKernel):
+    """The gated activation: silu(gate) x up, [T, n], of rows of gate and up, [T, 2 n]."""
+
+    name = "silu_and_mul"
+
+    def reference(self, *inputs: Any) -> torch.Tensor:
+        return silu_and_mul(*inputs)
+
+    def _obstacle(self, wide: torch.Tensor) -> str:
+        if wide.dtype not in DTYPES:
+            return f"no kernel for {wide.dtype}"
+        if wide.ndim != 2 or wide.shape[1] % 2:
+            return f"{list(wide.shape)} are no rows of gate and up"
+        return self._device_obstacle(wide)
 
 
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """X [T, n] becomes x + delta; the RMSNorm of that, [T, n]."""
+    """Slow twin of `AddRmsNorm`."""
     if delta is not None:
         x.add_(delta)
     return F.rms_norm(x, x.shape[-1:], weight, eps)
@@ -58,25 +220,23 @@ def rope_to_cache(
     query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, eps: float, slots: torch.Tensor,
     keys: torch.Tensor, values: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Queries and keys of `heads` [T, heads, dim], normed and rotated in place; keys and values at their
-    slots in the pools. Computed in float64.
-    """
+    """Slow twin of `RopeToCache`, in float64."""
     kv_heads, half = keys.shape[2], heads.shape[2] // 2
     query, key, value = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     for part, weight in ((query, query_weight), (key, key_weight)):
-        turned = part.double()
+        rotated = part.double()
         if weight is not None:
-            turned = F.rms_norm(turned, turned.shape[-1:], weight.double(), eps)
+            rotated = F.rms_norm(rotated, rotated.shape[-1:], weight.double(), eps)
         if cos is not None and sin is not None:
             c, s = cos.double()[:, None], sin.double()[:, None]
-            first, second = turned[..., :half], turned[..., half:]
-            turned = torch.cat([first * c - second * s, second * c + first * s], dim=-1)
-        part.copy_(turned)
+            first, second = rotated[..., :half], rotated[..., half:]
+            rotated = torch.cat([first * c - second * s, second * c + first * s], dim=-1)
+        part.copy_(rotated)
     keys[slots // keys.shape[1], slots % keys.shape[1]] = key.to(keys.dtype)
     values[slots // keys.shape[1], slots % keys.shape[1]] = value.to(values.dtype)
 
 
 def silu_and_mul(wide: torch.Tensor) -> torch.Tensor:
-    """silu(gate) x up, [T, n], of gate beside up, [T, 2 n]."""
+    """Slow twin of `SiluAndMul`."""
     gate, up = wide.chunk(2, dim=-1)
     return F.silu(gate) * up

@@ -25,7 +25,7 @@ TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1e-2, 1.6e-2), torch
 
 def compare(scene: Attention, processors: int = 8) -> torch.Tensor:
     expected = paged_attention(*scene.doubled().args)
-    found = TritonPagedAttention(processors).apply(*scene.args)
+    found: torch.Tensor = TritonPagedAttention(processors).apply(*scene.args)
     assert found.dtype == scene.query.dtype
     absolute, relative = TOLERANCES[found.dtype]
     torch.testing.assert_close(found.double(), expected, atol=absolute, rtol=relative, equal_nan=True)

@@ -4,13 +4,9 @@
 
 #include <atomic>
 
+#include "interface.h"
 #include "one_token.h"
 #include "query_tiles.h"
-#include "threads.h"
-
-enum Outcome : int32_t { DONE = 0, NO_MEMORY = 1, NO_KERNEL = 2, BAD_SPAN = 3, BAD_BLOCK = 4 };
-
-#define EXPORTED __attribute__((visibility("default")))
 
 namespace {
 
@@ -118,9 +114,6 @@ bool run(const Attention &job, int32_t threads) {
 }
 
 }  // namespace
-
-// Helpers are those of another library from now on: there is one set of them in a process.
-extern "C" EXPORTED void sagellm_share_threads(threads::Together together) { threads::shared() = together; }
 
 extern "C" EXPORTED int32_t sagellm_paged_attention(const Attention *job, int32_t threads) {
     const Outcome outcome = check(*job);

@@ -1,8 +1,8 @@
-"""Calls of the kernels' C functions, and recordings of them.
+"""Calls of the kernels' C functions, and recordings of these calls.
 
-Before a kernel runs, Python looks at its inputs, allocates and fills in a job: 4 to 15 us, in which no weight
-is read. Of a decode step, whose tensors have the same shapes each time, the jobs are kept, with the tensors
-that they point to: run again, all of them are one call.
+Before a kernel runs, Python checks its inputs, allocates the result and fills in a job: 4 to 15 us, in which
+no weight is read. The tensors of a decode step have the same shapes each time. So a recording keeps the jobs,
+with the tensors that they point to, and replays all of them in one call.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sagellm.accel.fusion.cpu.library import loaded
+from sagellm.accel.fusion.common import CheckedKernel
+from sagellm.accel.fusion.cpu.library import Function, kernel_function, loaded
 from sagellm.core.errors import CapacityError, KernelError
 from sagellm.core.protocols.fusion import Capture, Work
 
-Function = Callable[[object, int], int]
 log = logging.getLogger("sagellm.kernels")
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""`enum Type` of numbers.h."""
 _NO_MEMORY = 1
 _ERRORS = {
     2: "it has no kernel for these dtypes",
@@ -37,21 +39,42 @@ _ERRORS = {
 _ALLOCATIONS = {"aten::empty", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
 
 
-class _Call(ctypes.Structure):
-    """`struct Call` of replay.h."""
+def _fields(kind: type, names: Sequence[str]) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names]
 
-    _fields_ = (("function", ctypes.c_void_p), ("job", ctypes.c_void_p))
+
+def pointers(*names: str) -> list[tuple[str, type]]:
+    """Fields of a `ctypes.Structure`; so are the next three."""
+    return _fields(ctypes.c_void_p, names)
+
+
+def int64s(*names: str) -> list[tuple[str, type]]:
+    return _fields(ctypes.c_int64, names)
+
+
+def int32s(*names: str) -> list[tuple[str, type]]:
+    return _fields(ctypes.c_int32, names)
+
+
+def floats(*names: str) -> list[tuple[str, type]]:
+    return _fields(ctypes.c_float, names)
+
+
+class _Call(ctypes.Structure):
+    """`struct Call` of linear.cpp."""
+
+    _fields_ = (*pointers("function", "job"),)
 
 
 class _Replay(ctypes.Structure):
-    """`struct Replay` of replay.h."""
+    """`struct Replay` of linear.cpp."""
 
-    _fields_ = (("calls", ctypes.c_void_p), ("count", ctypes.c_int64), ("failed", ctypes.c_int64))
+    _fields_ = (*pointers("calls"), *int64s("count", "failed"))
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """One call; `kept` is what its job points to."""
+class _RecordedCall:
+    """One call; `kept` owns the memory that its job points to."""
 
     name: str
     function: Function
@@ -60,43 +83,65 @@ class _Made:
 
 
 class _Recorder(threading.local):
-    """What this thread records, so that no other's calls get into it, and a fork's child does not go on."""
+    """The calls that this thread records; None while it does not record.
 
-    made: list[_Made] | None = None
+    Each thread has its own, so calls of other threads do not get in, and a fork's child does not go on.
+    """
+
+    calls: list[_RecordedCall] | None = None
 
 
 class Caller:
-    """Calls C functions on at most `threads` threads, and remembers a thread's calls while it records."""
+    """Calls C functions on at most `threads` threads, and records a thread's calls on request."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._recorder = _Recorder()
 
     def __call__(self, name: str, function: Function, job: ctypes.Structure, *kept: object) -> None:
-        """`kept` are the owners of all memory that `job` points to. Raises `KernelError` where it fails."""
+        """Run `function` on `job`; `kept` own all memory that the job points to.
+
+        Raises `KernelError` where the kernel refuses the job, `CapacityError` where it gets no memory.
+        """
         _check(name, function(ctypes.byref(job), self.threads))
-        made = self._recorder.made
-        if made is not None:
-            made.append(_Made(name, function, job, kept))
+        calls = self._recorder.calls
+        if calls is not None:
+            calls.append(_RecordedCall(name, function, job, kept))
 
     def record(self, run: Function, work: Work) -> Work | None:
-        """Runs `work`; what it called from this thread is called again by what is returned, through `run`.
-        None where torch did some of the work, or no kernel any.
+        """Run `work` and return a function that repeats its calls through `run`.
+
+        Returns None where torch computed a part of the work, or no kernel ran.
         """
-        made = self._recorder.made = []
+        calls = self._recorder.calls = []
         try:
             with _TorchWork() as by_torch:
                 work()
         finally:
-            self._recorder.made = None
-        if by_torch.operators or not made:
+            self._recorder.calls = None
+        if by_torch.operators or not calls:
             log.debug("not recorded, torch computes in it: %s", ", ".join(sorted(by_torch.operators)))
             return None
-        return _Recording(run, self.threads, made)
+        return _Recording(run, self.threads, calls)
+
+
+class CpuKernel(CheckedKernel):
+    """A kernel with one C function, called through a `Caller`."""
+
+    def __init__(self, function: Function, caller: Caller) -> None:
+        self._function, self._call = function, caller
+
+    def _device_obstacle(self, *tensors: torch.Tensor) -> str:
+        for tensor in tensors:
+            if not tensor.is_cpu:
+                return f"it runs on a CPU, a tensor is on {tensor.device}"
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return "it has no gradient"
+        return ""
 
 
 class _TorchWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects the names of torch's operators that do more than to allocate a tensor or to make a view."""
+    """Collects the names of torch's operators that do more than allocate a tensor or make a view."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -104,7 +149,7 @@ class _TorchWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch would otherwise import its compiler at the first operator: 1.5 s of CPU time."""
+        """False, or torch imports its compiler at the first operator: 1.5 s of CPU time."""
         return False
 
     def __torch_dispatch__(
@@ -114,38 +159,40 @@ class _TorchWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        answer = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         schema = func._schema
-        if schema.name not in _ALLOCATIONS and (schema.is_mutable or not _views(answer, args)):
+        if schema.name not in _ALLOCATIONS and (schema.is_mutable or not _are_views(result, args)):
             self.operators.add(schema.name)
-        return answer
+        return result
 
 
-def _views(answer: object, args: object) -> bool:
-    """Whether `answer` is nothing but views of `args`."""
-    lies = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+def _are_views(result: object, args: object) -> bool:
+    """Whether `result` holds nothing but views of `args`."""
+    known = {
+        leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)
+    }
     return all(
-        isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() in lies
-        for leaf in tree_leaves(answer)
+        isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() in known
+        for leaf in tree_leaves(result)
     )
 
 
 class _Recording:
-    """Calls made again; it holds their jobs, and what those point to."""
+    """Recorded calls that can be replayed; owns their jobs, and the memory that those point to."""
 
-    def __init__(self, run: Function, threads: int, made: Sequence[_Made]) -> None:
-        self._run, self._threads, self._made = run, threads, made
-        self._calls = (_Call * len(made))()
-        for call, known in zip(self._calls, made, strict=True):
+    def __init__(self, run: Function, threads: int, recorded: Sequence[_RecordedCall]) -> None:
+        self._run, self._threads, self._recorded = run, threads, recorded
+        self._calls = (_Call * len(recorded))()
+        for call, known in zip(self._calls, recorded, strict=True):
             call.function = ctypes.cast(known.function, ctypes.c_void_p)  # type: ignore[arg-type]
             call.job = ctypes.addressof(known.job)
-        self._job = _Replay(ctypes.addressof(self._calls), len(made), 0)
+        self._job = _Replay(ctypes.addressof(self._calls), len(recorded), 0)
 
     def __call__(self) -> None:
-        """Raises `KernelError` as the first kernel that fails would have."""
+        """Raises what the first kernel that fails would have raised."""
         code = self._run(ctypes.byref(self._job), self._threads)
         if code:
-            _check(self._made[self._job.failed].name, code)
+            _check(self._recorded[self._job.failed].name, code)
 
 
 def _check(name: str, code: int) -> None:
@@ -156,9 +203,8 @@ def _check(name: str, code: int) -> None:
 
 
 def recording(path: Path, caller: Caller) -> Capture:
-    """How work is recorded whose kernels are called by `caller`, replayed by the library at `path`; raises
-    `KernelError` if it cannot be loaded.
+    """A `Capture` of work whose kernels `caller` calls; the library at `path` replays it.
+
+    Raises `KernelError` if the library cannot be loaded.
     """
-    run = loaded(path).sagellm_replay
-    run.argtypes, run.restype = (ctypes.c_void_p, ctypes.c_int32), ctypes.c_int32
-    return partial(caller.record, run)
+    return partial(caller.record, kernel_function(loaded(path), "sagellm_replay"))

@@ -1,14 +1,224 @@
 // The operations between a decoder's matrices, for float32, bfloat16 or float16. Few rows are done by the calling
 // thread: others would take longer to wake up than to help. No exception leaves the C interface.
+//
+// What a decoder does between its matrices, row by row: residual add and RMSNorm, rotary embedding and KV write, gated
+// activation. Sums and products are float32 and rounded once; what a row gets depends on that row alone.
 
 #include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
 
-#include "glue.h"
-#include "threads.h"
+#include "interface.h"
+#include "numbers.h"
+#include "vector.h"
 
-enum Outcome : int32_t { DONE = 0, NO_KERNEL = 2, BAD_SLOT = 5 };
+// y = RMSNorm(x) weight, of rows x columns; where there is a delta, x becomes x + delta before. Strides are in
+// elements and of rows, whose elements are contiguous; all are of one type.
+struct AddNorm {
+    void *x;
+    const void *delta;
+    const void *weight;
+    void *y;
+    int64_t rows, columns, x_stride, delta_stride, y_stride;
+    float eps;
+    int32_t type;
+};
 
-#define EXPORTED __attribute__((visibility("default")))
+// A pool [block, token, kv head, dim]; the dims of a head are contiguous.
+struct Slots {
+    void *data;
+    int64_t block_stride, token_stride, head_stride;
+};
+
+// Rows of query, key and value heads, one behind the other. Queries and keys get their RMSNorm (null weights: none) and
+// are rotated in place by cos and sin [rows, dim / 2] (null: not at all), keys and values are copied to `slots`, each
+// block x block size + token.
+struct Rotate {
+    void *heads;
+    const void *cos;
+    const void *sin;
+    const void *query_weight;
+    const void *key_weight;
+    const int64_t *slots;
+    Slots keys, values;
+    int64_t rows, query_heads, kv_heads, dim, row_stride, angle_stride, num_blocks, block_size;
+    float eps;
+    int32_t type, pool_type;
+};
+
+// y = silu(gate) up, of rows x columns each: a row is its gate, then its up.
+struct Gated {
+    const void *gate;
+    void *y;
+    int64_t rows, columns, gate_stride, y_stride;
+    int32_t type;
+};
+
+#if defined(__AVX512F__)
+inline void save(BFloat16 *to, Vector v) {
+    const __m512i bits = _mm512_castps_si512(v), high = _mm512_srli_epi32(bits, 16);
+    const __m512i half = _mm512_add_epi32(_mm512_set1_epi32(0x7fff), _mm512_and_si512(high, _mm512_set1_epi32(1)));
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    const __m512i words = _mm512_mask_or_epi32(rounded, is_nan, high, _mm512_set1_epi32(0x40));
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), _mm512_cvtepi32_epi16(words));
+}
+inline void save(Float16 *to, Vector v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__AVX2__)
+inline void save(BFloat16 *to, Vector v) {
+    const __m256i bits = _mm256_castps_si256(v), high = _mm256_srli_epi32(bits, 16);
+    const __m256i half = _mm256_add_epi32(_mm256_set1_epi32(0x7fff), _mm256_and_si256(high, _mm256_set1_epi32(1)));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+    const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    const __m256i words = _mm256_blendv_epi8(rounded, quiet, is_nan);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm256_castsi256_si128(packed));
+}
+inline void save(Float16 *to, Vector v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+template <typename T>
+void save(T *to, Vector v) {
+    for (int i = 0; i < WIDTH; i++) round_to(v[i], to[i]);
+}
+#endif
+
+// The next `left` elements, at most a vector of them; what is missing is zero.
+template <typename T>
+Vector take(const T *from, int64_t left) {
+    return left >= WIDTH ? load(from) : load_part(from, left);
+}
+
+template <typename T>
+void put(T *to, Vector v, int64_t left) {
+    if (left >= WIDTH) return save(to, v);
+    T part[WIDTH];
+    save(part, v);
+    std::memcpy(to, part, size_t(left) * sizeof *to);
+}
+
+// Calls `body(i, left)` for each vector from `first` to `last`; the compiler knows that all but the last are whole.
+template <typename Body>
+inline void by_vectors(int64_t first, int64_t last, const Body &body) {
+    for (; last - first >= WIDTH; first += WIDTH) body(first, WIDTH);
+    if (first < last) body(first, last - first);
+}
+
+// Squares are added to four sums in turn: one alone would wait for itself.
+struct Squares {
+    Vector next = zero(), second = zero(), third = zero(), last = zero();
+
+    void add(Vector v) {
+        const Vector sum = multiply_add(v, v, next);
+        next = second, second = third, third = last, last = sum;
+    }
+    // What RMSNorm (Zhang and Sennrich 2019) multiplies by.
+    float scale(int64_t count, float eps) const {
+        const float sum = total((next + second) + (third + last));
+        return 1.0f / std::sqrt(sum / float(count) + eps);
+    }
+};
+
+template <typename T>
+void norm(const T *x, const T *weight, float scale, int64_t count, T *y) {
+    by_vectors(0, count, [&](int64_t i, int64_t left) {
+        put(y + i, multiply(multiply(take(x + i, left), all(scale)), take(weight + i, left)), left);
+    });
+}
+
+template <typename T>
+void add_norm(const AddNorm &job, int64_t row) {
+    T *x = static_cast<T *>(job.x) + row * job.x_stride;
+    const T *delta = job.delta ? static_cast<const T *>(job.delta) + row * job.delta_stride : nullptr;
+    T *y = static_cast<T *>(job.y) + row * job.y_stride;
+    Squares squares;
+    if (delta)
+        by_vectors(0, job.columns, [&](int64_t i, int64_t left) {
+            put(x + i, take(x + i, left) + take(delta + i, left), left);
+            squares.add(take(x + i, left));
+        });
+    else
+        by_vectors(0, job.columns, [&](int64_t i, int64_t left) { squares.add(take(x + i, left)); });
+    norm(x, static_cast<const T *>(job.weight), squares.scale(job.columns, job.eps), job.columns, y);
+}
+
+// RMSNorm of one head in place.
+template <typename T>
+void norm_head(T *head, const T *weight, int64_t dim, float eps) {
+    Squares squares;
+    by_vectors(0, dim, [&](int64_t i, int64_t left) { squares.add(take(head + i, left)); });
+    norm(head, weight, squares.scale(dim, eps), dim, head);
+}
+
+// The halves of a head are the pairs that are rotated (Su et al. 2021).
+template <typename T>
+void rotate_head(T *head, const T *cos, const T *sin, int64_t half) {
+    by_vectors(0, half, [&](int64_t i, int64_t left) {
+        const Vector c = take(cos + i, left), s = take(sin + i, left);
+        const Vector a = take(head + i, left), b = take(head + half + i, left);
+        put(head + i, difference(multiply(a, c), multiply(b, s)), left);
+        put(head + half + i, multiply_add(a, s, multiply(b, c)), left);
+    });
+}
+
+template <typename T>
+void copy_head(const T *from, T *to, int64_t dim) {
+    std::memcpy(to, from, size_t(dim) * sizeof *to);
+}
+template <typename T, typename P>
+void copy_head(const T *from, P *to, int64_t dim) {
+    by_vectors(0, dim, [&](int64_t i, int64_t left) { put(to + i, take(from + i, left), left); });
+}
+
+template <typename P>
+P *place(const Slots &pool, int64_t block, int64_t token, int64_t head) {
+    return static_cast<P *>(pool.data) + block * pool.block_stride + token * pool.token_stride +
+           head * pool.head_stride;
+}
+
+template <typename T, typename P>
+void rotate(const Rotate &job, int64_t row) {
+    T *head = static_cast<T *>(job.heads) + row * job.row_stride;
+    const T *cos = static_cast<const T *>(job.cos), *sin = static_cast<const T *>(job.sin);
+    const int64_t angles = row * job.angle_stride, turned = job.query_heads + job.kv_heads;
+    const int64_t block = job.slots[row] / job.block_size, token = job.slots[row] % job.block_size;
+    for (int64_t h = 0; h < turned; h++, head += job.dim) {
+        const void *weight = h < job.query_heads ? job.query_weight : job.key_weight;
+        if (weight) norm_head(head, static_cast<const T *>(weight), job.dim, job.eps);
+        if (cos) rotate_head(head, cos + angles, sin + angles, job.dim / 2);
+        const int64_t kv_head = h - job.query_heads;
+        if (kv_head >= 0) copy_head(head, place<P>(job.keys, block, token, kv_head), job.dim);
+    }
+    for (int64_t h = 0; h < job.kv_heads; h++, head += job.dim)
+        copy_head(head, place<P>(job.values, block, token, h), job.dim);
+}
+
+// 2^x for x up to 127, its square from there on: 0 and inf where exp of any x has them, NaN for NaN.
+inline Vector exponential(Vector x) {
+    constexpr float HALF_LOG2_E = 0.72134752f;
+    const Vector half = multiply(x, all(HALF_LOG2_E));
+    const Vector bounded = difference(zero(), greater_of(all(-127.0f), difference(zero(), half)));
+    const Vector root = power_of_two(bounded);
+    return multiply(root, root);
+}
+
+// gate / (1 + exp(-gate)) times up, for columns [first, last) of a row.
+template <typename T>
+void gated(const Gated &job, int64_t row, int64_t first, int64_t last) {
+    const T *gate = static_cast<const T *>(job.gate) + row * job.gate_stride, *up = gate + job.columns;
+    T *y = static_cast<T *>(job.y) + row * job.y_stride;
+    by_vectors(first, last, [&](int64_t i, int64_t left) {
+        const Vector g = take(gate + i, left);
+        const Vector silu = g / (all(1.0f) + exponential(difference(zero(), g)));
+        put(y + i, multiply(silu, take(up + i, left)), left);
+    });
+}
 
 namespace {
 
@@ -43,9 +253,6 @@ int32_t by_type(int32_t type, const Call &call) {
 }  // namespace
 
 extern "C" {
-
-// Helpers are those of another library from now on: there is one set of them in a process.
-EXPORTED void sagellm_share_threads(threads::Together together) { threads::shared() = together; }
 
 EXPORTED int32_t sagellm_add_norm(const AddNorm *job, int32_t threads) {
     return by_type(job->type, [&](auto number) {

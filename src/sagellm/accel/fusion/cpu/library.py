@@ -16,7 +16,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,8 @@ COMPILE_TIMEOUT_S = 120.0
 _SOURCES = Path(__file__).parent
 _COMPILERS = ("g++", "c++", "clang++")
 _SHOWN_CHARS = 300
+Function = Callable[[object, int], int]
+"""A kernel's C function, of the address of its job and a number of threads; 0 where it succeeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,10 @@ def compiled(source: str, level: CpuLevel, compiler: Compiler, *, folder: Path |
     """
     folder = folder or cache_folder()
     flags = (*FLAGS, *level.compiler_flags)
-    stem = f"{source}-{level.name}-{_digest(compiler, flags)}"
+    digest = hashlib.sha256(repr((compiler, flags, platform.machine())).encode())
+    for file in sorted((*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h"))):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    stem = f"{source}-{level.name}-{digest.hexdigest()[:24]}"
     try:
         for found in sorted(folder.glob(f"{stem}-*.so")):
             if found.name == _whole_name(stem, found):
@@ -92,7 +97,10 @@ def compiled(source: str, level: CpuLevel, compiler: Compiler, *, folder: Path |
     os.close(handle)
     unfinished = Path(name)
     try:
-        _compile(_SOURCES / f"{source}.cpp", compiler, flags, unfinished)
+        command = (*compiler.command, *flags, str(_SOURCES / f"{source}.cpp"), "-o", str(unfinished))
+        outcome = _run(command)
+        if outcome.returncode:
+            raise KernelError(f"{command[0]} failed: {outcome.stderr.strip()[:_SHOWN_CHARS]}")
         return unfinished.replace(folder / _whole_name(stem, unfinished))
     finally:
         unfinished.unlink(missing_ok=True)
@@ -119,10 +127,11 @@ def loaded(path: Path, *, threads_of: Path | None = None) -> ctypes.CDLL:
     return library
 
 
-def _compile(source: Path, compiler: Compiler, flags: Sequence[str], target: Path) -> None:
-    made = _run([*compiler.command, *flags, str(source), "-o", str(target)])
-    if made.returncode:
-        raise KernelError(f"{compiler.command[0]} failed: {made.stderr.strip()[:_SHOWN_CHARS]}")
+def kernel_function(library: ctypes.CDLL, name: str) -> Function:
+    """The kernel function of this name, typed."""
+    function = library[name]
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int32), ctypes.c_int32
+    return function
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -132,13 +141,6 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelError(f"{command[0]} cannot be run: {error}") from error
-
-
-def _digest(compiler: Compiler, flags: Sequence[str]) -> str:
-    digest = hashlib.sha256(repr((compiler, tuple(flags), platform.machine())).encode())
-    for source in sorted((*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h"))):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    return digest.hexdigest()[:24]
 
 
 @dataclass(frozen=True, slots=True)

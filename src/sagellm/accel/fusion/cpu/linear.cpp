@@ -1,19 +1,312 @@
 // y = x W^T + bias for weights that stay in the number format of their checkpoint: float32, bfloat16 or float16.
 // Sums are float32, and so are x and y, but where the CPU multiplies bfloat16: there x may be bfloat16, and y with
 // it. The instruction set is the one that the compiler is told to use. No exception leaves the C interface.
+//
+// Matrices in panels: PANEL outputs side by side, input by input, so that a step through the inputs reads one stream
+// of memory, and a sum for each output is a lane of a register: nothing is added up across lanes at the end. The
+// weights of a block of inputs stay in L1 while all rows of x meet them (the blocking of Goto and van de Geijn, 2008).
+//
+// Calls of this interface's functions that were made before, made again one after the other.
 
-#include "packed.h"
-#include "replay.h"
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
 
-enum Outcome : int32_t { DONE = 0, NO_MEMORY = 1, NO_KERNEL = 2, BAD_INDEX = 6 };
+#include "interface.h"
+#include "numbers.h"
+#include "scratch.h"
+#include "vector.h"
 
-// All else is hidden, so that libraries for two levels in one process share nothing.
-#define EXPORTED __attribute__((visibility("default")))
+// y[rows, outputs] = x[rows, inputs] W^T + bias, W in panels. Strides are in elements; columns of x and y are
+// contiguous; bias is of x's type, a null one is none; y is of x's type or float32.
+struct Linear {
+    const void *x;
+    const void *panels;
+    const void *bias;
+    void *y;
+    int64_t rows, outputs, inputs;
+    int64_t x_stride, y_stride;
+    int32_t x_type, weight_type, y_type;
+};
+
+// Rows [0, rows) of `weight` become the outputs [first, first + rows) of `panels`. Rows are contiguous.
+struct Packing {
+    const void *weight;
+    void *panels;
+    int64_t rows, inputs, weight_stride, first;
+    int32_t weight_type;
+};
+
+// y[rows, inputs]: of each row the weights of output `index` of `table`, which has panels of `panel` outputs, in each
+// of them groups of `group` inputs; one and one: a plain table. y is of the table's type or float32.
+struct Gather {
+    const void *table;
+    const int64_t *index;
+    void *y;
+    int64_t rows, outputs, inputs, panel, group;
+    int32_t type, y_type;
+};
+
+namespace packed {
+
+// Sums that fill the registers but for the weights of a step and one number of x: 32 with AVX-512, else 16.
+constexpr int VECTORS = WIDTH == 16 ? 4 : 2;
+constexpr int64_t PANEL = VECTORS * WIDTH;
+constexpr int64_t MOST_TILE_ROWS = 6;
+constexpr int64_t BLOCK_BYTES = 16 << 10;
+constexpr int64_t CHUNK_ROWS = 384, GATHERED_ALONE = 16;
+constexpr int64_t AHEAD_BYTES = 4096, LINE = 64;
+
+// An array that is indexed by a variable is not kept in registers: loops over sums are unrolled, all of them.
+#define UNROLL _Pragma("GCC unroll 24")
+
+// How many inputs of an output lie side by side: a bfloat16 comes with its neighbour, as the instruction that
+// multiplies pairs wants it.
+template <typename W>
+constexpr int64_t GROUP = 1;
+template <>
+inline constexpr int64_t GROUP<BFloat16> = 2;
+
+template <typename W>
+int64_t groups(int64_t inputs) {
+    return (inputs + GROUP<W> - 1) / GROUP<W>;
+}
+
+// How the products of one group of inputs are added: x is widened to float32 already, and weights are, here.
+template <typename W>
+struct Floats {
+    typedef W Weight;
+    typedef float X;
+    template <int ROWS>
+    static void add(const float *x, int64_t stride, const W *weights, int64_t, Vector (&sum)[ROWS][VECTORS]) {
+        Vector w[VECTORS];
+        UNROLL for (int v = 0; v < VECTORS; v++) w[v] = load(weights + v * WIDTH);
+        UNROLL for (int m = 0; m < ROWS; m++) {
+            const Vector number = all(x[m * stride]);
+            UNROLL for (int v = 0; v < VECTORS; v++) sum[m][v] = multiply_add(number, w[v], sum[m][v]);
+        }
+    }
+};
+
+// Of a pair the first is the even element, the second, which may be missing, the odd one.
+template <>
+template <int ROWS>
+void Floats<BFloat16>::add(const float *x, int64_t stride, const BFloat16 *weights, int64_t inputs,
+                           Vector (&sum)[ROWS][VECTORS]) {
+    Vector w[VECTORS], unused;
+    UNROLL for (int v = 0; v < VECTORS; v++) load_even_odd(weights + 2 * v * WIDTH, w[v], unused);
+    UNROLL for (int m = 0; m < ROWS; m++) {
+        const Vector number = all(x[m * stride]);
+        UNROLL for (int v = 0; v < VECTORS; v++) sum[m][v] = multiply_add(number, w[v], sum[m][v]);
+    }
+    if (inputs < 2) return;
+    UNROLL for (int v = 0; v < VECTORS; v++) load_even_odd(weights + 2 * v * WIDTH, unused, w[v]);
+    UNROLL for (int m = 0; m < ROWS; m++) {
+        const Vector number = all(x[m * stride + 1]);
+        UNROLL for (int v = 0; v < VECTORS; v++) sum[m][v] = multiply_add(number, w[v], sum[m][v]);
+    }
+}
+
+#if defined(__AVX512BF16__)
+// Pairs of bfloat16 products summed in float32 by one instruction.
+struct Pairs {
+    typedef BFloat16 Weight;
+    typedef BFloat16 X;
+    template <int ROWS>
+    static void add(const BFloat16 *x, int64_t stride, const BFloat16 *weights, int64_t inputs,
+                    Vector (&sum)[ROWS][VECTORS]) {
+        __m512bh w[VECTORS];
+        UNROLL for (int v = 0; v < VECTORS; v++) w[v] = (__m512bh)_mm512_loadu_si512(weights + 2 * v * WIDTH);
+        UNROLL for (int m = 0; m < ROWS; m++) {
+            int32_t both = x[m * stride].bits;
+            if (inputs > 1) std::memcpy(&both, x + m * stride, sizeof both);
+            const __m512bh numbers = (__m512bh)_mm512_set1_epi32(both);
+            UNROLL for (int v = 0; v < VECTORS; v++) sum[m][v] = _mm512_dpbf16_ps(sum[m][v], numbers, w[v]);
+        }
+    }
+};
+
+inline void round_to(Vector v, BFloat16 *to) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), (__m256i)_mm512_cvtneps_pbh(v));
+}
+#endif
+
+inline void round_to(Vector v, float *to) { save(to, v); }
+
+// Weights that will be needed soon come from memory while others are computed with: in each step some lines from
+// `at` on, to L1 what is `near`, else to L2. These are hints, which may point past the end.
+struct Ahead {
+    uintptr_t at;
+    int64_t lines;
+    bool near;
+    void step() {
+        for (int64_t i = 0; i < lines; i++, at += LINE) {
+            const void *line = reinterpret_cast<const void *>(at);
+            near ? __builtin_prefetch(line, 0, 3) : __builtin_prefetch(line, 0, 2);
+        }
+    }
+};
+
+// ROWS rows of x times `inputs` inputs of a panel, added to `sums` [ROWS, PANEL], or stored there at `first`.
+template <typename Form, int ROWS>
+void tile(const typename Form::X *x, int64_t stride, const typename Form::Weight *weights, int64_t inputs, bool first,
+          Ahead ahead, float *sums) {
+    typedef typename Form::Weight W;
+    constexpr int64_t STEP = GROUP<W> * PANEL;
+    Vector sum[ROWS][VECTORS];
+    UNROLL for (int m = 0; m < ROWS; m++) UNROLL for (int v = 0; v < VECTORS; v++)
+        sum[m][v] = first ? zero() : load(sums + m * PANEL + v * WIDTH);
+    int64_t k = 0;
+    for (; k + GROUP<W> <= inputs; k += GROUP<W>, weights += STEP) {
+        ahead.step();
+        Form::template add<ROWS>(x + k, stride, weights, GROUP<W>, sum);
+    }
+    if (k < inputs) Form::template add<ROWS>(x + k, stride, weights, inputs - k, sum);
+    UNROLL for (int m = 0; m < ROWS; m++) UNROLL for (int v = 0; v < VECTORS; v++)
+        save(sums + m * PANEL + v * WIDTH, sum[m][v]);
+}
+
+template <typename Form>
+void rows_of(int64_t rows, const typename Form::X *x, int64_t stride, const typename Form::Weight *weights,
+             int64_t inputs, bool first, Ahead ahead, float *sums) {
+    switch (rows) {
+        case 1: return tile<Form, 1>(x, stride, weights, inputs, first, ahead, sums);
+        case 2: return tile<Form, 2>(x, stride, weights, inputs, first, ahead, sums);
+        case 3: return tile<Form, 3>(x, stride, weights, inputs, first, ahead, sums);
+        case 4: return tile<Form, 4>(x, stride, weights, inputs, first, ahead, sums);
+        case 5: return tile<Form, 5>(x, stride, weights, inputs, first, ahead, sums);
+        default: return tile<Form, 6>(x, stride, weights, inputs, first, ahead, sums);
+    }
+}
+
+// The sums of a panel as y's columns from `output` on.
+template <typename X, typename Y>
+void store(const Linear &job, const float *sums, int64_t first_row, int64_t rows, int64_t output) {
+    const int64_t count = std::min(PANEL, job.outputs - output);
+    const X *bias = job.bias ? static_cast<const X *>(job.bias) + output : nullptr;
+    for (int64_t row = 0; row < rows; row++, sums += PANEL) {
+        Y *y = static_cast<Y *>(job.y) + (first_row + row) * job.y_stride + output;
+        int64_t n = 0;
+        for (; !bias && n + WIDTH <= count; n += WIDTH) round_to(load(sums + n), y + n);
+        for (; n < count; n++) ::round_to(sums[n] + (bias ? as_float(bias[n]) : 0.0f), y[n]);
+    }
+}
+
+// Rows [first, first + rows) of one panel. A row's sums are added in the order of its inputs whatever the rows beside.
+template <typename Form, typename Y>
+void task(const Linear &job, int64_t first, int64_t rows, int64_t panel, float *sums) {
+    typedef typename Form::Weight W;
+    const auto *x = static_cast<const typename Form::X *>(job.x) + first * job.x_stride;
+    const W *weights = static_cast<const W *>(job.panels) + panel * PANEL * GROUP<W> * groups<W>(job.inputs);
+    const int64_t tiles = (rows + MOST_TILE_ROWS - 1) / MOST_TILE_ROWS, size = (rows + tiles - 1) / tiles;
+    const int64_t block = tiles < 2 ? job.inputs : BLOCK_BYTES / PANEL / int64_t(sizeof(W));
+    const int64_t lines = (GROUP<W> * PANEL * int64_t(sizeof(W)) / LINE + tiles - 1) / tiles;
+    int64_t k = 0;
+    do {
+        // A tile alone looks ahead in its own stream; several fetch the next block together, which beside the
+        // one that is used would not fit into an L1 of 32 KB.
+        uintptr_t next = uintptr_t(weights + k * PANEL) + (tiles < 2 ? AHEAD_BYTES : BLOCK_BYTES);
+        for (int64_t row = 0; row < rows; row += size, next += uintptr_t(BLOCK_BYTES / tiles))
+            rows_of<Form>(std::min(size, rows - row), x + row * job.x_stride + k, job.x_stride, weights + k * PANEL,
+                          std::min(block, job.inputs - k), !k, {next, lines, tiles < 2}, sums + row * PANEL);
+        k += block;
+    } while (k < job.inputs);
+    store<typename Form::X, Y>(job, sums, first, rows, panel * PANEL);
+}
+
+// False where there is no memory for the sums.
+template <typename Form, typename Y = float>
+bool run(const Linear &job, int32_t threads) {
+    static thread_local Scratch scratch;
+    const int64_t panels = (job.outputs + PANEL - 1) / PANEL, chunks = (job.rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
+    std::atomic<bool> failed{false};
+    std::atomic<int64_t> next{0};
+    // Tasks are taken, not dealt: a thread that another process holds up takes fewer.
+    threads::together(threads, [&] {
+        auto *sums = static_cast<float *>(scratch.at_least(sizeof(float) * CHUNK_ROWS * PANEL));
+        if (!sums) failed = true;
+        for (int64_t at; !failed && (at = next.fetch_add(1)) < panels * chunks;) {
+            const int64_t row = at / panels * CHUNK_ROWS;
+            task<Form, Y>(job, row, std::min(CHUNK_ROWS, job.rows - row), at % panels, sums);
+        }
+    });
+    return !failed;
+}
+
+// What lies between the outputs and the inputs of the panels' ends is left alone: it was zero before.
+template <typename W>
+void pack(const Packing &job, int32_t threads) {
+    const int64_t panels = (job.first + job.rows + PANEL - 1) / PANEL;
+    std::atomic<int64_t> next{job.first / PANEL};
+    threads::together(threads, [&] {
+        for (int64_t panel; (panel = next.fetch_add(1)) < panels;) {
+            const int64_t begin = std::max(job.first, panel * PANEL);
+            const int64_t end = std::min(job.first + job.rows, (panel + 1) * PANEL);
+            const W *from = static_cast<const W *>(job.weight) + (begin - job.first) * job.weight_stride;
+            W *to = static_cast<W *>(job.panels) + panel * PANEL * GROUP<W> * groups<W>(job.inputs);
+            for (int64_t k = 0; k < job.inputs; k += GROUP<W>)
+                for (int64_t n = begin; n < end; n++)
+                    for (int64_t i = 0; i < GROUP<W> && k + i < job.inputs; i++)
+                        to[k * PANEL + n % PANEL * GROUP<W> + i] = from[(n - begin) * job.weight_stride + k + i];
+        }
+    });
+}
+
+// Y is W or float.
+template <typename W, typename Y>
+void copy(const W *from, int64_t count, Y *to) {
+    if constexpr (std::is_same_v<W, Y>)
+        std::memcpy(to, from, size_t(count) * sizeof *to);
+    else
+        for (int64_t i = 0; i < count; i++) to[i] = as_float(from[i]);
+}
+
+template <typename W, typename Y>
+void gather(const Gather &job, int32_t threads) {
+    const int64_t groups = (job.inputs + job.group - 1) / job.group, step = job.panel * job.group;
+    std::atomic<int64_t> next{0};
+    const auto work = [&] {
+        for (int64_t row; (row = next.fetch_add(1)) < job.rows;) {
+            const int64_t panel = job.index[row] / job.panel, place = job.index[row] % job.panel;
+            const W *from = static_cast<const W *>(job.table) + panel * groups * step + place * job.group;
+            Y *to = static_cast<Y *>(job.y) + row * job.inputs;
+            if (job.panel == 1) {
+                copy(from, job.inputs, to);
+                continue;
+            }
+            for (int64_t k = 0; k < job.inputs; k += job.group, from += step)
+                copy(from, std::min(job.group, job.inputs - k), to + k);
+        }
+    };
+    threads::together(job.rows < GATHERED_ALONE ? 1 : threads, work);
+}
+
+}  // namespace packed
+
+struct Call {
+    int32_t (*function)(const void *job, int32_t threads);
+    const void *job;
+};
+
+// `failed` is where a replay ended that did not come to its end.
+struct Replay {
+    const Call *calls;
+    int64_t count, failed;
+};
+
+inline int32_t replay(Replay &job, int32_t threads) {
+    for (int64_t i = 0; i < job.count; i++)
+        if (const int32_t outcome = job.calls[i].function(job.calls[i].job, threads)) {
+            job.failed = i;
+            return outcome;
+        }
+    return 0;
+}
 
 extern "C" {
-
-// For other libraries.
-EXPORTED threads::Together sagellm_threads() { return threads::shared(); }
 
 // The outputs of a panel, by which whoever allocates panels rounds up.
 EXPORTED int64_t sagellm_panel() { return packed::PANEL; }

@@ -16,64 +16,45 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from sagellm.accel.fusion.cpu.calls import Caller, Function
-from sagellm.accel.fusion.cpu.library import CpuLevel, loaded
+from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, Caller, CpuKernel, int32s, int64s, pointers
+from sagellm.accel.fusion.cpu.library import CpuLevel, Function, kernel_function, loaded
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
-from sagellm.core.protocols.fusion import KernelSupport, Tolerance, Zeros
+from sagellm.core.protocols.fusion import Tolerance, Zeros
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _GROUPS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
-_USABLE = KernelSupport(usable=True)
 
 
 class _Job(ctypes.Structure):
-    """`struct Linear` of packed.h."""
+    """`struct Linear` of linear.cpp."""
 
     _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("panels", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("outputs", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-        ("x_stride", ctypes.c_int64),
-        ("y_stride", ctypes.c_int64),
-        ("x_type", ctypes.c_int32),
-        ("weight_type", ctypes.c_int32),
-        ("y_type", ctypes.c_int32),
+        *pointers("x", "panels", "bias", "y"),
+        *int64s("rows", "outputs", "inputs", "x_stride", "y_stride"),
+        *int32s("x_type", "weight_type", "y_type"),
     )
 
 
 class _Packing(ctypes.Structure):
-    """`struct Packing` of packed.h."""
+    """`struct Packing` of linear.cpp."""
 
     _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("panels", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-        ("weight_stride", ctypes.c_int64),
-        ("first", ctypes.c_int64),
-        ("weight_type", ctypes.c_int32),
+        *pointers("weight", "panels"),
+        *int64s("rows", "inputs", "weight_stride", "first"),
+        *int32s("weight_type"),
     )
 
 
 class _Gather(ctypes.Structure):
-    """`struct Gather` of packed.h."""
+    """`struct Gather` of linear.cpp."""
 
     _fields_ = (
-        ("table", ctypes.c_void_p),
-        ("index", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("rows", "outputs", "inputs", "panel", "group")),
-        ("type", ctypes.c_int32),
-        ("y_type", ctypes.c_int32),
+        *pointers("table", "index", "y"),
+        *int64s("rows", "outputs", "inputs", "panel", "group"),
+        *int32s("type", "y_type"),
     )
 
 
@@ -111,33 +92,32 @@ class PackedMatrix:
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`x` [T, inputs] times this, as [T, outputs]; that is `out`, of x's dtype or float32, if given."""
-        return self.kernel.apply(x, self, bias, out)
+        product: torch.Tensor = self.kernel.apply(x, self, bias, out)
+        return product
 
 
-class CpuLinear:
-    """Implements `LinearKernel`: inputs are `x` [T, in], a `PackedMatrix` [out, in] `bias` [out] or None and
-    maybe `out`, the result is [T, out] in x's dtype, or `out`, which may be float32. `weight_dtypes` says for
-    each dtype of x which ones a matrix may have.
+class CpuLinear(CpuKernel):
+    """Implements `LinearKernel`: x W^T + bias.
+
+    Inputs: `x` [T, in]; a `PackedMatrix` [out, in]; `bias` [out] or None; and optionally `out`. The result is
+    [T, out] in x's dtype, or `out`, which may be float32. `weight_dtypes` are the dtypes that a matrix may
+    have, by the dtype of x. `apply` raises `CapacityError` where memory runs out.
     """
 
     name = "linear"
-    tolerances: tuple[Tolerance, ...] = (
-        Tolerance("float32", 2e-5, 2e-5),
-        Tolerance("bfloat16", 1e-2, 1.6e-2),
-    )
-    """For sums of about unit size. Sums are float32 in another order than torch's."""
+    tolerances: tuple[Tolerance, ...] = CpuKernel.tolerances[:2]
 
     def __init__(
         self,
-        run: Function,
+        multiply: Function,
         pack: Function,
         gather: Function,
         panel: int,
         weight_dtypes: Mapping[torch.dtype, frozenset[torch.dtype]],
         caller: Caller,
     ) -> None:
-        self._run, self._pack, self._gather = run, pack, gather
-        self._panel, self._call = panel, caller
+        super().__init__(multiply, caller)
+        self._pack, self._gather, self._panel = pack, gather, panel
         self._weight_dtypes = weight_dtypes
 
     def multiplies(self, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
@@ -150,19 +130,15 @@ class CpuLinear:
         shape = (cdiv(outputs, self._panel), cdiv(inputs, group), self._panel, group)
         return PackedMatrix(self, zeros(shape, dtype=dtype), (outputs, inputs))
 
-    def supports(self, *inputs: Any) -> KernelSupport:
-        reason = self._obstacle(*inputs)
-        return KernelSupport(usable=False, reason=reason) if reason else _USABLE
-
-    def apply(self, *inputs: Any) -> torch.Tensor:
-        """Raises `KernelError` where `supports` says no, and where memory runs out."""
-        reason = self._obstacle(*inputs)
-        if reason:
-            raise KernelError(reason)
-        return self._computed(*inputs)
-
-    def reference(self, *inputs: Any) -> torch.Tensor:
-        return _reference(*inputs)
+    def reference(
+        self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        weight = matrix.rows(torch.arange(matrix.shape[0]))
+        if out is None:
+            return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+        bias = None if bias is None else bias.to(out.dtype)
+        return out.copy_(torch.nn.functional.linear(x.to(out.dtype), weight.to(out.dtype), bias))
 
     def pack(self, matrix: PackedMatrix, first: int, rows: torch.Tensor) -> None:
         """See `PackedMatrix.store`."""
@@ -176,7 +152,7 @@ class CpuLinear:
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         job = _Packing(
             rows.data_ptr(), matrix.panels.data_ptr(), len(rows), inputs, rows.stride(0), first,
-            _TYPES[rows.dtype],
+            DTYPE_CODES[rows.dtype],
         )  # fmt: skip
         self._call("pack", self._pack, job, rows, matrix)
 
@@ -195,7 +171,7 @@ class CpuLinear:
     def _gathered(
         self, panels: torch.Tensor, shape: tuple[int, int], index: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        if panels.dtype not in _TYPES or dtype not in (panels.dtype, torch.float32):
+        if panels.dtype not in DTYPE_CODES or dtype not in (panels.dtype, torch.float32):
             raise KernelError(f"rows of {panels.dtype} are read as such or as float32, not as {dtype}")
         if index.ndim != 1 or not index.is_cpu or index.is_floating_point():
             raise KernelError(f"rows are read at integers [n], not at {index.dtype} {list(index.shape)}")
@@ -203,12 +179,12 @@ class CpuLinear:
         y = panels.new_empty((len(index), shape[1]), dtype=dtype)
         job = _Gather(
             panels.data_ptr(), index.data_ptr(), y.data_ptr(), len(index), *shape, *panels.shape[2:],
-            _TYPES[panels.dtype], _TYPES[dtype],
+            DTYPE_CODES[panels.dtype], DTYPE_CODES[dtype],
         )  # fmt: skip
         self._call("gather", self._gather, job, panels, index, y)
         return y
 
-    def _computed(
+    def _compute(
         self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
@@ -216,21 +192,18 @@ class CpuLinear:
         y = x.new_empty(len(x), outputs) if out is None else out
         job = _Job(
             x.data_ptr(), matrix.panels.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
-            len(x), outputs, inputs, x.stride(0), outputs, _TYPES[x.dtype], _TYPES[matrix.panels.dtype],
-            _TYPES[y.dtype],
+            len(x), outputs, inputs, x.stride(0), outputs, DTYPE_CODES[x.dtype],
+            DTYPE_CODES[matrix.panels.dtype], DTYPE_CODES[y.dtype],
         )  # fmt: skip
-        self._call(self.name, self._run, job, x, matrix, bias, y)
+        self._call(self.name, self._function, job, x, matrix, bias, y)
         return y
 
     def _obstacle(
         self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> str:  # fmt: skip
-        """What stands in the way; empty where nothing does."""
         if matrix.dtype not in self._weight_dtypes.get(x.dtype, ()):
-            return f"linear has no kernel for {x.dtype} times {matrix.dtype}"
-        if not x.is_cpu:
-            return f"linear runs on a CPU; x is on {x.device}"
+            return f"no kernel for {x.dtype} times {matrix.dtype}"
         if x.ndim != 2 or x.shape[1] != matrix.shape[1]:
             return f"shapes {list(x.shape)} and {list(matrix.shape)} make no linear layer"
         if x.stride(1) != 1 and x.shape[1] > 1:
@@ -239,26 +212,17 @@ class CpuLinear:
             bias.dtype != x.dtype or bias.shape != matrix.shape[:1] or not bias.is_contiguous()
         ):
             return f"the bias is not {matrix.shape[0]} contiguous values of {x.dtype}"
-        if out is not None and not _takes(out, x, matrix):
-            return f"out is no contiguous [{len(x)}, {matrix.shape[0]}] of {x.dtype} or float32"
-        if x.requires_grad and torch.is_grad_enabled():
-            return "linear has no gradient"
+        return wrong_output(out, x, matrix.shape[0]) or self._device_obstacle(x)
+
+
+def wrong_output(output: torch.Tensor | None, x: torch.Tensor, outputs: int) -> str:
+    """Why a linear kernel cannot write its result for `x` to `output`; empty if it can."""
+    if output is None or (
+        output.shape == (len(x), outputs) and output.is_contiguous() and output.is_cpu
+        and output.dtype in (x.dtype, torch.float32)
+    ):  # fmt: skip
         return ""
-
-
-def _takes(out: torch.Tensor, x: torch.Tensor, matrix: PackedMatrix) -> bool:
-    fits = out.shape == (len(x), matrix.shape[0]) and out.is_contiguous() and out.is_cpu
-    return fits and out.dtype in (x.dtype, torch.float32)
-
-
-def _reference(
-    x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    weight = matrix.rows(torch.arange(matrix.shape[0]))
-    if out is None:
-        return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
-    bias = None if bias is None else bias.to(out.dtype)
-    return out.copy_(torch.nn.functional.linear(x.to(out.dtype), weight.to(out.dtype), bias))
+    return f"out is no contiguous [{len(x)}, {outputs}] of {x.dtype} or float32"
 
 
 def linear_kernel(path: Path, level: CpuLevel, caller: Caller) -> CpuLinear:
@@ -266,11 +230,10 @@ def linear_kernel(path: Path, level: CpuLevel, caller: Caller) -> CpuLinear:
     be loaded.
     """
     library = loaded(path)
-    functions = (library.sagellm_linear, library.sagellm_pack, library.sagellm_gather)
-    for function in functions:
-        function.argtypes = (ctypes.c_void_p, ctypes.c_int32)
-        function.restype = ctypes.c_int32
+    multiply, pack, gather = (
+        kernel_function(library, f"sagellm_{name}") for name in ("linear", "pack", "gather")
+    )
     library.sagellm_panel.restype = ctypes.c_int64
     pairs = {torch.bfloat16: frozenset({torch.bfloat16})} if level.name == "avx512_bf16" else {}
-    weight_dtypes = {torch.float32: frozenset(_TYPES), **pairs}
-    return CpuLinear(*functions, library.sagellm_panel(), weight_dtypes, caller)
+    weight_dtypes = {torch.float32: frozenset(DTYPE_CODES), **pairs}
+    return CpuLinear(multiply, pack, gather, library.sagellm_panel(), weight_dtypes, caller)

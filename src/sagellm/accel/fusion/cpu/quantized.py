@@ -16,48 +16,38 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from sagellm.accel.fusion.cpu.calls import Caller, Function
-from sagellm.accel.fusion.cpu.library import loaded
+from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, Caller, CpuKernel, int32s, int64s, pointers
+from sagellm.accel.fusion.cpu.library import kernel_function, loaded
+from sagellm.accel.fusion.cpu.linear import wrong_output
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
-from sagellm.core.protocols.fusion import KernelSupport, Tolerance
 from sagellm.core.protocols.quantization import QuantizedMatrix
 
 GROUP, PANEL = 32, 16
 _FOURS = GROUP // 4
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SCALES = (torch.float32, torch.float16)
-_USABLE = KernelSupport(usable=True)
 _STEPS = {8: 127.0, 16: 127.0 * 256.0}
 _LEAST = 1e-30
 """A group of x that is smaller than this everywhere is zeros."""
 
 
 class _Matrix(ctypes.Structure):
-    """`struct Matrix` of quantized.h."""
+    """`struct Matrix` of quantized.cpp."""
 
     _fields_ = (
-        ("codes", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("zeros", ctypes.c_void_p),
-        ("order", ctypes.c_void_p),
-        ("outputs", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-        ("groups_per_scale", ctypes.c_int64),
-        ("scale_type", ctypes.c_int32),
-        ("bits", ctypes.c_int32),
-        ("activation_bits", ctypes.c_int32),
+        *pointers("codes", "scales", "zeros", "order"),
+        *int64s("outputs", "inputs", "groups_per_scale"),
+        *int32s("scale_type", "bits", "activation_bits"),
     )
 
 
 class _Rows(ctypes.Structure):
-    """`struct Rows` of quantized.h."""
+    """`struct Rows` of quantized.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("matrix", "x", "bias", "y")),
-        *((name, ctypes.c_int64) for name in ("rows", "x_row_stride", "x_column_stride")),
-        ("x_type", ctypes.c_int32),
-        ("y_type", ctypes.c_int32),
+        *pointers("matrix", "x", "bias", "y"),
+        *int64s("rows", "x_row_stride", "x_column_stride"),
+        *int32s("x_type", "y_type"),
     )
 
 
@@ -65,7 +55,7 @@ class _Rows(ctypes.Structure):
 class PackedWeight:
     """A matrix as the kernel reads it, in panels of 16 outputs; the last one is filled up with zero scales.
 
-    `codes` are uint8 [panels, groups of 32, bytes]: see quantized.h. `scales` and `zeros` are [panels, scale
+    `codes` are uint8 [panels, groups of 32, bytes]: see quantized.cpp. `scales` and `zeros` are [panels, scale
     groups, 16], `order` is int32 [inputs].
     """
 
@@ -88,7 +78,7 @@ class PackedWeight:
             _address(self.order),
         )
         groups_per_scale = cdiv(min(self.group_size, self.inputs), GROUP)
-        sizes = (self.outputs, self.inputs, groups_per_scale, _TYPES[self.scales.dtype])
+        sizes = (self.outputs, self.inputs, groups_per_scale, DTYPE_CODES[self.scales.dtype])
         matrix = _Matrix(*addresses, *sizes, self.bits, self.activation_bits)
         object.__setattr__(self, "matrix", matrix)
 
@@ -115,24 +105,16 @@ class PackedWeight:
         return panels.transpose(1, 2).flatten(0, 1)[: self.outputs]
 
 
-class CpuQuantizedLinear:
-    """Implements `QuantizedKernel`; inputs are `x` [T, in] in float32, bfloat16 or float16, a `PackedWeight`
-    and `bias` [out] or None, the result is [T, out] in x's dtype.
+class CpuQuantizedLinear(CpuKernel):
+    """Implements `QuantizedKernel`: x W^T + bias.
 
-    A group of x that holds a NaN or an infinity makes all of its row's result NaN. It runs on at most
-    `threads` threads.
+    Inputs: `x` [T, in] in float32, bfloat16 or float16; a `PackedWeight`; `bias` [out] or None; and
+    optionally `out`. The result is [T, out] in x's dtype, or `out`, which may be float32. A group of x that
+    holds a NaN or an infinity makes the whole row's result NaN. Tolerances are against the twin, which
+    quantizes x in the same way. `apply` raises `CapacityError` where memory runs out.
     """
 
     name = "linear_quantized"
-    tolerances: tuple[Tolerance, ...] = (
-        Tolerance("float32", 2e-5, 2e-5),
-        Tolerance("bfloat16", 1e-2, 1.6e-2),
-        Tolerance("float16", 2e-3, 2e-3),
-    )
-    """For sums of about unit size, against the twin, which quantizes x in the same way."""
-
-    def __init__(self, function: Function, caller: Caller) -> None:
-        self._function, self._call = function, caller
 
     def pack(self, matrix: QuantizedMatrix) -> PackedWeight:
         """Groups are multiples of 32 columns, or one group has them all."""
@@ -150,21 +132,24 @@ class CpuQuantizedLinear:
             matrix.bits, matrix.activation_bits, matrix.group_size, outputs, inputs,
         )  # fmt: skip
 
-    def supports(self, *inputs: Any) -> KernelSupport:
-        reason = _obstacle(*inputs)
-        return KernelSupport(usable=False, reason=reason) if reason else _USABLE
-
-    def apply(self, *inputs: Any) -> torch.Tensor:
-        """Raises `KernelError` where `supports` says no, and where memory runs out."""
-        reason = _obstacle(*inputs)
-        if reason:
-            raise KernelError(reason)
-        return self._computed(*inputs)
-
     def reference(self, *inputs: Any) -> torch.Tensor:
         return quantized_linear(*inputs)
 
-    def _computed(
+    def _obstacle(
+        self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> str:  # fmt: skip
+        if x.dtype not in DTYPE_CODES:
+            return f"no kernel for {x.dtype}"
+        if x.ndim != 2 or x.shape[1] != weight.inputs:
+            return f"shapes {list(x.shape)} and {[weight.outputs, weight.inputs]} make no linear layer"
+        if bias is not None and (
+            bias.dtype != x.dtype or bias.shape != (weight.outputs,) or not bias.is_contiguous()
+        ):
+            return f"the bias is not {weight.outputs} contiguous values of {x.dtype}"
+        return wrong_output(out, x, weight.outputs) or self._device_obstacle(x, weight.codes)
+
+    def _compute(
         self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
@@ -172,7 +157,7 @@ class CpuQuantizedLinear:
         y = x.new_empty((rows, weight.outputs)) if out is None else out
         job = _Rows(
             ctypes.addressof(weight.matrix), x.data_ptr(), _address(bias), y.data_ptr(), rows, *x.stride(),
-            _TYPES[x.dtype], _TYPES[y.dtype],
+            DTYPE_CODES[x.dtype], DTYPE_CODES[y.dtype],
         )  # fmt: skip
         self._call(self.name, self._function, job, weight, x, bias, y)
         return y
@@ -180,30 +165,6 @@ class CpuQuantizedLinear:
 
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _obstacle(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-) -> str:
-    """What stands in the way; empty where nothing does."""
-    if x.dtype not in _TYPES:
-        return f"{CpuQuantizedLinear.name} has no kernel for {x.dtype}"
-    if not (x.is_cpu and weight.codes.is_cpu):
-        return f"{CpuQuantizedLinear.name} runs on a CPU; x is on {x.device}"
-    if x.ndim != 2 or x.shape[1] != weight.inputs:
-        return f"shapes {list(x.shape)} and {[weight.outputs, weight.inputs]} make no linear layer"
-    if bias is not None and (
-        bias.dtype != x.dtype or bias.shape != (weight.outputs,) or not bias.is_contiguous()
-    ):
-        return f"the bias is not {weight.outputs} contiguous values of {x.dtype}"
-    if out is not None and (
-        out.shape != (len(x), weight.outputs) or out.dtype not in (x.dtype, torch.float32)
-        or not (out.is_contiguous() and out.is_cpu)
-    ):  # fmt: skip
-        return f"out is no contiguous [{len(x)}, {weight.outputs}] of {x.dtype} or float32"
-    if x.requires_grad and torch.is_grad_enabled():
-        return f"{CpuQuantizedLinear.name} has no gradient"
-    return ""
 
 
 def _packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -257,7 +218,4 @@ def quantized_kernel(path: Path, caller: Caller, *, threads_of: Path) -> CpuQuan
     `KernelError` if one of them cannot be loaded.
     """
     library = loaded(path, threads_of=threads_of)
-    function = library.sagellm_linear_quantized
-    function.argtypes = (ctypes.c_void_p, ctypes.c_int32)
-    function.restype = ctypes.c_int32
-    return CpuQuantizedLinear(function, caller)
+    return CpuQuantizedLinear(kernel_function(library, "sagellm_linear_quantized"), caller)

@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sagellm.accel.fusion.common import obstacle
-from sagellm.accel.fusion.triton._launch import device_obstacle, refuse
-from sagellm.core.protocols.fusion import KernelSupport, Tolerance
+from sagellm.accel.fusion.common import PagedAttention
+from sagellm.accel.fusion.triton._launch import TritonKernel
 
 FEWEST_ROWS, MOST_ROWS = 16, 64
 """Of a tile of queries or keys; a matrix unit takes no fewer."""
@@ -23,46 +22,34 @@ _KEY_BYTES, _QUERY_BYTES = 16_384, 32_768
 _NO_WINDOW = 2**30
 
 
-class TritonPagedAttention:
-    """Implements `FusedKernel`. Inputs, in this order:
+class TritonPagedAttention(TritonKernel, PagedAttention):
+    """`PagedAttention` on a GPU.
 
-    `query` [T, heads, head_dim]; `keys` and `values`, pools [num_blocks, block_size, kv_heads, head_dim] in
-    the query's dtype; `spans`, int64 [n, 4], each the first row, number of tokens (at least one), position of
-    the first and first table entry of a sequence's tokens in the query, in order of rows; `tables`, int32,
-    block ids of all sequences; and maybe `window`.
-
-    A token attends to the last `window` positions of its sequence up to its own, or to all of them, scaled by
-    1/sqrt(head_dim). Returns [T, heads, head_dim]; rows of no span are undefined. Nothing is read back from
-    the device, so spans and tables are not checked; a captured graph may change them. Nothing behind a
-    sequence's last position is read; within a tile of 64 rows a NaN in V of a later position reaches earlier
-    ones of the chunk, as in torch's SDPA. Keys are split until the device is full, so the last bits depend
-    on the batch.
+    Query and pools have one dtype. Each span has at least one token, and spans come in order of rows. The
+    kernel reads nothing back from the device, so it does not check spans and tables; a captured graph may
+    change them. Within a tile of 64 rows a NaN in V of a later position reaches earlier rows of the chunk, as
+    in torch's SDPA. Keys are split until the device is full, so the last bits depend on the batch.
     """
-
-    name = "paged_attention"
-    tolerances: tuple[Tolerance, ...] = (
-        Tolerance("float32", 2e-5, 2e-5),
-        Tolerance("bfloat16", 1e-2, 1.6e-2),
-        Tolerance("float16", 2e-3, 2e-3),
-    )
 
     def __init__(self, processors: int | None = None) -> None:
         """`processors`: those of the device, unless another number is to be assumed."""
         self._processors = processors
 
-    def supports(self, *inputs: Any) -> KernelSupport:
-        reason = _obstacle(*inputs)
-        return KernelSupport(not reason, reason)
-
-    def apply(self, *inputs: Any) -> torch.Tensor:
-        """Raises `KernelError` where `supports` says no."""
-        refuse(_obstacle(*inputs))
-        return self._computed(*inputs)
-
     def reference(self, *inputs: Any) -> torch.Tensor:
         return paged_attention(*inputs)
 
-    def _computed(
+    def _obstacle(self, *inputs: Any) -> str:
+        reason = super()._obstacle(*inputs)
+        if reason:
+            return reason
+        query, keys = inputs[:2]
+        if query.dtype != keys.dtype:
+            return f"no kernel for {query.dtype} over {keys.dtype}: use one dtype"
+        if keys.shape[3] > 256:
+            return f"a head of {keys.shape[3]} is more than the 256 that fit into shared memory"
+        return ""
+
+    def _compute(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor,
         tables: torch.Tensor, window: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
@@ -110,19 +97,6 @@ def tile_sizes(bytes_per_head: int) -> tuple[int, int]:
     """
     keys, queries = (size // bytes_per_head for size in (_KEY_BYTES, _QUERY_BYTES))
     return max(FEWEST_ROWS, min(MOST_ROWS, keys)), max(FEWEST_ROWS, min(MOST_ROWS, queries))
-
-
-def _obstacle(*inputs: Any) -> str:
-    """What stands in the way; empty where nothing does."""
-    return obstacle(*inputs) or _no_tiles(*inputs[:2]) or device_obstacle(*inputs[:5])
-
-
-def _no_tiles(query: torch.Tensor, keys: torch.Tensor) -> str:
-    if query.dtype != keys.dtype:
-        return f"paged attention has no kernel for {query.dtype} over {keys.dtype}: use one dtype"
-    if keys.shape[3] > 256:
-        return f"a head of {keys.shape[3]} is more than the 256 that fit into shared memory"
-    return ""
 
 
 def paged_attention(

@@ -8,14 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
-from sagellm.accel.fusion.triton._launch import device_obstacle, refuse
-from sagellm.core.protocols.fusion import KernelSupport, Tolerance
+from sagellm.accel.fusion.triton._launch import TritonKernel
+from sagellm.core.protocols.fusion import Tolerance
 
 TILE = 4096
 PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "uniform")
 
 
-class TritonDraw:
+class TritonDraw(TritonKernel):
     """Implements `FusedKernel`. Inputs: `logits` float32 [S, vocab] with contiguous rows; `params` float64
     [S, 5], of each row temperature (above 0), top_k (0: all), top_p, min_p and a uniform number in [0, 1).
 
@@ -28,13 +28,7 @@ class TritonDraw:
     name = "draw"
     tolerances: tuple[Tolerance, ...] = (Tolerance("float32", 0.0, 0.0),)
 
-    def supports(self, *inputs: Any) -> KernelSupport:
-        reason = _obstacle(*inputs)
-        return KernelSupport(not reason, reason)
-
-    def apply(self, logits: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
-        """Raises `KernelError` where `supports` says no."""
-        refuse(_obstacle(logits, params))
+    def _compute(self, logits: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         if len(logits):
             draw_kernel[(len(logits),)](
@@ -45,14 +39,15 @@ class TritonDraw:
     def reference(self, *inputs: Any) -> torch.Tensor:
         return draw(*inputs)
 
-
-def _obstacle(logits: torch.Tensor, params: torch.Tensor) -> str:
-    if logits.dtype != torch.float32 or logits.ndim != 2 or logits.stride(1) != 1 or not logits.shape[1]:
-        return f"logits are float32 [S, vocab] with contiguous rows, not {logits.dtype} {list(logits.shape)}"
-    wanted = (len(logits), len(PARAMETERS))
-    if params.dtype != torch.float64 or params.shape != wanted or not params.is_contiguous():
-        return f"params are contiguous float64 {list(wanted)}, not {params.dtype} {list(params.shape)}"
-    return device_obstacle(logits, params)
+    def _obstacle(self, logits: torch.Tensor, params: torch.Tensor) -> str:
+        if logits.dtype != torch.float32 or logits.ndim != 2 or logits.stride(1) != 1 or not logits.shape[1]:
+            return (
+                f"logits are float32 [S, vocab] with contiguous rows, not {logits.dtype} {list(logits.shape)}"
+            )
+        wanted = (len(logits), len(PARAMETERS))
+        if params.dtype != torch.float64 or params.shape != wanted or not params.is_contiguous():
+            return f"params are contiguous float64 {list(wanted)}, not {params.dtype} {list(params.shape)}"
+        return self._device_obstacle(logits, params)
 
 
 def draw(logits: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
