@@ -55,8 +55,8 @@ class _Rows(ctypes.Structure):
 class PackedWeight:
     """A matrix as the kernel reads it, in panels of 16 outputs; the last one is filled up with zero scales.
 
-    `codes` are uint8 [panels, groups of 32, bytes]: see quantized.cpp. `scales` and `zeros` are [panels, scale
-    groups, 16], `order` is int32 [inputs].
+    `codes` are uint8 [panels, groups of 32, bytes]: see quantized.cpp. `scales` and `zeros` are [panels,
+    scale groups, 16], `order` is int32 [inputs].
     """
 
     codes: torch.Tensor
