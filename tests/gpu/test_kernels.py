@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from sagellm.accel.fusion.common import add_rms_norm, rope_to_cache, silu_and_mul
+from sagellm.accel.fusion.checked_kernels import add_rms_norm, rope_to_cache, silu_and_mul
 from sagellm.accel.fusion.triton import triton_kernels
 from sagellm.accel.fusion.triton.attention import TritonPagedAttention, paged_attention
 from sagellm.accel.fusion.triton.draw import draw

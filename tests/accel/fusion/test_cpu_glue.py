@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from sagellm.accel.fusion.common import add_rms_norm, rope_to_cache, silu_and_mul
+from sagellm.accel.fusion.checked_kernels import add_rms_norm, rope_to_cache, silu_and_mul
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.accel.fusion.cpu.calls import Caller
 from sagellm.accel.fusion.cpu.glue import glue_kernels

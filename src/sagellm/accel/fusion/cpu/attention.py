@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sagellm.accel.fusion.common import PagedAttention
+from sagellm.accel.fusion.checked_kernels import PagedAttention
 from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, Caller, CpuKernel, floats, int32s, int64s, pointers
 from sagellm.accel.fusion.cpu.library import kernel_function, loaded
 

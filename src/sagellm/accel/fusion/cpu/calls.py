@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sagellm.accel.fusion.common import CheckedKernel
+from sagellm.accel.fusion.checked_kernels import CheckedKernel
 from sagellm.accel.fusion.cpu.library import Function, kernel_function, loaded
 from sagellm.core.errors import CapacityError, KernelError
 from sagellm.core.protocols.fusion import Capture, Work

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from sagellm.accel.fusion.common import AddRmsNorm, RopeToCache, SiluAndMul
+from sagellm.accel.fusion.checked_kernels import AddRmsNorm, RopeToCache, SiluAndMul
 from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, Caller, CpuKernel, floats, int32s, int64s, pointers
 from sagellm.accel.fusion.cpu.library import kernel_function, loaded
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from sagellm.accel.fusion.common import CheckedKernel
+from sagellm.accel.fusion.checked_kernels import CheckedKernel
 
 
 class TritonKernel(CheckedKernel):

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sagellm.accel.fusion.common import PagedAttention
+from sagellm.accel.fusion.checked_kernels import PagedAttention
 from sagellm.accel.fusion.triton._launch import TritonKernel
 
 FEWEST_ROWS, MOST_ROWS = 16, 64

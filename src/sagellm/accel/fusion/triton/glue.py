@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sagellm.accel.fusion.common import AddRmsNorm, RopeToCache, SiluAndMul
+from sagellm.accel.fusion.checked_kernels import AddRmsNorm, RopeToCache, SiluAndMul
 from sagellm.accel.fusion.triton._launch import TritonKernel
 
 WIDEST_ROW, HEADS_AT_ONCE, COLUMNS_AT_ONCE = 16_384, 16, 1024
