@@ -38,10 +38,8 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Lognormal:
-    """Lengths in tokens, lognormally distributed and cut to a range.
-
-    `mean` and `deviation` are those of the logarithm.
-    """
+    """Lengths in tokens, lognormally distributed and cut to a range. `mean` and `deviation` are those of
+    the logarithm."""
 
     mean: float
     deviation: float
@@ -60,10 +58,8 @@ NEXT_QUESTION = Lognormal(4.1, 0.6, 8, 300)
 
 @dataclass(frozen=True, slots=True)
 class ConversationMix:
-    """One kind of traffic: `num_requests` prompts in conversations of `turns` turns.
-
-    Each turn carries the whole history. The first `system_tokens` tokens are the same in all prompts.
-    """
+    """One kind of traffic: `num_requests` prompts in conversations of `turns` turns. Each turn carries the
+    whole history. The first `system_tokens` tokens are the same in all prompts."""
 
     name: str
     num_requests: int = 100
@@ -93,11 +89,9 @@ class PromptReuse:
 
 @dataclass(frozen=True, slots=True)
 class ConversationOutcome:
-    """The outcome of one mix in one pool. Ratios are 0 to 1.
-
-    `overall` is reused blocks over all blocks; `per_request` is the mean of the requests' own ratios;
-    `token_hits` is reused tokens over prompt tokens.
-    """
+    """The outcome of one mix in one pool. Ratios are 0 to 1. `overall` is reused blocks over all blocks;
+    `per_request` is the mean of the requests' own ratios; `token_hits` is reused tokens over prompt
+    tokens."""
 
     variant: str
     pool_blocks: int
@@ -165,7 +159,7 @@ def _interleaved(random: Random, conversations: Sequence[Sequence[list[int]]]) -
 def replay(
     prompts: Iterable[Sequence[int]], manager: KVCacheManager, clock: ManualClock
 ) -> list[PromptReuse]:
-    """Sends the prompts through the manager one at a time, one second of the clock apart."""
+    """Sends the prompts through the manager, one second of the clock apart."""
     usages = []
     for number, prompt in enumerate(prompts):
         request = Request(str(number), Tokens(prompt))
@@ -216,7 +210,7 @@ def run(
     seed: int = 0,
     prefix_caching: bool = True,
 ) -> list[ConversationOutcome]:
-    """Runs every mix in every pool, each with a new manager that is checked at the end."""
+    """Runs every mix in every pool. Each pool has a new manager, which is checked at the end."""
     config = KVConfig(block_size=BLOCK_SIZE, index=index, eviction=policy, prefix_caching=prefix_caching)
     outcomes = []
     for variant in variants:

@@ -36,10 +36,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class TenantHits:
-    """Sums over the requests of one tenant.
-
-    `bound_blocks` are the hits in a cache that never evicts.
-    """
+    """Sums over the requests of one tenant. `bound_blocks` are the hits in a cache that never evicts."""
 
     tenant: str
     requests: int
@@ -63,11 +60,8 @@ class TenantHits:
 
 @dataclass(frozen=True, slots=True)
 class FairnessOutcome:
-    """One policy at one capacity.
-
-    `lost` is the baseline's hit ratio minus this one's; `baseline_jain` is the baseline's index at this
-    capacity.
-    """
+    """One policy at one capacity. `lost` is the baseline's hit ratio minus this one's; `baseline_jain` is
+    the baseline's index at this capacity."""
 
     policy: str
     capacity: CacheCapacity
@@ -106,11 +100,9 @@ def run(
     *,
     on_case: Callable[[str], None] = lambda case: None,
 ) -> list[FairnessOutcome]:
-    """Replays each policy at each capacity from a cold start. The baseline always runs, and first.
-
-    Before anything runs, raises `UnknownNameError` for a policy and `ConfigError` for a capacity that is
-    invalid, and `ConfigError` for a tenant that can hit nothing.
-    """
+    """Replays each policy at each capacity from a cold start. The baseline always runs, and first. Before
+    anything runs, raises `UnknownNameError` for a policy and `ConfigError` for a capacity that is invalid,
+    and `ConfigError` for a tenant that can hit nothing."""
     names = dict.fromkeys((BASELINE, *policies))
     for name in names:
         registry("policy").get(name)
@@ -154,7 +146,7 @@ def served(trace: BlockTrace, hits: Sequence[int]) -> tuple[TenantHits, ...]:
 
 
 def _hits(trace: BlockTrace, policy: str, num_blocks: int) -> Sequence[int]:
-    """Returns the hits of each request in one cache that all tenants share without quotas."""
+    """Returns the hits of each request in one shared cache without quotas."""
     clock = ManualClock(trace.requests[0].time_s)
     index = registry("index").create(
         "radix",
@@ -217,10 +209,8 @@ def _values(outcome: FairnessOutcome) -> dict[str, Any]:
 
 
 def as_table(outcomes: Sequence[FairnessOutcome], title: str) -> Table:
-    """Returns one line per capacity and policy.
-
-    For each tenant it shows the hit ratio, and the normalised ratio in brackets.
-    """
+    """Returns one line per capacity and policy. For each tenant it shows the hit ratio, and the normalised
+    ratio in brackets."""
     tenants = [tenant.tenant for tenant in outcomes[0].tenants]
     columns = ("capacity", "policy", "blocks", *tenants, "Jain", "hits", "points lost", "target")
     return Table(title, columns, [*map(_line, outcomes)], num_names=2)

@@ -23,10 +23,8 @@ def child_environment() -> dict[str, str]:
 
 
 def run_module(module: str, given: Any, what: str, error: type[SageError] = SageError) -> Any:
-    """Runs `python -m module` with `given` as JSON on stdin. Returns its stdout, read as JSON.
-
-    Raises `error` with `what` and the last line of stderr if the process fails.
-    """
+    """Runs `python -m module` with `given` as JSON on stdin. Returns its stdout, read as JSON. Raises
+    `error` with `what` and the last line of stderr if the process fails."""
     done = subprocess.run(
         [sys.executable, "-m", module],
         input=json.dumps(given),
@@ -67,11 +65,8 @@ def _status_bytes(name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """CPU seconds since the machine started.
-
-    `total_s` is of all cores, `busy_s` of all processes, `own_s` of this process and of the finished
-    processes that it started.
-    """
+    """CPU seconds since the machine started. `total_s` is of all cores, `busy_s` of all processes, `own_s`
+    of this process and of the finished processes that it started."""
 
     total_s: float
     busy_s: float
@@ -92,7 +87,7 @@ class CpuTimes:
 
 
 def others_share(before: CpuTimes | None, after: CpuTimes | None) -> float | None:
-    """Returns the share of the machine, 0 to 1, that other processes used in between."""
+    """Returns the share of the machine, 0 to 1, that other processes used."""
     if before is None or after is None or after.total_s <= before.total_s:
         return None
     busy_s, own_s = after.busy_s - before.busy_s, after.own_s - before.own_s

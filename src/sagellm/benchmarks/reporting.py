@@ -37,10 +37,8 @@ _LEAST_NAME = 4
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Machine, software and time of a measurement.
-
-    `commit` is None outside a git checkout. `clean` is true if the package has no uncommitted change.
-    """
+    """Machine, software and time of a measurement. `commit` is None outside a git checkout. `clean` is
+    true if the package has no uncommitted change."""
 
     date: str
     cpu: str
@@ -77,10 +75,8 @@ def cpu_model(cpuinfo: str) -> str:
 
 
 def _checkout(package: Path) -> tuple[str | None, bool]:
-    """Returns the commit of `package`, and whether the package has no uncommitted change.
-
-    An installed package may lie in a folder that belongs to another checkout, which does not track it.
-    """
+    """Returns the commit of `package`, and whether the package has no uncommitted change. An installed
+    package may lie in a folder that belongs to another checkout, which does not track it."""
     tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py")
     commit = _git(package, "rev-parse", "HEAD") if tracked else None
     return commit, commit is not None and _git(package, "status", "--porcelain", "--", ".") == ""
@@ -109,7 +105,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_folder(folder: Path, verb: str = "write") -> None:
-    """Raises `ConfigError` if `folder` neither exists nor can be made; `verb` is for the message."""
+    """Raises `ConfigError` if `folder` neither exists nor can be made. `verb` is for the message."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"cannot {verb} into {folder}: it is a file, name a folder")
     if not folder.parent.is_dir():
@@ -125,11 +121,11 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def show(
-    tables: Iterable[Table], values: Mapping[str, Any], out: Path | None, *, markdown: bool = False
+    tables: Iterable[Table], values: Mapping[str, Any], file: Path | None, *, markdown: bool = False
 ) -> None:
-    """Writes the values to `out`, if given, then prints the tables. Raises as `write_json` does."""
-    if out is not None:
-        write_json(out, values)
+    """Writes the values to `file`, if given, then prints the tables. Raises as `write_json` does."""
+    if file is not None:
+        write_json(file, values)
     print_tables(tables, markdown=markdown)
 
 
@@ -137,10 +133,8 @@ def show(
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Returns an empty matplotlib figure of that size in inches; needs no display.
-
-    Raises `MissingExtraError` if matplotlib is not installed.
-    """
+    """Returns an empty matplotlib figure of that size in inches; needs no display. Raises
+    `MissingExtraError` if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -165,10 +159,8 @@ def save_figures(folder: Path, figures: Mapping[str, Figure]) -> list[Path]:
 
 
 def format_number(value: float | None, missing: str = "") -> str:
-    """Formats with three significant digits or more: 0.123, 1.23, 12.3, 123, 12,345.
-
-    Returns `missing` for None.
-    """
+    """Formats with three significant digits or more: 0.123, 1.23, 12.3, 123, 12,345. Returns `missing` for
+    None."""
     if value is None:
         return missing
     if abs(value) >= 100:
@@ -178,11 +170,9 @@ def format_number(value: float | None, missing: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of text that fits any terminal without cutting cells; rich prints it.
-
-    The first `num_names` columns name the row, the others are figures. A table that is too wide for the
-    terminal is split: each part repeats the names and has some of the figures. Long names are wrapped.
-    """
+    """A table of text that fits any terminal without cutting cells; rich prints it. The first `num_names`
+    columns name the row, the others are figures. A table that is too wide for the terminal is split: each
+    part repeats the names and has some of the figures. Long names are wrapped."""
 
     title: str
     columns: Sequence[str]
@@ -218,11 +208,8 @@ class Table:
         return part
 
     def _widths(self, width: int) -> list[int]:
-        """Returns the width of each column with the gap after it.
-
-        If the whole table does not fit into `width`, headers are wrapped between their words and the names
-        get at most `_NAMES_SHARE` of it.
-        """
+        """Returns the width of each column with the gap after it. If the whole table does not fit into
+        `width`, headers are wrapped between their words and the names get at most `_NAMES_SHARE` of it."""
 
         def widest(index: int, header: Sequence[str]) -> int:
             return max(map(cell_len, [*header, *(row[index] for row in self.rows)])) + _GAP
@@ -244,7 +231,7 @@ class Table:
         return [*names, *(min(figure, room + _GAP) for figure in figures)]
 
     def _parts(self, widths: Sequence[int], room: int) -> Iterator[list[int]]:
-        """Yields indexes of figure columns, as many at a time as `room` holds, at least one."""
+        """Yields figure columns, as many at a time as `room` holds."""
         part: list[int] = []
         left = room + _GAP
         for index in range(self.num_names, len(self.columns)):
@@ -257,7 +244,7 @@ class Table:
 
 
 def console() -> Console:
-    """Returns standard output as wide as the terminal or COLUMNS, else wide enough for any table."""
+    """Returns standard output, as wide as the terminal or COLUMNS. Otherwise it is wide enough for any table."""
     terminal = Console()
     columns = os.environ.get("COLUMNS", "")
     if terminal.is_terminal or (columns.isdecimal() and int(columns)):

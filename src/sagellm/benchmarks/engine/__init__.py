@@ -1,1 +1,1 @@
-"""`sagellm bench engine`: a whole engine on a fixed set of workloads, alone or beside other engines' rows."""
+"""`sagellm bench engine`: one engine on fixed workloads, beside other engines' rows."""

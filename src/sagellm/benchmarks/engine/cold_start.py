@@ -1,4 +1,4 @@
-"""Measures the time from a new process to the first token, in a child process:
+"""Measures the time from a new process to the first token.
 
     python -m sagellm.benchmarks.engine.cold_start
 
@@ -22,7 +22,7 @@ NUM_TOKENS = 32
 
 
 def cold_start(config: Config, clock: Clock) -> dict[str, float]:
-    """Returns the seconds of each part and in total, and the resident bytes after the first token.
+    """Returns the seconds of each part and in total, and the resident bytes.
 
     `start_s` is the interpreter and the configuration, `import_s` torch and the engine's code, `load_s` the
     model, `first_s` a prompt of 32 tokens and one answer. The clock must be one that all processes share.

@@ -22,10 +22,7 @@ NAMED = ("engine", "model", "workload")
 
 @dataclass(frozen=True, slots=True)
 class EngineFigure:
-    """One figure of ours.
-
-    `key` is the harness's name of the figure in rows of workload `code`.
-    """
+    """One figure of ours. `key` is the harness's name of the figure in rows of workload `code`."""
 
     title: str
     code: str
@@ -85,10 +82,8 @@ def _is_row(row: HarnessRow) -> bool:
 
 
 def read_peers(paths: Iterable[Path], model: str, threads: int) -> list[HarnessRow]:
-    """Returns the rows of all files that are of this model and number of threads.
-
-    Raises `ConfigError` for a file without such rows; the message says which rows the file has.
-    """
+    """Returns the rows of this model and number of threads. Raises `ConfigError` for a file without such
+    rows; the message says which rows the file has."""
     chosen = []
     for path in paths:
         rows = read_rows(path)

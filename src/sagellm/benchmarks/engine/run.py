@@ -127,7 +127,7 @@ class EngineBenchReport:
         return compare(self.figures(), self.peer_rows)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per repeat in the harness's form, so that a later run can be compared with it."""
+        """One row per repeat in the harness's form, for comparison with a later run."""
         return [_harness_row(self.plan, measurement) for measurement in self.measured]
 
     def as_json(self) -> dict[str, Any]:
@@ -342,10 +342,8 @@ Logits = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def logit_error(config: Config) -> float:
-    """Relative L2 distance between the logits of the quantized and the unquantized model.
-
-    The distance is over all prompts together. One model is in memory at a time.
-    """
+    """Relative L2 distance between the logits of the quantized and the unquantized model. The distance is
+    over all prompts together. One model is in memory at a time."""
     stored = config.model_copy(update={"model": config.model.model_copy(update={"quantization": "none"})})
     expected, found = _logits(stored), _logits(config)
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))

@@ -30,10 +30,7 @@ class PromptJob:
 
 @dataclass(slots=True)
 class PromptAnswer:
-    """The tokens of one request and when they came.
-
-    Times are in seconds after the batch was sent.
-    """
+    """The tokens of one request and when they came. Times are in seconds after the batch was sent."""
 
     times_s: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -50,7 +47,7 @@ class PromptAnswer:
 
 @dataclass(slots=True)
 class StepTime:
-    """Totals over steps: their time, the backend's part of it, and tokens whose KV was read."""
+    """Totals over steps. `execute_s` is the backend's part; `tokens_read` counts tokens whose KV was read."""
 
     num_steps: int = 0
     total_s: float = 0.0
@@ -59,18 +56,14 @@ class StepTime:
 
     @property
     def overhead(self) -> float:
-        """Share of the steps' time outside `execute`, 0 to 1.
-
-        It is 0 if planning ran fully in parallel with execution.
-        """
+        """Share of the steps' time outside `execute`, 0 to 1. It is 0 if planning ran fully in parallel
+        with execution."""
         return max(0.0, 1.0 - self.execute_s / self.total_s) if self.total_s else 0.0
 
     def roofline(self, capability: CapabilityDescriptor, bandwidth: float) -> float | None:
-        """Share of the steps' time, 0 to 1, that reading memory at `bandwidth` would take.
-
-        Each step reads the weights once and the KV of every sequence in it; `bandwidth` is in bytes per
-        second. Returns None if there is nothing to read.
-        """
+        """Share of the steps' time that reading memory at `bandwidth` would take. Each step reads the
+        weights once and the KV of every sequence in it; `bandwidth` is in bytes per second. Returns None
+        if there is nothing to read."""
         schema = capability.kv_schema
         if not self.total_s or not capability.weight_bytes or schema is None:
             return None
@@ -79,7 +72,7 @@ class StepTime:
 
 
 class Session:
-    """Runs greedy requests that ignore the end of sequence, as the harness measures every engine."""
+    """Runs greedy requests that ignore the end of sequence, as the harness does."""
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self._engine, self._clock = engine, clock
@@ -101,10 +94,8 @@ class Session:
         self.steps = StepTime()
 
     def run(self, jobs: Sequence[PromptJob]) -> list[PromptAnswer]:
-        """Sends all jobs at once and returns the answers in order.
-
-        Raises `SageError` if the engine ends a request with an error.
-        """
+        """Sends all jobs at once and returns the answers in order. Raises `SageError` if the engine ends a
+        request with an error."""
         began_s = self._clock.now()
         answers: dict[str, PromptAnswer] = {}
         for job in jobs:

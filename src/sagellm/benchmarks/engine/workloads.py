@@ -223,10 +223,8 @@ def _offline(session: Session, jobs: Sequence[PromptJob]) -> Values:
 
 
 def _spoken(answer: PromptAnswer, vocab_size: int) -> list[int]:
-    """Returns the answer as history.
-
-    Token ids below the smallest prompt token are replaced by it, as in the harness.
-    """
+    """Returns the answer as history. Token ids below the smallest prompt token are replaced by it, as in
+    the harness."""
     first = min(FIRST_TOKEN, vocab_size // 2)
     return [max(first, token_id) for token_id in answer.token_ids]
 
@@ -241,11 +239,8 @@ def _decode_rate(answers: Sequence[PromptAnswer]) -> float:
 
 @dataclass(frozen=True)
 class Throughput(EngineWorkload):
-    """The offline benchmark of nano-vllm (`bench.py`).
-
-    Repeat 0 has its random prompts and output lengths, from the same seed. It is greedy here; a forward pass
-    costs the same.
-    """
+    """The offline benchmark of nano-vllm (`bench.py`). Repeat 0 has its random prompts and output lengths,
+    from the same seed. It is greedy here; a forward pass costs the same."""
 
     name: str
     code: str
@@ -288,11 +283,9 @@ COLD_START, COLD_CODE = "cold-start", "cold"
 
 
 def chosen_names(only: Sequence[str]) -> list[str]:
-    """Returns the chosen workloads in our order, or all but `BY_NAME_ONLY` if `only` is empty.
-
-    `only` holds names, the harness's codes, or kinds (`prefill`, `decode`). Raises `ConfigError` with the
-    known names for an unknown word.
-    """
+    """Returns the chosen workloads in our order. If `only` is empty, all but `BY_NAME_ONLY`. `only` holds
+    names, the harness's codes, or kinds (`prefill`, `decode`). Raises `ConfigError` with the known names
+    for an unknown word."""
     known = {COLD_START: COLD_CODE, **{workload.name: workload.code for workload in WORKLOADS}}
     if not only:
         return [name for name in known if name not in BY_NAME_ONLY]

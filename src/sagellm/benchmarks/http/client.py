@@ -25,10 +25,8 @@ _END = b"data: [DONE]"
 
 @dataclass(frozen=True, slots=True)
 class HttpJob:
-    """Requests of one kind, `concurrency` at a time. `body` None is a GET, else a POST.
-
-    With `keep_alive` each thread keeps one connection; otherwise each request opens its own.
-    """
+    """Requests of one kind, `concurrency` at a time. `body` None is a GET, else a POST. With `keep_alive`
+    each thread keeps one connection; otherwise each request opens its own."""
 
     url: str
     path: str
@@ -41,10 +39,8 @@ class HttpJob:
 
 @dataclass(frozen=True, slots=True)
 class HttpSample:
-    """One answer: seconds to its first and last byte of content, and its number of events.
-
-    `began_s` is on the client's monotonic clock. `error` says what failed, or is empty.
-    """
+    """Seconds to the first and last byte of one answer, and its events. `began_s` is on the client's
+    monotonic clock. `error` says what failed, or is empty."""
 
     began_s: float
     first_s: float

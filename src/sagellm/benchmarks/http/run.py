@@ -34,11 +34,9 @@ KINDS = ("list", "one-token", "stream")
 
 @dataclass(frozen=True, slots=True)
 class HttpBenchPlan:
-    """What to measure: kinds of answers, requests at a time, kept and new connections.
-
-    Each of `repeats` runs sends `num_requests` short answers, or a `STREAM_SHARE`-th as many streams of
-    `stream_tokens` tokens.
-    """
+    """What to measure: kinds of answers, requests at a time, kept and new connections. Each of `repeats`
+    runs sends `num_requests` short answers, or a `STREAM_SHARE`-th as many streams of `stream_tokens`
+    tokens."""
 
     kinds: Sequence[str] = KINDS
     concurrencies: Sequence[int] = (1, 8, 32)
@@ -83,10 +81,8 @@ class HttpTarget:
 
 @dataclass(frozen=True, slots=True)
 class HttpRun:
-    """One run of one case.
-
-    Latencies are in ms over its requests, rates over the time from the first request to the last answer.
-    """
+    """One run of one case. Latencies are in ms over its requests, rates over the time from the first
+    request to the last answer."""
 
     kind: str
     keep_alive: bool
@@ -162,10 +158,7 @@ def run(report: HttpBenchReport, *, on_run: Callable[[str], None] = lambda what:
 
 
 def measure(job: HttpJob) -> list[HttpSample]:
-    """Returns the samples of one job, taken in a child process.
-
-    Raises `SageError` if a request failed.
-    """
+    """Returns the samples of one job, taken in a child process. Raises `SageError` if a request failed."""
     answer = run_module("sagellm.benchmarks.http.client", dataclasses.asdict(job), "the client")
     samples = [HttpSample(**values) for values in answer]
     failed = [sample.error for sample in samples if sample.error]
@@ -196,10 +189,8 @@ STOP_TIMEOUT_S = 30.0
 
 @contextmanager
 def our_server(arguments: Sequence[str]) -> Iterator[str]:
-    """Runs `sagellm serve` on a free port of loopback. Yields its URL and stops it afterwards.
-
-    Raises `SageError` with the server's last line if it does not start.
-    """
+    """Runs `sagellm serve` on a free port of loopback. Yields its URL and stops it afterwards. Raises
+    `SageError` with the server's last line if it does not start."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port = probe.getsockname()[1]
@@ -242,10 +233,8 @@ def _wait_until_ready(process: subprocess.Popen[bytes] | subprocess.Popen[str], 
 
 
 def get(url: str, path: str, headers: Mapping[str, str]) -> bytes:
-    """Returns the body of one GET.
-
-    Raises `ConfigError` for another status than 200, else as `http.client` does.
-    """
+    """Returns the body of one GET. Raises `ConfigError` for another status than 200, else as `http.client`
+    does."""
     parts = urlsplit(url)
     made = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = made(parts.hostname or "", parts.port, timeout=10)
@@ -261,10 +250,8 @@ def get(url: str, path: str, headers: Mapping[str, str]) -> bytes:
 
 
 def served_model(url: str, headers: Mapping[str, str]) -> str:
-    """Returns the first model that a server lists.
-
-    Raises `ConfigError` if no server with OpenAI's API answers there.
-    """
+    """Returns the first model that a server lists. Raises `ConfigError` if no server with OpenAI's API
+    answers there."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         example = f"http://{LOOPBACK}:{int(SagePorts.HTTP)}"

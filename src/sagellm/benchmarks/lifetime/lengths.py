@@ -20,10 +20,8 @@ from sagellm.core.protocols.lifetime import LifetimePredictor, Prediction, Predi
 
 
 class GroupMedian:
-    """The median output of all finished requests with the same key.
-
-    Without a finished request of that key, the median of all.
-    """
+    """The median output of all finished requests with the same key. Without a finished request of that
+    key, the median of all."""
 
     def __init__(self, key_of: Callable[[PredictionRequest], object]) -> None:
         self._key_of = key_of
@@ -82,10 +80,8 @@ BASELINES: Mapping[str, Callable[[], LifetimePredictor]] = {
 
 
 def best_constant(outputs: Sequence[int]) -> float:
-    """Returns the median of the outputs to predict.
-
-    No other constant has a smaller mean error. No predictor can know it beforehand.
-    """
+    """Returns the median of the outputs to predict. No other constant has a smaller mean error. No
+    predictor can know it beforehand."""
     return float(median(outputs))
 
 
@@ -106,11 +102,8 @@ BEST_CONSTANT = "best constant"
 
 @dataclass(frozen=True, slots=True)
 class LengthRow:
-    """One predictor on one workload.
-
-    `against_constant` is its mean error over that of the best constant of the same part, minus one: -0.3 is
-    30 % below. Times are medians per call in µs.
-    """
+    """One predictor on one workload. `against_constant` is its mean error over that of the best constant
+    of the same part, minus one: -0.3 is 30 % below. Times are medians per call in µs."""
 
     workload: str
     predictor: str
@@ -129,11 +122,8 @@ class _Scored:
 
 
 class LengthStream:
-    """Feeds a workload to one predictor, up to the end of the scored part.
-
-    With `after`, the predictor is asked when a request has generated so many tokens. Requests that end before
-    are not scored.
-    """
+    """Feeds a workload to one predictor, up to the end of the scored part. With `after`, the predictor is
+    asked when a request has generated so many tokens. Requests that end before are not scored."""
 
     def __init__(
         self, predictor: LifetimePredictor, workload: LengthWorkload, part: Part, after: int = 0
@@ -208,10 +198,8 @@ def evaluate_lengths(
     after: int = 0,
     on_row: Callable[[str], None] = lambda name: None,
 ) -> list[LengthRow]:
-    """Scores the best constant, the baselines and the predictors.
-
-    Raises `ConfigError` if the part has no request to score.
-    """
+    """Scores the best constant, the baselines and the predictors. Raises `ConfigError` if the part has no
+    request to score."""
     outputs = [s.num_output - after for s in workload.of(part) if s.num_output > after or not after]
     if not outputs:
         raise ConfigError(

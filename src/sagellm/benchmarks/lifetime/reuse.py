@@ -1,4 +1,4 @@
-"""Evaluates predictors of block reuse on a trace, in the way a cache would use them.
+"""Evaluates predictors of block reuse on a trace, as a cache uses them.
 
 Every use of a block is one case. The predictor is asked at the use, and once more after a time drawn
 log-uniformly if the block is still unused then: that is when an eviction policy asks. It learns an outcome
@@ -37,12 +37,9 @@ Block = tuple[object, int]
 
 @dataclass(frozen=True, slots=True)
 class ReuseRow:
-    """One predictor at one moment of one workload.
-
-    `share_below`: the share of reused blocks that were reused within each quantile's time. `*_us` is the
-    median of single calls minus the clock's cost; `*_mean_us` includes amortised work and other load of the
-    machine.
-    """
+    """One predictor at one moment of one workload. `share_below`: the share of reused blocks that were
+    reused within each quantile's time. `*_us` is the median of single calls minus the clock's cost;
+    `*_mean_us` includes amortised work and other load of the machine."""
 
     workload: str
     moment: str
@@ -57,7 +54,7 @@ class ReuseRow:
 
 @dataclass(slots=True)
 class _Use:
-    """The last use of a sampled block; `reported_s` is how much of the rest after it is reported."""
+    """The last use of a sampled block. `reported_s` is the part of the rest that is reported."""
 
     features: ReuseFeatures
     time_s: float
@@ -69,10 +66,8 @@ class _Use:
 
 
 class _Event(NamedTuple):
-    """A planned prediction (`rest_s` 0), or a report that a block has rested for `rest_s` seconds.
-
-    Events sort by time; no two have the same number.
-    """
+    """A planned prediction (`rest_s` 0), or a planned report of `rest_s` seconds of rest. Events sort by
+    time; no two have the same number."""
 
     time_s: float
     number: int
@@ -102,20 +97,15 @@ class _Cases:
 
 
 def horizon_of(trace: ReuseTrace) -> float:
-    """Returns a third of the trace's time, at most 30 minutes.
-
-    So the outcomes in the other two thirds are known to the end.
-    """
+    """Returns a third of the trace's time, at most 30 minutes. So the outcomes in the other two thirds are
+    known to the end."""
     requests = trace.trace.requests
     return min(MAX_HORIZON_S, (requests[-1].time_s - requests[0].time_s) / 3)
 
 
 class ReuseStream:
-    """Feeds a trace to one predictor.
-
-    Only requests count whose outcomes are known to the end. The first 60 % of them are for training, the next
-    20 % for validation, the rest for test.
-    """
+    """Feeds a trace to one predictor. Only requests count whose outcomes are known to the end. The first
+    60 % of them are for training, the next 20 % for validation, the rest for test."""
 
     def __init__(self, predictor: ReusePredictor, trace: ReuseTrace, part: Part, seed: int = 0) -> None:
         self._predictor, self._trace, self._part = predictor, trace, part
@@ -152,7 +142,7 @@ class ReuseStream:
     def _observe_use(
         self, block: Block, now_s: float, turn: int, position: int, num_blocks: int
     ) -> ReuseFeatures:
-        """Reports the outcome of the block's last use and returns the features of this use."""
+        """Reports the outcome of the block's last use. Returns the features of this use."""
         last = self._uses.get(block)
         self._counts[block] = count = self._counts.get(block, 0) + 1
         if last is None:
@@ -175,7 +165,7 @@ class ReuseStream:
                 self._plan_report(event.block, event.use, 2 * event.rest_s)
 
     def _plan_report(self, block: Block, use: _Use, rest_s: float) -> None:
-        """Plans to report the rest so far when it reaches `rest_s`, at most the horizon."""
+        """Plans to report the rest when it reaches `rest_s`, at most the horizon."""
         rest_s = min(rest_s, self._predictor.horizon_s)
         if rest_s > use.reported_s:
             self._push(use.time_s + rest_s, block, use, rest_s)
@@ -224,10 +214,8 @@ def evaluate_reuse(
     part: Part = "test",
     on_row: Callable[[str], None] = lambda name: None,
 ) -> list[ReuseRow]:
-    """Scores the baseline and the predictors, each made for the trace's horizon.
-
-    Raises `ConfigError` if the trace is too short for an outcome in the part.
-    """
+    """Scores the baseline and the predictors, each made for the trace's horizon. Raises `ConfigError` if
+    the trace is too short for an outcome in the part."""
     rows = []
     baselines: dict[str, Callable[[float], ReusePredictor]] = {"age alone": AgeAlone}
     for name, make in {**baselines, **predictors}.items():

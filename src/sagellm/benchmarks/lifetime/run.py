@@ -30,10 +30,8 @@ NAMES = (*LENGTH_WORKLOADS, *(REUSE + name for name in REUSE_WORKLOADS))
 
 @dataclass(frozen=True, slots=True)
 class LifetimeBenchPlan:
-    """`workloads` are of `NAMES`, `predictors` registered names.
-
-    `after` is the number of generated tokens at which a predictor is asked.
-    """
+    """`workloads` are of `NAMES`, `predictors` registered names. `after` is the number of generated tokens
+    at which a predictor is asked."""
 
     workloads: tuple[str, ...] = NAMES
     predictors: tuple[str, ...] = ("statistical",)
@@ -59,10 +57,7 @@ def run(
     environment: Environment,
     on_row: Callable[[str], None] = lambda name: None,
 ) -> LifetimeBenchReport:
-    """Evaluates each workload in turn; `folder` holds the traces.
-
-    Raises `ConfigError` for a missing file.
-    """
+    """Evaluates each workload in turn; `folder` holds the traces. Raises `ConfigError` for a missing file."""
     plan.check()
     report = LifetimeBenchReport(environment, asdict(plan))
     for name in plan.workloads:

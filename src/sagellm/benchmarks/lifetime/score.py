@@ -37,10 +37,8 @@ def score_lengths(
     answered: Sequence[bool],
     quantiles: Sequence[dict[float, float]],
 ) -> LengthScore:
-    """Scores lengths in tokens, all arguments in the same order.
-
-    Raises `ValueError` if there is nothing to score.
-    """
+    """Scores lengths in tokens, all arguments in the same order. Raises `ValueError` if there is nothing
+    to score."""
     if not len(actual):
         raise ValueError("nothing to score")
     guess, truth = np.asarray(predicted, np.float64), np.asarray(actual, np.float64)
@@ -115,18 +113,15 @@ def score_reuse(predicted: Sequence[float], happened: Sequence[bool]) -> ReuseSc
 
 
 def calibration(guess: Floats, truth: Floats) -> list[CalibrationBin]:
-    """Splits into ten bins of about equal size, from the smallest predictions to the largest."""
+    """Splits the predictions, in ascending order, into ten bins of about equal size."""
     order = np.argsort(guess, kind="stable")
     parts = [part for part in np.array_split(order, NUM_BINS) if len(part)]
     return [CalibrationBin(len(p), float(guess[p].mean()), float(truth[p].mean())) for p in parts]
 
 
 def auc(guess: Floats, truth: NDArray[np.bool_]) -> float:
-    """Area under the ROC curve (Mann and Whitney's statistic).
-
-    It is how often a case that came true has the higher prediction; ties count half. Returns 0.5 if all or
-    none came true.
-    """
+    """Area under the ROC curve (Mann and Whitney's statistic). It is how often a case that came true has
+    the higher prediction; ties count half. Returns 0.5 if all or none came true."""
     num_true = int(truth.sum())
     num_false = len(truth) - num_true
     if not num_true or not num_false:

@@ -45,12 +45,9 @@ class LengthSample:
 
 @dataclass(frozen=True, slots=True)
 class LengthWorkload:
-    """Samples in the order of the parts, and of time within a part.
-
-    With `learns_in_test`, predictors learn outcomes of the tested part when requests end, as in service
-    (split by time or by session). It is off where the split keeps prompts apart and one prompt has many
-    answers.
-    """
+    """Samples in the order of the parts, and of time within a part. With `learns_in_test`, predictors
+    learn outcomes of the tested part when requests end, as in service (split by time or by session). It is
+    off where the split keeps prompts apart and one prompt has many answers."""
 
     name: str
     split: str
@@ -62,7 +59,7 @@ class LengthWorkload:
 
 
 def split_by_time(samples: Iterable[LengthSample]) -> tuple[LengthSample, ...]:
-    """Assigns the first 60 % of the requests to training, the next 20 % to validation, the rest to test."""
+    """Splits by time: 60 % training, then 20 % validation, then test."""
     ordered = sorted(samples, key=lambda sample: sample.time_s)
     return tuple(
         replace(sample, part=part_at((place + 0.5) / len(ordered))) for place, sample in enumerate(ordered)
@@ -70,13 +67,13 @@ def split_by_time(samples: Iterable[LengthSample]) -> tuple[LengthSample, ...]:
 
 
 def split_by_hash(samples: Iterable[tuple[str, LengthSample]]) -> tuple[LengthSample, ...]:
-    """Assigns all samples of one key (a session, a prompt) to one part, in order of time within it."""
+    """Puts all samples of one key (a session, a prompt) into one part. Parts are in order of time."""
     parts = [replace(sample, part=part_of(key)) for key, sample in samples]
     return tuple(sorted(parts, key=lambda sample: (PARTS.index(sample.part), sample.time_s)))
 
 
 def part_of(key: str) -> Part:
-    """Returns the part of all samples with that key: 60, 20 and 20 % of all keys."""
+    """Returns the part of a key. Parts get 60, 20 and 20 % of all keys."""
     digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
     return part_at(int.from_bytes(digest, "big") / 2**32)
 
@@ -99,12 +96,9 @@ class SessionTurn:
 
 
 def infer_sessions(requests: Sequence[TraceRequest]) -> list[SessionTurn]:
-    """Infers sessions from block ids.
-
-    A prompt that continues the whole prompt of an earlier request is the next turn of its session. The
-    earlier prompt's last block does not count, since it may be partial. If several prompts continue the same
-    request, each of them is its next turn.
-    """
+    """Infers sessions from block ids. A prompt that continues the whole prompt of an earlier request is
+    the next turn of its session. The earlier prompt's last block does not count, since it may be partial.
+    If several prompts continue the same request, each of them is its next turn."""
     last_user: dict[tuple[object, int], int] = {}
     places: list[SessionTurn] = []
     for number, request in enumerate(requests):
@@ -121,7 +115,8 @@ def infer_sessions(requests: Sequence[TraceRequest]) -> list[SessionTurn]:
 def _parent(
     request: TraceRequest, requests: Sequence[TraceRequest], last_user: dict[tuple[object, int], int]
 ) -> int | None:
-    """Returns the earlier request that used the deepest block of this one, if this one continues it."""
+    """Returns the earlier request that this one continues, if there is one. It is the one that used the
+    deepest shared block."""
     ids = request.ids.tolist()
     for depth in range(len(ids), MIN_SHARED_BLOCKS - 1, -1):
         number = last_user.get((request.namespace, ids[depth - 1]))
@@ -139,11 +134,9 @@ MAX_TOKENS = 512
 
 
 def demo_tasks(seed: int = 0, tools: Path = TOOLS) -> LengthWorkload:
-    """Conversations of one to three turns whose last answer is predicted, its end token included.
-
-    `tools/demo_data.py` makes the tasks; prompts and answers are in tokens of the demo model's tokenizer. The
-    parts are those of the demo model's data: no question occurs in two of them.
-    """
+    """Conversations of one to three turns. The last answer is predicted, its end token included.
+    `tools/demo_data.py` makes the tasks; prompts and answers are in tokens of the demo model's tokenizer.
+    The parts are those of the demo model's data: no question occurs in two of them."""
     samples = tuple(_samples(seed, tools))
     return LengthWorkload("demo_tasks", "by content", samples, learns_in_test=False)
 
@@ -187,10 +180,8 @@ TOKENS_PER_WORD = 1.3
 
 
 def find_trace(folder: Path | None, stem: str) -> Path:
-    """Returns the file of the folder whose name starts with `stem`.
-
-    Raises `ConfigError` naming the missing file.
-    """
+    """Returns the file of the folder whose name starts with `stem`. Raises `ConfigError` naming the
+    missing file."""
     if folder is None:
         raise ConfigError(f"this workload needs --traces FOLDER, a folder with {stem}*")
     found = sorted(folder.glob(f"{stem}*"))
@@ -212,10 +203,7 @@ def load_mooncake(folder: Path | None, kind: str) -> LengthWorkload:
 
 
 def load_coding_agents(folder: Path | None) -> LengthWorkload:
-    """Counts a session's sub-agents as one more session.
-
-    The category is the model and the kind of input.
-    """
+    """Counts a session's sub-agents as one more session. The category is the model and the kind of input."""
     trace = read_trace(find_trace(folder, "cc_agentic_sessions"), "coding_agents", every=1024)
     keyed = []
     for number, request in enumerate(trace.requests):
@@ -246,10 +234,8 @@ def load_lmcache(folder: Path | None, agent: str) -> LengthWorkload:
 
 
 def load_alpaca_eval(folder: Path | None) -> LengthWorkload:
-    """Answers of many models to each prompt: the category is the model, a prompt is in one part only.
-
-    Lengths are words x 1.3; the tokens of a prompt are hashes of its words.
-    """
+    """Answers of many models to each prompt. The category is the model. A prompt is in one part only.
+    Lengths are words x 1.3; the tokens of a prompt are hashes of its words."""
     keyed = []
     for number, (model, prompt, answer) in enumerate(_answers(find_trace(folder, "alpaca_eval_outputs"))):
         words = prompt.split()

@@ -1,1 +1,1 @@
-"""Micro benchmarks of the KV books: one operation at a time, beside the same operation of other engines."""
+"""Micro benchmarks of KV management: single operations, also of other engines."""

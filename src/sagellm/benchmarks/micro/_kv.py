@@ -108,11 +108,8 @@ def pool_and_index(
 
 
 def cached_prompt(cell: MicroBenchCell, *, step: int | None = None) -> tuple[PrefixReuseIndex, Tokens]:
-    """Returns an index that holds one prompt, and the prompt.
-
-    The prompt is cached at once, or `step` tokens at a time. Eight short prompts beside it give the root
-    several children.
-    """
+    """Returns an index that holds one prompt, and the prompt. The prompt is cached at once, or `step`
+    tokens at a time. Eight short prompts beside it give the root several children."""
     prompts = Prompts(cell.plan.seed)
     num_blocks = cell.num_blocks + NEIGHBOURS * NEIGHBOUR_BLOCKS
     kv = pool_and_index(cell.plan, num_blocks, index=cell.variant)

@@ -63,11 +63,9 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """`samples` samples, each the mean of `calls_per_sample` calls in a row.
-
-    `single` is the median CPU time in µs of one call after its own setup: what a caller pays whose caches
-    hold other data, and how the peers' harness measures.
-    """
+    """`samples` samples, each the mean of `calls_per_sample` calls in a row. `single` is the median CPU
+    time in µs of one call after its own setup: what a caller pays whose caches hold other data, and how
+    the peers' harness measures."""
 
     samples: int
     calls_per_sample: int
@@ -98,10 +96,7 @@ class Stopwatch:
         self._wall_ns = wall_ns
 
     def time(self, prepare: Prepare, *, in_a_row: bool = False) -> Timing:
-        """Times an operation over `repeats` samples.
-
-        `in_a_row`: always time many calls per sample.
-        """
+        """Times an operation over `repeats` samples. `in_a_row`: always time many calls per sample."""
         if in_a_row:
             cpu, wall = self._spreads(prepare, CALLS_OF_SHORT)
             return Timing(self.repeats, CALLS_OF_SHORT, cpu, wall, cpu.median)
@@ -235,11 +230,8 @@ class MicroBenchCell:
 
 @dataclass(frozen=True, slots=True)
 class MicroBenchRow:
-    """One figure: the median CPU time in µs with its `timing`, or bytes of memory per block.
-
-    `size` is in tokens in sections a to c and in blocks in d and f. `turn` counts the runs of the section,
-    from 0, when it alternates with peers.
-    """
+    """The median CPU time in µs with its `timing`, or bytes per block. `size` is in tokens in sections a to c
+    and in blocks in d and f. `turn` counts the runs of the section, from 0, when it alternates with peers."""
 
     section: str
     case: str
@@ -257,11 +249,8 @@ Build: TypeAlias = Callable[[MicroBenchCell, int], Operation]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A case at several sizes.
-
-    `in_a_row`: the cost of a call depends on the calls before it, so only the mean over many in a row is
-    meaningful.
-    """
+    """A case at several sizes. `in_a_row`: the cost of a call depends on the calls before it, so only the
+    mean over many in a row is meaningful."""
 
     case: str
     build: Build
@@ -283,10 +272,8 @@ class NamedImplementations(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MicroBenchmark:
-    """A benchmark and its sections by letter, which are those of the peers' harness.
-
-    `known` holds the names of the variants.
-    """
+    """A benchmark and its sections by letter, which are those of the peers' harness. `known` holds the
+    names of the variants."""
 
     name: str
     known: NamedImplementations
@@ -301,7 +288,7 @@ class MicroBenchmark:
 
 
 def timed(letter: str, *recipes: Recipe) -> Section:
-    """Returns the section that times each recipe at all its sizes, one implementation after the other."""
+    """Returns a section that times each recipe at all its sizes, by implementation."""
 
     def section(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
         for variant in plan.variants:

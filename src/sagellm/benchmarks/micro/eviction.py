@@ -1,4 +1,4 @@
-"""`sagellm bench micro eviction`: what a policy costs per hit, new prompt and evicted block.
+"""`sagellm bench micro eviction`: cost per hit, new prompt and evicted block.
 
 The prefix index drives the policy, as in the engine. Every prompt has 512 tokens. `sagellm replay` measures
 how well policies choose.

@@ -77,7 +77,7 @@ def _timed(run: Callable[[], Any]) -> Operation:
 
 
 def _matrices(cell: MicroBenchCell, calls: int) -> Operation:
-    """Reads each matrix once per call, so that weights come from memory and not from a cache."""
+    """Reads each matrix once per call, so that no cache holds the weights."""
     query = (_HEADS + 2 * _KV_HEADS) * _DIM
     layer = [(query, _HIDDEN), (_HIDDEN, _HEADS * _DIM), (2 * _INNER, _HIDDEN), (_HIDDEN, _INNER)]
     shapes = layer * cell.plan.layers + [(_VOCAB, _HIDDEN)]
@@ -105,10 +105,8 @@ def _prompt(cell: MicroBenchCell, calls: int) -> Operation:
 
 
 def _attention(cell: MicroBenchCell, sequences: int, tokens: int, start: int) -> Operation:
-    """Attention of `tokens` tokens after `start` others in each sequence.
-
-    Torch gets contiguous keys and values, which an engine without the kernel would have to gather first.
-    """
+    """Attention of `tokens` tokens after `start` others in each sequence. Torch gets contiguous keys and
+    values, which an engine without the kernel would have to gather first."""
     length = start + tokens
     entries = cdiv(length, _BLOCK)
     query = _random(cell, sequences * tokens, _HEADS, _DIM)

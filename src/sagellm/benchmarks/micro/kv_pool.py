@@ -78,7 +78,7 @@ def _free(cell: MicroBenchCell, calls: int, *, quota: bool) -> Operation:
 
 
 def _grow(cell: MicroBenchCell, calls: int, *, quota: bool) -> Operation:
-    """Appends one block for a sequence of `size` blocks, as decoding does at the end of a block."""
+    """Appends one block to `size` blocks, as decoding does at a block boundary."""
     half_full = _half_full(cell, calls, quota=quota)
     pool, allocation = half_full.pool, half_full.allocate(cell.size)
     return Operation(

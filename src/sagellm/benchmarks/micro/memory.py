@@ -32,7 +32,7 @@ PROMPT_TOKENS = 2048
 
 
 def metadata(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
-    """Section f: bytes per block of the empty pool and index, of cached prompts, and of both."""
+    """Section f: bytes per block of empty structures, cached prompts, and both."""
     if resident_bytes() is None:
         raise ConfigError(f"section f reads resident memory from {STATUS}, which this system does not have")
     for index in plan.variants:
@@ -44,10 +44,8 @@ def metadata(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchR
 
 
 def weigh(index: str, policy: str, num_blocks: int, seed: int) -> tuple[int, int, int]:
-    """Returns the bytes of an empty pool and index, of added cached prompts, and the sum.
-
-    `num_blocks` blocks of prompts are cached, in this process.
-    """
+    """Returns the bytes of empty structures, of added prompts, and the sum. `num_blocks` blocks of prompts
+    are cached, in this process."""
     plan = MicroBenchPlan((index,), policy=policy, seed=seed)
     prompts = Prompts(seed)
     pool_and_index(plan, 1, index=index)  # loads the plug-ins

@@ -55,7 +55,7 @@ class PeerError(SageError):
 
 @dataclass(frozen=True, slots=True)
 class MicroPeerRow:
-    """One row of a peer: its median in µs of CPU time or in bytes per block."""
+    """One row of a peer. `value` is a median in µs of CPU time, or bytes per block."""
 
     peer: str
     section: str
@@ -76,9 +76,9 @@ class Peer:
     def measure(self, section: str, *, quick: bool, turn: int = 0) -> list[MicroPeerRow]:
         """Returns the rows of one section; raises `PeerError` if there are none."""
         with tempfile.TemporaryDirectory(prefix="sagellm-peer-") as folder:
-            out = Path(folder, "out.json")
+            result = Path(folder, "out.json")
             _write_model(Path(folder, MODEL))
-            command = [self.python, str(self.script.resolve()), self.name, str(out), "--sections", section]
+            command = [self.python, str(self.script.resolve()), self.name, str(result), "--sections", section]
             done = subprocess.run(
                 command + ["--quick"] * quick,
                 cwd=folder,
@@ -93,11 +93,11 @@ class Peer:
                 raise PeerError(
                     f"{self._what(section)} exit status {done.returncode}: {_last_lines(done.stdout)}"
                 )
-            return self._read(out, section, turn, done.stdout)
+            return self._read(result, section, turn, done.stdout)
 
-    def _read(self, out: Path, section: str, turn: int, said: str) -> list[MicroPeerRow]:
+    def _read(self, result: Path, section: str, turn: int, said: str) -> list[MicroPeerRow]:
         try:
-            found = json.loads(out.read_text(encoding="utf-8"))
+            found = json.loads(result.read_text(encoding="utf-8"))
             label = f"{self.name} {found.get('version', '')}".strip()
             rows = [_peer_row(label, row, turn) for row in found["rows"] if row["section"] == section]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -113,11 +113,9 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class MicroPeerComparison:
-    """Our figure over the peer's. Ours is the mean of the runs before and after the peer's.
-
-    Times are of one call at a time, on both sides. `ours` names the rows that were added up. `drift` is the
-    distance between our two runs as a share of their mean: a ratio closer to 1 than that says nothing.
-    """
+    """Our figure over the peer's. Ours is the mean of the runs before and after the peer's. Times are of
+    one call at a time, on both sides. `ours` names the rows that were added up. `drift` is the distance
+    between our two runs as a share of their mean: a ratio closer to 1 than that says nothing."""
 
     section: str
     size: int
@@ -145,7 +143,7 @@ def parse_peers(given: Sequence[str], script: Path | None) -> list[Peer]:
 
 
 def compare(rows: Iterable[MicroBenchRow], peer_rows: Iterable[MicroPeerRow]) -> list[MicroPeerComparison]:
-    """Compares every row of a peer with each of our implementations measured at the same size."""
+    """Compares every row of a peer with each of our implementations at that size."""
     ours = {(row.case, row.size, row.variant, row.turn): _as_harness(row) for row in rows}
     variants = list(dict.fromkeys(key[2] for key in ours))
     return [

@@ -97,7 +97,7 @@ def _insert(cell: MicroBenchCell, calls: int) -> Operation:
 
 
 def _insert_evicting(cell: MicroBenchCell, calls: int) -> Operation:
-    """The same in a pool that is full of cached prompts of the same length."""
+    """The same, in a pool that is full of cached prompts of this length."""
     prompts = Prompts(cell.plan.seed)
     kv = pool_and_index(cell.plan, _PROMPTS_IN_FULL_POOL * cell.num_blocks, index=cell.variant)
     for _ in range(_PROMPTS_IN_FULL_POOL):

@@ -68,11 +68,9 @@ def run(
     stopwatch: Stopwatch | None = None,
     on_section: Callable[[str], None] = lambda what: None,
 ) -> None:
-    """Measures the sections into `report`; rows before an error are kept.
-
-    With peers, each section runs in turns: ours, a peer's, ours again, so that other load of the machine
-    affects both. `on_section` is called with the name of what begins.
-    """
+    """Measures the sections into `report`; rows before an error are kept. With peers, each section runs in
+    turns: ours, a peer's, ours again, so that other load of the machine affects both. `on_section` is
+    called with the name of what begins."""
     plan = report.plan
     check_names(benchmark, plan, sections)
     stopwatch = stopwatch or Stopwatch(plan.repeats)

@@ -64,11 +64,8 @@ class _Scripted:
 
 
 def _engine(plan: MicroBenchPlan, preset: str, num_requests: int) -> tuple[Engine, _Scripted]:
-    """Returns an engine with that many waiting requests.
-
-    Its blocks suffice for all tokens of all requests, plus 1 in 16, since a strategy that admits by predicted
-    memory keeps some blocks free.
-    """
+    """Returns an engine with that many waiting requests. Its blocks suffice for all tokens of all
+    requests, plus 1 in 16, since a strategy that admits by predicted memory keeps some blocks free."""
     num_blocks = num_requests * ((PROMPT + LONGEST) // BLOCK_SIZE) * 17 // 16 + 64
     backend = _Scripted(num_blocks, num_requests)
     settings = Config.model_validate(

@@ -1,1 +1,1 @@
-"""Replay of traces: what a policy hits at a capacity, and the bound that none can exceed."""
+"""Replays traces: what a policy hits at a capacity, and the upper bound."""

@@ -1,4 +1,4 @@
-"""`BlockTrace`: a trace for replay, in which every prompt is a list of numbered blocks."""
+"""`BlockTrace`: a trace for replay, whose prompts are lists of numbered blocks."""
 
 from __future__ import annotations
 
@@ -50,11 +50,8 @@ class BlockTrace:
 
 
 def block_trace(trace: Trace, block_tokens: int | None = None) -> BlockTrace:
-    """Numbers the blocks of a trace.
-
-    `block_tokens` is the block size for a trace of tokens, by default 16. Raises `ConfigError` for a trace
-    that has lengths only.
-    """
+    """Numbers the blocks of a trace. `block_tokens` is the block size for a trace of tokens, by default
+    16. Raises `ConfigError` for a trace that has lengths only."""
     size = block_size(trace, block_tokens)
     numbered = _by_tokens(trace, size) if trace.block_tokens == 1 else _by_ids(trace)
     requests = tuple(

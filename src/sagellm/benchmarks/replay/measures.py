@@ -12,10 +12,8 @@ from sagellm.core.protocols.eviction import CostBenefitModel, SimpleExtent
 
 @dataclass(frozen=True, slots=True)
 class HitMeasures:
-    """Sums over the requests after the warm-up.
-
-    A partial last block counts its actual tokens. `saved_s` is the prefill time of the hit tokens alone.
-    """
+    """Sums over the requests after the warm-up. A partial last block counts its actual tokens. `saved_s`
+    is the prefill time of the hit tokens alone."""
 
     requests: int
     hit_requests: int
@@ -53,7 +51,7 @@ def _prefill_s(num_tokens: int, cost: CostBenefitModel) -> float:
 
 
 def check_bound(hits: Sequence[int], bound: Sequence[int]) -> None:
-    """Raises `BookkeepingError` for the first request with more hits than a cache that never evicts."""
+    """Raises `BookkeepingError` for the first request with more hits than its bound."""
     if len(hits) != len(bound):
         raise BookkeepingError(f"{len(hits)} requests were replayed of {len(bound)}")
     for number, (hit, most) in enumerate(zip(hits, bound, strict=True)):
@@ -64,11 +62,9 @@ def check_bound(hits: Sequence[int], bound: Sequence[int]) -> None:
 
 
 def first_counted(trace: BlockTrace, warmup: str) -> int:
-    """Returns the number of the first request after a warm-up.
-
-    A warm-up is a share of the requests (`10%`) or seconds from the first request on (`600` or `600s`).
-    Raises `ConfigError` for another text, or if no request is left.
-    """
+    """Returns the number of the first request after a warm-up. A warm-up is a share of the requests
+    (`10%`) or seconds from the first request on (`600` or `600s`). Raises `ConfigError` for another text,
+    or if no request is left."""
     requests = trace.requests
     try:
         if warmup.endswith("%"):

@@ -1,4 +1,4 @@
-"""The offline optimum: hits of a cache that knows the future, the bound for every policy.
+"""The offline optimum: the hits of a cache that knows the future.
 
 It evicts the block whose next use is furthest, deeper blocks first on ties (Belady 1966, on prefixes: a
 prefix is used whenever a block behind it is, so tails are evicted before heads). It works on runs of blocks
@@ -30,10 +30,8 @@ class _Run:
 
 
 def optimum(requests: Sequence[TraceRequest], capacity: int) -> list[int]:
-    """Returns the hit blocks of each request, in order.
-
-    A request longer than `capacity` blocks is cut to it.
-    """
+    """Returns the hit blocks of each request, in order. A request longer than `capacity` blocks is cut to
+    it."""
     lengths = [min(capacity, len(request.ids)) for request in requests]
     runs = _runs(requests, lengths)
     arriving: list[list[_Run]] = [[] for _ in requests]

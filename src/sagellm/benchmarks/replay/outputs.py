@@ -1,4 +1,4 @@
-"""Writes the results of a sweep as a table, and as CSV, Parquet or JSON with a manifest."""
+"""Writes the results of a sweep as a table, CSV, Parquet or JSON."""
 
 from __future__ import annotations
 
@@ -82,10 +82,8 @@ def check_out(path: Path) -> None:
 
 
 def write(path: Path, made_by: Mapping[str, Any], results: Sequence[ReplayResult]) -> None:
-    """Writes a row per result, in the form that the suffix names.
-
-    The manifest `made_by` is a part of JSON, and `sagellm` in the metadata of Parquet; CSV cannot hold it.
-    """
+    """Writes a row per result, in the form that the suffix names. The manifest `made_by` is a part of
+    JSON, and `sagellm` in the metadata of Parquet; CSV cannot hold it."""
     try:
         WRITERS[path.suffix](path, made_by, [as_row(result) for result in results])
     except OSError as error:
@@ -97,8 +95,8 @@ def _write_json(path: Path, made_by: Mapping[str, Any], rows: Sequence[Mapping[s
 
 
 def _write_csv(path: Path, made_by: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as out:
-        writer = csv.DictWriter(out, list(rows[0]))
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
 
@@ -112,7 +110,7 @@ def _write_parquet(path: Path, made_by: Mapping[str, Any], rows: Sequence[Mappin
 
 
 def _column_types() -> dict[str, str]:
-    """The Parquet type of each column, needed where a column is empty in every row."""
+    """The Parquet type of each column. A column may be empty in every row."""
     texts = dict.fromkeys(("policy", "capacity"), "string")
     counts = (
         "capacity_blocks", "seed", "requests", "hit_requests", "blocks", "hit_blocks", "bound_blocks",

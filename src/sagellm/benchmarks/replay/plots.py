@@ -33,10 +33,8 @@ def check_plots(folder: Path) -> None:
 
 
 def draw(folder: Path, trace: BlockTrace, results: Sequence[ReplayResult]) -> list[Path]:
-    """Draws miss_ratio, heat_map, reuse_time and, if causes were asked for, miss_causes.
-
-    Returns the files written.
-    """
+    """Draws miss_ratio, heat_map, reuse_time and, if causes were asked for, miss_causes. Returns the files
+    written."""
     made = {
         "miss_ratio": miss_ratio(trace, results),
         "heat_map": heat_map(trace, results),
@@ -104,7 +102,7 @@ def heat_map(trace: BlockTrace, results: Sequence[ReplayResult]) -> Figure:
 
 
 def reuse_time(trace: BlockTrace) -> Figure:
-    """Time from the last use of a block to its next, over all uses that a cache could serve."""
+    """Time to the next use of a block, over uses that caches could serve."""
     figure = new_figure(7.0, 3.6)
     axes = figure.subplots()
     seconds = np.maximum(np.frombuffer(reuse_times(trace), dtype=np.float64), 1e-3)

@@ -21,11 +21,9 @@ from sagellm.core.types import Tokens
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The counts and times of one replay.
-
-    `hits` are blocks per request. `cpu_s` is CPU time of this thread, `evict_s` the part inside `evict`.
-    `misses` are missing blocks per request by cause, if causes were asked for.
-    """
+    """The counts and times of one replay. `hits` are blocks per request. `cpu_s` is CPU time of this
+    thread, `evict_s` the part inside `evict`. `misses` are missing blocks per request by cause, if causes
+    were asked for."""
 
     hits: array[int]
     num_evicted: int
@@ -41,10 +39,8 @@ def replay(
     capacity: int,
     causes: MissObserver | None = None,
 ) -> Replayed:
-    """Drives an empty index of block size 1, whose clock is `clock`, with the requests.
-
-    `causes` observes each request; it then takes most of the time.
-    """
+    """Drives an empty index of block size 1 with the requests. The index has the clock `clock`. `causes`
+    observes each request; it then takes most of the time."""
     longest = max((len(request.ids) for request in requests), default=0)
     ids = array("i", bytes(4 * min(longest, capacity)))  # replay does not use block ids: all are 0
     hits, num_evicted = array("i"), 0

@@ -53,12 +53,9 @@ class ReplayCase:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySweepPlan:
-    """What to replay.
-
-    `capacities` are counts of blocks, or shares of the trace's unique blocks as `1%`. `options` are by
-    policy. `causes`: report why blocks were missing; it takes longer than the replay, so no speed is
-    reported. See `PrefillCostModel` for `seconds_per_token` and `seconds_per_token_squared`.
-    """
+    """What to replay. `capacities` are counts of blocks, or shares of the trace's unique blocks as `1%`.
+    `options` are by policy. `causes`: report why blocks were missing; it takes longer than the replay, so
+    no speed is reported. See `PrefillCostModel` for `seconds_per_token` and `seconds_per_token_squared`."""
 
     policies: tuple[str, ...]
     capacities: tuple[str, ...] = CAPACITIES
@@ -79,10 +76,8 @@ class ReplaySweepPlan:
         )
 
     def cases(self, trace: BlockTrace) -> list[ReplayCase]:
-        """Returns all replays in order of policy, capacity and seed.
-
-        Raises the error of any unknown name or value out of range.
-        """
+        """Returns all replays in order of policy, capacity and seed. Raises the error of any unknown name
+        or value out of range."""
         self._check(trace)
         capacities = [capacity(text, trace.num_unique) for text in self.capacities]
         return [
@@ -123,10 +118,8 @@ def _check_options(policy: str, options: Mapping[str, Any]) -> None:
 
 
 def capacity(text: str, num_unique: int) -> CacheCapacity:
-    """Parses `1%` of the unique blocks, rounded, or a count of blocks. At least one block.
-
-    Raises `ConfigError` for another text.
-    """
+    """Parses `1%` of the unique blocks, rounded, or a count of blocks. At least one block. Raises
+    `ConfigError` for another text."""
     try:
         size = float(text.removesuffix("%")) if text.endswith("%") else int(text)
         num_blocks = max(1, round(num_unique * size / 100)) if text.endswith("%") else int(size)
@@ -181,7 +174,7 @@ class ReplayResult:
 
     @property
     def us_per_evicted(self) -> float | None:
-        """CPU time of the whole replay in µs, look-ups and insertions too, per evicted block."""
+        """CPU time in µs of the whole replay, look-ups included, per evicted block."""
         return 1e6 * self.cpu_s / self.num_evicted if self.cpu_s is not None and self.num_evicted else None
 
     @property
@@ -200,11 +193,9 @@ class ReplayResult:
 def run_sweep(
     trace: BlockTrace, plan: ReplaySweepPlan, *, jobs: int = 1, on_done: Callable[[], None] = lambda: None
 ) -> list[ReplayResult]:
-    """Returns the results in the order of `plan.cases(trace)`; calls `on_done` after each.
-
-    With more than one job, replays run in child processes, each of which gets the trace once. Raises
-    `CapacityError` if a child process dies.
-    """
+    """Returns the results in the order of `plan.cases(trace)`; calls `on_done` after each. With more than
+    one job, replays run in child processes, each of which gets the trace once. Raises `CapacityError` if a
+    child process dies."""
     cases, worker = plan.cases(trace), _SweepWorker(trace, plan)
     if min(jobs, len(cases)) <= 1:
         results = []
@@ -229,7 +220,7 @@ def run_sweep(
 
 
 def with_gaps(results: Sequence[ReplayResult]) -> list[ReplayResult]:
-    """Returns the results with `of_gap`: their place between LRU and the optimum of their capacity."""
+    """Sets `of_gap`: the place between LRU and the optimum of the same capacity."""
     ends = {(result.case.policy, result.case.capacity): result.block_ratio for result in results}
     placed = []
     for result in results:
@@ -297,7 +288,7 @@ class _SweepWorker:
         )
 
     def _check_causes(self, replayed: Replayed, capacity: int) -> None:
-        """Checks that every missing block has a cause, and that known blocks are not called cold."""
+        """Checks that every missing block has a cause and no known block is cold."""
         bound = self.trace.bound_at(capacity)
         for number, (request, misses) in enumerate(zip(self.trace.requests, replayed.misses, strict=True)):
             hit = replayed.hits[number]

@@ -1,1 +1,1 @@
-"""Simulation: the real engine on a clock that a cost model moves, one instance or many."""
+"""Simulation: the real engine on a clock that a cost model moves."""

@@ -39,21 +39,17 @@ class RateProbe:
 
 @dataclass(frozen=True, slots=True)
 class SustainedRate:
-    """The highest sustained rate in requests per second, and all `probes` in order.
-
-    Some rate at most `PRECISION` (a ratio) above it was not sustained.
-    """
+    """The highest sustained rate in requests per second, and all `probes` in order. Some rate at most
+    `PRECISION` (a ratio) above it was not sustained."""
 
     rate: float
     probes: tuple[RateProbe, ...]
 
 
 def growth(served: Sequence[ServedRequest]) -> float:
-    """Seconds by which waiting (arrival to first schedule) grows per second of arrivals.
-
-    Requests that were never scheduled do not count. Raises `ConfigError` if fewer than `FEWEST` are left or
-    all came at once.
-    """
+    """Seconds by which waiting (arrival to first schedule) grows per second of arrivals. Requests that
+    were never scheduled do not count. Raises `ConfigError` if fewer than `FEWEST` are left or all came at
+    once."""
     times = [
         (request.arrival_s, request.scheduled_s - request.arrival_s)
         for request in served
@@ -75,10 +71,8 @@ def growth(served: Sequence[ServedRequest]) -> float:
 def find_capacity(
     run: Callable[[float], Sequence[ServedRequest]], start: float, *, precision: float = PRECISION
 ) -> SustainedRate:
-    """Searches for the capacity from the rate `start` on.
-
-    `run(rate)` serves the workload at that mean rate. Raises `ConfigError` if no rate was sustained.
-    """
+    """Searches for the capacity from the rate `start` on. `run(rate)` serves the workload at that mean
+    rate. Raises `ConfigError` if no rate was sustained."""
     low, high, rate = 0.0, math.inf, start
     probes: list[RateProbe] = []
     for _ in range(MAX_RUNS):
@@ -102,5 +96,5 @@ def find_capacity(
 
 
 def _between(low: float, high: float, precision: float) -> float:
-    """Returns the geometric middle, or a step below `high` if no rate is known to be sustained."""
+    """Returns the geometric middle, or a step below `high` if `low` is unknown."""
     return math.sqrt(low * high) if low else high / (1 + precision) ** 2

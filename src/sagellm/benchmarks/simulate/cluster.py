@@ -1,4 +1,4 @@
-"""Runs a cluster: requests arrive by time, and the instance with the earliest clock steps next.
+"""Runs a cluster: requests arrive by time, and the earliest instance steps next.
 
 Everything is deterministic. Events of the same moment keep the order in which they were made; instances with
 equal clocks keep the order of the list.
@@ -25,10 +25,8 @@ FIRST_TOKEN = SamplingParams(0.0, max_tokens=1, ignore_eos=True)
 
 
 class RequestOutcome(Enum):
-    """The state of a request at the end.
-
-    `SENDING`: its KV is on the way. `NOT_SENT`: it never arrived, as a turn whose session did not get so far.
-    """
+    """The state of a request at the end. `SENDING`: its KV is on the way. `NOT_SENT`: it never arrived, as
+    a turn whose session did not get so far."""
 
     FINISHED = "finished"
     REJECTED = "rejected"
@@ -41,10 +39,8 @@ class RequestOutcome(Enum):
 @dataclass(slots=True)
 class ServedRequest:
     """The history of one request. Times in seconds of the simulation, None if it did not get so far.
-
     `num_cached`: prompt tokens found when it was first scheduled. `ready_s`: when its KV reached another
-    decode instance. `reason`: of a rejection.
-    """
+    decode instance. `reason`: of a rejection."""
 
     number: int
     arrival_s: float | None = None
@@ -62,10 +58,8 @@ class ServedRequest:
 
 
 class Cluster:
-    """Instances with a router. Those of role `prefill` send KV to those of role `decode`.
-
-    `run` serves a workload once, on fresh instances.
-    """
+    """Instances with a router. Those of role `prefill` send KV to those of role `decode`. `run` serves a
+    workload once, on fresh instances."""
 
     def __init__(
         self,
@@ -90,9 +84,7 @@ class Cluster:
         self, workload: SimulatedWorkload, maker: RequestMaker, until_s: float = math.inf
     ) -> list[ServedRequest]:
         """Serves all of it, or the part before `until_s`. Returns one record per request, by number.
-
-        Raises `BookkeepingError` if a request is lost.
-        """
+        Raises `BookkeepingError` if a request is lost."""
         self._workload, self._maker = workload, maker
         self.served = [ServedRequest(number) for number in range(len(workload.requests))]
         for time_s, number in workload.first():
@@ -118,7 +110,7 @@ class Cluster:
         self._num_events += 1
 
     def _earliest(self) -> tuple[Instance | None, float, float]:
-        """Returns the busy instance with the earliest clock, its time, and that of the next instance."""
+        """Returns the busy instance with the earliest clock. Also its time and that of the next instance."""
         busy = [instance for instance in self.instances if instance.busy]
         if not busy:
             return None, math.inf, math.inf
@@ -191,10 +183,10 @@ class Cluster:
     # -- from prefill to decode
 
     def _send(self, source: Instance, served: ServedRequest, now_s: float) -> None:
-        number = served.number
-        [token] = [one.new_token_ids[-1] for one in source.outputs if one.request_id == str(number)]
+        name = str(served.number)
+        [token] = [output.new_token_ids[-1] for output in source.outputs if output.request_id == name]
         assert served.arrival_s is not None
-        prompt = self._maker.make(number, served.arrival_s, self._wanted(served) - 1)
+        prompt = self._maker.make(served.number, served.arrival_s, self._wanted(served) - 1)
         tokens = Tokens(prompt.tokens)
         tokens.append(token)
         request = replace(prompt, tokens=tokens)

@@ -48,11 +48,9 @@ def preset_names() -> Sequence[str]:
 
 
 def preset_config(name: str, settings: Mapping[str, Any] | None = None) -> Config:
-    """Returns the configuration of a preset: `SIZES` below it, `settings` (dotted keys) above it.
-
-    The environment and configuration files do not count: the manifest describes all of a simulation. Raises
-    `UnknownNameError` with the known names, `ConfigError` for an unknown setting.
-    """
+    """Returns the configuration of a preset: `SIZES` below it, `settings` (dotted keys) above it. The
+    environment and configuration files do not count: the manifest describes all of a simulation. Raises
+    `UnknownNameError` with the known names, `ConfigError` for an unknown setting."""
     if name not in preset_names():
         known = ", ".join(preset_names())
         raise UnknownNameError(f"unknown preset {name!r}.{nearest(name, preset_names())} There are: {known}.")
@@ -65,10 +63,8 @@ class _Part(BaseModel):
 
 
 class TraceSetting(_Part):
-    """One trace: its file in the collection, and which part of it is used.
-
-    `sha256` is of its decompressed bytes.
-    """
+    """One trace: its file in the collection, and which part of it is used. `sha256` is of its decompressed
+    bytes."""
 
     file: str = Field(min_length=1)
     sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
@@ -97,17 +93,15 @@ class HighPrioritySetting(_Part):
 
 
 class PresetVariant(_Part):
-    """A preset with keys (dotted) of its own, as `scheduler.passes`, above those of the setting."""
+    """A preset with keys (dotted) of its own, above those of the setting."""
 
     preset: str = Field(min_length=1)
     config: dict[str, Any] = Field(min_length=1)
 
 
 class ExperimentSetting(_Part):
-    """An experiment: each preset and variant on each trace, at each load.
-
-    A load is a share of the capacity that the `baseline` has on that trace.
-    """
+    """An experiment: each preset and variant on each trace, at each load. A load is a share of the
+    capacity that the `baseline` has on that trace."""
 
     name: str = Field(min_length=1)
     about: str = ""
@@ -180,10 +174,8 @@ def _quiet(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SimulationSetup:
-    """Where simulations run: hardware, instances, goals, and settings above every preset.
-
-    `settings` has dotted keys. The name of a variant may stand for a preset's name.
-    """
+    """Where simulations run: hardware, instances, goals, and settings above every preset. `settings` has
+    dotted keys. The name of a variant may stand for a preset's name."""
 
     machine: Machine
     layout: ClusterLayout = field(default_factory=ClusterLayout)
@@ -203,10 +195,8 @@ class SimulationSetup:
         return preset_config(preset, self.settings)
 
     def workload(self, trace: Trace, spec: WorkloadSpec, presets: Sequence[str]) -> SimulatedWorkload:
-        """Returns a workload that all presets can serve.
-
-        Requests that the smallest of their instances could not hold are left out.
-        """
+        """Returns a workload that all presets can serve. Requests that the smallest of their instances
+        could not hold are left out."""
         longest = min(self.machine.max_model_len(self.config(preset)) for preset in presets)
         return workload(trace, spec, longest)
 
@@ -222,10 +212,7 @@ def run_rates(
     rate_scales: Sequence[float],
     say: Say = _quiet,
 ) -> list[SimulationResult]:
-    """Runs each preset at each multiple of the trace's own rate.
-
-    If `spec` has a rate, use one scale.
-    """
+    """Runs each preset at each multiple of the trace's own rate. If `spec` has a rate, use one scale."""
     works = [
         setup.workload(trace, _at(spec, rate_scale=rate_scale), presets)
         for rate_scale in dict.fromkeys(rate_scales)
@@ -246,10 +233,8 @@ def capacity(
     presets: Sequence[str] = (),
     say: Say = _quiet,
 ) -> SustainedRate:
-    """Returns the highest rate at which the preset's queue does not grow (`find_capacity`).
-
-    The workload is the one that it shares with `presets`.
-    """
+    """Returns the highest rate at which the preset's queue does not grow (`find_capacity`). The workload
+    is the one that it shares with `presets`."""
     together = tuple(dict.fromkeys((preset, *presets)))
 
     def run(rate: float) -> Sequence[ServedRequest]:
@@ -263,7 +248,7 @@ def capacity(
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """The results of a setting, and the baseline's capacity on each trace by its file."""
+    """The results of a setting, and the baseline's capacity by trace file."""
 
     results: list[SimulationResult]
     capacities: dict[str, SustainedRate]
@@ -277,10 +262,8 @@ def run_setting(
     cost_file: Path | None = None,
     say: Say = _quiet,
 ) -> Ablation:
-    """Runs a setting on the traces in `folder`.
-
-    `presets` (or variants), if given, replace all of the setting's own.
-    """
+    """Runs a setting on the traces in `folder`. `presets` (or variants), if given, replace all of the
+    setting's own."""
     chosen = tuple(presets or setting.names)
     setup = build_setup(setting, cost_file)
     for preset in (setting.baseline, *setting.names, *chosen):

@@ -1,4 +1,4 @@
-"""The simulated hardware: a device, a model on it, and the KV blocks that are left."""
+"""The simulated hardware: a device, a model, and the KV blocks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ UTILIZATION = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The hardware of one instance: `cost_model` says how long its steps take.
-
-    `source` names the origin of the coefficients; `warnings` say where they do not fit.
-    """
+    """The hardware of one instance: `cost_model` says how long its steps take. `source` names the origin
+    of the coefficients; `warnings` say where they do not fit."""
 
     cost_model: CostModel
     source: str = "default"
@@ -101,11 +99,8 @@ def hardware(
     data_parallel: int = 1,
     cost_file: Path | None = None,
 ) -> Hardware:
-    """Returns a device and a model by name, with coefficients from `calibrate` or the defaults.
-
-    Raises `ConfigError` or `ModelError` with the known names, and `ConfigError` for coefficients of another
-    device.
-    """
+    """Returns a device and a model by name, with calibrated or default coefficients. Raises `ConfigError`
+    or `ModelError` with the known names, and `ConfigError` for coefficients of another device."""
     cost = CostModel(
         device(device_name), model(model_name), tensor_parallel=tensor_parallel, data_parallel=data_parallel
     )
@@ -117,9 +112,7 @@ def hardware(
 
 def read_coefficients(path: Path, cost: CostModel) -> tuple[Coefficients, tuple[str, ...]]:
     """Reads a file that `calibrate` wrote. Returns its coefficients and doubts about them for `cost`.
-
-    Raises `ConfigError` for coefficients of another device.
-    """
+    Raises `ConfigError` for coefficients of another device."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""One simulated instance: the real engine on its own clock, with a log of its steps."""
+"""One simulated instance: the real engine, its own clock and its log."""
 
 from __future__ import annotations
 
@@ -110,12 +110,9 @@ class StepLog:
 
 
 class TokenTimes:
-    """When each request got its tokens, as runs of consecutive steps.
-
-    A request in decode gets a token in each step, so only the beginning and the end of a run are stored: the
-    step that completes its prompt, a preemption, a step that skips it, its last token. The work per step
-    depends only on what changes.
-    """
+    """When each request got its tokens, as runs of consecutive steps. A request in decode gets a token in
+    each step, so only the beginning and the end of a run are stored: the step that completes its prompt, a
+    preemption, a step that skips it, its last token. The work per step depends only on what changes."""
 
     def __init__(self) -> None:
         self._began: dict[str, int] = {}
@@ -125,11 +122,11 @@ class TokenTimes:
 
     @property
     def steady(self) -> bool:
-        """Whether no request in decode is skipped: then steps that only decode need not be observed."""
+        """Whether every request in decode takes part. Then steps that only decode need not be observed."""
         return not self._held
 
     def observe(self, step: int, plan: ExecutionPlan) -> None:
-        """Observes the plan of an executed step, before `ended` for requests that end in it."""
+        """Observes the plan of an executed step. Call it before `ended`."""
         began, new = self._began, 0
         unchanged = not (plan.prefills or plan.preempted or plan.joined or self._held)
         if unchanged and len(plan.decode_rows) == len(began):
@@ -177,10 +174,8 @@ class TokenTimes:
 def token_gaps_of(
     moments: Mapping[str, NDArray[np.float64]], expected: Mapping[str, int]
 ) -> NDArray[np.float64]:
-    """Returns the seconds from each token to the next of its request, over all requests.
-
-    Raises `BookkeepingError` if a request has another number of tokens than `expected`.
-    """
+    """Returns the seconds from each token to the next of its request. Raises `BookkeepingError` if a
+    request has another number of tokens than `expected`."""
     for name, times in moments.items():
         if len(times) != expected[name]:
             raise BookkeepingError(
@@ -199,7 +194,7 @@ PATIENCE_S = 120.0
 
 
 class InstanceClock(ManualClock):
-    """A manual clock that can also be set to a moment, such as that of an arrival."""
+    """A manual clock that can also be set to a moment."""
 
     def advance_to(self, moment_s: float) -> None:
         """Moves forward to that moment, if it has not passed."""
@@ -242,15 +237,13 @@ class Instance:
         self.engine.add(request)
 
     def wake(self) -> None:
-        """Ends a pause after an outside change: a request that could not continue may do so now."""
+        """Ends a pause after an outside change, which may let a request continue."""
         self.stalled, self._idle_s, self._pause_s = False, 0.0, FIRST_PAUSE_S
 
     def advance(self, until_s: float, next_event_s: float) -> None:
-        """Runs steps that begin before `until_s`, until a request ends or no work is left.
-
-        If a step computes nothing, the clock still advances, but not beyond the next event: only time or an
-        event can change the engine's decision.
-        """
+        """Runs steps until `until_s`, the end of a request, or no work is left. If a step computes
+        nothing, the clock still advances, but not beyond the next event: only time or an event can change
+        the engine's decision."""
         engine, ended, now = self.engine, self.ended, self.clock.now
         while True:
             steps = None

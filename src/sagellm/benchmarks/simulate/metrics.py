@@ -48,10 +48,7 @@ def parse_slo(text: str) -> SLOPair:
 
 @dataclass(frozen=True, slots=True)
 class LatencyColumns:
-    """Finished requests as columns of equal length.
-
-    `tpot_s` is NaN for an answer of one token.
-    """
+    """Finished requests as columns of equal length. `tpot_s` is NaN for an answer of one token."""
 
     number: NDArray[np.int64]
     arrival_s: Floats
@@ -118,11 +115,9 @@ def figures(
     slos: Sequence[SLOPair] = (),
     price_per_hour: float | None = None,
 ) -> dict[str, Any]:
-    """Returns every figure by name, in order; None for a missing figure.
-
-    Units are seconds, tokens, and ratios from 0 to 1. `price_per_hour` is that of one instance. Time runs
-    from the first arrival to the end of the last step, on all instances.
-    """
+    """Returns every figure by name, in order; None for a missing figure. Units are seconds, tokens, and
+    ratios from 0 to 1. `price_per_hour` is that of one instance. Time runs from the first arrival to the
+    end of the last step, on all instances."""
     columns = LatencyColumns.of(served, workload)
     span_s = _span(served, instances)
     outcomes = Counter(request.outcome for request in served)
@@ -189,10 +184,8 @@ def _work(
 
 
 def _efficiency(instances: Sequence[Instance], *, loaded: bool) -> float | None:
-    """Tokens computed over the budget of the steps.
-
-    `loaded`: only steps after which a request was waiting.
-    """
+    """Tokens computed over the budget of the steps. `loaded`: only steps after which a request was
+    waiting."""
     computed = offered = 0
     for instance in instances:
         step_log = instance.step_log

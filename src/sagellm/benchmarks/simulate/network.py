@@ -37,7 +37,7 @@ class Network:
 
 @dataclass(slots=True)
 class Transfer:
-    """KV of a request's prompt on its way; `request` is what the decode instance will serve."""
+    """KV of a prompt on its way. The decode instance will serve `request`."""
 
     request: Request
     num_prompt_tokens: int
@@ -51,11 +51,9 @@ class Transfer:
 
 @dataclass(slots=True)
 class Links:
-    """One link per instance and direction, each with one transfer at a time.
-
-    Transfers to a decode instance start in order. The first waits until the target has room for it, so that
-    its KV is not evicted unused.
-    """
+    """One link per instance and direction, each with one transfer at a time. Transfers to a decode
+    instance start in order. The first waits until the target has room for it, so that its KV is not
+    evicted unused."""
 
     network: Network
     _free_s: dict[str, float] = field(default_factory=dict)
@@ -99,11 +97,8 @@ class Links:
         self._free_s[outgoing] = self._free_s[incoming] = transfer.end_s
 
     def _has_room(self, transfer: Transfer) -> bool:
-        """Whether the target has a row and blocks for the transfer.
-
-        Blocks promised to other transfers and kept for requests at the target do not count. An idle target
-        always has room.
-        """
+        """Whether the target has a row and blocks for the transfer. Blocks promised to other transfers and
+        kept for requests at the target do not count. An idle target always has room."""
         target, promised = transfer.target, self._promised.get(transfer.target.name, [])
         kv, stats = target.engine.kv, target.engine.stats()
         cached_blocks = _cached_tokens(kv, transfer) // kv.block_size
@@ -123,12 +118,9 @@ def _cached_tokens(kv: KVCacheManager, transfer: Transfer) -> int:
 
 
 def receive(kv: KVCacheManager, request: Request, num_tokens: int) -> int:
-    """Registers the whole blocks of the first `num_tokens` tokens as cached, as if computed here.
-
-    Evicts what is needed for them. Returns the number of tokens cached now: fewer if running requests hold
-    too many blocks. The last, partial block is not registered, since the index holds whole blocks; it is
-    computed again.
-    """
+    """Registers the whole blocks of the first `num_tokens` tokens as cached. Evicts what is needed for
+    them. Returns the number of tokens cached now: fewer if running requests hold too many blocks. The
+    last, partial block is not registered, since the index holds whole blocks; it is computed again."""
     namespace, index, pool = kv.namespace_of(request.namespace), kv.index, kv.pool
     hit = index.pin(index.lookup(request.tokens, namespace, num_tokens))
     missing = min(num_tokens // kv.block_size - hit.num_blocks, kv.available_blocks())

@@ -23,10 +23,8 @@ RESULTS, REQUESTS = "results.json", "requests.csv"
 
 
 def as_row(result: SimulationResult) -> dict[str, Any]:
-    """Returns one result flat: what was run, then every figure of `metrics.figures`.
-
-    The last three, the cost of the simulation itself, differ from run to run.
-    """
+    """Returns one result flat: what was run, then every figure of `metrics.figures`. The last three, the
+    cost of the simulation itself, differ from run to run."""
     work = result.workload
     return {
         "trace": work.trace.name,
@@ -87,10 +85,8 @@ def check_writable_folder(folder: Path) -> None:
 
 
 def write(folder: Path, made_by: Mapping[str, Any], results: Sequence[SimulationResult]) -> list[Path]:
-    """Writes `results.json` and `requests.csv`; returns their paths.
-
-    The first has a row per simulation, with the manifest; the second a row per request of each simulation.
-    """
+    """Writes `results.json` and `requests.csv`; returns their paths. The first has a row per simulation,
+    with the manifest; the second a row per request of each simulation."""
     results_file, requests_file = folder / RESULTS, folder / REQUESTS
     try:
         folder.mkdir(exist_ok=True)

@@ -36,10 +36,8 @@ def check_plots(folder: Path) -> None:
 
 
 def draw(folder: Path, results: Sequence[SimulationResult], slos: Sequence[SLOPair]) -> list[Path]:
-    """Draws a set for each trace; returns the files written.
-
-    A set is latency_cdf and timeline at the trace's highest rate and, if there are several rates, goodput.
-    """
+    """Draws a set for each trace; returns the files written. A set is latency_cdf and timeline at the
+    trace's highest rate and, if there are several rates, goodput."""
     paths = []
     traces = list(dict.fromkeys(result.workload.trace.name for result in results))
     for trace in traces:
@@ -83,10 +81,8 @@ def _by_magnitude(axes: Axes) -> None:
 
 
 def timeline(results: Sequence[SimulationResult]) -> Figure:
-    """Over time, a column per preset: requests running and waiting, tokens per step, KV blocks.
-
-    Each instance has lines of its own.
-    """
+    """Running and waiting requests, tokens per step and KV blocks over time. Each preset is a column. Each
+    instance has lines of its own."""
     figure = new_figure(1.5 + 4.2 * len(results), 6.4)
     grid = figure.subplots(3, len(results), sharex="col", sharey="row", squeeze=False)
     for column, result in enumerate(results):
@@ -129,10 +125,7 @@ def _draw_steps(grid: np.ndarray, step_log: StepLog, name: str, number: int, *, 
 
 
 def goodput(results: Sequence[SimulationResult], slos: Sequence[SLOPair]) -> Figure:
-    """Requests per second that met an SLO pair, by arrival rate.
-
-    A panel per pair, a line per preset.
-    """
+    """Requests per second that met an SLO pair, by arrival rate. A panel per pair, a line per preset."""
     figure = new_figure(1.5 + 3.4 * len(slos), 3.8)
     grid = figure.subplots(1, len(slos), squeeze=False)[0]
     for axes, slo in zip(grid, slos, strict=True):

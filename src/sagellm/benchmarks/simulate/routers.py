@@ -38,10 +38,8 @@ class LeastLoadedRouter:
 
 
 class PrefixAwareRouter:
-    """Chooses the longest cached prefix minus the load. On ties the least loaded, then the first.
-
-    Each request of an instance counts as `blocks_per_request` blocks.
-    """
+    """Chooses the longest cached prefix minus the load. On ties the least loaded, then the first. Each
+    request of an instance counts as `blocks_per_request` blocks."""
 
     def __init__(self, blocks_per_request: float = 32.0) -> None:
         self.blocks_per_request = blocks_per_request

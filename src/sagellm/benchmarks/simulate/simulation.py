@@ -45,11 +45,8 @@ class Machine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClusterLayout:
-    """The number of instances, and the network between them.
-
-    `disaggregate`: (prefill, decode) instances, instead of `instances` that do both. `network_bytes_per_s`:
-    None takes the device's.
-    """
+    """The number of instances, and the network between them. `disaggregate`: (prefill, decode) instances,
+    instead of `instances` that do both. `network_bytes_per_s`: None takes the device's."""
 
     instances: int = 1
     disaggregate: tuple[int, int] | None = None
@@ -114,10 +111,8 @@ class ServiceGoals:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """The outcome of one simulation.
-
-    `wall_s` and `cpu_s` are the cost of the simulation itself; only they differ from run to run.
-    """
+    """The outcome of one simulation. `wall_s` and `cpu_s` are the cost of the simulation itself; only they
+    differ from run to run."""
 
     preset: str
     config: Config
@@ -150,11 +145,8 @@ def simulate(
     layout: ClusterLayout | None = None,
     goals: ServiceGoals | None = None,
 ) -> SimulationResult:
-    """Serves the workload once.
-
-    The same arguments give the same result, bit for bit, except for the times that the simulation itself
-    took.
-    """
+    """Serves the workload once. The same arguments give the same result, bit for bit, except for the times
+    that the simulation itself took."""
     layout, goals = layout or ClusterLayout(), goals or ServiceGoals()
     cluster = build_cluster(config, machine, layout)
     maker = RequestMaker(workload, machine.vocab_size, goals.request_slo)

@@ -53,7 +53,7 @@ class Arrivals:
         return self.rate / self._own_rate(times_s)
 
     def times(self, times_s: Sequence[float], seed: int) -> list[float]:
-        """Arrival times, from 0 s on, of requests that the trace has at `times_s` (ascending)."""
+        """Returns arrival times from 0 s on. In the trace, they are `times_s` (ascending)."""
         if self.process == "trace":
             scale, start_s = self.scale(times_s), times_s[0] if times_s else 0.0
             return [(time_s - start_s) / scale for time_s in times_s]
@@ -108,11 +108,8 @@ class PromptContent:
         self._offsets = np.arange(block_tokens).astype(np.uint16)
 
     def tokens(self, ids: Tokens, num_tokens: int, number: int) -> Tokens:
-        """Returns a prompt of exactly `num_tokens` tokens.
-
-        The blocks of `ids` come first, the last one cut; then tokens that only the prompt of this `number`
-        has.
-        """
+        """Returns a prompt of exactly `num_tokens` tokens. The blocks of `ids` come first, the last one
+        cut; then tokens that only the prompt of this `number` has."""
         made = self._named(ids)[:num_tokens] if len(ids) else _NOTHING
         rest = num_tokens - len(made)
         if rest:
@@ -128,11 +125,8 @@ class PromptContent:
         return self._blocks(known.view(np.uint32) * np.uint32(2), self._offsets)
 
     def _blocks(self, ids: NDArray[np.uint32], offsets: NDArray[np.uint16]) -> NDArray[np.int32]:
-        """Returns `len(ids) * len(offsets)` tokens.
-
-        The product of an id and an odd number is different for each id; its low bits are the start, the next
-        ones the step. The 16 bits wrap on purpose.
-        """
+        """Returns `len(ids) * len(offsets)` tokens. The product of an id and an odd number is different
+        for each id; its low bits are the start, the next ones the step. The 16 bits wrap on purpose."""
         mixed = ids * _ODD
         start = mixed.astype(np.uint16)
         step = ((mixed >> np.uint32(self._bits)) << np.uint32(1)).astype(np.uint16) | np.uint16(1)
@@ -144,7 +138,7 @@ class PromptContent:
 
 
 def check_lengths(trace: Trace) -> None:
-    """Raises `ConfigError` for a request with more whole blocks of ids than its prompt has tokens for."""
+    """Raises `ConfigError` for a request with more block ids than its prompt has blocks."""
     for number, request in enumerate(trace.requests):
         blocks = cdiv(request.num_input_tokens, trace.block_tokens)
         if len(request.ids) > blocks:
@@ -155,10 +149,8 @@ def check_lengths(trace: Trace) -> None:
 
 
 def uncached_tokens(requests: tuple[TraceRequest, ...], block_tokens: int) -> NDArray[np.int64]:
-    """Prompt tokens per request that a cache which never evicts would still have to compute.
-
-    All earlier requests of the trace count as served.
-    """
+    """Prompt tokens per request that a cache which never evicts must still compute. All earlier requests
+    of the trace count as served."""
     lengths = np.array([request.num_input_tokens for request in requests], dtype=np.int64)
     hits = np.array(infinite_cache_hits(requests), dtype=np.int64)
     uncached: NDArray[np.int64] = np.maximum(lengths - hits * block_tokens, 0)
@@ -171,11 +163,8 @@ HIGH = 1
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """A closed loop: the next turn of a session comes a pause after the answer to the last.
-
-    The pause is the trace's (`meta["think_time"]`, seconds) or, with `think_s`, exponential with that mean; 0
-    is no pause.
-    """
+    """The next turn of a session comes a pause after the last answer. The pause is the trace's
+    (`meta["think_time"]`, seconds) or, with `think_s`, exponential with that mean; 0 is no pause."""
 
     think_s: float | None = None
 
@@ -186,10 +175,8 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class HighPriority:
-    """A `share` of the requests with fewer than `below` uncached tokens, drawn by seed.
-
-    See `uncached_tokens`.
-    """
+    """A `share` of the requests with fewer than `below` uncached tokens, drawn by seed. See
+    `uncached_tokens`."""
 
     share: float = 0.0
     below: int = 2000
@@ -203,11 +190,8 @@ class HighPriority:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """How a trace becomes a workload.
-
-    `max_requests`: only the first requests of the trace. `turns`: sessions are closed loops; None keeps every
-    arrival time.
-    """
+    """How a trace becomes a workload. `max_requests`: only the first requests of the trace. `turns`:
+    sessions are closed loops; None keeps every arrival time."""
 
     arrivals: Arrivals = field(default_factory=Arrivals)
     turns: ClosedLoop | None = None
@@ -269,15 +253,13 @@ def _finite(value: float) -> float | None:
 
 
 def output_tokens(request: TraceRequest) -> int:
-    """The trace's number, at least 1: an engine draws a token for every computed prompt."""
+    """The trace's number, at least 1. An engine draws a token for every computed prompt."""
     return max(1, request.num_output_tokens)
 
 
 def workload(trace: Trace, spec: WorkloadSpec, max_model_len: int) -> SimulatedWorkload:
-    """Returns the workload of a trace for a model of that context length.
-
-    Raises `ConfigError` if no request is left, or if the trace lacks what `spec` needs.
-    """
+    """Returns the workload of a trace for a model of that context length. Raises `ConfigError` if no
+    request is left, or if the trace lacks what `spec` needs."""
     check_lengths(trace)
     asked = trace.requests[: spec.max_requests]
     requests = tuple(
@@ -345,7 +327,7 @@ GREEDY = SamplingParams(0.0, ignore_eos=True)
 
 
 class RequestMaker:
-    """Makes requests for engines when they arrive, so that only prompts in progress use memory."""
+    """Makes requests when they arrive, so that only prompts in progress use memory."""
 
     def __init__(self, workload: SimulatedWorkload, vocab_size: int, slo: SLO | None = None) -> None:
         self._workload = workload
@@ -353,10 +335,8 @@ class RequestMaker:
         self._slo = slo or SLO()
 
     def make(self, number: int, arrival_s: float, num_tokens: int) -> Request:
-        """Returns request `number`, arrived at `arrival_s`, which will generate `num_tokens` tokens.
-
-        The request itself sets no limit.
-        """
+        """Returns request `number`, arrived at `arrival_s`, which will generate `num_tokens` tokens. The
+        request itself sets no limit."""
         trace_request = self._workload.requests[number]
         return Request(
             str(number),

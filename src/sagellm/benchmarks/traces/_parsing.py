@@ -23,32 +23,26 @@ class BrokenLineError(ValueError):
 
 
 class IdTooLargeError(Exception):
-    """An id that does not fit into int32, in a file whose ids are used unchanged."""
+    """An id does not fit into int32, in a file with unchanged ids."""
 
 
 class TraceFormat(Protocol):
-    """Reads the lines of one file, in order; each file gets a new reader.
-
-    `block_tokens` and `title` (the trace's own name, if any) are final after the last line. With `from_zero`,
-    times are shifted so that the earliest is 0.
-    """
+    """Reads the lines of one file, in order; each file gets a new reader. `block_tokens` and `title` (the
+    trace's own name, if any) are final after the last line. With `from_zero`, times are shifted so that
+    the earliest is 0."""
 
     block_tokens: int
     title: str | None
     from_zero: bool
 
     def recognises(self, line: str, record: Mapping[str, Any] | None) -> bool:
-        """Whether a file of this format can hold this line.
-
-        `record` is the line as a JSON object, or None if it is none.
-        """
+        """Whether a file of this format can hold this line. `record` is the line as a JSON object, or None
+        if it is none."""
         ...
 
     def parse(self, line_number: int, line: str, ids: IdMap) -> Iterable[TraceRequest]:
-        """Returns the requests of a line, none for a header.
-
-        Raises `BrokenLineError`, and then returns none.
-        """
+        """Returns the requests of a line, none for a header. Raises `BrokenLineError`, and then returns
+        none."""
         ...
 
 
@@ -59,11 +53,8 @@ class TraceWriter(Protocol):
 
 
 class IdMap:
-    """Ids of a file as int32.
-
-    They are used unchanged or, with `renumber`, replaced by consecutive ints in order of appearance, for each
-    namespace.
-    """
+    """Ids of a file as int32. They are used unchanged or, with `renumber`, replaced by consecutive ints in
+    order of appearance, for each namespace."""
 
     def __init__(self, *, renumber: bool = False) -> None:
         self._tables: defaultdict[Namespace, defaultdict[Any, int]] | None = None
@@ -71,11 +62,8 @@ class IdMap:
             self._tables = defaultdict(_numbering)
 
     def tokens(self, ids: Any, namespace: Namespace, name: str = "hash_ids") -> Tokens:
-        """Returns a list of ids as `Tokens`.
-
-        Raises `BrokenLineError` for anything but a list of whole numbers, `IdTooLargeError` if an unchanged
-        id does not fit.
-        """
+        """Returns a list of ids as `Tokens`. Raises `BrokenLineError` for anything but a list of whole
+        numbers, `IdTooLargeError` if an unchanged id does not fit."""
         if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
             raise BrokenLineError(f"{name} must be a list of whole numbers")
         if self._tables is not None:
@@ -87,7 +75,7 @@ class IdMap:
             raise IdTooLargeError from error
 
     def number(self, key: Any, namespace: Namespace) -> int:
-        """Returns a consecutive int for any hashable key: for content without an id of its own."""
+        """Returns a consecutive int for any hashable key, for content without ids."""
         if self._tables is None:
             self._tables = defaultdict(_numbering)
         return self._tables[namespace][key]

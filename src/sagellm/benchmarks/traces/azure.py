@@ -15,10 +15,8 @@ COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 class AzureFormat:
-    """A header with `COLUMNS` (others are ignored), then one request per line.
-
-    The format has no prompts, so `ids` stay empty. Times are UTC, to the microsecond.
-    """
+    """A header with `COLUMNS` (others are ignored), then one request per line. The format has no prompts,
+    so `ids` stay empty. Times are UTC, to the microsecond."""
 
     block_tokens = 1
     title = None

@@ -42,10 +42,7 @@ NUM_GUESSING_LINES = 5
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One line of bytes.
-
-    With `damage` it is no line: the file cannot be read beyond it.
-    """
+    """One line of bytes. With `damage` it is no line: the file cannot be read beyond it."""
 
     number: int
     data: bytes
@@ -133,10 +130,7 @@ def _in_order(requests: list[TraceRequest], *, from_zero: bool) -> tuple[TraceRe
 
 
 def guess_format(path: Path, lines: Iterable[_Line]) -> str:
-    """Returns the only format that recognises one of the lines.
-
-    Raises `ConfigError` with the known names.
-    """
+    """Returns the only format that recognises one of the lines. Raises `ConfigError` with the known names."""
     known, problem = registry(KIND), "no known format has such lines"
     for line in lines:
         try:
@@ -171,10 +165,8 @@ def _lines(stream: Iterable[bytes], sha: Any) -> Iterator[_Line]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Iterable[bytes]]:
-    """Yields the decompressed lines of a file, whose first bytes tell its compression.
-
-    Raises `ConfigError` naming the file.
-    """
+    """Yields the decompressed lines of a file, whose first bytes tell its compression. Raises
+    `ConfigError` naming the file."""
     try:
         raw = path.open("rb")
     except OSError as error:
@@ -235,11 +227,9 @@ def write_trace(
     format: str = "sagellm",  # noqa: A002 - the field's word
     **options: Any,
 ) -> None:
-    """Writes `trace` to a file, compressed if its name ends in .xz or .gz.
-
-    `options` are the format's. Raises `ConfigError` if the format cannot hold the trace or the file cannot be
-    written; an incomplete file is removed.
-    """
+    """Writes `trace` to a file, compressed if its name ends in .xz or .gz. `options` are the format's.
+    Raises `ConfigError` if the format cannot hold the trace or the file cannot be written; an incomplete
+    file is removed."""
     path, writer = Path(path), registry(KIND).create(format, **options)
     if not hasattr(writer, "write"):
         raise ConfigError(f"{format} is only read; write {' or '.join(writable_formats())}")

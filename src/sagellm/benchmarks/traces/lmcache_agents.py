@@ -20,11 +20,9 @@ from sagellm.benchmarks.traces.record import TraceRequest
 
 
 class LmcacheAgentsFormat:
-    """`timestamp` in µs, `input` (the whole prompt), `output`, `session_id` or `session_file`.
-
-    Prompts are compared by content, so `ids` are tokens and there is one namespace. `tokenizer` is that of
-    `TextTokens`.
-    """
+    """`timestamp` in µs, `input` (the whole prompt), `output`, `session_id` or `session_file`. Prompts are
+    compared by content, so `ids` are tokens and there is one namespace. `tokenizer` is that of
+    `TextTokens`."""
 
     block_tokens = 1
     title = None

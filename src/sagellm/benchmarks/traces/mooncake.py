@@ -17,11 +17,9 @@ BLOCK_TOKENS = 512
 
 
 class MooncakeFormat:
-    """One request per line: `timestamp` in ms, `input_length`, `output_length`, `hash_ids`.
-
-    The format does not say how many tokens a block has: 512 in the traces that its authors published; other
-    sizes are an option.
-    """
+    """One request per line: `timestamp` in ms, `input_length`, `output_length`, `hash_ids`. The format
+    does not say how many tokens a block has: 512 in the traces that its authors published; other sizes are
+    an option."""
 
     title = None
     from_zero = False
@@ -46,12 +44,9 @@ class MooncakeFormat:
         )
 
     def write(self, trace: Trace, file: TextIO) -> None:
-        """Writes one line per request, with times rounded to ms.
-
-        Namespaces become disjoint ids; sessions, tenants and `meta` are lost. A trace of tokens is cut into
-        blocks (512 tokens, or the option). A trace of blocks keeps its block size, which the file cannot say:
-        its reader has to set it.
-        """
+        """Writes one line per request, with times rounded to ms. Namespaces become disjoint ids; sessions,
+        tenants and `meta` are lost. A trace of tokens is cut into blocks (512 tokens, or the option). A
+        trace of blocks keeps its block size, which the file cannot say: its reader has to set it."""
         if not any(len(request.ids) for request in trace.requests):
             raise ConfigError(f"trace {trace.name!r} has lengths only: convert it to sagellm")
         size = self._asked or (BLOCK_TOKENS if trace.block_tokens == 1 else trace.block_tokens)

@@ -15,12 +15,9 @@ from sagellm.core.types import TOKEN_BYTES, Namespace, Tokens
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace.
-
-    `time_s`: arrival, seconds since the trace's start. `ids`: one per block of the trace's `block_tokens`
-    prompt tokens, or the tokens themselves if that is 1; empty if the format has lengths only. Ids are
-    comparable within `namespace` only. `meta`: further fields of the format.
-    """
+    """One request of a trace. `time_s`: arrival, seconds since the trace's start. `ids`: one per block of
+    the trace's `block_tokens` prompt tokens, or the tokens themselves if that is 1; empty if the format
+    has lengths only. Ids are comparable within `namespace` only. `meta`: further fields of the format."""
 
     time_s: float
     ids: Tokens
@@ -34,7 +31,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A skipped line: its number in the decompressed file, from 1 on, and the reason."""
+    """A skipped line. `number` is in the decompressed file, from 1 on."""
 
     number: int
     reason: str
@@ -42,10 +39,8 @@ class BadLine:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of time. Those of the same moment in the order of the file.
-
-    `sha256`: of the file's decompressed bytes, in hexadecimal; empty for a trace without a file.
-    """
+    """Requests in order of time. Those of the same moment in the order of the file. `sha256`: of the
+    file's decompressed bytes, in hexadecimal; empty for a trace without a file."""
 
     name: str
     format: str
@@ -60,10 +55,8 @@ DEFAULT_BLOCK_TOKENS = 16
 
 
 def block_size(trace: Trace, block_tokens: int | None = None) -> int:
-    """Tokens per block: the trace's own. For a trace of tokens `block_tokens`, by default 16.
-
-    Raises `ConfigError` for another size than that of the trace's ids.
-    """
+    """Tokens per block: the trace's own. For a trace of tokens `block_tokens`, by default 16. Raises
+    `ConfigError` for another size than that of the trace's ids."""
     if trace.block_tokens == 1:
         size = DEFAULT_BLOCK_TOKENS if block_tokens is None else block_tokens
         if size < 1:
@@ -78,11 +71,9 @@ def block_size(trace: Trace, block_tokens: int | None = None) -> int:
 
 
 def block_ids(trace: Trace, block_tokens: int | None = None) -> Iterator[list[int]]:
-    """Yields for each request the numbers of its blocks, in order of position.
-
-    Numbers are consecutive in order of first appearance. They are equal if namespace and id are equal; in a
-    trace of tokens, if the namespace and all tokens up to the block's end are. A last block may be partial.
-    """
+    """Yields for each request the numbers of its blocks, in order of position. Numbers are consecutive in
+    order of first appearance. They are equal if namespace and id are equal; in a trace of tokens, if the
+    namespace and all tokens up to the block's end are. A last block may be partial."""
     size = block_size(trace, block_tokens)
     return _of_tokens(trace, size) if trace.block_tokens == 1 else _of_blocks(trace)
 
@@ -109,10 +100,8 @@ def _of_tokens(trace: Trace, size: int) -> Iterator[list[int]]:
 
 
 def infinite_cache_hits(requests: Sequence[TraceRequest], capacity: int | None = None) -> array[int]:
-    """Hit blocks of each request in a cache that never evicts, which no policy can exceed.
-
-    Prompts are cut to `capacity` blocks, if given.
-    """
+    """Hit blocks of each request in a cache that never evicts. No policy can exceed them. Prompts are cut
+    to `capacity` blocks, if given."""
     seen: dict[object, set[int]] = {}
     hits = array("i")
     for request in requests:

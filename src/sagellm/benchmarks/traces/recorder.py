@@ -1,4 +1,4 @@
-"""Records the requests of a running engine as a sagellm trace, from the engine's events."""
+"""Records the requests of a running engine as a sagellm trace."""
 
 from __future__ import annotations
 

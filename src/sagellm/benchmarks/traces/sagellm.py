@@ -29,11 +29,9 @@ FIELDS = (
 
 
 class SagellmFormat:
-    """A header `{"sagellm_trace": 1, "name": ..., "block_tokens": n}`, then one request per line.
-
-    A request has `FIELDS`; `namespace` is an object of the fields of `Namespace` that are not empty. Unknown
-    fields are errors.
-    """
+    """A header `{"sagellm_trace": 1, "name": ..., "block_tokens": n}`, then one request per line. A
+    request has `FIELDS`; `namespace` is an object of the fields of `Namespace` that are not empty. Unknown
+    fields are errors."""
 
     from_zero = False
 
@@ -85,7 +83,7 @@ class SagellmFormat:
 
 
 def header_line(block_tokens: int, name: str | None = None, source: Mapping[str, str] | None = None) -> str:
-    """Returns the first line of a file; `source` is the format and hash of the original."""
+    """Returns the first line of a file. `source` is the format and hash of the original."""
     header: dict[str, Any] = {MARK: VERSION, "block_tokens": block_tokens}
     if name:
         header["name"] = name

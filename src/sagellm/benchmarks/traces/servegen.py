@@ -85,7 +85,7 @@ class ServegenFormat:
 
 
 class _Client:
-    """A client's distributions of lengths, each parsed at its first use since the texts are long."""
+    """A client's distributions of lengths. Each is parsed at its first use since the texts are long."""
 
     def __init__(self, windows: Mapping[str, Any]) -> None:
         self._texts = {float(start_s): window for start_s, window in windows.items()}
@@ -152,11 +152,8 @@ def _read_lengths(path: Path) -> dict[str, _Client]:
 
 
 def _window(window: Any) -> tuple[Lengths, Lengths] | None:
-    """Returns the lengths of a window, None for a window without requests.
-
-    Raises `BrokenLineError`, and `ConfigError` for a window of a client that also sends images, audio or
-    video.
-    """
+    """Returns the lengths of a window, None for a window without requests. Raises `BrokenLineError`, and
+    `ConfigError` for a window of a client that also sends images, audio or video."""
     if isinstance(window, dict) and not window.keys() >= LENGTHS:
         raise ConfigError(
             f"a window of lengths has {', '.join(sorted(window)) or 'nothing'} and not both of "

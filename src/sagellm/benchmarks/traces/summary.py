@@ -46,7 +46,7 @@ class TraceSummary:
 
 @dataclass(frozen=True, slots=True)
 class TraceReuse:
-    """Blocks of all prompts, how many are different, and how many an infinite cache would find."""
+    """Blocks of all prompts: all, different ones, and hits of an infinite cache."""
 
     blocks: int
     unique: int
@@ -69,7 +69,7 @@ def _leading_run(ids: Sequence[int], known: int) -> int:
 
 
 def summarize(trace: Trace, block_tokens: int | None = None) -> TraceSummary:
-    """Returns the counts; `block_tokens` is the block size for a trace of tokens, by default 16."""
+    """Returns the counts. `block_tokens` is the block size for a trace of tokens, by default 16."""
     requests = trace.requests
     counts = reuse(trace, block_tokens)
     has_ids = counts.blocks > 0

@@ -140,10 +140,8 @@ def synthesize(
 
 
 class _Content:
-    """A growing list of tokens as ids of its blocks.
-
-    A whole block keeps its id. The partial last block gets a new id each time that the list is sent.
-    """
+    """A growing list of tokens as ids of its blocks. A whole block keeps its id. The partial last block
+    gets a new id each time that the list is sent."""
 
     def __init__(self, fresh: Iterator[int], block_tokens: int, shared: Sequence[int], length: int) -> None:
         self._fresh = fresh
@@ -237,7 +235,7 @@ class _Tenant:
         return list(itertools.islice(self._fresh, tokens // self._block_tokens)), tokens
 
     def _length(self, middle: int, spread: float | None = None) -> int:
-        """Draws a length of at least one token, or 0 if the median is 0."""
+        """Draws a length of at least one token. It is 0 if the median is 0."""
         deviation = self._profile.spread if spread is None else spread
         return max(1, round(self._random.lognormvariate(math.log(middle), deviation))) if middle else 0
 

@@ -13,10 +13,8 @@ TIMES = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
 
 
 class VllmRequestsFormat:
-    """JSON Lines with `request_id`, `input_toks`, `output_toks` and `arrival_time` (s).
-
-    `meta` keeps the id and those times of `TIMES` that a line has, on their own clock. `ids` stay empty.
-    """
+    """JSON Lines with `request_id`, `input_toks`, `output_toks` and `arrival_time` (s). `meta` keeps the
+    id and those times of `TIMES` that a line has, on their own clock. `ids` stay empty."""
 
     block_tokens = 1
     title = None
