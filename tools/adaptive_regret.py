@@ -1,4 +1,4 @@
-"""How much `adaptive` loses to LRU on traces that it was not developed on, generated from seeds.
+"""Measures what `adaptive` loses to LRU on traces generated from seeds. It was not developed on these traces.
 
     python tools/adaptive_regret.py --traces FOLDER --first 1400 --trial 0.002,2 --out FILE
 
@@ -94,19 +94,22 @@ def source(path: Path) -> tuple[TraceRequest, ...]:
 
 def _flat(trace: Trace) -> tuple[TraceRequest, ...]:
     requests = block_trace(trace).requests
-    return tuple(_request(one.time_s, one.ids, one.num_output_tokens) for one in requests)
+    return tuple(_request(request.time_s, request.ids, request.num_output_tokens) for request in requests)
 
 
 @cache
 def sessions(path: Path) -> tuple[Session, ...]:
-    """The requests of a trace by their first block that is not common: mostly one conversation each."""
+    """The requests by their first block that is not common, mostly one conversation each. Mostly this is one
+    conversation each."""
     requests = source(path)
-    uses = Counter(block for one in requests for block in set(one.ids.slice(0, 64)))
+    uses = Counter(block for request in requests for block in set(request.ids.slice(0, 64)))
     most = COMMON_SHARE * len(requests)
     found: defaultdict[int, Session] = defaultdict(list)
-    for one in requests:
-        if one.ids:
-            found[next((block for block in one.ids if uses[block] <= most), one.ids[-1])].append(one)
+    for request in requests:
+        if request.ids:
+            found[next((block for block in request.ids if uses[block] <= most), request.ids[-1])].append(
+                request
+            )
     return tuple(found.values())
 
 
@@ -131,7 +134,7 @@ def _window(draw: random.Random, path: Path, num: int) -> list[TraceRequest]:
     requests = source(path)
     first = draw.randrange(max(1, len(requests) - num))
     taken = requests[first : first + num]
-    return [replace(one, time_s=one.time_s - taken[0].time_s) for one in taken]
+    return [replace(request, time_s=request.time_s - taken[0].time_s) for request in taken]
 
 
 # -- generators
@@ -157,21 +160,21 @@ def _copy(session: Session, start_s: float, stretch: float, numbers: _Numbers, c
     first_s, common = session[0].time_s, _num_common_blocks(session)
     return [
         _request(
-            start_s + stretch * (one.time_s - first_s),
-            numbers.of(None, one.ids.slice(0, common))
-            + numbers.of(copy, one.ids.slice(common, len(one.ids))),
-            one.num_output_tokens,
+            start_s + stretch * (request.time_s - first_s),
+            numbers.of(None, request.ids.slice(0, common))
+            + numbers.of(copy, request.ids.slice(common, len(request.ids))),
+            request.num_output_tokens,
         )
-        for one in session
+        for request in session
     ]
 
 
 def _num_common_blocks(session: Session) -> int:
-    """Leading blocks that other sessions may have too: at most two, where the session's requests agree."""
+    """Leading blocks that other sessions may also have. At most two, if the session's requests agree."""
     if len(session) < 2:
         return 0
-    one, other = session[0].ids, session[-1].ids
-    shared = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+    first, last = session[0].ids, session[-1].ids
+    shared = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
     return min(2, shared)
 
 
@@ -182,17 +185,16 @@ def splice(draw: random.Random, paths: Sequence[Path]) -> list[TraceRequest]:
     for _ in range(parts):
         path = draw.choice(paths)
         made += [
-            _request(now_s + one.time_s, numbers.of(path, one.ids), one.num_output_tokens)
-            for one in _window(draw, path, NUM_REQUESTS // parts)
+            _request(now_s + request.time_s, numbers.of(path, request.ids), request.num_output_tokens)
+            for request in _window(draw, path, NUM_REQUESTS // parts)
         ]
         now_s = made[-1].time_s + 1.0
     return made
 
 
 def shift(draw: random.Random, paths: Sequence[Path]) -> list[TraceRequest]:
-    """Sessions of one trace: each begins up to ten minutes later, and its pauses are a fifth to five times as
-    long."""
-    path, numbers = draw.choice([one for one in paths if len(source(one)) >= NUM_REQUESTS]), _Numbers()
+    """Moves each session up to ten minutes later and scales its pauses."""
+    path, numbers = draw.choice([path for path in paths if len(source(path)) >= NUM_REQUESTS]), _Numbers()
     first = draw.randrange(max(1, len(sessions(path)) - NUM_REQUESTS // 2))
     stretch = 4.0 ** draw.uniform(-1.0, 1.0)
     made: list[TraceRequest] = []
@@ -211,14 +213,14 @@ def mix(draw: random.Random, paths: Sequence[Path]) -> list[TraceRequest]:
     made: list[TraceRequest] = []
     for path in chosen:
         now_s, per_s = 0.0, draw.uniform(0.2, 2.0)
-        for one in _window(draw, path, NUM_REQUESTS // len(chosen)):
+        for request in _window(draw, path, NUM_REQUESTS // len(chosen)):
             now_s += draw.expovariate(per_s)
-            made.append(_request(now_s, numbers.of(path, one.ids), one.num_output_tokens))
+            made.append(_request(now_s, numbers.of(path, request.ids), request.num_output_tokens))
     return made
 
 
 def synth(draw: random.Random, paths: Sequence[Path]) -> list[TraceRequest]:
-    """A profile of `sagellm trace synth`, with half to twice its rate and half to twice its pauses."""
+    """A profile of `sagellm trace synth` with half to twice its rate. Its pauses change by the same range."""
     kind = draw.choice(KINDS)
     base = profile(kind)
     made = synthesize(
@@ -236,10 +238,10 @@ GENERATORS: tuple[Generator, ...] = (resample, splice, shift, mix, synth)
 
 
 def make(seed: int, paths: Sequence[Path]) -> tuple[str, list[TraceRequest]]:
-    """The name of the generator for that seed, and the trace's requests in order of time."""
+    """Returns the generator's name for that seed, and the requests in order of time."""
     generator = GENERATORS[seed % len(GENERATORS)]
     made = generator(random.Random(seed), paths)
-    return generator.__name__, sorted(made, key=lambda one: one.time_s)[: 2 * NUM_REQUESTS]
+    return generator.__name__, sorted(made, key=lambda request: request.time_s)[: 2 * NUM_REQUESTS]
 
 
 # -- replay
@@ -248,8 +250,8 @@ def make(seed: int, paths: Sequence[Path]) -> tuple[str, list[TraceRequest]]:
 def measure(seed: int, paths: Sequence[Path], trials: Sequence[Trial]) -> list[Outcome]:
     """Replay the trace of a seed with `lru` and `adaptive` at all capacities."""
     generator, requests = make(seed, paths)
-    num_unique = len({block for one in requests for block in one.ids})
-    asked = list(accumulate(len(one.ids) for one in requests))
+    num_unique = len({block for request in requests for block in request.ids})
+    asked = list(accumulate(len(request.ids) for request in requests))
     found = []
     for capacity in CAPACITIES:
         num_blocks = max(1, round(capacity * num_unique))
@@ -262,10 +264,10 @@ def measure(seed: int, paths: Sequence[Path], trials: Sequence[Trial]) -> list[O
             )
             adaptive = _hits(requests, num_blocks, policy, clock)
             lost = accumulate(lrus - own for lrus, own in zip(lru, adaptive, strict=True))
-            losses = [100 * one / so_far for one, so_far in zip(lost, asked, strict=True)]
+            losses = [100 * lost_blocks / so_far for lost_blocks, so_far in zip(lost, asked, strict=True)]
             ratios = 100 * sum(lru) / asked[-1], 100 * sum(adaptive) / asked[-1]
             worst = max(losses[min(SETTLED, len(losses) - 1) :])
-            figures = [round(one, 4) for one in (*ratios, losses[-1], worst)]
+            figures = [round(value, 4) for value in (*ratios, losses[-1], worst)]
             found.append(
                 Outcome(seed, generator, len(requests), capacity, num_blocks, max_regret, stake, *figures)
             )
@@ -285,10 +287,10 @@ def _hits(
 def summary(outcomes: Sequence[Outcome]) -> dict[str, dict[str, dict[str, float]]]:
     """By options: the losses over all traces and capacities, and by generator."""
     groups: dict[str, dict[str, list[Outcome]]] = {}
-    for one in outcomes:
-        by_generator = groups.setdefault(f"{one.max_regret:g},{one.stake:g}", {})
-        by_generator.setdefault("all", []).append(one)
-        by_generator.setdefault(one.generator, []).append(one)
+    for outcome in outcomes:
+        by_generator = groups.setdefault(f"{outcome.max_regret:g},{outcome.stake:g}", {})
+        by_generator.setdefault("all", []).append(outcome)
+        by_generator.setdefault(outcome.generator, []).append(outcome)
     return {
         trial: {name: _distribution(group) for name, group in by_generator.items()}
         for trial, by_generator in groups.items()
@@ -296,8 +298,8 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, dict[str, dict[str, float]
 
 
 def _distribution(group: Sequence[Outcome]) -> dict[str, float]:
-    losses = [one.loss for one in group]
-    worst = [one.worst_loss for one in group]
+    losses = [outcome.loss for outcome in group]
+    worst = [outcome.worst_loss for outcome in group]
     cuts = statistics.quantiles(losses, n=100, method="inclusive") if len(losses) > 1 else losses * 99
     found = {
         "worst_loss": max(worst),
@@ -307,11 +309,11 @@ def _distribution(group: Sequence[Outcome]) -> dict[str, float]:
         "loss_median": cuts[49],
         "loss_p10": cuts[9],
         "mean_gain": -statistics.fmean(losses),
-        "share_worst_above_0.3": sum(one > TOLERATED for one in worst) / len(worst),
-        "share_end_above_0.3": sum(one > TOLERATED for one in losses) / len(losses),
+        "share_worst_above_0.3": sum(loss > TOLERATED for loss in worst) / len(worst),
+        "share_end_above_0.3": sum(loss > TOLERATED for loss in losses) / len(losses),
     }
     return {
-        "traces": len({one.seed for one in group}),
+        "traces": len({outcome.seed for outcome in group}),
         "replays": len(group),
         **{name: round(value, 4) for name, value in found.items()},
     }
@@ -323,7 +325,7 @@ def result(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "environment": asdict(environment(datetime.now(UTC))),
         "first_seed_for_measuring": FIRST_MEASURING_SEED,
         "summary": summary(outcomes),
-        "rows": [asdict(one) for one in outcomes],
+        "rows": [asdict(outcome) for outcome in outcomes],
     }
 
 
@@ -354,7 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for seed in range(given.first, given.first + given.num):
         found = measure(seed, paths, given.trial)
         outcomes += found
-        losses = " ".join(f"{one.worst_loss:6.2f}" for one in found)
+        losses = " ".join(f"{outcome.worst_loss:6.2f}" for outcome in found)
         print(
             f"{seed:5} {found[0].generator:9} {found[0].requests:5} requests, worst losses {losses}",
             flush=True,

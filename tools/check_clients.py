@@ -1,4 +1,4 @@
-"""Runs clients of other people against the server with the demo model, each in an environment of its own.
+"""Runs third-party clients against the server with the demo model. Each has its own environment.
 
     python tools/check_clients.py [--environments FOLDER] [NAME ...]
 
@@ -45,9 +45,8 @@ class ClientError(Exception):
 
 @dataclass(frozen=True)
 class Client:
-    """What is installed, and what is run: the server's url and the folder of the environment in, a line for
-    people out. Raises `ClientError`.
-    """
+    """What is installed, and the command to run. It gets the server's url and the environment's folder, and
+    returns a line of text. Raises `ClientError`."""
 
     packages: Sequence[str]
     run: Callable[[str, Path], str]
@@ -76,7 +75,7 @@ def _report(name: str, environments: Path) -> bool:
 
 
 def check(name: str, environments: Path) -> str:
-    """Run one client against a server that is started for it; a line with versions and what was found."""
+    """Runs one client against a new server. Returns a line with versions and results."""
     client = KNOWN[name]
     folder = environments.absolute() / name
     _install(folder, client.packages)
@@ -154,9 +153,9 @@ def sums(count: int, seed: int = 0) -> list[dict[str, object]]:
 def _steps(a: int, b: int) -> str:
     """The demo model writes its steps before the sum."""
     carry = (a % 10 + b % 10) // 10
-    ones, tens = f"{a % 10}+{b % 10}={a % 10 + b % 10}", f"{a // 10}+{b // 10}"
+    units, tens = f"{a % 10}+{b % 10}={a % 10 + b % 10}", f"{a // 10}+{b // 10}"
     tens += f"+1={a // 10 + b // 10 + 1}" if carry else f"={a // 10 + b // 10}"
-    return f"<think>{a}+{b}: {ones} {tens}</think>"
+    return f"<think>{a}+{b}: {units} {tens}</think>"
 
 
 def _lm_eval(url: str, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""What `make demo` runs: the demo model behind the real server, asked by the real `openai` client.
+"""Runs `make demo`: the demo model, the real server and the `openai` client.
 
     python tools/demo.py [--port N]
 
@@ -72,7 +72,7 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float:
-        """All tokens over all of the time, the first one's included: short answers may come in one piece."""
+        """All tokens over the whole time, the first token's included. Short answers may come in one piece."""
         return self.num_tokens / self.seconds
 
 
@@ -201,7 +201,7 @@ def kv_blocks(url: str) -> dict[str, int]:
 
 @contextmanager
 def running_server(port: int, log: int, *options: str) -> Iterator[str]:
-    """The address of a server that is ready; on leaving it is asked to end, and has a bound for that."""
+    """Yields the address of a ready server. On exit it stops the server within a time limit."""
     command = [sys.executable, "-m", "sagellm", "serve", "--port", str(port), *options]
     process = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(__file__).parents[1])
     url = f"http://{LOCALHOST}:{port}"

@@ -63,18 +63,18 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A system prompt (or None) and the turns after it, the last one being the one to evaluate."""
+    """A system prompt (or None) and the turns after it. The last turn is the one to evaluate."""
 
     system: str | None
     turns: tuple[Turn, ...]
 
     def messages(self) -> list[dict[str, str]]:
-        """Chat messages up to and including the last user message; earlier answers are the expected ones."""
-        out = [{"role": "system", "content": self.system}] if self.system is not None else []
+        """Chat messages up to and including the last user message. Earlier answers are the expected ones."""
+        messages = [{"role": "system", "content": self.system}] if self.system is not None else []
         for turn in self.turns:
-            out.append({"role": "user", "content": turn.user})
-            out.append({"role": "assistant", "content": turn.answer})
-        return out[:-1]
+            messages.append({"role": "user", "content": turn.user})
+            messages.append({"role": "assistant", "content": turn.answer})
+        return messages[:-1]
 
 
 @dataclass
@@ -109,13 +109,13 @@ Mix = Literal["plain", "copying", "lists"]
 
 
 def part_of(key: str) -> Part:
-    """The part that an example belongs to: one in twenty is test, one in twenty validation."""
+    """Returns the part of an example: 1/20 are test, 1/20 validation."""
     slot = zlib.crc32(f"sagellm-demo:{key}".encode()) % 20
     return "test" if slot == 0 else "validation" if slot == 1 else "train"
 
 
 def vary(rng: random.Random, text: str) -> str:
-    """The prompt as a hurried human might type it: in lower case, without its end mark, or polite."""
+    """The prompt as typed in a hurry. It is in lower case, without its end mark, or polite."""
     if rng.random() < 0.12:
         text = text[0].lower() + text[1:]
     if rng.random() < 0.12 and text[-1] in ".?!":
@@ -134,7 +134,7 @@ def digits_of(value: int, width: int) -> list[int]:
 
 
 def think_addition(a: int, b: int) -> str:
-    """The reasoning and the sum: operands padded to one width, then one step per digit, units first."""
+    """The reasoning and the sum. Operands are padded to one width, then one step per digit, units first."""
     width = len(str(max(a, b)))
     steps, carry = [], 0
     for x, y in zip(digits_of(a, width), digits_of(b, width), strict=True):
@@ -145,7 +145,7 @@ def think_addition(a: int, b: int) -> str:
 
 
 def think_subtraction(a: int, b: int) -> str:
-    """The reasoning and the difference; a borrowed ten shows as a leading 1, its repayment as -1."""
+    """The reasoning and the difference. A borrowed ten shows as a leading 1, its repayment as -1."""
     if a < b:
         inner = think_subtraction(b, a).removeprefix("<think>").split("</think>")[0]
         return f"<think>{a}<{b} {inner}</think>-{b - a}"
@@ -159,7 +159,7 @@ def think_subtraction(a: int, b: int) -> str:
 
 
 def think_product(a: int, b: int) -> str:
-    """The reasoning and the product of a number of any width and a one-digit one, in either order."""
+    """The reasoning and the product of any number and a one-digit number. They come in either order."""
     if a < 10 <= b:
         a, b = b, a
     steps, carry = [], 0
@@ -177,18 +177,18 @@ def number(rng: random.Random, most_digits: int = 3) -> int:
 
 
 def fill(rng: random.Random, prompts: Sequence[str], a: int, b: int) -> str:
-    """One of the prompts with the operands and, where it asks for them, a name and things."""
+    """Fills a prompt with the operands and, if needed, a name and things."""
     thing, other = rng.sample(THINGS, 2)
     return vary(rng, rng.choice(prompts).format(a=a, b=b, name=rng.choice(NAMES), thing=thing, other=other))
 
 
 def held(scene: Scene, kind: str, a: int, b: int) -> bool:
-    """Whether the operand pair belongs to the scene's part, whatever the order of the operands."""
+    """Whether the operand pair belongs to the scene's part, in either order."""
     return part_of(f"{kind}:{min(a, b)}:{max(a, b)}") == scene.part
 
 
 def addition(scene: Scene) -> Turn:
-    """A sum of two numbers of up to three digits (in training now and then four)."""
+    """A sum of two numbers of up to three digits. In training some have four."""
     rng = scene.rng
     while True:
         most = 4 if scene.part == "train" and rng.random() < 0.06 else 3
@@ -214,7 +214,7 @@ def subtraction(scene: Scene) -> Turn:
 
 
 def multiplication(scene: Scene) -> Turn:
-    """A product of a one-digit number and one of up to two (seldom three) digits."""
+    """A product of a one-digit number and one of up to two digits. Some have three."""
     rng = scene.rng
     while True:
         a, b = number(rng, 3 if rng.random() < 0.1 else 2), rng.randrange(10)
@@ -227,7 +227,7 @@ def multiplication(scene: Scene) -> Turn:
 
 
 def continue_sum(scene: Scene) -> Turn:
-    """Go on from the last result: add a number to it or take one away."""
+    """Continues from the last result: adds a number to it or subtracts one."""
     rng, last = scene.rng, scene.result
     assert last is not None
     plus = last == 0 or rng.random() < 0.7
@@ -245,7 +245,7 @@ def continue_sum(scene: Scene) -> Turn:
 
 
 def invented(rng: random.Random) -> str:
-    """A pronounceable word that no dictionary holds, so that copying is learnt and not the words."""
+    """A pronounceable word that no dictionary holds. So the model learns to copy, not the words."""
     syllables = [
         rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(ENDINGS) for _ in range(rng.choice((1, 2, 2, 3)))
     ]
@@ -257,25 +257,25 @@ def words(rng: random.Random, count: int) -> list[str]:
     """Distinct words: of one pool, or (in two of five cases) invented."""
     if rng.random() < 0.6:
         return rng.sample(rng.choice(WORD_POOLS), count)
-    out: list[str] = []
-    while len(out) < count:
+    words: list[str] = []
+    while len(words) < count:
         word = invented(rng)
-        if word not in out:
-            out.append(word)
-    return out
+        if word not in words:
+            words.append(word)
+    return words
 
 
 def numbers(rng: random.Random, count: int) -> list[int]:
-    """Distinct numbers: of one range, or (in two of five cases) of one to three digits mixed."""
+    """Distinct numbers of one range. In two of five cases they have one to three digits, mixed."""
     if rng.random() < 0.6:
         return rng.sample(range(rng.choice((10, 100, 100, 100, 1000))), count)
-    out: list[int] = []
+    values: list[int] = []
     most = rng.choice((2, 2, 3))
-    while len(out) < count:
+    while len(values) < count:
         width = rng.randint(1, most)
         value = rng.randrange(0 if width == 1 else 10 ** (width - 1), 10**width)
-        out.extend([value] if value not in out else [])
-    return out
+        values.extend([value] if value not in values else [])
+    return values
 
 
 def belongs(scene: Scene, key: object) -> bool:
@@ -404,15 +404,15 @@ def words_of(rng: random.Random, pool: Sequence[str], count: int) -> list[str]:
     """Distinct words of the pool; in three of ten cases invented ones."""
     if rng.random() < 0.7:
         return rng.sample(pool, count)
-    out: list[str] = []
-    while len(out) < count:
+    words: list[str] = []
+    while len(words) < count:
         word = invented(rng)
-        out.extend([word] if word not in out else [])
-    return out
+        words.extend([word] if word not in words else [])
+    return words
 
 
 def draw_table(rng: random.Random, table: Table) -> tuple[str, str]:
-    """The table as text in one of four layouts, and what stands between two cells of a row."""
+    """The table as text in one of four layouts, and its cell separator."""
     layout = rng.choice(("pipes", "csv", "colons", "inline"))
     lines = [table.titles, *table.rows]
     if layout == "pipes":
@@ -427,7 +427,7 @@ def draw_table(rng: random.Random, table: Table) -> tuple[str, str]:
 
 
 def ask_table(scene: Scene, table: Table, prompts: Sequence[str]) -> tuple[str, str]:
-    """A question about the table and its answer: mostly a cell, else the key of a cell or a missing key.
+    """A question about the table and its answer. Mostly a cell, else the key of a cell or a missing key.
 
     The reasoning before the answer is the row that was found, as it stands in the table.
     """
@@ -528,7 +528,7 @@ def and_list(items: Sequence[str]) -> str:
 
 
 def extraction(scene: Scene) -> Turn:
-    """State facts in a sentence and ask for some of them as JSON, in the order asked."""
+    """States facts in a sentence and asks for some of them as JSON."""
     rng = scene.rng
     while True:
         facts, sentences = rng.choice((person_fields, order_fields, event_fields))(rng)
@@ -626,17 +626,17 @@ MAKERS: dict[str, Maker] = {
 
 
 def follow_ups(scene: Scene) -> list[Maker]:
-    """The turn makers that what was said so far allows, each as often as it should be drawn."""
-    out: list[Maker] = []
+    """The turn makers that the turns so far allow, repeated as often as each should occur."""
+    makers: list[Maker] = []
     if scene.result is not None and scene.result < 9000:
-        out += [continue_sum] * 2
+        makers += [continue_sum] * 2
     if scene.numbers is not None:
-        out.append(sort_again)
+        makers.append(sort_again)
     if scene.table is not None:
-        out += [lookup_again] * 2
+        makers += [lookup_again] * 2
     if scene.name is not None:
-        out += [ask_name] * 2
-    return out
+        makers += [ask_name] * 2
+    return makers
 
 
 def next_turn(scene: Scene, first: bool) -> Turn:
@@ -649,7 +649,7 @@ def next_turn(scene: Scene, first: bool) -> Turn:
 
 
 def forget(scene: Scene, maker: Maker) -> Turn:
-    """Make the turn; "that" and "them" then mean this turn's own result, not one from before it."""
+    """Makes the turn. "that" and "them" then mean this turn's own result, not an earlier one."""
     if maker is not continue_sum:
         scene.result = None
     if maker is not sort_again:
@@ -658,7 +658,8 @@ def forget(scene: Scene, maker: Maker) -> Turn:
 
 
 def start(rng: random.Random, part: Part, mix: Mix) -> tuple[Scene, str | None]:
-    """A new scene and its system prompt (in three of ten cases one), which may tell the user's name."""
+    """A new scene and its system prompt, if any. Three of ten scenes have one, which may give the user's
+    name."""
     scene = Scene(rng, part, mix)
     draw = rng.random()
     if draw < 0.7:
@@ -700,22 +701,22 @@ def practice_conversation(seed: int, index: int) -> Conversation:
 def evaluation_set(part: Part, kind: str, count: int, seed: int = 0) -> list[Conversation]:
     """Distinct single-turn examples of one kind of task, all of the part."""
     rng = random.Random(f"{part}:{kind}:{seed}")
-    out: dict[str, Conversation] = {}
-    while len(out) < count:
+    examples: dict[str, Conversation] = {}
+    while len(examples) < count:
         turn = MAKERS[kind](Scene(rng, part))
-        out[turn.answer if kind == "addition" else turn.user] = Conversation(None, (turn,))
-    return list(out.values())
+        examples[turn.answer if kind == "addition" else turn.user] = Conversation(None, (turn,))
+    return list(examples.values())
 
 
 def dialogue_set(part: Part, kind: str, count: int, seed: int = 0) -> list[Conversation]:
     """Conversations of two to six turns whose last turn is of this kind."""
     rng = random.Random(f"{part}:{kind}:{seed}")
-    out: list[Conversation] = []
-    while len(out) < count:
+    conversations: list[Conversation] = []
+    while len(conversations) < count:
         made = conversation(rng, part, rng.randint(2, 6))
         if made.turns[-1].kind == kind:
-            out.append(made)
-    return out
+            conversations.append(made)
+    return conversations
 
 
 DIALOGUE_KINDS = (

@@ -1,4 +1,5 @@
-"""The demo model's network in plain torch: a small Llama, its weights on disk, and a batched greedy decoder.
+"""The demo model's network in plain torch. It is a small Llama, with its weights on disk and a batched greedy
+decoder.
 
 Shared by ``train_demo_model.py`` and ``eval_demo_model.py``; the engine itself has its own forward pass.
 """
@@ -98,8 +99,8 @@ class Attention(nn.Module):
         groups = self.config.num_attention_heads // self.config.num_key_value_heads
         key = key.repeat_interleave(groups, dim=1)
         value = value.repeat_interleave(groups, dim=1)
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
-        return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2)))
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+        return cast(Tensor, self.o_proj(mixed.transpose(1, 2).flatten(2)))
 
 
 class FeedForward(nn.Module):
@@ -204,7 +205,8 @@ class DemoNet(nn.Module):
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Rows of ids to one [batch, time] tensor, padded on the left, and its mask of real places."""
+    """Returns rows of ids as one [batch, time] tensor, padded on the left. Also returns the mask of real
+    places."""
     width = max(len(row) for row in rows)
     tokens = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows])
     real = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
@@ -213,7 +215,7 @@ def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def greedy(net: DemoNet, rows: Sequence[Sequence[int]], stop: int, limit: int) -> list[list[int]]:
-    """Continue every row of ids greedily until ``stop`` (left out of the result) or ``limit`` new ids."""
+    """Continues every row of ids greedily. It ends before ``stop`` or after ``limit`` new ids."""
     tokens, real = pad_left(rows, stop)
     positions = (real.cumsum(1) - 1).clamp(min=0)
     time = tokens.shape[1]
@@ -223,17 +225,17 @@ def greedy(net: DemoNet, rows: Sequence[Sequence[int]], stop: int, limit: int) -
     scores = net.step(tokens, positions, cache, square.unsqueeze(1))
     place = positions[:, -1:]
     done = torch.zeros(len(rows), dtype=torch.bool)
-    out: list[Tensor] = []
+    columns: list[Tensor] = []
     while True:
         chosen = scores.argmax(-1)
-        out.append(chosen)
+        columns.append(chosen)
         done |= chosen == stop
-        if bool(done.all()) or len(out) >= limit:
+        if bool(done.all()) or len(columns) >= limit:
             break
         place = place + 1
         real = torch.cat([real, torch.ones(len(rows), 1, dtype=torch.bool)], dim=1)
         scores = net.step(chosen[:, None], place, cache, real[:, None, None, :])
-    return [cut_at(row, stop) for row in torch.stack(out, dim=1).tolist()]
+    return [cut_at(row, stop) for row in torch.stack(columns, dim=1).tolist()]
 
 
 def cut_at(ids: list[int], stop: int) -> list[int]:
@@ -242,7 +244,7 @@ def cut_at(ids: list[int], stop: int) -> list[int]:
 
 
 def load_net(folder: Path) -> DemoNet:
-    """The network of a Hugging Face folder, in float32; raises FileNotFoundError when a file is absent."""
+    """Loads the network of a Hugging Face folder in float32. Raises FileNotFoundError if a file is absent."""
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = NetConfig(**{name: fields[name] for name in NetConfig(vocab_size=1).as_dict()})
     net = DemoNet(config)

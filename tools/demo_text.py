@@ -1,4 +1,4 @@
-"""The demo model's tokenizer and chat template, and the encoding of conversations into training rows."""
+"""The demo model's tokenizer and chat template. Also encodes conversations into training rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def message_text(role: str, content: str) -> str:
 
 
 def prompt_text(conversation: Conversation) -> str:
-    """The conversation up to its last question and the generation prompt, as the chat template renders it."""
+    """The conversation up to its last question and the generation prompt. The chat template renders it."""
     rendered = [message_text(message["role"], message["content"]) for message in conversation.messages()]
     return "".join(rendered) + f"{TURN_START}assistant\n"
 
@@ -52,7 +52,8 @@ def pieces(conversation: Conversation) -> Iterator[tuple[str, bool]]:
 
 
 def encode(tokenizer: Tokenizer, conversations: list[Conversation]) -> list[Row]:
-    """Training rows; the cuts fall on pre-token bounds, so the ids are those of the whole rendered text."""
+    """Returns training rows. The cuts are at pre-token bounds, so the ids are those of the whole rendered
+    text."""
     cut = [list(pieces(conversation))[:-1] for conversation in conversations]
     encoded = iter(tokenizer.encode_batch([text for row in cut for text, _ in row], add_special_tokens=False))
     rows = []

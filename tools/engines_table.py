@@ -1,4 +1,4 @@
-"""The table of a results file of the peers' harness, in Markdown: what README.md shows.
+"""Prints a results file of the peers' harness as a Markdown table. README.md shows it.
 
 python tools/engines_table.py benchmarks/results/2026-11-22-engines-S.json
 """
@@ -39,7 +39,7 @@ def table(path: Path) -> str:
     lines = [head, "|---" * (len(COLUMNS) + 1) + "|"]
     for engine in engines:
         mine = [row for row in rows if row["engine"] == engine]
-        cells = [" / ".join(_median(mine, *one) for one in wanted) for _, wanted in COLUMNS]
+        cells = [" / ".join(_median(mine, *pair) for pair in wanted) for _, wanted in COLUMNS]
         lines.append(f"| {NAMES[engine]} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -24,7 +24,7 @@ Score = tuple[int, int]
 
 
 def make_generate(folder: Path, limit: int = 160, batch: int = 100) -> Generate:
-    """A function from rendered prompts to greedily generated texts, for the model in the folder."""
+    """Returns a function from rendered prompts to greedily generated texts. The folder holds the model."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     net = load_net(folder)
     stop = int(tokenizer.token_to_id(TURN_END) or 0)
@@ -32,13 +32,13 @@ def make_generate(folder: Path, limit: int = 160, batch: int = 100) -> Generate:
     def generate(prompts: list[str]) -> list[str]:
         rows = [encoding.ids for encoding in tokenizer.encode_batch(prompts, add_special_tokens=False)]
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-        out = [""] * len(rows)
+        texts = [""] * len(rows)
         for begin in range(0, len(order), batch):
             chosen = order[begin : begin + batch]
             made = greedy(net, [rows[index] for index in chosen], stop, limit)
             for index, ids in zip(chosen, made, strict=True):
-                out[index] = tokenizer.decode(ids, skip_special_tokens=False)
-        return out
+                texts[index] = tokenizer.decode(ids, skip_special_tokens=False)
+        return texts
 
     return generate
 
@@ -49,7 +49,7 @@ def final_answer(text: str) -> str:
 
 
 def failures(generate: Generate, examples: list[Conversation]) -> list[tuple[Conversation, str]]:
-    """The examples whose last answer is not exactly the expected one, each with what came instead."""
+    """The examples whose last answer differs from the expected one. Each has its actual answer."""
     texts = generate([prompt_text(example) for example in examples])
     expected = [final_answer(example.turns[-1].answer) for example in examples]
     return [
@@ -88,11 +88,13 @@ def show_failures(failed: list[tuple[Conversation, str]], most: int) -> None:
 
 
 def sets(part: Part, additions: int, count: int) -> dict[str, list[Conversation]]:
-    """The examples per label: every task alone, then as the last turn of a longer conversation."""
-    out = {kind: evaluation_set(part, kind, additions if kind == "addition" else count) for kind in MAKERS}
+    """The examples per label: each task alone, then after other turns."""
+    examples = {
+        kind: evaluation_set(part, kind, additions if kind == "addition" else count) for kind in MAKERS
+    }
     for kind in DIALOGUE_KINDS:
-        out[f"in dialogue: {kind}"] = dialogue_set(part, kind, count)
-    return out
+        examples[f"in dialogue: {kind}"] = dialogue_set(part, kind, count)
+    return examples
 
 
 def main() -> None:

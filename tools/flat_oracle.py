@@ -1,4 +1,4 @@
-"""Hit counts of eviction policies on flat streams of blocks: ours, and libCacheSim's as an oracle.
+"""Counts hits of eviction policies on flat streams of blocks. Compares ours with libCacheSim's as an oracle.
 
     python tools/flat_oracle.py --ours [--write]              every registered policy
     python tools/flat_oracle.py --peer PYTHON [--write]       libcachesim, by the Python that has it installed
@@ -54,7 +54,7 @@ def zipf_stream(seed: int) -> list[int]:
 
 
 def scan_stream(seed: int) -> list[int]:
-    """Zipf, broken now and then by a scan over keys that are used nowhere else, in order."""
+    """A Zipf stream with scans at intervals. A scan reads keys in order that occur nowhere else."""
     generator = random.Random(seed)
     popular = zipf(generator, NUM_KEYS // 2, 0.9)
     keys: list[int] = []
@@ -66,7 +66,7 @@ def scan_stream(seed: int) -> list[int]:
 
 
 def drift_stream(seed: int) -> list[int]:
-    """A working set that moves on: half of it loops, half is drawn, and every so often a part is replaced."""
+    """A working set that changes: half of it loops, half is drawn. At intervals a part is replaced."""
     generator = random.Random(seed)
     keys: list[int] = []
     first = 1
@@ -113,7 +113,7 @@ def digest(keys: Iterable[int]) -> str:
 
 
 class FlatCache:
-    """A cache of single blocks around a policy: the least that an owner of extents has to do.
+    """A cache of single blocks around a policy. It does the least that an owner of extents has to do.
 
     With `announce` it tells the policy which key is coming before it asks for room.
     """
@@ -162,7 +162,7 @@ class FlatCache:
 
 
 def make(name: str, capacity: int, **options: Any) -> EvictionPolicy:
-    """A policy by name, told the capacity and a seed where it asks for them."""
+    """Makes a policy by name, with a capacity and seed if needed."""
     from sagellm.core.registry import registry
 
     policies = registry("policy")
@@ -175,7 +175,7 @@ def make(name: str, capacity: int, **options: Any) -> EvictionPolicy:
 
 
 def variants() -> dict[str, tuple[str, Mapping[str, Any], bool]]:
-    """What is counted: a label, and the policy, its options, and whether keys are announced."""
+    """What is counted: a label, the policy, its options, and whether keys are announced."""
     from sagellm.core.registry import registry
 
     plain: dict[str, tuple[str, Mapping[str, Any], bool]] = {
@@ -204,8 +204,8 @@ def our_hits() -> dict[str, dict[str, dict[str, int]]]:
 
 
 def decision_us(name: str, num_resident: int = 10_000, num_rounds: int = 500) -> dict[str, float]:
-    """µs of CPU time on single blocks in a full cache: per block evicted, asked for 32 at a time as a request
-    does (`evict`), and per hit and per miss, the events and the driver's own work included."""
+    """µs of CPU time on single blocks in a full cache. `evict` is per evicted block, asked for 32 at a time
+    as a request does; the others are per hit and per miss, with the events and the driver's own work."""
     from sagellm.core.protocols.eviction import SimpleExtent
 
     generator = random.Random(0)
@@ -239,7 +239,7 @@ def _each_us(access: Callable[[int], bool], keys: list[int]) -> float:
 
 
 def peer_hits() -> dict[str, Any]:
-    """Runs inside the oracle's Python: hits of its policies, get by get, blocks of size 1."""
+    """Runs in the oracle's Python. Returns hits of its policies, get by get, for blocks of size 1."""
     import libcachesim as peer  # type: ignore[import-not-found]
 
     def hits(class_name: str, keys: list[int], capacity: int) -> int:

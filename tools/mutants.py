@@ -1,4 +1,4 @@
-"""Mutation tests of the KV books and the step: do the tests notice when one operator is wrong?
+"""Mutation tests of KV management and the step. Do the tests notice when one operator is wrong?
 
     python tools/mutants.py [--count 200] [--seed 0] [--only PART] [--jobs 1] [--verbose]
 
@@ -10,8 +10,8 @@ the source as it is.
 
 First runs all tests of these modules once on the source as it is, and notes which statements each executes. A
 test that does not execute the changed statement cannot notice the change, so a mutant is tried only on those
-that do: first those of the nearest files, quick ones first. A test kills a mutant only if it and those
-before it, in the same order and under the same limits of time and memory, pass on the source as it is.
+that do: first those of the nearest files, quick ones first. A test kills a mutant only if it and those before
+it, in the same order and under the same limits of time and memory, pass on the source as it is.
 
 `build/mutants` keeps what was noted and which mutants were killed, until a file of `src` or `tests` changes,
 so that a run that was interrupted goes on. The test that killed a mutant on an earlier tree is tried first.
@@ -93,8 +93,8 @@ OTHER: dict[type[ast.AST], type[ast.AST]] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: in `path`, in the function `where`, the code `before` is `after`; `source` is the file with
-    it. `number` tells equal changes of one function apart; `statement` is the line of the statement that is
+    """One change: in function `where` of `path`, the code `before` becomes `after`. `source` is the changed
+    file. `number` tells equal changes of one function apart; `statement` is the line of the statement that is
     executed whenever the changed code is, 0 for code of a class body."""
 
     path: str
@@ -136,8 +136,8 @@ def mutants(path: str) -> Iterator[Mutant]:
 
 
 def _sites(tree: ast.Module) -> Iterator[tuple[str, int, ast.AST, str, int]]:
-    """Each place that can be changed: its function, the line of its statement, the node, the field of the
-    node, the index in that."""
+    """Each place that can be changed. A place is its function, the line of its statement, the node, the field
+    of the node and the index in that field."""
     stack: list[tuple[str, int, ast.AST]] = [("", 0, tree)]
     while stack:
         where, line, node = stack.pop()
@@ -167,7 +167,7 @@ def _sites(tree: ast.Module) -> Iterator[tuple[str, int, ast.AST, str, int]]:
 
 def _first_line(function: ast.FunctionDef) -> int:
     """The line of the first statement behind the docstring, 0 if there is none."""
-    return next((one.lineno for one in function.body if not _is_text(one)), 0)
+    return next((statement.lineno for statement in function.body if not _is_text(statement)), 0)
 
 
 def _is_text(statement: ast.stmt) -> bool:
@@ -195,20 +195,22 @@ def _change(node: ast.AST, field: str, index: int) -> None:
 
 def sample(count: int, seed: int, only: str) -> list[Mutant]:
     """`count` of all mutants whose name contains `only`, chosen by seed and name."""
-    every = (one for path in MODULES for one in mutants(path))
-    return sorted((one for one in every if only in one.name), key=lambda one: one.rank(seed))[:count]
+    every = (mutant for path in MODULES for mutant in mutants(path))
+    return sorted((mutant for mutant in every if only in mutant.name), key=lambda mutant: mutant.rank(seed))[
+        :count
+    ]
 
 
 def with_marks(path: str) -> str:
-    """The source of a module in which each statement of a function first notes path and line in `EXECUTED` of
-    `mutants_plugin`."""
+    """Adds marks to the source of a module. Each statement of a function first notes path and line in
+    `EXECUTED` of `mutants_plugin`."""
     tree = ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    for node in {id(one): one for function in functions for one in ast.walk(function)}.values():
+    for node in {id(node): node for function in functions for node in ast.walk(function)}.values():
         for field in ("body", "orelse", "finalbody"):
             statements = getattr(node, field, None)
             if isinstance(statements, list):
-                setattr(node, field, [each for one in statements for each in _marked(path, one)])
+                setattr(node, field, [each for statement in statements for each in _marked(path, statement)])
     future = max(i for i, node in enumerate(tree.body) if _is_text(node) or isinstance(node, ast.ImportFrom))
     tree.body.insert(future + 1, ast.parse("from mutants_plugin import EXECUTED as _executed").body[0])
     return ast.unparse(ast.fix_missing_locations(tree))
@@ -229,14 +231,14 @@ class Test:
 
 
 def measure(report: Path) -> None:
-    """Run all tests on the source as it is; write to `report` a line for each. Exits where one fails."""
+    """Runs all tests on the unchanged source. Writes a line for each to `report`. Exits where one fails."""
     unfinished = report.with_suffix(".unfinished")
     unfinished.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="sagellm-mutant-") as folder:
         package = _copy(Path(folder))
         for path in MODULES:
             (package / path).write_text(with_marks(path), encoding="utf-8")
-        tests = [f"tests/{one}" for one in ALL]
+        tests = [f"tests/{folder}" for folder in ALL]
         failed = first_failure(Path(folder), tests, SECONDS_PER_TEST, {"MUTANTS_REPORT": str(unfinished)})
     if failed:
         _refuse(failed)
@@ -250,20 +252,20 @@ def _refuse(failed: str) -> NoReturn:
 
 def read_report(report: Path) -> dict[str, Test]:
     lines = (json.loads(line) for line in report.read_text(encoding="utf-8").splitlines())
-    return {one["test"]: Test(one["seconds"], frozenset(one["executed"])) for one in lines}
+    return {line["test"]: Test(line["seconds"], frozenset(line["executed"])) for line in lines}
 
 
 def killer(mutant: Mutant, measured: Mapping[str, Test], former: str) -> str:
     """The first test that fails on the changed source; empty if there is none. `former` killed it before."""
     near = next(files for prefix, files in NEAREST.items() if mutant.path.startswith(prefix))
-    tests = sorted(_reaching(mutant, measured), key=lambda one: measured[one].seconds)
-    nearest = tuple(one for one in tests if one.removeprefix("tests/").partition("::")[0] in near)
-    others = tuple(one for one in tests if one not in set(nearest))
+    tests = sorted(_reaching(mutant, measured), key=lambda test: measured[test].seconds)
+    nearest = tuple(test for test in tests if test.removeprefix("tests/").partition("::")[0] in near)
+    others = tuple(test for test in tests if test not in set(nearest))
     with tempfile.TemporaryDirectory(prefix="sagellm-mutant-") as folder:
         package = _copy(Path(folder))
         (package / mutant.path).write_text(mutant.source, encoding="utf-8")
         for some in (((former,) if former in measured else ()), nearest, others):
-            limit_s = 20 + 10 * max((measured[one].seconds for one in some), default=0.0)
+            limit_s = 20 + 10 * max((measured[test].seconds for test in some), default=0.0)
             failed = first_failure(Path(folder), some, limit_s) if some else ""
             if failed:
                 begun = some[: some.index(failed) + 1] if failed in some else some
@@ -273,11 +275,11 @@ def killer(mutant: Mutant, measured: Mapping[str, Test], former: str) -> str:
 
 
 def _reaching(mutant: Mutant, measured: Mapping[str, Test]) -> list[str]:
-    """Tests that execute the statement; for code of a class body: any of the module."""
+    """Tests that execute the statement. For code of a class body, all tests of the module."""
     place = f"{mutant.path}:{mutant.statement or ''}"
     if mutant.statement:
         return [name for name, test in measured.items() if place in test.executed]
-    return [name for name, test in measured.items() if any(one.startswith(place) for one in test.executed)]
+    return [name for name, test in measured.items() if any(line.startswith(place) for line in test.executed)]
 
 
 @cache
@@ -294,7 +296,7 @@ def _copy(folder: Path) -> Path:
 def first_failure(
     source: Path, tests: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
 ) -> str:
-    """The first of these tests that fails on the package in the folder `source`; empty if all pass."""
+    """The first of these tests that fails on the package in the folder `source`. Empty if all pass."""
     options = ["-x", "-v", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "mutants_plugin"]
     options += [f"--timeout={limit_s:.0f}", "--timeout-method=thread"]  # a hang ends the process
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as listed:
@@ -355,7 +357,7 @@ def main() -> int:
         measure(report)
     measured = read_report(report)
     chosen, known = sample(options.count, options.seed, options.only), equivalent()
-    tried = [one for one in chosen if one.name not in known]
+    tried = [mutant for mutant in chosen if mutant.name not in known]
     print(f"{len(chosen)} mutants, {len(chosen) - len(tried)} of them listed as equivalent", flush=True)
     killers = read_outcomes(outcomes)
     former: dict[str, str] = {}
@@ -379,7 +381,8 @@ def main() -> int:
 
 
 def read_outcomes(path: Path) -> dict[str, str]:
-    """By name of a mutant that was tried on this tree: the test that noticed it, or nothing."""
+    """Outcomes of mutants already tried on this tree, by name. The value is the test that noticed the mutant,
+    or empty."""
     return (
         dict(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
         if path.exists()

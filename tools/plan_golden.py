@@ -25,8 +25,7 @@ STEP_S = 0.05
 
 @dataclass(frozen=True)
 class Scene:
-    """Requests as `sagellm explain` takes them, under passes that are named, so that no default changes
-    them."""
+    """Requests in the form of `sagellm explain`, with named passes. So no default changes them."""
 
     requests: Sequence[str]
     passes: tuple[str, ...]
@@ -61,7 +60,7 @@ def run(scene: Scene) -> ScheduleLog:
 def text(scene: Scene) -> str:
     """Every step's plan, complete."""
     requests = f"# sagellm explain {' '.join(scene.requests)}\n"
-    return "\n".join([requests, *(print_plan(one.plan, one.before) for one in run(scene).steps)])
+    return "\n".join([requests, *(print_plan(step.plan, step.before) for step in run(scene).steps)])
 
 
 def kept(name: str) -> str:

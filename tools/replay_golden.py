@@ -1,7 +1,7 @@
-"""Hit blocks of every policy of the package, and of the optimum, on the kept traces.
+"""Hit blocks of every policy and of the optimum on the kept traces.
 
-python tools/replay_golden.py             print, and say what differs from what is kept
-python tools/replay_golden.py --write     keep: after a policy was added, or meant to choose otherwise
+python tools/replay_golden.py             print, and say what differs from what is kept python
+tools/replay_golden.py --write     keep: after a policy was added, or meant to choose otherwise
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def load(trace: str) -> BlockTrace:
 def hits(policy: str, trace: BlockTrace) -> dict[str, int]:
     """By capacity."""
     results = run_sweep(trace, ReplaySweepPlan((policy,), CAPACITIES))
-    return {one.case.capacity.text: one.measures.hit_blocks for one in results}
+    return {result.case.capacity.text: result.measures.hit_blocks for result in results}
 
 
 def kept() -> Hits:

@@ -1,4 +1,4 @@
-"""A storm of clients that break off in every way, against `sagellm serve` with the demo model.
+"""Storms `sagellm serve` with clients that break off in every way. It serves the demo model.
 
     python tools/storm.py [--clients 256] [--seconds 120] [--seed 0] [--port N]
 
@@ -229,7 +229,7 @@ class Server:
         return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
     def settle(self, wanted: dict[str, float]) -> dict[str, float]:
-        """The state as soon as it is the wanted one, or what it is after `SETTLE_TIMEOUT_S`."""
+        """The state as soon as it is the wanted one. Otherwise the state after `SETTLE_TIMEOUT_S`."""
         deadline = time.monotonic() + SETTLE_TIMEOUT_S
         while (state := self.state()) != wanted and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -242,7 +242,7 @@ def serving(port: int) -> Iterator[Server]:
     command = [sys.executable, "-m", "sagellm", "serve", "--port", str(port), *options]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+        with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
             server = Server(process, f"http://{LOCALHOST}:{port}", log)
             try:
                 _wait_ready(server)

@@ -1,9 +1,9 @@
-"""Train the demo model's tokenizer and weights and write them as a Hugging Face folder.
+"""Trains the demo model's tokenizer and weights. Writes them as a Hugging Face folder.
 
-From seeds alone, on one CPU core: `python tools/train_demo_model.py --work-dir FOLDER` made the shipped
-files (a second thread gains 1.4x on a quiet machine, and loses on one that others use). A killed run resumes
-from the checkpoint in ``--work-dir``; the output folder receives whole files only (written under another
-name, then renamed).
+From seeds alone, on one CPU core: `python tools/train_demo_model.py --work-dir FOLDER` made the shipped files
+(a second thread gains 1.4x on a quiet machine, and loses on one that others use). A killed run resumes from
+the checkpoint in ``--work-dir``; the output folder receives whole files only (written under another name,
+then renamed).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ POOL = 2048
 
 @dataclass
 class Progress:
-    """How far a run is: optimiser steps, tokens, batches used of the current pool, seconds spent."""
+    """The progress of a run: optimiser steps, tokens, batches of the pool, seconds."""
 
     step: int = 0
     tokens: int = 0
@@ -45,7 +45,7 @@ class Progress:
 
 @dataclass
 class Watch:
-    """Counts the seconds of wall clock and CPU since the last lap into a run's progress."""
+    """Adds the wall-clock and CPU seconds since the last lap to a run's progress."""
 
     wall: float = field(default_factory=time.monotonic)
     cpu: float = field(default_factory=time.process_time)
@@ -100,7 +100,8 @@ def arguments() -> argparse.Namespace:
 
 
 def batches_of_pool(tokenizer: Tokenizer, args: argparse.Namespace, pool: int) -> list[list[Row]]:
-    """The batches of one pool of conversations: rows of like length, up to the padded tokens allowed."""
+    """The batches of one pool of conversations. Rows of a batch have like lengths, up to the padded tokens
+    allowed."""
     mix: Mix = "lists" if pool >= args.lists_from else "plain"
     mix = "copying" if args.copying[0] <= pool < args.copying[1] else mix
     made = [training_conversation(args.seed, pool * POOL + index, mix) for index in range(POOL)]
@@ -115,7 +116,7 @@ def batches_of_pool(tokenizer: Tokenizer, args: argparse.Namespace, pool: int) -
 
 
 def tensors(batch: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs [batch, time], targets and the mask of learnt targets, padded on the right with id 0."""
+    """Inputs [batch, time], targets and the mask of learnt targets. Rows are padded on the right with id 0."""
     width = max(len(row.ids) for row in batch)
     ids = torch.tensor([row.ids + [0] * (width - len(row.ids)) for row in batch])
     learnt = torch.tensor([row.learnt + [False] * (width - len(row.ids)) for row in batch])
@@ -139,7 +140,7 @@ def rate_factor(step: int, args: argparse.Namespace) -> float:
 
 
 def make_optimizers(net: DemoNet, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for the rest (or for all when the matrix rate is 0)."""
+    """Muon for the matrices inside the layers, AdamW for the rest. If the matrix rate is 0, AdamW for all."""
     named = list(net.named_parameters())
     inner = [weight for name, weight in named if weight.dim() == 2 and "embed" not in name]
     rest = [weight for name, weight in named if weight.dim() != 2 or "embed" in name]
@@ -227,7 +228,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def export(net: DemoNet, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the Hugging Face folder; weights are stored as bfloat16 and meant to be computed in float32."""
+    """Writes the Hugging Face folder. Weights are stored as bfloat16 and meant to be computed in float32."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: value.to(torch.bfloat16).contiguous() for name, value in net.state_dict().items()}
     save_file(weights, folder / "model.safetensors.new", metadata={"format": "pt"})
@@ -281,7 +282,7 @@ def report(progress: Progress, args: argparse.Namespace, losses: list[float]) ->
 
 
 def train(run: Run, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
-    """Train until the last step (or ``--stop-at``), with checkpoints and intermediate drops on the way."""
+    """Trains until the last step (or ``--stop-at``). Writes checkpoints and intermediate drops."""
     progress, watch = run.progress, Watch()
     losses: list[float] = []
     saved, last = progress.wall, args.stop_at or args.steps

@@ -9,7 +9,7 @@ import openai
 
 def main(url: str, model: str, key: str) -> None:
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
-        assert model in [one.id for one in client.models.list()]
+        assert model in [served.id for served in client.models.list()]
         answer = client.chat.completions.create(
             model=model,
             messages=[{"role": "user", "content": "What is 17 + 25?"}],

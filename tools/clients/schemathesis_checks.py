@@ -1,5 +1,5 @@
-"""What check_clients.py adds to schemathesis: a check that data which fits the schemas is accepted, but for
-the rules that no schema can state (they are in the description of the request's schema).
+"""Adds a check to schemathesis: data that fits the schemas is accepted. Exceptions are the rules that no
+schema can state (they are in the description of the request's schema).
 
 Integers are sent without a fraction: 1.0 is one for JSON Schema, and none for the server.
 """
@@ -36,7 +36,7 @@ def valid_data_is_accepted(ctx: CheckContext, response: Response, case: Case) ->
 def _whole(value: Any) -> Any:
     """The value with its integral floats as integers."""
     if isinstance(value, dict):
-        return {key: _whole(one) for key, one in value.items()}
+        return {key: _whole(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_whole(one) for one in value]
+        return [_whole(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -244,7 +244,7 @@ class Table:
 
 
 def console() -> Console:
-    """Returns standard output, as wide as the terminal or COLUMNS. Otherwise it is wide enough for any table."""
+    """Returns standard output, as wide as the terminal or COLUMNS. Otherwise any table fits."""
     terminal = Console()
     columns = os.environ.get("COLUMNS", "")
     if terminal.is_terminal or (columns.isdecimal() and int(columns)):
