@@ -116,7 +116,7 @@ def batches_of_pool(tokenizer: Tokenizer, args: argparse.Namespace, pool: int) -
 
 
 def tensors(batch: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs [batch, time], targets and the mask of learnt targets. Rows are padded on the right with id 0."""
+    """Inputs [batch, time], targets and the mask of learnt targets. Rows are right-padded with id 0."""
     width = max(len(row.ids) for row in batch)
     ids = torch.tensor([row.ids + [0] * (width - len(row.ids)) for row in batch])
     learnt = torch.tensor([row.learnt + [False] * (width - len(row.ids)) for row in batch])
