@@ -84,7 +84,7 @@ class Books:
 
     def admit(self, name: str, num_tokens: int, *, fail: str = "") -> None:
         state = self.waiting[name]
-        hit = self.kv.match(state)
+        hit = self.kv.quotes.match(state)
         self.check_match(state, hit)
         left = len(state.tokens) - hit.num_tokens
         self.step(Chunk(state, hit.num_tokens, min(num_tokens, left), hit), fail)
@@ -120,7 +120,7 @@ class Books:
         before = self.kv.block_states(), self.kv.index.num_cached
         for name in names:
             state, num_copies = self.waiting[name], len(binding.copies)
-            hit = self.kv.match(state)
+            hit = self.kv.quotes.match(state)
             self.check_match(state, hit)
             left = len(state.tokens) - hit.num_tokens
             draft.chunks[name] = Chunk(state, hit.num_tokens, min(num_tokens, left), hit)

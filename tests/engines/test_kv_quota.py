@@ -161,7 +161,7 @@ def test_guaranteed_blocks_in_the_cache_do_not_end_a_request_below_its_ceiling(
     alone = request("alone", [7] * num_prompt_tokens, 24 - num_prompt_tokens, service_class="flex")
     engine.add(alone)
     assert outcomes(engine) == {"alone": None}
-    assert engine.kv.room.num_evicted == {"quota": 2}
+    assert engine.kv.allocator.num_evicted == {"quota": 2}
 
 
 def test_guaranteed_blocks_in_the_cache_stay_while_another_request_may_make_room() -> None:
@@ -221,7 +221,7 @@ def test_a_forgotten_account_can_still_give_back_nothing() -> None:
     run_all(engine)
     engine.add(request("second", range(12), 1, service_class="flex"))
     for index in range(1100):
-        engine.kv.max_blocks(request("x", [1], namespace=tenant(f"salt {index}")).account)
+        engine.kv.quotes.max_blocks(request("x", [1], namespace=tenant(f"salt {index}")).account)
     engine.step()
     engine.abort("second")
     check_books(engine)

@@ -235,18 +235,18 @@ def test_saved_blocks_continue_what_the_index_has() -> None:
     copies = space.save("a", tokens, [7, 8, 9, 6], 2, 13)
     assert copies == [BlockCopy("hbm", 9, "dram", 0), BlockCopy("hbm", 6, "dram", 1)]
     hits = [PrefixHit(4 * count, count, tokens, Namespace()) for count in range(5)]
-    longer = [space.lengthen(hit, "a") for hit in hits]
+    longer = [space.extend_hit(hit, "a") for hit in hits]
     assert [hit.num_tokens for hit in longer] == [0, 4, 13, 13, 16], "a gap cannot be bridged"
     assert space.copies_back(longer[3], "a", [1, 2, 3, 4]) == [BlockCopy("dram", 1, "hbm", 4)]
-    assert space.lengthen(hits[2], "b") == hits[2]
+    assert space.extend_hit(hits[2], "b") == hits[2]
     again = hits[2]._replace(tokens=Tokens(range(20)))
-    assert space.lengthen(again, "a") == again, "another request of that name"
+    assert space.extend_hit(again, "a") == again, "another request of that name"
     with pytest.raises(BookkeepingError, match="b counts on 5 tokens that nobody has saved"):
         space.copies_back(longer[2], "b", [1, 2, 3, 4])
     with pytest.raises(CapacityError, match="b: 7 host blocks asked for, 6 are free"):
         space.save("b", tokens, range(7), 0, 28)
     space.check()
-    space.failed(["a"])
+    space.drop_uncopied(["a"])
     assert space.num_used == 0
 
 
@@ -336,8 +336,8 @@ def test_what_has_been_copied_outlives_a_later_failure() -> None:
     space = SwapSpace(FreeListPool(total_blocks=2, block_size=4))
     for name in "ab":
         space.save(name, Tokens(range(4)), [7], 0, 4)
-    space.written(["a"])
-    space.failed(["a", "b"])
+    space.copied(["a"])
+    space.drop_uncopied(["a", "b"])
     assert space.num_used == 1
     space.drop("a")
     assert space.num_used == 0

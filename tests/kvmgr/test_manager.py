@@ -18,8 +18,8 @@ from sagellm.core.types import NO_ACCOUNT, Account, Request, RequestStatus, Toke
 from sagellm.engines.build import build_kv
 from sagellm.kvmgr.eviction import LRUPolicy
 from sagellm.kvmgr.kv_pool import FreeListPool, QuotaManager, Share
-from sagellm.kvmgr.manager import KVCacheManager, SwapSpace
-from sagellm.kvmgr.manager.room import INDEX_OWNER, Room
+from sagellm.kvmgr.manager import BlockAllocator, KVCacheManager, SwapSpace
+from sagellm.kvmgr.manager.prefix_sharing import INDEX_OWNER
 from sagellm.kvmgr.prefix_cache import RadixIndex
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
 
@@ -43,7 +43,7 @@ def blocks_of(bound: Binding, name: str) -> tuple[int, tuple[int, ...]]:
 
 
 def admit(kv: KVCacheManager, request: RequestState, num_tokens: int | None = None) -> Chunk:
-    hit = kv.match(request)
+    hit = kv.quotes.match(request)
     take = len(request.tokens) - hit.num_tokens if num_tokens is None else num_tokens
     chunk = Chunk(request, hit.num_tokens, take, hit)
     kv.bind(binding(chunk))
@@ -66,8 +66,8 @@ def test_a_prompt_enters_the_index_when_it_is_whole() -> None:
     kv.bind(binding(Chunk(first, 6, 4)))
     compute(kv, first, 10)
     assert (kv.index.num_cached, kv.index.num_evictable) == (2, 0)
-    assert kv.match(state("other", range(10))).num_tokens == 8
-    assert kv.match(state("same but whole", range(8))).num_tokens == 4
+    assert kv.quotes.match(state("other", range(10))).num_tokens == 8
+    assert kv.quotes.match(state("same but whole", range(8))).num_tokens == 4
 
 
 def test_who_computed_the_same_goes_on_with_the_blocks_of_the_index() -> None:
@@ -108,7 +108,7 @@ def test_a_change_after_a_bind_is_not_sent_by_that_step() -> None:
     first, second = state("a", range(12)), state("b", [*range(12), 7])
     steps = []
     for request in (first, second):
-        chunk = Chunk(request, 0, len(request.tokens), kv.match(request))
+        chunk = Chunk(request, 0, len(request.tokens), kv.quotes.match(request))
         steps.append(binding(chunk))
         kv.bind(steps[-1])
         request.status, request.num_prefilled = RequestStatus.RUNNING, 0
@@ -131,32 +131,32 @@ def test_a_change_after_a_bind_is_not_sent_by_that_step() -> None:
 def test_what_is_foreseen_can_be_reused_and_taken_back() -> None:
     kv = manager()
     first = state("a", range(12))
-    chunk = Chunk(first, 0, 12, kv.match(first))
+    chunk = Chunk(first, 0, 12, kv.quotes.match(first))
     step = binding(chunk)
     kv.bind(step)
     before = kv.block_states()
     kv.foresee([chunk])
     kv.check()
     other = state("b", range(20))
-    assert kv.match(other).num_tokens == 12
-    ahead = binding(Chunk(other, 12, 8, kv.match(other)))
+    assert kv.quotes.match(other).num_tokens == 12
+    ahead = binding(Chunk(other, 12, 8, kv.quotes.match(other)))
     kv.bind(ahead)
     kv.rollback(ahead)
-    assert kv.match(other).num_tokens == 12, "the step that computes it stands"
+    assert kv.quotes.match(other).num_tokens == 12, "the step that computes it stands"
     kv.rollback(step)
     kv.check()
-    assert kv.match(other).num_tokens == 0
+    assert kv.quotes.match(other).num_tokens == 0
     assert before.active == 3
-    assert kv.block_states().free == kv.num_blocks
+    assert kv.block_states().free == kv.quotes.num_blocks
 
 
 def test_a_part_of_a_prompt_is_not_foreseen() -> None:
     kv = manager()
     first = state("a", range(12))
-    chunk = Chunk(first, 0, 8, kv.match(first))
+    chunk = Chunk(first, 0, 8, kv.quotes.match(first))
     kv.bind(binding(chunk))
     kv.foresee([chunk])
-    assert kv.match(state("b", range(12))).num_tokens == 0
+    assert kv.quotes.match(state("b", range(12))).num_tokens == 0
 
 
 def test_check_compares_tables_with_what_requests_hold() -> None:
@@ -178,7 +178,7 @@ def test_growth_takes_a_block_only_at_a_border() -> None:
     taken = []
     for _ in range(6):
         request.tokens.append(7)
-        price = kv.blocks_to_append(request, 1)
+        price = kv.quotes.blocks_to_append(request, 1)
         step = binding(Chunk(request, request.num_computed, 1))
         kv.bind(step)
         assert price == len(blocks_of(step, "r")[1])
@@ -190,21 +190,21 @@ def test_growth_takes_a_block_only_at_a_border() -> None:
 def test_prices_and_gains_are_what_happens() -> None:
     kv = manager(8)
     first = state("first", range(13))
-    before = kv.available_blocks()
-    price = kv.blocks_to_admit(kv.match(first), 13)
+    before = kv.quotes.available_blocks()
+    price = kv.quotes.blocks_to_admit(kv.quotes.match(first), 13)
     admit(kv, first)
-    assert before - kv.available_blocks() == price == 4
+    assert before - kv.quotes.available_blocks() == price == 4
     compute(kv, first, 13)
-    gain = kv.blocks_freed_by_preempting(first)
-    available = kv.available_blocks()
+    gain = kv.quotes.blocks_freed_by_preempting(first)
+    available = kv.quotes.available_blocks()
     kv.release(first)
-    assert kv.available_blocks() - available == gain == 4
+    assert kv.quotes.available_blocks() - available == gain == 4
     second = state("second", [*range(12), 5, 5])
-    hit = kv.match(second)
-    price = kv.blocks_to_admit(hit, 2)
-    available = kv.available_blocks()
+    hit = kv.quotes.match(second)
+    price = kv.quotes.blocks_to_admit(hit, 2)
+    available = kv.quotes.available_blocks()
     admit(kv, second)
-    assert available - kv.available_blocks() == price == 4
+    assert available - kv.quotes.available_blocks() == price == 4
 
 
 def test_what_is_missing_is_evicted_and_exactly_that() -> None:
@@ -230,7 +230,7 @@ def test_a_bind_that_cannot_be_leaves_the_books_as_they_were() -> None:
     chunks = [
         Chunk(r, h.num_tokens, len(r.tokens) - h.num_tokens, h)
         for r in (fits, does_not)
-        for h in [kv.match(r)]
+        for h in [kv.quotes.match(r)]
     ]
     with pytest.raises(CapacityError, match="5 blocks asked for"):
         kv.bind(binding(*chunks))
@@ -267,7 +267,7 @@ def test_an_exception_in_the_middle_of_bind_is_undone(at: int) -> None:
     running.tokens.append(1)
     before = kv.block_states()
     new = [state("a", range(20, 29)), state("b", range(6))]
-    chunks = [Chunk(running, 4, 1), *(Chunk(r, h.num_tokens, 4, h) for r in new for h in [kv.match(r)])]
+    chunks = [Chunk(running, 4, 1), *(Chunk(r, h.num_tokens, 4, h) for r in new for h in [kv.quotes.match(r)])]
     pool.countdown = at
     with pytest.raises(RuntimeError, match="injected"):
         kv.bind(binding(*chunks))
@@ -284,7 +284,7 @@ def test_rollback_undoes_a_bind() -> None:
     kv.release(seed)
     before = kv.block_states()
     request = state("r", [*range(8), 1, 2])
-    hit = kv.match(request)
+    hit = kv.quotes.match(request)
     bound = binding(Chunk(request, 8, 2, hit))
     kv.bind(bound)
     assert kv.block_states() != before
@@ -296,7 +296,7 @@ def test_rollback_undoes_a_bind() -> None:
 def test_calls_out_of_order_name_the_right_call() -> None:
     kv = manager()
     request = state("r", range(6))
-    step = binding(Chunk(request, 0, 6, kv.match(request)))
+    step = binding(Chunk(request, 0, 6, kv.quotes.match(request)))
     with pytest.raises(BookkeepingError, match="executed of step 0: call bind first"):
         kv.executed(step)
     kv.bind(step)
@@ -315,8 +315,8 @@ def test_a_hit_that_shrank_before_bind_is_an_error() -> None:
     compute(kv, seed, 8)
     kv.release(seed)
     request = state("r", [*range(8), 1])
-    hit = kv.match(request)
-    kv.room.make(3, NO_ACCOUNT)
+    hit = kv.quotes.match(request)
+    kv.allocator.make_room(3, NO_ACCOUNT)
     with pytest.raises(BookkeepingError, match="shrank"):
         kv.bind(binding(Chunk(request, 8, 1, hit)))
     kv.check()
@@ -327,7 +327,7 @@ def test_without_prefix_caching_nothing_stays() -> None:
     request = state("r", range(9))
     admit(kv, request)
     compute(kv, request, 9)
-    assert kv.match(state("again", range(9))).num_tokens == 0
+    assert kv.quotes.match(state("again", range(9))).num_tokens == 0
     kv.release(request)
     assert kv.block_states() == (0, 0, 8)
 
@@ -342,7 +342,7 @@ def test_the_time_of_a_look_up_is_recorded() -> None:
 
     clock.advance(100.0)
     kv = KVCacheManager(Slow(block_size=BLOCK), FreeListPool(16, BLOCK), metrics=metrics, clock=clock)
-    kv.match(state("r", range(9)))
+    kv.quotes.match(state("r", range(9)))
     assert metrics.snapshot().match_sum_s == 0.5
 
 
@@ -370,18 +370,18 @@ def test_without_a_quota_there_is_no_ceiling_to_make_room_below() -> None:
 def test_no_version_comes_twice() -> None:
     """Who kept an answer of the books looks whether their version is still the same."""
     kv = manager()
-    versions = [kv.version]
+    versions = [kv.quotes.version]
     for start in (0, 20):
         request = state(f"from {start}", range(start, start + 9))
         admit(kv, request)
         compute(kv, request, 9)
-        versions.append(kv.version)
+        versions.append(kv.quotes.version)
         kv.release(request)
-        versions.append(kv.version)
+        versions.append(kv.quotes.version)
     kv.remap({0: 15})
-    versions.append(kv.version)
+    versions.append(kv.quotes.version)
     kv.clear_cache()
-    versions.append(kv.version)
+    versions.append(kv.quotes.version)
     assert versions == sorted(set(versions))
 
 
@@ -397,7 +397,7 @@ def test_blocks_that_keep_a_borrower_from_giving_go_and_no_more_than_are_missing
     quota = QuotaManager(5, {"b": Share(2), "c": Share(1)})
     index = RadixIndex(block_size=BLOCK, policy_factory=LRUPolicy)
     pool = FreeListPool(5, BLOCK, quota=quota)
-    room = Room(index, pool, quota)
+    allocator = BlockAllocator(index, pool, quota)
     head = list(range(2 * BLOCK))
     for account, tail, num_new in ((a, [], 2), (b, [50] * 2 * BLOCK, 2), (c, [60] * BLOCK, 1)):
         tokens = Tokens([*head, *tail])
@@ -406,7 +406,7 @@ def test_blocks_that_keep_a_borrower_from_giving_go_and_no_more_than_are_missing
         index.insert(tokens, [*index.block_ids(index.lookup(tokens)), *own.block_ids], account=account)
         pool.hand_over(own, 0, num_new, INDEX_OWNER)
         pool.free(own)
-    room.make(1, Account("other"))
+    allocator.make_room(1, Account("other"))
     assert pool.num_free == 1
     assert dict(index.evictable_by_account()) == {NO_ACCOUNT: 0, a: 2, b: 1, c: 1}
-    pool.check({INDEX_OWNER: room.held()})
+    pool.check({INDEX_OWNER: allocator.blocks_of_index()})

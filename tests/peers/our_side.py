@@ -84,7 +84,7 @@ class WatchedMemory(ScriptedMemory):
     free_blocks = 0
 
     def execute(self, plan: ExecutionPlan) -> StepResult:
-        self.free_blocks = self.engine.kv.available_blocks()
+        self.free_blocks = self.engine.kv.quotes.available_blocks()
         return super().execute(plan)
 
 
@@ -102,7 +102,7 @@ def run(workload: Workload, passes: Sequence[SchedulerPass] | None = None, **kv_
         for one in here:
             engine.add(_request(one))
         recorder.record = {key: [] for key in LISTS}
-        backend.free_blocks = engine.kv.available_blocks()
+        backend.free_blocks = engine.kv.quotes.available_blocks()
         outputs = engine.step()
         engine.check()
         finished = sorted(one.request_id for one in outputs if one.finish_reason is not None)

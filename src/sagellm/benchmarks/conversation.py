@@ -173,7 +173,7 @@ def replay(
 
 def _serve(manager: KVCacheManager, state: RequestState, clock: ManualClock) -> PromptReuse:
     num_tokens = len(state.tokens)
-    hit = manager.match(state)
+    hit = manager.quotes.match(state)
     chunk = Chunk(state, hit.num_tokens, num_tokens - hit.num_tokens, hit)
     manager.bind(Binding(Draft(0, clock.now(), num_tokens, [], [], {state.request_id: chunk})))
     manager.commit(state)

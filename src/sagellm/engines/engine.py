@@ -110,7 +110,7 @@ class Engine:
     def add(self, request: Request) -> None:
         if request.request_id in self._request_table.states:
             raise RequestError(f"request id {request.request_id!r} is in use: send another", "request_id")
-        account_tokens = self.kv.max_blocks(request.account) * self.kv.block_size
+        account_tokens = self.kv.quotes.max_blocks(request.account) * self.kv.block_size
         check_request(request, self._capability, self.max_model_len, account_tokens)
         self._request_table.add(RequestState.of(request))
         now_s = self.clock.now()
@@ -169,7 +169,7 @@ class Engine:
     def diagnostics(self) -> EngineDiagnostics:
         kv, fragmentation = self.kv, self.kv.fragmentation()
         return EngineDiagnostics(
-            evicted_blocks=dict(kv.room.num_evicted),
+            evicted_blocks=dict(kv.allocator.num_evicted),
             internal_fragmentation=fragmentation.internal,
             external_fragmentation=fragmentation.external,
             num_pinned_prefixes=kv.pins.num_prefixes,

@@ -217,7 +217,7 @@ class Planner:
         draft = binding.draft
         for chunk in list(draft.admitted()):
             bound = chunk.state.request_id in binding.chunks
-            if not bound and chunk.hit is not None and not self._kv.is_current(chunk.hit):
+            if not bound and chunk.hit is not None and not self._kv.quotes.is_current(chunk.hit):
                 self._put_off(draft, chunk.state, "the request whose last block it would copy has left")
 
     def _make_way(self, error: CapacityError) -> MustLeave | None:

@@ -12,7 +12,7 @@ from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
 from sagellm.core.registry import registry
 from sagellm.core.types import NO_ACCOUNT, Tokens
-from sagellm.kvmgr.manager.room import Room
+from sagellm.kvmgr.manager import BlockAllocator
 
 HOLDER = "prefix index"
 OWNER = "benchmark"
@@ -42,7 +42,7 @@ class PoolAndIndex:
 
     pool: KVPool
     index: PrefixReuseIndex
-    room: Room
+    allocator: BlockAllocator
 
     def evict(self, num_blocks: int) -> None:
         """Evicts that many blocks from the index; they are free afterwards."""
@@ -59,7 +59,7 @@ class PoolAndIndex:
 
     def exchange(self, num_blocks: int) -> Allocation:
         """Allocates from a full pool; evicts as the manager does."""
-        self.room.make(num_blocks, NO_ACCOUNT)
+        self.allocator.make_room(num_blocks, NO_ACCOUNT)
         return self.allocate(num_blocks)
 
     def take(self, num_blocks: int) -> Allocation:
@@ -104,7 +104,7 @@ def pool_and_index(
     policy = registry("policy").create(plan.policy)
     made_pool = registry("pool").create(pool, total_blocks=num_blocks, block_size=BLOCK_SIZE)
     made_index = registry("index").create(index, block_size=BLOCK_SIZE, policy=policy)
-    return PoolAndIndex(made_pool, made_index, Room(made_index, made_pool, None))
+    return PoolAndIndex(made_pool, made_index, BlockAllocator(made_index, made_pool))
 
 
 def cached_prompt(cell: MicroBenchCell, *, step: int | None = None) -> tuple[PrefixReuseIndex, Tokens]:

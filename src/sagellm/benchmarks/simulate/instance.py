@@ -21,7 +21,7 @@ from sagellm.core.types import Request, RequestOutput
 from sagellm.engines.build import build_engine
 from sagellm.engines.simulator.fast_forward import EqualSteps, SimulatedEngine
 from sagellm.kvmgr.manager import KVCacheManager
-from sagellm.kvmgr.manager.sequence import BlockStates
+from sagellm.kvmgr.manager import BlockStates
 
 KV_EVERY = 16
 """Steps between two samples of the KV pool."""

@@ -11,7 +11,7 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import NO_ACCOUNT, Request
 from sagellm.kvmgr.manager import KVCacheManager
-from sagellm.kvmgr.manager.room import INDEX_OWNER
+from sagellm.kvmgr.manager.prefix_sharing import INDEX_OWNER
 
 SPARE_BLOCKS = 4
 """Blocks that a decode instance keeps free for each of its requests before it accepts another."""
@@ -107,7 +107,7 @@ class Links:
         if not others:
             return True
         reserved = sum(other.num_blocks for other in promised) + SPARE_BLOCKS * others
-        room = kv.available_blocks() - reserved
+        room = kv.quotes.available_blocks() - reserved
         return others < target.engine.max_num_seqs and transfer.num_blocks <= room
 
 
@@ -123,9 +123,9 @@ def receive(kv: KVCacheManager, request: Request, num_tokens: int) -> int:
     last, partial block is not registered, since the index holds whole blocks; it is computed again."""
     namespace, index, pool = kv.namespace_of(request.namespace), kv.index, kv.pool
     hit = index.pin(index.lookup(request.tokens, namespace, num_tokens))
-    missing = min(num_tokens // kv.block_size - hit.num_blocks, kv.available_blocks())
+    missing = min(num_tokens // kv.block_size - hit.num_blocks, kv.quotes.available_blocks())
     if missing > 0:
-        kv.room.make(missing, NO_ACCOUNT)
+        kv.allocator.make_room(missing, NO_ACCOUNT)
         own = pool.allocate(missing, f"received {request.request_id}")
         if own is not None:
             table = index.block_ids(hit) + own.block_ids

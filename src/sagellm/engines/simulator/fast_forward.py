@@ -134,13 +134,13 @@ class SimulatedEngine(Engine):
                 continue
             kv.append_blocks(unserved)
             unserved = []
-            if kv.quota is not None or len(states) > kv.available_blocks():
+            if kv.quota is not None or len(states) > kv.quotes.available_blocks():
                 num_steps = step
                 break
             self.backend.pass_decodes(prices_s[num_done:step])
-            num_done, version = step, kv.version
+            num_done, version = step, kv.quotes.version
             kv.append_blocks(states)
-            if same_cache and kv.version != version:
+            if same_cache and kv.quotes.version != version:
                 num_steps = step + 1
                 break
         kv.append_blocks(unserved)
@@ -168,15 +168,15 @@ class SimulatedEngine(Engine):
         They end before the one that completes the prompt or ends a request.
         """
         kv, clock, batch = self.kv, self.clock, self._request_table.decodes
-        state, size, version = chunk.state, chunk.num_tokens, self.kv.version
+        state, size, version = chunk.state, chunk.num_tokens, self.kv.quotes.version
         num_steps = max(0, min(batch.steps_below_length, (state.num_uncomputed - 1) // size))
         boundaries, positions = batch.block_boundaries(num_steps), batch.positions()
         times_s, prefills = [clock.now()], []
         for number in range(num_steps):
-            has_changed = not kv.is_regular or (same_cache and kv.version != version)
+            has_changed = not kv.is_regular or (same_cache and kv.quotes.version != version)
             needing_block = [batch.states[i] for i in boundaries.get(number, ())]
-            price = len(needing_block) + kv.blocks_to_append(state, size)
-            if clock.now() >= until_s or has_changed or price > kv.available_blocks() or kv.quota is not None:
+            price = len(needing_block) + kv.quotes.blocks_to_append(state, size)
+            if clock.now() >= until_s or has_changed or price > kv.quotes.available_blocks() or kv.quota is not None:
                 break
             chunk = Chunk(state, state.num_computed, size)
             draft = Draft(self._num_steps + number, clock.now(), 0, [], [], {state.request_id: chunk})

@@ -1,7 +1,8 @@
-"""`KVCacheManager`: the one object that a scheduler and an engine talk to about KV."""
+"""`KVCacheManager`: which request has which KV block, and what stays when the request leaves."""
 
-from sagellm.kvmgr.manager.manager import KVCacheManager
-from sagellm.kvmgr.manager.sequence import BlockStates, Fragmentation
+from sagellm.kvmgr.manager.allocator import BlockAllocator
+from sagellm.kvmgr.manager.manager import BlockStates, Fragmentation, KVCacheManager
+from sagellm.kvmgr.manager.quotes import Quotes
 from sagellm.kvmgr.manager.swap import SwapSpace
 
-__all__ = ["BlockStates", "Fragmentation", "KVCacheManager", "SwapSpace"]
+__all__ = ["BlockAllocator", "BlockStates", "Fragmentation", "KVCacheManager", "Quotes", "SwapSpace"]

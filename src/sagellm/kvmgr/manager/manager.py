@@ -1,49 +1,90 @@
-"""`KVCacheManager`: the one object that a scheduler and an engine talk to about KV.
+"""`KVCacheManager`: decides which request has which KV block, from admission to eviction.
 
-It joins a prefix index and a block pool: match, bind (reserve), commit, release, and the books in between. A
-block is in exactly one of three states: free; cached (in the index, used by nobody); active (held by a
-request, as its own or as a pinned prefix).
+Every block has one owner at a time. The owners, in the order in which a block changes hands:
+
+    pool's free list
+      | BlockAllocator.append_blocks (bind)                    ^ release, rollback, duplicates,
+      v                                                        | blocks behind a sliding window
+    own blocks of a running request (RequestBlocks.own) -------+
+      | PrefixRegistrar.register (commit, release, fork) or publish (early)
+      v
+    prefix index: pinned (active) --- unpin, the last one ---> unpinned (cached) --- evict ---> free list
+                        ^------------------- pin -----------------------'
+
+    pinned by a hit      from the bind that admits a request until its release (or rollback)
+    pinned by a client   from pin_prefix until unpin_prefix
+    shared last block    stays its request's own; requests of its group copy it while that request runs
+    saved in host memory from the executed step that preempts a request until the step that admits it again,
+                         in blocks of another pool (SwapSpace)
+
+A block is free, cached (in the index, unpinned) or active. Its pins are counted by the prefix index, and only
+`pin`, `unpin` and `insert` of the index change them.
+
+The legal order of calls. A call out of order raises `BookkeepingError`, which names the right one:
+
+    for a step      swap_out* -> bind+ -> executed -> commit*      or, before executed:  bind* -> rollback
+    for a request   admitted by a bind -> commit* -> release       fork and commit only while it runs
+
+A second step may be bound before the first is executed (`foresee` is called between); then the second is
+rolled back before the first.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from sagellm.core.binding import Binding, BindingStage, ChunkBlocks
+from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.plan import BlockCopy, Chunk, Draft, RequestState
 from sagellm.core.protocols.eviction import Use
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
-from sagellm.core.protocols.prefix_cache import (
-    MissObserver,
-    PrefixHit,
-    PrefixReuseIndex,
-    ReuseRecorder,
-)
-from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
-from sagellm.kvmgr.manager.donors import Donors
+from sagellm.core.protocols.prefix_cache import MissObserver, PrefixHit, PrefixReuseIndex, ReuseRecorder
+from sagellm.core.types import NO_ACCOUNT, BlockIds, Namespace, Tokens
+from sagellm.kvmgr.manager.allocator import BlockAllocator, SlidingWindows
 from sagellm.kvmgr.manager.hints import KVHints
-from sagellm.kvmgr.manager.pins import PinnedPrefixes
-from sagellm.kvmgr.manager.prefix_registrar import PrefixRegistrar
+from sagellm.kvmgr.manager.prefix_sharing import (
+    INDEX_OWNER,
+    PinnedPrefixes,
+    PrefixRegistrar,
+    SharedTails,
+    SharingGroups,
+)
 from sagellm.kvmgr.manager.quotes import Quotes
-from sagellm.kvmgr.manager.room import INDEX_OWNER, Room
-from sagellm.kvmgr.manager.sequence import Fragmentation, SequenceKV
 from sagellm.kvmgr.manager.swap import SwapSpace
-from sagellm.kvmgr.manager.tables import DecodeTables
-from sagellm.kvmgr.manager.windows import Windows
+from sagellm.kvmgr.manager.tables import BlockTables, RequestBlocks
 
 
-class KVCacheManager(Quotes):
-    """Implements `KVQuotes` for the passes (see `Quotes`), and the books for the engine. One thread owns it.
+class BlockStates(NamedTuple):
+    """Blocks by state; they sum to the pool's total."""
 
-    With `prefix_caching=False` nothing is matched or kept: the slow twin of every reuse. `index_as_computed`:
-    the blocks of a prompt enter the index with each chunk, not when all of it is computed. `window`: no token
-    attends further back than that; blocks behind it are given up before anything cached is.
-    `sharing_groups` maps tenants to the group with which they share their cache. `max_pinned_share` bounds
-    what `pin_prefix` may hold of the pool. `swap`: host memory for what preempted requests have computed;
-    `prefill_token_s`: seconds to compute a token of it again.
+    active: int
+    cached: int
+    free: int
+
+
+class Fragmentation(NamedTuple):
+    """Shares of memory that hold no token, 0 to 1.
+
+    `internal`: of the slots in blocks of running requests, those behind the last token. `external`: 1 minus
+    the longest run of free blocks over all free blocks.
+    """
+
+    internal: float
+    external: float
+
+
+class KVCacheManager:
+    """Joins a prefix index, a block pool and a quota. One thread owns it.
+
+    Passes ask `quotes` for hits and prices; planner and engine make the calls above. `prefix_caching=False`:
+    nothing is matched or kept. `index_as_computed`: the blocks of a prompt enter the index with each chunk,
+    not when all of it is computed. `window`: no token attends further back than this; blocks behind it are
+    freed before anything cached is evicted. `sharing_groups`: by tenant, the group with which it shares its
+    cache. `max_pinned_share` bounds what `pin_prefix` may hold of the pool. `swap`: host memory for the KV of
+    preempted requests; `prefill_token_s`: seconds to compute a token of it again.
     """
 
     def __init__(
@@ -65,52 +106,64 @@ class KVCacheManager(Quotes):
     ) -> None:
         if index.block_size != pool.block_size:
             raise ValueError(f"block sizes differ: index {index.block_size}, pool {pool.block_size}")
+        now, groups = (clock or MonotonicClock()).now, SharingGroups(sharing_groups or {})
         self.index = index
         self.pool = pool
         self.quota = quota
-        self.room = Room(index, pool, quota)
         self.metrics = metrics
         self.misses = misses
+        self.swap = swap
+        self.window = window
         self.block_size = pool.block_size
         self.prefix_caching = prefix_caching
         self.index_as_computed = index_as_computed
-        self.swap = swap
-        self.prefill_token_s = prefill_token_s
-        self._sharing = dict(sharing_groups or {})
-        self._now = (clock or MonotonicClock()).now
-        self.hints = KVHints(index, self.namespace_of, self._now)
-        self._sequences: dict[str, SequenceKV] = {}
-        self._tables = DecodeTables(pool, self._make_room, with_quotas=quota is not None)
-        self._donors = Donors(self._sequences, pool.block_size)
-        self._registrar = PrefixRegistrar(index, pool, self._tables, self.namespace_of)
-        self.is_published = self._registrar.saw
-        self._windows = Windows(window, self._sequences, self._donors, self._registrar, pool, quota)
-        self._publishes = index_as_computed and prefix_caching and window is None
-        self._num_changes = 0
+        self.namespace_of = groups.namespace_of
+        self._tables = BlockTables(pool)
+        self._tails = SharedTails(self._tables, pool.block_size)
+        windows = SlidingWindows(window, self._tables, self._tails, pool)
+        self.allocator = BlockAllocator(index, pool, quota, windows)
+        self._registrar = PrefixRegistrar(index, pool, self._tables, groups, prefix_caching=prefix_caching)
+        self.is_published = self._registrar.is_published
+        self._publishes_early = index_as_computed and prefix_caching and window is None
+        self.hints = KVHints(index, groups.namespace_of, now)
         self.pins = PinnedPrefixes(index, pool.total_blocks, max_pinned_share)
+        self.quotes = Quotes(
+            index,
+            pool,
+            quota,
+            swap,
+            self._tables,
+            self.allocator,
+            windows,
+            self._registrar,
+            self._tails,
+            groups,
+            metrics,
+            now,
+            prefix_caching=prefix_caching,
+            prefill_token_s=prefill_token_s,
+        )
 
-    # -- for the loop
+    # -- what running requests hold
 
-    @property
-    def version(self) -> int:
-        saved = 0 if self.swap is None else self.swap.num_changes
-        return self._num_changes + self._registrar.num_changes + saved
+    def block_table(self, request_id: str) -> BlockIds:
+        """The blocks of a running request, in order of position; `KeyError` for any other."""
+        return self._tables[request_id].block_ids
 
-    @property
-    def is_regular(self) -> bool:
-        """Whether a step that only decodes does nothing here but take blocks."""
-        return self.window is None and self._tables.is_up_to_date and self.hints.is_idle
+    def num_slots(self, request_id: str) -> int:
+        """Tokens that the blocks of a running request can hold."""
+        return len(self._tables[request_id].block_ids) * self.block_size
 
-    def append_blocks(self, states: Sequence[RequestState]) -> None:
-        """A block for each running request, of which no backend has to be told. Raises `CapacityError`."""
-        self._tables.append_blocks(states)
+    def block_states(self) -> BlockStates:
+        cached, free = self.index.num_evictable, self.pool.num_free
+        return BlockStates(self.pool.total_blocks - cached - free, cached, free)
 
     def fragmentation(self) -> Fragmentation:
-        slots = self.block_size * sum(len(one.block_ids) for one in self._sequences.values())
-        tokens = sum(one.state.num_computed for one in self._sequences.values())
+        slots = self.block_size * sum(len(blocks.block_ids) for blocks in self._tables)
+        tokens = sum(blocks.state.num_computed for blocks in self._tables)
         return Fragmentation(1 - tokens / slots if slots else 0.0, self.pool.get_fragmentation())
 
-    # -- bind and its undoing
+    # -- bind and rollback
 
     def bind(self, binding: Binding, *, early: bool = False) -> None:
         """Reserve the blocks that the draft needs and has not: pin its hits, then append to block tables.
@@ -122,41 +175,32 @@ class KVCacheManager(Quotes):
         binding.require("bind", BindingStage.OPEN, BindingStage.BOUND)
         draft = binding.draft
         self.hints.expect(hit for name, hit in draft.hits.items() if name not in draft.chunks)
-        num_copies, num_bound, first = len(binding.copies), len(binding.chunks), not binding.decodes_bound
-        self._tables.bind(binding)
+        num_copies, num_bound, first_bind = (
+            len(binding.copies),
+            len(binding.chunks),
+            not binding.decodes_bound,
+        )
+        self._tables.start_bind(binding)
         chunks = [chunk for name, chunk in draft.chunks.items() if name not in binding.chunks]
         try:
             for chunk in chunks:
                 if chunk.admits:
                     binding.chunks[chunk.state.request_id] = ChunkBlocks(chunk)
                     self._admit(chunk)
-            if first:
-                self._tables.grow(binding)
+            if first_bind:
+                self._bind_decodes(binding)
             for chunk in chunks:
-                name = chunk.state.request_id
-                self._append_blocks(binding.chunks.setdefault(name, ChunkBlocks(chunk)))
+                bound = binding.chunks.setdefault(chunk.state.request_id, ChunkBlocks(chunk))
+                self._append_chunk_blocks(bound)
                 if chunk.hit is not None:
-                    binding.copies += self._copies_for(name, chunk.hit)
-            if early and self._publishes:
+                    binding.copies += self._copies_for(chunk.state.request_id, chunk.hit)
+            if early and self._publishes_early:
                 self._publish(chunks)
         except Exception:
-            self._undo(binding, num_bound, decodes=first)
+            self._undo(binding, num_bound, decodes=first_bind)
             del binding.copies[num_copies:]
             raise
         binding.decodes_bound, binding.stage = True, BindingStage.BOUND
-
-    def admitted(self, chunk: Chunk, *, again: bool = False) -> None:
-        """A request entered the batch with what this chunk reuses (`again`: it was preempted before)."""
-        state, hit = chunk.state, chunk.hit
-        if hit is None or state.max_reusable < len(state.tokens) - 1:  # what it may not reuse is no miss
-            return
-        if self.metrics is not None and not again:
-            total = len(state.tokens)
-            tenant = state.request.namespace.tenant
-            num_blocks = self._blocks_for(total)
-            self.metrics.record(total, chunk.start, num_blocks, hit.num_blocks, tenant=tenant)
-        if not self._registrar.saw(state.request_id):
-            self._attribute(state, hit, again=again)
 
     def rollback(self, binding: Binding) -> None:
         """Undo the binds of a step that is not, or not successfully, executed; evictions stay.
@@ -167,173 +211,199 @@ class KVCacheManager(Quotes):
         self._undo(binding, 0, decodes=True)
         binding.stage = BindingStage.OPEN
         if self.swap is not None:
-            self.swap.failed(binding.draft.swapped)
+            self.swap.drop_uncopied(binding.draft.swapped)
+
+    def admitted(self, chunk: Chunk, *, again: bool = False) -> None:
+        """A request entered the batch with this chunk; count what it reuses. `again`: it ran before."""
+        state, hit = chunk.state, chunk.hit
+        if hit is None or state.max_reusable < len(state.tokens) - 1:  # what it may not reuse is no miss
+            return
+        if self.metrics is not None and not again:
+            total = len(state.tokens)
+            num_blocks, tenant = cdiv(total, self.block_size), state.request.namespace.tenant
+            self.metrics.record(total, chunk.start, num_blocks, hit.num_blocks, tenant=tenant)
+        if not self.is_published(state.request_id):
+            self._attribute_misses(state, hit, again=again)
+
+    def append_blocks(self, states: Sequence[RequestState]) -> None:
+        """Append a block for each request in decode, without a binding: no backend is sent it.
+
+        Raises `CapacityError`.
+        """
+        self.allocator.append_block_to_each(self._tables.of(states))
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether a step that only decodes does nothing here but append blocks."""
+        return self.window is None and self._tables.all_sent and self.hints.is_idle
+
+    # -- preempted requests in host memory
 
     def swap_out(self, binding: Binding, state: RequestState) -> bool:
-        """Plan the copies that save what the request is about to lose by preemption; False where there is no
-        room. Before anything is bound: they have to come before all other copies of the step."""
-        if self.swap is None or not self.resume_cost(state).fits:
+        """Plan the copies that save what a request loses by preemption; False if they do not fit.
+
+        Comes before the bind, since these copies must come before all others of the step.
+        """
+        if self.swap is None or not self.quotes.resume_cost(state).fits:
             return False
-        table, first = self.block_table(state.request_id), self._first_lost(state)
+        table, first = self.block_table(state.request_id), self.quotes.first_lost_block(state)
         binding.copies += self.swap.save(state.request_id, state.tokens, table, first, state.num_computed)
         return True
 
     def give_up_saved(self, draft: Draft) -> None:
-        """A step has failed, perhaps because of what it brought back: that is computed again."""
+        """A step has failed, perhaps because of the KV that it brought back: that is computed again."""
         for chunk in draft.admitted():
             if chunk.hit is not None and chunk.hit.num_swapped:
                 self.forget(chunk.state)
 
     def forget(self, state: RequestState) -> None:
-        """What was saved of the request is given up; it has ended, or is to be computed again."""
+        """Drop the saved KV of a request that has ended, or is to be computed again."""
         if self.swap is not None:
             self.swap.drop(state.request_id)
 
-    # -- moving forward
+    # -- after the step
 
     def executed(self, binding: Binding) -> None:
-        """The backend has executed the step: it has the tables of the requests in decode that took part."""
-        if binding.draft.num_scheduled:
+        """The backend has executed the step, and so has the block tables that it was sent."""
+        if binding.draft.num_scheduled:  # a step that only saves preempted requests binds nothing
             binding.require("executed", BindingStage.BOUND)
         binding.stage = BindingStage.EXECUTED
         self._tables.executed(binding)
         if self.swap is not None and self.swap.num_used:
-            self.swap.written(binding.draft.swapped)
+            self.swap.copied(binding.draft.swapped)
             for chunk in binding.draft.admitted():
                 self.swap.drop(chunk.state.request_id)
 
     def foresee(self, chunks: Iterable[Chunk]) -> None:
-        """What the step in flight computes enters the index as `commit` will have it, until that or
-        `rollback`: a step that is bound meanwhile may reuse it, being executed later."""
+        """Publish what the in-flight step computes, as `commit` will register it.
+
+        The step that is bound next may reuse it, since it is executed later. Lasts until `commit` or
+        `rollback` of the in-flight step.
+        """
         for chunk in chunks if self.prefix_caching else ():
             state = chunk.state
-            whole = chunk.end >= state.num_prompt_tokens
-            if (whole or self.index_as_computed) and not self._registrar.saw(state.request_id):
-                sequence = self._sequences[state.request_id]
-                self._registrar.publish(sequence, min(chunk.end, state.num_prompt_tokens))
+            is_whole = chunk.end >= state.num_prompt_tokens
+            if (is_whole or self.index_as_computed) and not self.is_published(state.request_id):
+                num_tokens = min(chunk.end, state.num_prompt_tokens)
+                self._registrar.publish(self._tables[state.request_id], num_tokens)
 
     def commit(self, state: RequestState) -> None:
-        """`state.num_computed` moved, in a step that the backend has executed: a prompt that is now whole
-        enters the index, or the part of it that is there."""
-        prompt = state.num_prompt_tokens
-        sequence = self._sequences[state.request_id]
-        self._tables.told(state.request_id)
-        published = self._registrar.settle(state.request_id)
+        """Take in that `state.num_computed` moved in an executed step that had a chunk of the request.
+
+        A prompt that is whole now enters the index; with `index_as_computed`, the computed part of any.
+        """
+        blocks, prompt = self._blocks_of(state, "commit"), state.num_prompt_tokens
+        self._tables.mark_sent(state.request_id)
+        was_published = self._registrar.confirm(state.request_id)
         if state.num_computed < prompt:
             if self.index_as_computed:
-                self._register(sequence, state.num_computed)
-        elif published or prompt > sequence.num_shared * self.block_size:
-            self._register(sequence, prompt)
+                self._registrar.register(blocks, state.num_computed)
+        elif was_published or prompt > blocks.num_shared * self.block_size:
+            self._registrar.register(blocks, prompt)
             group = state.request.group
             if group is not None and self.prefix_caching:
-                self._donors.offer(group, sequence)
+                self._tails.offer(group, blocks)
 
     def fork(self, state: RequestState, group: str) -> None:
-        """Let requests of `group` begin where a running one stands: its whole blocks enter the index, and its
-        last, partial one is copied by whoever is admitted while it runs (copy-on-write, done when a child is
-        about to write)."""
-        sequence = self._sequences[state.request_id]
-        self._register(sequence, state.num_computed)
+        """Let requests of `group` begin where a running request stands.
+
+        Its whole blocks enter the index. Its last, partial block is copied by each request of the group that
+        is admitted while it runs.
+        """
+        blocks = self._blocks_of(state, "fork")
+        self._registrar.register(blocks, state.num_computed)
         if self.prefix_caching:
-            self._donors.put(group, sequence)
+            self._tails.offer(group, blocks, replace=True)
 
     def release(self, state: RequestState, *, keep: bool = True, ended: bool = True) -> None:
-        """The request leaves the batch: what it computed, generated tokens included, stays behind as
-        cache. With `keep=False` nothing new does. `ended=False`: it was preempted, and comes again.
+        """The request leaves the batch; what it computed, generated tokens included, stays as cache.
+
+        With `keep=False` nothing new stays. `ended=False`: it is preempted and will run again.
         """
-        sequence = self._sequences[state.request_id]
+        blocks, request = self._blocks_of(state, "release"), state.request
         if keep:
-            self._register(sequence, state.num_computed)
+            self._registrar.register(blocks, state.num_computed)
         else:
-            self._registrar.discard(sequence)
-        num_prompt_blocks = state.num_prompt_tokens // self.block_size
-        request = state.request
+            self._registrar.unpublish_all(blocks)
         use = Use(
             state.num_output_tokens,
-            sequence.num_reused_blocks,
-            num_prompt_blocks,
+            blocks.num_reused_blocks,
+            state.num_prompt_tokens // self.block_size,
             request.priority,
             request.slo.ttft_s,
         )
-        self.index.unpin(sequence.hit, use)
+        self.index.unpin(blocks.hit, use)
         try:
-            self.pool.free(sequence.own)
+            self.pool.free(blocks.own)
         except Exception:
-            sequence.hit = self.index.pin(sequence.hit)
+            blocks.hit = self.index.pin(blocks.hit)
             raise
-        del self._sequences[state.request_id]
+        self._tables.remove(state)
         self._registrar.forget(state.request_id)
-        self._tables.leave(state)
-        self._donors.leave(sequence)
-        self._num_changes += 1
+        self._tails.remove(blocks)
         if keep:
             self.hints.released(state, ended=ended)
 
-    def clear_cache(self) -> int:
-        """Forget every block that nobody uses; returns how many."""
-        self._num_changes += 1
-        return self.room.clear()
+    # -- the cache as a whole
 
-    # -- prefixes that stay
+    def clear_cache(self) -> int:
+        """Evict every block that no request uses; returns how many."""
+        return self.allocator.clear()
+
+    def make_room_below_ceilings(self, state: RequestState, num_blocks: int) -> bool:
+        """Evict even guaranteed blocks under the ceilings of a request that nothing else can help.
+
+        Returns whether any were evicted.
+        """
+        if self.quota is None:
+            return False
+        return self.allocator.make_room_below_ceilings(num_blocks, self.quota.paying(state.request.account))
 
     def pin_prefix(self, tokens: Tokens, namespace: Namespace = Namespace()) -> PrefixHit:
-        """Hold what is resident of a prompt (a system prompt, say) until `unpin_prefix`.
+        """Pin the cached part of a prompt (a system prompt, say) until `unpin_prefix`.
 
         Raises `CapacityError` if pinned prefixes together would hold more than `max_pinned_share`.
         """
         return self.pins.add(self.index.lookup(tokens, self.namespace_of(namespace)))
 
     def unpin_prefix(self, hit: PrefixHit) -> None:
-        """Give up a hold of `pin_prefix`; an error if it is none."""
+        """Unpin what `pin_prefix` returned. Raises `BookkeepingError` for any other hit."""
         self.pins.remove(hit)
 
     def remap(self, moves: Mapping[int, int]) -> None:
-        """Blocks moved (a compaction): block `source` of anybody is `target` from now on."""
-        self._num_changes += 1
+        """After a compaction: block `source` of any owner is now block `target`."""
         self.pool.remap(moves)
         self.index.remap(moves)
-        for sequence in self._sequences.values():
-            table = sequence.block_ids
-            sequence.block_ids = array("i", [moves.get(block, block) for block in table])
-            self._tables.mark(sequence, 0)
+        self._tables.remap(moves)
 
     def check(self) -> None:
-        """Raise `BookkeepingError` unless every block is free, cached or active, in exactly one way."""
+        """Raise `BookkeepingError` unless every block has exactly one of the owners drawn above."""
         self.index.check()
-        self.pool.check({INDEX_OWNER: self.room.held()})
-        for sequence in self._sequences.values():
-            sequence.check(self.index.block_ids(sequence.hit))
-        self._tables.check(self._sequences.values())
+        self.pool.check({INDEX_OWNER: self.allocator.blocks_of_index()})
+        self._tables.check(self.index)
+        self._registrar.check()
+        self._tails.check()
         if self.swap is not None:
             self.swap.check()
 
-    def make_room_below_ceilings(self, state: RequestState, num_blocks: int) -> bool:
-        """Evict guaranteed blocks too, where nothing else runs and only the request's ceilings are in the
-        way; returns whether any went."""
-        if self.quota is None:
-            return False
-        self._num_changes += 1
-        account = self.quota.paying(state.request.account)
-        return self.room.make_below_ceilings(self.quota, num_blocks, account)
+    # -- inside
 
-    # -- inside: admission and growth
-
-    def _copies_for(self, request_id: str, hit: PrefixHit) -> Iterable[BlockCopy]:
-        """What of a hit stands elsewhere than in the index."""
-        if hit.tail is not None:
-            return (self._donors.copy_of(hit.tail, request_id),)
-        if hit.num_swapped:
-            assert self.swap is not None
-            return self.swap.copies_back(hit, request_id, self.block_table(request_id))
-        return ()
+    def _blocks_of(self, state: RequestState, call: str) -> RequestBlocks:
+        blocks = self._tables.find(state)
+        if blocks is None:
+            raise BookkeepingError(
+                f"{call} of {state.request_id}, which holds no blocks: bind its chunk first"
+            )
+        return blocks
 
     def _admit(self, chunk: Chunk) -> None:
+        """Pin the hit of a chunk and give the request an empty allocation of its own."""
         state, wanted = chunk.state, chunk.hit
         assert wanted is not None
         account = NO_ACCOUNT if self.quota is None else self.quota.paying(state.request.account)
         hit = self.index.pin(wanted)
         try:
-            if hit.num_blocks != wanted.num_blocks or not self.is_current(wanted):
+            if hit.num_blocks != wanted.num_blocks or not self.quotes.is_current(wanted):
                 raise BookkeepingError(
                     f"{state.request_id}: a hit of {chunk.start} tokens shrank to {hit.num_tokens} by bind"
                 )
@@ -343,63 +413,65 @@ class KVCacheManager(Quotes):
             self.index.unpin(hit)
             raise
         ids = self.index.block_ids(hit)
-        made = SequenceKV(state, hit, ids, own, hit.num_blocks, hit.num_blocks)
-        self._sequences[state.request_id] = made
-        self._tables.enter(made)
+        self._tables.add(RequestBlocks(state, hit, ids, own, hit.num_blocks, hit.num_blocks))
 
-    def _append_blocks(self, bound: ChunkBlocks) -> None:
-        sequence = self._sequences[bound.chunk.state.request_id]
-        held = len(sequence.block_ids)
-        bound.first_block = held if sequence.changed_from is None else sequence.changed_from
-        missing = self._blocks_for(bound.chunk.end) - held
+    def _bind_decodes(self, binding: Binding) -> None:
+        """Append a block to each request in decode that needs one; note what the backend has to be sent."""
+        states = binding.draft.needing_block()
+        if states:
+            requests = self._tables.of(states)
+            firsts = [len(blocks.block_ids) for blocks in requests]
+            block_ids = self.allocator.append_block_to_each(requests)
+            self._tables.note_appended(binding, states, firsts, block_ids)
+        self._tables.note_unsent(binding)
+
+    def _append_chunk_blocks(self, bound: ChunkBlocks) -> None:
+        blocks = self._tables[bound.chunk.state.request_id]
+        held = len(blocks.block_ids)
+        bound.first_block = held if blocks.unsent_from is None else blocks.unsent_from
+        missing = cdiv(bound.chunk.end, self.block_size) - held
         if missing > 0:
-            taken = self._tables.take(sequence, missing)
-            sequence.block_ids += taken
-            bound.block_ids = tuple(taken)
+            bound.block_ids = tuple(self.allocator.append_blocks(blocks, missing))
 
-    def _make_room(self, num_blocks: int, account: Account) -> None:
-        """Have so many blocks free for the account, if that can be: behind windows first, then cached."""
-        self._num_changes += 1
-        self._windows.drop(num_blocks, account)
-        self.room.make(num_blocks, account)
+    def _copies_for(self, request_id: str, hit: PrefixHit) -> Iterable[BlockCopy]:
+        """Copies of what a hit counts on outside the index."""
+        if hit.tail is not None:
+            return (self._tails.copy_of(hit.tail, request_id),)
+        if hit.num_swapped:
+            assert self.swap is not None
+            return self.swap.copies_back(hit, request_id, self.block_table(request_id))
+        return ()
 
     def _undo(self, binding: Binding, num_bound: int, *, decodes: bool) -> None:
         """Take back the blocks of all chunks behind the first `num_bound` and, with `decodes`, those appended
         to requests in decode."""
         if decodes:
-            self._tables.undo(binding)
+            self._tables.undo_appended(binding)
         for name, bound in reversed(list(binding.chunks.items())[num_bound:]):
             del binding.chunks[name]
-            chunk, sequence = bound.chunk, self._sequences.get(name)
-            if sequence is None or sequence.state is not chunk.state:  # never reached, or ended since
+            chunk, blocks = bound.chunk, self._tables.find(bound.chunk.state)
+            if blocks is None:  # never reached, or ended since
                 continue
-            self._registrar.withdraw(sequence, 0 if chunk.admits else chunk.start)
+            self._registrar.unpublish(blocks, 0 if chunk.admits else chunk.start)
             count = len(bound.block_ids)
             if count:
-                self.pool.shrink(sequence.own, count)
-                del sequence.block_ids[-count:]
+                self.pool.shrink(blocks.own, count)
+                del blocks.block_ids[-count:]
             if chunk.admits:
-                self.index.unpin(sequence.hit)
-                self.pool.free(sequence.own)
-                del self._sequences[name]
-                self._tables.leave(chunk.state)
-
-    # -- inside: into the index
-
-    def _register(self, sequence: SequenceKV, num_tokens: int) -> None:
-        if self.prefix_caching:
-            self._registrar.register(sequence, num_tokens)
+                self.index.unpin(blocks.hit)
+                self.pool.free(blocks.own)
+                self._tables.remove(chunk.state)
 
     def _publish(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
-            if chunk.hit is not None and chunk.state.max_reusable == len(chunk.state.tokens) - 1:
+            state = chunk.state
+            if chunk.hit is not None and state.max_reusable == len(state.tokens) - 1:
                 # before its own blocks count as resident
-                self._attribute(chunk.state, chunk.hit, again=chunk.state.scheduled_s is not None)
-            self._registrar.publish(self._sequences[chunk.state.request_id], chunk.end)
+                self._attribute_misses(state, chunk.hit, again=state.scheduled_s is not None)
+            self._registrar.publish(self._tables[state.request_id], chunk.end)
 
-    def _attribute(self, state: RequestState, hit: PrefixHit, *, again: bool) -> None:
+    def _attribute_misses(self, state: RequestState, hit: PrefixHit, *, again: bool) -> None:
         if self.misses is not None:
-            namespace = self.namespace_of(state.request.namespace)
-            had = hit.num_tokens // self.block_size
+            namespace, had = self.namespace_of(state.request.namespace), hit.num_tokens // self.block_size
             found = self.misses.observe(self.index, state.tokens, namespace, had, preempted=again)
             state.misses = found.plus(state.misses) if again else found

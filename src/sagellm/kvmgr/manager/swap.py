@@ -1,10 +1,10 @@
-"""KV of preempted requests in host memory: saved when they leave, brought back when they come again.
+"""`SwapSpace`: KV of preempted requests in host memory, from their preemption until they run again.
 
-What a preemption frees is the end of the request's table: blocks of its own, and those of its pinned prefix
-that nobody else uses. That part is copied to host blocks by the plan that preempts, before anything in it
-writes. It is copied back by the plan that admits the request again, if the index still has what comes before
-it; what of it the index has too is not. (Kwon et al., "Efficient Memory Management for Large Language Model
-Serving with PagedAttention", 2023, swap whole tables.)
+A preemption frees the end of a request's block table: its own blocks, and those of its pinned prefix that no
+other request uses. The plan that preempts copies that part to host blocks, before anything in it writes. The
+plan that admits the request again copies back what the index does not have, if the index still has what comes
+before it. (Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+2023, swap whole tables.)
 """
 
 from __future__ import annotations
@@ -22,18 +22,24 @@ from sagellm.core.types import Tokens
 
 @dataclass(slots=True)
 class SavedKV:
-    """`blocks` hold the KV of a request from block `first` of its table on, up to its first `num_tokens`
-    tokens, which are the first of `tokens`. `is_written`: the step that copies them has been executed."""
+    """Host `blocks` with the KV of a request, from block `first` of its table on.
+
+    It is that of its first `num_tokens` tokens, the first of `tokens`. `is_copied`: the step that copies the
+    blocks has been executed.
+    """
 
     tokens: Tokens
     blocks: Allocation
     first: int
     num_tokens: int
-    is_written: bool = False
+    is_copied: bool = False
 
 
 class SwapSpace:
-    """`pool`: the host blocks, all free. `block_s`: seconds to copy one of them, one way."""
+    """Owns the host blocks of `pool`, all free at first. `block_s`: seconds to copy a block, one way.
+
+    `num_changes` counts what was saved and dropped.
+    """
 
     def __init__(self, pool: KVPool, block_s: float = 0.0) -> None:
         self.block_s = block_s
@@ -53,8 +59,10 @@ class SwapSpace:
     def save(
         self, request_id: str, tokens: Tokens, table: Sequence[int], first: int, num_tokens: int
     ) -> list[BlockCopy]:
-        """The copies that save the KV of the first `num_tokens` tokens from block `first` on. Until `written`
-        it counts on a step that may still fail. Raises `CapacityError` where there is no room."""
+        """The copies that save the KV of the first `num_tokens` tokens, from block `first` of the table on.
+
+        Their step may still fail, until `copied`. Raises `CapacityError` if the blocks do not fit.
+        """
         stop = cdiv(num_tokens, self._block_size)
         blocks = self._pool.allocate(stop - first, request_id)
         if blocks is None:
@@ -66,29 +74,28 @@ class SwapSpace:
         pairs = zip(table[first:stop], blocks.block_ids, strict=True)
         return [BlockCopy(Tier.HBM, source, Tier.DRAM, target) for source, target in pairs]
 
-    def written(self, request_ids: Iterable[str]) -> None:
-        """The copies of these have been made."""
-        for name in request_ids:
-            if name in self._saved:
-                self._saved[name].is_written = True
+    def copied(self, request_ids: Iterable[str]) -> None:
+        """The step with the copies of these requests has been executed."""
+        for request_id in request_ids:
+            if request_id in self._saved:
+                self._saved[request_id].is_copied = True
 
-    def failed(self, request_ids: Iterable[str]) -> None:
-        """The copies of these have not been made, or nobody knows."""
-        for name in request_ids:
-            saved = self._saved.get(name)
-            if saved is not None and not saved.is_written:
-                self.drop(name)
+    def drop_uncopied(self, request_ids: Iterable[str]) -> None:
+        """The step with the copies of these requests has failed or was not executed."""
+        for request_id in request_ids:
+            saved = self._saved.get(request_id)
+            if saved is not None and not saved.is_copied:
+                self.drop(request_id)
 
     def drop(self, request_id: str) -> None:
-        """The request runs again with what it found, or has ended. No copy that is planned later can come
-        before those that are planned: the blocks are free at once."""
+        """The request runs again or has ended. Its host blocks are free at once: later copies come later."""
         saved = self._saved.pop(request_id, None)
         if saved is not None:
             self._pool.free(saved.blocks)
             self.num_changes += 1
 
-    def lengthen(self, hit: PrefixHit, request_id: str) -> PrefixHit:
-        """The hit, and what more is saved of the request, not of another of that name."""
+    def extend_hit(self, hit: PrefixHit, request_id: str) -> PrefixHit:
+        """The hit, and what more is saved of this request; not of an earlier one with the same id."""
         saved = self._saved.get(request_id)
         if saved is None or saved.tokens is not hit.tokens or saved.first > hit.num_blocks:
             return hit
@@ -96,10 +103,10 @@ class SwapSpace:
         return hit._replace(num_tokens=saved.num_tokens, num_swapped=num_swapped) if num_swapped > 0 else hit
 
     def copies_back(self, hit: PrefixHit, request_id: str, table: Sequence[int]) -> list[BlockCopy]:
-        """What fills the table behind the blocks that the index has."""
+        """The copies that fill the table behind the blocks that the index has."""
         saved = self._saved.get(request_id)
         if saved is None:
-            raise BookkeepingError(f"{request_id} counts on {hit.num_swapped} tokens that nobody has saved")
+            raise BookkeepingError(f"{request_id} counts on {hit.num_swapped} tokens that are not saved")
         first, stop = hit.num_blocks, cdiv(hit.num_tokens, self._block_size)
         sources = saved.blocks.block_ids[first - saved.first : stop - saved.first]
         pairs = zip(sources, table[first:stop], strict=True)
@@ -108,6 +115,6 @@ class SwapSpace:
     def check(self) -> None:
         """Raise `BookkeepingError` where records and host blocks disagree."""
         self._pool.check({})
-        held = sum(len(one.blocks.block_ids) for one in self._saved.values())
+        held = sum(len(saved.blocks.block_ids) for saved in self._saved.values())
         if held != self.num_used:
             raise BookkeepingError(f"{self.num_used} host blocks are in use, requests have saved {held}")

@@ -1,174 +1,191 @@
-"""Block tables of requests in decode: a block for each that needs one, and news for the backend."""
+"""Block tables of running requests, and the parts of them that the backend has not been sent yet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 
 from sagellm.core.binding import Binding
-from sagellm.core.errors import BookkeepingError, CapacityError
+from sagellm.core.errors import BookkeepingError
 from sagellm.core.plan import BlockTableDelta, RequestState
-from sagellm.core.protocols.kv_pool import KVPool
-from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, append_each
-from sagellm.kvmgr.manager.sequence import SequenceKV
+from sagellm.core.protocols.kv_pool import Allocation, KVPool
+from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
+from sagellm.core.types import BlockIds
 
 _ROW = attrgetter("row")
 
 
-class DecodeTables:
-    """Of many requests, touches those that need a block, and those whose table changed otherwise.
+@dataclass(slots=True, eq=False)
+class RequestBlocks:
+    """The blocks of one running request, from its admission to its release.
 
-    `make_room(n, account)` sees to free blocks; `with_quotas`: who takes a block matters, so each takes its
-    own.
+    `block_ids` is its block table. The first `num_shared` blocks belong to the index, where `hit` pins them;
+    the blocks behind them are `own`, one for one. Once a sliding window has freed blocks of the request
+    (`is_windowed`), its first `num_shared` entries mean nothing.
+
+    `num_reused_blocks`: the blocks that it found in the index when it was admitted. `unsent_from`: the
+    backend lacks the table from this index on, because of a change that bind `unsent_since` did not send.
     """
 
-    def __init__(
-        self,
-        pool: KVPool,
-        make_room: Callable[[int, Account], None],
-        *,
-        with_quotas: bool,
-    ) -> None:
-        self._of: dict[RequestState, SequenceKV] = {}
+    state: RequestState
+    hit: PrefixHit
+    block_ids: BlockIds
+    own: Allocation
+    num_shared: int
+    num_reused_blocks: int
+    is_windowed: bool = False
+    unsent_from: int | None = None
+    unsent_since: int = 0
+
+    def check(self, indexed: BlockIds) -> None:
+        """Raise `BookkeepingError` unless the table is `indexed`, the pinned blocks, and then its own."""
+        table, shared, name = self.block_ids, self.num_shared, self.state.request_id
+        if table[shared:] != self.own.block_ids:
+            raise BookkeepingError(f"{name}: the table and the request's own blocks differ")
+        if not self.is_windowed and (self.hit.num_blocks != shared or table[:shared] != indexed):
+            raise BookkeepingError(f"{name}: the table and the blocks of its pinned prefix differ")
+
+
+class BlockTables:
+    """Owns the `RequestBlocks` of all running requests.
+
+    Of many requests in decode, a step touches those that need a block, and those whose table changed
+    otherwise (`sagellm bench micro scheduler_ir`). `num_changes` counts removals and compactions.
+    """
+
+    def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        self._make_room = make_room
-        self._with_quotas = with_quotas
-        self._outdated: dict[str, SequenceKV] = {}
+        self._by_id: dict[str, RequestBlocks] = {}
+        self._by_state: dict[RequestState, RequestBlocks] = {}
+        self._unsent: dict[str, RequestBlocks] = {}
         self._num_binds = 0
-        self._num_landed = 0
+        self._last_executed = 0
+        self.num_changes = 0
 
-    def enter(self, sequence: SequenceKV) -> None:
+    def __iter__(self) -> Iterator[RequestBlocks]:
+        return iter(self._by_id.values())
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    def __getitem__(self, request_id: str) -> RequestBlocks:
+        """Raises `KeyError` for a request that is not running."""
+        return self._by_id[request_id]
+
+    def of(self, states: Sequence[RequestState]) -> list[RequestBlocks]:
+        return list(map(self._by_state.__getitem__, states))
+
+    def find(self, state: RequestState) -> RequestBlocks | None:
+        """None if the request is not running (any more)."""
+        return self._by_state.get(state)
+
+    def add(self, blocks: RequestBlocks) -> None:
         """A request is admitted."""
-        self._of[sequence.state] = sequence
+        self._by_id[blocks.state.request_id] = self._by_state[blocks.state] = blocks
 
-    def leave(self, state: RequestState) -> None:
-        """It is out of the batch again."""
-        del self._of[state]
-        self._outdated.pop(state.request_id, None)
+    def remove(self, state: RequestState) -> None:
+        """A request leaves the batch."""
+        del self._by_id[state.request_id]
+        del self._by_state[state]
+        self._unsent.pop(state.request_id, None)
+        self.num_changes += 1
 
-    def bind(self, binding: Binding) -> None:
-        """A draft is about to be bound: it sends the backend all changes until now, and none to come."""
+    def remap(self, moves: Mapping[int, int]) -> None:
+        """After a compaction: block `source` of any table is now block `target`."""
+        self.num_changes += 1
+        for blocks in self:
+            blocks.block_ids = array("i", [moves.get(block, block) for block in blocks.block_ids])
+            self.mark_unsent(blocks, 0)
+
+    # -- what the backend has been sent
+
+    @property
+    def all_sent(self) -> bool:
+        """Whether the next bind sends nothing but appended blocks."""
+        return not self._unsent
+
+    def start_bind(self, binding: Binding) -> None:
+        """Number a bind: it sends all changes until now, and none to come."""
         self._num_binds += 1
         binding.number = self._num_binds
 
-    def mark(self, sequence: SequenceKV, first: int) -> None:
-        """The backend has to be told of the table from block `first` on."""
-        before = sequence.changed_from
-        sequence.changed_from = first if before is None else min(first, before)
-        sequence.changed_at = self._num_binds
-        self._outdated[sequence.state.request_id] = sequence
-
-    def told(self, request_id: str) -> None:
-        """The request took part in the step that was executed last: the backend knows its table as it was
-        when that was bound. Another step may have been bound since."""
-        sequence = self._outdated.get(request_id)
-        if sequence is not None and sequence.changed_at < self._num_landed:
-            del self._outdated[request_id]
-            sequence.changed_from = None
+    def mark_unsent(self, blocks: RequestBlocks, first: int) -> None:
+        """The backend has to be sent the table from index `first` on."""
+        before = blocks.unsent_from
+        blocks.unsent_from = first if before is None else min(first, before)
+        blocks.unsent_since = self._num_binds
+        self._unsent[blocks.state.request_id] = blocks
 
     def executed(self, binding: Binding) -> None:
-        """The backend has executed the step."""
-        draft, self._num_landed = binding.draft, binding.number
-        if self._outdated:
-            for name in [name for name, one in self._outdated.items() if draft.computes(one.state)]:
-                self.told(name)
+        """The backend has executed the step, and so has the tables of the requests that took part."""
+        self._last_executed = binding.number
+        for name in [name for name, blocks in self._unsent.items() if binding.draft.computes(blocks.state)]:
+            self.mark_sent(name)
 
-    def grow(self, binding: Binding) -> None:
-        """Append a block to each request in decode that needs one, and note it in the binding.
+    def mark_sent(self, request_id: str) -> None:
+        """The request took part in the step that was executed last.
 
-        Raises `CapacityError`; the blocks appended until then stand in the binding."""
-        draft = binding.draft
-        growing = draft.needing_block()
-        if growing:
-            sequences = list(map(self._of.__getitem__, growing))
-            if self._with_quotas:
-                for state, sequence in zip(growing, sequences, strict=True):
-                    self._stretch(binding, [state], [sequence], self.take(sequence, 1))
-            else:
-                self._stretch(binding, growing, sequences, self._take_one_each(sequences))
-        for sequence in self._outdated.values():
-            state, first = sequence.state, sequence.changed_from
-            if first is not None and state.decoding and draft.computes(state):
-                binding.table_deltas.append(
-                    BlockTableDelta(state.row, first, tuple(sequence.block_ids[first:]))
-                )
+        The backend has its table as it was when that step was bound; another may have been bound since.
+        """
+        blocks = self._unsent.get(request_id)
+        if blocks is not None and blocks.unsent_since < self._last_executed:
+            del self._unsent[request_id]
+            blocks.unsent_from = None
 
-    @property
-    def is_up_to_date(self) -> bool:
-        return not self._outdated
+    def note_appended(
+        self, binding: Binding, states: Sequence[RequestState], firsts: Sequence[int], block_ids: BlockIds
+    ) -> None:
+        """Note in the binding that request i in decode got block i, at index `firsts[i]` of its table."""
+        binding.appended_to += states
+        binding.appended_ids += block_ids
+        columns = binding.delta_columns
+        if not self._unsent:
+            for column, values in zip(columns, (map(_ROW, states), firsts, block_ids), strict=True):
+                column.extend(values)
+            return
+        for state, first, block in zip(states, firsts, block_ids, strict=True):
+            if self._by_state[state].unsent_from is None:
+                for column, value in zip(columns, (state.row, first, block), strict=True):
+                    column.append(value)
 
-    def append_blocks(self, states: Sequence[RequestState]) -> None:
-        """One block for each, of which no backend has to be told."""
-        sequences = [self._of[state] for state in states]
-        if self._with_quotas:
-            for sequence in sequences:
-                sequence.block_ids += self.take(sequence, 1)
-        else:
-            append_each([one.block_ids for one in sequences], self._take_one_each(sequences))
+    def note_unsent(self, binding: Binding) -> None:
+        """Note in the binding what else the backend has to be sent of requests in decode that take part."""
+        for blocks in self._unsent.values():
+            state, first = blocks.state, blocks.unsent_from
+            if first is not None and state.decoding and binding.draft.computes(state):
+                delta = BlockTableDelta(state.row, first, tuple(blocks.block_ids[first:]))
+                binding.table_deltas.append(delta)
 
-    def undo(self, binding: Binding) -> None:
-        """Take back what `grow` gave."""
+    def undo_appended(self, binding: Binding) -> None:
+        """Take back the blocks that requests in decode got. Those of ended requests are free already."""
         for state in binding.appended_to:
-            sequence = self._of.get(state)
-            if sequence is None:  # it has ended since, and all went back
-                continue
-            self._pool.shrink(sequence.own, 1)
-            sequence.block_ids.pop()
+            blocks = self._by_state.get(state)
+            if blocks is not None:
+                self._pool.shrink(blocks.own, 1)
+                blocks.block_ids.pop()
         binding.clear_decodes()
 
-    def take(self, sequence: SequenceKV, num_blocks: int) -> BlockIds:
-        """Blocks for one request; raises `CapacityError`."""
-        account = sequence.own.account
-        if self._pool.num_free < num_blocks or self._with_quotas:
-            self._make_room(num_blocks, account)
-        taken = self._pool.append_blocks(sequence.own, num_blocks)
-        if taken is None:
-            name = sequence.own.owner
-            raise CapacityError(
-                f"{name}: {num_blocks} blocks asked for, {self._pool.num_free} could be made free",
-                name,
-                num_blocks,
-            )
-        return taken
+    def check(self, index: PrefixReuseIndex) -> None:
+        """Raise `BookkeepingError` unless each table is what the index and the pool say."""
+        for blocks in self:
+            blocks.check(index.block_ids(blocks.hit))
+        known = set(self._by_state.values())
+        if known != set(self) or not known.issuperset(self._unsent.values()):
+            raise BookkeepingError(f"{len(self._by_id)} requests run, tables of {len(known)} are kept")
 
-    def check(self, sequences: Iterable[SequenceKV]) -> None:
-        """Raise `BookkeepingError` unless exactly these are admitted."""
-        known, running = set(self._of.values()), set(sequences)
-        if known != running or not known.issuperset(self._outdated.values()):
-            raise BookkeepingError(f"tables of {len(known)} requests are kept, {len(running)} run")
 
-    def _stretch(
-        self,
-        binding: Binding,
-        states: Sequence[RequestState],
-        sequences: Sequence[SequenceKV],
-        blocks: BlockIds,
-    ) -> None:
-        """Append a block to each table. Of outdated tables the backend is sent more than the block."""
-        tables = [sequence.block_ids for sequence in sequences]
-        indices = list(map(len, tables))
-        append_each(tables, blocks)
-        binding.appended_to += states
-        binding.appended_ids += blocks
-        rows, firsts, block_ids = binding.delta_columns
-        if not self._outdated:
-            rows.extend(map(_ROW, states))
-            firsts += indices
-            block_ids += blocks
-            return
-        for state, index, block, sequence in zip(states, indices, blocks, sequences, strict=True):
-            if sequence.changed_from is None:
-                rows.append(state.row)
-                firsts.append(index)
-                block_ids.append(block)
+def free_leading(pool: KVPool, own: Allocation, num_blocks: int, reason: str) -> None:
+    """Free the first blocks of an allocation, or raise an error and change nothing.
 
-    def _take_one_each(self, sequences: Sequence[SequenceKV]) -> BlockIds:
-        if self._pool.num_free < len(sequences):
-            self._make_room(len(sequences), NO_ACCOUNT)
-        taken = self._pool.append_block_to_each([sequence.own for sequence in sequences])
-        if taken is None:
-            raise CapacityError(
-                f"{len(sequences)} requests need a block each, {self._pool.num_free} could be made free",
-                sequences[-1].own.owner,
-            )
-        return taken
+    `reason` is their holder for as long as that takes.
+    """
+    if not num_blocks:
+        return
+    block_ids = pool.hand_over(own, 0, num_blocks, reason)
+    try:
+        pool.take_back(reason, block_ids, own.account)
+    except Exception:
+        pool.hand_back(reason, block_ids, own, 0)
+        raise

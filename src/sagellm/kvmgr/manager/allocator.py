@@ -1,0 +1,231 @@
+"""`BlockAllocator` gives running requests their blocks, and makes room where too few blocks are free.
+
+Blocks behind a sliding window go first, then cached blocks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+from sagellm.core.errors import CapacityError
+from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
+from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
+from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, append_each
+from sagellm.kvmgr.manager.prefix_sharing import INDEX_OWNER, SharedTails
+from sagellm.kvmgr.manager.tables import BlockTables, RequestBlocks, free_leading
+
+BEHIND_WINDOW = "behind the window"
+MAX_EXTRA, BLOCKS_PER_EXTRA = 32, 1024
+"""Blocks evicted together: one per 1,024 of the pool, at most 32; so 0.1 % of the cache may go early."""
+
+
+class SlidingWindows:
+    """Blocks of running requests that no later token attends to.
+
+    `width`: no token attends further back than this many tokens; None: each attends to all before it.
+    """
+
+    def __init__(self, width: int | None, tables: BlockTables, tails: SharedTails, pool: KVPool) -> None:
+        self.width = width
+        self._tables = tables
+        self._tails = tails
+        self._pool = pool
+
+    def num_behind(self, blocks: RequestBlocks) -> int:
+        """Own blocks of a request that can be freed.
+
+        None of a request whose last block others of its group copy: a hit may count on its blocks.
+        """
+        if self.width is None or blocks in self._tails:
+            return 0
+        behind = (blocks.state.num_computed - self.width + 1) // self._pool.block_size
+        return max(0, min(behind - blocks.num_shared, len(blocks.own.block_ids)))
+
+    def total_behind(self) -> int:
+        return sum(map(self.num_behind, self._tables)) if self.width is not None else 0
+
+    def behind_by_account(self) -> Iterator[tuple[Account, int]]:
+        """The same for each request, with the account that pays for its blocks."""
+        for blocks in self._tables if self.width is not None else ():
+            yield blocks.own.account, self.num_behind(blocks)
+
+    def free_blocks(self, num_blocks: int, account: Account, quota: BlockQuota | None) -> None:
+        """Free blocks until the account has room for so many.
+
+        A request that loses blocks leaves nothing in the index.
+        """
+        for blocks in self._tables if self.width is not None else ():
+            if (quota is None or quota.headroom(account) >= num_blocks) and self._pool.num_free >= num_blocks:
+                return
+            behind = self.num_behind(blocks)
+            if behind:
+                free_leading(self._pool, blocks.own, behind, BEHIND_WINDOW)
+                blocks.num_shared += behind
+                blocks.is_windowed = True
+
+
+class BlockAllocator:
+    """Appends blocks to block tables, evicting from the index where the pool has too few.
+
+    Without a quota the eviction policy chooses the blocks; with a quota, the quota names the accounts that
+    lose blocks, and the policy chooses among the blocks of each. `num_evicted`: evicted blocks by cause.
+    `num_changes` counts the times that cached blocks may have gone.
+    """
+
+    def __init__(
+        self,
+        index: PrefixReuseIndex,
+        pool: KVPool,
+        quota: BlockQuota | None = None,
+        windows: SlidingWindows | None = None,
+    ) -> None:
+        self.index = index
+        self.pool = pool
+        self.quota = quota
+        self.num_evicted: dict[str, int] = {}
+        self.num_changes = 0
+        self._windows = windows
+        self._num_together = min(MAX_EXTRA, pool.total_blocks // BLOCKS_PER_EXTRA)
+        self._unreturned: list[tuple[BlockIds, Account]] = []  # out of the index, not yet back in the pool
+
+    def append_blocks(self, blocks: RequestBlocks, num_blocks: int) -> BlockIds:
+        """Append so many blocks to the table of a request; returns them. Raises `CapacityError`."""
+        own = blocks.own
+        if self.pool.num_free < num_blocks or self.quota is not None:
+            self.make_room(num_blocks, own.account)
+        taken = self.pool.append_blocks(own, num_blocks)
+        if taken is None:
+            raise CapacityError(
+                f"{own.owner}: {num_blocks} blocks asked for, {self.pool.num_free} could be made free",
+                own.owner,
+                num_blocks,
+            )
+        blocks.block_ids += taken
+        return taken
+
+    def append_block_to_each(self, requests: Sequence[RequestBlocks]) -> BlockIds:
+        """Append one block to the table of each request; returns them in that order.
+
+        Raises `CapacityError`; then nothing but evictions has happened.
+        """
+        if self.quota is not None:  # who pays matters, so each takes its own
+            return self._append_one_by_one(requests)
+        if self.pool.num_free < len(requests):
+            self.make_room(len(requests), NO_ACCOUNT)
+        taken = self.pool.append_block_to_each([blocks.own for blocks in requests])
+        if taken is None:
+            raise CapacityError(
+                f"{len(requests)} requests need a block each, {self.pool.num_free} could be made free",
+                requests[-1].own.owner,
+            )
+        append_each([blocks.block_ids for blocks in requests], taken)
+        return taken
+
+    def make_room(self, num_blocks: int, account: Account) -> None:
+        """Have `num_blocks` free for the account, if that is possible.
+
+        In a pool of many thousand blocks a few more are evicted at once, up to 32, so that a decode step that
+        needs a single block seldom asks the policy (`sagellm bench micro eviction`). Pools below 2,048 blocks
+        evict exactly the missing ones.
+        """
+        self.num_changes += 1
+        if self._windows is not None:
+            self._windows.free_blocks(num_blocks, account, self.quota)
+        if self.quota is not None:
+            self._reclaim(self.quota, num_blocks, account)
+            return
+        missing = num_blocks - self.pool.num_free
+        if missing > 0:
+            evicted = self.index.evict(max(missing, min(self._num_together, self.index.num_evictable)))
+            if evicted is not None:
+                self._return(evicted, NO_ACCOUNT, "capacity")
+
+    def make_room_below_ceilings(self, num_blocks: int, account: Account) -> bool:
+        """Evict cached blocks under the account's ceilings, even guaranteed ones; returns whether any went.
+
+        For a request that could not run otherwise though nothing else runs. What is guaranteed stays
+        available, as free blocks.
+        """
+        quota, num_evicted = self.quota, 0
+        if quota is None:
+            return False
+        self.num_changes += 1
+        for giver, count in sorted(self._evictable().items(), key=lambda item: (item[0] == account, item)):
+            left = quota.headrooms(account)
+            shared = left.keys() & quota.headrooms(giver).keys()
+            missing = max((num_blocks - left[name] for name in shared), default=0)
+            if missing > 0:
+                evicted = self._evict_from(giver, min(count, missing), "quota")
+                num_evicted += evicted or self._evict_guaranteed(missing)
+        return num_evicted > 0
+
+    def clear(self) -> int:
+        """Evict every cached block that no request uses; returns how many."""
+        self.num_changes += 1
+        num_freed = evicted = 0
+        if self.quota is not None:
+            while evicted := sum(self._evict_from(*item, "cleared") for item in self._evictable().items()):
+                num_freed += evicted
+        rest = self.index.clear()
+        self._return(rest, NO_ACCOUNT, "cleared")
+        return num_freed + len(rest)
+
+    def blocks_of_index(self) -> BlockIds:
+        """Every block that the pool counts as held by the index."""
+        ids = self.index.all_block_ids()
+        for block_ids, _ in self._unreturned:
+            ids += block_ids
+        return ids
+
+    # -- inside
+
+    def _append_one_by_one(self, requests: Sequence[RequestBlocks]) -> BlockIds:
+        taken = array("i")
+        try:
+            for blocks in requests:
+                taken += self.append_blocks(blocks, 1)
+        except Exception:
+            for blocks in requests[: len(taken)]:
+                self.pool.shrink(blocks.own, 1)
+                blocks.block_ids.pop()
+            raise
+        return taken
+
+    def _reclaim(self, quota: BlockQuota, num_blocks: int, account: Account) -> None:
+        while (missing := num_blocks - min(self.pool.num_free, quota.headroom(account))) > 0:
+            given = quota.reclaim(account, num_blocks, self._evictable(), self.pool.num_free)
+            if not given:
+                return
+            for giver, count in given.items():
+                missing -= self._evict_from(giver, count, "quota" if giver != account else "capacity")
+            if missing > 0 and not self._evict_guaranteed(missing):
+                return
+
+    def _evict_guaranteed(self, num_blocks: int) -> int:
+        """Evict blocks that the quota spares but that keep others from going; returns how many went.
+
+        Blocks that the quota named lead to cached blocks of other accounts, and only the end of a branch can
+        be evicted. The account with most evictable blocks comes first.
+        """
+        freed = 0
+        for account, _ in sorted(self._evictable().items(), key=lambda item: (-item[1], item[0])):
+            freed += self._evict_from(account, num_blocks - freed, "quota")
+        return freed
+
+    def _evictable(self) -> dict[Account, int]:
+        return {account: count for account, count in self.index.evictable_by_account().items() if count}
+
+    def _evict_from(self, account: Account, num_blocks: int, cause: str) -> int:
+        evicted = self.index.evict_from(account, num_blocks, cause)
+        self._return(evicted, account, cause)
+        return len(evicted)
+
+    def _return(self, block_ids: BlockIds, account: Account, cause: str) -> None:
+        """Return evicted blocks to the pool, and those that an exception kept from it the last time."""
+        if block_ids:
+            self.num_evicted[cause] = self.num_evicted.get(cause, 0) + len(block_ids)
+            self._unreturned.append((block_ids, account))
+        while self._unreturned:
+            self.pool.take_back(INDEX_OWNER, *self._unreturned[-1])
+            self._unreturned.pop()

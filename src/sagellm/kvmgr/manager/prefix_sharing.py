@@ -1,0 +1,289 @@
+"""How requests share KV: blocks in the prefix index, last blocks within a group, and pinned prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from sagellm.core.blocks import Tier
+from sagellm.core.errors import BookkeepingError, CapacityError
+from sagellm.core.plan import BlockCopy, RequestState
+from sagellm.core.protocols.kv_pool import KVPool
+from sagellm.core.protocols.prefix_cache import InsertResult, PrefixHit, PrefixReuseIndex, SharedTail
+from sagellm.core.types import Namespace
+from sagellm.kvmgr.manager.tables import BlockTables, RequestBlocks, free_leading
+
+INDEX_OWNER = "prefix index"
+DUPLICATES = "duplicates"
+GROUP_PREFIX = "\0group:"
+"""No tenant's name begins like this: `Request` refuses NUL in it."""
+
+
+class SharingGroups:
+    """Tenants that share their cache, by the name of their group."""
+
+    def __init__(self, group_of: Mapping[str, str]) -> None:
+        self._group_of = dict(group_of)
+
+    def namespace_of(self, namespace: Namespace) -> Namespace:
+        """The namespace in the index: tenants of one sharing group have one together."""
+        group = self._group_of.get(namespace.tenant)
+        return namespace if group is None else namespace._replace(tenant=GROUP_PREFIX + group)
+
+
+class Publication(NamedTuple):
+    """What a request published of its first `num_tokens` tokens; `hit` and `num_shared` are from before.
+
+    `result` is None where the index had equal blocks, so that nothing was published.
+    """
+
+    num_tokens: int
+    result: InsertResult | None
+    hit: PrefixHit
+    num_shared: int
+
+
+class PrefixRegistrar:
+    """Moves blocks of running requests into the index: once they are computed, or before (`publish`).
+
+    Publishing blocks that are bound and not yet computed is right because a backend writes the KV of all
+    chunks of a step, layer by layer, before any of them attends to it. Only strategies with early binding
+    (`vllm-like`) and steps that are planned ahead use it. `num_changes` counts changes of the index.
+    """
+
+    def __init__(
+        self,
+        index: PrefixReuseIndex,
+        pool: KVPool,
+        tables: BlockTables,
+        groups: SharingGroups,
+        *,
+        prefix_caching: bool = True,
+    ) -> None:
+        self._index = index
+        self._pool = pool
+        self._tables = tables
+        self._groups = groups
+        self._prefix_caching = prefix_caching
+        self._published: dict[str, list[Publication]] = {}
+        self.num_changes = 0
+
+    def register(self, blocks: RequestBlocks, num_tokens: int) -> InsertResult | None:
+        """Move the whole blocks of the first `num_tokens` tokens into the index; None if there are none.
+
+        Where the index has equal blocks of another request, this request goes on with those; its own
+        duplicates are freed.
+        """
+        block_size, shared = self._pool.block_size, blocks.num_shared
+        whole = num_tokens // block_size
+        if not self._prefix_caching or blocks.is_windowed or whole <= shared:
+            return None
+        self.num_changes += 1
+        state, table, request = blocks.state, blocks.block_ids, blocks.state.request
+        result = self._index.insert(
+            state.tokens,
+            table[:whole],
+            self._groups.namespace_of(request.namespace),
+            account=blocks.own.account,
+            retention=request.retention if shared * block_size < state.num_prompt_tokens else (),
+            pin=True,
+        )
+        existing = max(result.num_existing, shared)
+        try:
+            self._hand_over(blocks, existing - shared, whole - shared)
+        except Exception:
+            self._index.retract(result)
+            raise
+        blocks.hit, blocks.num_shared = result.hit, whole
+        if existing > shared:
+            table[:whole] = self._index.block_ids(result.hit)
+            self._tables.mark_unsent(blocks, shared)
+        return result
+
+    def _hand_over(self, blocks: RequestBlocks, num_duplicates: int, num_whole: int) -> None:
+        """Of the first `num_whole` own blocks, free the duplicates and hand the others to the index.
+
+        What the old hit pinned, the new one pins too.
+        """
+        own = blocks.own
+        self._index.unpin(blocks.hit)
+        try:
+            entered = self._pool.hand_over(own, num_duplicates, num_whole, INDEX_OWNER)
+            try:
+                free_leading(self._pool, own, num_duplicates, DUPLICATES)
+            except Exception:
+                self._pool.hand_back(INDEX_OWNER, entered, own, num_duplicates)
+                raise
+        except Exception:
+            blocks.hit = self._index.pin(blocks.hit)
+            raise
+
+    # -- before the blocks are computed
+
+    def is_published(self, request_id: str) -> bool:
+        """Whether blocks of the request that are not computed yet may be reused, or equal ones were found."""
+        return request_id in self._published
+
+    def publish(self, blocks: RequestBlocks, num_tokens: int) -> None:
+        """Move the whole blocks of the first `num_tokens` tokens, not yet computed, into the index.
+
+        Not where the index has equal ones: the blocks become one with those once they are computed.
+        """
+        state, hit, num_shared = blocks.state, blocks.hit, blocks.num_shared
+        known = self._index.lookup(state.tokens, hit.namespace, num_tokens).num_blocks > num_shared
+        result = None if known else self.register(blocks, num_tokens)
+        publications = self._published.setdefault(state.request_id, [])
+        publications.append(Publication(num_tokens, result, hit, num_shared))
+
+    def confirm(self, request_id: str) -> bool:
+        """The oldest publication of the request is computed; returns whether there was one."""
+        if not self.is_published(request_id):
+            return False
+        self._pop(request_id, 0)
+        return True
+
+    def unpublish(self, blocks: RequestBlocks, start: int) -> None:
+        """Undo `publish` of a chunk that starts at token `start`, if it published anything.
+
+        Whatever came to use the blocks since must have been undone before.
+        """
+        request_id = blocks.state.request_id
+        publications = self._published.get(request_id)
+        if publications is None or publications[-1].num_tokens <= start:  # that of an earlier chunk stands
+            return
+        last = self._pop(request_id, -1)
+        if last.result is None:
+            return
+        self.num_changes += 1
+        entered = blocks.block_ids[last.num_shared : blocks.num_shared]
+        blocks.hit = self._index.pin(last.hit)
+        self._index.retract(last.result)
+        self._pool.hand_back(INDEX_OWNER, entered, blocks.own, 0)
+        blocks.num_shared = last.num_shared
+
+    def unpublish_all(self, blocks: RequestBlocks) -> None:
+        """Undo all publications of a request whose KV is worthless; not where others use the blocks."""
+        while self.is_published(blocks.state.request_id):
+            hit = blocks.hit
+            try:
+                self.unpublish(blocks, 0)
+            except BookkeepingError:
+                self._index.unpin(blocks.hit)
+                blocks.hit = hit
+                return
+
+    def forget(self, request_id: str) -> None:
+        """The request has left the batch."""
+        self._published.pop(request_id, None)
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where a request that is not running has publications."""
+        for request_id in self._published:
+            if request_id not in self._tables:
+                raise BookkeepingError(f"{request_id} has published blocks and is not running")
+
+    def _pop(self, request_id: str, index: int) -> Publication:
+        publications = self._published[request_id]
+        publication = publications.pop(index)
+        if not publications:
+            del self._published[request_id]
+        return publication
+
+
+class SharedTails:
+    """By group, the running request whose last, partial block the others of the group copy.
+
+    The copy is made when the other request is admitted, since that is when it writes (copy-on-write).
+    """
+
+    def __init__(self, tables: BlockTables, block_size: int) -> None:
+        self._tables = tables
+        self._block_size = block_size
+        self._by_group: dict[str, RequestBlocks] = {}
+
+    def __contains__(self, blocks: RequestBlocks) -> bool:
+        return bool(self._by_group) and blocks in self._by_group.values()
+
+    def offer(self, group: str, blocks: RequestBlocks, *, replace: bool = False) -> None:
+        """Let requests of the group copy the last block of this one; `replace`: of no other any more."""
+        if replace or group not in self._by_group:
+            self._by_group[group] = blocks
+
+    def remove(self, blocks: RequestBlocks) -> None:
+        """The request leaves the batch."""
+        for group in [group for group, donor in self._by_group.items() if donor is blocks]:
+            del self._by_group[group]
+
+    def extend_hit(self, hit: PrefixHit, state: RequestState, limit: int) -> PrefixHit:
+        """The hit, and the tokens of its next block that a request of the same group has computed."""
+        group = state.request.group
+        donor = self._by_group.get(group) if group is not None else None
+        if donor is None or donor.state is state or hit.namespace != donor.hit.namespace:
+            return hit
+        start = hit.num_tokens
+        freed = donor.is_windowed and hit.num_blocks < donor.num_shared
+        if freed or state.tokens.slice(0, start) != donor.state.tokens.slice(0, start):
+            return hit
+        stop = min(start + self._block_size, limit, donor.state.num_computed)
+        mine, theirs = state.tokens.slice(start, stop), donor.state.tokens.slice(start, stop)
+        shared = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), len(mine))
+        if not shared:
+            return hit
+        tail = SharedTail(donor.state.request_id, hit.num_blocks, shared)
+        return hit._replace(num_tokens=start + shared, tail=tail)
+
+    def copy_of(self, tail: SharedTail, request_id: str) -> BlockCopy:
+        """The copy of the shared block into the block at the same index of the request's table."""
+        source = self._tables[tail.request_id].block_ids[tail.position]
+        return BlockCopy(Tier.HBM, source, Tier.HBM, self._tables[request_id].block_ids[tail.position])
+
+    def check(self) -> None:
+        """Raise `BookkeepingError` where a request that is not running shares its last block."""
+        for group, blocks in self._by_group.items():
+            if self._tables.find(blocks.state) is not blocks:
+                name = blocks.state.request_id
+                raise BookkeepingError(f"group {group!r} shares the last block of {name}, which has left")
+
+
+class PinnedPrefixes:
+    """Prefixes that stay in the index until they are unpinned (system prompts).
+
+    Together they hold at most `max_share` of a pool of `total_blocks`.
+    """
+
+    def __init__(self, index: PrefixReuseIndex, total_blocks: int, max_share: float) -> None:
+        self._index = index
+        self._total_blocks = total_blocks
+        self._max_share = max_share
+        self._hits: list[PrefixHit] = []
+
+    @property
+    def num_prefixes(self) -> int:
+        return len(self._hits)
+
+    @property
+    def num_blocks(self) -> int:
+        """Pinned blocks, each counted once."""
+        return len({block for hit in self._hits for block in self._index.block_ids(hit)})
+
+    def add(self, wanted: PrefixHit) -> PrefixHit:
+        """Pin a hit. Raises `CapacityError` if too much would be pinned."""
+        hit = self._index.pin(wanted)
+        self._hits.append(hit)
+        num_blocks, limit = self.num_blocks, int(self._max_share * self._total_blocks)
+        if num_blocks > limit:
+            self._hits.pop()
+            self._index.unpin(hit)
+            raise CapacityError(
+                f"pinned prefixes would hold {num_blocks} blocks, at most {limit} may be pinned "
+                f"(kv.max_pinned_share {self._max_share} of {self._total_blocks})"
+            )
+        return hit
+
+    def remove(self, hit: PrefixHit) -> None:
+        """Unpin a hit that `add` returned. Raises `BookkeepingError` for any other."""
+        index = next((i for i, pinned in enumerate(self._hits) if pinned is hit), None)
+        if index is None:
+            raise BookkeepingError(f"no pinned prefix of {hit.num_blocks} blocks: it was unpinned before")
+        del self._hits[index]
+        self._index.unpin(hit)
