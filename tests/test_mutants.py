@@ -13,7 +13,7 @@ import mutants
 
 
 @pytest.mark.parametrize(
-    "path", ["engines/planner.py", "kvmgr/prefix_cache/_node.py", "kvmgr/manager/sequence.py"]
+    "path", ["engines/planner.py", "kvmgr/prefix_cache/_node.py", "kvmgr/manager/tables.py"]
 )
 def test_the_statement_of_each_mutant_is_noted_when_it_is_executed(path: str) -> None:
     marks = set(re.findall(rf"_executed\.add\('({path}:\d+)'\)", mutants.with_marks(path)))

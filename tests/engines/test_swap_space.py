@@ -241,7 +241,7 @@ def test_saved_blocks_continue_what_the_index_has() -> None:
     assert space.extend_hit(hits[2], "b") == hits[2]
     again = hits[2]._replace(tokens=Tokens(range(20)))
     assert space.extend_hit(again, "a") == again, "another request of that name"
-    with pytest.raises(BookkeepingError, match="b counts on 5 tokens that nobody has saved"):
+    with pytest.raises(BookkeepingError, match="b counts on 5 tokens that are not saved"):
         space.copies_back(longer[2], "b", [1, 2, 3, 4])
     with pytest.raises(CapacityError, match="b: 7 host blocks asked for, 6 are free"):
         space.save("b", tokens, range(7), 0, 28)

@@ -267,7 +267,10 @@ def test_an_exception_in_the_middle_of_bind_is_undone(at: int) -> None:
     running.tokens.append(1)
     before = kv.block_states()
     new = [state("a", range(20, 29)), state("b", range(6))]
-    chunks = [Chunk(running, 4, 1), *(Chunk(r, h.num_tokens, 4, h) for r in new for h in [kv.quotes.match(r)])]
+    chunks = [
+        Chunk(running, 4, 1),
+        *(Chunk(r, h.num_tokens, 4, h) for r in new for h in [kv.quotes.match(r)]),
+    ]
     pool.countdown = at
     with pytest.raises(RuntimeError, match="injected"):
         kv.bind(binding(*chunks))

@@ -151,4 +151,4 @@ def test_the_verifier_names_what_is_wrong(spoil: Callable[[Draft], None], text: 
     draft = engine.draft()
     spoil(draft)
     with pytest.raises(PlanError, match=text):
-        verify(draft, engine)
+        verify(draft, engine.view)

@@ -61,6 +61,26 @@ from sagellm.kvmgr.scheduler_ir import DecodeBatch, PassPipeline
 log = logging.getLogger("sagellm.engine")
 
 
+class EngineView:
+    """Implements `SchedulingView`: what passes see of an engine, and nothing else of it."""
+
+    def __init__(self, engine: Engine, planner: Planner, table: RequestTable) -> None:
+        self._engine = engine
+        self._table = table
+        self.kv = engine.kv.quotes
+        self.max_num_seqs = engine.max_num_seqs
+        self.max_batched_tokens = engine.max_batched_tokens
+        self.bind_early = planner.bind_early
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._table.free_rows)
+
+    @property
+    def last_step(self) -> StepFacts:
+        return self._engine.last_step
+
+
 class Engine:
     """Implements `EngineCore`: continuous batching over one backend. Synchronous; one thread owns it.
 
@@ -96,6 +116,7 @@ class Engine:
         )
         self._recovery = Recovery(max_batched_tokens)
         self._planner = Planner(table, kv, scheduler, self._recovery, clock=self.clock, events=self.events)
+        self.view = EngineView(self, self._planner, table)
         self._committer = Committer(
             table, kv, vocab_size=capability.vocab_size, max_model_len=self.max_model_len
         )
@@ -181,10 +202,6 @@ class Engine:
     def capability(self) -> CapabilityDescriptor:
         return self._capability
 
-    @property
-    def num_free_rows(self) -> int:
-        return len(self._request_table.free_rows)
-
     def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> PinnedPrefix:
         hit = self.kv.pin_prefix(tokens, namespace)
         return PinnedPrefix(hit.num_tokens, hit.num_blocks, lambda: self.kv.unpin_prefix(hit))
@@ -249,7 +266,7 @@ class Engine:
         current = self._in_flight or self._plan()
         following = None
         if self._in_flight is not None and not self._recovery.isolates:
-            following = self._planner.plan_ahead(current, self)
+            following = self._planner.plan_ahead(current, self.view)
         self._complete(current, following)
         return self._take_outputs()
 
@@ -276,15 +293,12 @@ class Engine:
 
         An in-flight step counts as not begun.
         """
-        return self.scheduler.run(self._planner.draft(self._num_steps), self)
-
-    def bind_early(self, draft: Draft) -> bool:
-        return self._planner.bind_early(draft)
+        return self.scheduler.run(self._planner.draft(self._num_steps), self.view)
 
     def _plan(self) -> InFlightStep:
         """Plan a step; the requests that it preempts or ends leave. With overlap the backend begins it."""
         began_s = self.clock.now()
-        binding = self._planner.decide(self._num_steps, self)
+        binding = self._planner.decide(self._num_steps, self.view)
         for state in binding.draft.preempted:
             self._planner.save_kv(binding, state)
             self._preempt(state)

@@ -60,7 +60,8 @@ def _enter(cell: MicroBenchCell, calls: int) -> Operation:
 def _evict(cell: MicroBenchCell, calls: int) -> Operation:
     kv, _, prompts = _full_cache(cell, max(cell.plan.large_pool, 2 * cell.size * calls))
     return Operation(
-        run=lambda _: kv.allocator.make_room(kv.pool.num_free + cell.size, NO_ACCOUNT), setup=lambda: kv.fill(prompts)
+        run=lambda _: kv.allocator.make_room(kv.pool.num_free + cell.size, NO_ACCOUNT),
+        setup=lambda: kv.fill(prompts),
     )
 
 

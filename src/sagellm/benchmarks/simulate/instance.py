@@ -20,8 +20,7 @@ from sagellm.core.protocols.router import InstanceLoad
 from sagellm.core.types import Request, RequestOutput
 from sagellm.engines.build import build_engine
 from sagellm.engines.simulator.fast_forward import EqualSteps, SimulatedEngine
-from sagellm.kvmgr.manager import KVCacheManager
-from sagellm.kvmgr.manager import BlockStates
+from sagellm.kvmgr.manager import BlockStates, KVCacheManager
 
 KV_EVERY = 16
 """Steps between two samples of the KV pool."""

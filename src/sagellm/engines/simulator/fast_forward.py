@@ -86,7 +86,7 @@ class SimulatedEngine(Engine):
         if not possible or self._worker is not None or self._outputs:
             return None
         draft = self._planner.draft(self._num_steps)
-        stability = joint_stability(self.scheduler.order, draft, self)
+        stability = joint_stability(self.scheduler.order, draft, self.view)
         if stability is None:
             return None
         until_s = min(until_s, stability.until_s)
@@ -176,7 +176,8 @@ class SimulatedEngine(Engine):
             has_changed = not kv.is_regular or (same_cache and kv.quotes.version != version)
             needing_block = [batch.states[i] for i in boundaries.get(number, ())]
             price = len(needing_block) + kv.quotes.blocks_to_append(state, size)
-            if clock.now() >= until_s or has_changed or price > kv.quotes.available_blocks() or kv.quota is not None:
+            fits = kv.quota is None and price <= kv.quotes.available_blocks()
+            if clock.now() >= until_s or has_changed or not fits:
                 break
             chunk = Chunk(state, state.num_computed, size)
             draft = Draft(self._num_steps + number, clock.now(), 0, [], [], {state.request_id: chunk})

@@ -53,7 +53,7 @@ def test_a_decode_behind_a_long_prompt_is_left_out_when_tokens_are_spent() -> No
     assert step(engine) == {"a": 4, "b": 2}
     draft = engine.draft()
     draft.token_budget = 4  # as after a step for which the device had not enough memory
-    VllmLikePass()(draft, engine)
+    VllmLikePass()(draft, engine.view)
     assert {name: chunk.num_tokens for name, chunk in draft.chunks.items()} == {"a": 4}
     assert (draft.num_decodes, list(draft.skipped_decodes)) == (0, ["b"])
     assert [(one.request_id, one.action) for one in draft.decisions] == [("b", "skip")]
@@ -150,7 +150,7 @@ def test_a_steady_step_asks_for_nobody() -> None:
             raise AssertionError("a steady step walks over the batch")
 
     draft.running = Untouched(draft.running)  # type: ignore[assignment]
-    VllmLikePass()(draft, engine)
+    VllmLikePass()(draft, engine.view)
     assert draft.num_decodes == 8
 
 
