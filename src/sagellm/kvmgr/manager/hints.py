@@ -1,4 +1,4 @@
-"""KV hints reach the cache: whose blocks an action means, and what becomes of it."""
+"""`KVHints` applies the KV hints of clients to the prefix index."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import Namespace, Tokens
 
 EXPECTED_FOR_S = 60.0
-"""A client's `kv.expect` ends by then, if not by a use: nobody holds the cache by wishing."""
+"""A `kv.expect` that no use has ended ends after this time, so that hints cannot hold the cache."""
 MAX_EXPECTED = 1024
 Session = tuple[str, str]
-"""A tenant and the name that it gave: nobody speaks of another's session."""
+"""A tenant and the id that it gave: a tenant cannot name the session of another."""
 
 
 class KVHints:
-    """Applies envelopes to an index, and keeps what waiting requests are about to use.
+    """Applies hints, and marks what waiting requests are about to reuse.
 
-    Remembers the tokens of the last `max_sessions` sessions, and of at most `max_tokens` tokens together.
+    It keeps the tokens of the last `max_sessions` sessions, up to `max_tokens` tokens together. `wanted`: hits
+    of waiting requests. `expected`: hits of `kv.expect`, with the time at which each ends.
     """
 
     def __init__(
@@ -47,13 +48,15 @@ class KVHints:
         self._max_sessions, self._max_tokens = max_sessions, max_tokens
         self._sessions: OrderedDict[Session, tuple[Tokens, Namespace]] = OrderedDict()
         self._num_tokens = 0
-        self._wanted: dict[Any, tuple[PrefixHit, int]] = {}
         self._now = now
+        self._wanted: dict[Any, tuple[PrefixHit, int]] = {}
         self._expected: OrderedDict[Any, tuple[float, PrefixHit]] = OrderedDict()
 
     def released(self, state: RequestState, *, ended: bool) -> None:
-        """A request left the batch, and what it computed is cached: note its session; if it has ended, do
-        what it brought."""
+        """A request has left the batch and what it computed is cached: remember its session.
+
+        If it has ended, apply the hints that it brought.
+        """
         request = state.request
         if request.session_id is not None:
             session = (request.namespace.tenant, request.session_id)
@@ -64,12 +67,14 @@ class KVHints:
     def apply(
         self, envelope: KVHintsEnvelope, namespace: Namespace, own: Tokens | None = None
     ) -> tuple[HintOutcome, ...]:
-        """Do what the actions ask; `own`: the tokens of the request that brought them. Never raises for an
-        action: each is answered."""
+        """Apply each action and report its outcome; never raises for an action.
+
+        `own`: the tokens of the request that brought the hints.
+        """
         return tuple(self._act(action, namespace, own) for action in envelope.actions)
 
     def expect(self, hits: Iterable[PrefixHit]) -> None:
-        """What the requests that go on waiting would reuse; it is given up last until the next call."""
+        """Have the hits of waiting requests evicted last, until the next call."""
         self._end_expectations()
         wanted: dict[Any, tuple[PrefixHit, int]] = {}
         for hit in hits:
@@ -84,7 +89,7 @@ class KVHints:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing that was wanted or expected has to end."""
+        """Whether no mark is set that has to end."""
         return not self._wanted and not self._expected
 
     # -- inside
@@ -113,7 +118,7 @@ class KVHints:
         return HintOutcome(action.action_id, status, num_blocks, reason)
 
     def _end_expectations(self) -> None:
-        """Those whose time is over, and the oldest of too many."""
+        """End the expectations whose time is over, and the oldest where there are too many."""
         expected, now_s = self._expected, self._now()
         while expected:
             until_s, hit = next(iter(expected.values()))
@@ -146,7 +151,7 @@ class KVHints:
 
 
 def _hint_of(action: KVHintAction) -> Hint:
-    """Raises `RequestError` for a payload that makes no sense."""
+    """The hint of an action; raises `RequestError` for a payload out of range."""
     payload = action.payload
     if action.action_type == "kv.retain":
         priority = number(payload, "priority", 50, 100)
