@@ -30,8 +30,7 @@ Session = tuple[str, str]
 class KVHints:
     """Applies hints, and marks what waiting requests are about to reuse.
 
-    It keeps the tokens of the last `max_sessions` sessions, up to `max_tokens` tokens together. `wanted`: hits
-    of waiting requests. `expected`: hits of `kv.expect`, with the time at which each ends.
+    It keeps the tokens of the last `max_sessions` sessions, up to `max_tokens` tokens together.
     """
 
     def __init__(
@@ -49,8 +48,8 @@ class KVHints:
         self._sessions: OrderedDict[Session, tuple[Tokens, Namespace]] = OrderedDict()
         self._num_tokens = 0
         self._now = now
-        self._wanted: dict[Any, tuple[PrefixHit, int]] = {}
-        self._expected: OrderedDict[Any, tuple[float, PrefixHit]] = OrderedDict()
+        self._wanted: dict[Any, tuple[PrefixHit, int]] = {}  # of waiting requests, with how many want each
+        self._expected: OrderedDict[Any, tuple[float, PrefixHit]] = OrderedDict()  # with when each ends
 
     def released(self, state: RequestState, *, ended: bool) -> None:
         """A request has left the batch and what it computed is cached: remember its session.

@@ -10,7 +10,7 @@ from sagellm.core.binding import Binding
 from sagellm.core.plan import BlockTableDelta, BlockTableDeltas, ExecutionPlan, Join, Prefill, Transfer
 
 
-class BlockTables(Protocol):
+class BlockTableSource(Protocol):
     """The block tables of all running requests."""
 
     def block_table(self, request_id: str) -> Sequence[int]: ...
@@ -26,11 +26,11 @@ class DecodeRows(Protocol):
 
 
 def freeze(
-    binding: Binding, left: tuple[int, ...], tables: BlockTables, decodes: DecodeRows
+    binding: Binding, left: tuple[int, ...], tables: BlockTableSource, decodes: DecodeRows
 ) -> ExecutionPlan:
-    """The plan of a bound draft whose requests have rows; it shares no live array with the draft.
+    """The plan of a bound draft; its admitted requests have rows already.
 
-    `left`: the rows that requests have left since the backend was last sent a plan.
+    The plan shares no live array with the draft. `left`: the rows that requests have left since the backend was last sent a plan.
     """
     draft, chunks = binding.draft, list(binding.draft.chunks.values())
     rows, positions = decodes.rows, decodes.positions()
@@ -60,7 +60,7 @@ def freeze(
     )
 
 
-def _joins(binding: Binding, tables: BlockTables) -> Iterator[Join]:
+def _joins(binding: Binding, tables: BlockTableSource) -> Iterator[Join]:
     for chunk in binding.draft.admitted():
         state = chunk.state
         yield Join(
@@ -75,8 +75,8 @@ def _joins(binding: Binding, tables: BlockTables) -> Iterator[Join]:
         )
 
 
-def _table_deltas(binding: Binding, tables: BlockTables) -> Sequence[BlockTableDelta]:
-    """The parts of block tables that the backend has not been sent: of requests in decode, then of chunks."""
+def _table_deltas(binding: Binding, tables: BlockTableSource) -> Sequence[BlockTableDelta]:
+    """The unsent parts of block tables: of requests in decode, then of chunks."""
     others = binding.table_deltas.copy()
     for chunk in binding.draft.chunks.values():
         bound = binding.chunks.get(chunk.state.request_id)
@@ -90,7 +90,7 @@ def _table_deltas(binding: Binding, tables: BlockTables) -> Sequence[BlockTableD
     return BlockTableDeltas(*binding.delta_columns, others)
 
 
-def _transfers(transfers: Sequence[Transfer], tables: BlockTables) -> Iterator[Transfer]:
+def _transfers(transfers: Sequence[Transfer], tables: BlockTableSource) -> Iterator[Transfer]:
     """The transfers of requests that still run, each with its blocks."""
     for transfer in transfers:
         try:

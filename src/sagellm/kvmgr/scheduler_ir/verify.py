@@ -1,4 +1,4 @@
-"""The verifier: what must hold of a draft before the passes, after them, and once blocks are bound."""
+"""The verifier: rules of a draft before the passes, after them, and once bound."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def verify_operations(draft: Draft) -> None:
 
 
 def verify(draft: Draft, view: SchedulingView, binding: Binding | None = None) -> None:
-    """Raise `PlanError` unless the draft keeps all rules, budgets included; for use behind the passes.
+    """Raise `PlanError` unless the draft that the passes leave keeps all rules.
 
     `binding`: the draft's, where passes may have had blocks bound early.
     """
