@@ -30,7 +30,8 @@ def freeze(
 ) -> ExecutionPlan:
     """The plan of a bound draft; its admitted requests have rows already.
 
-    The plan shares no live array with the draft. `left`: the rows that requests have left since the backend was last sent a plan.
+    The plan shares no live array with the draft. `left`: the rows that requests have left and the backend has
+    not been sent.
     """
     draft, chunks = binding.draft, list(binding.draft.chunks.values())
     rows, positions = decodes.rows, decodes.positions()
