@@ -26,7 +26,9 @@ NO_USE = Use()
 
 
 class Extent(Protocol):
-    """Consecutive blocks that are evicted from the tail: one edge of the prefix tree, or one block.
+    """Consecutive blocks that are evicted from the tail.
+
+    An edge of the prefix tree, or a single block.
 
     A live object of the index that calls the policy. Only the index changes it, and it reports each change by
     an event.
@@ -104,7 +106,7 @@ class SimpleExtent:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What became known of an extent after its last use; None leaves a field as it is.
+    """What became known of an extent after its last use. None leaves a field as it is.
 
     `priority`: 0 to 100; `duration_s`: counts from the hint; `ended`: the session is over; `superseded`: an
     edited history replaced the extent; `wanted_by`: number of waiting requests that are about to use it;
@@ -120,7 +122,7 @@ class Hint:
 
     @property
     def wanted(self) -> int | None:
-        """How many requests are about to use the extent; None if this hint does not say."""
+        """How many requests are about to use the extent. None: this hint does not say."""
         if self.wanted_by is None and self.expected is None:
             return None
         return (self.wanted_by or 0) + bool(self.expected)
@@ -134,7 +136,7 @@ class Hint:
 
 
 def bonus_of(hint: Hint, age_s: float) -> float:
-    """The `bonus_s` of an extent of that age after a hint with a duration, as of soft retention."""
+    """The `bonus_s` of an extent of that age after a hint with a duration."""
     priority = 50 if hint.priority is None else hint.priority
     return max(0.0, age_s + (hint.duration_s or 0.0) * priority / 100)
 
@@ -156,9 +158,10 @@ class EvictionPolicy(Protocol):
         ...
 
     def insert(self, extent: Extent) -> None:
-        """A new evictable leaf, or a parent that became one when its last child was removed.
+        """A new evictable leaf.
 
-        Not called for evictions: there `give_up` returns the parent.
+        It may be a parent whose last child was removed. Not called for evictions: there `give_up` returns the
+        parent.
         """
         ...
 
@@ -171,22 +174,23 @@ class EvictionPolicy(Protocol):
         ...
 
     def remove(self, key: int) -> None:
-        """The extent is gone, or no longer a leaf, and this policy did not choose it."""
+        """The extent is gone or has children now, and this policy did not choose it."""
         ...
 
     def evict(self, num_blocks: int, give_up: GiveUp) -> int:
-        """Evict `num_blocks` blocks, tails before heads; returns how many were evicted.
+        """Evict blocks, tails before heads; returns how many.
 
-        Fewer are evicted only where the policy holds no more. The policy calls `give_up` for each choice at
-        once. It drops an extent that is empty then, and inserts the parent that `give_up` returns, which may
-        be chosen in the same call. Raises `BookkeepingError` for a negative number.
+        Evicts fewer than `num_blocks` only where the policy holds no more. The policy calls `give_up` for
+        each choice at once. It drops an extent that is empty then, and inserts the parent that `give_up`
+        returns, which may be chosen in the same call. Raises `BookkeepingError` for a negative number.
         """
         ...
 
     def split(self, old: int, head: Extent, tail: Extent) -> None:
-        """The extent `old` became two; the tail keeps its place, the head is an inner node.
+        """The extent `old` became two.
 
-        Called for every extent; a policy ignores those that it does not hold.
+        The tail keeps its place, the head is an inner node. Called for every extent; a policy ignores those
+        that it does not hold.
         """
         ...
 
@@ -200,9 +204,10 @@ class EvictionPolicy(Protocol):
 
 
 class UseListener:
-    """Base class of policies that follow every use of a path, also of extents that they do not hold.
+    """Base class of policies that follow every use of every path.
 
-    `num_cached`: the blocks that the policy's account has in the index after the event.
+    Also of extents that they do not hold. `num_cached`: the blocks that the policy's account has in the index
+    after the event.
     """
 
     def found(self, extent: Extent, num_held: int) -> None:
@@ -212,10 +217,10 @@ class UseListener:
         """
 
     def added(self, extent: Extent, num_new: int, num_cached: int) -> None:
-        """A request added the last `num_new` blocks of this extent's path, and holds the path."""
+        """A request added the last `num_new` blocks of this extent's path and holds it."""
 
     def used(self, extent: Extent) -> None:
-        """A request no longer holds the path that ends with this extent; `extent.use` is that request."""
+        """A request no longer holds this extent's path. `extent.use` is that request."""
 
     def cleared(self, num_cached: int) -> None:
         """The cache was cleared: the blocks were not evicted for a request."""
@@ -225,12 +230,12 @@ class MigrationPolicy(Protocol):
     """Decides whether to keep, demote or drop a victim (tiers are a later module)."""
 
     def decide(self, extent: Extent, *, tiers: Mapping[str, int]) -> str:
-        """`tiers` maps a tier's name to its free blocks; returns a tier's name, or 'drop'."""
+        """Returns a tier's name, or 'drop'. `tiers` maps names to free blocks."""
         ...
 
 
 class CostBenefitModel(Protocol):
-    """Seconds that it takes to get an extent's KV back, by recomputing it or from a tier."""
+    """Seconds that it takes to get an extent's KV back."""
 
     def recompute_s(self, extent: Extent) -> float: ...
 

@@ -1,4 +1,4 @@
-"""The shared base of the eviction policies: queues of extents, ghosts, hints, and the eviction loop.
+"""The shared base of the policies: queues, ghosts, hints and the eviction loop.
 
 A policy is one file with a subclass of `QueuedPolicy`. It says into which of its queues an extent goes and at
 which rank (`_enqueue`), and which queue gives up its first extent next (`_next_queue`). The methods stand in
@@ -9,6 +9,7 @@ the same order in each file: `__init__`, events, `_enqueue`, `_enqueue_parent`, 
 from __future__ import annotations
 
 import heapq
+import inspect
 import itertools
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
@@ -30,9 +31,10 @@ MIN_REMEMBERED = 64
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """An extent's place in a queue: lower ranks first, of equal ranks the lower `serial`.
+    """An extent's place in a queue.
 
-    `size`: the extent's blocks when it entered the policy, for the ghost that it may leave.
+    Lower ranks are evicted first, of equal ranks the lower `serial`. `size`: the extent's blocks when it
+    entered the policy, for the ghost that it may leave.
     """
 
     rank: Any
@@ -43,10 +45,10 @@ class QueueEntry:
 
 @dataclass(slots=True, eq=False)
 class FormerPlace:
-    """Where an extent stood that is pinned, has children, or was moved by a hint.
+    """The place of an extent that left its queue.
 
-    `num_uses`: 1 if a request uses the extent since then, else 0. `state`: what the policy's `_remember`
-    returned.
+    It is pinned, has children, or was moved by a hint. `num_uses`: 1 if a request uses the extent since then,
+    else 0. `state`: what the policy's `_remember` returned.
     """
 
     queue: ExtentQueue
@@ -56,7 +58,7 @@ class FormerPlace:
 
 
 class ExtentQueue:
-    """Extents in order of rank; of equal ranks, the one that came first is first.
+    """Extents in order of rank. Of equal ranks, the one that came first is first.
 
     Ranks of one queue must be comparable. `live` maps keys to entries; only this class changes it. Entries
     are deleted lazily: a stale one is not the entry that `live` has under its key.
@@ -77,7 +79,7 @@ class ExtentQueue:
         self._serial = itertools.count()
 
     def push(self, rank: Any, extent: Extent, num_blocks: int, size: int) -> None:
-        """Add an extent that has `num_blocks` blocks now and had `size` when it came to the policy."""
+        """Add an extent of `num_blocks` blocks; it had `size` when it entered the policy."""
         entry = QueueEntry(rank, next(self._serial), extent, size)
         self.live[extent.key] = entry
         self.num_blocks += num_blocks
@@ -154,12 +156,12 @@ class ExtentQueue:
 
 
 def recency(extent: Extent) -> tuple[float, int, int]:
-    """The rank of LRU: time of the last use with soft retention, count of uses, deeper extents first."""
+    """The rank of LRU: last use plus retention, count of uses, minus the depth."""
     return (extent.used_s + extent.bonus_s, extent.last_use, -extent.first_position)
 
 
 class GhostQueue:
-    """Keys and sizes of evicted extents, oldest first, so that a policy learns what it should have kept."""
+    """Keys and sizes of evicted extents, oldest first. They show what should have been kept."""
 
     # An OrderedDict: deleting from the front of a plain dict takes time in proportion to what was deleted.
 
@@ -204,63 +206,19 @@ class GhostQueue:
             )
 
 
-class HintQueues:
-    """Two queues for extents that a hint moved out of the policy's order.
-
-    `ended` (the session ended, or the history was edited) is evicted before everything else, `wanted` (a
-    waiting request is about to use it) after everything else. `place` has each extent's place in the policy's
-    own order. `num_waiting`: requests that wait for an extent, by key; each use takes one away.
-    """
-
-    __slots__ = ("ended", "num_waiting", "place", "wanted")
-
-    def __init__(self) -> None:
-        self.ended = ExtentQueue()
-        self.wanted = ExtentQueue()
-        self.place: dict[int, FormerPlace] = {}
-        self.num_waiting: OrderedDict[int, int] = OrderedDict()
-
-    def note(self, key: int, hint: Hint, max_keys: int) -> None:
-        """Set how many requests wait for an extent; beyond `max_keys` extents, the oldest is forgotten."""
-        wanted = hint.wanted
-        if wanted is None:
-            return
-        self.num_waiting.pop(key, None)
-        if wanted > 0:
-            self.num_waiting[key] = wanted
-            if len(self.num_waiting) > max_keys:
-                self.num_waiting.popitem(last=False)
-
-    def used(self, key: int) -> None:
-        """One of the waiting requests uses the extent."""
-        waiting = self.num_waiting.pop(key, 0) - 1
-        if waiting > 0:
-            self.num_waiting[key] = waiting
-
-    def queue_for(self, key: int, hint: Hint) -> ExtentQueue | None:
-        """The queue for an extent with this hint; None if it belongs into the policy's order."""
-        if key in self.num_waiting:
-            return self.wanted
-        return self.ended if hint.ended or hint.superseded else None
-
-    def check(self, max_keys: int) -> None:
-        """Raises `BookkeepingError` where an extent has no place to return to, or too many are waited for."""
-        self.ended.check()
-        self.wanted.check()
-        if self.place.keys() != self.ended.live.keys() | self.wanted.live.keys():
-            raise BookkeepingError("an extent that a hint took out of the order has no place to return to")
-        if len(self.num_waiting) > max_keys:
-            raise BookkeepingError(
-                f"{len(self.num_waiting)} wishes are remembered, at most {max_keys} may be"
-            )
-
-
 class QueuedPolicy(ABC):
     """An `EvictionPolicy` whose extents stand in queues; a subclass decides queue, rank and order.
 
     `_held` maps the key of each evictable extent to its queue. `_away` keeps the place of each extent that is
     pinned or has children, so that it returns there; it is bounded by the capacity. A parent without such a
-    place goes where its last child was. `capacity` is in blocks; None: the most blocks evictable at once so
+    place goes where its last child was.
+
+    Hints move extents out of the policy's order: `_ended` (the session ended, or the history was edited) is
+    evicted before everything else, `_wanted` (a waiting request is about to use it) after everything else.
+    `_own_place` has their place in the policy's order. `_num_waiting`: requests that wait for an extent, by
+    key; each use takes one away.
+
+    `capacity` is in blocks; None: the most blocks evictable at once so
     far. Raises `ConfigError` for a capacity below 1.
     """
 
@@ -272,16 +230,21 @@ class QueuedPolicy(ABC):
         self._num_blocks = 0
         self._held: dict[int, ExtentQueue] = {}
         self._away: OrderedDict[int, FormerPlace] = OrderedDict()
-        self._hinted = HintQueues()
+        self._ended, self._wanted = ExtentQueue(), ExtentQueue()
+        self._own_place: dict[int, FormerPlace] = {}
+        self._num_waiting: OrderedDict[int, int] = OrderedDict()
 
     # -- what a policy decides
 
     @abstractmethod
     def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
-        """Put an extent into a queue with `_push`; `former` is None if nothing is remembered of it."""
+        """Put an extent into a queue with `_push`. `former`: its place before, if remembered."""
 
     def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
-        """Put a parent without a former place into a queue; its last child stood at `child` of `queue`."""
+        """Put a parent without a former place into a queue.
+
+        Its last child, evicted now, stood at `child` of `queue`.
+        """
         self._push(parent, queue, child.rank)
 
     @abstractmethod
@@ -289,26 +252,32 @@ class QueuedPolicy(ABC):
         """The queue whose first extent is evicted next; None if all are empty."""
 
     def _max_blocks(self, queue: ExtentQueue, extent: Extent, wanted: int) -> int:
-        """How many of the last `wanted` blocks of the first extent of `queue` may go now; at least 1."""
+        """How many of the last `wanted` blocks of an extent may go, at least 1."""
         return wanted
 
     def _remember(self, key: int, extent: Extent) -> Any:
-        """Drop the policy's own state of an extent that leaves its queue; returns it for `FormerPlace.state`.
+        """Drop the policy's own state of an extent that leaves its queue.
 
-        After a split `extent` may be the tail already: `key` says which extent leaves.
+        Returns it for `FormerPlace.state`. After a split `extent` may be the tail already: `key` says which
+        extent leaves.
         """
         return None
 
     def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:  # noqa: B027 - most need nothing
         """The extent at `entry` of `queue` was chosen and is evicted whole."""
 
-    @abstractmethod
     def fresh(self) -> Self:
-        """Another policy of the same options that has seen nothing."""
+        """Another policy of the same options that has seen nothing.
 
-    @abstractmethod
+        Each option is kept in an attribute of its name, `capacity` in `_given_capacity`.
+        """
+        names = [name for name in inspect.signature(type(self)).parameters if name != "capacity"]
+        options = {name: getattr(self, f"_{name}") for name in names}
+        return type(self)(capacity=self._given_capacity, **options)
+
     def _queues(self) -> Sequence[ExtentQueue]:
-        """All queues of the policy."""
+        """All queues of the policy: those in its attributes."""
+        return [value for value in vars(self).values() if isinstance(value, ExtentQueue)]
 
     # -- events
 
@@ -321,8 +290,8 @@ class QueuedPolicy(ABC):
         if key in self._held:
             self.remove(key)
         self._enqueue(extent, self._away.pop(key, None))
-        if key in self._hinted.num_waiting:
-            self._move_to(self._hinted.wanted, key)
+        if key in self._num_waiting:
+            self._move_to(self._wanted, key)
         if extent.hint is not None:
             self.hint(key, extent.hint)
 
@@ -330,8 +299,10 @@ class QueuedPolicy(ABC):
         self.insert(extent)
 
     def pin(self, key: int) -> None:
-        if self._hinted.num_waiting:
-            self._hinted.used(key)
+        if self._num_waiting:
+            num_waiting = self._num_waiting.pop(key, 0)
+            if num_waiting > 1:
+                self._num_waiting[key] = num_waiting - 1
         if key in self._held:
             self._take_out(key, 1)
 
@@ -342,13 +313,13 @@ class QueuedPolicy(ABC):
     def evict(self, num_blocks: int, give_up: GiveUp) -> int:
         if num_blocks < 0:
             raise BookkeepingError(f"cannot evict {num_blocks} blocks")
-        hinted, missing = self._hinted, num_blocks
+        missing = num_blocks
         while missing:
-            queue = hinted.ended if hinted.ended.live else self._next_queue()
+            queue = self._ended if self._ended.live else self._next_queue()
             if queue is None:
-                if not hinted.wanted.live:
+                if not self._wanted.live:
                     break
-                queue = hinted.wanted
+                queue = self._wanted
             entry = queue.first()
             extent = entry.extent
             held = extent.num_blocks
@@ -373,24 +344,29 @@ class QueuedPolicy(ABC):
         former = self._take_out(old, 0, head.num_blocks + tail.num_blocks)
         self._away.pop(tail.key, None)  # of an earlier extent with the same content
         self._enqueue(tail, former)
-        if queue is self._hinted.ended or queue is self._hinted.wanted:
+        if queue is self._ended or queue is self._wanted:
             self._move_to(queue, tail.key)
 
     def hint(self, key: int, hint: Hint) -> None:
-        hinted, queue = self._hinted, self._held.get(key)
-        if queue is not None or key in self._away:
-            hinted.note(key, hint, self._max_remembered)
+        queue, wanted = self._held.get(key), hint.wanted
+        if wanted is not None and (queue is not None or key in self._away):
+            self._num_waiting.pop(key, None)
+            if wanted > 0:
+                self._num_waiting[key] = wanted
+                if len(self._num_waiting) > self._max_remembered:
+                    self._num_waiting.popitem(last=False)
         if queue is None:
             return
-        target = hinted.queue_for(key, hint)
-        if target is not None and target is not queue:
-            self._move_to(target, key)
-        elif target is None and queue is hinted.wanted:
+        if key in self._num_waiting:
+            self._move_to(self._wanted, key)
+        elif hint.ended or hint.superseded:
+            self._move_to(self._ended, key)
+        elif queue is self._wanted:
             self._move_back(key)
 
     def check(self) -> None:
         """Raises `BookkeepingError` where counts and queues disagree, or grow beyond their bounds."""
-        queues = (*self._queues(), self._hinted.ended, self._hinted.wanted)
+        queues = self._queues()
         for queue in queues:
             queue.check()
         blocks = sum(queue.num_blocks for queue in queues)
@@ -403,7 +379,11 @@ class QueuedPolicy(ABC):
                 raise BookkeepingError(f"extent {key:x} is not where it should be")
         if len(self._away) > self._max_remembered:
             raise BookkeepingError(f"{len(self._away)} notes are kept, at most {self._max_remembered} may be")
-        self._hinted.check(self._max_remembered)
+        if self._own_place.keys() != self._ended.live.keys() | self._wanted.live.keys():
+            raise BookkeepingError("an extent that a hint took out of the order has no place to return to")
+        if len(self._num_waiting) > self._max_remembered:
+            waits, most = len(self._num_waiting), self._max_remembered
+            raise BookkeepingError(f"{waits} wishes are remembered, at most {most} may be")
 
     # -- for subclasses
 
@@ -441,7 +421,7 @@ class QueuedPolicy(ABC):
         blocks = extent.num_blocks if num_blocks is None else num_blocks
         rank = queue.take(key, blocks).rank
         self._num_blocks -= blocks
-        place = self._hinted.place.pop(key, None) if self._hinted.place else None
+        place = self._own_place.pop(key, None) if self._own_place else None
         if place is not None:
             queue, rank = place.queue, place.rank
         away = self._away
@@ -458,17 +438,17 @@ class QueuedPolicy(ABC):
         return max(MIN_REMEMBERED, self._capacity)
 
     def _forget_chosen(self, entry: QueueEntry, queue: ExtentQueue) -> tuple[QueueEntry, ExtentQueue]:
-        """Update the books after an extent was chosen; returns its place in the policy's own order."""
-        key, hinted = entry.extent.key, self._hinted
+        """Drop a chosen extent; returns its place in the policy's own order."""
+        key = entry.extent.key
         del self._held[key]
-        if hinted.num_waiting:
-            hinted.num_waiting.pop(key, None)
-        place = hinted.place.pop(key, None) if hinted.place else None
+        if self._num_waiting:
+            self._num_waiting.pop(key, None)
+        place = self._own_place.pop(key, None) if self._own_place else None
         if place is None:
             self._evicted(entry, queue)
             return entry, queue
         entry = QueueEntry(place.rank, entry.serial, entry.extent, entry.size)
-        if queue is hinted.ended:  # the policy did not choose it and does not expect it back: no ghost
+        if queue is self._ended:  # the policy did not choose it and does not expect it back: no ghost
             self._remember(key, entry.extent)
         else:
             self._evicted(entry, place.queue)
@@ -481,21 +461,20 @@ class QueuedPolicy(ABC):
             self._enqueue_parent(parent, child, queue)
         else:
             self._enqueue(parent, former)
-        if parent.key in self._hinted.num_waiting:
-            self._move_to(self._hinted.wanted, parent.key)
+        if parent.key in self._num_waiting:
+            self._move_to(self._wanted, parent.key)
         if parent.hint is not None:
             self.hint(parent.key, parent.hint)
 
     def _move_to(self, target: ExtentQueue, key: int) -> None:
         """Move an extent into one of the two queues of hints."""
         queue = self._held[key]
-        extent = queue.live[key].extent
-        entry = queue.take(key, extent.num_blocks)
-        self._hinted.place.setdefault(key, FormerPlace(queue, entry.rank))
-        target.push(recency(extent), extent, extent.num_blocks, entry.size)
-        self._held[key] = target
+        if queue is not target:
+            entry = queue.live[key]
+            self._own_place.setdefault(key, FormerPlace(queue, entry.rank))
+            self._requeue(entry.extent, queue, target, recency(entry.extent))
 
     def _move_back(self, key: int) -> None:
         """Return an extent from a queue of hints to its own place."""
-        queue, place = self._held[key], self._hinted.place.pop(key)
+        queue, place = self._held[key], self._own_place.pop(key)
         self._requeue(queue.live[key].extent, queue, place.queue, place.rank)

@@ -1,4 +1,4 @@
-"""What happened to paths: one record per use of a path, kept when its extents are evicted.
+"""What happened to paths: a record for each use, kept when extents are evicted.
 
 `learned` and `adaptive` (adaptive/history.py) and `predictive` learn from it when a path is used again. They
 share how records follow the extents of a prefix tree, and differ in what they learn.
@@ -63,7 +63,7 @@ class PathHistory(ABC, Generic[R]):
         return self._records.get(key)
 
     def record(self, extent: Extent, now_s: float) -> R:
-        """The record of an evictable extent's last use, begun now if it was used since the known one."""
+        """The record of an evictable extent's last use. It may begin now."""
         record = self._records.get(extent.key)
         if record is None:
             return self._begin(extent, self._record_in_front(extent), now_s)
@@ -78,10 +78,10 @@ class PathHistory(ABC, Generic[R]):
             self._close(record, now_s)
 
     def split(self, old: int, head: Extent, tail: Extent, now_s: float) -> None:
-        """The extent `old` became two, as a request continues from the head, which keeps the key.
+        """The extent `old` became two.
 
-        Where the head is most of the path, that is a use of the path, and the tail is superseded. Otherwise
-        the record moves to the tail.
+        A request continues from the head, which keeps the key. Where the head is most of the path, that is a
+        use of the path, and the tail is superseded. Otherwise the record moves to the tail.
         """
         record = self._records.get(old)
         if record is None or not record.is_open:
@@ -95,7 +95,10 @@ class PathHistory(ABC, Generic[R]):
 
     @abstractmethod
     def _begin(self, extent: Extent, before: R | None, now_s: float) -> R:
-        """A new record; `before` is the last one of the extent, or of the nearest extent in front of it."""
+        """A new record.
+
+        `before`: the last record of the extent, or of the nearest extent in front of it that has one.
+        """
 
     @abstractmethod
     def _close(self, record: R, now_s: float) -> None:
@@ -103,7 +106,7 @@ class PathHistory(ABC, Generic[R]):
 
     @abstractmethod
     def _supersede(self, record: R, tail: Extent, end: int, now_s: float) -> None:
-        """Close an open record by a use of its first `end` blocks, and begin one for what is left."""
+        """Close a record: its first `end` blocks are used. Begin one for the rest."""
 
     @abstractmethod
     def _move_to_tail(self, record: R, tail: Extent, now_s: float) -> None:
@@ -134,7 +137,7 @@ class PathHistory(ABC, Generic[R]):
         return None
 
     def _store(self, record: R) -> None:
-        """Put a record under its key, as the latest; the oldest is forgotten if there are too many."""
+        """Put a record under its key, as the latest. Beyond `max_records`, forget the oldest."""
         records = self._records
         before = records.pop(record.key, None)
         if before is not None:

@@ -5,9 +5,6 @@ Source: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Self
-
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import Extent, Hint
 from sagellm.kvmgr.eviction._base import (
@@ -77,7 +74,7 @@ class ARCEvictionPolicy(QueuedPolicy):
             self._target = max(0.0, self._target - step)
 
     def _next_queue(self) -> ExtentQueue | None:
-        """The paper's REPLACE; where T1 has just its target, T1 goes first if a ghost of T2 is coming."""
+        """The paper's REPLACE. Of a T1 at its target, a coming ghost of T2 decides."""
         once, often, coming = self._once, self._often, self._announced
         is_tie = coming is not None and once.num_blocks == self._target and coming in self._often_ghosts
         if once.live and (not often.live or once.num_blocks > self._target or is_tie):
@@ -92,12 +89,6 @@ class ARCEvictionPolicy(QueuedPolicy):
     @property
     def _max_ghosts(self) -> int:
         return 3 * self._capacity
-
-    def fresh(self) -> Self:
-        return type(self)(capacity=self._given_capacity)
-
-    def _queues(self) -> Sequence[ExtentQueue]:
-        return (self._once, self._often)
 
     def check(self) -> None:
         super().check()

@@ -6,7 +6,6 @@ Source: Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Fre
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Self
 
 from sagellm.core.protocols.eviction import CostBenefitModel, Extent
 from sagellm.kvmgr.eviction.cost_model import PrefillCostModel
@@ -16,7 +15,7 @@ CopiesOf = Callable[[Extent], Iterable[str]]
 
 
 class CostBenefitEvictionPolicy(LFUEvictionPolicy):
-    """LFU-DA where a use is worth the seconds to get the extent back, per block.
+    """LFU-DA where a use is worth seconds per block.
 
     The seconds are those of the cheapest way: prefill at its position, or a transfer from one of the tiers
     that `copies` names as holding it.
@@ -40,12 +39,9 @@ class CostBenefitEvictionPolicy(LFUEvictionPolicy):
                 seconds = min(seconds, self._model.transfer_s(extent, tier))
         return num_uses * seconds / extent.num_blocks
 
-    def fresh(self) -> Self:
-        return type(self)(capacity=self._given_capacity, model=self._model, copies=self._copies)
-
 
 def chance_of_reuse(extent: Extent) -> float:
-    """Expected later uses, by the rule of succession: u / (u + 1) after u uses.
+    """Expected later uses, by the rule of succession. After u uses: u / (u + 1).
 
     Each of the first u - 1 uses had a next one, and the last one may have one.
     """

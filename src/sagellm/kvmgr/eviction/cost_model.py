@@ -1,4 +1,4 @@
-"""What it costs to get KV back: by recomputing it, or by moving it from a tier."""
+"""What it costs to recompute KV, or to move it from a tier."""
 
 from __future__ import annotations
 

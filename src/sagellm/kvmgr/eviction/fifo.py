@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Self
 
 from sagellm.core.protocols.eviction import Extent
 from sagellm.kvmgr.eviction._base import ExtentQueue, FormerPlace, QueuedPolicy
@@ -23,12 +21,6 @@ class FIFOEvictionPolicy(QueuedPolicy):
 
     def _next_queue(self) -> ExtentQueue | None:
         return self._queue if self._queue.live else None
-
-    def fresh(self) -> Self:
-        return type(self)(capacity=self._given_capacity)
-
-    def _queues(self) -> Sequence[ExtentQueue]:
-        return (self._queue,)
 
 
 PLUGIN = FIFOEvictionPolicy

@@ -1,11 +1,9 @@
-"""Hot-spot protection: often used extents are evicted last while they are hot; the others by LRU."""
+"""Hot-spot protection: often used extents go last while they are hot."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Extent
@@ -16,7 +14,7 @@ MAX_LOG2_HEAT = 60.0
 
 @dataclass(slots=True, eq=False)
 class Heat:
-    """An extent's heat while it is pinned: when it will have cooled to 1, and its uses until then."""
+    """A pinned extent's heat: when it cools to 1, and its uses before."""
 
     cools_s: float
     num_uses: int
@@ -90,17 +88,6 @@ class HotspotEvictionPolicy(QueuedPolicy):
 
     def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:
         del self._cools_s[entry.extent.key]
-
-    def fresh(self) -> Self:
-        return type(self)(
-            capacity=self._given_capacity,
-            half_life_s=self._half_life_s,
-            threshold=self._threshold,
-            max_share=self._max_share,
-        )
-
-    def _queues(self) -> Sequence[ExtentQueue]:
-        return (self._hot, self._cold)
 
 
 PLUGIN = HotspotEvictionPolicy

@@ -6,9 +6,7 @@ Caches" (1999). The age is that of GreedyDual: Young, "On-line caching as cache 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from sagellm.core.protocols.eviction import Extent
 from sagellm.kvmgr.eviction._base import ExtentQueue, FormerPlace, QueuedPolicy, QueueEntry, recency
@@ -23,7 +21,7 @@ class AgedUses:
 
 
 class LFUEvictionPolicy(QueuedPolicy):
-    """One queue by (cache age at the last use + number of uses); of equal values, LRU.
+    """One queue by cache age at the last use + number of uses. Ties go by LRU.
 
     The cache's age is the value of the last extent that was evicted, so that new extents overtake those that
     were popular once. `ageing=False` keeps it at 0: plain LFU. Uses are those that the extent counts or those
@@ -47,7 +45,7 @@ class LFUEvictionPolicy(QueuedPolicy):
         self._push_used(extent, AgedUses(num_uses, age))
 
     def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
-        """The last use of the child was one of the parent too, so the parent has the age of that time."""
+        """The parent has the age of the child's last use, which was its own too."""
         self._push_used(parent, AgedUses(parent.num_uses, child.rank[-1]))
 
     def _push_used(self, extent: Extent, uses: AgedUses) -> None:
@@ -70,12 +68,6 @@ class LFUEvictionPolicy(QueuedPolicy):
         value = entry.rank[0]
         if self._ageing and value > self._age:
             self._age = value
-
-    def fresh(self) -> Self:
-        return type(self)(capacity=self._given_capacity, ageing=self._ageing)
-
-    def _queues(self) -> Sequence[ExtentQueue]:
-        return (self._queue,)
 
 
 PLUGIN = LFUEvictionPolicy

@@ -14,10 +14,11 @@ HeapItem = tuple[float, int, int, int, Extent]
 
 
 class LRUPolicy:
-    """A heap, because a parent that becomes a leaf may be older than others; items are deleted lazily.
+    """A heap of extents by last use.
 
-    Of extents that one request used, the deeper goes first. Stands alone, without the shared base: it is the
-    baseline of every measurement, and a third faster so (`sagellm bench micro eviction`, beside `fifo`).
+    Not a queue: a parent that becomes a leaf may be older than others. Items are deleted lazily. Of extents
+    that one request used, the deeper goes first. Stands alone, without the shared base: it is the baseline of
+    every measurement, and a third faster so (`sagellm bench micro eviction`, beside `fifo`).
     """
 
     def __init__(self) -> None:
@@ -107,7 +108,7 @@ class LRUPolicy:
 
 
 def _hinted_s(extent: Extent, hint: Hint) -> float:
-    """The time that ranks an extent with a hint: what is wanted goes last, what has ended first."""
+    """The time that ranks an extent with a hint. Wanted extents go last, ended ones first."""
     if hint.wanted:
         return math.inf
     return -math.inf if hint.ended or hint.superseded else extent.used_s + extent.bonus_s

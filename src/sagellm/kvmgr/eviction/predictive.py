@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self, TypeGuard
 
@@ -50,7 +50,7 @@ NO_FEATURES = ReuseFeatures(0, UNKNOWN_TURN, 0, 0)
 
 
 class PredictiveEvictionPolicy(QueuedPolicy):
-    """Ranks extents by a predictor's answers, and reports to it what became of them, evicted or not.
+    """Ranks extents by a predictor's answers, and reports what became of them.
 
     With a `ReusePredictor`, extents are evicted in order of uses expected per second of memory, from now to
     the best moment to give them up; in order of last use while the predictor abstains. With a
@@ -141,7 +141,7 @@ class PredictiveEvictionPolicy(QueuedPolicy):
             self._rerank(entry)
 
     def _sweep(self, count: int) -> None:
-        """Rank the next few extents anew, so that all have been after one round of evictions."""
+        """Rank the next few extents anew. All are after one round of evictions."""
         live, keys, now_s = self._queue.live, self._sweep_keys, self._now()
         for _ in range(min(count, len(live))):
             if not keys:
@@ -172,9 +172,6 @@ class PredictiveEvictionPolicy(QueuedPolicy):
         predictor = ReadOnly(self._predictor) if _predicts_reuse(self._predictor) else None
         return type(self)(predictor=predictor, capacity=self._given_capacity, clock=self._clock)
 
-    def _queues(self) -> Sequence[ExtentQueue]:
-        return (self._queue,)
-
     def check(self) -> None:
         super().check()
         self._history.check()
@@ -199,7 +196,7 @@ class PredictedSequence:
 
 @dataclass(slots=True, eq=False)
 class IdleRecord(PathRecord):
-    """A `PathRecord` of an extent that is idle, with what the predictor knows of it.
+    """A `PathRecord` with what the predictor knows of it.
 
     `reported_s`: for how long it is known to be idle; `rank_until_s`: when it should be ranked anew. Of a
     closed record, `turn`, `gap_s` and `used_s` are those of the use that closed it; `is_in_use` is true until
@@ -229,7 +226,7 @@ class IdleHistory(PathHistory[IdleRecord]):
         self._watched.append((ranks.watched_s, deque()))
 
     def replace_child(self, parent: Extent, child_key: int, now_s: float) -> None:
-        """The parent is an evictable leaf after its last child was evicted: idle since their last use.
+        """The parent's last child was evicted: the parent is idle since their last use.
 
         The record of a child without siblings is dropped: if the path comes back whole, nothing is inserted
         under the child's key.
@@ -254,7 +251,7 @@ class IdleHistory(PathHistory[IdleRecord]):
         self._store_watched(record, now_s)
 
     def report_idle(self, now_s: float) -> None:
-        """Report the records that have been idle for another step; where too many wait, earlier."""
+        """Report the records that were idle for another step. Too many are reported earlier."""
         for level, (seconds, records) in enumerate(self._watched):
             while records and (records[0].used_s + seconds <= now_s or len(records) > self.max_records):
                 record = records.popleft()
@@ -365,7 +362,7 @@ class RecencyRanks:
         return (when_s if lifetime_s is None else when_s + lifetime_s, last_use, depth)
 
     def began(self, record: IdleRecord, before: IdleRecord | None) -> None:
-        """A record begins; `before` is the record that it continues, if it is a later turn."""
+        """A record begins. `before`: the record that it continues, if it is a later turn."""
 
     def used(self, record: IdleRecord, idle_s: float) -> None:
         """A request uses the path again, after so many seconds."""
@@ -378,7 +375,7 @@ class RecencyRanks:
 
 
 class ReuseRanks(RecencyRanks):
-    """By uses expected per second of memory, once the predictor does not abstain; until then LRU."""
+    """By expected uses per second of memory; LRU until the predictor does not abstain."""
 
     def __init__(self, predictor: ReusePredictor) -> None:
         self._predictor = predictor
@@ -419,7 +416,7 @@ class ReuseRanks(RecencyRanks):
 
 
 class EndRanks(RecencyRanks):
-    """By the predicted end of the sequence: its last use plus the predicted time after it."""
+    """By the predicted end of the sequence: last use plus predicted time."""
 
     watched_s = PATIENCE_S
 
@@ -451,7 +448,7 @@ class EndRanks(RecencyRanks):
             self.forgotten(record)
 
     def forgotten(self, record: IdleRecord) -> None:
-        """The sequence has ended, if this is its latest record: earlier ones may be kept too."""
+        """The sequence has ended, if this is its latest record. Earlier ones may be kept too."""
         sequence = record.sequence
         if sequence is not None and sequence.is_open and record.used_s >= sequence.used_s:
             sequence.is_open = False
@@ -477,9 +474,10 @@ class ReadOnly:
 
 
 def density(prediction: ReusePrediction, horizon_s: float) -> float:
-    """Expected uses per second of memory up to the best moment to give up: the index of Gittins (1979).
+    """Expected uses per second of memory, up to the best moment to give up.
 
-    The moments are those that the quantiles name, and the horizon. 0 where no use is expected.
+    This is the index of Gittins (1979). The moments are those that the quantiles name, and the horizon. 0
+    where no use is expected.
     """
     probability, best = prediction.probability, 0.0
     held_s, level, time_s = LEAST_HELD_S, 0.0, 0.0
@@ -513,14 +511,17 @@ def _ranks_by(predictor: Predictor | None) -> RecencyRanks:
 
 
 def _given_lifetime_s(extent: Extent) -> float | None:
-    """The prediction that extents of `sagellm.compat` bring, though the contract does not ask for it."""
+    """The prediction that an extent of `sagellm.compat` brings. The contract asks for none."""
     meta = getattr(extent, "meta", None)
     given = meta.get("estimated_lifetime") if isinstance(meta, Mapping) else None
     return float(given) if given is not None and math.isfinite(given) else None
 
 
 def _is_sampled(record: IdleRecord) -> bool:
-    """By key, so the same in each run: small extents are many, and their blocks should count no more."""
+    """Whether the predictor learns of a record. By key, so the same in each run.
+
+    Small extents are many, and their blocks should count no more than others.
+    """
     return record.num_blocks >= FULL_BLOCKS or record.key % FULL_BLOCKS < record.num_blocks
 
 

@@ -6,7 +6,6 @@ The measure of fairness is that of Jain, Chiu and Hawe, "A Quantitative Measure 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Self
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Extent
@@ -27,9 +26,10 @@ MIN_CHOICES, TENANTS_PER_CHOICE = 4, 4
 
 
 def jain_index(values: Iterable[float]) -> float:
-    """(sum of x)^2 / (n x sum of x^2): 1 if all are equal, 1/n if one has all.
+    """Jain's index of fairness: 1 if all are equal, 1/n if one has all.
 
-    1 if all values are 0. Raises `ConfigError` without a value, and on negative ones.
+    (sum of x)^2 / (n x sum of x^2); 1 if all values are 0. Raises `ConfigError` without a value, and on
+    negative ones.
     """
     shares = list(values)
     if not shares or min(shares) < 0:
@@ -104,7 +104,7 @@ class QoSEvictionPolicy(QueuedPolicy):
         super().insert(extent)
 
     def _count_service(self, extent: Extent) -> None:
-        """Count what the request of this extent found, and what it would have found in a larger cache.
+        """Count what the request of this extent found, and what room would have saved.
 
         It found the path in front of a new extent, or all of one that it pinned. A new extent with a ghost
         would have been found.
@@ -153,8 +153,8 @@ class QoSEvictionPolicy(QueuedPolicy):
         return tenant
 
     def _forget_absent(self) -> None:
-        """Forget tenants without an extent in the policy: clients choose the names, without a limit."""
-        hinted = {id(place.queue) for place in self._hinted.place.values()}
+        """Forget tenants without an extent. Clients choose the names, without a limit."""
+        hinted = {id(place.queue) for place in self._own_place.values()}
         for name, tenant in list(self._tenants.items()):
             if not tenant.queue.live and id(tenant.queue) not in hinted:
                 del self._tenants[name]
@@ -164,16 +164,8 @@ class QoSEvictionPolicy(QueuedPolicy):
         ghosts.add(entry.extent.key, entry.size)
         ghosts.trim(self._ghost_factor * self._capacity / max(1, len(self._tenants)))
 
-    def fresh(self) -> Self:
-        return type(self)(
-            capacity=self._given_capacity,
-            weights=self._weights,
-            tolerance=self._tolerance,
-            ghost_factor=self._ghost_factor,
-        )
-
     def _queues(self) -> Sequence[ExtentQueue]:
-        return [tenant.queue for tenant in self._tenants.values()]
+        return [self._ended, self._wanted, *(tenant.queue for tenant in self._tenants.values())]
 
     def check(self) -> None:
         super().check()

@@ -6,8 +6,6 @@ Source: Yang, Zhang, Qiu, Yue and Vigfusson, "FIFO Queues are All You Need for C
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Self
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Extent
@@ -83,12 +81,6 @@ class S3FIFOEvictionPolicy(QueuedPolicy):
     @property
     def _main_size(self) -> int:
         return self._capacity - (int(self._small_share * self._capacity) or 1)
-
-    def fresh(self) -> Self:
-        return type(self)(capacity=self._given_capacity, small_share=self._small_share)
-
-    def _queues(self) -> Sequence[ExtentQueue]:
-        return (self._small, self._main)
 
     def check(self) -> None:
         super().check()

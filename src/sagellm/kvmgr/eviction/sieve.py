@@ -1,4 +1,4 @@
-"""SIEVE: a hand sweeps the queue and evicts extents that are unused since it last passed.
+"""SIEVE: a hand sweeps the queue and evicts extents unused since its last pass.
 
 Source: Zhang, Yang, Yue, Vigfusson and Rashmi, "SIEVE is Simpler than LRU" (NSDI 2024).
 """
@@ -6,8 +6,6 @@ Source: Zhang, Yang, Yue, Vigfusson and Rashmi, "SIEVE is Simpler than LRU" (NSD
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Self
 
 from sagellm.core.protocols.eviction import Extent
 from sagellm.kvmgr.eviction._base import ExtentQueue, FormerPlace, QueuedPolicy, QueueEntry
@@ -65,12 +63,6 @@ class SieveEvictionPolicy(QueuedPolicy):
         self._visited.discard(entry.extent.key)
         if queue is self._ahead:
             self._hand = entry.rank
-
-    def fresh(self) -> Self:
-        return type(self)(capacity=self._given_capacity)
-
-    def _queues(self) -> Sequence[ExtentQueue]:
-        return (self._ahead, self._passed)
 
 
 PLUGIN = SieveEvictionPolicy

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ConfigError
@@ -14,7 +13,7 @@ from sagellm.kvmgr.eviction.cost_model import PrefillCostModel
 
 
 class Importance(NamedTuple):
-    """An extent's priority, and until when to keep it (clock seconds; minus infinity: not asked for)."""
+    """An extent's priority, and until when to keep it (clock seconds)."""
 
     priority: int = 0
     until_s: float = -math.inf
@@ -24,7 +23,7 @@ NO_IMPORTANCE = Importance()
 
 
 class SLOEvictionPolicy(QueuedPolicy):
-    """Lower priorities go first; within one, LRU, where a risky loss makes an extent look younger.
+    """Lower priorities go first. Of equal priorities LRU, with a bonus for costly losses.
 
     The priority and the goal for the time to the first token are those of the request that used the extent
     last; `ttft_slo_s` where it has no goal. Recomputing an extent takes a part of that time. The larger the
@@ -79,7 +78,7 @@ class SLOEvictionPolicy(QueuedPolicy):
         self._push_important(extent, importance)
 
     def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
-        """A parent gets the priority of its child: a request that needs the child needs the parent."""
+        """A parent gets its child's priority: a request for the child needs the parent."""
         self._push_important(parent, Importance(child.rank[0]))
 
     def _push_important(self, extent: Extent, importance: Importance) -> None:
@@ -98,18 +97,6 @@ class SLOEvictionPolicy(QueuedPolicy):
 
     def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:
         self._importance.pop(entry.extent.key, None)
-
-    def fresh(self) -> Self:
-        return type(self)(
-            capacity=self._given_capacity,
-            clock=self._clock,
-            model=self._model,
-            ttft_slo_s=self._ttft_slo_s,
-            patience_s=self._patience_s,
-        )
-
-    def _queues(self) -> Sequence[ExtentQueue]:
-        return (self._queue,)
 
 
 PLUGIN = SLOEvictionPolicy

@@ -1,4 +1,6 @@
-"""2Q: new extents wait in a short FIFO; those that return after leaving it enter the LRU queue.
+"""2Q: a short FIFO for new extents, an LRU queue for those that return.
+
+##
 
 Source: Johnson and Shasha, "2Q: A Low Overhead High Performance Buffer Management Replacement Algorithm"
 (VLDB 1994), the full version.
@@ -7,8 +9,6 @@ Source: Johnson and Shasha, "2Q: A Low Overhead High Performance Buffer Manageme
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Self
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Extent
@@ -71,12 +71,6 @@ class TwoQEvictionPolicy(QueuedPolicy):
     @property
     def _max_ghosts(self) -> float:
         return (1 + self._out_share) * self._capacity
-
-    def fresh(self) -> Self:
-        return type(self)(capacity=self._given_capacity, in_share=self._in_share, out_share=self._out_share)
-
-    def _queues(self) -> Sequence[ExtentQueue]:
-        return (self._new, self._main)
 
     def check(self) -> None:
         super().check()

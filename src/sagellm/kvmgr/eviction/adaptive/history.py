@@ -38,7 +38,7 @@ class ReuseRecord(PathRecord):
 
 
 class OpenRecords:
-    """Kind, time of use, and time of the last count of all open records, in columns.
+    """All open records in columns: kind, time of use, time of the last count.
 
     A fit counts the seconds of thousands of open records at once, in numpy, instead of one by one.
     """
@@ -69,7 +69,7 @@ class OpenRecords:
         return self._counted_s[index]
 
     def count(self, now_s: float) -> tuple[Ints, Floats, Floats]:
-        """Kinds, ages at the last count and ages now of all records, which are counted until now then."""
+        """Kinds, ages at the last count, ages now. All records are counted until now then."""
         all_kinds = np.frombuffer(self._kind, dtype=np.int64)
         counted_s = np.frombuffer(self._counted_s)
         open_ = np.flatnonzero(all_kinds != CLOSED)
@@ -80,7 +80,7 @@ class OpenRecords:
 
 
 class ReuseHistory(PathHistory[ReuseRecord]):
-    """Records that teach `model` how soon paths are used again, whether they were kept or evicted.
+    """Records that teach `model` how soon paths are used again, kept or evicted.
 
     `changed`: keys of records whose value changed without a call for that extent. The policy ranks these
     extents anew and empties the list.
@@ -94,7 +94,7 @@ class ReuseHistory(PathHistory[ReuseRecord]):
         self._num_begun = self._num_begun_at_fit = self._num_used = 0
 
     def replace_child(self, parent: Extent, child_key: int) -> None:
-        """The child was evicted, so the path ends at its parent: the record moves there."""
+        """The child was evicted. Its path ends at the parent; its record moves there."""
         above = self._records.get(parent.key)
         if above is not None and above.is_open:
             return
@@ -161,11 +161,10 @@ class ReuseHistory(PathHistory[ReuseRecord]):
         return record
 
     def _supersede_latest(self, before: ReuseRecord, extent: Extent, now_s: float) -> None:
-        """If the path that continued `before` last had little more of its own, the extent continues that
-        path.
+        """The extent may continue the path that continued `before` last.
 
-        The end of a prompt is such a path, if the next turn does not repeat it. Its turn and gap pass to
-        `before`, and what is left of it is superseded.
+        That is so if that path has few blocks of its own, as the end of a prompt that the next turn does not
+        repeat. Its turn and gap pass to `before`, and what is left of it is superseded.
         """
         latest = self._records.get(before.latest_key) if before.latest_key is not None else None
         if latest is None or not latest.is_open or latest.key == extent.key:
@@ -181,7 +180,7 @@ class ReuseHistory(PathHistory[ReuseRecord]):
         self._supersede_at(record, tail.key, end, now_s)
 
     def _supersede_at(self, record: ReuseRecord, rest_key: int, end: int, now_s: float) -> None:
-        """The use counts by its share of the path; the last feature says that the rest is superseded."""
+        """Supersede a record. The use counts by its share of the path; the last feature marks the rest."""
         features = (*record.features[:-1], 1)
         self._close(record, now_s, end / record.end)
         kind = self.model.kind(features)

@@ -1,9 +1,8 @@
-"""Learned eviction: the extents of the least expected uses per second of memory go first."""
+"""Learned eviction: the fewest expected uses per second of memory go first."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError
@@ -24,7 +23,7 @@ FORGOTTEN = 0.0
 
 
 class LearnedEvictionPolicy(QueuedPolicy):
-    """Ranks extents by the value that a `ReuseModel` gives them; LRU until the first fit.
+    """Ranks extents by the value that a `ReuseModel` gives. LRU until the first fit.
 
     The model learns from every use and from every second without one, of evicted extents too
     (`ReuseHistory`), so that it knows the cost of an eviction without having kept the extent. `max_records`
@@ -157,7 +156,7 @@ class LearnedEvictionPolicy(QueuedPolicy):
         """Rank the extents anew whose record changed without a call for them."""
         for key in self._history.changed:
             queue = self._held.get(key)
-            if queue is not None and queue in self._queues():
+            if queue is not None and key not in self._own_place:
                 self._replace(queue.live[key].extent)
         self._history.changed.clear()
 
@@ -170,9 +169,3 @@ class LearnedEvictionPolicy(QueuedPolicy):
             entry = live.get(keys.pop())
             if entry is not None:
                 self._rerank(entry)
-
-    def fresh(self) -> Self:
-        return type(self)(capacity=self._given_capacity, clock=self._clock, max_records=self._max_records)
-
-    def _queues(self) -> Sequence[ExtentQueue]:
-        return (self._ranked, self._by_value)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
-from typing import Self
 
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError
@@ -89,7 +87,7 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
 
     @property
     def regret(self) -> int:
-        """Hits lost to LRU so far, net, and those that may still be lost, in blocks."""
+        """Hits lost to LRU so far, and those that may still be lost."""
         return self._shadow.num_firm_missing + self._num_leaving - self.lead
 
     @property
@@ -133,9 +131,8 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
 
     def hint(self, key: int, hint: Hint) -> None:
         super().hint(key, hint)
-        ended = self._hinted.ended
-        if self._held.get(key) is ended:
-            self._shadow.forget(ended.live[key].extent)
+        if self._held.get(key) is self._ended:
+            self._shadow.forget(self._ended.live[key].extent)
 
     def evict(self, num_blocks: int, give_up: GiveUp) -> int:
         now_s = self._now()
@@ -159,10 +156,11 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
     # -- what a policy decides
 
     def _next_queue(self) -> ExtentQueue | None:
-        """The first free extent, or a spared one of lower value within the budget, or that of LRU."""
+        """The first free extent, a spared one of lower value, or that of LRU."""
         spared = self._spared
-        for entry in list(self._forced.live.values()):
-            self._replace(entry.extent)
+        if self._forced.live:
+            for entry in list(self._forced.live.values()):
+                self._replace(entry.extent)
         free = self._first_free()
         if not spared.live:
             return free
@@ -185,14 +183,13 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
         return min(wanted, self._shadow.num_free(extent) + num_not_free)
 
     def _first_free(self) -> ExtentQueue | None:
-        """The queue whose first extent has a free block and no retention; extents on the way are spared."""
+        """The queue whose first extent is free. Extents before it are spared."""
         shadow = self._shadow
         while (queue := super()._next_queue()) is not None:
             entry = queue.first()
             extent = entry.extent
-            until_s = extent.used_s + extent.bonus_s
-            if extent.bonus_s and until_s > self._now():
-                self._retain(until_s, extent.key)
+            if extent.bonus_s and extent.used_s + extent.bonus_s > self._now():
+                self._retain(extent.used_s + extent.bonus_s, extent.key)
             elif shadow.num_free(extent):
                 return queue
             else:
@@ -201,7 +198,7 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
         return None
 
     def _force(self) -> ExtentQueue:
-        """Move the spared extent that LRU would evict into `_forced`; extents with a retention go last."""
+        """Move the spared extent that LRU would evict to `_forced`. Retained ones go last."""
         spared, retained = self._spared.live, self._retained
         key = self._shadow.first_awaited(spared)
         if key is None:
@@ -219,7 +216,7 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
         return int(self.budget - self.regret)
 
     def _shrink_shadow(self, num_cached: int) -> None:
-        """Shrink the shadow to the size of the cache, or to its size when it last made room."""
+        """Shrink the shadow to the cache's size, now or when it last made room."""
         self._num_cached = num_cached
         room = max(num_cached, self._room)
         self._shadow.shrink(room, room)
@@ -228,13 +225,13 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
     # -- spared extents
 
     def _release_spared(self, key: int) -> None:
-        """A spared extent may be chosen again: a block of it is free now, or its retention is over."""
+        """Let a spared extent be chosen. It has a free block, or its retention is over."""
         entry = self._spared.live.get(key)
         if entry is not None:
             self._replace(entry.extent)
 
     def _retain(self, until_s: float, key: int) -> None:
-        """Note a retention; notes of extents that were used or evicted since are dropped in time."""
+        """Note a retention. Notes of extents used or evicted since are dropped in time."""
         heapq.heappush(self._retained, (until_s, key))
         if len(self._retained) > FEW + 2 * len(self._spared.live):
             current = {item for item in self._retained if self._is_retained(*item)}
@@ -245,7 +242,7 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
         return entry is not None and entry.extent.used_s + entry.extent.bonus_s == until_s
 
     def _rerank_spared(self) -> None:
-        """Rank a few spared extents anew, in turn, and the first one until its rank is right."""
+        """Rank a few spared extents anew, and the first until its rank is right."""
         spared, keys = self._spared, self._rerank_keys
         for _ in range(RERANKS_PER_CHOICE):
             if not keys:
@@ -272,18 +269,6 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
             return (self._model.value(rank.kind, self._now() - rank.used_s), extent.last_use)
         value, last_use = rank
         return (value, last_use)
-
-    def fresh(self) -> Self:
-        return type(self)(
-            capacity=self._given_capacity,
-            clock=self._clock,
-            max_records=self._max_records,
-            max_regret=self._max_regret,
-            stake=self._stake,
-        )
-
-    def _queues(self) -> Sequence[ExtentQueue]:
-        return (self._ranked, self._by_value, self._spared, self._forced)
 
     def check(self) -> None:
         super().check()

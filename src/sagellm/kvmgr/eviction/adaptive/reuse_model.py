@@ -47,11 +47,11 @@ _NEAR[_NEAR > 1.0] = 1.0
 
 
 class ReuseModel:
-    """Counts uses and seconds by kind (a tuple of features) and age; `fit` turns them into values.
+    """Counts uses and seconds by kind and age; `fit` turns them into values.
 
-    `shrinkage`: a factor leaves 1 as far as the data outweigh so many uses. `half_life`: records after which
-    older counts weigh half. `early_s`: until about this age the prior hardly falls. `values`: [kinds][ages],
-    expected uses per second of memory at the best time to stop.
+    A kind is a tuple of features. `shrinkage`: a factor leaves 1 as far as the data outweigh so many uses.
+    `half_life`: records after which older counts weigh half. `early_s`: until about this age the prior hardly
+    falls. `values`: [kinds][ages], expected uses per second of memory at the best time to stop.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ReuseModel:
         return self.num_fits > 0
 
     def kind(self, features: Features) -> int:
-        """The row of a tuple of features; beyond `MAX_KINDS` rows all new tuples share one."""
+        """The row of a tuple of features. Beyond `MAX_KINDS` rows all new tuples share one."""
         row = self._kinds.get(features)
         if row is not None:
             return row
@@ -139,7 +139,7 @@ class ReuseModel:
         at_risk_s *= fade
 
     def value(self, kind: int, age_s: float) -> float:
-        """Expected uses per second of memory at the best time to stop; `fit` must have been called."""
+        """Expected uses per second of memory until the best time to stop. Needs a `fit`."""
         return self.values[kind][age_bin(age_s)]
 
     def _count_spans(self) -> None:
@@ -170,7 +170,7 @@ class ReuseModel:
         return products
 
     def _fit_base(self, uses: Floats, weighted_s: Floats) -> None:
-        """The base rate by age; where there are no data, it falls with age as 1 / (age + early)."""
+        """Fit the base rate by age. Without data it falls as 1 / (age + early)."""
         seconds = weighted_s.sum(axis=0)
         seen = uses.sum(axis=0)
         scale = (seen.sum() + 0.1) / ((seconds * self._prior).sum() + 0.1)
@@ -196,7 +196,7 @@ class ReuseModel:
 
 
 def _values(hazards: Floats) -> Floats:
-    """The best ratio of uses to seconds from each age on; hazards and values are [kinds, ages].
+    """The best ratio of uses to seconds from each age on. All are [kinds, ages].
 
     Where the hazard is at least the value of the next age, it is the value: nothing later is better. All
     times to stop are compared for the other ages only.
@@ -258,9 +258,10 @@ def seconds_at_risk(kinds: Ints, from_s: Floats, to_s: Floats, num_kinds: int) -
 
 
 def _seconds_from_birth(kinds: Ints, ages_s: Floats, num_kinds: int) -> Floats:
-    """As `seconds_at_risk` from age 0 on: all bins below that of the end, and a part of that one.
+    """As `seconds_at_risk`, from age 0 on.
 
-    Two sums for each bin are enough, over the paths that end in it: how many, and their ages.
+    A path fills all bins below that of its end, and a part of that one. Two sums for each bin are enough,
+    over the paths that end in it: how many, and their ages.
     """
     ages_s = np.clip(ages_s, 0.0, OLDEST_S)
     cells = kinds * NUM_AGES + np.searchsorted(_INNER, ages_s, side="right")

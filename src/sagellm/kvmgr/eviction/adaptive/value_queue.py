@@ -1,4 +1,4 @@
-"""A queue of extents in order of value, where the value depends on kind and age alone."""
+"""Extents in order of value, which depends on kind and age alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Values = Sequence[Sequence[float]]
 
 
 class ValueRow(deque[QueueEntry]):
-    """Extents of one kind and age, the oldest first; `number` is kind x `NUM_AGES` + age."""
+    """Extents of one kind and age, oldest first. `number`: kind x `NUM_AGES` + age."""
 
     __slots__ = ("age", "number")
 
@@ -30,7 +30,7 @@ class ValueRow(deque[QueueEntry]):
 
 
 class ValueQueue(ExtentQueue):
-    """The extent of the least value is first; a rank is a `ReuseRecord` of a kind from 0 on.
+    """The extent of the least value is first. A rank is an unshared `ReuseRecord`.
 
     Extents of one kind and age have the same value and stand in one row. So new values cost time by row, not
     by extent, and as time passes only the heads of rows must be looked at: `first` moves the head that it
@@ -94,7 +94,7 @@ class ValueQueue(ExtentQueue):
         self.num_blocks -= num_blocks
 
     def sweep(self, count: int) -> None:
-        """Move extents that are too old for their row to the next one; at most `count` extents and rows."""
+        """Move extents that are too old for their row. At most `count` extents and rows."""
         if len(self._order) > FEW and len(self._order) > MAX_STALE * len(self._row_of):
             self.renew(self._values)
         due, now_s = self._due, self.now_s
@@ -148,7 +148,7 @@ class ValueQueue(ExtentQueue):
             del self._row_of[row.number]
 
     def _move_on(self, row: ValueRow, count: int) -> int:
-        """Move the first entries of a row that are too old for it, at most `count`; returns how many."""
+        """Move up to `count` entries too old for their row; returns how many."""
         live, now_s = self.live, self.now_s
         first_number = row.number - row.age
         end_s = AGE_ENDS_S[row.age]
