@@ -29,9 +29,19 @@ from sagellm.core.errors import MissingExtraError, RequestError, SageError
 from sagellm.core.extras import EXTRA_OF
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def flag(names: str, text: str, **settings: Any) -> Any:
+    """A typer option: its names, the metavar of its value (`--out -o FILE`), and its help."""
+    parts = names.split()
+    flags = [part for part in parts if part.startswith("-")]
+    metavar = parts[-1] if len(parts) > len(flags) else None
+    return typer.Option(*flags, metavar=metavar, help=text, **settings)
+
+
 _MODEL_HELP = "Folder or hub name of the model; default: the demo model."
 
-ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=_MODEL_HELP)]
+ModelOption = Annotated[str | None, flag("--model -m MODEL", _MODEL_HELP)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +70,6 @@ class OptionGroup:
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if v is not None})
 
 
-def flag(names: str, text: str, **settings: Any) -> Any:
-    """An option for typer: its names and the metavar of its value (`--out -o FILE`), and its help."""
-    parts = names.split()
-    flags = [part for part in parts if part.startswith("-")]
-    return typer.Option(*flags, metavar=parts[-1] if len(parts) > len(flags) else None, help=text, **settings)
-
-
 def option(name: str, kind: Any, declared: Any) -> inspect.Parameter:
     """An optional keyword parameter whose typer declaration is `declared`."""
     annotation = Annotated[kind | None, declared]
@@ -82,7 +85,7 @@ class Model(OptionGroup):
     @classmethod
     def parameters(cls) -> list[inspect.Parameter]:
         argument = typer.Argument(metavar="MODEL", help="The same as -m MODEL.", show_default=False)
-        declared = typer.Option("--model", "-m", metavar="MODEL", help=_MODEL_HELP)
+        declared = flag("--model -m MODEL", _MODEL_HELP)
         return [option("model_argument", str, argument), option("model", str, declared)]
 
     @classmethod
@@ -152,7 +155,7 @@ def completing(values: Iterable[str]) -> Callable[[str], list[str]]:
     return lambda incomplete: [value for value in known if value.startswith(incomplete)]
 
 
-_DEBUG = option("debug", bool, typer.Option("--debug", help="Show the traceback of an error."))
+_DEBUG = option("debug", bool, flag("--debug", "Show the traceback of an error."))
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import typer
 
-from sagellm.cli._options import OptionGroup, option
+from sagellm.cli._options import OptionGroup, flag, option
 from sagellm.core.errors import RequestError, nearest
 
 _NUMBERS: Mapping[str, tuple[type, str]] = {
@@ -54,9 +54,7 @@ class Sampling(OptionGroup):
             )
             for name, (kind, text) in _NUMBERS.items()
         ]
-        stop = typer.Option(
-            "--stop", metavar="TEXT", help="End the answer before this text; may be repeated."
-        )
+        stop = flag("--stop TEXT", "End the answer before this text; may be repeated.")
         return [*numbers, option("stop", list[str], stop)]
 
     @classmethod

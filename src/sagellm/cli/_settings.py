@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import typer
 
-from sagellm.cli._options import OptionGroup, completing, option
+from sagellm.cli._options import OptionGroup, completing, flag, option
 from sagellm.core.config import PRESETS
 from sagellm.core.config_layers import KEYS, Resolved, allowed_values, describe
 from sagellm.core.errors import ConfigError
@@ -51,20 +51,14 @@ class Settings(OptionGroup):
     @classmethod
     def parameters(cls) -> list[inspect.Parameter]:
         return [
-            option("config_file", Path, typer.Option("--config", "-c", metavar="FILE", help=_CONFIG_HELP)),
+            option("config_file", Path, flag("--config -c FILE", _CONFIG_HELP)),
             option("preset", str, _preset_option()),
             option(
                 "assignments",
                 list[str],
-                typer.Option(
-                    "--set",
-                    "-s",
-                    metavar="KEY=VALUE",
-                    help=_SET_HELP,
-                    autocompletion=completing(f"{key}=" for key in KEYS),
-                ),
+                flag("--set -s KEY=VALUE", _SET_HELP, autocompletion=completing(f"{key}=" for key in KEYS)),
             ),
-            option("offline", bool, typer.Option("--offline", help=_OFFLINE_HELP)),
+            option("offline", bool, flag("--offline", _OFFLINE_HELP)),
             *_flag_options(FLAGS),
         ]
 
@@ -104,9 +98,7 @@ _SET_HELP = "Set any key of the configuration; may be repeated."
 
 
 def _preset_option() -> Any:
-    return typer.Option(
-        "--preset", metavar="NAME", help=f"One of {', '.join(PRESETS)}.", autocompletion=completing(PRESETS)
-    )
+    return flag("--preset NAME", f"One of {', '.join(PRESETS)}.", autocompletion=completing(PRESETS))
 
 
 def _flag_options(flags: Mapping[str, tuple[str, str]]) -> list[inspect.Parameter]:

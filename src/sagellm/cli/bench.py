@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-import typer
 from rich.console import Console
 
 from sagellm.cli._options import App, Model, ModelOption, OptionGroup, command, flag
@@ -80,9 +79,7 @@ class MicroOptions(OptionGroup):
 @micro.command("prefix_cache")
 @command
 def prefix_cache(
-    index: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Prefix indexes, as a,b; default: all.")
-    ] = None,
+    index: Annotated[str | None, flag("NAMES", "Prefix indexes, as a,b; default: all.")] = None,
     *,
     measuring: MicroOptions,
     output: Output,
@@ -99,9 +96,7 @@ def prefix_cache(
 @micro.command("kv_pool")
 @command
 def kv_pool(
-    pool: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Block pools, as a,b; default: all.")
-    ] = None,
+    pool: Annotated[str | None, flag("NAMES", "Block pools, as a,b; default: all.")] = None,
     *,
     measuring: MicroOptions,
     output: Output,
@@ -115,9 +110,7 @@ def kv_pool(
 @micro.command("scheduler_ir")
 @command
 def scheduler_ir(
-    strategy: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Scheduling strategies, as a,b; default: all.")
-    ] = None,
+    strategy: Annotated[str | None, flag("NAMES", "Scheduling strategies, as a,b; default: all.")] = None,
     *,
     measuring: MicroOptions,
     output: Output,
@@ -134,9 +127,7 @@ def scheduler_ir(
 @micro.command("eviction")
 @command
 def eviction(
-    policies: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Eviction policies, as a,b; default: all.")
-    ] = None,
+    policies: Annotated[str | None, flag("NAMES", "Eviction policies, as a,b; default: all.")] = None,
     *,
     measuring: MicroOptions,
     output: Output,
@@ -153,9 +144,7 @@ def eviction(
 @micro.command("fusion")
 @command
 def fusion(
-    way: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="kernels, torch or both, as a,b; default: both.")
-    ] = None,
+    way: Annotated[str | None, flag("NAMES", "kernels, torch or both, as a,b; default: both.")] = None,
     *,
     measuring: MicroOptions,
     output: Output,
@@ -199,16 +188,12 @@ def _measure(benchmark: MicroBenchmark, names: str | None, given: MicroOptions, 
 def engine(
     model: ModelOption = None,
     shape: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Random weights instead of a model: S (184 M), M (596 M), 8B, tiny."
-        ),
+        str | None, flag("NAME", "Random weights instead of a model: S (184 M), M (596 M), 8B, tiny.")
     ] = None,
-    only: Annotated[str | None, typer.Option(metavar="NAMES", help=_ONLY_HELP)] = None,
-    repeats: Annotated[int, typer.Option(metavar="N", help="Times that each workload runs.")] = 3,
+    only: Annotated[str | None, flag("NAMES", _ONLY_HELP)] = None,
+    repeats: Annotated[int, flag("N", "Times that each workload runs.")] = 3,
     compare: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Rows of the peers' harness to stand beside; may be repeated."),
+        list[Path] | None, flag("FILE", "Rows of the peers' harness to stand beside; may be repeated.")
     ] = None,
     *,
     settings: Settings,
@@ -292,18 +277,14 @@ def _show(report: EngineBenchReport, output: Output) -> None:
 @app.command("fairness")
 @command
 def fairness(
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Beside lru; may be repeated; default: qos."),
-    ] = None,
+    policy: Annotated[list[str] | None, flag("NAME", "Beside lru; may be repeated; default: qos.")] = None,
     capacity: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="SIZE",
-            help="In blocks, or as a share of the unique ones as 1%; may be repeated; default: 0.5% to 5%.",
+        flag(
+            "SIZE", "In blocks, or as a share of the unique ones as 1%; may be repeated; default: 0.5% to 5%."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the trace.")] = 0,
+    seed: Annotated[int, flag("N", "Seed of the trace.")] = 0,
     *,
     output: Output,
 ) -> None:
@@ -330,27 +311,19 @@ def fairness(
 @command
 def http(
     url: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="A server that runs already; default: ours, started for this."),
+        str | None, flag("URL", "A server that runs already; default: ours, started for this.")
     ] = None,
     key: Annotated[
-        str | None,
-        typer.Option(
-            "--key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="API key of that server."
-        ),
+        str | None, flag("--key KEY", "API key of that server.", envvar="OPENAI_API_KEY", show_envvar=True)
     ] = None,
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the server in the report.")
-    ] = None,
+    name: Annotated[str | None, flag("NAME", "Name of the server in the report.")] = None,
     kinds: Annotated[
-        str, typer.Option("--answers", metavar="NAMES", help="Only these, as a,b: list, one-token, stream.")
+        str, flag("--answers NAMES", "Only these, as a,b: list, one-token, stream.")
     ] = "list,one-token,stream",
-    concurrency: Annotated[
-        str, typer.Option(metavar="COUNTS", help="Requests at a time, as 1,8,32.")
-    ] = "1,8,32",
-    requests: Annotated[int, typer.Option(metavar="N", help="Requests in each run; of streams 1/8.")] = 400,
-    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of a stream.")] = 64,
-    repeats: Annotated[int, typer.Option(metavar="N", help="Times that each case runs.")] = 3,
+    concurrency: Annotated[str, flag("COUNTS", "Requests at a time, as 1,8,32.")] = "1,8,32",
+    requests: Annotated[int, flag("N", "Requests in each run; of streams 1/8.")] = 400,
+    tokens: Annotated[int, flag("N", "Tokens of a stream.")] = 64,
+    repeats: Annotated[int, flag("N", "Times that each case runs.")] = 3,
     *,
     model: Model,
     output: Output,
@@ -387,20 +360,16 @@ def http(
 @command
 def lifetime(
     traces: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", envvar="SAGELLM_TRACES", help="The folder that holds the traces."),
+        Path | None, flag("FOLDER", "The folder that holds the traces.", envvar="SAGELLM_TRACES")
     ] = None,
     workload: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only this one; may be repeated; default: all.")
+        list[str] | None, flag("NAME", "Only this one; may be repeated; default: all.")
     ] = None,
     predictor: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Of lengths; may be repeated; default: statistical."),
+        list[str] | None, flag("NAME", "Of lengths; may be repeated; default: statistical.")
     ] = None,
-    part: Annotated[
-        str, typer.Option(metavar="PART", help="test; or validation, to choose settings by.")
-    ] = "test",
-    after: Annotated[int, typer.Option(metavar="N", help="Ask for lengths when N tokens are generated.")] = 0,
+    part: Annotated[str, flag("PART", "test; or validation, to choose settings by.")] = "test",
+    after: Annotated[int, flag("N", "Ask for lengths when N tokens are generated.")] = 0,
     *,
     output: Output,
 ) -> None:
@@ -425,19 +394,15 @@ def lifetime(
 @app.command("conversation")
 @command
 def conversation(
-    policy: Annotated[str, typer.Option(metavar="NAME", help="Eviction policy.")] = "lru",
-    index: Annotated[str, typer.Option(metavar="NAME", help="Prefix index.")] = "radix",
-    blocks: Annotated[
-        str, typer.Option(metavar="COUNTS", help="Sizes of the pool in blocks.")
-    ] = "10000,1000,500",
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the trace.")] = 0,
+    policy: Annotated[str, flag("NAME", "Eviction policy.")] = "lru",
+    index: Annotated[str, flag("NAME", "Prefix index.")] = "radix",
+    blocks: Annotated[str, flag("COUNTS", "Sizes of the pool in blocks.")] = "10000,1000,500",
+    seed: Annotated[int, flag("N", "Seed of the trace.")] = 0,
     *,
     no_prefix_caching: Annotated[
-        bool, typer.Option("--no-prefix-caching", help="Reuse nothing: what the others are compared with.")
+        bool, flag("--no-prefix-caching", "Reuse nothing: what the others are compared with.")
     ] = False,
-    per_request: Annotated[
-        bool, typer.Option("--per-request", help="Also print what each prompt found.")
-    ] = False,
+    per_request: Annotated[bool, flag("--per-request", "Also print what each prompt found.")] = False,
     output: Output,
 ) -> None:
     """Count what 100 prompts of conversations reuse of each other's KV, by size of the pool."""

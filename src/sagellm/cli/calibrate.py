@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sagellm.cli._options import OptionGroup, command, option
+from sagellm.cli._options import OptionGroup, command, flag
 from sagellm.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,59 +25,37 @@ if TYPE_CHECKING:
     from sagellm.engines.simulator.cost_model import CostModel
     from sagellm.engines.simulator.measured import EngineFactory, Measured, Run, Sizes
 
-_NUMBERS: Mapping[str, tuple[type, str, str]] = {
-    "num_blocks": (int, "N", "KV blocks of the measured engine; default: what the device's memory leaves."),
-    "block_size": (int, "N", "Tokens per KV block; default: 16."),
-    "max_num_seqs": (int, "N", "Requests that ran together at most, per data-parallel rank; default: 256."),
-    "max_batched_tokens": (int, "N", "Tokens of one step at most, per data-parallel rank; default: 2048."),
-    "tensor_parallel": (int, "N", "Devices that shared each layer; default: 1."),
-    "data_parallel": (int, "N", "Ranks with requests of their own that shared the experts; default: 1."),
-    "memory_utilization": (float, "X", "Share of the device's memory that it used; default: 0.9."),
-}
+_BLOCKS_HELP = "KV blocks of the measured engine; default: what the device's memory leaves."
+_SEQS_HELP = "Requests that ran together at most, per data-parallel rank; default: 256."
+_BATCHED_HELP = "Tokens of one step at most, per data-parallel rank; default: 2048."
+_RANKS_HELP = "Ranks with requests of their own that shared the experts; default: 1."
+_CACHING_HELP = "Whether it reused prefixes (of preempted requests, here); default: yes."
 
 
 @dataclass(frozen=True, slots=True)
-class Instance(OptionGroup):
+class MeasuredEngine(OptionGroup):
     """How the measured engine was set up."""
 
-    num_blocks: int | None = None
-    block_size: int = 16
-    max_num_seqs: int = 256
-    max_batched_tokens: int = 2048
-    tensor_parallel: int = 1
-    data_parallel: int = 1
-    memory_utilization: float = 0.9
-    preset: str = "vllm-like"
-    prefix_caching: bool = True
+    num_blocks: Annotated[int | None, flag("N", _BLOCKS_HELP)] = None
+    block_size: Annotated[int, flag("N", "Tokens per KV block; default: 16.")] = 16
+    max_num_seqs: Annotated[int, flag("N", _SEQS_HELP)] = 256
+    max_batched_tokens: Annotated[int, flag("N", _BATCHED_HELP)] = 2048
+    tensor_parallel: Annotated[int, flag("N", "Devices that shared each layer; default: 1.")] = 1
+    data_parallel: Annotated[int, flag("N", _RANKS_HELP)] = 1
+    memory_utilization: Annotated[
+        float, flag("X", "Share of the device's memory that it used; default: 0.9.")
+    ] = 0.9
+    preset: Annotated[str, flag("NAME", "Preset whose scheduling it is like; default: vllm-like.")] = (
+        "vllm-like"
+    )
+    prefix_caching: Annotated[bool, flag("--prefix-caching/--no-prefix-caching", _CACHING_HELP)] = True
 
     def __post_init__(self) -> None:
-        numbers = [getattr(self, name) for name in _NUMBERS]
-        for name, value in zip(_NUMBERS, numbers, strict=True):
-            if value is not None and value <= 0:
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: it must be positive")
         if self.memory_utilization > 1:
             raise ConfigError(f"--memory-utilization {self.memory_utilization}: at most 1, all of it")
-
-    @classmethod
-    def parameters(cls) -> list[inspect.Parameter]:
-        numbers = [
-            option(name, kind, typer.Option(metavar=metavar, help=text))
-            for name, (kind, metavar, text) in _NUMBERS.items()
-        ]
-        preset = "Preset whose scheduling it is like; default: vllm-like."
-        caching = "Whether it reused prefixes (of preempted requests, here); default: yes."
-        return [
-            *numbers,
-            option("preset", str, typer.Option(metavar="NAME", help=preset)),
-            option(
-                "prefix_caching", bool, typer.Option("--prefix-caching/--no-prefix-caching", help=caching)
-            ),
-        ]
-
-    @classmethod
-    def take(cls, given: dict[str, Any]) -> Self:
-        taken = {name: given.pop(name) for name in (*_NUMBERS, "preset", "prefix_caching")}
-        return cls(**{name: value for name, value in taken.items() if value is not None})
 
     def cost_model(self, device: str, model: str) -> CostModel:
         """That of this instance, with the coefficients that a device has by default."""
@@ -133,37 +111,29 @@ class Instance(OptionGroup):
 @command
 def calibrate(
     requests: Annotated[
-        Path,
-        typer.Argument(metavar="REQUESTS", help="Measured requests, a JSON object per line; or .xz."),
+        Path, typer.Argument(metavar="REQUESTS", help="Measured requests, a JSON object per line; or .xz.")
     ],
-    device: Annotated[str, typer.Option(metavar="NAME", help="The device, as rtx4090 or h100-80g.")],
-    model: Annotated[
-        str,
-        typer.Option("--model", "-m", metavar="NAME", help="A model shape, or where a config.json is."),
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Write the coefficients there.")],
+    device: Annotated[str, flag("NAME", "The device, as rtx4090 or h100-80g.")],
+    model: Annotated[str, flag("--model -m NAME", "A model shape, or where a config.json is.")],
+    out: Annotated[Path, flag("--out -o FILE", "Write the coefficients there.")],
     fit: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Fit to the first N by arrival, judge the rest; default: all."),
+        int | None, flag("N", "Fit to the first N by arrival, judge the rest; default: all.")
     ] = None,
-    rounds: Annotated[int, typer.Option(metavar="N", help="Simulations at most.")] = 12,
+    rounds: Annotated[int, flag("N", "Simulations at most.")] = 12,
     prior: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Another calibration of this device, to start from and stay near."),
+        Path | None, flag("FILE", "Another calibration of this device, to start from and stay near.")
     ] = None,
     max_error: Annotated[
-        float,
-        typer.Option(metavar="X", help="Write nothing if mean TPOT or TTFT of the fitted is off by more."),
+        float, flag("X", "Write nothing if mean TPOT or TTFT of the fitted is off by more.")
     ] = 0.25,
     *,
     open_end: Annotated[
-        bool,
-        typer.Option("--open-end", help="Unknown others arrived after those that are fitted."),
+        bool, flag("--open-end", "Unknown others arrived after those that are fitted.")
     ] = False,
     synchronous: Annotated[
-        bool, typer.Option("--synchronous", help="The engine did not plan a step while the last one ran.")
+        bool, flag("--synchronous", "The engine did not plan a step while the last one ran.")
     ] = False,
-    instance: Instance,
+    instance: MeasuredEngine,
 ) -> None:
     """Fit a cost model to measured requests: serve them again in simulated time, and move the coefficients
     until the latencies agree."""
@@ -229,7 +199,7 @@ def _from_prior(path: Path | None, start: CostModel) -> tuple[CostModel, Mapping
     return replace(start, coefficients=Coefficients(**{k: one.mean for k, one in priors.items()})), priors
 
 
-def _origin(instance: Instance) -> str:
+def _origin(instance: MeasuredEngine) -> str:
     return "as given" if instance.num_blocks else "as the device's memory leaves room for"
 
 
@@ -267,7 +237,7 @@ def _remark(found: Calibration, name: str) -> str:
     return "not determined" if name in found.undetermined else ""
 
 
-def _record(found: Calibration, instance: Instance, sizes: Sizes, path: Path) -> dict[str, Any]:
+def _record(found: Calibration, instance: MeasuredEngine, sizes: Sizes, path: Path) -> dict[str, Any]:
     """What `simulate` reads, and what the coefficients came from."""
     cost_model = found.cost_model
     return {

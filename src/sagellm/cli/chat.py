@@ -9,10 +9,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from sagellm.cli._loading import load_llm
-from sagellm.cli._options import Model, command
+from sagellm.cli._options import Model, command, flag
 from sagellm.cli._sampling import Sampling, parse_value
 from sagellm.cli._settings import Settings
 from sagellm.cli.run import interrupts_noted
@@ -37,7 +35,7 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 @command
 def chat(
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
+    system: Annotated[str | None, flag("TEXT", "System message.")] = None,
     *,
     model: Model,
     sampling: Sampling,

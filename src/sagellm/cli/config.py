@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
-
-from sagellm.cli._options import App, ModelOption, command
+from sagellm.cli._options import App, ModelOption, command, flag
 from sagellm.cli._settings import ServerSettings
 from sagellm.core.config import SECRET_KEYS
 from sagellm.core.config_layers import Resolved, describe
@@ -24,10 +22,8 @@ def _group() -> None:
 def show(
     model: ModelOption = None,
     *,
-    origin: Annotated[
-        bool, typer.Option("--origin", help="Also the layer that each value comes from.")
-    ] = False,
-    meaning: Annotated[bool, typer.Option("--meaning", help="Also what each key means.")] = False,
+    origin: Annotated[bool, flag("--origin", "Also the layer that each value comes from.")] = False,
+    meaning: Annotated[bool, flag("--meaning", "Also what each key means.")] = False,
     settings: ServerSettings,
 ) -> None:
     """Print every key with its value. Later layers win: default, preset, file, environment, command line."""

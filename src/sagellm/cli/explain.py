@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sagellm.cli._options import command
+from sagellm.cli._options import command, flag
 from sagellm.cli._settings import Settings
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError, nearest
@@ -39,15 +39,15 @@ _STEP_MS_HELP = "What a step takes on the simulated clock."
 @command
 def explain(
     requests: Annotated[list[str] | None, typer.Argument(metavar="[REQUEST]...", help=_REQUESTS_HELP)] = None,
-    file: Annotated[Path | None, typer.Option("--requests", "-r", metavar="FILE", help=_FILE_HELP)] = None,
-    limit: Annotated[int, typer.Option(metavar="N", help="Requests taken from a trace.")] = 32,
-    steps: Annotated[int, typer.Option(metavar="N", help="Steps shown.")] = 20,
-    first: Annotated[int, typer.Option("--from", metavar="N", help="The first step shown.")] = 0,
-    step_ms: Annotated[float, typer.Option(metavar="MS", help=_STEP_MS_HELP)] = 50.0,
-    story: Annotated[list[str] | None, typer.Option("--request", metavar="ID", help=_STORY_HELP)] = None,
+    file: Annotated[Path | None, flag("--requests -r FILE", _FILE_HELP)] = None,
+    limit: Annotated[int, flag("N", "Requests taken from a trace.")] = 32,
+    steps: Annotated[int, flag("N", "Steps shown.")] = 20,
+    first: Annotated[int, flag("--from N", "The first step shown.")] = 0,
+    step_ms: Annotated[float, flag("MS", _STEP_MS_HELP)] = 50.0,
+    story: Annotated[list[str] | None, flag("--request ID", _STORY_HELP)] = None,
     *,
     diff: Annotated[
-        bool, typer.Option("--diff", help="Show what each step does otherwise than the one before it.")
+        bool, flag("--diff", "Show what each step does otherwise than the one before it.")
     ] = False,
     settings: Settings,
 ) -> None:

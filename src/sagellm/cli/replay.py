@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 
-from sagellm.cli._options import OptionGroup, command, option
-from sagellm.cli.trace import BlockTokens, FileArgument, Reading
+from sagellm.cli._options import OptionGroup, command, flag
+from sagellm.cli.trace import BlockTokens, FileArgument, Reading, assignments
 from sagellm.core.errors import ConfigError
 from sagellm.core.registry import registry
 
@@ -28,54 +26,47 @@ _OPTION_HELP = "Set an option of a policy, such as s3fifo.small_share=0.2, or of
 _OUT_HELP = "Write a row per replay there; .json (with a manifest), .csv or .parquet."
 
 
+_WARMUP_HELP = "Requests that do not count: 10% of them, or those of the first 600s."
+_PREMATURE_HELP = "With --causes: an eviction is premature if the block is missed so soon; default: 60."
+_PER_TOKEN_HELP = "Seconds of prefill per token, for saved seconds; default: 5e-5."
+
+
 @dataclass(frozen=True, slots=True)
-class Replaying(OptionGroup):
-    """What is replayed, and how it is counted; `values` are the given fields of `ReplaySweepPlan`."""
+class ReplayOptions(OptionGroup):
+    """What is replayed, and how it is counted."""
 
-    policies: tuple[str, ...]
-    values: Mapping[str, Any]
-
-    @classmethod
-    def parameters(cls) -> list[inspect.Parameter]:
-        seeds = "For policies that take one; may be repeated; default: 0."
-        warmup = "Requests that do not count: 10% of them, or those of the first 600s."
-        causes = "Also say why blocks were missing; no speed is measured then."
-        token = "Seconds of prefill per token, for saved seconds; default: 5e-5."
-        squared = "The same per token and position; default: 1.6e-9."
-        return [
-            option("policy", list[str], typer.Option("--policy", metavar="NAME", help=_POLICY_HELP)),
-            option("capacity", list[str], typer.Option("--capacity", metavar="SIZE", help=_CAPACITY_HELP)),
-            option("seed", list[str], typer.Option("--seed", metavar="N", help=seeds)),
-            option("warmup", str, typer.Option(metavar="SPAN", help=warmup)),
-            option("causes", bool, typer.Option("--causes", help=causes)),
-            option("premature_s", float, typer.Option(metavar="SECONDS", help=_PREMATURE_HELP)),
-            option("seconds_per_token", float, typer.Option(metavar="X", help=token)),
-            option("seconds_per_token_squared", float, typer.Option(metavar="X", help=squared)),
-        ]
-
-    @classmethod
-    def take(cls, given: dict[str, Any]) -> Self:
-        policies = tuple(given.pop("policy") or ())
-        capacities, seeds = given.pop("capacity"), given.pop("seed")
-        values: dict[str, Any] = {"capacities": tuple(capacities)} if capacities else {}
-        if seeds:
-            values["seeds"] = tuple(map(_seed, seeds))
-        names = ("warmup", "causes", "premature_s", "seconds_per_token", "seconds_per_token_squared")
-        for name in names:
-            value = given.pop(name)
-            if value is not None:
-                values[name] = value
-        return cls(policies, values)
+    policy: Annotated[tuple[str, ...], flag("--policy NAME", _POLICY_HELP)] = ()
+    capacity: Annotated[tuple[str, ...], flag("--capacity SIZE", _CAPACITY_HELP)] = ()
+    seed: Annotated[
+        tuple[str, ...], flag("--seed N", "For policies that take one; may be repeated; default: 0.")
+    ] = ()
+    warmup: Annotated[str | None, flag("SPAN", _WARMUP_HELP)] = None
+    causes: Annotated[
+        bool | None, flag("--causes", "Also say why blocks were missing; no speed is measured then.")
+    ] = None
+    premature_s: Annotated[float | None, flag("SECONDS", _PREMATURE_HELP)] = None
+    seconds_per_token: Annotated[float | None, flag("X", _PER_TOKEN_HELP)] = None
+    seconds_per_token_squared: Annotated[
+        float | None, flag("X", "The same per token and position; default: 1.6e-9.")
+    ] = None
 
     def plan(self, options: Mapping[str, Mapping[str, Any]]) -> ReplaySweepPlan:
+        """What is to be replayed; `options` are those of policies, by name."""
         from sagellm.benchmarks.replay.sweep import OPTIMUM, ReplaySweepPlan
 
         known = registry("policy").names()
         default = (*(name for name in PREFERRED if name in known), OPTIMUM)
-        return ReplaySweepPlan(self.policies or default, options=options, **self.values)
-
-
-_PREMATURE_HELP = "With --causes: an eviction is premature if the block is missed so soon; default: 60."
+        given: dict[str, Any] = {
+            "capacities": self.capacity or None,
+            "seeds": tuple(map(_seed, self.seed)) or None,
+            "warmup": self.warmup,
+            "causes": self.causes,
+            "premature_s": self.premature_s,
+            "seconds_per_token": self.seconds_per_token,
+            "seconds_per_token_squared": self.seconds_per_token_squared,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        return ReplaySweepPlan(self.policy or default, options=options, **given)
 
 
 def _seed(text: str) -> int:
@@ -85,43 +76,35 @@ def _seed(text: str) -> int:
         raise ConfigError(f"--seed {text!r}: write a whole number") from error
 
 
+@dataclass(frozen=True, slots=True)
 class ReplayReading(Reading):
-    """As for other traces, but that `--option` also takes those of policies, under `policy.name`."""
+    """How the trace of a replay is read; `--option` also takes `policy.name=value`."""
 
-    @classmethod
-    def parameters(cls) -> list[inspect.Parameter]:
-        declared = typer.Option("--option", metavar="KEY=VALUE", help=_OPTION_HELP)
-        own = [one for one in super().parameters() if one.name != "options"]
-        return [*own, option("options", list[str], declared)]
+    option: Annotated[tuple[str, ...], flag("--option KEY=VALUE", _OPTION_HELP)] = ()
 
-    def of_policies(self) -> dict[str, dict[str, Any]]:
+    def format_options(self) -> dict[str, Any]:
+        options = assignments("--option", self.option)
+        return {key: value for key, value in options.items() if "." not in key}
+
+    def policy_options(self) -> dict[str, dict[str, Any]]:
         """The options of policies, by name."""
         found: dict[str, dict[str, Any]] = {}
-        for key, value in self.options.items():
+        for key, value in assignments("--option", self.option).items():
             policy, dot, name = key.rpartition(".")
             if dot:
                 found.setdefault(policy, {})[name] = value
         return found
 
-    def of_format(self) -> Reading:
-        """How to read, without them."""
-        options = {key: value for key, value in self.options.items() if "." not in key}
-        return Reading(self.format, self.on_error, options)
-
 
 @command
 def replay(
     file: FileArgument,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", metavar="N", help="Processes; default: one per core.")
-    ] = None,
+    jobs: Annotated[int | None, flag("--jobs -j N", "Processes; default: one per core.")] = None,
     block_tokens: BlockTokens = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help=_OUT_HELP)] = None,
-    plots: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Draw there as PNG; needs the extra plots.")
-    ] = None,
+    out: Annotated[Path | None, flag("--out -o FILE", _OUT_HELP)] = None,
+    plots: Annotated[Path | None, flag("FOLDER", "Draw there as PNG; needs the extra plots.")] = None,
     *,
-    replaying: Replaying,
+    replaying: ReplayOptions,
     reading: ReplayReading,
 ) -> None:
     """Replay a trace with eviction policies at some capacities: what they hit, and what the offline optimum
@@ -142,8 +125,8 @@ def replay(
         check_out(out)
     if plots is not None:
         check_plots(plots)
-    plan = replaying.plan(reading.of_policies())
-    trace = block_trace(reading.of_format().read(file), block_tokens)
+    plan = replaying.plan(reading.policy_options())
+    trace = block_trace(reading.read(file), block_tokens)
     results = _sweep(trace, plan, jobs)
     print(headline(trace))
     print_tables(tables(results))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sagellm.cli._loading import load_llm
-from sagellm.cli._options import ModelOption, command
+from sagellm.cli._options import ModelOption, command, flag
 from sagellm.cli._sampling import Sampling
 from sagellm.cli._settings import Settings
 from sagellm.core.errors import RequestError
@@ -31,10 +31,10 @@ def run(
         str | None, typer.Argument(metavar="PROMPT", help="The prompt; - or nothing: read it from stdin.")
     ] = None,
     model: ModelOption = None,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
+    system: Annotated[str | None, flag("TEXT", "System message.")] = None,
     *,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text: no chat template.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Tokens, also cached ones, on stderr.")] = False,
+    raw: Annotated[bool, flag("--raw", "Continue the text: no chat template.")] = False,
+    stats: Annotated[bool, flag("--stats", "Tokens, also cached ones, on stderr.")] = False,
     sampling: Sampling,
     settings: Settings,
 ) -> None:

@@ -11,10 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from sagellm.cli._loading import load_llm
-from sagellm.cli._options import Model, command
+from sagellm.cli._options import Model, command, flag
 from sagellm.cli._settings import ServerSettings
 from sagellm.cli.run import EXIT_INTERRUPTED
 from sagellm.core.errors import MissingExtraError
@@ -30,8 +28,7 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 @command
 def serve(
     record_trace: Annotated[
-        Path | None,
-        typer.Option("--record-trace", metavar="FILE", help="Record requests, as ids of their blocks."),
+        Path | None, flag("--record-trace FILE", "Record requests, as ids of their blocks.")
     ] = None,
     *,
     model: Model,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 from rich.console import Console
 
-from sagellm.cli._options import OptionGroup, command, option
+from sagellm.cli._options import OptionGroup, command, flag, option
 from sagellm.cli.trace import Reading
 from sagellm.core.errors import ConfigError
 
@@ -181,27 +181,19 @@ _SLO_HELP = "Goodput under seconds, milliseconds; repeatable; default: 1,100 and
 @command
 def simulate(
     preset: Annotated[
-        list[str] | None,
-        typer.Option("--preset", metavar="NAME", help="A preset; repeatable; default: default."),
+        list[str] | None, flag("--preset NAME", "A preset; repeatable; default: default.")
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The trace; .xz, .gz and .zst are read as they are.")
-    ] = None,
-    setting: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="An experiment, in place of everything else.")
-    ] = None,
+    trace: Annotated[Path | None, flag("FILE", "The trace; .xz, .gz and .zst are read as they are.")] = None,
+    setting: Annotated[Path | None, flag("FILE", "An experiment, in place of everything else.")] = None,
     traces: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help=f"Where a setting's traces are; default: {TRACES}.")
+        Path | None, flag("FOLDER", f"Where a setting's traces are; default: {TRACES}.")
     ] = None,
     capacity: Annotated[  # noqa: FBT002 - an option of the command line
-        bool, typer.Option("--capacity", help="First find the highest rate that each preset keeps up with.")
+        bool, flag("--capacity", "First find the highest rate that each preset keeps up with.")
     ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="FOLDER", help="Write results.json and requests.csv there."),
-    ] = None,
+    out: Annotated[Path | None, flag("--out -o FOLDER", "Write results.json and requests.csv there.")] = None,
     plots: Annotated[  # noqa: FBT002 - an option of the command line
-        bool, typer.Option("--plots", help="Draw into the folder of --out; needs the extra plots.")
+        bool, flag("--plots", "Draw into the folder of --out; needs the extra plots.")
     ] = False,
     *,
     load: Load,

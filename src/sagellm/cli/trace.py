@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from sagellm.cli._options import App, ModelOption, OptionGroup, command, option
+from sagellm.cli._options import App, ModelOption, OptionGroup, command, flag
 from sagellm.cli._settings import Settings
 from sagellm.core.errors import ConfigError, RequestError
 
@@ -27,49 +26,40 @@ app = App(help="Look into traces, convert, generate, record.")
 FileArgument = Annotated[
     Path, typer.Argument(metavar="FILE", help="The trace; .xz, .gz and .zst are read as they are.")
 ]
-OutOption = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where to write it.")]
-BlockTokens = Annotated[
-    int | None, typer.Option(metavar="N", help="Tokens per block, for a trace of tokens; default: 16.")
-]
+OutOption = Annotated[Path, flag("--out -o FILE", "Where to write it.")]
+BlockTokens = Annotated[int | None, flag("N", "Tokens per block, for a trace of tokens; default: 16.")]
 MAX_SHOWN_LINES = 10
+
+
+_ON_ERROR_HELP = "A broken line is the end (fail) or left out and listed (skip); default: fail."
 
 
 @dataclass(frozen=True, slots=True)
 class Reading(OptionGroup):
-    """How a file is read."""
+    """How a trace is read."""
 
-    format: str | None
-    on_error: str
-    options: Mapping[str, Any]
-
-    @classmethod
-    def parameters(cls) -> list[inspect.Parameter]:
-        errors = "A broken line is the end (fail) or left out and listed (skip); default: fail."
-        return [
-            option("format_", str, typer.Option("--format", metavar="NAME", help=_FORMAT_HELP)),
-            option("on_error", str, typer.Option("--on-error", metavar="HOW", help=errors)),
-            option("options", list[str], typer.Option("--option", metavar="KEY=VALUE", help=_OPTION_HELP)),
-        ]
-
-    @classmethod
-    def take(cls, given: dict[str, Any]) -> Self:
-        options = assignments("--option", given.pop("options") or ())
-        return cls(given.pop("format_"), given.pop("on_error") or "fail", options)
+    format: Annotated[
+        str | None, flag("NAME", "Format of the trace; default: what its first lines show.")
+    ] = None
+    on_error: Annotated[str, flag("HOW", _ON_ERROR_HELP)] = "fail"
+    option: Annotated[
+        tuple[str, ...], flag("KEY=VALUE", "Set an option of the format, such as every=1; may be repeated.")
+    ] = ()
 
     def read(self, path: Path) -> Trace:
-        """The trace; what was skipped is told on stderr."""
+        """The trace. Skipped lines are listed on stderr."""
         from sagellm.benchmarks.traces import read_trace
 
-        trace = read_trace(path, self.format, on_error=cast("Any", self.on_error), **self.options)
+        trace = read_trace(path, self.format, on_error=cast("Any", self.on_error), **self.format_options())
         for line in trace.skipped[:MAX_SHOWN_LINES]:
             print(f"sagellm: {path}, line {line.number} is skipped: {line.reason}", file=sys.stderr)
         if len(trace.skipped) > MAX_SHOWN_LINES:
             print(f"sagellm: {len(trace.skipped)} lines are skipped in all", file=sys.stderr)
         return trace
 
-
-_FORMAT_HELP = "Format of the trace; default: told by its first lines."
-_OPTION_HELP = "Set an option of the format, such as every=1; may be repeated."
+    def format_options(self) -> dict[str, Any]:
+        """The options of the format. Raises `ConfigError` for what is not KEY=VALUE."""
+        return assignments("--option", self.option)
 
 
 def assignments(name: str, texts: Sequence[str]) -> dict[str, Any]:
@@ -95,9 +85,7 @@ def _value(text: str) -> Any:
 def info(
     file: FileArgument,
     block_tokens: BlockTokens = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the figures there as JSON.")
-    ] = None,
+    out: Annotated[Path | None, flag("--out -o FILE", "Write the figures there as JSON.")] = None,
     *,
     reading: Reading,
 ) -> None:
@@ -118,10 +106,9 @@ def info(
 def convert(
     file: FileArgument,
     out: OutOption,
-    to: Annotated[str, typer.Option(metavar="NAME", help="sagellm or mooncake.")] = "sagellm",
+    to: Annotated[str, flag("NAME", "sagellm or mooncake.")] = "sagellm",
     block_tokens: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Tokens per block where a trace of tokens is cut; default: 512."),
+        int | None, flag("N", "Tokens per block where a trace of tokens is cut; default: 512.")
     ] = None,
     *,
     reading: Reading,
@@ -141,20 +128,15 @@ def convert(
 @command
 def synth(
     out: OutOption,
-    kind: Annotated[
-        str, typer.Option(metavar="NAME", help="chat, agents, shared_prompts or tenants.")
-    ] = "chat",
-    seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same trace.")] = 0,
-    duration: Annotated[float, typer.Option(metavar="SECONDS", help="Span of the arrivals.")] = 3600.0,
-    block_tokens: Annotated[int, typer.Option(metavar="N", help="Prompt tokens per block id.")] = 64,
-    tenants: Annotated[
-        str | None, typer.Option(metavar="SHARES", help="Their rates, one to another, as 8,1,1.")
-    ] = None,
+    kind: Annotated[str, flag("NAME", "chat, agents, shared_prompts or tenants.")] = "chat",
+    seed: Annotated[int, flag("N", "The same seed gives the same trace.")] = 0,
+    duration: Annotated[float, flag("SECONDS", "Span of the arrivals.")] = 3600.0,
+    block_tokens: Annotated[int, flag("N", "Prompt tokens per block id.")] = 64,
+    tenants: Annotated[str | None, flag("SHARES", "Their rates, one to another, as 8,1,1.")] = None,
     fields: Annotated[
-        list[str] | None,
-        typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change the kind's profile; may be repeated."),
+        list[str] | None, flag("--set -s KEY=VALUE", "Change the kind's profile; may be repeated.")
     ] = None,
-    to: Annotated[str, typer.Option(metavar="NAME", help="sagellm or mooncake.")] = "sagellm",
+    to: Annotated[str, flag("NAME", "sagellm or mooncake.")] = "sagellm",
 ) -> None:
     """Generate a trace: Poisson arrivals of sessions whose prompts grow turn by turn."""
     from sagellm.benchmarks.reporting import check_writable
@@ -166,12 +148,7 @@ def synth(
     for name in {"kind", "seed", "duration_s", "block_tokens", "tenants"} & changes.keys():
         raise ConfigError(f"--set '{name}={changes[name]}': it has an option of its own")
     trace = synthesize(
-        kind,
-        seed=seed,
-        duration_s=duration,
-        block_tokens=block_tokens,
-        tenants=_shares(tenants),
-        **changes,
+        kind, seed=seed, duration_s=duration, block_tokens=block_tokens, tenants=_shares(tenants), **changes
     )
     write_trace(trace, out, to)
     print(f"{out}: {len(trace.requests):,} requests, {to}")
@@ -197,10 +174,10 @@ def record(
     ],
     out: OutOption,
     model: ModelOption = None,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer in tokens.")] = 128,
+    max_tokens: Annotated[int, flag("N", "Longest answer in tokens.")] = 128,
     *,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Keep the prompts' tokens, not only ids of their blocks.")
+        bool, flag("--tokens", "Keep the prompts' tokens, not only ids of their blocks.")
     ] = False,
     settings: Settings,
 ) -> None:
