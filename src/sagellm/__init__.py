@@ -1,11 +1,13 @@
-"""sageLLM: a modular LLM inference engine whose every part can be used, tested and measured alone.
+"""sageLLM: a modular LLM inference engine.
+
+Every part can be used, tested and measured alone.
 
     import sagellm
 
     llm = sagellm.load()  # the demo model; or sagellm.load("folder/of/a/model")
     print(llm.chat([{"role": "user", "content": "12 + 30 ="}]).text)
 
-Importing this package loads neither torch nor numpy: names are fetched when they are first used.
+Importing this package loads neither torch nor numpy: a name is imported when it is first used.
 """
 
 from __future__ import annotations

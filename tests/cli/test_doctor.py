@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sagellm.cli import doctor
-from sagellm.cli._machine import Device, as_text, devices, read_meminfo
+from sagellm.cli._machine import LocalDevice, as_text, devices, read_meminfo
 from sagellm.cli._settings import Settings
 from sagellm.core.extras import EXTRA_OF, install_command
 from sagellm.engines.native.footprint import footprint
@@ -148,7 +148,7 @@ def test_a_model_of_the_hub_may_come(cli: Any, model: Path, monkeypatch: pytest.
 def test_what_fits_counts_tokens_in_the_share(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = footprint(model)
     free = size.weight_bytes + 6000 * size.kv_bytes_per_token
-    monkeypatch.setattr(doctor, "devices", lambda **_: [Device("cpu", "a CPU", 2 * free, free)])
+    monkeypatch.setattr(doctor, "devices", lambda **_: [LocalDevice("cpu", "a CPU", 2 * free, free)])
     told = cli("doctor", "--port", "0", "--set", "engine.kernels=off").stdout
     assert "3840 bytes of KV per token: 1488 tokens, 5.7 MB of 5.8 MB (25% of what is free)" in told
     assert "room for 2 requests of 512 tokens at once" in told
@@ -157,7 +157,7 @@ def test_what_fits_counts_tokens_in_the_share(cli: Any, model: Path, monkeypatch
         "256 tokens"
         in cli("doctor", "--port", "0", "--set", "scheduler.max_num_seqs=1", "--max-model-len", "256").stdout
     )
-    small = [Device("cpu", "a CPU", 10, 10)]
+    small = [LocalDevice("cpu", "a CPU", 10, 10)]
     monkeypatch.setattr(doctor, "devices", lambda **_: small)
     told = cli("doctor", "--port", "0")
     assert (told.exit_code, "ready to serve" in told.stdout) == (2, False)
@@ -238,7 +238,7 @@ def _without_sizes(text: str) -> str:
 
 
 def test_there_is_always_a_cpu() -> None:
-    cpu = devices(torch_here=False)[-1]
+    cpu = devices(has_torch=False)[-1]
     assert cpu.name == "cpu"
     assert 0 < cpu.free_bytes <= cpu.total_bytes
 

@@ -6,12 +6,12 @@ import signal
 
 import pytest
 
-from sagellm.cli.run import interrupts_noted
+from sagellm.cli.run import interrupts_delayed
 
 
 def test_the_first_is_noted_the_second_raises() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with interrupts_noted() as interrupted:
+    with interrupts_delayed() as interrupted:
         assert not interrupted()
         signal.raise_signal(signal.SIGINT)
         assert interrupted()

@@ -78,7 +78,7 @@ def test_a_port_that_another_takes_meanwhile_is_a_config_error_too() -> None:
         ),
         (LOCALHOST, True, logging.INFO, "http://127.0.0.1:80; clients must send the API key"),
         ("0.0.0.0", True, logging.INFO, "clients must send the API key"),
-        ("0.0.0.0", False, logging.WARNING, "whoever reaches it may use it"),
+        ("0.0.0.0", False, logging.WARNING, "anyone who reaches it may use it"),
         ("::1", False, logging.INFO, "http://[::1]:80; no API key is required, and only"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The program `sagellm`: its entry point `main`; the commands are in `commands.py`, one file each."""
+"""The program `sagellm`: `main` is its entry point, `commands.py` lists the commands."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 def main() -> None:
     """Run the command that the arguments name.
 
-    Exit status: 0 done; 1 a check failed, or the reader of the output has gone; 2 an error that was explained
-    in one line; 130 interrupted.
+    Exit status: 0 done; 1 a check failed, or the reader of the output has closed it; 2 an error that one line
+    explains; 130 interrupted.
     """
     _replace_missing_streams()
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
-        # Ctrl-C while modules are imported ends the process silently: Python would print a traceback, or
-        # lose the interrupt in a callback of the import system.
+        # During imports Ctrl-C ends the process silently. Python would print a traceback, or lose the
+        # interrupt in a callback of the import system.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from sagellm.cli.commands import app
 
@@ -44,8 +44,9 @@ def main() -> None:
 
 
 def _replace_missing_streams() -> None:
-    """A standard stream that was closed by the parent process is the null device: otherwise the next file or
-    socket that is opened takes its number, and `print` to stderr goes to stdout.
+    """Open the null device for standard streams that the parent process closed.
+
+    Otherwise the next file or socket takes the number of the stream, and `print` to stderr goes to it.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
@@ -57,6 +58,6 @@ def _replace_missing_streams() -> None:
 
 
 def _discard_output() -> None:
-    """What is still buffered for stdout goes nowhere, so that the interpreter's last flush does not fail."""
+    """Drop what is buffered for stdout, so that the last flush does not fail."""
     with Path(os.devnull).open("wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.__stdout__.fileno() if sys.__stdout__ else 1)

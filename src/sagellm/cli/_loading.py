@@ -1,4 +1,4 @@
-"""A model in memory, with a progress bar on stderr while it loads, and what the start took in the log."""
+"""Loads a model, with a progress bar and times in the log."""
 
 from __future__ import annotations
 
@@ -33,35 +33,36 @@ def load_llm(
     log_level: int = logging.DEBUG,
     clock: Clock | None = None,
 ) -> LLM:
-    """The configured model, ready to answer; errors are those of `build_llm`. What the start took, and then
-    the first step, is logged at `log_level`.
+    """The configured model, ready to answer. Raises as `build_llm`.
+
+    Logs the time of the start, and later that of the first step, at `log_level`.
     """
     from sagellm.engines.build import build_llm, located
 
     set_up_logging(config.log.level, config.log.format)
     clock, events, name = clock or MonotonicClock(), events or EventBus(), config.model.name
-    config = located(config)  # before the bar: the hub's client shows one of its own
-    began_s, reading = clock.now(), _Reading(clock)
+    config = located(config)  # before our progress bar, since the hub's client shows its own
+    began_s, reading = clock.now(), _WeightReading(clock)
     with loading_bar(name or "the demo model") as progress:
-        llm = build_llm(config, events=events, progress=reading.beside(progress))
+        llm = build_llm(config, events=events, progress=reading.measured(progress))
     took = f"loaded in {clock.now() - began_s:.2f} s, of which {reading}"
     age_s = _process_age_s()
     log.log(log_level, took if age_s is None else f"{took}; {age_s:.2f} s after the start of the process")
     if log.isEnabledFor(log_level):
-        _tell_first_step(events, log_level)
+        _log_first_step(events, log_level)
     return llm
 
 
-class _Reading:
-    """How long weights were read, by a listener to the progress of it."""
+class _WeightReading:
+    """Measures for how long weights are read."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._began_s = self._ended_s = 0.0
         self._bytes = 0
 
-    def beside(self, progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        """`progress`, listened to."""
+    def measured(self, progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        """`progress`, with a measurement at each call."""
 
         def listen(done: int, total: int) -> None:
             self._bytes, self._ended_s = done, self._clock.now()
@@ -74,20 +75,20 @@ class _Reading:
         return f"{self._ended_s - self._began_s:.2f} s for {as_text(self._bytes)} of weights"
 
 
-def _tell_first_step(events: EventBus, log_level: int) -> None:
-    """Log how long the first step takes that computes anything, once."""
+def _log_first_step(events: EventBus, log_level: int) -> None:
+    """Log once how long the first step takes that computes anything."""
 
-    def tell(step: StepDone) -> None:
+    def log_step(step: StepDone) -> None:
         if step.num_prefill_tokens or step.num_decode_tokens:
             unsubscribe()
             tokens = f"{step.num_prefill_tokens} tokens of prompts"
             log.log(log_level, f"the first step, with {tokens}, took {step.duration_s:.2f} s")
 
-    unsubscribe = events.subscribe(StepDone, tell)
+    unsubscribe = events.subscribe(StepDone, log_step)
 
 
 def _process_age_s() -> float | None:
-    """Seconds since this process was started, to the kernel's tick; None where the system does not say."""
+    """Seconds since the start of this process; None where the system does not say."""
     if not PROCESS_STAT.exists() or not hasattr(time, "CLOCK_BOOTTIME"):
         return None
     fields = PROCESS_STAT.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
@@ -97,7 +98,7 @@ def _process_age_s() -> float | None:
 
 @contextmanager
 def loading_bar(name: str) -> Iterator[Callable[[int, int], None]]:
-    """A function to call with bytes done and bytes in all; shows nothing where stderr is no terminal."""
+    """A function that shows bytes done and in all, on a terminal."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

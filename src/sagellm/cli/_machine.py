@@ -1,4 +1,4 @@
-"""What this machine is: memory, devices, compilers. Reads, and starts nothing that it does not stop."""
+"""Memory, devices and compilers of this machine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """Something that a model can run on."""
+class LocalDevice:
+    """A device that a model can run on."""
 
     name: str
     description: str
@@ -25,17 +25,17 @@ class Device:
     free_bytes: int
 
 
-def devices(*, torch_here: bool) -> list[Device]:
-    """GPUs first, then the CPU, which is always there."""
-    return [*(_gpus() if torch_here else ()), _cpu(torch_here=torch_here)]
+def devices(*, has_torch: bool) -> list[LocalDevice]:
+    """The GPUs, then the CPU."""
+    return [*(_gpus() if has_torch else ()), _cpu(has_torch=has_torch)]
 
 
 def find_compilers() -> list[str]:
-    """Those on the search path, in a fixed order."""
+    """The compilers on the search path, in a fixed order."""
     return [name for name in COMPILERS if shutil.which(name)]
 
 
-def _gpus() -> list[Device]:
+def _gpus() -> list[LocalDevice]:
     import torch
 
     if not torch.cuda.is_available():
@@ -44,21 +44,25 @@ def _gpus() -> list[Device]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
-        found.append(Device(f"cuda:{index}", f"{name}, CUDA {torch.version.cuda}", total, free))
+        found.append(LocalDevice(f"cuda:{index}", f"{name}, CUDA {torch.version.cuda}", total, free))
     return found
 
 
-def _cpu(*, torch_here: bool) -> Device:
+def _cpu(*, has_torch: bool) -> LocalDevice:
     memory = read_meminfo(MEMINFO.read_text(encoding="ascii")) if MEMINFO.exists() else {}
     total = memory.get("MemTotal", _pages("SC_PHYS_PAGES"))
     free = memory.get("MemAvailable", _pages("SC_AVPHYS_PAGES"))
-    if torch_here:
+    if has_torch:
         import torch
 
         from sagellm.engines.native.memory import available_bytes
 
-        free = available_bytes(torch.device("cpu"))  # what the engine will find: also control groups count
-    return Device("cpu", f"{platform.processor() or platform.machine()}, {usable_cores()} cores", total, free)
+        free = available_bytes(
+            torch.device("cpu")
+        )  # as the engine counts it: within the limits of control groups
+    return LocalDevice(
+        "cpu", f"{platform.processor() or platform.machine()}, {usable_cores()} cores", total, free
+    )
 
 
 def read_meminfo(text: str) -> Mapping[str, int]:

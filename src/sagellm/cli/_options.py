@@ -32,7 +32,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def flag(names: str, text: str, **settings: Any) -> Any:
-    """A typer option: its names, the metavar of its value (`--out -o FILE`), and its help."""
+    """A typer option from its names and metavar (`--out -o FILE`) and its help."""
     parts = names.split()
     flags = [part for part in parts if part.startswith("-")]
     metavar = parts[-1] if len(parts) > len(flags) else None
@@ -46,7 +46,7 @@ ModelOption = Annotated[str | None, flag("--model -m MODEL", _MODEL_HELP)]
 
 @dataclass(frozen=True, slots=True)
 class OptionGroup:
-    """Several options that a command gets as one value, declared by the fields of a dataclass.
+    """Several options that a command gets as one value; its fields declare them.
 
     An option that is not given has the default of its field. An option whose field has a type `tuple[X, ...]`
     may be repeated. A group whose options are not its fields overrides both class methods.
@@ -78,7 +78,7 @@ def option(name: str, kind: Any, declared: Any) -> inspect.Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Model(OptionGroup):
-    """`-m MODEL`, as in every command, or MODEL alone, in commands that have no other argument."""
+    """`-m MODEL` or MODEL alone, in commands that have no other argument."""
 
     name: str | None
 
@@ -150,7 +150,7 @@ _NO_LIMIT = 10_000
 
 
 def completing(values: Iterable[str]) -> Callable[[str], list[str]]:
-    """The shell's completion of an option's value: those of `values` that begin with the typed text."""
+    """The shell's completion of a value: those of `values` that begin with the text."""
     known = list(values)
     return lambda incomplete: [value for value in known if value.startswith(incomplete)]
 
@@ -181,7 +181,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _check_encodable(values: Iterable[Any]) -> None:
-    """Refuse arguments that are not UTF-8: Python reads their bytes as halves of surrogate pairs."""
+    """Refuse arguments that are not UTF-8, which Python reads as halves of surrogate pairs."""
     for value in values:
         for text in map(str, value if isinstance(value, list) else (value,)):
             try:
@@ -192,7 +192,7 @@ def _check_encodable(values: Iterable[Any]) -> None:
 
 @contextmanager
 def explained(*, debug: bool) -> Iterator[None]:
-    """Print an expected error as one line on stderr, and exit with status 2.
+    """Print an expected error as one line on stderr and exit with status 2.
 
     Expected are `SageError`s and missing optional packages. With `debug` they are tracebacks.
     """

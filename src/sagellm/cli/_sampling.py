@@ -25,7 +25,7 @@ NAMES = (*_NUMBERS, "stop")
 
 
 def parse_value(name: str, text: str) -> Any:
-    """The value of a sampling parameter by name; raises `RequestError` saying what would have worked."""
+    """The value of a sampling parameter. Raises `RequestError` that says what would work."""
     if name not in NAMES:
         raise RequestError(f"no sampling parameter {name!r}.{nearest(name, NAMES)}", name)
     if name == "stop":

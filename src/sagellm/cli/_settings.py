@@ -1,4 +1,4 @@
-"""The options that make up the configuration's top layer."""
+"""The options that set keys of the configuration. They win over its other layers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SERVER_FLAGS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Settings(OptionGroup):
-    """What the command line says about the configuration; texts, checked when loaded."""
+    """The configuration's keys on the command line, as texts; `load` checks them."""
 
     config_file: Path | None = None
     preset: str | None = None
@@ -79,7 +79,7 @@ class Settings(OptionGroup):
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings(Settings):
-    """The same, with the server's own options."""
+    """`Settings` with the options that only a server reads."""
 
     @classmethod
     def parameters(cls) -> list[inspect.Parameter]:

@@ -39,21 +39,21 @@ _ONLY_HELP = (
 class Output(OptionGroup):
     """`--out` and `--markdown`."""
 
-    out: Annotated[Path | None, flag("--out -o FILE", "Write the results there as JSON.")] = None
+    json_file: Annotated[Path | None, flag("--out -o FILE", "Write the results to this file as JSON.")] = None
     markdown: Annotated[bool, flag("--markdown", "Print the tables as Markdown.")] = False
 
     def check(self) -> None:
-        """Raise `ConfigError` now rather than after a long measurement."""
+        """Raise `ConfigError` before a long measurement, if the file cannot be written."""
         from sagellm.benchmarks.reporting import check_writable
 
-        if self.out is not None:
-            check_writable(self.out)
+        if self.json_file is not None:
+            check_writable(self.json_file)
 
     def show(self, tables: Iterable[Table], values: Mapping[str, Any]) -> None:
         """Write the values, if a file is given, then print the tables."""
         from sagellm.benchmarks.reporting import show
 
-        show(tables, values, self.out, markdown=self.markdown)
+        show(tables, values, self.json_file, markdown=self.markdown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def prefix_cache(
     measuring: MicroOptions,
     output: Output,
 ) -> None:
-    """Look up, insert, evict; and the memory that a cached block costs.
+    """Measure look-up, insertion and eviction, and the memory that a cached block costs.
 
     Sections: a, full hits; b, misses and half hits; c, a new prompt enters; f, metadata per cached block.
     """
@@ -101,7 +101,7 @@ def kv_pool(
     measuring: MicroOptions,
     output: Output,
 ) -> None:
-    """Allocate, grow and free, with and without a quota; evict and allocate (all of it section d)."""
+    """Measure allocation, freeing and eviction, with and without a quota (section d)."""
     from sagellm.benchmarks.micro.kv_pool import BENCHMARK
 
     _measure(BENCHMARK, pool, measuring, output)
@@ -115,7 +115,7 @@ def scheduler_ir(
     measuring: MicroOptions,
     output: Output,
 ) -> None:
-    """Plan and commit a decode step; let many new requests in.
+    """Measure planning and commit of a decode step, and the admission of many requests.
 
     Sections: e, a step with 64 to 1,024 requests in decode; n, up to 256 new requests at once.
     """
@@ -132,7 +132,7 @@ def eviction(
     measuring: MicroOptions,
     output: Output,
 ) -> None:
-    """Follow a hit, let a prompt enter a full cache, evict.
+    """Measure a policy: a hit, a new prompt in a full cache, eviction.
 
     Sections: u, a cached prompt is used; n, a new prompt enters; e, 1 to 512 blocks of a large cache.
     """
@@ -149,9 +149,9 @@ def fusion(
     measuring: MicroOptions,
     output: Output,
 ) -> None:
-    """Compute with the CPU kernels and with torch, on one thread, in the shapes of a model of 184 M.
+    """Measure the CPU kernels and torch, on one thread, for a 184 M model.
 
-    Sections: m, matrices by rows; a, attention by context; g, what is between the matrices.
+    Sections: m, matrices by rows; a, attention by context; g, the operations between the matrices.
     """
     if find_spec("torch") is None:
         raise MissingExtraError("bench micro fusion", "native")
@@ -161,7 +161,7 @@ def fusion(
 
 
 def _measure(benchmark: MicroBenchmark, names: str | None, given: MicroOptions, output: Output) -> None:
-    """Run, then show; what was measured before an error is shown and written, too."""
+    """Run and show the results, also those from before an error."""
     from sagellm.benchmarks.micro.cases import MicroBenchPlan
     from sagellm.benchmarks.micro.peers import parse_peers
     from sagellm.benchmarks.micro.run import MicroBenchReport, run, tables
@@ -199,11 +199,11 @@ def engine(
     settings: Settings,
     output: Output,
 ) -> None:
-    """Measure the engine: prefill, decode by batch, offline throughput, conversations, long context, cold
-    start.
+    """Measure the whole engine on fixed workloads.
 
-    Every core is used unless --threads says otherwise. "others" is the share of the machine that other
-    processes took meanwhile: where it is not near 0, compare nothing.
+    They are prefill, decode by batch, offline throughput, conversations, long context and cold start. The
+    engine uses every core unless --threads says otherwise. "others" is the share of the machine that other
+    processes took: compare rows only where it is near 0.
     """
     from sagellm.benchmarks.engine.peer_rows import read_peers
     from sagellm.benchmarks.engine.run import EngineBenchPlan, EngineBenchReport, run
@@ -215,9 +215,9 @@ def engine(
     config = _configured(settings, model)
     peers = read_peers(compare or [], label, EngineBenchPlan(config, label, names, repeats).threads)
     output.check()
-    with Console(stderr=True).status("") as status, _model_there(random_shape, config) as there:
+    with Console(stderr=True).status("") as status, _model_on_disk(random_shape, config) as on_disk:
         report = EngineBenchReport(
-            EngineBenchPlan(there, label, names, repeats), environment(datetime.now(UTC)), peers
+            EngineBenchPlan(on_disk, label, names, repeats), environment(datetime.now(UTC)), peers
         )
         try:
             run(report, on_run=status.update)
@@ -242,8 +242,8 @@ def _model_or_shape(model: str | None, shape: str | None) -> tuple[Shape | None,
 
 
 @contextmanager
-def _model_there(shape: Shape | None, config: Config) -> Iterator[Config]:
-    """The configuration of a model that is there; random weights are gone afterwards."""
+def _model_on_disk(shape: Shape | None, config: Config) -> Iterator[Config]:
+    """The configuration of a model on disk. Random weights are deleted at the end."""
     from sagellm.benchmarks.engine.shapes import write_model
 
     if shape is None:
@@ -255,7 +255,7 @@ def _model_there(shape: Shape | None, config: Config) -> Iterator[Config]:
 
 
 def _configured(settings: Settings, model: str | None) -> Config:
-    """The configuration, with every core where nobody chose a number of threads."""
+    """The configuration, with every core unless it sets a number of threads."""
     from sagellm.core.cores import usable_cores
 
     config = settings.load(model=model).config
@@ -288,10 +288,11 @@ def fairness(
     *,
     output: Output,
 ) -> None:
-    """Share one cache between three tenants, at rates of 8:1:1, who have no content in common.
+    """Measure how fairly policies share one cache between three tenants.
 
-    Jain's index is over the tenants' hit ratios, each divided by what an infinite cache would give. The
-    target: 0.9 or more where LRU has less than 0.7, for at most 3 points of all hits.
+    Their rates are 8:1:1, and they have no content in common. Jain's index is over the tenants' hit ratios,
+    each divided by that of an infinite cache. The target: 0.9 or more where LRU has less than 0.7, for at
+    most 3 points of all hits.
     """
     from sagellm.benchmarks.fairness import CAPACITIES, POLICIES, as_json, as_table, run, tenants_trace
     from sagellm.benchmarks.reporting import environment
@@ -330,8 +331,8 @@ def http(
 ) -> None:
     """Measure an HTTP server: latency and requests per second of small and streamed answers.
 
-    Each over kept connections and new ones; "list" is GET /v1/models, in which no engine takes part. The
-    client is a process of its own. Use a tiny model: then the figures are the server's.
+    Each case runs over kept connections and over new ones. "list" is GET /v1/models, which uses no engine.
+    The client is a process of its own. Use a tiny model, so that the figures are the server's.
     """
     from sagellm.benchmarks.http import run as bench
     from sagellm.benchmarks.reporting import environment
@@ -375,8 +376,8 @@ def lifetime(
 ) -> None:
     """Predict output lengths and block reuse on traces, beside trivial baselines.
 
-    Predictors learn as they go, from what has ended by then. "to constant" compares with the best constant of
-    the same requests, "skill" with their base rate; neither can be known beforehand.
+    Predictors learn during the run, from what has ended by then. "to constant" compares with the best
+    constant for the same requests, "skill" with their base rate; neither can be known beforehand.
     """
     from sagellm.benchmarks.lifetime.run import NAMES, LifetimeBenchPlan, run
     from sagellm.benchmarks.reporting import environment
@@ -399,13 +400,11 @@ def conversation(
     blocks: Annotated[str, flag("COUNTS", "Sizes of the pool in blocks.")] = "10000,1000,500",
     seed: Annotated[int, flag("N", "Seed of the trace.")] = 0,
     *,
-    no_prefix_caching: Annotated[
-        bool, flag("--no-prefix-caching", "Reuse nothing: what the others are compared with.")
-    ] = False,
+    no_prefix_caching: Annotated[bool, flag("--no-prefix-caching", "Reuse nothing, as a baseline.")] = False,
     per_request: Annotated[bool, flag("--per-request", "Also print what each prompt found.")] = False,
     output: Output,
 ) -> None:
-    """Count what 100 prompts of conversations reuse of each other's KV, by size of the pool."""
+    """Count the KV that 100 prompts of conversations reuse, by size of the pool."""
     from sagellm.benchmarks import conversation as experiment
     from sagellm.benchmarks.reporting import environment
 

@@ -58,7 +58,7 @@ class MeasuredEngine(OptionGroup):
             raise ConfigError(f"--memory-utilization {self.memory_utilization}: at most 1, all of it")
 
     def cost_model(self, device: str, model: str) -> CostModel:
-        """That of this instance, with the coefficients that a device has by default."""
+        """The cost model of this engine, with the device's default coefficients."""
         from sagellm.engines.simulator import devices, models
         from sagellm.engines.simulator.cost_model import CostModel
 
@@ -70,7 +70,7 @@ class MeasuredEngine(OptionGroup):
         )
 
     def sizes(self, cost_model: CostModel) -> Sizes:
-        """With the blocks that were given, or those that the device has room for."""
+        """The engine's sizes; without --num-blocks, the blocks that fit the device."""
         from sagellm.engines.simulator.measured import Sizes
         from sagellm.engines.simulator.memory import num_kv_blocks
 
@@ -87,8 +87,10 @@ class MeasuredEngine(OptionGroup):
         return Sizes(blocks, self.block_size, self.max_num_seqs * self.data_parallel)
 
     def engine_factory(self) -> EngineFactory:
-        """Builds the engine that is simulated. Settings of the environment do not count: the same command
-        gives the same file everywhere."""
+        """A function that builds the simulated engine.
+
+        It ignores the environment, so that the same command gives the same file everywhere.
+        """
         from sagellm.engines.build import build_engine, load_config
 
         tokens = max(self.max_batched_tokens, self.max_num_seqs)
@@ -115,7 +117,7 @@ def calibrate(
     ],
     device: Annotated[str, flag("NAME", "The device, as rtx4090 or h100-80g.")],
     model: Annotated[str, flag("--model -m NAME", "A model shape, or where a config.json is.")],
-    out: Annotated[Path, flag("--out -o FILE", "Write the coefficients there.")],
+    out_file: Annotated[Path, flag("--out -o FILE", "Write the coefficients there.")],
     fit: Annotated[
         int | None, flag("N", "Fit to the first N by arrival, judge the rest; default: all.")
     ] = None,
@@ -135,13 +137,15 @@ def calibrate(
     ] = False,
     instance: MeasuredEngine,
 ) -> None:
-    """Fit a cost model to measured requests: serve them again in simulated time, and move the coefficients
-    until the latencies agree."""
+    """Fit a cost model for `simulate` to measured requests.
+
+    Serves the requests again in simulated time, and changes the coefficients until the latencies agree.
+    """
     from sagellm.benchmarks.reporting import check_writable, write_json
     from sagellm.engines.simulator.calibrate import calibrate as fitted
     from sagellm.engines.simulator.measured import read_measured, simulate
 
-    check_writable(out)
+    check_writable(out_file)
     if not max_error > 0:
         raise ConfigError(f"--max-error {max_error}: it must be positive, as in 0.25")
     measured = read_measured(requests)
@@ -158,8 +162,8 @@ def calibrate(
     _show(found, measured, run(measured, found.cost_model))
     print(f"{sizes.num_blocks:,} blocks of {sizes.block_size} tokens, {_origin(instance)}")
     _check(found, max_error)
-    write_json(out, _record(found, instance, sizes, requests))
-    print(f"{out}: coefficients from {found.num_requests:,} requests, {found.num_rounds} simulations")
+    write_json(out_file, _record(found, instance, sizes, requests))
+    print(f"{out_file}: coefficients from {found.num_requests:,} requests, {found.num_rounds} simulations")
 
 
 def _show(found: Calibration, measured: Sequence[Measured], run: Run) -> None:
@@ -185,8 +189,7 @@ def _check(found: Calibration, max_error: float) -> None:
 
 
 def _from_prior(path: Path | None, start: CostModel) -> tuple[CostModel, Mapping[str, Prior]]:
-    """The model to start from and the priors: as another calibration of this device left them, if there is
-    one."""
+    """The model to start from and the priors, those of another calibration if given."""
     from sagellm.benchmarks.simulate.hardware import read_coefficients
     from sagellm.engines.simulator.calibrate import PRIORS, narrowed
     from sagellm.engines.simulator.cost_model import Coefficients
@@ -196,7 +199,9 @@ def _from_prior(path: Path | None, start: CostModel) -> tuple[CostModel, Mapping
     coefficients, _ = read_coefficients(path, start)
     sigmas = json.loads(path.read_text(encoding="utf-8")).get("fitted", {}).get("log_sigmas", {})
     priors = narrowed(PRIORS, coefficients, sigmas)
-    return replace(start, coefficients=Coefficients(**{k: one.mean for k, one in priors.items()})), priors
+    return replace(
+        start, coefficients=Coefficients(**{name: found.mean for name, found in priors.items()})
+    ), priors
 
 
 def _origin(instance: MeasuredEngine) -> str:
@@ -204,7 +209,7 @@ def _origin(instance: MeasuredEngine) -> str:
 
 
 def _tables(found: Calibration, measured: Sequence[Measured], run: Run) -> list[Table]:
-    """Coefficients; latencies of what was fitted and, where there is one, of the rest."""
+    """Coefficients, and latencies of the fitted requests and of any others."""
     from sagellm.benchmarks.reporting import Table
     from sagellm.engines.simulator.comparison import compare
 
@@ -238,7 +243,7 @@ def _remark(found: Calibration, name: str) -> str:
 
 
 def _record(found: Calibration, instance: MeasuredEngine, sizes: Sizes, path: Path) -> dict[str, Any]:
-    """What `simulate` reads, and what the coefficients came from."""
+    """What `simulate` reads, and the source of the coefficients."""
     cost_model = found.cost_model
     return {
         "device": cost_model.device.name,

@@ -13,7 +13,7 @@ from sagellm.cli._loading import load_llm
 from sagellm.cli._options import Model, command, flag
 from sagellm.cli._sampling import Sampling, parse_value
 from sagellm.cli._settings import Settings
-from sagellm.cli.run import interrupts_noted
+from sagellm.cli.run import interrupts_delayed
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import RequestError
 
@@ -56,9 +56,9 @@ def chat(
 
 
 class Conversation:
-    """Messages so far. A turn adds a question and its answer, or, when the question fails, nothing.
+    """The messages so far. A turn adds a question and its answer, or nothing if it fails.
 
-    `given` are sampling parameters by name; with `dimmed`, reasoning is dimmed by escape sequences.
+    `given`: sampling parameters by name. With `dimmed`, escape sequences dim reasoning.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Conversation:
         self.messages: list[Message] = list(self._opening)
 
     def talk(self, read: Callable[[str], str]) -> None:
-        """Turns until `/exit` or the end of input."""
+        """Take turns until `/exit` or the end of input."""
         while True:
             try:
                 text = _read_text(read)
@@ -97,7 +97,7 @@ class Conversation:
             self.turn(text)
 
     def turn(self, text: str) -> None:
-        """A command or a question."""
+        """Execute a command, or answer a question."""
         try:
             if text.startswith("/"):
                 self._command(*text.split(maxsplit=2))
@@ -125,13 +125,13 @@ class Conversation:
         elif name:
             given[name] = parse_value(name, value)
         self._params, self._given = self._llm.sampling_params(**given), given
-        shown = ", ".join(f"{one} {value}" for one, value in given.items())
+        shown = ", ".join(f"{key} {value}" for key, value in given.items())
         print(f"({shown or 'all as the model recommends'})", file=sys.stderr)
 
     def _stats(self) -> Iterator[str]:
         for label, some in (("last answer", self._spent[-1:]), ("all answers", self._spent)):
             if some:
-                usage = functools.reduce(operator.add, (one for one, _ in some))
+                usage = functools.reduce(operator.add, (usage for usage, _ in some))
                 seconds = sum(spent for _, spent in some)
                 speed = f"{usage.completion_tokens / seconds:.1f} tokens/s" if seconds else "at once"
                 prompt = f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached)"
@@ -143,12 +143,12 @@ class Conversation:
         self.messages = [*asked, {"role": "assistant", "content": answer}]
 
     def _answer(self, messages: list[Message]) -> str:
-        """Print the answer as it comes; Ctrl-C ends it where it is, and what was said stays said."""
+        """Print the answer as it comes. Ctrl-C ends it and keeps what was printed."""
         pieces: list[str] = []
         shown, usage, began_s = DimmedReasoning() if self._dimmed else None, None, self._clock.now()
         deltas = self._llm.stream(messages, self._params)
         try:
-            with interrupts_noted() as interrupted:
+            with interrupts_delayed() as interrupted:
                 for delta in deltas:
                     if delta.error:
                         raise RequestError(delta.error)
@@ -167,10 +167,14 @@ class Conversation:
 
 
 def _read_text(read: Callable[[str], str]) -> str:
-    """A line, those that it goes on in after a backslash, or those between two lines of quotes. The end of
-    input ends such lines, too.
+    """Read a line, or several.
+
+    A backslash continues a line; lines between two lines of quotes belong together. The end of input ends
+    both.
     """
-    prompts = ("> ", ". ") if sys.stdin.isatty() else ("", "")  # from a pipe, stdout holds answers alone
+    prompts = (
+        ("> ", ". ") if sys.stdin.isatty() else ("", "")
+    )  # with input from a pipe, stdout holds only answers
     lines = [read(prompts[0]).strip()]
     quoted = lines[0].startswith(QUOTES)
     lines[0] = lines[0].removeprefix(QUOTES)
@@ -195,8 +199,9 @@ def _import_line_editing() -> None:
 
 
 class DimmedReasoning:
-    """Adds escape sequences to a text that comes in pieces. What may be the beginning of a tag is held back
-    until the next piece.
+    """Adds escape sequences that dim the text between <think> and </think>.
+
+    The text comes in pieces. What may be the beginning of a tag is held back until the next piece.
     """
 
     def __init__(self) -> None:
@@ -204,7 +209,7 @@ class DimmedReasoning:
         self._inside = False
 
     def push(self, text: str) -> str:
-        """What can be shown of the text so far, and was not shown before."""
+        """The part of the text that can be shown now."""
         text, shown = self._held + text, ""
         while True:
             tag = CLOSE if self._inside else OPEN
@@ -219,7 +224,7 @@ class DimmedReasoning:
         return shown + text[: len(text) - keep]
 
     def finish(self) -> str:
-        """The rest; a new text begins."""
+        """The rest of the text. The next `push` begins a new text."""
         rest = self._held + (PLAIN if self._inside else "")
         self._held, self._inside = "", False
         return rest

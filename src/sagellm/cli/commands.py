@@ -1,4 +1,4 @@
-"""All commands of `sagellm`, one file each; what is heavy is imported when a command runs."""
+"""All commands of `sagellm`. A command imports heavy packages only when it runs."""
 
 from __future__ import annotations
 

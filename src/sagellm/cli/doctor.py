@@ -1,4 +1,4 @@
-"""`sagellm doctor`: what is here, what is missing, what would fit."""
+"""`sagellm doctor`: what is installed, what is missing, and which models would fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from sagellm import __version__
-from sagellm.cli._machine import Device, as_text, devices, find_compilers
+from sagellm.cli._machine import LocalDevice, as_text, devices, find_compilers
 from sagellm.cli._options import Model, command
 from sagellm.cli._settings import ServerSettings
 from sagellm.core.errors import CapacityError, ModelError, SageError
@@ -37,7 +37,7 @@ REQUIRED: Mapping[str, str] = {
     "uvicorn": "uvicorn",
     "prometheus-client": "prometheus_client",
 }
-"""Packages without which no server starts, and what is imported of each."""
+"""The packages that a server needs, with the module to import of each."""
 
 OPTIONAL: Mapping[str, str] = {
     "huggingface_hub": "huggingface_hub",
@@ -58,7 +58,7 @@ def doctor(*, model: Model, settings: ServerSettings) -> None:
     """
     print(f"sagellm {__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
     missing = [*_report_packages(), *_report_demo_model()]
-    found = devices(torch_here=not missing)
+    found = devices(has_torch=not missing)
     _report_machine(found)
     if missing:
         extras = {EXTRA_OF.get(REQUIRED.get(name, ""), "") for name in missing} - {""}
@@ -74,7 +74,7 @@ def doctor(*, model: Model, settings: ServerSettings) -> None:
 
 
 def _report_packages() -> list[str]:
-    """Print every package; returns those that are required and missing, or cannot be imported."""
+    """Print every package; returns the required ones that cannot be imported."""
     print("\npackages")
     missing = []
     for name, module in {**REQUIRED, **OPTIONAL}.items():
@@ -90,7 +90,7 @@ def _report_packages() -> list[str]:
 
 
 def _import_fault(module: str) -> str | None:
-    """Why a package that is installed cannot be imported, in one line; None if it can."""
+    """Why an installed package cannot be imported, in one line; None if it can."""
     try:
         importlib.import_module(module)
     except Exception as error:  # noqa: BLE001 - a broken installation raises what it likes
@@ -121,7 +121,7 @@ def _report_demo_model() -> list[str]:
     return [] if whole else ["the demo model"]
 
 
-def _report_machine(found: list[Device]) -> None:
+def _report_machine(found: list[LocalDevice]) -> None:
     print("\nmachine")
     for device in found:
         memory = f"{as_text(device.free_bytes)} of {as_text(device.total_bytes)} free"
@@ -143,15 +143,15 @@ def _report_port(config: Config) -> None:
     print(f"  {'address':<18} {where} {state}")
 
 
-def _chosen(config: Config, found: list[Device]) -> Device:
-    """The device that `model.device` means here; the best one for auto or for one that is not here."""
+def _chosen(config: Config, found: list[LocalDevice]) -> LocalDevice:
+    """The device that `model.device` names; the first for auto or a missing one."""
     named = config.model.device
-    matching = [one for one in found if one.name == named or one.name.startswith(f"{named}:")]
+    matching = [device for device in found if named in (device.name, device.name.partition(":")[0])]
     return (matching or found[:1])[0]
 
 
-def _report_fit(config: Config, device: Device) -> SageError | None:
-    """Print how the configured model fits; returns why it cannot be served, if it cannot."""
+def _report_fit(config: Config, device: LocalDevice) -> SageError | None:
+    """Print how the configured model fits; returns the error that forbids to serve it."""
     from sagellm.engines.build import model_footprint, num_pool_blocks
     from sagellm.engines.native.hub import is_cached
 
@@ -186,7 +186,7 @@ def _size_lines(name: str, size: Footprint) -> Iterator[str]:
         yield f"  held dequantized, in part or whole: {size.obstacle}"
 
 
-def _pool_lines(size: Footprint, blocks: int, config: Config, device: Device) -> Iterator[str]:
+def _pool_lines(size: Footprint, blocks: int, config: Config, device: LocalDevice) -> Iterator[str]:
     share = config.kv.memory_share(device.name)
     room = int((device.free_bytes - size.weight_bytes) * share)
     tokens, context = blocks * config.kv.block_size, size.max_model_len

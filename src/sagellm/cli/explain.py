@@ -1,4 +1,4 @@
-"""`sagellm explain`: what the scheduler does with a few requests, step by step, and why."""
+"""`sagellm explain`: what the scheduler does with a few requests, and why."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ TEXTS = ("tenant", "class", "prefix")
 MOST_TOKENS = 1_000_000
 KEYS = (*WHOLE, *SECONDS, *TEXTS)
 MAX_STEPS = 100_000
-"""Steps after which requests that do not end are given up."""
+"""Steps after which requests that do not end are an error."""
 _REQUESTS_HELP = f"{FORM}, lengths in tokens; keys: at (a step), priority, tenant, class, prefix, ttft, tpot."
-_FILE_HELP = "Take requests from there: JSON lines with id, prompt, output and the same keys, or a trace."
-_STORY_HELP = "Tell the story of this request instead; may be repeated."
-_STEP_MS_HELP = "What a step takes on the simulated clock."
+_FILE_HELP = "Take requests from this file: JSON lines with id, prompt, output and the same keys, or a trace."
+_STORY_HELP = "Show only what happened to this request; may be repeated."
+_STEP_MS_HELP = "Duration of a step on the simulated clock."
 
 
 @command
@@ -46,15 +46,13 @@ def explain(
     step_ms: Annotated[float, flag("MS", _STEP_MS_HELP)] = 50.0,
     story: Annotated[list[str] | None, flag("--request ID", _STORY_HELP)] = None,
     *,
-    diff: Annotated[
-        bool, flag("--diff", "Show what each step does otherwise than the one before it.")
-    ] = False,
+    diff: Annotated[bool, flag("--diff", "Show how each step differs from the one before it.")] = False,
     settings: Settings,
 ) -> None:
-    """Schedule a few requests without a model, and show each step's plan and what each pass did, and why.
+    """Schedule a few requests without a model, and show plans and reasons.
 
-    Lines with // are decisions of passes, lines with # what a pass changed without saying so. Every plan is
-    verified. Memory is no bottleneck unless --num-blocks makes it one.
+    Lines with // are decisions of passes, lines with # are changes without a recorded decision. Every plan is
+    verified. There is memory for all requests unless --num-blocks limits it.
 
     Example: sagellm explain a=40+4 b=24+4,at=1,priority=1 --num-blocks 5 --max-batched-tokens 16
     --max-num-seqs 4
@@ -65,7 +63,7 @@ def explain(
         raise ConfigError(f"--step-ms {step_ms}: write milliseconds above 0")
     scenario = _scenario(requests or (), file, limit, step_ms / 1000)
     log = run_scenario(settings.load().config, scenario, step_ms / 1000)
-    names = [one.name for one in scenario]
+    names = [request.name for request in scenario]
     for name in story or ():
         if name not in names:
             raise ConfigError(f"--request {name!r}: no such request.{nearest(name, names)}")
@@ -85,8 +83,10 @@ def _scenario(texts: Sequence[str], file: Path | None, limit: int, step_s: float
 
 
 def run_scenario(config: Config, scenario: Sequence[ScenarioRequest], step_s: float) -> ScheduleLog:
-    """Run the configured scheduler over a fake backend until all requests have ended; every plan is verified.
-    Without `kv.num_blocks` there is room for all of them at once."""
+    """Run the configured scheduler over a fake backend until all requests have ended.
+
+    Verifies every plan. Without `kv.num_blocks` there is room for all requests at once.
+    """
     from sagellm.core.clock import ManualClock
     from sagellm.engines.build import build_engine
     from sagellm.engines.simulator import TokenMemoryBackend
@@ -94,7 +94,7 @@ def run_scenario(config: Config, scenario: Sequence[ScenarioRequest], step_s: fl
 
     size = config.kv.block_size
     arrivals = to_requests(scenario, step_s)
-    num_blocks = config.kv.num_blocks or sum(cdiv(one.num_prompt + one.num_output, size) for one in scenario)
+    num_blocks = config.kv.num_blocks or sum(cdiv(r.num_prompt + r.num_output, size) for r in scenario)
     backend = TokenMemoryBackend(
         num_blocks=num_blocks,
         block_size=size,
@@ -136,14 +136,14 @@ def _run(
 
 
 def _verify(step: StepRecord, block_size: int, budget: int) -> None:
-    """Instances that the plan itself names are there."""
+    """Raise for an invalid plan. Instances that the plan names count as present."""
     from sagellm.core.ir import LOCAL
     from sagellm.kvmgr.scheduler_ir.graph import IRGraph
     from sagellm.kvmgr.scheduler_ir.verify_graph import verify_graph
 
     peers = {sent.target_instance for sent in step.plan.transfers}
-    for _, one in step.plan.placements:
-        peers |= {one.prefill, one.decode, one.attention, one.ffn}
+    for _, placement in step.plan.placements:
+        peers |= {placement.prefill, placement.decode, placement.attention, placement.ffn}
     graph = IRGraph.of(step.plan, rows=step.before)
     verify_graph(graph, block_size, token_budget=budget, before={LOCAL: step.before}, peers=peers)
 
@@ -160,10 +160,10 @@ def _show(log: ScheduleLog, first: int, count: int, *, diff: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioRequest:
-    """One request: lengths in tokens, `at` the step before which it arrives, goals in seconds.
+    """A request to schedule: lengths in tokens, arrival in steps, goals in seconds.
 
-    `prefix` is a name and a number: the first tokens are those of all prompts with that name. `tokens`: the
-    prompt itself, where it is known.
+    It arrives before step `at`. `prefix` is a name and a number of tokens: prompts with the same name share
+    their first tokens. `tokens`: the prompt itself, where it is known.
     """
 
     name: str
@@ -179,7 +179,7 @@ class ScenarioRequest:
 
 
 def parse_request(text: str) -> ScenarioRequest:
-    """`b=40+8,at=3,prefix=system:16`; raises `ConfigError` saying what is wrong."""
+    """The request that `b=40+8,at=3,prefix=system:16` describes. Raises `ConfigError`."""
     head, *rest = text.split(",")
     name, equals, lengths = head.partition("=")
     prompt, plus, output = lengths.partition("+")
@@ -195,7 +195,7 @@ def parse_request(text: str) -> ScenarioRequest:
 
 
 def scenario_request(where: str, values: Mapping[str, Any]) -> ScenarioRequest:
-    """From fields `id`, `prompt` (a number of tokens, or the tokens), `output` and `KEYS`."""
+    """The request of fields `id`, `prompt` (a length, or the tokens), `output` and `KEYS`."""
     fields = ("id", "prompt", "output", *KEYS)
     for key in values.keys() - set(fields):
         raise ConfigError(f"{where}: no key {key!r}.{nearest(key, fields)}")
@@ -226,8 +226,11 @@ def scenario_request(where: str, values: Mapping[str, Any]) -> ScenarioRequest:
 
 
 def read_requests(path: Path, limit: int, step_s: float) -> list[ScenarioRequest]:
-    """The requests of a file: a JSON object a line with the fields of `scenario_request`, or any trace, of
-    which the first `limit` are taken; a step of it is `step_s` seconds."""
+    """The requests of a file.
+
+    It holds a JSON object per line with the fields of `scenario_request`, or any trace. Of a trace the first
+    `limit` requests are taken, and a step lasts `step_s` seconds.
+    """
     first = _first_record(path)
     if isinstance(first, dict) and {"id", "prompt", "output"} <= first.keys():
         lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
@@ -236,39 +239,41 @@ def read_requests(path: Path, limit: int, step_s: float) -> list[ScenarioRequest
 
 
 def to_requests(scenario: Sequence[ScenarioRequest], step_s: float) -> list[tuple[int, Request]]:
-    """Requests and the steps before which they arrive, by arrival. Prompts share tokens only where they
-    share a prefix; each has tokens of its own."""
-    names = [one.name for one in scenario]
+    """The requests with the steps before which they arrive, by arrival.
+
+    Prompts share tokens only where they share a prefix.
+    """
+    names = [request.name for request in scenario]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two requests are named {name!r}: name each once")
-    fresh = 1 + max((max(one.tokens, default=0) for one in scenario), default=0)
+    fresh = 1 + max((max(request.tokens, default=0) for request in scenario), default=0)
     lengths: dict[str, int] = {}
-    for label, length in (one.prefix for one in scenario if one.prefix is not None):
+    for label, length in (request.prefix for request in scenario if request.prefix is not None):
         lengths[label] = max(length, lengths.get(label, 0))
     starts: dict[str, int] = {}
     for label, length in lengths.items():
         starts[label], fresh = fresh, fresh + length
     made = []
-    for one in scenario:
-        label, shared = one.prefix or ("", 0)
+    for request in scenario:
+        label, shared = request.prefix or ("", 0)
         head = range(starts[label], starts[label] + shared) if shared else range(0)
-        tail = range(fresh, fresh + one.num_prompt - shared)
+        tail = range(fresh, fresh + request.num_prompt - shared)
         fresh += len(tail)
-        made.append((one.at, _request(one, one.tokens or (*head, *tail), step_s)))
+        made.append((request.at, _engine_request(request, request.tokens or (*head, *tail), step_s)))
     return sorted(made, key=lambda pair: pair[0])
 
 
-def _request(one: ScenarioRequest, tokens: Iterable[int], step_s: float) -> Request:
+def _engine_request(request: ScenarioRequest, tokens: Iterable[int], step_s: float) -> Request:
     return Request(
-        one.name,
+        request.name,
         Tokens(tokens),
-        SamplingParams(temperature=0.0, max_tokens=one.num_output),
-        arrival_s=one.at * step_s,
-        priority=one.priority,
-        namespace=Namespace(tenant=one.tenant),
-        slo=one.slo,
-        service_class=one.service_class,
+        SamplingParams(temperature=0.0, max_tokens=request.num_output),
+        arrival_s=request.at * step_s,
+        priority=request.priority,
+        namespace=Namespace(tenant=request.tenant),
+        slo=request.slo,
+        service_class=request.service_class,
     )
 
 
@@ -301,16 +306,16 @@ def _from_trace(path: Path, limit: int, step_s: float) -> list[ScenarioRequest]:
     blocks = list(block_ids(trace))
     fresh = 1 + max((max(ids, default=0) for ids in blocks), default=0)
     made = []
-    for number, (one, ids) in enumerate(zip(trace.requests, blocks, strict=True)):
-        length = max(1, one.num_input_tokens)
+    for number, (traced, ids) in enumerate(zip(trace.requests, blocks, strict=True)):
+        length = max(1, traced.num_input_tokens)
         missing = cdiv(length, size) - len(ids)  # of a format that has lengths only
         ids = [*ids, *range(fresh, fresh + max(0, missing))]
         fresh += max(0, missing)
         tokens = [block * size + i for block in ids for i in range(size)][:length]
-        at = int(one.time_s / step_s)
-        output = max(1, one.num_output_tokens)
+        at = int(traced.time_s / step_s)
+        output = max(1, traced.num_output_tokens)
         made.append(
-            ScenarioRequest(f"r{number}", length, output, at, tenant=one.tenant, tokens=tuple(tokens))
+            ScenarioRequest(f"r{number}", length, output, at, tenant=traced.tenant, tokens=tuple(tokens))
         )
     return made
 
@@ -344,6 +349,6 @@ def _prefix(where: str, text: str) -> tuple[str, int]:
 
 
 def _tokens(where: str, values: Sequence[Any]) -> tuple[int, ...]:
-    if not values or not all(type(one) is int and 0 <= one < 1 << 24 for one in values):
+    if not values or not all(type(token) is int and 0 <= token < 1 << 24 for token in values):
         raise ConfigError(f"{where}: prompt must hold token ids from 0 to {(1 << 24) - 1}, at least one")
     return tuple(values)

@@ -14,7 +14,7 @@ from sagellm.core.errors import RequestError, SageError
 def pull(*, model: Model, settings: Settings) -> None:
     """Fetch a model from the hub into the local cache.
 
-    What describes it comes first: a model that cannot run is refused before its weights are fetched.
+    Its configuration comes first: a model that cannot run is refused before its weights are fetched.
     """
     from sagellm.engines.build import model_source
 
@@ -53,5 +53,5 @@ def _state(folder: Path, settings: Settings) -> str:
 
 
 def folder_bytes(folder: Path) -> int:
-    """What the files of a folder take together."""
+    """The size of all files of a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -23,11 +23,13 @@ PREFERRED = ("lru", "adaptive")
 _POLICY_HELP = "A policy, or optimum, the offline bound; may be repeated; default: lru, adaptive, optimum."
 _CAPACITY_HELP = "Blocks, or a share of the unique ones as 1%; may be repeated; default: 0.5 1 2 5 10 25 %."
 _OPTION_HELP = "Set an option of a policy, such as s3fifo.small_share=0.2, or of the format (no dot)."
-_OUT_HELP = "Write a row per replay there; .json (with a manifest), .csv or .parquet."
+_OUT_HELP = "Write a row per replay to this file: .json (with a manifest), .csv or .parquet."
 
 
 _WARMUP_HELP = "Requests that do not count: 10% of them, or those of the first 600s."
-_PREMATURE_HELP = "With --causes: an eviction is premature if the block is missed so soon; default: 60."
+_PREMATURE_HELP = (
+    "With --causes: an eviction is premature if the block is missed within this time; default: 60."
+)
 _PER_TOKEN_HELP = "Seconds of prefill per token, for saved seconds; default: 5e-5."
 
 
@@ -101,14 +103,13 @@ def replay(
     file: FileArgument,
     jobs: Annotated[int | None, flag("--jobs -j N", "Processes; default: one per core.")] = None,
     block_tokens: BlockTokens = None,
-    out: Annotated[Path | None, flag("--out -o FILE", _OUT_HELP)] = None,
+    out_file: Annotated[Path | None, flag("--out -o FILE", _OUT_HELP)] = None,
     plots: Annotated[Path | None, flag("FOLDER", "Draw there as PNG; needs the extra plots.")] = None,
     *,
     replaying: ReplayOptions,
     reading: ReplayReading,
 ) -> None:
-    """Replay a trace with eviction policies at some capacities: what they hit, and what the offline optimum
-    would.
+    """Replay a trace with eviction policies, beside the offline optimum.
 
     "of gap" is the share of the way from LRU to the optimum, "saved s" the share of prefill seconds.
     """
@@ -121,8 +122,8 @@ def replay(
     jobs = usable_cores() if jobs is None else jobs
     if jobs < 1:
         raise ConfigError(f"--jobs {jobs}: at least one")
-    if out is not None:
-        check_out(out)
+    if out_file is not None:
+        check_out(out_file)
     if plots is not None:
         check_plots(plots)
     plan = replaying.plan(reading.policy_options())
@@ -130,14 +131,14 @@ def replay(
     results = _sweep(trace, plan, jobs)
     print(headline(trace))
     print_tables(tables(results))
-    if out is not None:
-        write(out, manifest(trace, plan, environment(datetime.now(UTC))), results)
+    if out_file is not None:
+        write(out_file, manifest(trace, plan, environment(datetime.now(UTC))), results)
     for path in draw(plots, trace, results) if plots is not None else ():
         print(path)
 
 
 def _sweep(trace: BlockTrace, plan: ReplaySweepPlan, jobs: int) -> list[ReplayResult]:
-    """With a bar on stderr, where that is a terminal."""
+    """Run the replays, with a progress bar if stderr is a terminal."""
     from rich.progress import Progress
 
     from sagellm.benchmarks.replay.sweep import run_sweep

@@ -56,12 +56,12 @@ def run(
 
 
 def _print_answer(deltas: Iterator[TextDelta]) -> tuple[Usage | None, bool]:
-    """Write the text as it comes, a line break after it; Ctrl-C ends the program once the step is over.
+    """Write the text as it comes, then a line break.
 
-    Returns the usage, and whether the answer ended for its length.
+    Ctrl-C ends the program after the step that runs. Returns the usage, and whether the answer was cut off.
     """
     usage, cut_off = None, False
-    with interrupts_noted() as interrupted:
+    with interrupts_delayed() as interrupted:
         for delta in deltas:
             if delta.error:
                 raise RequestError(delta.error)
@@ -97,9 +97,11 @@ def _messages(text: str, system: str | None) -> list[Message]:
 
 
 @contextmanager
-def interrupts_noted() -> Iterator[Callable[[], bool]]:
-    """Within, the first Ctrl-C is noted and raises nothing, so that no step is cut in its middle; ask between
-    steps whether there was one. A second Ctrl-C raises `KeyboardInterrupt` at once. Main thread only.
+def interrupts_delayed() -> Iterator[Callable[[], bool]]:
+    """Delay Ctrl-C to the end of an engine step.
+
+    Yields a function that says whether Ctrl-C was pressed; call it between steps. A second Ctrl-C raises
+    `KeyboardInterrupt` at once. Main thread only.
     """
     noted = False
 

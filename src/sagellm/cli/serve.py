@@ -97,7 +97,7 @@ def _client_limits(server: ServerConfig) -> ClientLimits:
 
 @contextmanager
 def event_bus(config: Config) -> Iterator[EventBus]:
-    """A bus; with `events.endpoint` set, what happens on it to KV blocks is published until the end.
+    """An event bus. With `events.endpoint` set, its KV events are published until the end.
 
     Raises `MissingExtraError` without the extra, `ConfigError` for an endpoint that cannot be bound.
     """

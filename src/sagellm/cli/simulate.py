@@ -1,4 +1,4 @@
-"""`sagellm simulate`: presets on a trace, on hardware that is not there."""
+"""`sagellm simulate`: presets on a trace, with a cost model in place of hardware."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-import typer
 from rich.console import Console
 
 from sagellm.cli._options import OptionGroup, command, flag, option
@@ -30,8 +29,8 @@ DEFAULT_PRESETS = ("default",)
 
 
 @dataclass(frozen=True, slots=True)
-class Given(OptionGroup):
-    """Options by the name of their parameter, those that were given. A subclass says which."""
+class GivenOptions(OptionGroup):
+    """The options that were given, by name of their parameter. A subclass declares them."""
 
     values: Mapping[str, Any]
 
@@ -42,13 +41,7 @@ class Given(OptionGroup):
 
     @classmethod
     def parameters(cls) -> list[inspect.Parameter]:
-        made = []
-        for name, kind, told, text in cls.declared():
-            parts = told.split()
-            flags = [part for part in parts if part.startswith("-")]
-            metavar = parts[-1] if len(parts) > len(flags) else None
-            made.append(option(name, kind, typer.Option(*flags, metavar=metavar, help=text)))
-        return made
+        return [option(name, kind, flag(names, text)) for name, kind, names, text in cls.declared()]
 
     @classmethod
     def take(cls, given: dict[str, Any]) -> Self:
@@ -56,11 +49,11 @@ class Given(OptionGroup):
         return cls({name: value for name, value in taken.items() if value is not None})
 
     def some(self, **names: str) -> dict[str, Any]:
-        """Of the options, those that were given, under other names: `some(parameter="option")`."""
+        """Given options under other names, as `some(parameter="option")`."""
         return {to: self.values[name] for to, name in names.items() if name in self.values}
 
 
-class Machinery(Given):
+class MachineOptions(GivenOptions):
     """What requests run on."""
 
     @classmethod
@@ -78,7 +71,7 @@ class Machinery(Given):
             ("network", float, "--network GB/S", "Of one instance; default: the device's."),
         )
 
-    def bench(self, measuring: Measuring) -> SimulationSetup:
+    def bench(self, goal_options: GoalOptions) -> SimulationSetup:
         from sagellm.benchmarks.simulate.experiment import SimulationSetup
         from sagellm.benchmarks.simulate.hardware import hardware
         from sagellm.benchmarks.simulate.simulation import ClusterLayout, parse_disaggregate
@@ -99,7 +92,7 @@ class Machinery(Given):
         )
         placed = ClusterLayout(**layout, **self.some(instances="instances", router="router"))
         return SimulationSetup(
-            machine, placed, measuring.goals(), assignments("--set", given.get("assignments", ()))
+            machine, placed, goal_options.goals(), assignments("--set", given.get("assignments", ()))
         )
 
 
@@ -107,8 +100,8 @@ _BELOW_HELP = "Uncached tokens below which a request is small; default: 2000."
 _ROUTER_HELP = "round-robin, least-loaded or prefix-aware; default: prefix-aware."
 
 
-class Load(Given):
-    """Which requests come, and when."""
+class LoadOptions(GivenOptions):
+    """Which requests arrive, and when."""
 
     @classmethod
     def declared(cls) -> Sequence[tuple[str, Any, str, str]]:
@@ -155,8 +148,8 @@ def _scale(text: str) -> float:
     return scale
 
 
-class Measuring(Given):
-    """What results are measured by."""
+class GoalOptions(GivenOptions):
+    """The goals that results are measured by."""
 
     @classmethod
     def declared(cls) -> Sequence[tuple[str, Any, str, str]]:
@@ -191,63 +184,72 @@ def simulate(
     capacity: Annotated[  # noqa: FBT002 - an option of the command line
         bool, flag("--capacity", "First find the highest rate that each preset keeps up with.")
     ] = False,
-    out: Annotated[Path | None, flag("--out -o FOLDER", "Write results.json and requests.csv there.")] = None,
+    out_folder: Annotated[
+        Path | None, flag("--out -o FOLDER", "Write results.json and requests.csv there.")
+    ] = None,
     plots: Annotated[  # noqa: FBT002 - an option of the command line
         bool, flag("--plots", "Draw into the folder of --out; needs the extra plots.")
     ] = False,
     *,
-    load: Load,
-    machinery: Machinery,
-    measuring: Measuring,
+    load_options: LoadOptions,
+    machine_options: MachineOptions,
+    goal_options: GoalOptions,
     reading: Reading,
 ) -> None:
     """Simulate the engine with presets on a trace: latency, goodput, throughput, cost.
 
     Scheduler, KV cache and policies are the real ones; only the device is a cost model.
     """
-    _check_outputs(out, plots=plots)
+    _check_outputs(out_folder, plots=plots)
     if setting is not None:
-        if trace is not None or any(one.values for one in (load, measuring)):
+        if trace is not None or load_options.values or goal_options.values:
             raise ConfigError(
                 "--setting fixes traces, rates and goals: beside it --preset, --cost, --out, ..."
             )
-        _run_setting(setting, traces, preset or (), machinery, out, plots=plots)
+        _run_setting(setting, traces, preset or (), machine_options, out_folder, plots=plots)
         return
     if trace is None:
         raise ConfigError("name what to simulate: --trace FILE, or --setting FILE")
     chosen = tuple(dict.fromkeys(preset or DEFAULT_PRESETS))
-    _run_trace(chosen, trace, (load, machinery, measuring, reading), out, capacity=capacity, plots=plots)
+    _run_trace(
+        chosen,
+        trace,
+        (load_options, machine_options, goal_options, reading),
+        out_folder,
+        capacity=capacity,
+        plots=plots,
+    )
 
 
-def _check_outputs(out: Path | None, *, plots: bool) -> None:
+def _check_outputs(out_folder: Path | None, *, plots: bool) -> None:
     from sagellm.benchmarks.simulate.outputs import check_writable_folder
     from sagellm.benchmarks.simulate.plots import check_plots
 
-    if plots and out is None:
+    if plots and out_folder is None:
         raise ConfigError("--plots draws into the folder of --out: name one")
-    if out is not None:
-        (check_plots if plots else check_writable_folder)(out)
+    if out_folder is not None:
+        (check_plots if plots else check_writable_folder)(out_folder)
 
 
 def _run_trace(
     presets: Sequence[str],
     file: Path,
-    groups: tuple[Load, Machinery, Measuring, Reading],
-    out: Path | None,
+    groups: tuple[LoadOptions, MachineOptions, GoalOptions, Reading],
+    out_folder: Path | None,
     *,
     capacity: bool,
     plots: bool,
 ) -> None:
     from sagellm.benchmarks.simulate.experiment import run_rates
 
-    load, machinery, measuring, reading = groups
-    scales, spec, bench = load.scales, load.spec(), machinery.bench(measuring)
+    load_options, machine_options, goal_options, reading = groups
+    scales, spec, bench = load_options.scales, load_options.spec(), machine_options.bench(goal_options)
     for name in presets:
         bench.config(name)
     read = reading.read(file)
     capacities = _capacities(bench, read, spec, presets) if capacity else {}
     results = run_rates(bench, read, spec, presets, scales, _say)
-    _report(bench, results, capacities, None, out, plots=plots)
+    _report(bench, results, capacities, None, out_folder, plots=plots)
 
 
 def _capacities(
@@ -255,21 +257,21 @@ def _capacities(
 ) -> dict[str, SustainedRate]:
     from sagellm.benchmarks.simulate import experiment
 
-    return {one: experiment.capacity(bench, trace, spec, one, presets, _say) for one in presets}
+    return {preset: experiment.capacity(bench, trace, spec, preset, presets, _say) for preset in presets}
 
 
 def _run_setting(
     file: Path,
     folder: Path | None,
     presets: Sequence[str],
-    machinery: Machinery,
-    out: Path | None,
+    machine_options: MachineOptions,
+    out_folder: Path | None,
     *,
     plots: bool,
 ) -> None:
     from sagellm.benchmarks.simulate.experiment import build_setup, read_setting, run_setting
 
-    others = sorted(machinery.values.keys() - {"cost"})
+    others = sorted(machine_options.values.keys() - {"cost"})
     if others:
         raise ConfigError(f"--setting fixes the machine: leave out {', '.join(others)}, or change the file")
     where = folder or (Path(os.environ[TRACES]) if os.environ.get(TRACES) else None)
@@ -277,13 +279,13 @@ def _run_setting(
         raise ConfigError(
             f"a setting names files of a collection of traces: say where with --traces or {TRACES}"
         )
-    setting, cost = read_setting(file), machinery.values.get("cost")
+    setting, cost = read_setting(file), machine_options.values.get("cost")
     made = run_setting(setting, where, presets=presets, cost_file=cost, say=_say)
-    _report(build_setup(setting, cost), made.results, made.capacities, setting, out, plots=plots)
+    _report(build_setup(setting, cost), made.results, made.capacities, setting, out_folder, plots=plots)
 
 
 def _say(text: str) -> None:
-    """On stderr, where that is a terminal."""
+    """Print a line on stderr, if it is a terminal."""
     terminal = Console(stderr=True)
     if terminal.is_terminal:
         terminal.print(text, style="dim", highlight=False)
@@ -294,7 +296,7 @@ def _report(
     results: Sequence[SimulationResult],
     capacities: Mapping[str, SustainedRate],
     setting: ExperimentSetting | None,
-    out: Path | None,
+    out_folder: Path | None,
     *,
     plots: bool,
 ) -> None:
@@ -308,8 +310,8 @@ def _report(
         print(f"capacity, {name}: {found.rate:.3g} requests/s")
     slos = bench.goals.slos
     print_tables(tables(results, slos))
-    if out is None:
+    if out_folder is None:
         return
     made_by = manifest(bench, results, environment(datetime.now(UTC)), setting, capacities)
-    for path in (*write(out, made_by, results), *(draw(out, results, slos) if plots else ())):
+    for path in (*write(out_folder, made_by, results), *(draw(out_folder, results, slos) if plots else ())):
         print(path)

@@ -63,7 +63,7 @@ class Reading(OptionGroup):
 
 
 def assignments(name: str, texts: Sequence[str]) -> dict[str, Any]:
-    """`key=value` texts; a value that is JSON is that, another is a text."""
+    """The values of `key=value` texts: JSON where a value is JSON, else text."""
     found = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -85,7 +85,7 @@ def _value(text: str) -> Any:
 def info(
     file: FileArgument,
     block_tokens: BlockTokens = None,
-    out: Annotated[Path | None, flag("--out -o FILE", "Write the figures there as JSON.")] = None,
+    out_file: Annotated[Path | None, flag("--out -o FILE", "Write the figures there as JSON.")] = None,
     *,
     reading: Reading,
 ) -> None:
@@ -93,19 +93,19 @@ def info(
     from sagellm.benchmarks.reporting import check_writable, print_tables, write_json
     from sagellm.benchmarks.traces.summary import as_table, summarize
 
-    if out is not None:
-        check_writable(out)
+    if out_file is not None:
+        check_writable(out_file)
     summary = summarize(reading.read(file), block_tokens)
     print_tables([as_table(summary)])
-    if out is not None:
-        write_json(out, dataclasses.asdict(summary))
+    if out_file is not None:
+        write_json(out_file, dataclasses.asdict(summary))
 
 
 @app.command("convert")
 @command
 def convert(
     file: FileArgument,
-    out: OutOption,
+    out_file: OutOption,
     to: Annotated[str, flag("NAME", "sagellm or mooncake.")] = "sagellm",
     block_tokens: Annotated[
         int | None, flag("N", "Tokens per block where a trace of tokens is cut; default: 512.")
@@ -117,17 +117,17 @@ def convert(
     from sagellm.benchmarks.reporting import check_writable
     from sagellm.benchmarks.traces import write_trace
 
-    check_writable(out)
+    check_writable(out_file)
     trace = reading.read(file)
     given = {} if block_tokens is None else {"block_tokens": block_tokens}
-    write_trace(trace, out, to, **given)
-    print(f"{out}: {len(trace.requests):,} requests, {to}")
+    write_trace(trace, out_file, to, **given)
+    print(f"{out_file}: {len(trace.requests):,} requests, {to}")
 
 
 @app.command("synth")
 @command
 def synth(
-    out: OutOption,
+    out_file: OutOption,
     kind: Annotated[str, flag("NAME", "chat, agents, shared_prompts or tenants.")] = "chat",
     seed: Annotated[int, flag("N", "The same seed gives the same trace.")] = 0,
     duration: Annotated[float, flag("SECONDS", "Span of the arrivals.")] = 3600.0,
@@ -143,15 +143,15 @@ def synth(
     from sagellm.benchmarks.traces import write_trace
     from sagellm.benchmarks.traces.synth import synthesize
 
-    check_writable(out)
+    check_writable(out_file)
     changes = assignments("--set", fields or ())
     for name in {"kind", "seed", "duration_s", "block_tokens", "tenants"} & changes.keys():
         raise ConfigError(f"--set '{name}={changes[name]}': it has an option of its own")
     trace = synthesize(
         kind, seed=seed, duration_s=duration, block_tokens=block_tokens, tenants=_shares(tenants), **changes
     )
-    write_trace(trace, out, to)
-    print(f"{out}: {len(trace.requests):,} requests, {to}")
+    write_trace(trace, out_file, to)
+    print(f"{out_file}: {len(trace.requests):,} requests, {to}")
 
 
 def _shares(text: str | None) -> list[float] | None:
@@ -172,7 +172,7 @@ def record(
             metavar="PROMPTS", help='One prompt per line: a text, {"prompt": text} or {"messages": [...]}.'
         ),
     ],
-    out: OutOption,
+    out_file: OutOption,
     model: ModelOption = None,
     max_tokens: Annotated[int, flag("N", "Longest answer in tokens.")] = 128,
     *,
@@ -181,23 +181,25 @@ def record(
     ] = False,
     settings: Settings,
 ) -> None:
-    """Answer prompts, all at once, and record what the engine was asked. A server records with
-    serve --record-trace."""
+    """Answer prompts, all at once, and record the requests.
+
+    A server records with serve --record-trace.
+    """
     from sagellm.benchmarks.reporting import check_writable
     from sagellm.benchmarks.traces.recorder import TraceRecorder
     from sagellm.cli._loading import load_llm
     from sagellm.core.events import EventBus
 
-    check_writable(out)
+    check_writable(out_file)
     asked, config, events = read_prompts(prompts), settings.load(model=model).config, EventBus()
     llm = load_llm(config, events)
     block_tokens = config.kv.block_size
     try:
-        with TraceRecorder(out, events, block_tokens=block_tokens, keep_tokens=tokens) as recorder:
+        with TraceRecorder(out_file, events, block_tokens=block_tokens, keep_tokens=tokens) as recorder:
             _answer(llm, asked, max_tokens)
     finally:
         llm.close()
-    print(f"{out}: {recorder.num_requests:,} requests, sagellm")
+    print(f"{out_file}: {recorder.num_requests:,} requests, sagellm")
 
 
 def _answer(llm: LLM, prompts: Sequence[Prompt], max_tokens: int) -> None:
@@ -207,7 +209,7 @@ def _answer(llm: LLM, prompts: Sequence[Prompt], max_tokens: int) -> None:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file, a line each; empty lines are none. Raises `ConfigError` naming the line."""
+    """The prompts of a file, a line each, without empty lines. `ConfigError` names a wrong line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,5 +1,7 @@
-"""The OpenAI-compatible HTTP server: `create_app` for the application, `serve` to run it, on a socket that
-`bind` has made beforehand where the address should be sure before a model is loaded.
+"""The OpenAI-compatible HTTP server.
+
+`create_app` makes the application and `serve` runs it. `bind` makes the socket for `serve` beforehand, where
+the address should be checked before a model is loaded.
 """
 
 from sagellm.serving.app import create_app

@@ -1,4 +1,4 @@
-"""What the server notes of each HTTP request: an id, a line in the log, a count by status."""
+"""Gives each HTTP request an id, a log line and a count."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sagellm.serving.metrics import RequestTimes
 
 REQUEST_ID_HEADER = "x-request-id"
 PROBES = frozenset({"/health", "/ready", "/version", "/metrics"})
-"""Asked every few seconds by machines: logged at debug level while they succeed."""
+"""Polled every few seconds by machines: logged at debug level while they succeed."""
 
 MAX_REFUSAL_LINES = 20
 REFUSAL_INTERVAL_S = 10.0
@@ -32,8 +32,11 @@ log = logging.getLogger("sagellm.access")
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One HTTP request, from its head to the end of its answer. `times`: those of its prompts, where it
-    generates. `refused`: the status with which the connection answered in place of the application."""
+    """One HTTP request, from its head to the end of its answer.
+
+    `times`: those of its prompts, if it generates. `refused`: the status that the connection answered with,
+    in place of the application.
+    """
 
     request_id: str
     method: str
@@ -45,24 +48,24 @@ class RequestRecord:
     times: list[RequestTimes] = field(default_factory=list)
 
     def fields(self, now_s: float) -> dict[str, Any]:
-        """What the log says of it; what does not apply is left out. Times in seconds."""
+        """The fields of the log line, without those that do not apply. Times in seconds."""
         found: dict[str, Any] = {
             "request_id": self.request_id,
             "tenant": clipped(self.tenant),
             "method": clipped(self.method),
             "path": clipped(self.path),
             "status": self.refused or self.status,
-            "queue_s": max((one.queued_s for one in self.times if one.queued_s is not None), default=None),
-            "ttft_s": self._since(min((one.first_s for one in self.times if one.first_s), default=None)),
+            "queue_s": max((t.queued_s for t in self.times if t.queued_s is not None), default=None),
+            "ttft_s": self._since(min((t.first_s for t in self.times if t.first_s), default=None)),
             "total_s": self._since(now_s),
         }
         if self.times:
-            usage = sum((one.usage for one in self.times[1:]), self.times[0].usage)
+            usage = sum((t.usage for t in self.times[1:]), self.times[0].usage)
             found |= {
                 "prompt_tokens": usage.prompt_tokens,
                 "output_tokens": usage.completion_tokens,
                 "cached_tokens": usage.cached_tokens,
-                "finish_reason": ",".join(sorted({one.finish_reason for one in self.times})),
+                "finish_reason": ",".join(sorted({t.finish_reason for t in self.times})),
             }
             if usage.misses is not None:
                 missed = {cause: count for cause, count in usage.misses._asdict().items() if count}
@@ -74,13 +77,13 @@ class RequestRecord:
 
 
 def record_of(scope: Scope) -> RequestRecord:
-    """The record of the request; within `AccessLog`."""
+    """The record of a request that `AccessLog` handles."""
     record: RequestRecord = scope[_RECORD]
     return record
 
 
 def begin_record(scope: Scope, now_s: float) -> RequestRecord:
-    """The record of the request, made if there is none yet."""
+    """The record of a request, a new one if there is none."""
     if _RECORD not in scope:
         given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
@@ -100,7 +103,7 @@ class LineLimit:
         self._num_left_out = 0
 
     def take(self) -> int | None:
-        """How many lines were left out since the last one, if another may be written; None if not."""
+        """The lines left out since the last one, or None if none is allowed."""
         now_s = self._clock.now()
         if self._until_s is None or now_s >= self._until_s:
             self._until_s, self._num_lines = now_s + self._interval_s, 0
@@ -113,10 +116,10 @@ class LineLimit:
 
 
 class Refusals:
-    """Notes what connections answer in place of the application.
+    """Counts and logs what connections answer themselves.
 
-    Each is counted, and has a line in the log; of each code there are at most `MAX_REFUSAL_LINES` in
-    `REFUSAL_INTERVAL_S`, since a flood costs a client little.
+    Each code has at most `MAX_REFUSAL_LINES` lines per `REFUSAL_INTERVAL_S`, since a flood costs a client
+    little.
     """
 
     def __init__(self, clock: Clock, count: Callable[[str, str, int], None], *, enabled: bool) -> None:
@@ -126,7 +129,7 @@ class Refusals:
         self._limits: dict[str, LineLimit] = {}
 
     def note(self, request_id: str, status: int, code: str) -> None:
-        """`code` is that of the error. There is neither method nor path: the request was not read."""
+        """Note an answer with the error's `code`. Method and path are unknown: no request was read."""
         self._count("", "", status)
         limit = self._limits.get(code)
         if limit is None:
@@ -138,10 +141,11 @@ class Refusals:
 
 
 class AccessLog:
-    """The outermost middleware. The id comes from the client's `x-request-id` if that is 1 to 128 letters,
-    digits and `._~:/+=@-`, else it is made here; the answer carries it.
+    """The outermost middleware: gives each request an id, logs it and counts it.
 
-    `count` is called with endpoint, method and status of each request that has ended.
+    The id is the client's `x-request-id` if that is 1 to 128 letters, digits and `._~:/+=@-`, else a new one.
+    The answer has it as a header. `count` is called with endpoint, method and status of each request that has
+    ended.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ class AdminRoutes:
     _ids: Iterable[int] = field(default_factory=lambda: itertools.count(1))
 
     async def pin(self, request: Request) -> Pin:
-        """Compute the prompt where it is not cached, then hold its whole blocks."""
+        """Compute the prompt unless it is cached, then hold its whole blocks."""
         body = await self.reader.read(PinRequest, request)
         self.check_model(body.model)
         tenant = record_of(request.scope).tenant = body.cache_salt or ""
@@ -183,7 +183,7 @@ class AdminRoutes:
                 pass
 
     def _hold(self, llm: LLM, pin_id: str, tokens: Tokens, tenant: str) -> Pin:
-        """On the engine's thread."""
+        """Pin the prompt; for the engine's thread."""
         if len(self.pins) >= MAX_PINS:
             raise ConflictError(f"{MAX_PINS} prompts are pinned: delete one first")
         try:
@@ -233,7 +233,7 @@ def _passes(strategy: str) -> list[str]:
 
 
 def _check_name(param: str, name: str, known: Iterable[str]) -> None:
-    """Refuse what is not registered: a name with a module's path would import any code."""
+    """Refuse a name that is not registered: a module's path would import any code."""
     names = sorted(known)
     if name not in names:
         shown = clipped(repr(name))
@@ -241,7 +241,7 @@ def _check_name(param: str, name: str, known: Iterable[str]) -> None:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options that name a module: predictors and the like are plug-ins, too."""
+    """Refuse options that name a module, since predictors are plug-ins, too."""
     values = list(options.values())
     for value in values:
         if isinstance(value, dict | list):

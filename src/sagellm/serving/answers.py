@@ -364,7 +364,7 @@ class ChatReply:
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def parts(self, index: int, delta: TextDelta) -> Iterator[Json]:
-        """What a delta adds, then, in a chunk of its own, the reason of its end."""
+        """What a delta adds. The reason of an end has a chunk of its own."""
         if delta.text or (self._logprobs and delta.logprobs):
             yield self._chunk(index, {"content": delta.text}, delta.logprobs)
         if delta.finish_reason is not None:

@@ -144,7 +144,7 @@ class TokenAndHintRoutes:
     models: ServedModel
 
     async def hint(self, request: Request) -> dict[str, Any]:
-        """Carry out KV hints, which a client sends outside of any request; one outcome per action.
+        """Carry out KV hints that belong to no request; one outcome per action.
 
         Only what is no envelope is an error.
         """

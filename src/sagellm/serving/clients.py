@@ -1,4 +1,4 @@
-"""The client of a request, and how much of the server one client may use at a time."""
+"""The client of a request, and the limits of each client."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ClientLimits:
 
 
 def client_of(request: Request, user: str | None, *, trust_user: bool = False) -> Client:
-    """The client that sent the request, by the name of its API key, else by its address.
+    """The client of a request, by the name of its key or its address.
 
     With `trust_user`, the end user alone where the request names one: a gateway in front has checked it.
     """
@@ -139,7 +139,7 @@ class ClientLoad:
             around = own
 
     def check_tokens(self, client: Client, num_tokens: int) -> None:
-        """Raise `OverloadedError` if the client's open requests leave too little room."""
+        """Raise `OverloadedError` if open requests leave the client too few tokens."""
         limit, used = self.limits.max_client_tokens, self._tokens[client[0]]
         if limit is not None and used and used + num_tokens > limit:
             asked = f"your open requests may generate or hold {used} tokens, this one {num_tokens}"

@@ -1,7 +1,7 @@
-"""One client's connection: time limits, a limit on how many there are, and strict HTTP/1.1.
+"""A client's connection: limits on time and number, and strict HTTP/1.1.
 
-Uvicorn's h11 protocol answers the requests. `Connection` closes those that make no progress, refuses those
-beyond the limit, and refuses what servers and proxies are known to read differently (request smuggling).
+Uvicorn's h11 protocol answers the requests. `Connection` closes connections that make no progress, refuses
+those beyond the limit, and refuses bytes that servers and proxies read differently (request smuggling).
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from sagellm.serving.errors import RETRY_AFTER_S, clipped, error_body
 log = logging.getLogger("sagellm.serving")
 _errors_only = logging.getLogger("sagellm.serving.connection")
 _errors_only.setLevel(logging.ERROR)
-"""For uvicorn's own part, which would log a warning for every request that is no HTTP."""
+"""Replaces uvicorn's own log, which would have a warning for every request that is no HTTP."""
 
 MAX_HEAD_BYTES = 64 * 2**10
 """Request line and headers."""
 MAX_CHUNKS = 2**14
-"""Of one chunked body: each costs as much time as a small request line, however few bytes it brings."""
+"""Of one chunked body: each takes as much time as a small request line, however few bytes it has."""
 LINGER_S = 2.0
-"""For a refused client: if its bytes were left unread at the close, it could lose the answer."""
+"""How long a refused connection stays open: closed with unread bytes, the client could lose the answer."""
 
 _MAX_REFUSED = 128
 """Connections beyond the limit that get an answer; those beyond that are closed without one."""
 _FORBIDDEN = b"\r\n\0\v\f"
-"""Not within a line: CR or LF alone is read differently by others; the rest makes h11's regular expressions
-backtrack, in quadratic time."""
+"""Bytes that no line may hold. Other servers read CR or LF alone differently; the rest makes h11's regular
+expressions backtrack, in quadratic time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class ConnectionLimits:
 
 
 class RateLimitedLog:
-    """Logs a warning at most once per `interval_s`, with the number of those that it left out before."""
+    """Logs a warning at most once per `interval_s`, with the number left out."""
 
     def __init__(self, interval_s: float = 10.0, clock: Clock | None = None) -> None:
         self._limit = LineLimit(1, interval_s, clock or MonotonicClock())
@@ -76,11 +76,10 @@ class _Waiting(Enum):
 
 
 class Connection(H11Protocol):
-    """Limits the time for headers, for the pause between requests, and for a client that does not read its
-    answer. `RequestReader` limits that of a body.
+    """Limits the times for headers, between requests, and for reading an answer.
 
-    What is answered here, before the application, is noted by `refusals`; `full` warns where connections are
-    refused for their number.
+    `RequestReader` limits the time for a body. `refusals` notes what is answered here, in place of the
+    application; `full` warns when connections are refused for their number.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # so that the send timeout sees every byte that is not read
+        transport.set_write_buffer_limits(high=0)  # so that the send timeout sees every unread byte
         if len(self.connections) <= self._limits.max_connections:
             self._wait_for(_Waiting.HEAD)
             return
@@ -136,7 +135,7 @@ class Connection(H11Protocol):
         self._wait_for(self._missing())
 
     def send_400_response(self, msg: str) -> None:
-        """For what h11 refuses; `msg` says less than its error."""
+        """Answer what h11 refuses. The text of its error says more than `msg`."""
         error = sys.exception()
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         self._refuse(HTTPStatus(status), f"invalid HTTP: {clipped(str(error or msg))}", "invalid_http")
@@ -151,11 +150,11 @@ class Connection(H11Protocol):
             self._send_timer.cancel()
 
     def _should_upgrade(self) -> bool:
-        """There is no other protocol here, and a client that offers one is no reason for a warning."""
+        """False: no other protocol is served, and an offer of one needs no warning."""
         return False
 
     def _missing(self) -> _Waiting | None:
-        """What the client owes; nothing while its request is being answered or its body read."""
+        """What the server waits for; None while it answers or reads a body."""
         if self._refused or self.transport.is_closing():
             return None
         if self.conn.their_state is h11.IDLE:
@@ -166,7 +165,7 @@ class Connection(H11Protocol):
         return None
 
     def _wait_for(self, waiting: _Waiting | None) -> None:
-        """Start the timer; one that runs for the same thing goes on, so that no byte prolongs it."""
+        """Start the timer. A timer for the same thing runs on: no byte prolongs it."""
         if self._refused or waiting is self._waiting:
             return
         self._waiting = waiting
@@ -212,8 +211,10 @@ class Connection(H11Protocol):
         self._linger()
 
     def _note_refusal(self, status: HTTPStatus, code: str) -> str:
-        """The id of the request, a new one where none was read. The application's log notes those that it has
-        begun to answer, when it sees the disconnect."""
+        """The id of the request, a new one if none was read.
+
+        A request that the application has begun to answer is logged there, when it sees the disconnect.
+        """
         cycle: RequestResponseCycle | None = self.cycle  # None before the first request
         if cycle is None or cycle.response_complete:
             request_id = uuid.uuid4().hex
@@ -226,7 +227,7 @@ class Connection(H11Protocol):
         return record.request_id
 
     def _linger(self) -> None:
-        """Drop what the client still sends, until it closes or `LINGER_S` are over."""
+        """Drop what the client still sends, until it closes or `LINGER_S` have passed."""
         if self.transport.get_write_buffer_size():
             self.transport.close()
             return
@@ -238,7 +239,7 @@ class Connection(H11Protocol):
             self._wait_timer = self.loop.call_later(LINGER_S, self.abort)
 
     def abort(self) -> None:
-        """Close at once, even with an answer under way; the application sees a disconnect."""
+        """Close at once, even during an answer. The application sees a disconnect."""
         self.transport.abort()
 
 
@@ -254,8 +255,10 @@ def _response(status: HTTPStatus, content: dict[str, Any], request_id: str) -> b
 
 
 class StrictConnection(h11.Connection):
-    """h11's state machine for a server. Refuses what h11 lets pass: CR or LF alone, a body with two lengths,
-    heads and numbers of chunks beyond the limits.
+    """h11's state machine for a server, with stricter checks.
+
+    Refuses what h11 accepts: CR or LF alone, a body with two lengths, heads and numbers of chunks beyond the
+    limits.
     """
 
     def __init__(self) -> None:
@@ -277,7 +280,7 @@ class StrictConnection(h11.Connection):
 
 
 class _StrictBuffer(ReceiveBuffer):
-    """Lines end in CRLF and hold no `_FORBIDDEN` byte; each byte is looked at once."""
+    """Checks that lines end in CRLF and hold no `_FORBIDDEN` byte, each byte once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,16 +1,16 @@
-"""What a server answers when it cannot serve, in OpenAI's form.
+"""The errors that the server answers with, in OpenAI's form.
 
 RequestError (core)
 ├── UnauthorizedError    401, no key or a wrong one
-├── ForbiddenError       403, what this server lets nobody do
-├── NotFoundError        404, something that is not there
+├── ForbiddenError       403, administration without an admin key
+├── NotFoundError        404, what does not exist
 ├── ConflictError        409, a limit of what may be held
-├── BodyTooLargeError    413, a body that is not even read
+├── BodyTooLargeError    413, a body that is refused unread
 ├── SlowClientError      408, a body that does not arrive, or a stream that its client does not read
 ├── OverloadedError      429, too many requests wait
 ├── UnavailableError     503, shutting down, or the engine loop has failed
-├── GenerationError      500, the engine gave this request up
-└── CallError            500, what an operator asked of the engine raised an unexpected exception
+├── GenerationError      500, the engine failed on this request
+└── CallError            500, a call to the engine raised an unexpected exception
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sagellm.core.errors import RequestError
 log = logging.getLogger("sagellm.serving")
 
 CLIENT_CLOSED_REQUEST = 499
-"""A status for the log alone, as nginx has it: nobody is left to read the answer."""
+"""A status for the log alone, as nginx has it: the client has left."""
 CURRENT_REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the HTTP request that this task answers; `AccessLog` sets it."""
 RETRY_AFTER_S = 1
@@ -99,7 +99,7 @@ class CallError(RequestError):
 def error_body(
     message: str, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """`{"error": {...}}` with the type that belongs to the status, and the id of the request beside it."""
+    """`{"error": {...}, "request_id": ...}` with the type that belongs to the status."""
     message, param = clipped(message, MAX_MESSAGE_CHARS), param and clipped(param)
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -109,7 +109,7 @@ def error_body(
 
 
 def clipped(text: str, max_chars: int = MAX_ECHO_CHARS) -> str:
-    """A text of a client's as an error may repeat it."""
+    """A client's text, cut to the length that an error may repeat."""
     return text if len(text) <= max_chars else f"{text[:max_chars]}... ({len(text)} characters)"
 
 
@@ -128,9 +128,9 @@ def install(app: FastAPI) -> None:
 class BugAnswers:
     """Answers an exception that nothing else handles with 500, and logs it.
 
-    Unlike an exception handler of Starlette's it does not raise again, which would end the connection under
-    the client's next request. Once an answer has begun nothing is left but to raise. A task that is cancelled
-    ends in silence: only the end of the server does that, after it has closed the connection.
+    Unlike Starlette's exception handlers it does not raise again, which would end the connection under the
+    client's next request. It raises only if an answer has begun. A cancelled task ends without an answer:
+    only the shutdown of the server cancels, after it has closed the connection.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -153,13 +153,15 @@ class BugAnswers:
                 raise
             request_id = CURRENT_REQUEST_ID.get()
             log.exception("%s %s failed (request %s)", scope["method"], clipped(scope["path"]), request_id)
-            await _bug(error)(scope, receive, send)
+            message = f"internal error: {type(error).__name__}; the server's log has the details of request "
+            body = error_body(message + request_id, 500, code="internal_error")
+            await JSONResponse(body, 500)(scope, receive, send)
 
 
 async def _refused(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestError)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
-    if error.status in (408, 503):  # the rest of a slow body is not read; a server that ends is left
+    if error.status in (408, 503):  # a slow body is left unread; the server ends
         headers["Connection"] = "close"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -180,18 +182,8 @@ async def _no_route(request: Request, error: Exception) -> JSONResponse:
     code = status.phrase.lower().replace(" ", "_")
     headers = dict(error.headers or {})
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
-        headers["Allow"] = ", ".join(_methods(request))
+        routes = [route for route in request.app.routes if isinstance(route, Route)]
+        matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+        # Starlette would name the methods of the first route alone.
+        headers["Allow"] = ", ".join(sorted(set().union(*(route.methods or () for route in matching))))
     return JSONResponse(error_body(message, status, code=code), status, headers)
-
-
-def _methods(request: Request) -> list[str]:
-    """Of all routes with the path: Starlette names those of the first."""
-    routes = (route for route in request.app.routes if isinstance(route, Route))
-    found = (route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE)
-    return sorted(set().union(*found))
-
-
-def _bug(error: Exception) -> JSONResponse:
-    where = f"the server's log has the details of request {CURRENT_REQUEST_ID.get()}"
-    message = f"internal error: {type(error).__name__}; {where}"
-    return JSONResponse(error_body(message, 500, code="internal_error"), 500)

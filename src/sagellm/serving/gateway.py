@@ -88,7 +88,7 @@ class Generation:
         self._changed.set()
 
     def close(self) -> None:
-        """Abort the requests that still run: their client has left, or has the whole answer. Idempotent."""
+        """Abort the requests that still run, since their client has left. Idempotent."""
         if not self.closed:
             self.closed = True
             self._gateway.abort(self.request_ids)
@@ -128,7 +128,7 @@ def _size(delta: TextDelta) -> int:
 
 
 class Gateway:
-    """Owns the engine loop. All methods but `_deliver` are for the asyncio thread that called `start`.
+    """Owns the engine loop. Methods are for the asyncio thread that called `start`.
 
     At most `max_waiting` sequences may wait for their first token; requests beyond that are refused.
     """
@@ -178,7 +178,7 @@ class Gateway:
 
     @property
     def stopped(self) -> bool:
-        """Whether the engine's thread has ended, so that the caller may use the `llm` again."""
+        """Whether the engine's thread has ended; the caller may then use the `llm`."""
         return self._loop.stopped
 
     def open(self, prompts: Sequence[Tokens], options: RequestOptions) -> Generation:
@@ -206,7 +206,7 @@ class Gateway:
         return generation
 
     async def call(self, do: Callable[[LLM], T]) -> T:
-        """Call `do` on the engine's thread between two steps, and return what it returns.
+        """Call `do` on the engine's thread between steps; returns its result.
 
         Raises the `SageError` that `do` raises, and `CallError` for another exception. As many calls may wait
         as sequences; beyond that it raises `OverloadedError`, without an engine `UnavailableError`.
@@ -271,7 +271,7 @@ class Gateway:
         self._asyncio = None
 
     def check_room(self, num_prompts: int, n: int, client: Client) -> None:
-        """Raise what `open` would for prompts with `n` choices each, before they are encoded."""
+        """Raise what `open` would for so many prompts, before they are encoded."""
         num_sequences, most = num_prompts * n, self.load.most_of_one_client
         self.load.limits.check_n(n)
         if num_sequences > most:

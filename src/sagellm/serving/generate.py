@@ -1,4 +1,4 @@
-"""The two endpoints that generate, from a request to a whole reply or a stream."""
+"""The two endpoints that generate: chats and completions."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class GenerationRoutes:
         return await self._answer(request, body, generation, reply, n, num_prompts=len(prompts))
 
     async def _read(self, model: type[B], request: Request) -> tuple[B, str, RequestOptions]:
-        """The body, the name of the model that it asks for, and what the engine is to do."""
+        """The body, the name of its model, and the options for the engine."""
         body = await self.reader.read(model, request)
         limits = self.gateway.load.limits
         name = self.check_model(body.model)
@@ -149,7 +149,7 @@ async def _whole(
 
 
 def _written(answer: dict[str, Any]) -> Response:
-    """The answer, encoded choice by choice: no other thread runs while one value is encoded."""
+    """The answer, encoded choice by choice, since encoding a value blocks other threads."""
     encoder = JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     choices = ",".join(map(encoder.encode, answer["choices"]))
     rest = encoder.encode({name: value for name, value in answer.items() if name != "choices"})

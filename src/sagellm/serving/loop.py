@@ -86,7 +86,7 @@ Event = TextDelta | Refused | Answered | LoopFailed
 
 
 class EngineLoop:
-    """Steps the engine while there is work, and sleeps on the queue when there is none.
+    """Steps the engine while it has work, else sleeps on the queue.
 
     Calls `deliver` on the loop's thread once per step, with all events of the step. An exception that leaves
     the engine ends the loop: `failure` holds it, and `LoopFailed` is the last event.

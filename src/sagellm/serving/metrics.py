@@ -23,8 +23,10 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"
 
 
 class RequestTimes:
-    """When one request arrived, had its first token, and when its choices were last heard of, in seconds of
-    the server's clock; how long it was queued, its tokens, and why it ended."""
+    """Times of one request, in seconds of the server's clock, and its tokens.
+
+    `last_s`: the time of the last delta by choice. `queued_s`: from arrival to the first step.
+    """
 
     __slots__ = ("arrived_s", "finish_reason", "first_s", "last_s", "queued_s", "usage")
 
@@ -38,8 +40,11 @@ class RequestTimes:
 
 
 class ServerMetrics:
-    """Counts what requests bring. Load and KV blocks are read from `stats` when scraped; `diagnostics` are
-    what the engine's thread has last said of itself."""
+    """Counts requests and tokens, and shows the engine's load.
+
+    Load and KV blocks are read from `stats` at a scrape. `diagnostics`: the last ones from the engine's
+    thread.
+    """
 
     def __init__(
         self, model_name: str, capability: CapabilityDescriptor, stats: Callable[[], EngineStats]
@@ -79,7 +84,7 @@ class ServerMetrics:
         return family.labels(self._model)
 
     def on_delta(self, delta: TextDelta, times: RequestTimes, now_s: float) -> None:
-        """One step of one choice: latencies, and tokens beyond what was counted of the request."""
+        """Count one step of one choice: its latencies and new tokens."""
         self._count(delta.usage, times)
         if times.queued_s is None and delta.queued_s is not None:
             times.queued_s = delta.queued_s
@@ -91,12 +96,12 @@ class ServerMetrics:
             self._e2e.observe(now_s - times.arrived_s)
 
     def on_http(self, endpoint: str, method: str, status: int) -> None:
-        """An HTTP request has ended; `endpoint` is the path of its route, empty where there is none."""
+        """Count an HTTP request that has ended; `endpoint` is its route's path, or empty."""
         known = method if method in _METHODS else "other"
         self._http.labels(self._model, endpoint or "other", known, str(status)).inc()
 
     def on_end(self, reason: str) -> None:
-        """A request has ended: stop, length, abort (the client left), error."""
+        """Count a request that has ended: stop, length, abort (the client left) or error."""
         self._requests.labels(self._model, reason).inc()
 
     def text(self) -> bytes:
@@ -173,10 +178,10 @@ class _EngineCollector(Collector):
         yield self._by_label("scheduler_pass_seconds", text, "pass", found.pass_time_s)
         reuse = found.reuse_by_tenant
         text = "Tokens that admitted requests looked for, by configured tenant"
-        queries = {tenant: one.num_tokens for tenant, one in reuse.items()}
+        queries = {tenant: found.num_tokens for tenant, found in reuse.items()}
         yield self._by_label("tenant_prefix_cache_queries", text, "tenant", queries)
         text = "Tokens that they found in the prefix index, by configured tenant"
-        hits = {tenant: one.num_hit_tokens for tenant, one in reuse.items()}
+        hits = {tenant: found.num_hit_tokens for tenant, found in reuse.items()}
         yield self._by_label("tenant_prefix_cache_hits", text, "tenant", hits)
 
     def _reuse(self, reuse: PrefixReuseSnapshot) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:

@@ -61,7 +61,7 @@ MESSAGES = [{"role": "user", "content": "What is 17 + 25?"}]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the schemas depend on: the served model, and what a request may ask for."""
+    """What the schemas depend on: the model, and the limits of a request."""
 
     model_name: str
     vocab_size: int

@@ -1,4 +1,4 @@
-"""From prompts to tokens. What cannot fit is refused before it is encoded, which would take seconds."""
+"""From prompts to tokens. A prompt that cannot fit is refused before its slow encoding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sagellm.engines.llm import LLM
 
 
 class PromptEncoder:
-    """Encodes for one model. Methods raise `RequestError`, take their time, and are for worker threads."""
+    """Encodes for one model. Methods raise `RequestError` and are slow: call them on a worker thread."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -21,7 +21,7 @@ class PromptEncoder:
 
     @cached_property
     def max_text_bytes(self) -> int:
-        """A longer text has more tokens than the context, even if each were the longest there is."""
+        """The bytes that the context can hold, if every token were the longest one."""
         sizes = (len(self._tokenizer.token_bytes(token_id)) for token_id in range(self._tokenizer.vocab_size))
         return self._llm.max_model_len * max(sizes, default=1)
 
@@ -43,7 +43,7 @@ class PromptEncoder:
         *,
         add_generation_prompt: bool = True,
     ) -> Tokens:
-        """Messages through the model's template; `options` are variables for it."""
+        """Tokens of messages by the model's template; `options` are its variables."""
         self._check_count(len(messages), "messages")
         self._check_size(sum(_content_bytes(message) for message in messages), "messages")
         return self._tokenizer.encode_chat(
@@ -51,7 +51,7 @@ class PromptEncoder:
         )
 
     def decode(self, token_ids: Sequence[int], where: str) -> str:
-        """The text of as many ids of the vocabulary as the context holds."""
+        """The text of token ids, at most as many as the context holds."""
         self._check_count(len(token_ids), where)
         limit = self._tokenizer.vocab_size
         wrong = next((token_id for token_id in token_ids if not 0 <= token_id < limit), None)
@@ -68,7 +68,7 @@ class PromptEncoder:
             raise self._too_long(where, f"at least {num_tokens} tokens with what is generated")
 
     def _check_size(self, num_bytes: int, where: str) -> None:
-        # No token is shorter than a byte: a text of fewer bytes needs no look at the vocabulary.
+        # No token is shorter than a byte, so a text of fewer bytes needs no scan of the vocabulary.
         if num_bytes > self._llm.max_model_len and num_bytes > self.max_text_bytes:
             raise self._too_long(where, f"{num_bytes} bytes, at most {self.max_text_bytes} of which fit")
 

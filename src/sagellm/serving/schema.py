@@ -558,7 +558,7 @@ def check_names(
 
 
 def _readable(error: ValidationError) -> RequestError:
-    """The first field in error, by its JSON path, with all that its alternatives expect."""
+    """The first wrong field, by its JSON path, with all that it may be."""
     details = error.errors(include_url=False, include_input=False)
     path = _path(details[0]["loc"])
     messages = [

@@ -1,4 +1,4 @@
-"""Runs the application under uvicorn, and ends it: by signals, or when the engine has failed."""
+"""Runs the application under uvicorn until a signal or a failure of the engine."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from sagellm.serving.gateway import Gateway
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_GRACE_S = 20.0
 FORCED_EXIT_S = 1.5
-"""From the second Ctrl-C to the end of the process, whatever its threads do."""
+"""From the second Ctrl-C to the end of the process, even if threads still run."""
 INTERRUPTED = 130
 """Exit status of a process that was ended by Ctrl-C, as shells have it."""
 
-_LAST_WORDS_S = 2.0
-"""After the grace period: for the error events to reach their clients."""
+_FINAL_EVENTS_S = 2.0
+"""After the grace period, for the error events to reach their clients."""
 _POLL_S = 0.02
 _SPARE_DESCRIPTORS = 128
 """For files, libraries and connections that are being refused."""
@@ -46,8 +46,9 @@ log = logging.getLogger("sagellm.serving")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, for `serve`; port 0 takes a free one. Nobody can connect before it is
-    served. Raises `ConfigError`.
+    """A socket bound to the address, for `serve`; port 0 takes a free one.
+
+    Clients can connect only when it is served. Raises `ConfigError`.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns off Nagle's algorithm only for connections of a socket made with this protocol number.
@@ -68,10 +69,10 @@ def _not_available(address: str, error: Exception) -> ConfigError:
 
 
 class SageServer(uvicorn.Server):
-    """On SIGINT or SIGTERM: drain, which is to refuse new requests and let running ones end within the grace
-    period; then end the rest with an error that their clients see. A second SIGINT ends them at once.
+    """A uvicorn server that drains on SIGINT or SIGTERM.
 
-    An engine that has failed for good ends the server too.
+    It refuses new requests and lets running ones end within the grace period; then it ends the rest with an
+    error that their clients receive. A second SIGINT ends them at once. A failed engine ends the server too.
     """
 
     def __init__(
@@ -90,11 +91,11 @@ class SageServer(uvicorn.Server):
         self._wants_key = wants_key
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Also says what is served, where the server listens, and who may use it."""
+        """Start, then log the model, the address and whether clients need a key."""
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         try:
             await super().startup(sockets)
-        except OSError as error:  # bound with us by another process that was first to listen
+        except OSError as error:  # another process listens on the same address already
             await self.lifespan.shutdown()
             raise _not_available(f"{self.config.host}:{self.config.port}", error) from error
         if self.started:
@@ -103,11 +104,11 @@ class SageServer(uvicorn.Server):
             log.log(*_announcement(address[0], address[1], wants_key=self._wants_key))
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to shut down; asked ten times per second."""
+        """Whether to shut down; uvicorn calls it ten times per second."""
         return await super().on_tick(counter) or self._gateway.failure is not None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A second SIGINT forces the end, if need be without waiting for threads."""
+        """Begin to drain; a second SIGINT ends the process, even if threads still run."""
         if not self.should_exit:
             super().handle_exit(sig, frame)
         elif sig == signal.SIGINT and not self.forced:
@@ -118,15 +119,15 @@ class SageServer(uvicorn.Server):
             killer.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """The listener stays open while running requests end: probes and new clients are answered 503."""
+        """Drain, then end. The listener stays open meanwhile, and answers new requests 503."""
         self._gateway.refuse_new()
         await self._drain()
         self._gateway.fail_open("the server is shutting down")
-        last_words = asyncio.create_task(self._abort_connections())
+        aborting = asyncio.create_task(self._abort_connections())
         try:
             await super().shutdown(sockets)
         finally:
-            last_words.cancel()
+            aborting.cancel()
 
     async def _drain(self) -> None:
         if self._gateway.num_open and not self.forced:
@@ -135,21 +136,21 @@ class SageServer(uvicorn.Server):
         await self._wait_until(lambda: not self._gateway.num_open, self._grace_s)
 
     async def _abort_connections(self) -> None:
-        """End what uvicorn would wait for: clients that do not read their last words, or still upload."""
-        await self._wait_until(lambda: False, _LAST_WORDS_S)
+        """Abort connections that uvicorn would wait for: they do not read, or still upload."""
+        await self._wait_until(lambda: False, _FINAL_EVENTS_S)
         await asyncio.sleep(5 * _POLL_S)  # a forced end still sends the error events
         for connection in list(self.server_state.connections):
             assert isinstance(connection, Connection)
             connection.abort()
 
     async def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Until the condition holds, the time is over or the end is forced."""
+        """Wait until the condition holds, the time is over or the end is forced."""
         until_s = asyncio.get_running_loop().time() + timeout_s
         while not (condition() or self.forced) and asyncio.get_running_loop().time() < until_s:
             await asyncio.sleep(_POLL_S)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handles errors of asyncio that no task receives: a rate-limited line when descriptors run out."""
+        """Log errors that no task receives, rate-limited if file descriptors run out."""
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in _OUT_OF_DESCRIPTORS:
             advice = "raise its limit (ulimit -n) or lower server.max_connections"
@@ -169,7 +170,7 @@ def make_server(
     grace_s: float = DEFAULT_GRACE_S,
     log_level: str = "info",
 ) -> SageServer:
-    """A server for an app of `create_app`, not yet running; port 0 takes a free one."""
+    """A server for an app of `create_app`, not yet running."""
     gateway: Gateway = app.state.gateway
     connection = partial(
         Connection,
@@ -181,12 +182,12 @@ def make_server(
         app,
         host=host,
         port=port,
-        http=connection,  # type: ignore[arg-type] # uvicorn calls it, and never asks for a class
+        http=connection,  # type: ignore[arg-type] # uvicorn only calls it
         ws="none",
         log_config=None,
         log_level=log_level,
         access_log=False,
-        timeout_graceful_shutdown=int(_LAST_WORDS_S) + 1,
+        timeout_graceful_shutdown=int(_FINAL_EVENTS_S) + 1,
     )
     return SageServer(config, gateway, grace_s, wants_key=app.state.wants_key)
 
@@ -198,13 +199,13 @@ def _served(llm: LLM) -> str:
 
 
 def _announcement(host: str, port: int, *, wants_key: bool) -> tuple[int, str]:
-    """Log level and text; an open server that others can reach is a warning."""
+    """Log level and text: a warning for an open server that other machines reach."""
     where = f"listening on http://{f'[{host}]' if ':' in host else host}:{port}"
     if wants_key:
         return logging.INFO, f"{where}; clients must send the API key"
     if ipaddress.ip_address(host).is_loopback:
         return logging.INFO, f"{where}; no API key is required, and only this machine reaches it"
-    return logging.WARNING, f"{where}; no API key is required: whoever reaches it may use it (--api-key)"
+    return logging.WARNING, f"{where}; no API key is required: anyone who reaches it may use it (--api-key)"
 
 
 def serve(
@@ -219,12 +220,11 @@ def serve(
     log_format: LogFormat = "text",
     **options: Any,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then close the `llm`; `options` as of `create_app`. Logs to stderr where
-    the caller has not set up logging.
+    """Serve until SIGINT or SIGTERM, then close the `llm`; `options` as of `create_app`.
 
-    A `listener`, made by `bind`, takes the place of `host` and `port`. Raises `ConfigError` for an address
-    that is not to be had, `EngineFailedError` when the engine has failed for good, and `KeyboardInterrupt`
-    after a second SIGINT. An engine whose last step hangs is left to the end of the process.
+    Logs to stderr unless the caller has set up logging. A `listener`, made by `bind`, replaces `host` and
+    `port`. Raises `ConfigError` for an address that is not available, `EngineFailedError` when the engine has
+    failed, and `KeyboardInterrupt` after a second SIGINT. The `llm` stays open if its last step hangs.
     """
     set_up_logging(log_level, log_format)
     app = create_app(llm, **options)
@@ -251,7 +251,10 @@ def serve(
 
 
 def _within_descriptors(limits: ConnectionLimits) -> ConnectionLimits:
-    """As many connections as the process may have files open, after its soft limit is raised as needed."""
+    """The limits, reduced to the files that the process may open.
+
+    Raises the soft limit of the process as needed.
+    """
     try:
         import resource
     except ImportError:  # not on Windows, which has no such limit
@@ -275,7 +278,7 @@ def _within_descriptors(limits: ConnectionLimits) -> ConnectionLimits:
 
 @contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
-    """Uvicorn raises the signal that ended it again: within, SIGTERM then does not kill but unwinds."""
+    """Make SIGTERM raise `KeyboardInterrupt`, because uvicorn raises the signal again at its end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -38,7 +38,7 @@ def event(content: dict[str, Any]) -> bytes:
 
 @asynccontextmanager
 async def closed_on_disconnect(receive: Receive, generation: Generation) -> AsyncIterator[None]:
-    """Close the generation when its client disconnects, and at the end in any case."""
+    """Close the generation when its client disconnects, and at the end."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -62,7 +62,7 @@ async def sse_events(
     include_usage: bool,
     continuous_usage: bool,
 ) -> AsyncIterator[bytes]:
-    """The events of a generation up to `[DONE]`, several at once if the client lags.
+    """The events of a generation up to `[DONE]`, joined for a slow client.
 
     An error is the last event.
     """
@@ -101,7 +101,7 @@ async def sse_events(
 
 
 class EventStream(Response):
-    """Sends `chunks` while `generation` runs; a disconnect of the client closes it.
+    """Sends `chunks` of a `generation`, which a disconnect of the client closes.
 
     The response begins with the first delta, so an error before it is answered with a status of its own.
     """

@@ -1,4 +1,4 @@
-"""Text in, text out: `LLM`, the options of a request, and the forms of an answer."""
+"""Text in, text out: `LLM`, the options of a request, its answers."""
 
 from sagellm.engines.llm.completion import Choice, Completion, TextDelta, TokenText, Usage
 from sagellm.engines.llm.llm import LLM, MAX_SESSION_ID_CHARS, Hints, Prompt, RequestOptions

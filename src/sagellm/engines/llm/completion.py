@@ -1,4 +1,4 @@
-"""What a request returns as text: deltas while it runs, a completion at its end.
+"""The answers of a request: deltas while it runs, a completion at its end.
 
 A generated token takes these forms on its way to a client:
 

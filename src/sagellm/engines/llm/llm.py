@@ -37,7 +37,7 @@ _PARAMETERS = frozenset(parameter.name for parameter in fields(SamplingParams))
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a caller asks of a request beside its prompt; checked when it is made.
+    """All that a request asks for beside its prompt; checked at construction.
 
     `params` says how tokens are chosen and when to end. The other fields are those of `core.types.Request`:
     requests of different tenants never share KV, `service_class` names the class whose share of KV memory is
@@ -70,7 +70,7 @@ class RequestOptions:
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request as its caller sees it: `n` engine requests over one prompt, each with a text stream."""
+    """A request as its caller sees it: `n` engine requests over one prompt."""
 
     request_id: str
     num_prompt_tokens: int
@@ -124,7 +124,7 @@ class LLM:
         self.close()
 
     def sampling_params(self, **given: Any) -> SamplingParams:
-        """`SamplingParams` with this model's defaults for what is not given. Raises `RequestError`."""
+        """`SamplingParams` with this model's defaults. Raises `RequestError`."""
         for name in given.keys() - _PARAMETERS:
             raise RequestError(f"no sampling parameter is named {name!r}.{nearest(name, _PARAMETERS)}", name)
         return SamplingParams(**{**self._defaults, **given})
@@ -136,7 +136,7 @@ class LLM:
         add_special_tokens: bool = True,
         template_options: Mapping[str, Any] | None = None,
     ) -> Tokens:
-        """Token ids of a text, of messages, or of token ids (checked against the vocabulary). Thread-safe."""
+        """Token ids of a text, messages, or token ids, which are checked. Thread-safe."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         if isinstance(prompt, Tokens):
@@ -227,11 +227,11 @@ class LLM:
         return self._engine.pin_prefix(tokens, Namespace(tenant=tenant))
 
     def clear_cache(self) -> int:
-        """Drop every cached block that no request and no pin uses; returns how many."""
+        """Drop cached blocks that no request and no pin uses; returns how many."""
         return self._engine.clear_cache()
 
     def hint(self, kv_hints: Hints, *, tenant: str = "") -> Sequence[HintOutcome]:
-        """Carry out KV hints now, for the tenant's sessions and prompts; one outcome per action.
+        """Carry out KV hints for a tenant's sessions and prompts; one outcome per action.
 
         Raises `RequestError` for what is no envelope. An action that cannot be done has an outcome that says
         so.
@@ -241,7 +241,7 @@ class LLM:
         return self._engine.hint(_parsed(kv_hints), Namespace(tenant=tenant))
 
     def step(self) -> list[TextDelta]:
-        """Run one engine step and return what it added, after deltas that `stream` kept for others."""
+        """Run one engine step; returns its deltas, after those that `stream` kept back."""
         deltas, self._undelivered = self._undelivered, []
         outputs = self._engine.step() if self._engine.has_work() else ()
         for output in outputs:
@@ -251,7 +251,7 @@ class LLM:
         return deltas
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request with all its choices; False if it is unknown or has ended. No delta follows."""
+        """Drop a request with all its choices; no delta follows. False if it is not open."""
         opened = self._open.pop(request_id, None)
         self._undelivered = [delta for delta in self._undelivered if delta.request_id != request_id]
         if opened is None:
@@ -311,7 +311,7 @@ class LLM:
         return list(found.values())
 
     def chat(self, messages: Sequence[Message] | str, params: SamplingParams | None = None) -> Completion:
-        """The model's answer to a conversation; a text is a conversation of one user message."""
+        """The model's answer to messages, or to a text as one user message."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         given: Any = messages
@@ -409,7 +409,7 @@ class LLM:
 
 
 def _expand(request: Request) -> Iterator[Request]:
-    """The engine requests `id#i` of one request with `n > 1`, or the request itself."""
+    """The `n` engine requests `id#i` of a request, or itself if `n` is 1."""
     if request.params.n == 1:
         yield request
         return
@@ -426,7 +426,7 @@ def _parsed(kv_hints: Hints) -> KVHintsEnvelope:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or the prompts of a list: a list of ints or of messages is one prompt."""
+    """The prompts of a list. A list of ints or of messages is one prompt."""
     if isinstance(prompts, (str, Tokens)):
         return [prompts]
     _check_is_list(prompts)

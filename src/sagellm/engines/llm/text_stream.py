@@ -36,7 +36,7 @@ class TextStream:
         self.finish_reason: FinishReason | None = None
 
     def feed(self, output: RequestOutput) -> tuple[str, tuple[int, ...], tuple[TokenText, ...]]:
-        """Text, token ids and log-probabilities of what a step added; sets `finish_reason` at the end."""
+        """The text, token ids and log-probabilities that a step added; may set `finish_reason`."""
         if self._params.max_tokens == 0 and output.finish_reason is not FinishReason.ERROR:
             self.finish_reason = FinishReason.LENGTH
             return "", (), ()
