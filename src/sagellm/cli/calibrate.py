@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sagellm.core.protocols.engine import EngineCore, InferenceBackend
     from sagellm.engines.simulator.calibrate import Calibration, Prior
     from sagellm.engines.simulator.cost_model import CostModel
-    from sagellm.engines.simulator.measured import EngineFactory, Measured, Run, Sizes
+    from sagellm.engines.simulator.measured import EngineFactory, RequestTiming, SimulatedRun, Sizes
 
 _BLOCKS_HELP = "KV blocks of the measured engine; default: what the device's memory leaves."
 _SEQS_HELP = "Requests that ran together at most, per data-parallel rank; default: 256."
@@ -72,7 +72,7 @@ class MeasuredEngine(OptionGroup):
     def sizes(self, cost_model: CostModel) -> Sizes:
         """The engine's sizes; without --num-blocks, the blocks that fit the device."""
         from sagellm.engines.simulator.measured import Sizes
-        from sagellm.engines.simulator.memory import num_kv_blocks
+        from sagellm.engines.simulator.models import num_kv_blocks
 
         blocks = self.num_blocks or num_kv_blocks(
             cost_model.device,
@@ -154,7 +154,7 @@ def calibrate(
     start, priors = _from_prior(prior, instance.cost_model(device, model))
     sizes, make = instance.sizes(start), instance.engine_factory()
 
-    def run(some: Sequence[Measured], cost_model: CostModel) -> Run:
+    def run(some: Sequence[RequestTiming], cost_model: CostModel) -> SimulatedRun:
         return simulate(some, cost_model, sizes, make, pipelined=not synchronous)
 
     known = measured[:fit] if open_end else measured
@@ -166,7 +166,7 @@ def calibrate(
     print(f"{out_file}: coefficients from {found.num_requests:,} requests, {found.num_rounds} simulations")
 
 
-def _show(found: Calibration, measured: Sequence[Measured], run: Run) -> None:
+def _show(found: Calibration, measured: Sequence[RequestTiming], run: SimulatedRun) -> None:
     from sagellm.benchmarks.reporting import print_tables
 
     print_tables(_tables(found, measured, run))
@@ -208,10 +208,10 @@ def _origin(instance: MeasuredEngine) -> str:
     return "as given" if instance.num_blocks else "as the device's memory leaves room for"
 
 
-def _tables(found: Calibration, measured: Sequence[Measured], run: Run) -> list[Table]:
+def _tables(found: Calibration, measured: Sequence[RequestTiming], run: SimulatedRun) -> list[Table]:
     """Coefficients, and latencies of the fitted requests and of any others."""
     from sagellm.benchmarks.reporting import Table
-    from sagellm.engines.simulator.comparison import compare
+    from sagellm.engines.simulator.measured import compare
 
     values = found.cost_model.coefficients.as_dict()
     rows = [

@@ -15,7 +15,7 @@ from sagellm.core.errors import ConfigError
 from sagellm.engines.simulator.calibrate import MIN_REQUESTS, PRIORS, calibrate
 from sagellm.engines.simulator.cost_model import Coefficients, CostModel, StepShape
 from sagellm.engines.simulator.devices import device
-from sagellm.engines.simulator.measured import LENGTHS, TIMES, Measured, Run
+from sagellm.engines.simulator.measured import LENGTHS, TIMES, RequestTiming, SimulatedRun
 from sagellm.engines.simulator.models import MODELS
 from tests.engines.simulator.worlds import arrivals, measured, serve
 
@@ -33,7 +33,7 @@ TRUE_MODEL = CostModel(device("a100"), MODELS["llama-3.1-8b"], TRUTH)
 START = replace(TRUE_MODEL, coefficients=Coefficients())
 
 
-def errors(one: Sequence[Measured], run: Run) -> tuple[float, float]:
+def errors(one: Sequence[RequestTiming], run: SimulatedRun) -> tuple[float, float]:
     ttft = sum(twin.ttft_s for twin in run.timings) / sum(row.ttft_s for row in one) - 1
     tpot = sum(twin.tpot_s for twin in run.timings) / sum(row.tpot_s for row in one) - 1
     return ttft, tpot
@@ -63,7 +63,7 @@ def test_it_holds_for_a_load_that_was_not_measured() -> None:
 
 
 def test_preemptions_do_not_mislead_it() -> None:
-    def tight(requests: Sequence[Measured], model: CostModel) -> Run:
+    def tight(requests: Sequence[RequestTiming], model: CostModel) -> SimulatedRun:
         return serve(requests, model, num_blocks=300)
 
     wanted = arrivals(60, rate=12.0, seed=3)
@@ -109,7 +109,7 @@ def test_too_few_requests_are_refused() -> None:
         calibrate(wanted, START, serve, num_fitted=9)
 
 
-def written(path: Path, requests: Sequence[Measured]) -> Path:
+def written(path: Path, requests: Sequence[RequestTiming]) -> Path:
     keys = (*LENGTHS, *TIMES)
     fields = (
         "num_prompt_tokens",

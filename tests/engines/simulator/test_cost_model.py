@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from sagellm.core.errors import ConfigError
 from sagellm.engines.simulator.cost_model import Coefficients, CostModel, StepShape
-from sagellm.engines.simulator.devices import Device
+from sagellm.engines.simulator.devices import DeviceSpec
 from sagellm.engines.simulator.models import MODELS, ModelShape
 
-DEVICE = Device(
+DEVICE = DeviceSpec(
     "bench",
     memory_bytes=10**9,
     bandwidth=1e6,

@@ -11,8 +11,7 @@ import pytest
 
 from sagellm.core.errors import CapacityError, ConfigError, ModelError
 from sagellm.engines.simulator.devices import DEVICES, GIB, device
-from sagellm.engines.simulator.memory import activation_bytes, num_kv_blocks
-from sagellm.engines.simulator.models import MODELS, from_config, model
+from sagellm.engines.simulator.models import MODELS, activation_bytes, from_config, model, num_kv_blocks
 
 LLAMA = {
     "num_hidden_layers": 32,

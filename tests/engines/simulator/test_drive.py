@@ -11,7 +11,7 @@ from sagellm.core.types import Request, SamplingParams, Tokens
 from sagellm.engines.simulator.backend import SimulatedBackend
 from sagellm.engines.simulator.cost_model import Coefficients, CostModel
 from sagellm.engines.simulator.devices import device
-from sagellm.engines.simulator.drive import Timing, drive
+from sagellm.engines.simulator.measured import RequestTiming, drive
 from sagellm.engines.simulator.models import MODELS
 from tests.engines.simulator.worlds import engines
 
@@ -20,7 +20,9 @@ SLOW = Coefficients(step_s=STEP_S, chunk_step_s=0.0, row_s=0.0)
 """A step takes a second and, on this device, under a millisecond more."""
 
 
-def run(arrivals_s: list[float], *, pipelined: bool, num_blocks: int = 100, length: int = 8) -> list[Timing]:
+def run(
+    arrivals_s: list[float], *, pipelined: bool, num_blocks: int = 100, length: int = 8
+) -> list[RequestTiming]:
     clock, events = ManualClock(), EventBus()
     cost = CostModel(device("h200"), MODELS["llama-3.2-1b"], SLOW)
     made = SimulatedBackend(cost, clock, num_blocks=num_blocks, max_num_seqs=8)
@@ -42,7 +44,7 @@ def test_who_is_alone_waits_for_nobody() -> None:
     assert (timing.queued_s, timing.scheduled_s) == (3.0, 3.0)
     assert timing.ttft_s == pytest.approx(STEP_S, rel=0.01)
     assert timing.tpot_s == pytest.approx(STEP_S, rel=0.01)
-    assert timing.finished_s == pytest.approx(3.0 + 4 * STEP_S, rel=0.01)
+    assert timing.last_token_s == pytest.approx(3.0 + 4 * STEP_S, rel=0.01)
     assert timing.num_output_tokens == 4
 
 
@@ -61,7 +63,7 @@ def test_a_planned_step_is_missed() -> None:
 
 def test_time_passes_while_nobody_is_there() -> None:
     first, second = run([0.0, 50.0], pipelined=True)
-    assert first.finished_s < 5.0
+    assert first.last_token_s < 5.0
     assert second.queued_s == 50.0
 
 

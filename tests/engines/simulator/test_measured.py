@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from sagellm.core.errors import ConfigError
-from sagellm.engines.simulator.comparison import Compared, compare
 from sagellm.engines.simulator.cost_model import CostModel
 from sagellm.engines.simulator.devices import device
-from sagellm.engines.simulator.measured import read_measured
+from sagellm.engines.simulator.measured import Compared, compare, read_measured
 from sagellm.engines.simulator.models import MODELS
 from tests.engines.simulator.worlds import arrivals, measured, serve
 

@@ -17,12 +17,17 @@ from typing import NamedTuple
 import pytest
 
 from sagellm.engines.simulator.calibrate import calibrate
-from sagellm.engines.simulator.comparison import compare
 from sagellm.engines.simulator.cost_model import CostModel
 from sagellm.engines.simulator.devices import device
-from sagellm.engines.simulator.measured import Measured, Run, Sizes, read_measured, simulate
-from sagellm.engines.simulator.memory import num_kv_blocks
-from sagellm.engines.simulator.models import MODELS
+from sagellm.engines.simulator.measured import (
+    RequestTiming,
+    SimulatedRun,
+    Sizes,
+    compare,
+    read_measured,
+    simulate,
+)
+from sagellm.engines.simulator.models import MODELS, num_kv_blocks
 from tests.engines.simulator.worlds import engines
 
 pytestmark = pytest.mark.traces
@@ -47,7 +52,7 @@ CASES = (
 )
 
 
-def recording(file: str) -> list[Measured]:
+def recording(file: str) -> list[RequestTiming]:
     folder = os.environ.get("SAGELLM_TRACES")
     if not folder:
         pytest.skip("SAGELLM_TRACES names no folder of traces")
@@ -71,7 +76,7 @@ def test_the_second_half_is_foreseen(case: Case, *, rest_is_known: bool) -> None
     blocks = case.num_blocks or num_kv_blocks(card, MODEL, max_num_seqs=rows)
     make = engines(scheduler__max_num_seqs=rows, scheduler__max_batched_tokens=2048)
 
-    def run(requests: Sequence[Measured], model: CostModel) -> Run:
+    def run(requests: Sequence[RequestTiming], model: CostModel) -> SimulatedRun:
         return simulate(requests, model, Sizes(blocks, 16, rows), make)
 
     requests = recording(case.file)

@@ -11,7 +11,7 @@ from sagellm.core.events import EventBus
 from sagellm.core.protocols.engine import EngineCore, InferenceBackend
 from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.simulator.cost_model import CostModel
-from sagellm.engines.simulator.measured import EngineFactory, Measured, Run, Sizes, simulate
+from sagellm.engines.simulator.measured import EngineFactory, RequestTiming, SimulatedRun, Sizes, simulate
 
 
 def engines(preset: str = "vllm-like", **settings: Any) -> EngineFactory:
@@ -25,24 +25,24 @@ def engines(preset: str = "vllm-like", **settings: Any) -> EngineFactory:
     return make
 
 
-def arrivals(number: int, *, rate: float, seed: int = 0, mean_prompt: int = 600) -> list[Measured]:
+def arrivals(number: int, *, rate: float, seed: int = 0, mean_prompt: int = 600) -> list[RequestTiming]:
     """Poisson arrivals with lengths of all kinds, not measured yet."""
     draw, now_s, found = random.Random(seed), 0.0, []
     for index in range(number):
         prompt = 1 + int(draw.expovariate(1 / mean_prompt))
         output = draw.randint(10, 90)
-        found.append(Measured(f"r{index}", prompt, output, now_s, now_s, now_s, now_s, now_s))
+        found.append(RequestTiming(f"r{index}", prompt, output, now_s, now_s, now_s, now_s, now_s))
         now_s += draw.expovariate(rate)
     return found
 
 
 def measured(
-    requests: Sequence[Measured], run: Run, *, noise_s: float = 0.0, seed: int = 1
-) -> list[Measured]:
+    requests: Sequence[RequestTiming], run: SimulatedRun, *, noise_s: float = 0.0, seed: int = 1
+) -> list[RequestTiming]:
     """The timings of a simulation as if they had been measured."""
     draw = random.Random(seed)
     return [
-        Measured(
+        RequestTiming(
             one.request_id,
             one.num_prompt_tokens,
             one.num_output_tokens,
@@ -50,20 +50,20 @@ def measured(
             twin.queued_s,
             twin.scheduled_s,
             twin.first_token_s + draw.random() * noise_s,
-            twin.finished_s + noise_s + draw.random() * noise_s,
+            twin.last_token_s + noise_s + draw.random() * noise_s,
         )
         for one, twin in zip(requests, run.timings, strict=True)
     ]
 
 
 def serve(
-    requests: Sequence[Measured],
+    requests: Sequence[RequestTiming],
     cost_model: CostModel,
     *,
     num_blocks: int = 4000,
     max_num_seqs: int = 32,
     pipelined: bool = True,
-) -> Run:
+) -> SimulatedRun:
     sizes = Sizes(num_blocks, 16, max_num_seqs)
     make = engines(scheduler__max_num_seqs=max_num_seqs)
     return simulate(requests, cost_model, sizes, make, pipelined=pipelined)

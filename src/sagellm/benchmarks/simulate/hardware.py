@@ -15,8 +15,7 @@ from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.engines.simulator.backend import SimulatedBackend
 from sagellm.engines.simulator.cost_model import Coefficients, CostModel
 from sagellm.engines.simulator.devices import device
-from sagellm.engines.simulator.memory import num_kv_blocks
-from sagellm.engines.simulator.models import MODELS, model
+from sagellm.engines.simulator.models import MODELS, model, num_kv_blocks
 
 UTILIZATION = 0.9
 """Default share of the device's memory for weights, activations and KV."""

@@ -1,4 +1,4 @@
-"""Hosts without tensors: an exact fake for tests, and devices that exist as a cost model and a clock."""
+"""Backends without tensors: an exact fake for tests, and simulated devices."""
 
 from sagellm.engines.simulator.token_memory import TokenMemoryBackend
 

@@ -1,4 +1,4 @@
-"""`SimulatedBackend`: a backend that computes nothing and takes the time that the cost model says."""
+"""`SimulatedBackend` computes nothing and takes the time that a cost model says."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ StepListener = Callable[[StepShape, float], None]
 """Called with the shape of each step and its seconds, before the clock moves."""
 
 LONG_PROMPT = 2048
-"""Tokens of the chunk by which `prefill_token_s` is told."""
+"""Tokens of the chunk from whose price `prefill_token_s` follows."""
 
 
 class SimulatedBackend:
-    """Implements `InferenceBackend` on a simulated clock: `execute` moves it by the price of the step.
+    """Implements `InferenceBackend` on a simulated clock, which `execute` advances.
 
-    Every token drawn for a request is one and the same, from a hash of the request's id and never one that
-    would end it, so that outputs of two requests do not look like a shared prefix. Work per step is by rows,
-    never by tokens.
+    All tokens of a request are the same token, a hash of its id that never ends it, so that outputs of two
+    requests do not look like a shared prefix. The work per step depends on rows, never on tokens.
     """
 
     def __init__(
@@ -126,11 +125,11 @@ class SimulatedBackend:
             sum(plan.decode_positions) + num_decodes,
             tuple([(op.start, op.num_tokens) for op in plan.prefills]) if plan.prefills else (),
             self._copied(plan),
-            sum(len(one.block_ids) for one in plan.transfers) * self._bytes_per_block,
+            sum(len(transfer.block_ids) for transfer in plan.transfers) * self._bytes_per_block,
         )
 
     def token_of(self, request_id: str, ends: frozenset[int] = frozenset()) -> int:
-        """The token that is drawn for a request again and again: none of `ends`."""
+        """The token that a request draws in every step; none of `ends`."""
         digest = blake2b(request_id.encode(), digest_size=8).digest()
         size = self._capability.vocab_size
         first = int.from_bytes(digest, "little") % size

@@ -1,14 +1,14 @@
-"""Fits a cost model's coefficients to measured request timings: few, bounded, and the same for the same data.
+"""Fits the coefficients of a cost model to measured request timings.
 
-Which step computed what is not in the measurements, so the engine itself is simulated: with the coefficients
-so far it yields the steps, and which of them each request waited for; then the coefficients are moved to
-where these steps together take the time that was measured; and again, since the steps depend on the
-coefficients (a part of the way each time: near saturation a little more speed is a lot less waiting).
+The measurements do not say which step computed what, so each round simulates the engine with the coefficients
+so far. That yields the steps, and which of them each request waited for. Then the coefficients move toward
+values with which these steps take the time that was measured. They move only a part of the way, since the
+steps depend on the coefficients, and near saturation a little more speed is a lot less waiting.
 
-The inner problem is least squares on the logarithms of the coefficients (Levenberg 1944, Marquardt 1963). It
-is robust, with Huber's (1964) loss at first and Cauchy's later, because a request that was preempted in one
-world and not in the other says nothing about the price of a step. Where the measurements do not tell
-coefficients apart, a prior does.
+Each round solves least squares on the logarithms of the coefficients (Levenberg 1944, Marquardt 1963), within
+bounds. The loss is robust, Huber's (1964) at first and Cauchy's later, because a request that is preempted
+only in the measurement or only in the simulation says nothing about the price of a step. Where measurements
+do not tell coefficients apart, a prior does. The same data always give the same coefficients.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ import numpy.typing as npt
 
 from sagellm.core.errors import ConfigError
 from sagellm.engines.simulator.cost_model import Coefficients, CostModel
-from sagellm.engines.simulator.measured import Measured, Run
+from sagellm.engines.simulator.measured import RequestTiming, SimulatedRun
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Loss: TypeAlias = Callable[[Floats], tuple[Floats, Floats]]
-Simulate: TypeAlias = Callable[[Sequence[Measured], CostModel], Run]
-"""Serves requests in simulated time."""
+Simulate: TypeAlias = Callable[[Sequence[RequestTiming], CostModel], SimulatedRun]
+"""Serves requests in simulated time; see `measured.simulate`."""
 
 MIN_REQUESTS = 10
 OUTLIER = 2.0
-"""Deviations, in units of what is expected of one span, from which on a span counts less."""
+"""Deviation, in units of its noise, from which on a span counts less."""
 SHARE = 0.6
-"""Of the way to the best coefficients for the steps of one round that the next round takes."""
+"""Part of the way to the best coefficients that one round moves."""
 ROUGH_ROUNDS = 3
-"""Rounds with Huber's loss, whose only minimum is found from afar."""
+"""Rounds with Huber's loss, which has one minimum, found from any start."""
 DECODE_NOISE, WAIT_NOISE, PREFILL_NOISE = 0.01, 0.03, 0.10
-"""What is expected of one span's relative error: decoding, waiting and prefill together, prefill alone."""
+"""Expected relative error of one span: decoding, waiting and prefill together, prefill alone."""
 MAX_MOVES, DELTA, MAX_DAMPING, TOLERANCE = 80, 1e-4, 1e9, 1e-7
-"""Of the least squares: moves, difference for slopes, when to give up a direction, gain that is none."""
+"""Least squares: moves, difference for slopes, damping that gives up a direction, smallest gain."""
 UNDETERMINED = 0.7
-"""Of the prior's width: a coefficient that stays wider than that is not determined."""
+"""A coefficient that stays wider than this part of its prior's width is not determined."""
 EDGE = 0.01
-"""A coefficient that is as near as this to a bound is held by it; the way to it is taken in shares."""
+"""A coefficient within this relative distance of a bound counts as on the bound."""
 INDEPENDENT_SPANS = 30
-"""How many spans tell of different steps, at most: most share nearly all of theirs."""
+"""Most spans share nearly all of their steps: at most this many count as independent."""
 SHORT_S = 0.005
-"""Seconds added to that: what timestamps and launch times scatter."""
+"""Seconds of noise added to each span, for the scatter of timestamps and launch times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What is known of a coefficient before anything is measured: a log-normal, cut at physical bounds."""
+    """A coefficient before measurement: a log-normal distribution, cut at physical bounds."""
 
     mean: float
     log_sigma: float
@@ -61,54 +61,53 @@ class Prior:
     high: float
 
 
-def _prior(name: str, log_sigma: float, low: float, high: float) -> Prior:
-    return Prior(getattr(Coefficients(), name), log_sigma, low, high)
-
-
 PRIORS: Mapping[str, Prior] = MappingProxyType(
     {
-        "weight_bandwidth": _prior("weight_bandwidth", 0.15, 0.2, 1.0),
-        "kv_bandwidth": _prior("kv_bandwidth", 0.15, 0.2, 1.0),
-        "compute": _prior("compute", 0.25, 0.1, 1.1),
-        "chunk_attention": _prior("chunk_attention", 0.3, 0.05, 1.0),
-        "overlap": _prior("overlap", 0.2, 1.0, 8.0),
-        "step_s": _prior("step_s", 0.7, 1e-5, 3e-2),
-        "chunk_step_s": _prior("chunk_step_s", 1.0, 1e-5, 5e-2),
-        "row_s": _prior("row_s", 0.5, 1e-8, 1e-4),
-        "expert_bandwidth": _prior("expert_bandwidth", 0.25, 0.1, 1.0),
-        "expert_compute": _prior("expert_compute", 0.8, 0.02, 1.0),
-        "expert_row_s": _prior("expert_row_s", 1.0, 1e-8, 2e-4),
-        "link_bandwidth": _prior("link_bandwidth", 0.4, 0.05, 1.0),
-        "link_latency": _prior("link_latency", 0.5, 0.1, 10.0),
+        name: Prior(getattr(Coefficients(), name), *width_and_bounds)
+        for name, width_and_bounds in {
+            "weight_bandwidth": (0.15, 0.2, 1.0),
+            "kv_bandwidth": (0.15, 0.2, 1.0),
+            "compute": (0.25, 0.1, 1.1),
+            "chunk_attention": (0.3, 0.05, 1.0),
+            "overlap": (0.2, 1.0, 8.0),
+            "step_s": (0.7, 1e-5, 3e-2),
+            "chunk_step_s": (1.0, 1e-5, 5e-2),
+            "row_s": (0.5, 1e-8, 1e-4),
+            "expert_bandwidth": (0.25, 0.1, 1.0),
+            "expert_compute": (0.8, 0.02, 1.0),
+            "expert_row_s": (1.0, 1e-8, 2e-4),
+            "link_bandwidth": (0.4, 0.05, 1.0),
+            "link_latency": (0.5, 0.1, 10.0),
+        }.items()
     }
 )
-"""Around the defaults. A peak may be passed a little: devices clock higher than their sheets say."""
-
-
+"""Around the defaults. Devices may clock higher than their sheets say, so a peak may be exceeded a little."""
 NARROWEST = 0.03
-"""The relative width that is left to a coefficient, however well another calibration knows it."""
+"""The smallest relative width of a prior that comes from another calibration."""
 
 
 def narrowed(
     priors: Mapping[str, Prior], known: Coefficients, log_sigmas: Mapping[str, float]
 ) -> dict[str, Prior]:
-    """Priors around the coefficients of another calibration, as narrow as it determined each."""
+    """Priors around another calibration's coefficients, as narrow as it determined each."""
     values = known.as_dict()
     return {
         name: replace(
-            one,
-            mean=min(max(values[name], one.low), one.high),
-            log_sigma=min(one.log_sigma, max(NARROWEST, log_sigmas.get(name, one.log_sigma))),
+            prior,
+            mean=min(max(values[name], prior.low), prior.high),
+            log_sigma=min(prior.log_sigma, max(NARROWEST, log_sigmas.get(name, prior.log_sigma))),
         )
-        for name, one in priors.items()
+        for name, prior in priors.items()
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The fitted model and how it did: `errors` are relative errors of mean TPOT and mean TTFT on the
-    requests that were fitted. `log_sigmas`: how well each coefficient is known, as standard deviations of its
-    logarithm."""
+    """The fitted model and how well it fits.
+
+    `errors`: relative errors of mean TPOT and mean TTFT on the fitted requests. `log_sigmas`: how well each
+    coefficient is known, as the standard deviation of its logarithm.
+    """
 
     cost_model: CostModel
     errors: tuple[float, float]
@@ -120,13 +119,13 @@ class Calibration:
 
     @property
     def undetermined(self) -> tuple[str, ...]:
-        """Coefficients of which neither these measurements nor those of a calibration before say much."""
+        """Coefficients that neither these measurements nor an earlier calibration determine."""
         sigmas = self.log_sigmas.items()
         return tuple(name for name, sigma in sigmas if sigma > UNDETERMINED * PRIORS[name].log_sigma)
 
     @property
     def on_a_bound(self) -> tuple[str, ...]:
-        """Coefficients at the edge of what is physically sensible."""
+        """Coefficients on a bound of what is physically plausible."""
         values = self.cost_model.coefficients.as_dict()
         return tuple(
             name
@@ -136,7 +135,7 @@ class Calibration:
 
 
 def calibrate(
-    requests: Sequence[Measured],
+    requests: Sequence[RequestTiming],
     start: CostModel,
     simulate: Simulate,
     *,
@@ -147,14 +146,14 @@ def calibrate(
 ) -> Calibration:
     """Fit to the timings of the first `num_fitted` requests by arrival (None: all).
 
-    All of `requests` arrive in the simulation; of those beyond `num_fitted` only arrival and lengths are
-    read. `open_end`: others followed that are not known, so only what happened before the last known request
-    was scheduled counts. Raises `ConfigError` for fewer than `MIN_REQUESTS`.
+    All `requests` arrive in the simulation; only arrivals and lengths are read of those beyond `num_fitted`.
+    `open_end`: unknown requests followed, so only what happened before the last known request was scheduled
+    counts. Raises `ConfigError` for fewer than `MIN_REQUESTS`.
     """
     fitted = requests[:num_fitted]
     if len(fitted) < MIN_REQUESTS:
         raise ConfigError(f"{len(fitted)} requests to fit to: at least {MIN_REQUESTS} are needed")
-    horizon_s = max(one.scheduled_s for one in fitted) if open_end else np.inf
+    horizon_s = max(request.scheduled_s for request in fitted) if open_end else np.inf
     model, best = start, None
     for number in range(rounds):
         run = simulate(requests, model)
@@ -172,18 +171,20 @@ def calibrate(
     return replace(best, num_rounds=number + 1)
 
 
-def _errors(measured: Sequence[Measured], run: Run) -> tuple[float, float]:
+def _errors(measured: Sequence[RequestTiming], run: SimulatedRun) -> tuple[float, float]:
     """Relative errors of the simulated means of TPOT and TTFT."""
     timings = run.timings[: len(measured)]
-    tpot = np.mean([one.tpot_s for one in timings]) / np.mean([one.tpot_s for one in measured])
-    ttft = np.mean([one.ttft_s for one in timings]) / np.mean([one.ttft_s for one in measured])
+    tpot = np.mean([t.tpot_s for t in timings]) / np.mean([t.tpot_s for t in measured])
+    ttft = np.mean([t.ttft_s for t in timings]) / np.mean([t.ttft_s for t in measured])
     return float(tpot - 1), float(ttft - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Stretches of time that were measured, and the steps that fill them in the simulation: after `first`
-    steps had ended, until `last` had. `simulated_s` is what they took there."""
+    """Measured stretches of time, and the steps that fill them in the simulation.
+
+    A span begins when `first` steps have ended and ends when `last` have; it took `simulated_s` there.
+    """
 
     first: npt.NDArray[np.int64]
     last: npt.NDArray[np.int64]
@@ -192,40 +193,40 @@ class Spans:
     noise_s: Floats
 
     @classmethod
-    def of(cls, measured: Sequence[Measured], run: Run, horizon_s: float) -> Spans:
-        """Decoding, queue to first token, and batch to first token of each request, up to the horizon."""
+    def of(cls, measured: Sequence[RequestTiming], run: SimulatedRun, horizon_s: float) -> Spans:
+        """Three spans of each request: decoding, queue and batch to first token."""
         rows = []
-        for one, twin in zip(measured, run.timings, strict=False):
-            decode_s = one.last_token_s - one.first_token_s
-            prefill_s = one.first_token_s - one.scheduled_s
-            if one.num_output_tokens > 1 and one.last_token_s <= horizon_s:
-                rows.append((twin.first_token_s, twin.finished_s, decode_s, DECODE_NOISE))
-            if one.first_token_s <= horizon_s:
-                rows.append((twin.queued_s, twin.first_token_s, one.ttft_s, WAIT_NOISE))
+        for real, twin in zip(measured, run.timings, strict=False):
+            decode_s = real.last_token_s - real.first_token_s
+            prefill_s = real.first_token_s - real.scheduled_s
+            if real.num_output_tokens > 1 and real.last_token_s <= horizon_s:
+                rows.append((twin.first_token_s, twin.last_token_s, decode_s, DECODE_NOISE))
+            if real.first_token_s <= horizon_s:
+                rows.append((twin.queued_s, twin.first_token_s, real.ttft_s, WAIT_NOISE))
                 rows.append((twin.scheduled_s, twin.first_token_s, prefill_s, PREFILL_NOISE))
         begin_s, end_s, measured_s, noise = np.array(rows).T
         noise_s = noise * measured_s + SHORT_S
         return cls(run.steps_until(begin_s), run.steps_until(end_s), measured_s, end_s - begin_s, noise_s)
 
     def residuals(self, steps_s: Floats) -> Floats:
-        """Deviations in units of the noise, if the steps took that long."""
+        """Deviations from the measured spans in units of their noise, for these step times."""
         total_s = np.concatenate(([0.0], np.cumsum(steps_s)))
         return (total_s[self.last] - total_s[self.first] - self.measured_s) / self.noise_s
 
     def score(self) -> float:
-        """Mean loss of the simulation as it was."""
+        """Mean loss of the simulation."""
         return float(np.mean(_cauchy((self.simulated_s - self.measured_s) / self.noise_s)[0]))
 
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """The steps of a run as the arguments of `CostModel.compute_s`, one entry per step."""
+    """The steps of a run as arguments of `CostModel.compute_s`, one entry per step."""
 
     columns: tuple[Floats, Floats, Floats, Floats, Floats, Floats, Floats]
     moves_s: Floats
 
     @classmethod
-    def of(cls, run: Run, model: CostModel) -> StepArrays:
+    def of(cls, run: SimulatedRun, model: CostModel) -> StepArrays:
         rows = np.array([model.columns(shape) for shape in run.shapes], dtype=np.float64)
         decodes, context, tokens, chunks, keys, pairs, together = rows.T
         moves = [model.moves_s(shape.bytes_copied, shape.bytes_transferred) for shape in run.shapes]
@@ -236,28 +237,30 @@ class StepArrays:
 
 
 class Problem:
-    """The least squares of one round: which coefficients make these steps take the time that was measured."""
+    """The least squares of one round: coefficients for which steps take the measured time."""
 
     def __init__(
         self, model: CostModel, steps: StepArrays, spans: Spans, priors: Mapping[str, Prior]
     ) -> None:
         self._model, self._steps, self._spans, self._names = model, steps, spans, tuple(priors)
-        self._means = np.log([one.mean for one in priors.values()])
-        self._sigmas = np.array([one.log_sigma for one in priors.values()])
-        self._lows = np.log([one.low for one in priors.values()])
-        self._highs = np.log([one.high for one in priors.values()])
+        self._means = np.log([prior.mean for prior in priors.values()])
+        self._sigmas = np.array([prior.log_sigma for prior in priors.values()])
+        self._lows = np.log([prior.low for prior in priors.values()])
+        self._highs = np.log([prior.high for prior in priors.values()])
         given = model.coefficients.as_dict()
         start = np.log([max(given[name], 1e-12) for name in self._names])
         self._start: Floats = np.clip(start, self._lows, self._highs)
 
     def solve(self, loss_of: Loss) -> Coefficients:
-        """`SHARE` of the way to the coefficients that minimise the loss over spans and priors."""
+        """Move `SHARE` of the way to the coefficients with the least loss."""
         best = _least_squares(self._deviations, loss_of, self._start, self._lows, self._highs)
         return self._coefficients(self._start + SHARE * (best - self._start))
 
     def log_sigmas(self) -> dict[str, float]:
-        """How well each coefficient is known now: standard deviations of its logarithm, by the curvature of
-        the loss (Laplace) where the model stands. Spans that share steps do not count as many."""
+        """How well each coefficient is known: the standard deviation of its logarithm.
+
+        It follows from the curvature of the loss at the start (Laplace). Spans that share steps count less.
+        """
         found = self._deviations(self._start)
         slopes = _slopes(self._deviations, self._start, found)[:, : -len(self._names)]
         weights = _cauchy(found[: slopes.shape[1]])[1] * min(1.0, INDEPENDENT_SPANS / slopes.shape[1])
@@ -274,13 +277,13 @@ class Problem:
 
 
 def _slopes(deviations: Callable[[Floats], Floats], point: Floats, found: Floats) -> Floats:
-    return np.array([deviations(point + one) - found for one in DELTA * np.eye(len(point))]) / DELTA
+    return np.array([deviations(point + move) - found for move in DELTA * np.eye(len(point))]) / DELTA
 
 
 def _least_squares(
     deviations: Callable[[Floats], Floats], loss_of: Loss, start: Floats, lows: Floats, highs: Floats
 ) -> Floats:
-    """Minimise the sum of losses within bounds: damped Gauss-Newton, slopes by differences."""
+    """Minimise the sum of losses within bounds by damped Gauss-Newton steps."""
     point, damping = start, 1e-3
     found = deviations(point)
     losses, weights = loss_of(found)
@@ -308,18 +311,18 @@ def _least_squares(
 
 
 def _huber(deviations: Floats) -> tuple[Floats, Floats]:
-    """Huber's loss, and the weights in a least-squares step that belong to it."""
+    """Huber's loss of each deviation, and its weight in a least-squares step."""
     size = np.abs(deviations)
     loss = np.where(size <= OUTLIER, size**2, OUTLIER * (2 * size - OUTLIER)) / 2
     return loss, 1.0 / np.maximum(1.0, size / OUTLIER)
 
 
 def _cauchy(deviations: Floats) -> tuple[Floats, Floats]:
-    """The same of Cauchy's loss, which all but forgets what is far off."""
+    """Cauchy's loss, which nearly ignores outliers, and the weights."""
     ratio = (deviations / OUTLIER) ** 2
     return OUTLIER**2 / 2 * np.log1p(ratio), 1.0 / (1.0 + ratio)
 
 
-def _close(one: Coefficients, other: Coefficients) -> bool:
-    pairs = zip(one.as_dict().values(), other.as_dict().values(), strict=True)
+def _close(first: Coefficients, second: Coefficients) -> bool:
+    pairs = zip(first.as_dict().values(), second.as_dict().values(), strict=True)
     return all(abs(a - b) <= 1e-3 * max(a, b) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""The time of one engine step on a device that is not there: a roofline with a few measured coefficients.
+"""`CostModel` prices engine steps on a simulated device: a roofline with measured coefficients.
 
 Williams et al. 2009 (roofline); for language models Pope et al. 2023 and Agrawal et al. 2024 (Vidur, which
 shows that linear layers, attention over cached KV and attention of prompt chunks are enough). A step takes
@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import ConfigError
-from sagellm.engines.simulator.devices import Device
+from sagellm.engines.simulator.devices import DeviceSpec
 from sagellm.engines.simulator.models import ModelShape
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -34,10 +34,10 @@ NO_BYTES: Mapping[tuple[str, str], int] = MappingProxyType({})
 
 
 class StepShape(NamedTuple):
-    """What a step computes and moves, in numbers.
+    """What a step computes and moves.
 
-    `decode_context`: sum, over the decoding rows, of the tokens that each attends to, its own included.
-    `prefills`: (start, num_tokens) of each prompt chunk. `bytes_copied` by (source tier, target tier).
+    `decode_context`: tokens that each decoding row attends to, its own included, summed over the rows.
+    `prefills`: (start, num_tokens) of each prompt chunk. `bytes_copied`: by (source tier, target tier).
     """
 
     num_decodes: int = 0
@@ -49,11 +49,11 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """What is reached of the peaks (shares), and times that no peak explains (seconds).
+    """Shares of the peaks that are reached, and seconds that no peak explains.
 
-    `overlap` is the exponent that joins reading and multiplying in linear layers: 1 one after the other,
-    infinity the roofline's perfect overlap. `link_latency` is a multiple of the device's, of each collective.
-    `chunk_step_s` is that of a model of `LAYERS` layers and grows with them.
+    `overlap`: the exponent that joins reading and multiplying in linear layers; 1 is one after the other,
+    infinity the perfect overlap of a roofline. `link_latency`: a multiple of the device's, per collective.
+    `chunk_step_s`: for a model of `LAYERS` layers; it grows with them.
     """
 
     weight_bandwidth: float = 0.85
@@ -71,10 +71,10 @@ class Coefficients:
     link_latency: float = 1.0
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
+        values: dict[str, Any] = self.as_dict()
+        for name, value in values.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < np.inf:
-                raise ConfigError(f"coefficient {one.name}: a number that is not negative, not {value!r}")
+                raise ConfigError(f"coefficient {name}: a number that is not negative, not {value!r}")
         dense = (self.weight_bandwidth, self.kv_bandwidth, self.compute, self.chunk_attention)
         if min(*dense, self.expert_bandwidth, self.expert_compute, self.link_bandwidth) <= 0:
             raise ConfigError("coefficients: shares of a peak must be positive")
@@ -83,11 +83,11 @@ class Coefficients:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Coefficients:
-        """From a mapping by name; raises `ConfigError` for a name that is none."""
-        unknown = sorted(values.keys() - {one.name for one in fields(cls)})
+        """From a mapping by name; raises `ConfigError` for an unknown name."""
+        known = [coefficient.name for coefficient in fields(cls)]
+        unknown = sorted(values.keys() - set(known))
         if unknown:
-            known = ", ".join(one.name for one in fields(cls))
-            raise ConfigError(f"no coefficient {', '.join(unknown)}; they are {known}")
+            raise ConfigError(f"no coefficient {', '.join(unknown)}; they are {', '.join(known)}")
         return cls(**values)
 
     def as_dict(self) -> dict[str, float]:
@@ -96,13 +96,13 @@ class Coefficients:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Prices steps in seconds. Pure: the same shape has the same price, whenever it is asked.
+    """Prices steps in seconds. Pure: the same shape always has the same price.
 
-    `tensor_parallel` devices share each layer. `data_parallel` groups of them attend to requests of their own
-    and share the experts; a step is theirs together and as long as that of the group with most to do.
+    `tensor_parallel` devices share each layer. `data_parallel` groups of such devices have requests of their
+    own and share the experts; they step together, so a step takes as long as the group with most work.
     """
 
-    device: Device
+    device: DeviceSpec
     model: ModelShape
     coefficients: Coefficients = field(default_factory=Coefficients)
     tensor_parallel: int = 1
@@ -129,15 +129,21 @@ class CostModel:
     def step_s(self, shape: StepShape) -> float:
         """Seconds of one step."""
         num_decodes = shape.num_decodes
-        fixed = self._mixed_s(num_decodes, shape.prefills) if shape.prefills else self._rows_s(num_decodes)
+        if shape.prefills:
+            fixed = self.compute_s(*self.columns(StepShape(num_decodes, 0, shape.prefills)))
+        else:
+            fixed = self._rows_s(num_decodes)
         seconds = fixed + self._kv_s() / self.data_parallel * shape.decode_context
         if shape.bytes_copied or shape.bytes_transferred:
             seconds += self.moves_s(shape.bytes_copied, shape.bytes_transferred)
         return seconds
 
     def decode_steps_s(self, shape: StepShape, k: int) -> Floats:
-        """Seconds of each of `k` steps in a row, from `shape` on, in which each row decodes one token more of
-        context each time: the floats that `step_s` gives for one after the other. No chunks, no moves."""
+        """Seconds of each of `k` decode steps in a row, from `shape` on.
+
+        The context of each row grows by one token per step. The floats are those of `step_s` for single
+        steps, bit for bit. Raises `ValueError` for a shape with chunks or moves.
+        """
         if shape.prefills or shape.bytes_copied or shape.bytes_transferred:
             raise ValueError("only steps that decode and do nothing else can be priced together")
         contexts = shape.decode_context + shape.num_decodes * np.arange(k, dtype=np.float64)
@@ -145,23 +151,24 @@ class CostModel:
         return steps_s
 
     def moves_s(self, bytes_copied: Mapping[tuple[str, str], int], bytes_transferred: int = 0) -> float:
-        """Seconds for copies between tiers ('hbm', 'dram', 'nvme'), one pair after the other, and for bytes
-        sent to another instance."""
+        """Seconds of copies between tiers, one after the other, and of transfers."""
         copies = sum(number / self._path(*pair) for pair, number in bytes_copied.items())
         return copies + bytes_transferred / self.device.network
 
     def columns(self, shape: StepShape) -> tuple[float, float, float, float, float, float, float]:
-        """The arguments of `compute_s` for a step: the work of the data-parallel group with most to do.
-        Decoding rows are spread evenly, chunks as well as whole ones can be."""
+        """The arguments of `compute_s`: the work of the data-parallel group with most work.
+
+        Decoding rows are spread evenly over the groups; whole chunks go to the group with least tokens.
+        """
         groups = [[0, 0, 0, 0] for _ in range(self.data_parallel)]
-        for start, number in sorted(shape.prefills, key=lambda one: -one[1]):
+        for start, number in sorted(shape.prefills, key=lambda chunk: -chunk[1]):
             least = min(groups)
             least[0] += number
             least[1] += 1
             least[2] += start + number
             least[3] += number * start + number * (number + 1) // 2
         tokens, chunks, keys, pairs = map(float, max(groups))
-        decodes, context = (one / self.data_parallel for one in (shape.num_decodes, shape.decode_context))
+        decodes, context = shape.num_decodes / self.data_parallel, shape.decode_context / self.data_parallel
         all_tokens = shape.num_decodes + sum(group[0] for group in groups)
         return decodes, context, tokens, chunks, keys, pairs, float(all_tokens)
 
@@ -175,9 +182,11 @@ class CostModel:
         chunk_pairs: Number,
         all_tokens: Number,
     ) -> Number:
-        """The price without moves, of one step or, with arrays, of many. `chunk_keys`: tokens whose KV the
-        chunks read; `chunk_pairs`: (query, key) pairs that they multiply; `all_tokens`: those of all
-        data-parallel groups, which share the experts."""
+        """The price without moves, of one step or, with arrays, of many.
+
+        `chunk_keys`: tokens whose KV the chunks read. `chunk_pairs`: (query, key) pairs that they multiply.
+        `all_tokens`: tokens of all data-parallel groups, which share the experts.
+        """
         rows = num_decodes + num_chunks
         has_chunks = num_chunks / (num_chunks + 1e-300)
         fixed = self._linear_s(num_decodes + chunk_tokens, rows, all_tokens)
@@ -186,19 +195,15 @@ class CostModel:
         fixed = fixed + self.coefficients.step_s + self.coefficients.chunk_step_s * layers * has_chunks
         return fixed + self._kv_s() * decode_context
 
-    def _rows_s(self, num_decodes: int) -> float:
-        """A step that decodes only, without what depends on contexts; kept, since batches come again."""
+        """Seconds of linear layers, output projection (on `rows`) and experts."""
+        """Seconds of a decode step without the part that depends on contexts; cached by batch size."""
         found = self._decode_s.get(num_decodes)
         if found is None:
             found = self._decode_s[num_decodes] = self.compute_s(*self.columns(StepShape(num_decodes)))
         return found
 
-    def _mixed_s(self, num_decodes: int, prefills: tuple[tuple[int, int], ...]) -> float:
-        return self.compute_s(*self.columns(StepShape(num_decodes, 0, prefills)))
-
     def _linear_s(self, tokens: Number, rows: Number, all_tokens: Number) -> Number:
-        """Linear layers on `tokens`, the output projection on `rows`, experts on their share of
-        `all_tokens`."""
+        """Seconds of the linear layers, the output projection (on `rows`) and the experts."""
         model, reached, device = self.model, self.coefficients, self.device
         peak = device.peak_flops(model.dtype)
         read = (model.always_read_params + model.head_params) * model.itemsize / self.tensor_parallel
@@ -221,15 +226,18 @@ class CostModel:
         return joined
 
     def _experts_met(self, tokens: Number) -> Number:
-        """Experts of a layer that at least one of the tokens visits, if each visits any with equal chance."""
+        """Expected experts of a layer that any token visits, all being equally likely."""
         model = self.model
         missed = 1.0 - model.experts_per_token / model.num_experts
         met: Number = model.num_experts * (1.0 - missed**tokens)
         return met
 
     def _collectives_s(self, tokens: Number, all_tokens: Number) -> Number:
-        """Per layer two ring all-reduces where several devices share it; and where groups share experts, a
-        gathering of all tokens' hidden states and a scattering of the results."""
+        """Seconds of collectives: two per layer.
+
+        With several devices per layer they are ring all-reduces. Where groups share experts, hidden states of
+        all tokens are gathered and results are scattered.
+        """
         shards, groups, model = self.tensor_parallel, self.data_parallel, self.model
         reached, token_bytes = self.coefficients, model.hidden_size * model.itemsize
         num_bytes = 2 * (shards - 1) / shards * token_bytes * tokens
@@ -255,7 +263,7 @@ class CostModel:
         return self.model.kv_bytes_per_token / shards / reached
 
     def _path(self, source: str, target: str) -> float:
-        """Bytes per second between two tiers: that of the slowest part."""
+        """Bytes per second between two tiers, by the slowest part of the path."""
         device = self.device
         speeds: dict[str, float] = {
             Tier.HBM: device.bandwidth / 2,

@@ -1,7 +1,7 @@
-"""Accelerators as a cost model sees them: peaks of a data sheet, with the sheet named.
+"""Accelerators for the cost model: memory and peaks, with the data sheet.
 
-Peaks are dense (no structured sparsity) and with 32-bit accumulation. What is reached of them is a matter
-of `Coefficients`, measured by `calibrate`.
+Peaks are dense (no structured sparsity) and with 32-bit accumulation. Steps reach a share of them, which
+`Coefficients` say and `calibrate` measures.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """Peaks of one device. Bandwidths in bytes per second (of one direction), `flops` in FLOP/s by dtype.
+class DeviceSpec:
+    """Bytes of memory, bytes per second in one direction, and FLOP/s by dtype.
 
-    `memory_bytes` is what a driver reports as its total, a little less than what the sheet prints. `link` is
-    the path to another device in the same machine, `network` that to another machine. `link_latency_s` is
-    what a collective takes before it moves a byte; None: what is usual over NVLink or over PCIe.
+    `memory_bytes` is the total that a driver reports, a little less than the sheet says. `link` leads to
+    another device in the same machine, `network` to another machine. `link_latency_s`: seconds of a
+    collective before it moves a byte; None means the usual value over NVLink or PCIe.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Device:
         return NVLINK_S if self.link > self.pcie else PCIE_S
 
     def peak_flops(self, dtype: str) -> float:
-        """FLOP/s of matrix products in that format; raises `ConfigError` for one that it does not have."""
+        """FLOP/s of matrix products; raises `ConfigError` for an unknown number format."""
         if dtype not in self.flops:
             known = ", ".join(self.flops)
             raise ConfigError(f"device {self.name!r} has no peak for {dtype}; it has those for {known}")
@@ -61,7 +61,7 @@ class Device:
 
 
 def _tera(half: float, byte: float | None = None, single: float | None = None) -> Mapping[str, float]:
-    """Peaks in TFLOP/s: bfloat16 and float16, eight-bit formats, float32 (as it is computed by default)."""
+    """Peaks in FLOP/s from TFLOP/s of 16-bit floats, 8-bit formats and float32."""
     byte, single = byte or half, single or half / 2
     found = {"bfloat16": half, "float16": half, "float8_e4m3": byte, "int8": byte, "float32": single}
     return MappingProxyType({name: value * 1e12 for name, value in found.items()})
@@ -72,41 +72,41 @@ _LAN = 12.5 * GB
 _RDMA = 50.0 * GB
 
 _DEVICES = (
-    Device("h100-80g", int(79.2 * GIB), 3352 * GB, _tera(989.4, 1978.9, 66.9), _GEN5, 450 * GB, _RDMA,
+    DeviceSpec("h100-80g", int(79.2 * GIB), 3352 * GB, _tera(989.4, 1978.9, 66.9), _GEN5, 450 * GB, _RDMA,
            "NVIDIA H100 Tensor Core GPU data sheet (2023), SXM5"),
-    Device("h100-pcie", int(79.2 * GIB), 2039 * GB, _tera(756.0, 1513.0, 51.2), _GEN5, _GEN5, _RDMA,
+    DeviceSpec("h100-pcie", int(79.2 * GIB), 2039 * GB, _tera(756.0, 1513.0, 51.2), _GEN5, _GEN5, _RDMA,
            "NVIDIA H100 Tensor Core GPU data sheet (2023), PCIe"),
-    Device("h200", int(139.8 * GIB), 4800 * GB, _tera(989.4, 1978.9, 66.9), _GEN5, 450 * GB, _RDMA,
+    DeviceSpec("h200", int(139.8 * GIB), 4800 * GB, _tera(989.4, 1978.9, 66.9), _GEN5, 450 * GB, _RDMA,
            "NVIDIA H200 Tensor Core GPU data sheet (2024), SXM"),
-    Device("b200", int(178.4 * GIB), 8 * TB, _tera(2250.0, 4500.0, 75.0), _GEN5, 900 * GB, _RDMA,
+    DeviceSpec("b200", int(178.4 * GIB), 8 * TB, _tera(2250.0, 4500.0, 75.0), _GEN5, 900 * GB, _RDMA,
            "NVIDIA DGX B200 data sheet (2024), per GPU"),
-    Device("a100-80g", int(79.2 * GIB), 2039 * GB, _tera(312.0, 624.0, 19.5), _GEN4, 300 * GB, 25 * GB,
+    DeviceSpec("a100-80g", int(79.2 * GIB), 2039 * GB, _tera(312.0, 624.0, 19.5), _GEN4, 300 * GB, 25 * GB,
            "NVIDIA A100 Tensor Core GPU data sheet (2021), 80 GB SXM; eight bits: int8"),
-    Device("a100-40g", int(39.4 * GIB), 1555 * GB, _tera(312.0, 624.0, 19.5), _GEN4, 300 * GB, 25 * GB,
+    DeviceSpec("a100-40g", int(39.4 * GIB), 1555 * GB, _tera(312.0, 624.0, 19.5), _GEN4, 300 * GB, 25 * GB,
            "NVIDIA A100 Tensor Core GPU data sheet (2021), 40 GB SXM; eight bits: int8"),
-    Device("a10", int(22.2 * GIB), 600 * GB, _tera(125.0, 250.0, 31.2), _GEN4, _GEN4, _LAN,
+    DeviceSpec("a10", int(22.2 * GIB), 600 * GB, _tera(125.0, 250.0, 31.2), _GEN4, _GEN4, _LAN,
            "NVIDIA A10 data sheet (2021); eight bits: int8"),
-    Device("l4", int(22.2 * GIB), 300 * GB, _tera(121.0, 242.5, 30.3), _GEN4, _GEN4, _LAN,
+    DeviceSpec("l4", int(22.2 * GIB), 300 * GB, _tera(121.0, 242.5, 30.3), _GEN4, _GEN4, _LAN,
            "NVIDIA L4 data sheet (2023)"),
-    Device("l40s", int(44.4 * GIB), 864 * GB, _tera(362.0, 733.0, 91.6), _GEN4, _GEN4, 25 * GB,
+    DeviceSpec("l40s", int(44.4 * GIB), 864 * GB, _tera(362.0, 733.0, 91.6), _GEN4, _GEN4, 25 * GB,
            "NVIDIA L40S data sheet (2023)"),
-    Device("rtx4090", int(23.5 * GIB), 1008 * GB, _tera(165.2, 330.3, 82.6), _GEN4, _GEN4, _LAN,
+    DeviceSpec("rtx4090", int(23.5 * GIB), 1008 * GB, _tera(165.2, 330.3, 82.6), _GEN4, _GEN4, _LAN,
            "NVIDIA Ada GPU architecture paper (2023), GeForce RTX 4090"),
-    Device("rtx5090", int(31.4 * GIB), 1792 * GB, _tera(209.5, 419.0, 104.8), _GEN5, _GEN5, _LAN,
+    DeviceSpec("rtx5090", int(31.4 * GIB), 1792 * GB, _tera(209.5, 419.0, 104.8), _GEN5, _GEN5, _LAN,
            "NVIDIA RTX Blackwell GPU architecture paper (2025), GeForce RTX 5090"),
-    Device("rtx-pro-6000", int(94.97 * GIB), 1792 * GB, _tera(503.8, 1007.6, 126.0), _GEN5, _GEN5, 25 * GB,
-           "NVIDIA RTX PRO 6000 Blackwell data sheet (2025)"),
-    Device("rtx-a6000", int(47.5 * GIB), 768 * GB, _tera(154.8, 309.7, 38.7), _GEN4, _GEN4, _LAN,
+    DeviceSpec("rtx-pro-6000", int(94.97 * GIB), 1792 * GB, _tera(503.8, 1007.6, 126.0), _GEN5, _GEN5,
+           25 * GB, "NVIDIA RTX PRO 6000 Blackwell data sheet (2025)"),
+    DeviceSpec("rtx-a6000", int(47.5 * GIB), 768 * GB, _tera(154.8, 309.7, 38.7), _GEN4, _GEN4, _LAN,
            "NVIDIA RTX A6000 data sheet (2021); eight bits: int8"),
-    Device("mi300x", int(191.5 * GIB), 5300 * GB, _tera(1307.4, 2614.9, 163.4), _GEN5, 448 * GB, _RDMA,
+    DeviceSpec("mi300x", int(191.5 * GIB), 5300 * GB, _tera(1307.4, 2614.9, 163.4), _GEN5, 448 * GB, _RDMA,
            "AMD Instinct MI300X data sheet (2023)"),
-    Device("ascend-910b", int(61.0 * GIB), 1600 * GB, _tera(376.0, 752.0, 94.0), _GEN4, 196 * GB, 25 * GB,
+    DeviceSpec("ascend-910b", int(61.0 * GIB), 1600 * GB, _tera(376.0, 752.0, 94.0), _GEN4, 196 * GB, 25 * GB,
            "Huawei Atlas 800T A2 product page (2023), per NPU; bandwidth as reported by third parties"),
-    Device("ascend-310p", int(22.0 * GIB), 204 * GB, _tera(70.0, 140.0, 35.0), 12 * GB, 12 * GB, _LAN,
+    DeviceSpec("ascend-310p", int(22.0 * GIB), 204 * GB, _tera(70.0, 140.0, 35.0), 12 * GB, 12 * GB, _LAN,
            "Huawei Atlas 300I Pro data sheet (2022)"),
 )  # fmt: skip
 
-DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _DEVICES})
+DEVICES: Mapping[str, DeviceSpec] = MappingProxyType({device.name: device for device in _DEVICES})
 """Presets by name."""
 
 _ALIASES = MappingProxyType(
@@ -116,11 +116,11 @@ _ALIASES = MappingProxyType(
 
 
 def canonical(name: str) -> str:
-    """As names of presets are written: small letters and hyphens."""
+    """The name in lower case with hyphens, as presets are named."""
     return "-".join(name.strip().lower().replace("_", " ").replace("-", " ").split())
 
 
-def device(name: str) -> Device:
+def device(name: str) -> DeviceSpec:
     """A preset by name; letter case, `_` and `-` do not matter. Raises `ConfigError`."""
     short = canonical(name)
     for known, preset in DEVICES.items():

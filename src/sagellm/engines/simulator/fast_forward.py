@@ -70,7 +70,7 @@ def joint_stability(order: Sequence[SchedulerPass], draft: Draft, view: Scheduli
 
 
 class SimulatedEngine(Engine):
-    """An engine around a `SimulatedBackend`, which knows what steps take and what they draw beforehand."""
+    """An engine whose backend knows beforehand what steps take and draw."""
 
     backend: SimulatedBackend
 
@@ -120,7 +120,7 @@ class SimulatedEngine(Engine):
         return EqualSteps(num_decodes, num_waiting, times_s[: num_steps + 1], num_ended)
 
     def _compute_decodes(self, prices_s: Sequence[float], *, same_cache: bool) -> int:
-        """Take the blocks of so many steps and let their time pass; returns how many steps that were.
+        """Take the blocks of these steps and let their time pass; returns their number.
 
         The steps end before one for which memory is short and, with `same_cache`, after one that evicts. Free
         blocks are taken for many steps together.
@@ -148,7 +148,7 @@ class SimulatedEngine(Engine):
         return num_steps
 
     def _end_last(self, tokens: Sequence[int]) -> int:
-        """Append the token of the last step to each request; end those that it ends, and return how many."""
+        """Append each request's token of the last step; returns how many requests end."""
         batch, ended = self._request_table.decodes, {}
         for index in batch.advance(tokens):
             state, token_id = batch.states[index], tokens[index]
@@ -163,9 +163,9 @@ class SimulatedEngine(Engine):
     # -- steps that also compute the middle of a prompt
 
     def _take_prefills(self, chunk: Chunk, until_s: float, *, same_cache: bool) -> EqualSteps | None:
-        """Steps whose chunks are as long as `chunk`: they fill the token budget, so none can be admitted.
+        """Take steps with chunks as long as `chunk`, which fill the token budget.
 
-        They end before the one that completes the prompt or ends a request.
+        They end before the step that completes the prompt or ends a request.
         """
         kv, clock, batch = self.kv, self.clock, self._request_table.decodes
         state, size, version = chunk.state, chunk.num_tokens, self.kv.quotes.version

@@ -1,4 +1,4 @@
-"""Shapes of models: what a roofline needs to know of one, as presets or read from a config.json."""
+"""Model shapes, as presets or from a config.json, and KV blocks beside a model."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sagellm.core.errors import ModelError, nearest
+from sagellm.core.blocks import cdiv
+from sagellm.core.errors import CapacityError, ModelError, nearest
 from sagellm.core.types import KVCacheSchema
-from sagellm.engines.simulator.devices import DTYPE_BYTES, canonical
+from sagellm.engines.simulator.devices import DTYPE_BYTES, GIB, DeviceSpec, canonical
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder of equal layers: grouped-query attention and a gated MLP, dense or a mixture of experts.
+    """Sizes of a decoder: equal layers, grouped-query attention, gated MLP or experts.
 
-    `intermediate_size` is that of one expert where `num_experts` > 0. `dtype` is that of weights and KV.
+    With `num_experts` > 0, `intermediate_size` is the size of one expert. `dtype`: of weights and KV.
     """
 
     name: str
@@ -53,7 +54,7 @@ class ModelShape:
 
     @property
     def always_read_params(self) -> int:
-        """Weights of linear layers that every step reads, whatever it computes: all but routed experts."""
+        """Weights of linear layers that every step reads: all but routed experts."""
         hidden, head = self.hidden_size, self.head_dim
         attention = 2 * hidden * head * (self.num_heads + self.num_kv_heads)
         mlp = 3 * hidden * self.shared_intermediate_size
@@ -67,18 +68,18 @@ class ModelShape:
 
     @property
     def head_params(self) -> int:
-        """The output projection, which a step reads once, tied to the embedding or not."""
+        """Weights of the output projection, which a step reads once."""
         return self.vocab_size * self.hidden_size
 
     @property
     def num_params(self) -> int:
-        """All weights but the vectors (norms, biases), which are below 0.1 %."""
+        """All weights without the vectors (norms, biases), which are below 0.1 %."""
         routed = self.num_experts * self.expert_params
         return self.always_read_params + routed + self.head_params * (1 if self.tied_embeddings else 2)
 
     @property
     def active_params(self) -> int:
-        """Weights of linear layers that one token meets, without the output projection."""
+        """Weights of linear layers that one token visits, without the output projection."""
         return self.always_read_params + self.experts_per_token * self.expert_params
 
     @property
@@ -130,7 +131,10 @@ MODELS: Mapping[str, ModelShape] = MappingProxyType({shape.name: shape for shape
 
 
 def model(name: str | Path) -> ModelShape:
-    """A preset by name, or the shape in a `config.json` (or in the folder of one). Raises `ModelError`."""
+    """A preset by name, or the shape in a `config.json` file or folder.
+
+    Raises `ModelError`.
+    """
     path = Path(name)
     if path.is_dir():
         path /= "config.json"
@@ -144,7 +148,7 @@ def model(name: str | Path) -> ModelShape:
 
 
 def _canonical_model(name: str) -> str:
-    """Without the owner on the hub and what tuning adds to a name."""
+    """The name without its owner on the hub and without suffixes of tuned versions."""
     short = canonical(name.rsplit("/", 1)[-1]).removeprefix("meta-")
     for suffix in ("-2507", "-instruct", "-chat", "-base", "-hf"):
         short = short.removesuffix(suffix)
@@ -162,7 +166,7 @@ def _read(path: Path) -> ModelShape:
 
 
 def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape that a Hugging Face `config.json` describes; raises `ModelError` naming a missing key."""
+    """The shape in a Hugging Face `config.json`; raises `ModelError` naming a missing key."""
     keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
     missing = [key for key in keys if not isinstance(config.get(key), int)]
     if missing:
@@ -189,3 +193,58 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         max_model_len=config.get("max_position_embeddings") or 131072,
         dtype=str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"),
     )
+
+
+# -- memory on a device
+
+RUNTIME_BYTES = GIB // 5
+"""Memory that libraries and communication hold outside the allocator of tensors."""
+SAMPLER_BYTES = 24
+"""Bytes per row and vocabulary entry at the peak of sampling.
+
+These are logits, sorted logits, probabilities and their sums as float32, and the order as int64."""
+
+
+def activation_bytes(
+    model: ModelShape, max_batched_tokens: int, max_num_seqs: int, tensor_parallel: int = 1
+) -> int:
+    """Peak memory of one device beside weights and KV.
+
+    It is the sum of the widest layer in a full step and the sampler on a full batch, since an allocator keeps
+    the memory of one while the other runs.
+    """
+    width = model.shared_intermediate_size + model.intermediate_size * max(1, model.experts_per_token)
+    layer = max_batched_tokens * (3 * width // tensor_parallel + 3 * model.hidden_size) * model.itemsize
+    return layer + max_num_seqs * model.vocab_size * SAMPLER_BYTES
+
+
+def num_kv_blocks(
+    device: DeviceSpec,
+    model: ModelShape,
+    *,
+    block_size: int = 16,
+    tensor_parallel: int = 1,
+    data_parallel: int = 1,
+    utilization: float = 0.9,
+    max_batched_tokens: int = 2048,
+    max_num_seqs: int = 256,
+) -> int:
+    """Blocks of `block_size` tokens that fit beside the model; raises `CapacityError` if none does.
+
+    Blocks, rows and tokens count all data-parallel groups together.
+    """
+    experts = model.num_experts * model.expert_params * model.itemsize
+    weights = cdiv(model.weight_bytes - experts, tensor_parallel)
+    weights += cdiv(experts, tensor_parallel * data_parallel)
+    usable = int(device.memory_bytes * utilization) - RUNTIME_BYTES - weights
+    tokens, rows = cdiv(max_batched_tokens, data_parallel), cdiv(max_num_seqs, data_parallel)
+    usable -= activation_bytes(model, tokens, rows, tensor_parallel)
+    shards = min(tensor_parallel, model.num_kv_heads)
+    blocks = usable // (cdiv(model.kv_bytes_per_token, shards) * block_size)
+    if blocks < 1:
+        need = weights / GIB
+        raise CapacityError(
+            f"{model.name} ({need:.1f} GiB of weights per device) leaves no room for KV on {device.name} "
+            f"({device.memory_bytes / GIB:.1f} GiB): take more devices (tensor parallel) or a larger one"
+        )
+    return blocks * data_parallel

@@ -1,8 +1,8 @@
-"""`TokenMemoryBackend`: a fast exact fake of a backend, for tests of everything above it.
+"""`TokenMemoryBackend`: a fast exact fake of a backend, for tests.
 
-Its KV is the tokens themselves: computing a token writes (token, position) into the block that the table
-names, and drawing reads the whole sequence back through the table. A block that was handed out twice, evicted
-while in use, or matched for the wrong prefix changes the answer, or is caught as a hole.
+Its KV is the tokens themselves: computing a token writes (token, position) into its block, and drawing reads
+the whole sequence back through the block table. A block that has two owners, was evicted while in use, or was
+matched for the wrong prefix changes the answer, or is found as a missing position.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, StepResult
+from sagellm.core.plan import BlockCopy, ExecutionPlan, StepResult
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, TokenLogprob, Tokens
 
 _Slot = tuple[int, int] | None
@@ -27,8 +27,10 @@ class _Row:
 
 
 class TokenMemoryBackend:
-    """Draws `answer(tokens)`, a hash of all tokens so far: the same in any batch, chunking and block
-    placement."""
+    """Draws `answer(tokens)`, a hash of all tokens so far.
+
+    The answer is the same in any batch, chunking and block placement.
+    """
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class TokenMemoryBackend:
         return self._capability.kv_schema
 
     def answer(self, tokens: Tokens) -> int:
-        """The token that follows `tokens`: a hash of them, or of those in the window."""
+        """The token that follows `tokens`: a hash of those in the window."""
         digest = blake2b(tokens.slice(self._first(len(tokens))).tobytes(), digest_size=4).digest()
         return int.from_bytes(digest, "little") % self._capability.vocab_size
 
@@ -68,9 +70,11 @@ class TokenMemoryBackend:
         for row in plan.left:
             self._rows.pop(row, None)
         for join in plan.joined:
-            self._rows[join.row] = _enter(join)
-        for growth in plan.table_deltas:
-            self._rows[growth.row].blocks[growth.first :] = growth.block_ids
+            wants_logprobs = join.params.logprobs is not None
+            tokens, block_ids = Tokens.frombytes(join.tokens), list(join.block_ids)
+            self._rows[join.row] = _Row(tokens, block_ids, wants_logprobs)
+        for delta in plan.table_deltas:
+            self._rows[delta.row].blocks[delta.first :] = delta.block_ids
         for copy in plan.copies:
             self._copy(copy)
         for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
@@ -91,7 +95,7 @@ class TokenMemoryBackend:
         self._rows.clear()
 
     def _first(self, num_tokens: int) -> int:
-        """The first position that the token after `num_tokens` looks at."""
+        """The first position that the token after `num_tokens` attends to."""
         window = self._capability.sliding_window
         return 0 if window is None else max(0, num_tokens - window)
 
@@ -124,7 +128,3 @@ class TokenMemoryBackend:
                 )
             seen.append(entry[0])
         return self.answer(seen)
-
-
-def _enter(join: Join) -> _Row:
-    return _Row(Tokens.frombytes(join.tokens), list(join.block_ids), join.params.logprobs is not None)
