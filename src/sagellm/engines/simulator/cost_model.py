@@ -195,8 +195,8 @@ class CostModel:
         fixed = fixed + self.coefficients.step_s + self.coefficients.chunk_step_s * layers * has_chunks
         return fixed + self._kv_s() * decode_context
 
-        """Seconds of linear layers, output projection (on `rows`) and experts."""
-        """Seconds of a decode step without the part that depends on contexts; cached by batch size."""
+    def _rows_s(self, num_decodes: int) -> float:
+        """Seconds of a decode step without attention; cached by batch size."""
         found = self._decode_s.get(num_decodes)
         if found is None:
             found = self._decode_s[num_decodes] = self.compute_s(*self.columns(StepShape(num_decodes)))
