@@ -228,21 +228,22 @@ def drive(
     finally:
         for stop in unsubscribe:
             stop()
-    timings = []
-    for request in arrivals:
-        name = request.request_id
-        event, wanted = ended[name], request.params.max_tokens
-        cut_short = event.reason == FinishReason.LENGTH and event.num_output_tokens < (wanted or 0)
-        served = event.reason in (FinishReason.LENGTH, FinishReason.STOP) and not cut_short
-        if event.first_token_s is None or not served:
-            raise CapacityError(
-                f"request {name} ended ({event.reason}) with {event.num_output_tokens} tokens: "
-                "give the engine more KV blocks and a longer context, or leave the request out"
-            )
-        lengths = (len(request.tokens), event.num_output_tokens)
-        times_s = (request.arrival_s, queued_s[name], scheduled_s[name])
-        timings.append(RequestTiming(name, *lengths, *times_s, event.first_token_s, event.finished_s))
-    return timings
+    names = [request.request_id for request in arrivals]
+    return [_timing(r, ended[n], queued_s[n], scheduled_s[n]) for r, n in zip(arrivals, names, strict=True)]
+
+
+def _timing(request: Request, event: RequestFinished, queued_s: float, scheduled_s: float) -> RequestTiming:
+    """The timing of a request that has ended; raises `CapacityError` unless it got all its tokens."""
+    wanted = request.params.max_tokens
+    cut_short = event.reason == FinishReason.LENGTH and event.num_output_tokens < (wanted or 0)
+    served = event.reason in (FinishReason.LENGTH, FinishReason.STOP) and not cut_short
+    if event.first_token_s is None or not served:
+        raise CapacityError(
+            f"request {request.request_id} ended ({event.reason}) with {event.num_output_tokens} tokens: "
+            "give the engine more KV blocks and a longer context, or leave the request out"
+        )
+    times_s = (request.arrival_s, queued_s, scheduled_s, event.first_token_s, event.finished_s)
+    return RequestTiming(request.request_id, len(request.tokens), event.num_output_tokens, *times_s)
 
 
 # -- comparing
