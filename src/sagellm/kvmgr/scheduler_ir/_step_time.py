@@ -48,7 +48,8 @@ class StepTimeModel:
         if facts.num_prefill_tokens:
             self._learn(facts)
         else:
-            self.step_s = _mean(self.step_s, seconds) if self._decodes_known else seconds
+            old = self.step_s if self._decodes_known else seconds
+            self.step_s = old + (1 - STEADY) * (min(seconds, OUTLIER * old) - old)
             self._decodes_known = True
         return True
 
@@ -93,7 +94,3 @@ def _least_squares(square: Matrix, right: Matrix) -> list[float]:
             break
         del chosen[worst]
     return found
-
-
-def _mean(old: float, new: float) -> float:
-    return old + (1 - STEADY) * (min(new, OUTLIER * old) - old)

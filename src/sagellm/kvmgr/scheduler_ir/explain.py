@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sagellm.core.plan import Draft, ExecutionPlan, Placement, RequestState
+from sagellm.core.plan import Draft, ExecutionPlan, Placement
 from sagellm.core.protocols.engine import EngineStats
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 from sagellm.core.types import RequestOutput
@@ -78,7 +78,12 @@ class ScheduleLog:
         load: EngineStats | None = None,
     ) -> StepRecord:
         """Append an executed step. `arrived` came before it, `load` is the load after it."""
-        ended = {o.request_id: _ending(o) for o in outputs if o.finish_reason is not None}
+        ended = {
+            o.request_id: f"ends ({o.finish_reason.value}{f': {o.error}' if o.error else ''}) "
+            f"after {o.num_output_tokens} tokens"
+            for o in outputs
+            if o.finish_reason is not None
+        }
         step = StepRecord(plan, self._rows.copy(), now_s, self._effects[:], arrived, ended, load)
         self._effects.clear()
         self._rows.follow(plan)
@@ -154,8 +159,8 @@ class _Snapshot:
             dict(draft.rejected),
             frozenset((t.request_id, t.target_instance) for t in draft.transfers),
             dict(draft.placements),
-            _ids(draft.waiting),
-            _ids(draft.running),
+            tuple(state.request_id for state in draft.waiting),
+            tuple(state.request_id for state in draft.running),
         )
 
     def changes(self, after: _Snapshot) -> Iterator[tuple[str, str]]:
@@ -187,17 +192,11 @@ class _Snapshot:
 
 
 def _moved(before: tuple[str, ...], after: tuple[str, ...], where: str) -> Iterator[tuple[str, str]]:
-    """Those who stand further in front."""
-    if before == after:
-        return
-    places = {name: place for place, name in enumerate(before)}
-    for place, name in enumerate(after):
-        if name in places and place < places[name]:
-            yield name, f"moved {where} from place {places[name] + 1} to {place + 1}"
-
-
-def _ids(states: Sequence[RequestState]) -> tuple[str, ...]:
-    return tuple(state.request_id for state in states)
+    """Requests that moved forward."""
+    positions = {name: position for position, name in enumerate(before, 1)}
+    for position, name in enumerate(after, 1):
+        if position < positions.get(name, 0):
+            yield name, f"moved {where} from place {positions[name]} to {position}"
 
 
 def _lines_of(step: StepRecord, request_id: str) -> Iterator[str]:
@@ -238,9 +237,3 @@ def _work_of(step: StepRecord, request_id: str) -> Iterator[str]:
     for sent in plan.transfers:
         if sent.request_id == request_id:
             yield f"sends blocks {numbers(sent.block_ids)} to @{sent.target_instance}"
-
-
-def _ending(output: RequestOutput) -> str:
-    why = f": {output.error}" if output.error else ""
-    reason = "" if output.finish_reason is None else output.finish_reason.value
-    return f"ends ({reason}{why}) after {output.num_output_tokens} tokens"

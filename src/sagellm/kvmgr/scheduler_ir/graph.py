@@ -29,7 +29,7 @@ from sagellm.core.ir import (
     RejectOp,
     TransferOp,
 )
-from sagellm.core.plan import ExecutionPlan, Join, Prefill
+from sagellm.core.plan import ExecutionPlan, Join
 from sagellm.core.types import TOKEN_BYTES
 from sagellm.kvmgr.scheduler_ir.rows import Rows
 
@@ -158,12 +158,12 @@ class _Derivation:
     def add(self, plan: ExecutionPlan) -> None:
         for request in plan.preempted:
             self._preempted[request] = self._next
-            self._add(PreemptOp(request=request, **self._at()))
+            self.ops.append(PreemptOp(request=request, **self._at()))
         for request, reason in plan.rejected:
-            self._add(RejectOp(request=request, reason=reason, **self._at()))
+            self.ops.append(RejectOp(request=request, reason=reason, **self._at()))
         for request, placement in plan.placements:
             self._placed[request] = self._next
-            self._add(PlaceOp(request=request, placement=placement, **self._at()))
+            self.ops.append(PlaceOp(request=request, placement=placement, **self._at()))
         for row in plan.left:
             self._leave(row)
         for join in plan.joined:
@@ -175,18 +175,18 @@ class _Derivation:
             self._new_blocks.setdefault(delta.row, set()).update(delta.block_ids)
             self._row_op[delta.row] = self._next
             name = self._names.get(delta.row)
-            self._add(BlockTableOp(delta=delta, request=name, **self._at(after)))
+            self.ops.append(BlockTableOp(delta=delta, request=name, **self._at(after)))
         for copy in plan.copies:
             source, target = (copy.source_tier, copy.source_block), (copy.target_tier, copy.target_block)
             after = {*self._writes[source], *self._writes[target], *self._reads[target]}
             self._reads[source].append(self._next)
             self._writes[target].append(self._next)
-            self._add(CopyOp(copy=copy, **self._at(after)))
+            self.ops.append(CopyOp(copy=copy, **self._at(after)))
         self._compute(plan)
         for transfer in plan.transfers:
             known = self._computes.get(transfer.request_id)
             after = set(self._computes[None] if known is None else known)
-            self._add(TransferOp(transfer=transfer, **self._at(after)))
+            self.ops.append(TransferOp(transfer=transfer, **self._at(after)))
 
     @property
     def _next(self) -> int:
@@ -195,9 +195,6 @@ class _Derivation:
     def _at(self, after: Iterable[int] = ()) -> _NodeFields:
         return {"op_id": self._next, "instance": self.instance, "after": tuple(sorted(after))}
 
-    def _add(self, op: Operation) -> None:
-        self.ops.append(op)
-
     def _of_row(self, row: int) -> set[int]:
         return {self._row_op[row]} if row in self._row_op else set()
 
@@ -205,7 +202,7 @@ class _Derivation:
         name = self._names.pop(row, None)
         after = {self._preempted[name]} if name in self._preempted else set()
         self._row_op[row] = self._next
-        self._add(LeaveOp(row=row, request=name, **self._at(after)))
+        self.ops.append(LeaveOp(row=row, request=name, **self._at(after)))
 
     def _join(self, join: Join) -> None:
         after = self._of_row(join.row)
@@ -214,19 +211,21 @@ class _Derivation:
         self._row_op[join.row] = self._next
         has_output = len(join.tokens) // TOKEN_BYTES > join.num_prompt_tokens
         resumes = has_output or join.request_id in self.rows.preempted
-        self._add(JoinOp(join=join, resumes=resumes, **self._at(after)))
+        self.ops.append(JoinOp(join=join, resumes=resumes, **self._at(after)))
 
     def _compute(self, plan: ExecutionPlan) -> None:
         for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
             name = self._names.get(row)
             at = self._at(self._before_compute(row))
             self._computes[name].append(self._next)
-            self._add(DecodeOp(row=row, position=position, request=name, **at))
+            self.ops.append(DecodeOp(row=row, position=position, request=name, **at))
         for prefill in plan.prefills:
             at = self._at(self._before_compute(prefill.row))
             self._computes[prefill.request_id].append(self._next)
-            phase = self._phase_of(prefill)
-            self._add(PrefillOp(prefill=prefill, phase=phase, **at))
+            only_decodes = Phase.PREFILL not in self.phases
+            last_token = prefill.num_tokens == 1 and prefill.samples
+            phase = Phase.DECODE if only_decodes and last_token else Phase.PREFILL
+            self.ops.append(PrefillOp(prefill=prefill, phase=phase, **at))
 
     def _before_compute(self, row: int) -> set[int]:
         """Ids of operations that a compute operation of this row comes after.
@@ -241,7 +240,3 @@ class _Derivation:
                 if tier == Tier.HBM and block in self._new_blocks.get(row, ()):
                     after.update(ops)
         return after
-
-    def _phase_of(self, prefill: Prefill) -> Phase:
-        last_token = prefill.num_tokens == 1 and prefill.samples
-        return Phase.DECODE if last_token and Phase.PREFILL not in self.phases else Phase.PREFILL

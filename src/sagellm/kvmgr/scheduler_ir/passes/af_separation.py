@@ -55,7 +55,8 @@ class AFSeparationPass:
             return
         if draft.num_new_running or len(draft.running) != self._num_running:
             self._num_running = len(draft.running)
-            self._remove_ended()
+            for state in [s for s in self._placed if s.status is not RequestStatus.RUNNING]:
+                self.num_tokens[self.placements.pop(state.request_id)] -= self._placed.pop(state)
         if (draft.waiting or self._queue.ranks) and self._queue.update(draft.waiting):
             self._queue.ranks.update(dict.fromkeys(self._queue.arrived))
             self._place(draft, [s for s in self._queue.left if s.status is RequestStatus.RUNNING])
@@ -76,10 +77,6 @@ class AFSeparationPass:
             self.placements[state.request_id] = name
             known = draft.placements.get(state.request_id, Placement())
             draft.placements[state.request_id] = replace(known, attention=name, ffn=",".join(self.ffn))
-
-    def _remove_ended(self) -> None:
-        for state in [s for s in self._placed if s.status is not RequestStatus.RUNNING]:
-            self.num_tokens[self.placements.pop(state.request_id)] -= self._placed.pop(state)
 
 
 PLUGIN = AFSeparationPass

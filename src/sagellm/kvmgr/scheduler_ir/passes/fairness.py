@@ -54,7 +54,9 @@ class FairnessPass:
             return
         if queue.update(waiting):
             self._note(draft, view)
-            self._remove_ended()
+            if len(self._charged) > 2 * self._num_charged + MAX_STALE:  # no tenants competed for long
+                self._charge_outputs()
+                self._num_charged = len(self._charged)
         if len(self._num_waiting) < 2 or not view.num_free_rows or len(waiting) < 2:
             return
         self._charge_outputs()
@@ -78,12 +80,6 @@ class FairnessPass:
             if not self._num_waiting[tenant]:
                 self._raise_counter(tenant)
             self._num_waiting[tenant] += 1
-
-    def _remove_ended(self) -> None:
-        """Remove finished requests from time to time, even while no tenants compete."""
-        if len(self._charged) > 2 * self._num_charged + MAX_STALE:
-            self._charge_outputs()
-            self._num_charged = len(self._charged)
 
     def _note_left(self, state: RequestState) -> None:
         tenant = state.request.namespace.tenant
@@ -109,7 +105,7 @@ class FairnessPass:
         self.counters[tenant] = self.counters.get(tenant, 0.0) + tokens / self.weights.get(tenant, 1.0)
 
     def _charge_outputs(self) -> None:
-        """Charge the tokens generated since the last call."""
+        """Charge the tokens generated since the last call, and remove finished requests."""
         charged = self._charged
         ended = []
         for state, num_charged in charged.items():

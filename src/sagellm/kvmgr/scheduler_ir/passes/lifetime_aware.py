@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import log2
 
 from sagellm.core.plan import Draft, RequestState
-from sagellm.core.protocols.lifetime import LifetimePredictor, Prediction, PredictionRequest
+from sagellm.core.protocols.lifetime import LifetimePredictor, PredictionRequest
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.registry import registry
 from sagellm.core.types import RequestStatus
@@ -106,15 +106,13 @@ class LifetimeAwarePass:
                 category=state.request.namespace.adapter or state.request.namespace.model,
             )
         )
-        self._expected[state] = state.num_output_tokens + self._at_quantile(prediction)
+        quantiles = prediction.quantiles
+        level = min((level for level in quantiles if level >= self.quantile), default=None)
+        remaining = prediction.remaining_tokens if level is None else quantiles[level]
+        self._expected[state] = state.num_output_tokens + remaining
         step = round(STEPS_PER_OCTAVE * log2(1 + max(0.0, prediction.remaining_tokens)))
         self._typical += (step > self._typical) - (step < self._typical)
         self._queue.rerank(state, self._rank(state, step))
-
-    def _at_quantile(self, prediction: Prediction) -> float:
-        """The predicted length at the next higher known quantile, else the median."""
-        levels = [level for level in sorted(prediction.quantiles) if level >= self.quantile]
-        return prediction.quantiles[levels[0]] if levels else prediction.remaining_tokens
 
     def _teach(self, now_s: float) -> None:
         for state in [s for s in self._active if s.status is not RequestStatus.RUNNING]:

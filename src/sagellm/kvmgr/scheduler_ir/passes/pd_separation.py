@@ -20,6 +20,7 @@ from sagellm.kvmgr.scheduler_ir._step_time import StepTimeModel
 
 THIS_INSTANCE = ""
 STEADY = 0.9
+"""Weight of the past in the mean step time."""
 NOT_ADMITTED, NOT_SENT = -2, -1
 """States of a placed request before its KV is sent; then, its number of preemptions at that time."""
 OPTIONS = ("link_bytes_s", "token_s", "step_s", "seq_s")
@@ -96,7 +97,7 @@ class PDSeparationPass:
         self.requires = frozenset({self.name} if self.sites else ())
         self.placements: dict[str, Placement] = {}
         self.step_time = StepTimeModel()
-        self._mixed_step_s = 0.0
+        self._mixed_step_s = 0.0  # mean step with decodes, prompts of others included
         self._queue = RankedQueue()
         self._num_queued_tokens = 0
         self._placed: dict[RequestState, int] = {}
@@ -104,7 +105,11 @@ class PDSeparationPass:
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
         if not self.sites:
             return
-        self._observe(view)
+        facts = view.last_step
+        self.step_time.observe(facts)
+        if facts.num_decodes:
+            old = self._mixed_step_s or facts.duration_s
+            self._mixed_step_s = STEADY * old + (1 - STEADY) * facts.duration_s
         if self._placed:
             self._follow(draft)
         if (draft.waiting or self._queue.ranks) and self._queue.update(draft.waiting):
@@ -117,13 +122,6 @@ class PDSeparationPass:
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
         return None if self.sites else ALWAYS_STABLE
-
-    def _observe(self, view: SchedulingView) -> None:
-        facts = view.last_step
-        self.step_time.observe(facts)
-        if facts.num_decodes:
-            old = self._mixed_step_s or facts.duration_s
-            self._mixed_step_s = STEADY * old + (1 - STEADY) * facts.duration_s
 
     # -- where a request runs
 
