@@ -82,7 +82,7 @@ def test_what_a_pass_does_in_silence_is_seen() -> None:
     assert ("cut", "computes tokens 8:11, before it 8:20") in silent
 
 
-def test_what_a_pass_says_is_not_told_twice() -> None:
+def test_a_recorded_decision_is_no_unrecorded_effect() -> None:
     _, log = watched([request("a", range(8), 3)], [])
     assert [one.effects for one in log.steps] == [[]] * 3
     assert log.story("a") == [
@@ -97,7 +97,7 @@ def test_what_a_pass_says_is_not_told_twice() -> None:
     ]
 
 
-def test_placements_and_transfers_are_told() -> None:
+def test_placements_and_transfers_are_effects() -> None:
     _, log = watched([request("a", range(8), 2)], [Placing()])
     placed, sent = (step.effects for step in log.steps)
     assert placed == [Effect("placing", "a", "placed: decode @d0, ffn @f0")]
@@ -106,7 +106,7 @@ def test_placements_and_transfers_are_told() -> None:
     assert '%0 = place "a" decode @d0 ffn @f0' in log.steps[0].text
 
 
-def test_a_change_of_order_is_told_of_who_gains() -> None:
+def test_a_change_of_order_is_an_effect_on_the_request_that_gains() -> None:
     requests = [request("low", range(30), 2), request("high", range(40, 50), 2, priority=1)]
     _, log = watched(requests, [PriorityBasedPass()])
     assert log.steps[0].effects[0] == Effect("priority_based", "high", "moved in the queue from place 2 to 1")

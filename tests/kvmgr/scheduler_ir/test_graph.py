@@ -25,7 +25,7 @@ def edges(graph: IRGraph) -> dict[str, list[str]]:
     return {names[op.op_id]: [names[one] for one in op.after] for op in graph.ops}
 
 
-def test_an_operation_comes_after_those_that_it_meets() -> None:
+def test_an_operation_comes_after_those_it_depends_on() -> None:
     plan = ExecutionPlan(
         1,
         left=(2,),
@@ -56,7 +56,7 @@ def test_an_operation_comes_after_those_that_it_meets() -> None:
     }
 
 
-def test_a_transfer_of_who_is_not_named_comes_after_all_who_are_not() -> None:
+def test_a_transfer_of_an_unknown_request_comes_after_all_unknown_rows() -> None:
     plan = ExecutionPlan(
         1, decode_rows=(0, 1), decode_positions=(4, 3), transfers=(Transfer("a", (1,), "d"),)
     )

@@ -19,7 +19,7 @@ def plans_of(name: str) -> Plans:
 
 
 @pytest.mark.parametrize("name", plan_golden.SCENES)
-def test_plans_are_those_that_are_kept(name: str) -> None:
+def test_plans_are_the_golden_ones(name: str) -> None:
     log = plan_golden.run(plan_golden.SCENES[name])
     assert plan_golden.text(plan_golden.SCENES[name]) == plan_golden.kept(name), plan_golden.COMMAND
     assert plans_of(name) == [step.plan for step in log.steps], "the text is complete"

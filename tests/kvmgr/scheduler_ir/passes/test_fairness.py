@@ -101,7 +101,7 @@ def test_one_tenant_alone_is_left_as_it_is() -> None:
     assert desk.step() == ["b", "a"]
 
 
-def test_counters_of_those_long_gone_are_forgotten() -> None:
+def test_counters_of_tenants_long_idle_are_forgotten() -> None:
     scheduler_pass = FairnessPass()
     desk = Desk(scheduler_pass)
     for i in range(5000):

@@ -35,7 +35,7 @@ def test_the_peak_is_that_of_a_walk_through_time(batch: list[tuple[int, int]]) -
     assert max(0.0, peak_growth(held, left)) == peak
 
 
-def test_nobody_overtakes_whom_predicted_memory_keeps_waiting() -> None:
+def test_no_request_overtakes_one_that_predicted_memory_keeps_waiting() -> None:
     desk = Desk(AdmissionPass(headroom=0.0), DeskView(available=20))
     desk.running = [admit(state("r", 8, max_tokens=24), 8)]
     desk.waiting = [state("fits", 8, max_tokens=4), state("large", 60), state("small", 4, max_tokens=1)]
@@ -43,7 +43,7 @@ def test_nobody_overtakes_whom_predicted_memory_keeps_waiting() -> None:
     assert [(d.request_id, d.action) for d in desk.draft.decisions] == [("large", "wait")]
 
 
-def test_who_is_first_passes_when_nobody_runs_and_after_a_while() -> None:
+def test_the_head_passes_when_none_runs_and_after_a_while() -> None:
     desk = Desk(AdmissionPass(max_hold_s=10.0), DeskView(available=20))
     desk.waiting = [state("large", 60, max_tokens=1000)]
     assert desk.step() == ["large"]
@@ -55,7 +55,7 @@ def test_who_is_first_passes_when_nobody_runs_and_after_a_while() -> None:
     assert desk.step() == ["large"]
 
 
-def test_a_blocked_queue_is_looked_at_again_when_somebody_left() -> None:
+def test_a_blocked_queue_is_tried_again_when_a_request_left() -> None:
     calls = 0
 
     class Counting(AdmissionPass):
@@ -171,7 +171,7 @@ def _asked(view: DeskView, *waiting: RequestState, running: int = 1) -> Draft:
     return draft
 
 
-def test_who_waits_is_told_of_the_watermark_where_it_is_in_the_way() -> None:
+def test_the_reason_names_the_watermark_where_it_is_in_the_way() -> None:
     for available, told in (
         (2, "its prompt needs 3 blocks, 2 are available"),
         (3, "its prompt needs 3 blocks, 3 are available, and 2 must be left for those that run"),
@@ -182,7 +182,7 @@ def test_who_waits_is_told_of_the_watermark_where_it_is_in_the_way() -> None:
     assert _asked(DeskView(available=5), state("w", 12), running=2).decisions == []
 
 
-def test_who_waits_behind_another_is_told_so() -> None:
+def test_the_reason_names_the_request_that_waits_in_front() -> None:
     draft = _asked(DeskView(available=4), state("large", 40), state("small", 4))
     assert [(one.request_id, one.reason) for one in draft.decisions] == [
         ("large", "its prompt needs 10 blocks, 4 are available"),
@@ -298,7 +298,7 @@ def test_like_lengths_stand_together_the_oldest_first() -> None:
     assert desk.step() == ["long", "longer", "short", "shorter", "middle"]
 
 
-def test_who_fits_goes_before_who_does_not_until_its_turn() -> None:
+def test_requests_that_fit_overtake_until_the_other_is_overdue() -> None:
     desk = Desk(BatchingEfficiencyPass(max_wait_s=5.0, watermark=0), DeskView(available=10))
     desk.waiting = [state("large", 60)]
     desk.waiting += [state(name, size, arrival_s=0.1) for name, size in (("a", 8), ("b", 8), ("c", 48))]
@@ -316,7 +316,7 @@ def test_who_fits_goes_before_who_does_not_until_its_turn() -> None:
     assert desk.draft.waiting[0].request_id == "large"  # its turn: it waits at the front until it fits
 
 
-def test_nobody_of_lower_priority_is_moved_before_who_does_not_fit() -> None:
+def test_lower_priority_does_not_overtake_a_request_that_does_not_fit() -> None:
     desk = Desk(BatchingEfficiencyPass(watermark=0), DeskView(available=10))
     desk.waiting = [state("large", 60, priority=1), state("equal", 8, arrival_s=0.2, priority=1)]
     desk.waiting += [state("small", 8, arrival_s=0.1)]

@@ -56,7 +56,7 @@ def _sharing(count: int) -> list[RequestState]:
     return [state(f"s{i}", tokens=[*SHARED, 100 + i], arrival_s=0.0) for i in range(count)]
 
 
-def test_of_those_that_share_one_goes_and_the_others_wait() -> None:
+def test_of_requests_that_share_a_prefix_one_runs_and_the_others_wait() -> None:
     desk = Desk(PrefixCacheAwarePass(min_shared=8))
     desk.waiting = [*_sharing(3), state("alone", 30)]
     assert desk.step() == ["s0", "alone"]
@@ -84,7 +84,7 @@ def test_the_wait_for_a_shared_prefix_is_bounded() -> None:
     assert desk.step() == ["s0", "s1"]  # and is not held again
 
 
-def test_whose_turn_it_is_waits_for_nobody() -> None:
+def test_a_promoted_request_waits_for_no_leader() -> None:
     desk = Desk(PrefixCacheAwarePass(min_shared=8, max_wait_s=0.0))
     leader, follower = _sharing(2)
     desk.waiting = [leader, follower]
@@ -107,7 +107,7 @@ def test_a_preempted_or_ended_leader_is_not_waited_for() -> None:
             assert desk.step() == ["s0", "s1"]
 
 
-def test_nobody_waits_for_lower_priority_or_for_little() -> None:
+def test_no_request_waits_for_lower_priority_or_for_little() -> None:
     desk = Desk(PrefixCacheAwarePass(min_shared=8))
     desk.waiting = [
         state("low", tokens=[*SHARED, 1]),

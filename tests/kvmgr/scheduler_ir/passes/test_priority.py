@@ -62,7 +62,7 @@ def test_the_urgent_push_out_the_last_of_lower_priority() -> None:
     assert [(d.request_id, d.action) for d in desk.draft.decisions] == [("b", "preempt")]
 
 
-def test_as_many_as_are_needed_and_nobody_where_that_is_not_enough() -> None:
+def test_as_many_victims_as_needed_and_none_where_that_is_not_enough() -> None:
     for length, preempted in ((8, ["c"]), (16, ["c", "b"]), (400, [])):
         desk = Desk(PriorityBasedPass(preempt=True, watermark=0), _full(9, available=0))
         desk.running = [admit(state(name, arrival_s=i), 12) for i, name in enumerate("abc")]
@@ -71,7 +71,7 @@ def test_as_many_as_are_needed_and_nobody_where_that_is_not_enough() -> None:
         assert [one.request_id for one in desk.draft.preempted] == preempted
 
 
-def test_equals_and_those_that_aged_are_not_pushed_out() -> None:
+def test_equal_and_aged_requests_are_not_preempted() -> None:
     for priority, arrival_s in ((0, 200.0), (1, 300.0)):
         desk = Desk(PriorityBasedPass(preempt=True, age_s=100.0), _full())
         desk.now_s = 300.0
@@ -81,7 +81,7 @@ def test_equals_and_those_that_aged_are_not_pushed_out() -> None:
         assert desk.draft.preempted == []
 
 
-def test_without_the_option_nobody_is_pushed_out() -> None:
+def test_without_the_option_no_request_is_preempted() -> None:
     desk = Desk(PriorityBasedPass(), _full())
     desk.running = [admit(state("a"), 8)]
     desk.waiting = [state("urgent", priority=1)]

@@ -35,7 +35,7 @@ def test_earliest_deadline_first_and_the_hopeless_last() -> None:
     assert desk.step() == ["urgent", "early", "late", "no goal", "hopeless"]
 
 
-def test_who_can_no_longer_make_it_falls_back_while_nobody_comes() -> None:
+def test_a_request_that_became_late_falls_back_without_an_arrival() -> None:
     desk = Desk(SLOAwarePass())
     at_pace(desk)
     desk.waiting = [state("short", 10, ttft_s=1.0), state("long", 10, ttft_s=2.0)]
@@ -77,7 +77,7 @@ def _running(name: str, tpot_s: float | None) -> RequestState:
     return RequestState.of(request)
 
 
-def test_steps_are_no_longer_than_the_shortest_goal_of_those_that_run() -> None:
+def test_steps_are_no_longer_than_the_shortest_goal_of_running_requests() -> None:
     desk = Desk(SLOAwarePass(tpot_s=0.5, margin=1.0, min_prefill=4))
     tight, other = _running("tight", 0.1), _running("other", None)
     desk.waiting = [tight, other]

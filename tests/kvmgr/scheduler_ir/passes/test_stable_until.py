@@ -61,7 +61,7 @@ def test_who_must_make_way_is_a_reason_to_plan() -> None:
     assert ask(desk, one) is None
 
 
-def test_until_somebody_gets_a_turn_and_while_the_cache_is_the_same() -> None:
+def test_until_a_request_is_promoted_and_while_the_cache_is_the_same() -> None:
     one = PrefixCacheAwarePass(max_wait_s=5.0)
     desk = desk_with(one)
     said = ask(desk, one)
@@ -72,7 +72,7 @@ def test_until_somebody_gets_a_turn_and_while_the_cache_is_the_same() -> None:
     assert ask(desk, one) is None, "those who wait are looked up again"
 
 
-def test_a_turn_that_is_not_earned_does_not_come_with_time() -> None:
+def test_a_promotion_without_credit_does_not_come_with_time() -> None:
     one = PrefixCacheAwarePass(max_wait_s=1.0)
     desk = desk_with(one)
     said = ask(desk, one)
@@ -86,7 +86,7 @@ def test_a_queue_that_the_pass_has_not_seen(one: SchedulerPass) -> None:
     assert ask(desk, one) is None
 
 
-def test_tenants_that_compete_are_told_apart_by_every_token() -> None:
+def test_every_token_changes_the_order_of_competing_tenants() -> None:
     one = FairnessPass()
     assert ask(desk_with(one), one) == ALWAYS_STABLE
     desk = Desk(one := FairnessPass())
@@ -106,14 +106,14 @@ def test_the_first_that_does_not_fit() -> None:
         assert joint_stability(both, draft_of(desk), view) == said
 
 
-def test_what_the_first_has_cached_is_told_to_the_cache_in_every_step() -> None:
+def test_a_prefix_hit_of_the_head_changes_the_cache_in_every_step() -> None:
     view = DeskView(available=1, cached={"a": 4})
     desk = desk_with(ChunkedPrefillPass(), view)
     assert ask(desk, ChunkedPrefillPass()) is None
 
 
 @pytest.mark.parametrize("one", [VllmLikePass(), ChunkedPrefillPass()])
-def test_a_prompt_that_fills_the_step_leaves_nothing_to_who_waits(one: SchedulerPass) -> None:
+def test_a_prompt_that_fills_the_step_leaves_nothing_to_waiting_requests(one: SchedulerPass) -> None:
     desk = desk_with(one)
     draft = draft_of(desk, chunk=40)
     assert joint_stability([one], draft, desk.view) == ALWAYS_STABLE

@@ -51,7 +51,7 @@ def test_the_cheapest_takes_the_least_time_to_come_back_for_each_block() -> None
 
 
 @pytest.mark.parametrize("victims", VICTIMS)
-def test_only_who_comes_later_leaves_and_the_lowest_priority_first(victims: str) -> None:
+def test_only_later_requests_are_preempted_and_the_lowest_priority_first(victims: str) -> None:
     scene = [SCENE[0], *((name, n, at, 1) for name, n, at, _ in SCENE[1:4]), ("last", 20, 4.0, 0)]
     assert left(decide(DeskView(), scene, victims=victims)) == ["last"]
     front = [("before", 90, 99.0, -1), *scene]

@@ -100,7 +100,7 @@ def test_preempted_requests_come_back_first_and_in_order() -> None:
     assert ["d", "c"] not in order
 
 
-def test_the_whole_prompt_must_fit_and_the_chunk_is_paid_for() -> None:
+def test_the_whole_prompt_must_fit_but_takes_blocks_of_its_chunk() -> None:
     engine = engine_of(num_blocks=10, budget=8)
     engine.add(request("a", prompt(0, 8), 9))
     assert step(engine) == {"a": 8}
@@ -138,7 +138,7 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
     release()
 
 
-def test_a_steady_step_asks_for_nobody() -> None:
+def test_a_steady_step_touches_no_request() -> None:
     engine = engine_of(rows=8)
     for i in range(8):
         engine.add(request(str(i), prompt(10 * i, 3), 40))

@@ -33,7 +33,7 @@ WITH_GUARD: dict[str, Make] = {
 }
 
 
-def test_a_queue_ranks_once_and_tells_arrivals_and_departures() -> None:
+def test_a_queue_ranks_once_and_reports_arrivals_and_departures() -> None:
     queue, a, b, c = RankedQueue(), state("a"), state("b"), state("c")
     assert queue.update([a, b])
     assert (queue.arrived, queue.left) == ([a, b], [])
@@ -57,7 +57,7 @@ def test_who_is_only_kept_back_by_another_pass_has_not_left() -> None:
     assert (queue.left, list(queue.ranks)) == ([], [a, b])
 
 
-def test_a_queue_forgets_whom_it_never_sees_again() -> None:
+def test_a_queue_forgets_requests_that_it_never_sees_again() -> None:
     queue = RankedQueue()
     for index in range(5000):
         queue.update([state(str(index))])
