@@ -62,7 +62,7 @@ def test_a_preempted_request_gives_back_row_and_blocks() -> None:
     plan = IRBuilder().build([ask("new", 4)], running, available_memory=0)
     assert (plan.preempted, plan.left, plan.decode_rows) == (("young",), (1,), (0,))
     assert plan.table_deltas[0].block_ids == (2,), "a block that young held"
-    assert plan.joined == (), "a step that preempts admits nobody"
+    assert plan.joined == (), "a step that preempts admits none"
 
 
 def test_an_empty_queue() -> None:

@@ -13,7 +13,7 @@ PATH = "tests.kvmgr.scheduler_ir.test_user_pass:OddOnesLastPass"
 
 
 class OddOnesLastPass:
-    """Who asks for an odd number of tokens comes last."""
+    """Requests for an odd number of tokens come last."""
 
     name = "odd_ones_last"
 

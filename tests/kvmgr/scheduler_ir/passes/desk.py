@@ -14,7 +14,7 @@ from sagellm.core.types import SLO, Namespace, Request, RequestStatus, SamplingP
 
 @dataclass
 class DeskView:
-    """Prices of requests that share nothing; `cached` says how many tokens of whom are in the index."""
+    """Prices of requests that share nothing; `cached` are the cached tokens by request."""
 
     num_blocks: int = 1000
     block_size: int = 4

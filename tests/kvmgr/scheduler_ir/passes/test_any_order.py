@@ -18,7 +18,7 @@ from tests.effort import examples
 
 
 class PreemptOthers(PreemptAtRandom):
-    """Nobody twice: a pass before it may have preempted too."""
+    """No request twice: an earlier pass may have preempted too."""
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
         for state in [one for one in draft.running if one not in draft.preempted]:

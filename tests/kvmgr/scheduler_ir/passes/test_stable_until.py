@@ -69,7 +69,7 @@ def test_until_a_request_is_promoted_and_while_the_cache_is_the_same() -> None:
     assert 5.9 < said.until_s <= 6.0
     assert said.same_cache
     desk.view.version += 1
-    assert ask(desk, one) is None, "those who wait are looked up again"
+    assert ask(desk, one) is None, "waiting requests are looked up again"
 
 
 def test_a_promotion_without_credit_does_not_come_with_time() -> None:
@@ -129,7 +129,7 @@ def test_a_shorter_chunk_leaves_tokens_to_others() -> None:
 def test_a_pass_that_cannot_tell() -> None:
     one = SLOAwarePass()
     desk = Desk(one)
-    assert ask(desk, one) == ALWAYS_STABLE, "nobody waits"
+    assert ask(desk, one) == ALWAYS_STABLE, "no request waits"
     assert ask(desk, one, chunk=40) is None
     desk.waiting = [state("a")]
     assert ask(desk, one) is None

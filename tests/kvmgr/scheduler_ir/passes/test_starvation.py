@@ -144,7 +144,7 @@ def test_the_longest_wait_is_bounded_in_every_pass_with_guard(
 @settings(max_examples=40, deadline=None)
 @given(age_s=st.sampled_from([2.0, 5.0]), difference=st.integers(0, 3), order=st.permutations(["x", "y"]))
 def test_ageing_bounds_the_wait_under_any_priority(age_s: float, difference: int, order: list[str]) -> None:
-    """Nobody is overtaken by who comes `age_s * (1 + difference)` seconds later."""
+    """No request is overtaken by one that arrives `age_s * (1 + difference)` seconds later."""
     desk = Desk(PriorityBasedPass(age_s))
     victim = state("victim")
     desk.waiting.append(victim)

@@ -1,4 +1,4 @@
-"""Who leaves when memory is short, and whose KV is saved: golden decisions on one small scene."""
+"""Which request is preempted when memory is short, and which KV is saved: golden decisions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SCENE = [  # name, tokens computed, arrival, priority
     ("middle", 40, 9.0, 0),
     ("last", 20, 4.0, 0),
 ]
-"""In order of who comes first; blocks of four tokens, none free."""
+"""In batch order; blocks of four tokens, none free."""
 
 
 def decide(view: DeskView, scene: list[tuple[str, int, float, int]] = SCENE, **options: object) -> Draft:
-    """`first` needs one block more, nobody else anything."""
+    """`first` needs one block more, the others none."""
     running = [
         admit(state(name, length + 4, arrival_s=arrival_s, priority=priority), length)
         for name, length, arrival_s, priority in scene
@@ -59,7 +59,7 @@ def test_only_later_requests_are_preempted_and_the_lowest_priority_first(victims
     draft = Draft(0, 10.0, 64, running, [])
     draft.chunks["first"] = Chunk(running[1], 8, 4)
     strategies.make_pass("memory_aware_preemption", {"victims": victims})(draft, DeskView(available=0))
-    assert left(draft) == ["last"], "nobody in front makes way"
+    assert left(draft) == ["last"], "no earlier request is preempted"
 
 
 @pytest.mark.parametrize(

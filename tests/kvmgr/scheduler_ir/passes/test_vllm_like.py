@@ -106,7 +106,7 @@ def test_the_whole_prompt_must_fit_but_takes_blocks_of_its_chunk() -> None:
     assert step(engine) == {"a": 8}
     engine.add(request("b", prompt(30, 33)))
     engine.add(request("c", prompt(70, 4)))
-    assert step(engine) == {"a": 1}  # three blocks are held, nine wanted; nobody overtakes
+    assert step(engine) == {"a": 1}  # three blocks are held, nine wanted; no request overtakes
     draft = engine.draft()
     assert [(one.request_id, one.action) for one in draft.decisions] == [("b", "wait")]
 

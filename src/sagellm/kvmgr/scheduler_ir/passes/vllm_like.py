@@ -167,11 +167,12 @@ class _Step:
     def admit_waiting(self, watermark: int) -> None:
         """Admit in order until tokens, rows or blocks run out."""
         draft, kv = self.draft, self.view.kv
-        rows, num_running = self.view.num_free_rows, len(draft.running)
+        rows, num_running, binds = self.view.num_free_rows, len(draft.running), True
         for state in list(draft.waiting):
             if self.tokens < 1 or rows < 1:
                 return
-            if self.view.bind_early(draft):
+            binds = binds and self.view.bind_early(draft)  # what failed once fails with more requests, too
+            if binds:
                 self.blocks = kv.budget()  # binding may have evicted the prefix of this request
             hit = kv.match(state)
             rest = len(state.tokens) - hit.num_tokens
