@@ -182,7 +182,7 @@ def test_an_insert_leaves_the_books_in_order(name: str, index: str, calls: int) 
 @pytest.mark.parametrize("calls", [1, 5])
 @pytest.mark.parametrize("size", [1, 3, 40])
 def test_every_sample_evicts_as_many_blocks_as_it_allocates(pool: str, calls: int, size: int) -> None:
-    operation = kv_pool._evict_and_allocate(MicroBenchCell(tiny(pool), pool, size), calls)
+    operation = kv_pool._evict_and_allocate(MicroBenchCell(tiny(pool), pool, size), calls, large=False)
     for _ in range(3):
         contexts = [operation.setup() for _ in range(calls)]
         results = [operation.run(context) for context in contexts]

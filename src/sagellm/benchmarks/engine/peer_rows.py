@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,40 +46,30 @@ class EnginePeerComparison:
 def read_rows(path: Path) -> list[HarnessRow]:
     """Returns the rows of a file; raises `ConfigError` naming it."""
     try:
-        text = path.read_text(encoding="utf-8")
+        rows = _parsed(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-    found = _parsed(text)
-    if found is None or not all(isinstance(row, dict) and _is_row(row) for row in found):
+    if not rows or not all(
+        isinstance(row, dict) and all(isinstance(row.get(name), str) for name in NAMED) for row in rows
+    ):
         raise ConfigError(
             f"{path} has no rows of the peers' harness: one JSON object a line, or a list of them, or an "
             f"object whose rows are one, each with {', '.join(NAMED)}"
         )
-    return found
+    return rows
 
 
-def _parsed(text: str) -> list[Any] | None:
+def _parsed(text: str) -> list[Any]:
+    """Returns the rows, none for another form. Lines that are no objects are remarks of the harness."""
     try:
         whole = json.loads(text)
     except ValueError:
-        return _parsed_lines(text)
-    if isinstance(whole, dict) and "rows" in whole:
-        whole = whole["rows"]
-    elif isinstance(whole, dict):
-        whole = [whole]
-    return whole if isinstance(whole, list) and whole else None
-
-
-def _parsed_lines(text: str) -> list[Any] | None:
-    """Skips lines that are no objects: they are remarks of the harness."""
-    try:
-        return [json.loads(line) for line in text.splitlines() if line.startswith("{")] or None
-    except ValueError:
-        return None
-
-
-def _is_row(row: HarnessRow) -> bool:
-    return all(isinstance(row.get(name), str) for name in NAMED)
+        try:
+            return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        except ValueError:
+            return []
+    rows = whole.get("rows", [whole]) if isinstance(whole, dict) else whole
+    return rows if isinstance(rows, list) else []
 
 
 def read_peers(paths: Iterable[Path], model: str, threads: int) -> list[HarnessRow]:
@@ -99,31 +90,14 @@ def read_peers(paths: Iterable[Path], model: str, threads: int) -> list[HarnessR
 
 
 def compare(figures: Sequence[EngineFigure], rows: Sequence[HarnessRow]) -> list[EnginePeerComparison]:
-    """Compares every figure with every peer that has it, peers in order of appearance."""
-    peers = list(dict.fromkeys(str(row["engine"]) for row in rows))
-    return [
-        EnginePeerComparison(figure, peer, value, _ratio(figure, value))
-        for figure in figures
-        for peer in peers
-        if (value := _median(figure, peer, rows)) is not None
-    ]
-
-
-def _median(figure: EngineFigure, peer: str, rows: Sequence[HarnessRow]) -> float | None:
-    values = [
-        float(row[figure.key])
-        for row in rows
-        if (row["engine"], row["workload"]) == (peer, figure.code) and _is_number(row.get(figure.key))
-    ]
-    return median(values) if values else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _ratio(figure: EngineFigure, peer_value: float) -> float | None:
-    above, below = figure.value, peer_value
-    if not figure.higher_is_better:
-        above, below = below, above
-    return above / below if below > 0 else None
+    """Compares every figure with the median of every peer that has it, peers in order of appearance."""
+    comparisons = []
+    for figure, peer in product(figures, dict.fromkeys(str(row["engine"]) for row in rows)):
+        own = [row.get(figure.key) for row in rows if (row["engine"], row["workload"]) == (peer, figure.code)]
+        values = [value for value in own if isinstance(value, int | float) and not isinstance(value, bool)]
+        if values:
+            value = median(values)
+            better, worse = (figure.value, value) if figure.higher_is_better else (value, figure.value)
+            ratio = better / worse if worse > 0 else None
+            comparisons.append(EnginePeerComparison(figure, peer, value, ratio))
+    return comparisons

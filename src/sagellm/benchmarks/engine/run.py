@@ -115,13 +115,17 @@ class EngineBenchReport:
 
     def figures(self) -> list[EngineFigure]:
         """The median of each workload's metric, and the memory after a batch of eight."""
-        groups = self.by_workload()
-        made = [_figure(name, runs) for name, runs in groups.items()]
+        figures = []
+        for name, runs in self.by_workload().items():
+            metric, value = runs[0].metric, median(run.value for run in runs)
+            figures.append(
+                EngineFigure(name, runs[0].code, metric.key, metric.unit, value, metric.higher_is_better)
+            )
         title, code = RESIDENT
         resident = _resident_mb([measurement for measurement in self.measured if measurement.code == code])
         if resident is not None:
-            made.append(EngineFigure(title, code, "rss_mb", "MB", resident, higher_is_better=False))
-        return made
+            figures.append(EngineFigure(title, code, "rss_mb", "MB", resident, higher_is_better=False))
+        return figures
 
     def comparisons(self) -> list[EnginePeerComparison]:
         return compare(self.figures(), self.peer_rows)
@@ -177,7 +181,11 @@ def run(
         report.capability["read_GBs"] = round(bandwidth / 1e9, 1)
         session = Session(engine, clock)
         session.run([WARM_UP] * 4)
-        for workload in _that_fit(chosen, session.max_model_len, report):
+        for workload in chosen:
+            if workload.longest > session.max_model_len:
+                room = f"needs a context of {workload.longest} tokens; here are {session.max_model_len}"
+                report.left_out[workload.name] = f"{room} (model, --max-model-len, KV memory)"
+                continue
             for repeat in range(plan.repeats):
                 on_run(f"{workload.name}, {repeat + 1} of {plan.repeats}")
                 report.measured.append(_measure(workload, session, repeat, capability, bandwidth))
@@ -209,17 +217,6 @@ def _changed(config: Config) -> dict[str, Any]:
     }
 
 
-def _that_fit(
-    workloads: Sequence[EngineWorkload], most_tokens: int, report: EngineBenchReport
-) -> Iterator[EngineWorkload]:
-    for workload in workloads:
-        if workload.longest <= most_tokens:
-            yield workload
-        else:
-            room = f"needs a context of {workload.longest} tokens; here are {most_tokens}"
-            report.left_out[workload.name] = f"{room} (model, --max-model-len, KV memory)"
-
-
 def _measure(
     workload: EngineWorkload,
     session: Session,
@@ -244,12 +241,6 @@ def _measure_cold(plan: EngineBenchPlan, repeat: int, clock: Clock) -> EngineMea
     return EngineMeasurement(COLD_START, COLD_CODE, SECONDS, repeat, values, resident or None, others)
 
 
-def _figure(name: str, runs: Sequence[EngineMeasurement]) -> EngineFigure:
-    metric = runs[0].metric
-    value = median(run.value for run in runs)
-    return EngineFigure(name, runs[0].code, metric.key, metric.unit, value, metric.higher_is_better)
-
-
 def _harness_row(plan: EngineBenchPlan, measurement: EngineMeasurement) -> dict[str, Any]:
     row: dict[str, Any] = {
         "engine": plan.engine,
@@ -261,14 +252,11 @@ def _harness_row(plan: EngineBenchPlan, measurement: EngineMeasurement) -> dict[
     }
     if measurement.resident_bytes is not None:
         row["rss_mb"] = round(measurement.resident_bytes / MB)
-    for key, share in (
-        ("others", measurement.others),
-        ("overhead", measurement.overhead),
-        ("roofline", measurement.roofline),
-    ):
-        if share is not None:
-            row[key] = round(share, 4)
-    return row if measurement.num_steps is None else {**row, "num_steps": measurement.num_steps}
+    for key in ("others", "overhead", "roofline", "num_steps"):
+        value = getattr(measurement, key)
+        if value is not None:
+            row[key] = round(value, 4)
+    return row
 
 
 def tables(report: EngineBenchReport) -> Iterator[Table]:
@@ -317,22 +305,16 @@ def _median_of(values: Sequence[float | None]) -> float | None:
 
 def _comparison_table(comparisons: Sequence[EnginePeerComparison]) -> Table:
     peers = list(dict.fromkeys(comparison.peer for comparison in comparisons))
-    found = {(comparison.figure.title, comparison.peer): comparison for comparison in comparisons}
-    figures = {comparison.figure.title: comparison.figure for comparison in comparisons}
-    rows = []
-    for title, ours in figures.items():
-        cells = [_cell(found.get((title, peer))) for peer in peers]
-        rows.append([title, ours.unit, format_number(ours.value), *cells])
+    rows: dict[str, list[str]] = {}
+    for comparison in comparisons:
+        ours, ratio = comparison.figure, comparison.ratio
+        row = rows.setdefault(
+            ours.title, [ours.title, ours.unit, format_number(ours.value), *("-" for _ in peers)]
+        )
+        shown = "" if ratio is None else f" ({ratio:.2f})"
+        row[3 + peers.index(comparison.peer)] = format_number(comparison.peer_value) + shown
     title = "beside peers: their median (how many times better ours is; below 1: worse)"
-    return Table(title, ("workload", "", "ours", *peers), rows, num_names=2)
-
-
-def _cell(comparison: EnginePeerComparison | None) -> str:
-    if comparison is None:
-        return "-"
-    return format_number(comparison.peer_value) + (
-        "" if comparison.ratio is None else f" ({comparison.ratio:.2f})"
-    )
+    return Table(title, ("workload", "", "ours", *peers), [*rows.values()], num_names=2)
 
 
 NUM_PROMPTS, NUM_TOKENS = 64, 32

@@ -86,24 +86,18 @@ def _grow(cell: MicroBenchCell, calls: int, *, quota: bool) -> Operation:
     )
 
 
-def _evict_and_allocate(cell: MicroBenchCell, calls: int) -> Operation:
-    return _taking(cell, 2 * cell.size * calls + _MORE_BLOCKS)
-
-
-def _evict_and_allocate_in_large(cell: MicroBenchCell, calls: int) -> Operation:
-    return _taking(cell, max(cell.plan.large_pool, cell.size * calls))
-
-
-def _taking(cell: MicroBenchCell, num_blocks: int) -> Operation:
+def _evict_and_allocate(cell: MicroBenchCell, calls: int, *, large: bool) -> Operation:
     """Each sample starts with fewer free blocks than a prompt has."""
+    num_blocks = 2 * cell.size * calls + _MORE_BLOCKS
+    if large:
+        num_blocks = max(cell.plan.large_pool, cell.size * calls)
     prompts = Prompts(cell.plan.seed)
     kv = pool_and_index(cell.plan, cdiv(num_blocks, PROMPT_BLOCKS) * PROMPT_BLOCKS, pool=cell.variant)
-
-    def fill() -> int:
-        kv.fill(prompts)
-        return cell.size
-
-    return Operation(run=kv.exchange, setup=fill, teardown=lambda _, allocation: kv.pool.free(allocation))
+    return Operation(
+        run=lambda _: kv.exchange(cell.size),
+        setup=lambda: kv.fill(prompts),
+        teardown=lambda _, allocation: kv.pool.free(allocation),
+    )
 
 
 _allocations, _evictions = attrgetter("allocations"), attrgetter("evictions")
@@ -118,8 +112,8 @@ BENCHMARK = MicroBenchmark(
                 for case, build in ((ALLOCATE, _allocate), (FREE, _free), (GROW, _grow))
                 for quota in (False, True)
             ),
-            Recipe(EVICT, _evict_and_allocate, _allocations),
-            Recipe(EVICT_LARGE, _evict_and_allocate_in_large, _evictions, in_a_row=True),
+            Recipe(EVICT, partial(_evict_and_allocate, large=False), _allocations),
+            Recipe(EVICT_LARGE, partial(_evict_and_allocate, large=True), _evictions, in_a_row=True),
         )
     },
 )

@@ -7,13 +7,14 @@ metadata per cached block.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 from sagellm.benchmarks.micro._kv import Prompts, cached_prompt, pool_and_index
 from sagellm.benchmarks.micro.cases import MicroBenchCell, MicroBenchmark, Operation, Recipe, timed
 from sagellm.benchmarks.micro.memory import metadata
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.kv_pool import Allocation
-from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
+from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.registry import registry
 from sagellm.core.types import Tokens
 
@@ -32,20 +33,29 @@ _EDGE_TOKENS = 256
 _PROMPTS_IN_FULL_POOL = 4
 
 
-def _full_hit(cell: MicroBenchCell, calls: int) -> Operation:
-    index, tokens = cached_prompt(cell)
-    return _lookup(index, tokens, cell.size)
+def _hit(
+    cell: MicroBenchCell, calls: int, *, share: float = 1.0, step: int | None = None, gather: bool = False
+) -> Operation:
+    """Looks up a prompt of which the first `share` is cached, or gathers the block ids of that hit."""
+    index, tokens = cached_prompt(cell, step=step)
+    expected = int(share * cell.size)
+    if share < 1:
+        tokens = Tokens(tokens.slice(0, expected))
+        tokens.extend(Prompts(cell.plan.seed + 1).draw(cell.size).slice(expected))
+    hit = _lookup(index, tokens, expected)  # also caches the tokens' bytes: to make them is a row of its own
+    if gather:
+        return Operation(run=lambda _: index.block_ids(hit))
+    return Operation(run=lambda _: index.lookup(tokens))
 
 
-def _full_hit_of_path(cell: MicroBenchCell, calls: int) -> Operation:
-    index, tokens = cached_prompt(cell, step=_EDGE_TOKENS)
-    return _lookup(index, tokens, cell.size)
-
-
-def _gather(cell: MicroBenchCell, calls: int) -> Operation:
-    index, tokens = cached_prompt(cell)
+def _lookup(index: PrefixReuseIndex, tokens: Tokens, expected_tokens: int) -> PrefixHit:
+    """Raises `BookkeepingError` if the index finds something else than the row's name says."""
     hit = index.lookup(tokens)
-    return Operation(run=lambda _: index.block_ids(hit))
+    if hit.num_tokens != expected_tokens:
+        raise BookkeepingError(
+            f"the look-up found {hit.num_tokens} tokens where {expected_tokens} are resident"
+        )
+    return hit
 
 
 def _to_bytes(cell: MicroBenchCell, calls: int) -> Operation:
@@ -64,22 +74,6 @@ def _to_bytes(cell: MicroBenchCell, calls: int) -> Operation:
 def _from_list(cell: MicroBenchCell, calls: int) -> Operation:
     ids = Prompts(cell.plan.seed).draw(cell.size).tolist()
     return Operation(run=lambda _: Tokens(ids))
-
-
-def _miss(cell: MicroBenchCell, calls: int) -> Operation:
-    index, _ = cached_prompt(cell)
-    return _lookup(index, _unseen(cell), 0)
-
-
-def _half_hit(cell: MicroBenchCell, calls: int) -> Operation:
-    index, tokens = cached_prompt(cell)
-    return _lookup(index, _half_seen(cell, tokens), cell.size // 2)
-
-
-def _gather_half(cell: MicroBenchCell, calls: int) -> Operation:
-    index, tokens = cached_prompt(cell)
-    hit = index.lookup(_half_seen(cell, tokens))
-    return Operation(run=lambda _: index.block_ids(hit))
 
 
 def _insert(cell: MicroBenchCell, calls: int) -> Operation:
@@ -109,37 +103,24 @@ def _insert_evicting(cell: MicroBenchCell, calls: int) -> Operation:
     )
 
 
-def _lookup(index: PrefixReuseIndex, tokens: Tokens, expected_tokens: int) -> Operation:
-    """Raises `BookkeepingError` if the index finds something else than the row's name says."""
-    found = index.lookup(tokens).num_tokens  # which also makes their bytes: a row of its own
-    if found != expected_tokens:
-        raise BookkeepingError(f"the look-up found {found} tokens where {expected_tokens} are resident")
-    return Operation(run=lambda _: index.lookup(tokens))
-
-
-def _unseen(cell: MicroBenchCell) -> Tokens:
-    return Prompts(cell.plan.seed + 1).draw(cell.size)
-
-
-def _half_seen(cell: MicroBenchCell, tokens: Tokens) -> Tokens:
-    half = Tokens(tokens.slice(0, cell.size // 2))
-    half.extend(_unseen(cell).slice(cell.size // 2))
-    return half
-
-
 BENCHMARK = MicroBenchmark(
     "prefix_cache",
     registry("index"),
     {
         "a": timed(
             "a",
-            Recipe(ONE_EDGE, _full_hit),
-            Recipe(PATH, _full_hit_of_path),
-            Recipe(GATHER, _gather),
+            Recipe(ONE_EDGE, _hit),
+            Recipe(PATH, partial(_hit, step=_EDGE_TOKENS)),
+            Recipe(GATHER, partial(_hit, gather=True)),
             Recipe(TO_BYTES, _to_bytes),
             Recipe(FROM_LIST, _from_list),
         ),
-        "b": timed("b", Recipe(MISS, _miss), Recipe(HALF, _half_hit), Recipe(GATHER_HALF, _gather_half)),
+        "b": timed(
+            "b",
+            Recipe(MISS, partial(_hit, share=0.0)),
+            Recipe(HALF, partial(_hit, share=0.5)),
+            Recipe(GATHER_HALF, partial(_hit, share=0.5, gather=True)),
+        ),
         "c": timed("c", Recipe(INSERT, _insert), Recipe(INSERT_EVICTING, _insert_evicting)),
         "f": metadata,
     },

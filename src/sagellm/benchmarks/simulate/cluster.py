@@ -114,7 +114,7 @@ class Cluster:
         busy = [instance for instance in self.instances if instance.busy]
         if not busy:
             return None, math.inf, math.inf
-        first = min(busy, key=_now)
+        first = min(busy, key=lambda instance: instance.clock.now())
         next_s = min((instance.clock.now() for instance in busy if instance is not first), default=math.inf)
         return first, first.clock.now(), next_s
 
@@ -233,10 +233,6 @@ class Cluster:
         held = sum(stats.num_running + stats.num_waiting for stats in stats)
         if held != num_live:
             raise BookkeepingError(f"engines hold {held} requests, the books of the simulation {num_live}")
-
-
-def _now(instance: Instance) -> float:
-    return instance.clock.now()
 
 
 def _check_roles(instances: Sequence[Instance], by_name: dict[str, Instance]) -> None:
