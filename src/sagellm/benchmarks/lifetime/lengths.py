@@ -10,7 +10,7 @@ import heapq
 import time
 from bisect import bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 from sagellm.benchmarks.lifetime.score import LengthScore, score_lengths
@@ -113,14 +113,6 @@ class LengthRow:
     update_us: float | None = None
 
 
-@dataclass(slots=True)
-class _Scored:
-    predictions: list[Prediction] = field(default_factory=list)
-    actual: list[int] = field(default_factory=list)
-    predict_s: list[float] = field(default_factory=list)
-    update_s: list[float] = field(default_factory=list)
-
-
 class LengthStream:
     """Feeds a workload to one predictor, up to the end of the scored part. With `after`, the predictor is
     asked when a request has generated so many tokens. Requests that end before are not scored."""
@@ -130,45 +122,36 @@ class LengthStream:
     ) -> None:
         self._predictor, self._workload, self._part, self._after = predictor, workload, part, after
         self._running: list[tuple[float, int, LengthSample]] = []
-        self._scored = _Scored()
+        self.predictions: list[Prediction] = []
+        self.actual: list[int] = []
+        self.predict_s: list[float] = []
+        self.update_s: list[float] = []
 
-    def run(self) -> _Scored:
-        last = PARTS.index(self._part)
+    def run(self) -> LengthStream:
         current: Part = "train"
         for number, sample in enumerate(self._workload.samples):
-            if PARTS.index(sample.part) > last:
+            if PARTS.index(sample.part) > PARTS.index(self._part):
                 break
             if sample.part != current:
                 self._end_until(float("inf"))  # each part starts its own clock
                 current = sample.part
             self._end_until(sample.time_s)
-            self._arrive(number, sample)
-        return self._scored
+            learns = sample.part != self._part or self._workload.learns_in_test
+            too_short = 0 < self._after >= sample.num_output
+            if learns or not too_short:
+                self._predict(sample, too_short=too_short)
+            if learns:
+                end_s = sample.time_s + sample.num_output * SECONDS_PER_TOKEN
+                heapq.heappush(self._running, (end_s, number, sample))
+        return self
 
-    def _arrive(self, number: int, sample: LengthSample) -> None:
-        scored = sample.part == self._part
-        if sample.num_output <= self._after and self._after:
-            if self._learns(sample):
-                self._predict(sample, 0)
-                self._wait(number, sample)
-            return
-        prediction, seconds = self._predict(sample, self._after)
-        if scored:
-            self._scored.predictions.append(prediction)
-            self._scored.actual.append(sample.num_output - self._after)
-            self._scored.predict_s.append(seconds)
-        if self._learns(sample):
-            self._wait(number, sample)
-
-    def _learns(self, sample: LengthSample) -> bool:
-        return sample.part != self._part or self._workload.learns_in_test
-
-    def _predict(self, sample: LengthSample, generated: int) -> tuple[Prediction, float]:
-        length = sample.num_input + generated
+    def _predict(self, sample: LengthSample, *, too_short: bool) -> None:
+        """A request that is too short to be scored is predicted at its start, for the predictor to learn."""
+        generated = 0 if too_short else self._after
         request = PredictionRequest(
             sample.name,
             sample.tokens,
-            length,
+            sample.num_input + generated,
             sample.num_input + MAX_OUTPUT,
             sample.num_input,
             session_id=sample.session_id,
@@ -176,11 +159,11 @@ class LengthStream:
         )
         begun = time.thread_time()
         prediction = self._predictor.predict(request)
-        return prediction, time.thread_time() - begun
-
-    def _wait(self, number: int, sample: LengthSample) -> None:
-        ends = sample.time_s + sample.num_output * SECONDS_PER_TOKEN
-        heapq.heappush(self._running, (ends, number, sample))
+        seconds = time.thread_time() - begun
+        if sample.part == self._part and not too_short:
+            self.predictions.append(prediction)
+            self.actual.append(sample.num_output - self._after)
+            self.predict_s.append(seconds)
 
     def _end_until(self, now_s: float) -> None:
         while self._running and self._running[0][0] <= now_s:
@@ -188,7 +171,7 @@ class LengthStream:
             length = sample.num_input + sample.num_output
             begun = time.thread_time()
             self._predictor.update(sample.name, length, sample.num_output * SECONDS_PER_TOKEN)
-            self._scored.update_s.append(time.thread_time() - begun)
+            self.update_s.append(time.thread_time() - begun)
 
 
 def evaluate_lengths(
@@ -210,23 +193,14 @@ def evaluate_lengths(
     rows = [LengthRow(workload.name, BEST_CONSTANT, best, 0.0)]
     for name, make in {**BASELINES, **predictors}.items():
         on_row(f"{workload.name}: {name}")
-        scored = LengthStream(make(), workload, part, after).run()
-        rows.append(_length_row(workload.name, name, scored, best.mae))
+        stream = LengthStream(make(), workload, part, after).run()
+        score = score_lengths(
+            [prediction.remaining_tokens for prediction in stream.predictions],
+            stream.actual,
+            [not prediction.abstained for prediction in stream.predictions],
+            [dict(prediction.quantiles) for prediction in stream.predictions],
+        )
+        against = score.mae / best.mae - 1 if best.mae else 0.0
+        times_us = (1e6 * median(times) if times else None for times in (stream.predict_s, stream.update_s))
+        rows.append(LengthRow(workload.name, name, score, against, *times_us))
     return rows
-
-
-def _length_row(workload: str, name: str, scored: _Scored, best_mae: float) -> LengthRow:
-    score = score_lengths(
-        [prediction.remaining_tokens for prediction in scored.predictions],
-        scored.actual,
-        [not prediction.abstained for prediction in scored.predictions],
-        [dict(prediction.quantiles) for prediction in scored.predictions],
-    )
-    against = score.mae / best_mae - 1 if best_mae else 0.0
-    return LengthRow(
-        workload, name, score, against, _median_us(scored.predict_s), _median_us(scored.update_s)
-    )
-
-
-def _median_us(seconds: list[float]) -> float | None:
-    return 1e6 * median(seconds) if seconds else None

@@ -11,7 +11,7 @@ import random
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +41,12 @@ class LengthSample:
     session_id: str | None = None
     category: str = ""
     tokens: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, number: int, request: TraceRequest, **details: Any) -> LengthSample:
+        """Returns request `number` of a trace as a sample."""
+        lengths = request.num_input_tokens, request.num_output_tokens
+        return cls(f"r{number}", request.time_s, *lengths, **details)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,31 +143,24 @@ def demo_tasks(seed: int = 0, tools: Path = TOOLS) -> LengthWorkload:
     """Conversations of one to three turns. The last answer is predicted, its end token included.
     `tools/demo_data.py` makes the tasks; prompts and answers are in tokens of the demo model's tokenizer.
     The parts are those of the demo model's data: no question occurs in two of them."""
-    samples = tuple(_samples(seed, tools))
-    return LengthWorkload("demo_tasks", "by content", samples, learns_in_test=False)
-
-
-def _samples(seed: int, tools: Path) -> Iterator[LengthSample]:
     data, text = _import_generator(tools)
     try:
         from sagellm.engines.native.tokenizer import Tokenizer
     except ImportError as error:
         raise MissingExtraError("the demo model's tokenizer", "native") from error
     tokenizer = Tokenizer.from_folder(DEMO_MODEL)
+    samples = []
     for part in PARTS:
         chance = random.Random(f"{part}:{seed}")
         for number in range(COUNTS[part]):
             made = data.conversation(chance, part, chance.choices(TURNS, SHARES)[0])
             prompt = tokenizer.encode(text.prompt_text(made)).tolist()
-            answer = tokenizer.encode(made.turns[-1].answer)
-            yield LengthSample(
-                name=f"{part}-{number}",
-                time_s=float(number),
-                num_input=len(prompt),
-                num_output=len(answer) + 1,
-                part=part,
-                tokens=prompt[-MAX_TOKENS:],
+            num_output = len(tokenizer.encode(made.turns[-1].answer)) + 1
+            name, tokens = f"{part}-{number}", prompt[-MAX_TOKENS:]
+            samples.append(
+                LengthSample(name, float(number), len(prompt), num_output, part=part, tokens=tokens)
             )
+    return LengthWorkload("demo_tasks", "by content", tuple(samples), learns_in_test=False)
 
 
 def _import_generator(tools: Path) -> tuple[Any, Any]:
@@ -192,13 +191,19 @@ def find_trace(folder: Path | None, stem: str) -> Path:
 
 def load_azure(folder: Path | None, kind: str) -> LengthWorkload:
     trace = read_trace(find_trace(folder, f"azure2023_{kind}"), "azure")
-    return LengthWorkload(f"azure_{kind}", "by time", split_by_time(_plain(trace.requests)))
+    samples = [LengthSample.of(number, request) for number, request in enumerate(trace.requests)]
+    return LengthWorkload(f"azure_{kind}", "by time", split_by_time(samples))
 
 
 def load_mooncake(folder: Path | None, kind: str) -> LengthWorkload:
     """Infers sessions from the block ids."""
     trace = read_trace(find_trace(folder, f"mooncake_{kind}"), "mooncake")
-    samples = _plain(trace.requests, infer_sessions(trace.requests))
+    samples = [
+        LengthSample.of(number, request, session_id=turn.session_id)
+        for number, (request, turn) in enumerate(
+            zip(trace.requests, infer_sessions(trace.requests), strict=True)
+        )
+    ]
     return LengthWorkload(f"mooncake_{kind}", "by time", split_by_time(samples))
 
 
@@ -210,12 +215,8 @@ def load_coding_agents(folder: Path | None) -> LengthWorkload:
         meta = request.meta
         subagent = "sub-agents" if meta.get("subagent") else "main"
         inputs = "+".join(sorted(meta.get("input_types") or ()))
-        sample = _sample(
-            f"r{number}",
-            request,
-            session_id=f"{request.session}/{subagent}",
-            category=f"{meta.get('model')}/{subagent}/{inputs}",
-        )
+        session_id, category = f"{request.session}/{subagent}", f"{meta.get('model')}/{subagent}/{inputs}"
+        sample = LengthSample.of(number, request, session_id=session_id, category=category)
         keyed.append((str(request.session), sample))
     return LengthWorkload("coding_agents", "by session", split_by_hash(keyed))
 
@@ -223,66 +224,33 @@ def load_coding_agents(folder: Path | None) -> LengthWorkload:
 def load_lmcache(folder: Path | None, agent: str) -> LengthWorkload:
     """A token is 4 bytes of text, as in the reader of that format."""
     trace = read_trace(find_trace(folder, f"lmcache_{agent}"), "lmcache_agents")
-    keyed = [
-        (
-            str(request.session),
-            _sample(f"r{n}", request, session_id=request.session, tokens=request.ids.tolist()),
-        )
-        for n, request in enumerate(trace.requests)
-    ]
+    keyed = []
+    for number, request in enumerate(trace.requests):
+        tokens = request.ids.tolist()
+        sample = LengthSample.of(number, request, session_id=request.session, tokens=tokens)
+        keyed.append((str(request.session), sample))
     return LengthWorkload(f"lmcache_{agent}", "by session", split_by_hash(keyed))
 
 
 def load_alpaca_eval(folder: Path | None) -> LengthWorkload:
     """Answers of many models to each prompt. The category is the model. A prompt is in one part only.
     Lengths are words x 1.3; the tokens of a prompt are hashes of its words."""
+    with opened(find_trace(folder, "alpaca_eval_outputs")) as lines:
+        records = [json_object(line.decode()) for line in lines]
     keyed = []
-    for number, (model, prompt, answer) in enumerate(_answers(find_trace(folder, "alpaca_eval_outputs"))):
+    for number, record in enumerate(records):
+        model, prompt = text(record, "generator"), text(record, "instruction")
         words = prompt.split()
         sample = LengthSample(
             name=f"r{number}",
             time_s=float(zlib.crc32(f"{model}:{prompt}".encode())),  # models and prompts well mixed
             num_input=round(TOKENS_PER_WORD * len(words)),
-            num_output=round(TOKENS_PER_WORD * len(answer.split())),
+            num_output=round(TOKENS_PER_WORD * len(text(record, "output").split())),
             category=model,
             tokens=[zlib.crc32(word.lower().encode()) % 2**31 for word in words],
         )
         keyed.append((prompt, sample))
     return LengthWorkload("alpaca_eval", "by prompt", split_by_hash(keyed), learns_in_test=False)
-
-
-def _answers(path: Path) -> Iterator[tuple[str, str, str]]:
-    with opened(path) as stream:
-        for line in stream:
-            record = json_object(line.decode())
-            yield text(record, "generator"), text(record, "instruction"), text(record, "output")
-
-
-def _plain(requests: Sequence[TraceRequest], places: Sequence[SessionTurn] = ()) -> list[LengthSample]:
-    sessions: list[str | None] = [place.session_id for place in places]
-    sessions = sessions or [None] * len(requests)
-    return [
-        _sample(f"r{n}", request, session_id=session)
-        for n, (request, session) in enumerate(zip(requests, sessions, strict=True))
-    ]
-
-
-def _sample(
-    name: str,
-    request: TraceRequest,
-    session_id: str | None = None,
-    category: str = "",
-    tokens: Sequence[int] = (),
-) -> LengthSample:
-    return LengthSample(
-        name,
-        request.time_s,
-        request.num_input_tokens,
-        request.num_output_tokens,
-        session_id=session_id,
-        category=category,
-        tokens=tokens,
-    )
 
 
 LENGTH_WORKLOADS: Mapping[str, Loader] = {
@@ -313,21 +281,15 @@ def load_reuse(name: str, folder: Path | None) -> ReuseTrace:
         raise UnknownNameError(f"unknown reuse workload {name!r}.{nearest(name, REUSE_WORKLOADS)}")
     stem, format_ = REUSE_WORKLOADS[name]
     trace = read_trace(find_trace(folder, stem), format_)
-    if format_ == "coding_agents":
-        turns = _turns_by_session(trace.requests)
-    else:
-        turns = tuple(place.turn for place in infer_sessions(trace.requests))
-    return ReuseTrace(name, trace, turns)
-
-
-def _turns_by_session(requests: Sequence[TraceRequest]) -> tuple[int, ...]:
+    if format_ != "coding_agents":
+        return ReuseTrace(name, trace, tuple(turn.turn for turn in infer_sessions(trace.requests)))
     counts: Counter[tuple[str | None, bool]] = Counter()
     turns = []
-    for request in requests:
-        key = request.session, bool(request.meta.get("subagent"))
-        counts[key] += 1
-        turns.append(counts[key])
-    return tuple(turns)
+    for request in trace.requests:
+        session = request.session, bool(request.meta.get("subagent"))
+        counts[session] += 1
+        turns.append(counts[session])
+    return ReuseTrace(name, trace, tuple(turns))
 
 
 REUSE_WORKLOADS: Mapping[str, tuple[str, str]] = {

@@ -36,9 +36,10 @@ class CodingAgentsFormat:
 
     def __init__(self, every: int = 8, span_s: float = 14_400.0, seed: int = 0) -> None:
         if every < 1 or not span_s >= 0 or seed < 0:
-            raise ConfigError(
+            problem = (
                 f"every must be at least 1, span_s and seed at least 0; got {every}, {span_s} and {seed}"
             )
+            raise ConfigError(problem)
         self.block_tokens = 0
         self._every = every
         self._span_s = span_s
@@ -50,10 +51,21 @@ class CodingAgentsFormat:
         return record is not None and {"block_size", "requests", "hash_id_scope"} <= record.keys()
 
     def parse(self, line_number: int, line: str, ids: IdMap) -> Iterable[TraceRequest]:
-        start_s = self._draw()
+        if self._random is None:
+            import numpy as np
+
+            self._random = np.random.default_rng(self._seed)
+        start_s = float(self._random.uniform(0.0, self._span_s))
         record = json_object(line)
-        self._check_block_size(whole(record, "block_size"))
-        session = self._session(str(required(record, "id")), line_number)
+        block_size = whole(record, "block_size")
+        size = block_size * self._every
+        if size < 1 or size != (self.block_tokens or size):
+            raise BrokenLineError(f"block_size {block_size}: all lines have the same, from 1 on")
+        self.block_tokens = size
+        session = str(required(record, "id"))
+        if session in self._sessions:  # two lines are two sessions even with the same id
+            session = f"{session} (line {line_number})"
+        self._sessions.add(session)
         local = record.get("hash_id_scope", "local") == "local"
         namespace = Namespace(tenant=session if local else "")
         return list(self._requests(record, start_s, session, namespace, ids))
@@ -64,39 +76,20 @@ class CodingAgentsFormat:
         for item in _nested(record):
             if item.get("type") == "subagent":
                 yield from self._requests(item, _start_of(item, start_s), session, namespace, ids)
-            else:
-                yield TraceRequest(
-                    time_s=start_s + number(item, "t"),
-                    ids=ids.tokens(self._kept(required(item, "hash_ids")), namespace),
-                    namespace=namespace,
-                    num_input_tokens=whole(item, "in"),
-                    num_output_tokens=whole(item, "out"),
-                    session=session,
-                    meta={name: item[name] for name in META if name in item}
-                    | ({"subagent": True} if record.get("type") == "subagent" else {}),
-                )
-
-    def _kept(self, ids: Any) -> Any:
-        return ids[self._every - 1 :: self._every] if isinstance(ids, list) else ids
-
-    def _draw(self) -> float:
-        if self._random is None:
-            import numpy as np
-
-            self._random = np.random.default_rng(self._seed)
-        return float(self._random.uniform(0.0, self._span_s))
-
-    def _check_block_size(self, block_size: int) -> None:
-        size = block_size * self._every
-        if size < 1 or size != (self.block_tokens or size):
-            raise BrokenLineError(f"block_size {block_size}: all lines have the same, from 1 on")
-        self.block_tokens = size
-
-    def _session(self, name: str, line: int) -> str:
-        """Returns a unique name: two lines are two sessions even with the same id."""
-        unique = name if name not in self._sessions else f"{name} (line {line})"
-        self._sessions.add(unique)
-        return unique
+                continue
+            kept = required(item, "hash_ids")
+            if isinstance(kept, list):
+                kept = kept[self._every - 1 :: self._every]
+            yield TraceRequest(
+                time_s=start_s + number(item, "t"),
+                ids=ids.tokens(kept, namespace),
+                namespace=namespace,
+                num_input_tokens=whole(item, "in"),
+                num_output_tokens=whole(item, "out"),
+                session=session,
+                meta={name: item[name] for name in META if name in item}
+                | ({"subagent": True} if record.get("type") == "subagent" else {}),
+            )
 
 
 def _start_of(subagent: Mapping[str, Any], start_s: float) -> float:

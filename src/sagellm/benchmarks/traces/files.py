@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Literal, TextIO, cast
+from typing import IO, Any, Literal, cast
 
 from sagellm.benchmarks.traces._parsing import (
     BrokenLineError,
@@ -81,16 +81,17 @@ def _read(path: Path, name: str | None, options: Mapping[str, Any], ids: IdMap, 
         reader: TraceFormat = registry(KIND).create(name, **options)
         requests, skipped = _parse(path, lines, reader, ids, skip=skip)
     if not requests:
-        why = [
-            f", {len(skipped):,} lines are broken; line {bad_line.number}: {bad_line.reason}"
-            for bad_line in skipped[:1]
-        ]
-        raise ConfigError(f"{path} holds no request{''.join(why)}")
+        first_bad = f"line {skipped[0].number}: {skipped[0].reason}" if skipped else ""
+        why = f", {len(skipped):,} lines are broken; {first_bad}" if skipped else ""
+        raise ConfigError(f"{path} holds no request{why}")
+    start_s = min(request.time_s for request in requests) if reader.from_zero else 0.0
+    if start_s:
+        requests = [replace(request, time_s=request.time_s - start_s) for request in requests]
     return Trace(
         name=reader.title or title(path),
         format=name,
         block_tokens=reader.block_tokens,
-        requests=_in_order(requests, from_zero=reader.from_zero),
+        requests=tuple(sorted(requests, key=lambda request: request.time_s)),
         sha256=sha.hexdigest(),
         skipped=tuple(skipped),
     )
@@ -122,13 +123,6 @@ def _text(line: _Line) -> str:
         raise BrokenLineError(f"no UTF-8 text: {error.reason}") from error
 
 
-def _in_order(requests: list[TraceRequest], *, from_zero: bool) -> tuple[TraceRequest, ...]:
-    start = min((request.time_s for request in requests), default=0.0) if from_zero else 0.0
-    if start:
-        requests = [replace(request, time_s=request.time_s - start) for request in requests]
-    return tuple(sorted(requests, key=lambda request: request.time_s))
-
-
 def guess_format(path: Path, lines: Iterable[_Line]) -> str:
     """Returns the only format that recognises one of the lines. Raises `ConfigError` with the known names."""
     known, problem = registry(KIND), "no known format has such lines"
@@ -138,17 +132,13 @@ def guess_format(path: Path, lines: Iterable[_Line]) -> str:
         except BrokenLineError as error:
             problem = f"line {line.number}: {error}"
             continue
-        found = [name for name in known.names() if known.create(name).recognises(content, _object(content))]
+        record = None
+        with contextlib.suppress(BrokenLineError):
+            record = json_object(content)
+        found = [name for name in known.names() if known.create(name).recognises(content, record)]
         if len(found) == 1:
             return found[0]
     raise ConfigError(f"{path}: {problem}; name the format, one of {', '.join(known.names())}")
-
-
-def _object(line: str) -> dict[str, Any] | None:
-    try:
-        return json_object(line)
-    except BrokenLineError:
-        return None
 
 
 def _lines(stream: Iterable[bytes], sha: Any) -> Iterator[_Line]:
@@ -180,7 +170,13 @@ def opened(path: Path) -> Iterator[Iterable[bytes]]:
             with gzip.open(raw) as unpacked_gzip:
                 yield unpacked_gzip
         elif head.startswith(COMPRESSIONS[".zst"]):
-            yield _zstd_lines(raw, _zstandard(path))
+            try:
+                zstandard = importlib.import_module("zstandard")
+            except ImportError as error:
+                raise ConfigError(
+                    f"{path} is compressed with zstd: pip install zstandard, or unpack it first"
+                ) from error
+            yield _zstd_lines(raw, zstandard)
         else:
             yield raw
 
@@ -198,15 +194,6 @@ def _zstd_lines(raw: IO[bytes], zstandard: Any) -> Iterator[bytes]:
     yield from io.BytesIO(b"".join(parts))
     if not ended:
         raise EOFError("the compressed data end too early")
-
-
-def _zstandard(path: Path) -> Any:
-    try:
-        return importlib.import_module("zstandard")
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} is compressed with zstd: pip install zstandard, or unpack it first"
-        ) from error
 
 
 def title(path: Path) -> str:
@@ -233,24 +220,16 @@ def write_trace(
     path, writer = Path(path), registry(KIND).create(format, **options)
     if not hasattr(writer, "write"):
         raise ConfigError(f"{format} is only read; write {' or '.join(writable_formats())}")
+    created = False
     try:
-        file = _create(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    try:
-        with file:
+        open_text: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
+        with open_text(path, "wt", encoding="utf-8", newline="\n") as file:
+            created = True
             cast("TraceWriter", writer).write(trace, file)
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            path.unlink()
+        if created:
+            with contextlib.suppress(OSError):
+                path.unlink()
         if isinstance(error, OSError):
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
         raise
-
-
-def _create(path: Path) -> TextIO:
-    if path.suffix == ".xz":
-        return lzma.open(path, "wt", encoding="utf-8", newline="\n")
-    if path.suffix == ".gz":
-        return gzip.open(path, "wt", encoding="utf-8", newline="\n")
-    return path.open("w", encoding="utf-8", newline="\n")

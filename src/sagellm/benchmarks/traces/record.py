@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import TOKEN_BYTES, Namespace, Tokens
@@ -74,29 +74,18 @@ def block_ids(trace: Trace, block_tokens: int | None = None) -> Iterator[list[in
     """Yields for each request the numbers of its blocks, in order of position. Numbers are consecutive in
     order of first appearance. They are equal if namespace and id are equal; in a trace of tokens, if the
     namespace and all tokens up to the block's end are. A last block may be partial."""
-    size = block_size(trace, block_tokens)
-    return _of_tokens(trace, size) if trace.block_tokens == 1 else _of_blocks(trace)
-
-
-def _of_blocks(trace: Trace) -> Iterator[list[int]]:
+    step = block_size(trace, block_tokens) * TOKEN_BYTES
     fresh = itertools.count().__next__
-    tables: defaultdict[Any, defaultdict[int, int]] = defaultdict(lambda: defaultdict(fresh))
+    by_namespace: defaultdict[Namespace, defaultdict[int, int]] = defaultdict(lambda: defaultdict(fresh))
+    by_path: defaultdict[tuple[Hashable, bytes], int] = defaultdict(fresh)
     for request in trace.requests:
-        table = tables[request.namespace]
-        yield [table[block] for block in request.ids]
-
-
-def _of_tokens(trace: Trace, size: int) -> Iterator[list[int]]:
-    """Identifies a block by the number of the block before it and its bytes."""
-    numbers: defaultdict[tuple[Any, bytes], int] = defaultdict(itertools.count().__next__)
-    step = size * TOKEN_BYTES
-    for request in trace.requests:
-        data, found = request.ids.tobytes(), []
-        above: Any = request.namespace
-        for start in range(0, len(data), step):
-            above = numbers[above, data[start : start + step]]
-            found.append(above)
-        yield found
+        if trace.block_tokens > 1:
+            numbers = by_namespace[request.namespace]
+            yield [numbers[block] for block in request.ids]
+            continue
+        data, above = request.ids.tobytes(), cast("Hashable", request.namespace)
+        starts = range(0, len(data), step)  # a block is identified by the block before it and its bytes
+        yield [above := by_path[above, data[start : start + step]] for start in starts]
 
 
 def infinite_cache_hits(requests: Sequence[TraceRequest], capacity: int | None = None) -> array[int]:

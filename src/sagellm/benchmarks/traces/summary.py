@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -58,21 +57,16 @@ def reuse(trace: Trace, block_tokens: int | None = None) -> TraceReuse:
     blocks = unique = found = 0
     for ids in block_ids(trace, block_tokens):
         blocks += len(ids)
-        found += _leading_run(ids, unique)
+        # Numbers are given in order of appearance: those below `unique` were in earlier prompts.
+        found += next((count for count, number in enumerate(ids) if number >= unique), len(ids))
         unique = max(unique, max(ids, default=-1) + 1)
     return TraceReuse(blocks, unique, found)
-
-
-def _leading_run(ids: Sequence[int], known: int) -> int:
-    """Counts the first ids that were numbered before. Numbers are given in order of appearance."""
-    return next((count for count, number in enumerate(ids) if number >= known), len(ids))
 
 
 def summarize(trace: Trace, block_tokens: int | None = None) -> TraceSummary:
     """Returns the counts. `block_tokens` is the block size for a trace of tokens, by default 16."""
     requests = trace.requests
     counts = reuse(trace, block_tokens)
-    has_ids = counts.blocks > 0
     inputs = [request.num_input_tokens for request in requests]
     outputs = [request.num_output_tokens for request in requests]
     return TraceSummary(
@@ -91,23 +85,21 @@ def summarize(trace: Trace, block_tokens: int | None = None) -> TraceSummary:
         median_output_tokens=median(outputs) if outputs else 0.0,
         longest_input_tokens=max(inputs, default=0),
         block_tokens=block_size(trace, block_tokens),
-        blocks=counts.blocks if has_ids else None,
-        unique_blocks=counts.unique if has_ids else None,
-        infinite_cache_ratio=counts.found / counts.blocks if has_ids else None,
+        blocks=counts.blocks or None,
+        unique_blocks=counts.unique or None,
+        infinite_cache_ratio=counts.found / counts.blocks if counts.blocks else None,
     )
 
 
 def as_table(summary: TraceSummary) -> Table:
-    """Returns one line per figure."""
-    return Table(f"trace {summary.name}", ("figure", "value"), _lines(summary), num_names=2)
-
-
-def _lines(summary: TraceSummary) -> list[tuple[str, str]]:
-    lines = []
-    for name, value in dataclasses.asdict(summary).items():
-        if name != "name" and value not in (None, {}, ""):
-            lines.append((name.replace("_", " "), _shown(name, value)))
-    return lines
+    """Returns one line per figure that the trace has."""
+    figures = dataclasses.asdict(summary).items()
+    lines = [
+        (name.replace("_", " "), _shown(name, value))
+        for name, value in figures
+        if name != "name" and value not in (None, {}, "")
+    ]
+    return Table(f"trace {summary.name}", ("figure", "value"), lines, num_names=2)
 
 
 def _shown(name: str, value: object) -> str:
