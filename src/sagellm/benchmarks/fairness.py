@@ -7,8 +7,10 @@ that never evicts. A tenant whose prompts no cache could serve does not count as
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import Any
 
 from sagellm.benchmarks.replay.block_trace import BlockTrace, block_trace
@@ -126,23 +128,18 @@ def run(
 
 def served(trace: BlockTrace, hits: Sequence[int]) -> tuple[TenantHits, ...]:
     """Sums by tenant, sorted by name. Raises `ConfigError` for a tenant that can hit nothing."""
-    sums: dict[str, TenantHits] = {}
+    sums: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for request, hit, bound in zip(trace.requests, hits, trace.bound, strict=True):
-        so_far = sums.get(request.tenant) or TenantHits(request.tenant, 0, 0, 0, 0)
-        sums[request.tenant] = TenantHits(
-            request.tenant,
-            so_far.requests + 1,
-            so_far.blocks + len(request.ids),
-            so_far.hit_blocks + hit,
-            so_far.bound_blocks + bound,
-        )
-    for tenant in sums.values():
+        counts = 1, len(request.ids), hit, bound
+        sums[request.tenant] = list(map(add, sums[request.tenant], counts))
+    tenants = tuple(TenantHits(name, *sums[name]) for name in sorted(sums))
+    for tenant in tenants:
         if not tenant.bound_blocks:
             raise ConfigError(
                 f"no prompt of {tenant.tenant!r} has a block that was there before: it has no ratio to "
                 "divide by; a longer trace would give it one"
             )
-    return tuple(sums[name] for name in sorted(sums))
+    return tenants
 
 
 def _hits(trace: BlockTrace, policy: str, num_blocks: int) -> Sequence[int]:
@@ -172,10 +169,7 @@ def as_json(
         "settings": dict(settings),
         "trace": {
             "name": trace.name,
-            "requests": len(trace.requests),
-            "blocks": trace.num_blocks,
-            "unique_blocks": trace.num_unique,
-            "infinite_cache_ratio": trace.infinite_ratio,
+            **trace.counts(),
         },
         "target": {
             "baseline": BASELINE,
@@ -188,6 +182,7 @@ def as_json(
 
 
 def _values(outcome: FairnessOutcome) -> dict[str, Any]:
+    ratios = ("hit_ratio", "infinite_ratio", "normalised")
     return {
         "policy": outcome.policy,
         "capacity": outcome.capacity.text,
@@ -197,12 +192,7 @@ def _values(outcome: FairnessOutcome) -> dict[str, Any]:
         "lost": outcome.lost,
         "meets_target": outcome.meets_target,
         "tenants": [
-            dataclasses.asdict(tenant)
-            | {
-                "hit_ratio": tenant.hit_ratio,
-                "infinite_ratio": tenant.infinite_ratio,
-                "normalised": tenant.normalised,
-            }
+            dataclasses.asdict(tenant) | {name: getattr(tenant, name) for name in ratios}
             for tenant in outcome.tenants
         ],
     }

@@ -107,7 +107,12 @@ class Session:
             outputs = self._step()
             now_s = self._clock.now() - began_s
             for output in outputs:
-                _take(answers[output.request_id], output, now_s)
+                if output.finish_reason is FinishReason.ERROR:
+                    raise SageError(f"the engine gave up a request: {output.error}")
+                answer = answers[output.request_id]
+                answer.token_ids += output.new_token_ids
+                answer.times_s += [now_s] * len(output.new_token_ids)
+                answer.num_cached = output.num_cached_tokens
         return list(answers.values())
 
     def _step(self) -> Sequence[RequestOutput]:
@@ -130,11 +135,3 @@ def _tokens_read(plan: ExecutionPlan, window: int | None) -> int:
     return sum(contexts) + sum(
         op.num_tokens + (op.start if window is None else min(window, op.start)) for op in plan.prefills
     )
-
-
-def _take(answer: PromptAnswer, output: RequestOutput, now_s: float) -> None:
-    if output.finish_reason is FinishReason.ERROR:
-        raise SageError(f"the engine gave up a request: {output.error}")
-    answer.token_ids += output.new_token_ids
-    answer.times_s += [now_s] * len(output.new_token_ids)
-    answer.num_cached = output.num_cached_tokens

@@ -44,6 +44,15 @@ class BlockTrace:
         """Blocks of the longest prompt."""
         return max(len(request.ids) for request in self.requests)
 
+    def counts(self) -> dict[str, float]:
+        """The trace's size and the upper bound of every hit ratio, for result files."""
+        return {
+            "requests": len(self.requests),
+            "blocks": self.num_blocks,
+            "unique_blocks": self.num_unique,
+            "infinite_cache_ratio": self.infinite_ratio,
+        }
+
     def bound_at(self, capacity: int) -> array[int]:
         """Returns `bound` for prompts that are cut to `capacity` blocks."""
         return self.bound if capacity >= self.longest else infinite_cache_hits(self.requests, capacity)

@@ -59,10 +59,7 @@ def manifest(trace: BlockTrace, plan: ReplaySweepPlan, environment: Environment)
             "format": trace.format,
             "sha256": trace.sha256,
             "block_tokens": trace.block_tokens,
-            "requests": len(trace.requests),
-            "blocks": trace.num_blocks,
-            "unique_blocks": trace.num_unique,
-            "infinite_cache_ratio": trace.infinite_ratio,
+            **trace.counts(),
         },
         "configuration": dataclasses.asdict(plan),
         "environment": dataclasses.asdict(environment),
@@ -171,12 +168,13 @@ def _hits(results: Sequence[ReplayResult]) -> tuple[tuple[str, ...], list[tuple[
         case = result.case
         row = [case.policy, case.capacity.text]
         row += [_number(case.seed)] if seeds else []
+        row += [_number(case.capacity.num_blocks), _percent(result.block_ratio)]
         row += [
-            _number(case.capacity.num_blocks),
-            _percent(result.block_ratio),
             _percent(result.of_gap, digits=0),
+            _percent(result.token_ratio),
+            _percent(result.request_ratio),
+            _percent(result.saved_ratio),
         ]
-        row += [_percent(result.token_ratio), _percent(result.request_ratio), _percent(result.saved_ratio)]
         row += [_number(result.num_evicted)]
         if timed:
             speed = result.accesses_per_s

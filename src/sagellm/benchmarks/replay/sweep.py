@@ -270,22 +270,17 @@ class _SweepWorker:
                 max_ghosts=None,
                 across_namespaces=self.trace.across_namespaces,
             )
-        index: PrefixReuseIndex = registry("index").create(
-            "radix",
-            block_size=1,
-            policy_factory=lambda: self._policy(case, clock),
-            events=events,
-            clock=clock,
-        )
-        return replay(self.trace.requests, index, clock, case.capacity.num_blocks, causes)
-
-    def _policy(self, case: ReplayCase, clock: ManualClock) -> EvictionPolicy:
-        options = dict(self.plan.options.get(case.policy, {}))
+        capacity, options = case.capacity.num_blocks, dict(self.plan.options.get(case.policy, {}))
         if "model" in registry("policy").options(case.policy):
             options.setdefault("model", self.plan.cost(self.trace.block_tokens))
-        return make_policy(
-            case.policy, capacity=case.capacity.num_blocks, clock=clock, seed=case.seed or 0, **options
+
+        def policy() -> EvictionPolicy:
+            return make_policy(case.policy, capacity=capacity, clock=clock, seed=case.seed or 0, **options)
+
+        index: PrefixReuseIndex = registry("index").create(
+            "radix", block_size=1, policy_factory=policy, events=events, clock=clock
         )
+        return replay(self.trace.requests, index, clock, capacity, causes)
 
     def _check_causes(self, replayed: Replayed, capacity: int) -> None:
         """Checks that every missing block has a cause and no known block is cold."""

@@ -99,7 +99,10 @@ class Cluster:
                 action(time_s, *given)
             else:
                 instance.advance(min(event_s, next_s, until_s), event_s)
-                self._after(instance)
+                for event in instance.take_ended() if instance.ended else ():
+                    self._on_ended(instance, event)
+                if instance.role == "decode":
+                    self._start_transfers(instance, instance.clock.now())
         self._close()
         return self.served
 
@@ -117,13 +120,6 @@ class Cluster:
         first = min(busy, key=lambda instance: instance.clock.now())
         next_s = min((instance.clock.now() for instance in busy if instance is not first), default=math.inf)
         return first, first.clock.now(), next_s
-
-    def _after(self, instance: Instance) -> None:
-        if instance.ended:
-            for event in instance.take_ended():
-                self._on_ended(instance, event)
-        if instance.role == "decode":
-            self._start_transfers(instance, instance.clock.now())
 
     # -- requests
 
@@ -210,13 +206,11 @@ class Cluster:
 
     def _close(self) -> None:
         """Sets the final state of each unfinished request; checks that none is missing."""
-        num_live = 0
         for instance in self.instances:
             for name, count in instance.step_log.preemptions.items():
                 self.served[int(name)].num_preemptions += count
-        for served in self.served:
-            if served.outcome is not RequestOutcome.WAITING:
-                continue
+        live = [served for served in self.served if served.outcome is RequestOutcome.WAITING]
+        for served in live:
             instance = self._by_name[served.decode]
             event = instance.scheduled.get(str(served.number))
             if event is not None:
@@ -225,14 +219,10 @@ class Cluster:
                     served.scheduled_s, served.num_cached = event.time_s, event.num_cached_tokens
             if instance.stalled:
                 served.reason = "stalled: its instance had work and computed nothing"
-            num_live += 1
-        self._check(num_live)
-
-    def _check(self, num_live: int) -> None:
-        stats = [stats.engine.stats() for stats in self.instances]
-        held = sum(stats.num_running + stats.num_waiting for stats in stats)
-        if held != num_live:
-            raise BookkeepingError(f"engines hold {held} requests, the books of the simulation {num_live}")
+        queues = [instance.engine.stats() for instance in self.instances]
+        held = sum(queue.num_running + queue.num_waiting for queue in queues)
+        if held != len(live):
+            raise BookkeepingError(f"engines hold {held} requests, the books of the simulation {len(live)}")
 
 
 def _check_roles(instances: Sequence[Instance], by_name: dict[str, Instance]) -> None:

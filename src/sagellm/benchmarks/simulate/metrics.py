@@ -119,7 +119,9 @@ def figures(
     ratios from 0 to 1. `price_per_hour` is that of one instance. Time runs from the first arrival to the
     end of the last step, on all instances."""
     columns = LatencyColumns.of(served, workload)
-    span_s = _span(served, instances)
+    began_s = min((request.arrival_s for request in served if request.arrival_s is not None), default=0.0)
+    ends_s = [instance.step_log.ends_s[-1] for instance in instances if len(instance.step_log)]
+    span_s = max(0.0, max(ends_s, default=began_s) - began_s)
     outcomes = Counter(request.outcome for request in served)
     made: dict[str, Any] = {
         f"requests_{outcome.value.replace(' ', '_')}": outcomes[outcome] for outcome in RequestOutcome
@@ -133,32 +135,21 @@ def figures(
         met = int(columns.meets(slo).sum())
         made[f"goodput_{slo.name}"] = _per(met, span_s)
         made[f"attained_{slo.name}"] = _per(met, len(served))
-    made |= _throughput(workload, served, span_s)
-    made |= _work(workload, served, instances, span_s)
-    hours = len(instances) * span_s / 3600
-    made |= _cost(price_per_hour, hours, made["output_tokens"], made["prompt_tokens"])
-    return made
-
-
-def _span(served: Sequence[ServedRequest], instances: Sequence[Instance]) -> float:
-    began = min((request.arrival_s for request in served if request.arrival_s is not None), default=0.0)
-    ends = [instance.step_log.ends_s[-1] for instance in instances if len(instance.step_log)]
-    return max(0.0, max(ends, default=began) - began)
-
-
-def _throughput(
-    workload: SimulatedWorkload, served: Sequence[ServedRequest], span_s: float
-) -> dict[str, Any]:
     done = [request for request in served if request.outcome is RequestOutcome.FINISHED]
     prompt = sum(workload.requests[request.number].num_input_tokens for request in done)
     output = sum(request.num_output_tokens for request in done)
-    return {
+    made |= {
         "prompt_tokens": prompt,
         "output_tokens": output,
         "requests_per_s": _per(len(done), span_s),
         "output_tokens_per_s": _per(output, span_s),
         "total_tokens_per_s": _per(prompt + output, span_s),
     }
+    made |= _work(workload, served, instances, span_s)
+    cost = None if price_per_hour is None else price_per_hour * len(instances) * span_s / 3600
+    for name, tokens in (("output_tokens", output), ("tokens", output + prompt)):
+        made[f"cost_per_million_{name}"] = None if cost is None else _per(cost * 1e6, tokens)
+    return made
 
 
 def _work(
@@ -196,13 +187,6 @@ def _efficiency(instances: Sequence[Instance], *, loaded: bool) -> float | None:
         computed += int(tokens[counted].sum())
         offered += int(counted.sum()) * instance.engine.max_batched_tokens
     return _per(computed, offered)
-
-
-def _cost(price: float | None, hours: float, output: int, prompt: int) -> dict[str, float | None]:
-    """Price of all device hours per million tokens."""
-    total = None if price is None else price * hours
-    names = {"cost_per_million_output_tokens": output, "cost_per_million_tokens": output + prompt}
-    return {name: None if total is None else _per(total * 1e6, tokens) for name, tokens in names.items()}
 
 
 def _per(amount: float, of: float) -> float | None:

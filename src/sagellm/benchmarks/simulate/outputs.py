@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +166,26 @@ def _headline(work: SimulatedWorkload) -> str:
 
 def tables(results: Sequence[SimulationResult], slos: Sequence[SLOPair]) -> list[Table]:
     """Latencies; then goodput; then throughput, reuse and use of the machine."""
-    names, rows = _names(results), [as_row(result) for result in results]
-    groups = {"latency": _LATENCY, "goodput, requests/s": _goodput(slos), "work": _WORK}
-    return [
-        Table(title, (*names, *columns), [_cells(row, names, columns) for row in rows], len(names))
-        for title, columns in groups.items()
-    ]
+    traces = len({result.workload.trace.name for result in results}) > 1
+    loads = any(result.load is not None for result in results)
+    names = (*(("trace",) if traces else ()), *(("load",) if loads else ()), "rate", "preset")
+    goodput: Mapping[str, _Column] = {
+        f"{slo.ttft_s:g} s, {slo.tpot_ms:g} ms": (f"goodput_{slo.name}", 1) for slo in slos
+    }
+    tables = []
+    for title, columns in (("latency", _LATENCY), ("goodput, requests/s", goodput), ("work", _WORK)):
+        rows = [
+            [
+                *(
+                    row[name] if isinstance(row[name], str) else format_number(row[name], "-")
+                    for name in names
+                ),
+                *(_cell(row[name], factor) for name, factor in columns.values()),
+            ]
+            for row in map(as_row, results)
+        ]
+        tables.append(Table(title, (*names, *columns), rows, len(names)))
+    return tables
 
 
 _Column = tuple[str, float]
@@ -190,22 +204,6 @@ _WORK: Mapping[str, _Column] = {
     "batch %": ("batch_efficiency", 100), "loaded %": ("batch_efficiency_loaded", 100),
     "per M out": ("cost_per_million_output_tokens", 1), "simulated/s": ("requests_per_wall_s", 1),
 }  # fmt: skip
-
-
-def _goodput(slos: Sequence[SLOPair]) -> dict[str, _Column]:
-    return {f"{slo.ttft_s:g} s, {slo.tpot_ms:g} ms": (f"goodput_{slo.name}", 1) for slo in slos}
-
-
-def _names(results: Sequence[SimulationResult]) -> tuple[str, ...]:
-    """Columns that distinguish the rows."""
-    traces = len({result.workload.trace.name for result in results}) > 1
-    loads = any(result.load is not None for result in results)
-    return (*(("trace",) if traces else ()), *(("load",) if loads else ()), "rate", "preset")
-
-
-def _cells(row: Mapping[str, Any], names: Iterable[str], columns: Mapping[str, _Column]) -> list[str]:
-    named = [row[name] if isinstance(row[name], str) else format_number(row[name], "-") for name in names]
-    return [*named, *(_cell(row[name], factor) for name, factor in columns.values())]
 
 
 def _cell(value: Any, factor: float) -> str:

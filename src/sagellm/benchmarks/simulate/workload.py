@@ -58,15 +58,12 @@ class Arrivals:
             scale, start_s = self.scale(times_s), times_s[0] if times_s else 0.0
             return [(time_s - start_s) / scale for time_s in times_s]
         rate = self.rate or self._own_rate(times_s) * self.rate_scale
-        gaps = self._gaps(len(times_s), np.random.default_rng([seed, 1])) / rate
-        return [float(time_s) for time_s in np.cumsum(gaps) - gaps[0]] if len(gaps) else []
-
-    def _gaps(self, count: int, random: np.random.Generator) -> np.ndarray:
-        """Gaps of mean 1."""
-        if self.process == "poisson":
-            return random.exponential(1.0, count)
+        count, random = len(times_s), np.random.default_rng([seed, 1])
         shape = 1.0 / self.cv**2
-        return random.gamma(shape, 1.0 / shape, count)
+        poisson = self.process == "poisson"
+        gaps = random.exponential(1.0, count) if poisson else random.gamma(shape, 1.0 / shape, count)
+        gaps /= rate
+        return [float(time_s) for time_s in np.cumsum(gaps) - gaps[0]] if len(gaps) else []
 
     def _own_rate(self, times_s: Sequence[float]) -> float:
         own = mean_rate(times_s)
