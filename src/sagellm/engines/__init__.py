@@ -1,1 +1,1 @@
-"""Hosts that run our loop, guests in another engine's loop, and the one place where modules are joined."""
+"""Our engine and its backends, plug-ins for other engines, and `build`, which joins modules."""

@@ -1,4 +1,4 @@
-"""The end of a step: `Committer` appends the tokens and commits the KV that the step computed.
+"""The end of a step: tokens are appended, KV is committed, requests end.
 
 `StepOutputs` collects what the step added to each request, and `stop_reason` says which requests it ends.
 """
@@ -102,7 +102,7 @@ class Committer:
         logprobs: Mapping[int, TokenLogprob],
         outputs: StepOutputs,
     ) -> list[Finish]:
-        """Append the token of each member of the decode batch at `indices` (None: of all)."""
+        """Append a token to each decoding request at `indices` (None: all)."""
         batch, size = self._table.decodes, self._vocab_size
         states = list(batch.states) if indices is None else [batch.states[i] for i in indices]
         try:
@@ -129,7 +129,7 @@ class Committer:
 
 
 def stop_reason(state: RequestState, token_id: int, max_model_len: int) -> FinishReason | None:
-    """Why the request ends with the token just drawn for it; None if it goes on."""
+    """Why the request ends with the token just drawn; None if it continues."""
     params = state.request.params
     generated = state.num_output_tokens
     if generated >= params.min_tokens:
@@ -152,7 +152,7 @@ def output_of(
     reason: FinishReason | None = None,
     error: str | None = None,
 ) -> RequestOutput:
-    """The output of one step for a request; its prompt's log-probabilities come with the first token."""
+    """The output of one step; the prompt's log-probabilities come with the first token."""
     scheduled_s = state.scheduled_s
     return RequestOutput(
         state.request_id,
@@ -206,7 +206,10 @@ class StepOutputs(Sequence[RequestOutput]):
         logprobs: Mapping[int, TokenLogprob],
         skipped: Container[RequestState],
     ) -> None:
-        """Add a token for each request but the `skipped`; `lengths`: tokens that each request has with it."""
+        """Add a token for each request but the `skipped`.
+
+        `lengths`: tokens of each request, this one included.
+        """
         self.materialize()
         rows = [state.row for state in states] if logprobs else []
         self._decoded = _Decoded(states, token_ids, lengths, rows, logprobs, skipped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable
 from pathlib import Path
@@ -29,8 +30,9 @@ def read_config_file(path: Path) -> Layer:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Safe, and refuses the same key twice in a mapping, which YAML forbids and PyYAML lets pass, and aliases
-    that make a small file large.
+    """A safe loader that also refuses duplicate keys and exploding aliases.
+
+    YAML forbids the same key twice in a mapping, and PyYAML accepts it. Aliases can make a small file large.
     """
 
     def get_single_node(self) -> yaml.Node | None:
@@ -51,11 +53,11 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _expanded_size(node: yaml.Node, known: dict[int, float]) -> float:
-    """Values below a node, each as often as aliases repeat it; infinite for one that contains itself."""
+    """Values below a node, aliases expanded; infinite for a node that contains itself."""
     if isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in known:
         known[id(node)] = math.inf
-        below = [one for pair in node.value for one in (pair if isinstance(pair, tuple) else (pair,))]
-        known[id(node)] = 1 + sum(_expanded_size(one, known) for one in below)
+        below = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + sum(_expanded_size(child, known) for child in below)
     return known[id(node)]

@@ -219,7 +219,7 @@ class Engine:
         self.scheduler.use(passes)
 
     def compact(self, max_copies: int | None = None) -> int:
-        """Move at most `max_copies` blocks so that free blocks are contiguous; returns how many moved.
+        """Make free blocks contiguous with at most `max_copies` moves; returns their number.
 
         The backend copies them now. If that fails, the error is raised and nothing has moved.
         """
@@ -271,7 +271,7 @@ class Engine:
         return self._take_outputs()
 
     def _complete(self, current: InFlightStep, following: PlannedStep | None = None) -> None:
-        """Execute (or wait for) a step and commit it; `following` begins to compute in between."""
+        """Execute or await a step and commit it; `following` starts in between."""
         if self._in_flight is not None:
             current.drop_finished(self._request_table.decodes)
             self._in_flight = None
@@ -296,7 +296,10 @@ class Engine:
         return self.scheduler.run(self._planner.draft(self._num_steps), self.view)
 
     def _plan(self) -> InFlightStep:
-        """Plan a step; the requests that it preempts or ends leave. With overlap the backend begins it."""
+        """Plan a step; requests that it preempts or ends leave.
+
+        With overlap the backend begins to compute it.
+        """
         began_s = self.clock.now()
         binding = self._planner.decide(self._num_steps, self.view)
         for state in binding.draft.preempted:
@@ -321,14 +324,14 @@ class Engine:
         return self._in_flight
 
     def _compute(self, plan: ExecutionPlan) -> tuple[StepResult, float]:
-        """The backend's result, and the seconds that it took; in the backend's thread, if it has one."""
+        """The result and its seconds; runs in the backend's thread, if any."""
         began_s = self.clock.now()
         return self.backend.execute(plan), self.clock.now() - began_s
 
     def _execute(self, current: InFlightStep, following: PlannedStep | None) -> StepResult | None:
-        """The result of the step; None if it has nothing to compute, or has failed and was undone.
+        """The result; None if the step is empty, or has failed and was undone.
 
-        `following` is handed to the backend then, or is undone too.
+        After a result the backend begins to compute `following`; after a failure that is undone too.
         """
         binding, draft, plan = current.binding, current.binding.draft, current.plan
         if plan.is_empty:
@@ -353,7 +356,7 @@ class Engine:
         return result
 
     def _undo(self, binding: Binding, following: PlannedStep | None) -> None:
-        """After a failed execute: blocks are as before the bind, and admitted requests wait again."""
+        """Give back the blocks of a failed step; its admitted requests wait again."""
         for undone in (binding,) if following is None else (following.binding, binding):
             self.kv.rollback(undone)
             if undone is binding:
@@ -375,7 +378,7 @@ class Engine:
             self._finish(finish)
 
     def _given_block_ahead(self) -> frozenset[str]:
-        """Ids of requests that have a block for a token that is not drawn yet, from planning ahead."""
+        """Ids of requests to which planning ahead gave a block."""
         return frozenset() if self._in_flight is None else self._in_flight.given_block()
 
     # -- leaving the batch

@@ -64,7 +64,7 @@ class InFlightStep:
             draft.skipped_decodes = {s.request_id: s for s in batch.states if s not in takes_part}
 
     def reorder(self, result: StepResult) -> tuple[ExecutionPlan, StepResult]:
-        """Plan and result for the requests that are still in the draft, in the order of the batch."""
+        """Plan and result of the requests still in the draft, in batch order."""
         plan, binding = self.plan, self.binding
         if binding.decode_indices is None or not self.decoding:
             return plan, result

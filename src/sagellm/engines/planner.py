@@ -1,4 +1,4 @@
-"""From the requests to a frozen plan: passes decide, blocks are bound, requests enter rows."""
+"""`Planner`: from the requests to a frozen plan, by passes and a bind."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Planner:
         )
 
     def decide(self, step: int, view: SchedulingView) -> Binding:
-        """The draft with the decisions of all passes, in a binding; passes may have had blocks bound early.
+        """A draft with the decisions of all passes, in its binding.
 
         Raises what a pass raises, and `PlanError` for decisions that break the rules; then nothing is bound.
         """
@@ -88,14 +88,14 @@ class Planner:
         return True
 
     def save_kv(self, binding: Binding, state: RequestState) -> None:
-        """Plan the copies to host memory that the draft wants for a request that it preempts, if they fit."""
+        """Plan to copy a preempted request's KV to host memory, if it fits."""
         draft = binding.draft
         if state.request_id in draft.swapped and not self._kv.swap_out(binding, state):
             draft.swapped.remove(state.request_id)
             draft.record("bind", state, "recompute", "there is no room in host memory")
 
     def bind(self, binding: Binding) -> MustLeave | None:
-        """Bind the blocks of all requests that get them; the requests that must leave have left.
+        """Bind the blocks of the step; preempted and rejected requests have left.
 
         Running requests come first. Where a request lacks blocks that guarantees keep for others, the
         requests admitted behind it are put off to a later step, since they may hold what it lacks; then it is
@@ -129,7 +129,7 @@ class Planner:
         return self._freeze(binding)
 
     def plan_ahead(self, in_flight: InFlightStep, view: SchedulingView) -> PlannedStep | None:
-        """The step behind one whose result is not known yet, planned on the requests as that will leave them.
+        """Plan the step behind the one in flight, whose result is not known yet.
 
         None, with no change but evictions and the order of the running requests, where a request would have
         to leave the batch or memory is short; with a sliding window, since blocks behind the window would be
@@ -221,7 +221,9 @@ class Planner:
                 self._put_off(draft, chunk.state, "the request whose last block it would copy has left")
 
     def _make_way(self, error: CapacityError) -> MustLeave | None:
-        """Nothing could be bound though the passes expected it, since guarantees of others are in the way.
+        """Choose a request that must leave when nothing could be bound.
+
+        Passes do not count the guarantees of others, which were in the way.
 
         Of several running requests the last one leaves. For a request that is alone, guaranteed blocks in the
         cache are evicted where its ceilings are in the way; otherwise it can never go on.

@@ -1,4 +1,4 @@
-"""How the loop goes on after a step that failed: with fewer tokens, or with one request at a time."""
+"""`Recovery`: how the loop continues after a step that failed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ MAX_CAPACITY_FAILURES = 3
 
 
 class Recovery:
-    """The token budget of the next step, and the suspects: requests of which one made a step fail."""
+    """Owns the token budget of the next step, and the suspects of a failure.
+
+    Suspects are the requests of a failed step, of which one has made it fail.
+    """
 
     def __init__(self, max_batched_tokens: int) -> None:
         self.token_budget = self._max_budget = max_batched_tokens
@@ -24,11 +27,11 @@ class Recovery:
 
     @property
     def isolates(self) -> bool:
-        """Whether requests run one at a time, so that most decisions of the passes are discarded."""
+        """Whether requests run one at a time, and decisions of passes are discarded."""
         return bool(self._suspects)
 
     def isolate(self, draft: Draft) -> None:
-        """Leave one suspect in the draft, so that the request that makes steps fail fails alone."""
+        """Leave one suspect in the draft, so that it fails alone."""
         while self._suspects and not draft.computes(self._suspects[-1]):
             self._suspects.pop()
         if self._suspects:

@@ -1,4 +1,4 @@
-"""`RequestTable` holds every request of an engine that has not finished, and is the only code that moves one.
+"""`RequestTable` holds the requests of an engine, and alone moves them.
 
     add -> WAITING -- admit --> RUNNING, computes its prompt -- start_decode --> RUNNING, decodes
               ^                    |  advance                                       |
@@ -25,7 +25,7 @@ ANY_TOKEN = 0
 
 
 class RequestTable:
-    """Owns `status`, `row`, `decoding` and the token counts of each request, from `add` to `finish`.
+    """Owns status, row and token counts of each request from `add` to `finish`.
 
     `states`: all requests by id. `waiting`: in the order of the queue, which passes may change for one step.
     `running`: in the order of the batch, the last is preempted first; the last `num_new_running` of them have
@@ -52,7 +52,7 @@ class RequestTable:
         self.waiting[state.request_id] = state
 
     def admit(self, state: RequestState, num_computed: int, now_s: float) -> None:
-        """Move a waiting request into a free row; its first `num_computed` tokens already have KV."""
+        """Move a waiting request into a free row; `num_computed` tokens have KV."""
         del self.waiting[state.request_id]
         state.row = self.free_rows.pop()
         state.status = RequestStatus.RUNNING
@@ -72,21 +72,21 @@ class RequestTable:
         state.num_prefilled += num_tokens
 
     def start_decode(self, state: RequestState, num_slots: int) -> None:
-        """All tokens but the last are computed: from now on the request computes one token per step.
+        """The request computes one token per step from now on.
 
-        `num_slots`: tokens that its blocks hold.
+        All its tokens but the last are computed. `num_slots`: tokens that its blocks hold.
         """
         del self.prefilling[state.request_id]
         self.decodes.enter(state, num_slots, self._max_model_len)
         state.decoding = True
 
     def preempt(self, state: RequestState) -> None:
-        """Move a running request to the front of the queue; it has computed nothing any more."""
+        """Move a running request to the front of the queue; its KV is gone."""
         self.cancel_admission(state)
         state.num_preemptions += 1
 
     def cancel_admission(self, state: RequestState) -> None:
-        """Move a running request to the front of the queue, because the step that admitted it failed."""
+        """Undo `admit` after a failed step: the request is first in the queue."""
         self._leave_row(state)
         state.status = RequestStatus.WAITING
         state.num_prefilled = 0
@@ -144,11 +144,12 @@ class RequestTable:
         decode_indices: list[int] | None,
         num_slots: Callable[[str], int],
     ) -> Iterator[list[RequestState]]:
-        """Show the requests as the in-flight step will leave them, with `ANY_TOKEN` drawn for each.
+        """Show the requests as the in-flight step will leave them.
 
         The step computes `chunks` and the members of `decodes` at `decode_indices` (None: all). Yields the
-        decoding requests that will then have reached their length. At the end all is as before, except for
-        what has been admitted meanwhile. Decoding requests lack the token that is being drawn in `tokens`.
+        decoding requests that will then have reached their length. `ANY_TOKEN` is drawn for prompts that end;
+        requests that decode already lack their new token. At the end all is as before, except for requests
+        that have been admitted meanwhile.
         """
         prefilling = dict(self.prefilling)
         columns = self.decodes.assume_step(decode_indices)

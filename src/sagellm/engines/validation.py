@@ -1,4 +1,4 @@
-"""What a request must satisfy before an engine takes it; each error says what would have been accepted."""
+"""Checks of a request before an engine takes it; errors say what is accepted."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def drive(
 
 
 def _timing(request: Request, event: RequestFinished, queued_s: float, scheduled_s: float) -> RequestTiming:
-    """The timing of a request that has ended; raises `CapacityError` unless it got all its tokens."""
+    """The timing of an ended request; raises `CapacityError` unless it got all tokens."""
     wanted = request.params.max_tokens
     cut_short = event.reason == FinishReason.LENGTH and event.num_output_tokens < (wanted or 0)
     served = event.reason in (FinishReason.LENGTH, FinishReason.STOP) and not cut_short
