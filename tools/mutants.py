@@ -45,7 +45,7 @@ MODULES = (
         f"kvmgr/prefix_cache/{name}.py"
         for name in ("radix", "_tree", "_node", "_leaves", "hashed", "_records")
     ),
-    *(f"kvmgr/kv_pool/{name}.py" for name in ("_ledger", "free_list", "buddy", "quota")),
+    *(f"kvmgr/kv_pool/{name}.py" for name in ("pool_base", "free_list", "buddy", "quota")),
     *sorted(str(path.relative_to(PACKAGE)) for path in (PACKAGE / "kvmgr" / "manager").glob("*.py")),
     "kvmgr/scheduler_ir/batch.py",
     "kvmgr/eviction/adaptive/policy.py",

@@ -316,8 +316,8 @@ def test_check_names_the_block_and_who_has_it(name: str) -> None:
         ({"index": [3, 4], "tier": [3]}, "block 3 is held by 'index' and held by 'tier'"),
         ({"index": [3, 99]}, "no block 99"),
         ({"index": [3, 32]}, "no block 32"),
-        ({"index": [3]}, r"'index' holds 2 blocks and names 1; nobody has \[4\]"),
-        ({}, r"'index' holds 2 blocks and names 0; nobody has \[3, 4\]"),
+        ({"index": [3]}, r"'index' holds 2 blocks and names 1; without an owner: \[4\]"),
+        ({}, r"'index' holds 2 blocks and names 0; without an owner: \[3, 4\]"),
         ({"index": [3], "tier": [4]}, "'index' holds 2 blocks and names 1"),
     ):
         with pytest.raises(BookkeepingError, match=text):
@@ -326,9 +326,9 @@ def test_check_names_the_block_and_who_has_it(name: str) -> None:
     with pytest.raises(BookkeepingError, match="block 20 is free and of 'me'"):
         pool.check()
     del mine.block_ids[2:]
-    with pytest.raises(BookkeepingError, match="3 blocks are held, the books say"):
+    with pytest.raises(BookkeepingError, match="3 blocks are held, the pool counts"):
         pool.check()
-    with pytest.raises(BookkeepingError, match="block 2 is nobody's"):
+    with pytest.raises(BookkeepingError, match="block 2 has no owner"):
         pool.check({"index": [3, 4]})
 
 

@@ -369,7 +369,7 @@ def test_accounts_that_have_nothing_are_forgotten() -> None:
     quota.check()
     assert all(quota.used(Account(f"user {n}", f"class {n}")) == (not n % 10) for n in range(5000))
     assert quota.headroom(Account("named")) == 10_000
-    assert len(quota._books) < 2500
+    assert len(quota._accounts) < 2500
 
 
 def test_the_pool_charges_and_refunds() -> None:

@@ -1,11 +1,12 @@
-"""The plan of one engine step, as data: a mutable `Draft` that passes edit, the frozen `ExecutionPlan` that a
-backend executes, and the `StepResult` that it answers with.
+"""The plan of one engine step, as data.
 
-    builder -> Draft -> passes edit it -> kv.bind fills in block ids -> verify -> freeze -> ExecutionPlan
-    backend.execute(ExecutionPlan) -> StepResult -> engine.commit
+    build_draft -> Draft -> passes edit it -> kv.bind -> verify_bound -> freeze -> ExecutionPlan
+    backend.execute(ExecutionPlan) -> StepResult -> committer
 
-The running batch is kept by the backend in fixed rows; a plan carries what changed (joined, left, table
-deltas) and small copies of what runs, never live arrays.
+`Draft` is what passes edit; the blocks bound for it are in its `Binding` (`core/binding.py`). The frozen
+`ExecutionPlan` is what a backend executes, and `StepResult` is its answer. The backend keeps the running
+batch in fixed rows: a plan has what changed (joined, left, table deltas) and small copies of what runs, never
+live arrays.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class BlockTableDelta(NamedTuple):
 
 
 class BlockTableDeltas(Sequence[BlockTableDelta]):
-    """A sequence of `BlockTableDelta` in columns: one block more for each of many rows, then others.
+    """`BlockTableDelta`s in columns: one block for each of many rows, then others.
 
     The items are made from the columns on first access. Immutable; equal to a tuple of the same items."""
 
@@ -91,9 +92,10 @@ class RequestState:
     `tokens` is the prompt followed by the output; the first `num_computed` of them have their KV in blocks.
     While the request is `decoding` (a member of the decode batch) these are all but the last; before that
     they are `num_prefilled`.
-    `prompt_logprobs` holds what is known of the prompt's log-probabilities until it is reported; None where
-    the request asked for none. `num_scored` counts the prompt tokens that have theirs. `misses` says
-    why blocks had to be computed, summed over its admissions; None where misses are not attributed.
+
+    `prompt_logprobs`: the prompt's log-probabilities that are known and not reported yet, of `num_scored`
+    tokens; None if the request asked for none. `misses`: why blocks had to be computed, summed over its
+    admissions; None if misses are not attributed.
     """
 
     request: Request
@@ -138,23 +140,26 @@ class RequestState:
 
     @property
     def max_reusable(self) -> int:
-        """Tokens whose KV may come from a cache: all but the last. A cached token has no logits, so where the
-        prompt's log-probabilities are asked for, only those before the first that is still unscored.
+        """Tokens whose KV may come from a cache: all but the last.
+
+        A cached token has no logits. So for a request that asks for the prompt's log-probabilities, it is
+        only those before the first token without one.
         """
         if self.prompt_logprobs is not None and self.num_scored < self.num_prompt_tokens - 1:
             return self.num_scored
         return len(self.tokens) - 1
 
     def score(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """Take in the log-probabilities of prompt tokens `start + 1` and on; a part computed again after a
-        preemption brings what is known already.
+        """Add the log-probabilities of prompt tokens from `start + 1` on.
+
+        Some may be known already: a part that is computed again after a preemption brings them again.
         """
         if self.prompt_logprobs is not None:
             self.prompt_logprobs += logprobs[self.num_scored - start :]
             self.num_scored = max(self.num_scored, start + len(logprobs))
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        """All of them, to be reported with the first token; None later, or where none were asked for."""
+        """Take all, to report with the first token; None later or if not asked for."""
         if self.prompt_logprobs is None or self.num_output_tokens > 1:
             return None
         taken, self.prompt_logprobs = tuple(self.prompt_logprobs), None
@@ -165,7 +170,7 @@ class RequestState:
 class Chunk:
     """Tokens `[start, start + num_tokens)` of one request, to be computed in this step.
 
-    `hit` is set for a request that enters the batch with this chunk: what it reuses ends at `start`.
+    `hit` is set if the request enters the batch with this chunk; what it reuses ends at `start`.
     """
 
     state: RequestState
@@ -184,7 +189,7 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk reaches the request's last token, so that a new one can be drawn."""
+        """Whether the chunk ends with the request's last token, so that one is drawn."""
         return self.end == len(self.state.tokens)
 
     @property
@@ -193,7 +198,7 @@ class Chunk:
 
 
 class Decision(NamedTuple):
-    """What one pass decided for one request, and why: the raw material of `sagellm explain`."""
+    """What a pass decided for a request, and why. `sagellm explain` shows it."""
 
     pass_name: str
     request_id: str
@@ -202,11 +207,14 @@ class Decision(NamedTuple):
 
 
 class Decodes(Protocol):
-    """The running requests that compute one token each step, and may be many: who asks for few is quick."""
+    """The running requests that compute one token in each step.
+
+    They may be a thousand: passes ask for those that need a block, not for all.
+    """
 
     @property
     def states(self) -> Sequence[RequestState]:
-        """All of them, in no order that means anything; not to be changed."""
+        """All of them, in no particular order; read only."""
         ...
 
     def __len__(self) -> int: ...
@@ -215,7 +223,7 @@ class Decodes(Protocol):
     def num_needing_block(self) -> int: ...
 
     def needing_block(self) -> Sequence[RequestState]:
-        """Those whose next token needs one more block."""
+        """The requests whose next token needs one more block."""
         ...
 
 
@@ -231,23 +239,26 @@ class _NoDecodes:
 
 
 NO_DECODES: Decodes = _NoDecodes()
-"""Nobody is in decode."""
+"""No request is in decode."""
 
 
 @dataclass(slots=True)
 class Draft:
     """What a step could do, edited in place by passes.
 
-    `running` and `waiting` are ordered by who comes first; passes may reorder both. The last
-    `num_new_running` of `running` have entered since the last step. `chunks` holds, by request id and in
-    batch order, the parts of prompts that will be computed: of running requests whose prompt is not yet
-    whole, and of those that are admitted. A running request in decode (`decodes`) computes its token without
-    being named, unless it is `hold` or `preempt`ed. A request is in `chunks` at most once, and never also in
-    `preempted` or `rejected`. Of those preempted, the `swapped` (by id) have what they computed saved in host
-    memory, where there is room when they leave. Who is taken out of `waiting` goes on waiting, unseen by the
-    passes to come.
+    `running` and `waiting` are in order of priority; passes may reorder both. The last `num_new_running` of
+    `running` have entered since the last step. A pass may take a request out of `waiting`: later passes do
+    not see it, and it goes on waiting.
+
+    `chunks` has, by request id and in batch order, the parts of prompts that the step computes: of running
+    requests whose prompt is not complete, and of requests that it admits. Requests in decode (`decodes`)
+    compute one token each, unless they are held, preempted or rejected (`skipped_decodes`, by id). A request
+    is in at most one of `chunks`, `preempted` and `rejected`.
+
+    Of the preempted requests, those in `swapped` (by id) have their KV saved in host memory, if it fits.
+    `hits` keeps prefix hits of waiting requests, by id, so that no pass looks them up twice.
     `num_draft_tokens`: tokens that a speculative decoder may propose for each request in decode.
-    `placements` says, by request id, which instances compute it, where that is not this one.
+    `placements`: by request id, the instances that compute it, where that is not this one.
     """
 
     step: int
@@ -267,7 +278,6 @@ class Draft:
     num_draft_tokens: int = 0
     decisions: list[Decision] = field(default_factory=list)
     skipped_decodes: dict[str, RequestState] = field(default_factory=dict)
-    """Requests in decode that compute nothing in this step: held, preempted or rejected."""
 
     @property
     def num_decodes(self) -> int:
@@ -283,7 +293,7 @@ class Draft:
         return self.num_decodes + len(self.chunks)
 
     def scheduled(self) -> Iterator[RequestState]:
-        """Requests that compute something: those in decode, then those with chunks."""
+        """Requests that compute something: in decode, then with chunks."""
         yield from (state for state in self.decodes.states if state.request_id not in self.skipped_decodes)
         yield from (chunk.state for chunk in self.chunks.values())
 
@@ -296,29 +306,28 @@ class Draft:
 
     def needing_block(self) -> Sequence[RequestState]:
         """Requests in decode that take part and need one more block."""
-        growing = self.decodes.needing_block()
-        if not self.skipped_decodes or not growing:
-            return growing
-        return [state for state in growing if state.request_id not in self.skipped_decodes]
+        states = self.decodes.needing_block()
+        if not self.skipped_decodes or not states:
+            return states
+        return [state for state in states if state.request_id not in self.skipped_decodes]
 
     def record(self, pass_name: str, state: RequestState, action: str, reason: str = "") -> None:
         self.decisions.append(Decision(pass_name, state.request_id, action, reason))
 
     def hold(self, state: RequestState) -> None:
-        """Let a request compute nothing in this step; it keeps what it has."""
+        """Let a running request compute nothing in this step; it keeps its blocks."""
         if state.decoding:
             self.skipped_decodes[state.request_id] = state
         else:
             self.chunks.pop(state.request_id, None)
 
     def preempt(self, state: RequestState) -> None:
-        """Take a running request out of the batch: it computes nothing, its blocks are given back before
-        bind."""
+        """Take a running request out of the batch. Its blocks are released before the bind."""
         self.hold(state)
         self.preempted.append(state)
 
     def reject(self, state: RequestState, reason: str) -> None:
-        """End a request with an error: it can never go on."""
+        """End a request that can never run, with an error."""
         self.hold(state)
         self.rejected[state.request_id] = reason
 
@@ -340,7 +349,7 @@ class BlockCopy:
 class Transfer:
     """Send blocks of one request to another instance once the step has computed them.
 
-    In a draft, no blocks mean its whole table, which nobody knows before bind.
+    In a draft, no blocks mean its whole block table, which is known after the bind.
     """
 
     request_id: str
@@ -350,7 +359,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A request enters the batch: all that a backend needs to know of it.
+    """A request enters the batch, with all that a backend needs of it.
 
     `tokens`: int32 bytes of prompt and output so far; the first `num_computed` have KV in `block_ids`, the
     row's whole table including what this step adds.
@@ -368,7 +377,10 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The instances that compute a request's phases, and the halves of each layer; "" is this one."""
+    """The instances that compute a request's phases and the halves of each layer.
+
+    "" is this instance.
+    """
 
     prefill: str = ""
     decode: str = ""
@@ -378,7 +390,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute tokens `[start, start + num_tokens)` of `row`; draw a token after the last one if `samples`."""
+    """Compute tokens `[start, start + num_tokens)` of `row`.
+
+    With `samples`, draw a token after the last one.
+    """
 
     row: int
     request_id: str
@@ -425,7 +440,7 @@ class ExecutionPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to compute, copy or send; rows that left may still be told with a later plan."""
+        """Nothing to compute, copy or send. Left rows can be sent with a later plan."""
         return not (self.decode_rows or self.prefills or self.copies or self.transfers)
 
 

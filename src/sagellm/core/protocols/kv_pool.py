@@ -1,4 +1,4 @@
-"""Contract of the block pool: who owns which block of KV memory."""
+"""Contract of the block pool: the owner of each block of KV memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from sagellm.core.types import NO_ACCOUNT, Account, BlockIds
 
 
 class Allocation:
-    """Blocks of one owner, in order of position. It grows and shrinks at its end, and is freed once.
+    """Blocks of one owner, in order of position. It grows and shrinks at its end and is freed once.
 
-    Made by a pool alone. `block_ids` is the pool's to change: read it, do not keep it. Empty once freed.
+    Only a pool makes one and changes its `block_ids`: read them, do not keep them. They are empty once freed.
     """
 
     __slots__ = ("account", "block_ids", "owner")
@@ -27,8 +27,10 @@ class Allocation:
 
 
 class BlockInfo(NamedTuple):
-    """The pool's record of one block; `owner` is None for a free one. `last_access_time`: when its allocation
-    was made, by the pool's clock."""
+    """The pool's record of one block; `owner` is None for a free block.
+
+    `last_access_time`: when its allocation was made, by the pool's clock.
+    """
 
     block_id: int
     owner: str | None
@@ -39,9 +41,9 @@ class BlockInfo(NamedTuple):
 class KVPool(Protocol):
     """A fixed number of equal blocks. `free + allocated + held == total` at all times.
 
-    Blocks are in the hands of allocations, which the pool knows block by block, or of holders (the prefix
-    index, a tier), of which it knows how many they have: a holder names its blocks when they come back. Every
-    call is all or nothing: what raises `BookkeepingError` or answers None has changed nothing.
+    A block belongs to an allocation or to a holder (the prefix index, a tier). The pool knows each block of
+    an allocation, but only the number of blocks of a holder, which names them when it gives them back. Every
+    call is all or nothing: if it raises `BookkeepingError` or returns None, nothing has changed.
     """
 
     @property
@@ -54,44 +56,45 @@ class KVPool(Protocol):
     def num_free(self) -> int: ...
 
     def allocate(self, num_blocks: int, owner: str, account: Account = ...) -> Allocation | None:
-        """Exactly `num_blocks` blocks, or None (too few are free, or the quota says no). A negative count is
-        an error."""
+        """Exactly `num_blocks` blocks; None if too few are free or the quota refuses them."""
         ...
 
     def append_blocks(self, allocation: Allocation, num_blocks: int) -> BlockIds | None:
-        """Exactly `num_blocks` more at the end of the allocation, or None; returns the new ones."""
+        """Exactly `num_blocks` more at the end of the allocation, or None. Returns the new ones."""
         ...
 
     def append_block_to_each(self, allocations: Sequence[Allocation]) -> BlockIds | None:
-        """One block more at the end of each allocation, or None and no change. All are of one account."""
+        """One block more at the end of each allocation, or None. All must be of one account."""
         ...
 
     def shrink(self, allocation: Allocation, num_blocks: int) -> None:
-        """The last `num_blocks` are free again."""
+        """Free the last `num_blocks` blocks."""
         ...
 
     def free(self, allocation: Allocation | Sequence[int]) -> None:
-        """All of the allocation is free again; freed twice, or another pool's, is an error. A list of single
-        ids is the slow path: each is looked up, and cut out of the allocation that it is in."""
+        """Free all blocks of an allocation of this pool, once.
+
+        Single ids are the slow path: each is looked up, and cut out of the allocation that it is in.
+        """
         ...
 
     def hand_over(self, allocation: Allocation, start: int, stop: int, holder: str) -> BlockIds:
-        """Blocks `[start, stop)` of the allocation leave it for `holder`; the account goes on paying."""
+        """Move blocks `[start, stop)` from the allocation to `holder`; the account stays charged."""
         ...
 
     def hand_back(self, holder: str, block_ids: BlockIds, allocation: Allocation, start: int) -> None:
-        """Undo a `hand_over`: blocks of the holder stand in the allocation again, from place `start` on."""
+        """Undo a `hand_over`: blocks of the holder return into the allocation, at index `start`."""
         ...
 
     def take_back(self, holder: str, block_ids: BlockIds, account: Account = ...) -> None:
-        """Blocks of a holder are free again. It is an error to return more than it has."""
+        """Free blocks of a holder; it cannot return more than it has."""
         ...
 
     def num_held(self, holder: str) -> int: ...
 
     @property
     def block_info(self) -> Mapping[int, BlockInfo]:
-        """Records of the blocks in use, by id. Built when asked: not for hot paths."""
+        """Records of the blocks in use, by id. Built on each access: not for hot paths."""
         ...
 
     def get_utilization(self) -> float:
@@ -99,19 +102,22 @@ class KVPool(Protocol):
         ...
 
     def get_fragmentation(self) -> float:
-        """External fragmentation, 0 to 1: 1 - longest free run / free blocks (0 where nothing is free)."""
+        """External fragmentation, 0 to 1: 1 - longest free run / free blocks.
+
+        0 where nothing is free.
+        """
         ...
 
     def get_block_info(self, block_id: int) -> BlockInfo:
-        """The record of one block; a block of a holder is known as held by someone. The slow path."""
+        """The record of one block. The slow path; the owner of a held block may be one of several holders."""
         ...
 
     def remap(self, moves: Mapping[int, int]) -> None:
-        """After a compaction: block `source` of anybody is now `target`, which was free; sources are free."""
+        """After a compaction: each block `source` is now block `target`, which was free."""
         ...
 
     def check(self, held: Mapping[str, Iterable[int]] | None = None) -> None:
-        """Raise `BookkeepingError` naming the block and its owner where the books do not balance.
+        """Raise `BookkeepingError` where blocks and owners do not add up, naming both.
 
         With the blocks that each holder says it has, every single block must be accounted for exactly once.
         """
@@ -119,37 +125,34 @@ class KVPool(Protocol):
 
 
 class BlockQuota(Protocol):
-    """How many blocks each account may have: a guaranteed share, a ceiling, and what is idle on loan.
+    """How many blocks each account may have: a guaranteed share and a ceiling.
 
-    Counts blocks in use and blocks in the cache alike, on the account that allocated them. Answers in O(1),
-    but for `reclaim`.
+    Idle guarantees are lent. Blocks in use and in the cache count alike, for the account that allocated them.
+    Answers in O(1), but for `reclaim`.
     """
 
     def charge(self, account: Account, num_blocks: int) -> bool:
-        """Book the blocks, or answer False and change nothing: a ceiling of the tenant or class is in the
-        way."""
+        """Charge the blocks; False, and no change, if that exceeds a ceiling."""
         ...
 
     def refund(self, account: Account, num_blocks: int) -> None:
-        """Blocks came back; more than were charged is an error."""
+        """Take back a charge; never more than was charged."""
         ...
 
     def headroom(self, account: Account) -> int:
-        """Blocks that the account could still be charged before a ceiling is met; all there are without
-        one."""
+        """Blocks that the account can still be charged; without a ceiling, the whole pool."""
         ...
 
     def headrooms(self, account: Account) -> Mapping[str, int]:
-        """Blocks left below each ceiling that the account counts on, by the ceiling's name; nothing without
-        one."""
+        """Blocks left below each ceiling of its tenant and class, by name."""
         ...
 
     def paying(self, account: Account) -> Account:
-        """The account that pays for this one: those without a share of their own pay together."""
+        """The account that is charged for this one. Those without a share are charged together."""
         ...
 
     def ceiling(self, account: Account) -> int:
-        """Blocks that the account can have at most, if nobody else shares its tenant and class."""
+        """Blocks that the account can have if it alone uses its share."""
         ...
 
     def used(self, account: Account) -> int: ...
@@ -157,12 +160,12 @@ class BlockQuota(Protocol):
     def reclaim(
         self, account: Account, num_blocks: int, evictable: Mapping[Account, int], num_free: int = 0
     ) -> dict[Account, int] | None:
-        """Who gives how many of its evictable blocks so that `account` can have `num_blocks`, or None.
+        """Evictable blocks that each account gives so that `account` can have `num_blocks`.
 
-        They sum to `num_blocks - num_free`, `num_free` being blocks that nobody has; to more only where a
-        ceiling is in the way, since room below it comes from those that share it. Whoever is furthest above
-        its guarantee gives first, down to its guarantee; then the account itself. An account within its
-        guarantee gives nothing to others.
+        They sum to `num_blocks - num_free`, where `num_free` blocks belong to no account; to more only where
+        a ceiling is in the way, since headroom below it comes from the accounts that share it. The account
+        furthest above its guarantee gives first, down to its guarantee; then `account` itself. An account
+        within its guarantee gives nothing to others. None if there is no way.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The block pool: who owns which block of KV memory, who may have how many, how free ones become one run."""
+"""The block pool: the owner of each block of KV memory, quotas, and compaction."""
 
 from sagellm.kvmgr.kv_pool.buddy import BuddyPool
 from sagellm.kvmgr.kv_pool.defrag import as_copies, plan_compaction

@@ -1,4 +1,4 @@
-"""`BuddyPool`: free blocks in runs of powers of two, so that allocations are contiguous where they can be.
+"""`BuddyPool`: free blocks in runs of 2^k, for contiguous allocations.
 
 The binary buddy system: K. C. Knowlton, A fast storage allocator, CACM 8 (10), 1965; D. E. Knuth, The Art of
 Computer Programming 1, 2.5.
@@ -14,16 +14,16 @@ from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.kv_pool import BlockQuota
 from sagellm.core.types import BlockIds
-from sagellm.kvmgr.kv_pool._ledger import BlockLedger
+from sagellm.kvmgr.kv_pool.pool_base import PoolBase
 
 
-class BuddyPool(BlockLedger):
+class BuddyPool(PoolBase):
     """Implements `KVPool`. Free blocks are runs of 2^k that begin at multiples of 2^k.
 
-    An allocation comes out of the smallest run that holds all of it, the lowest where there are several, so
-    that it is contiguous wherever one run is large enough; else the largest run goes whole, and the rest is
-    looked for in the same way. Freed blocks join their buddies. Costs grow with the number of runs, not of
-    blocks. Threads and counters: see `BlockLedger`.
+    An allocation is contiguous wherever one free run is large enough: it is cut from the smallest such run,
+    the lowest of several. Otherwise the largest run goes whole, and the rest is looked for in the same way.
+    Freed blocks join their buddies. Costs grow with the number of runs, not of blocks. Threads and
+    counters: see `PoolBase`.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class BuddyPool(BlockLedger):
     ) -> None:
         super().__init__(total_blocks, block_size, clock, quota)
         self._all = array("i", range(total_blocks))
-        # By order k, the free runs of 2^k blocks: their first blocks, negated, so that sorted as they are the
-        # lowest address is at the end, where a list is quick.
+        # By order k, the first blocks of the free runs of 2^k blocks, negated: in an ascending list the
+        # lowest block is at the end then, where a list is quick.
         self._runs: list[list[int]] = [[] for _ in range(total_blocks.bit_length())]
         self._put(self._all)
 
@@ -47,13 +47,13 @@ class BuddyPool(BlockLedger):
             start = -self._runs[order].pop()
             stop = start + min(num_blocks, 1 << order)
             taken.extend(self._all[start:stop])
-            self._give(stop, start + (1 << order))
+            self._add_free(stop, start + (1 << order))
             num_blocks -= stop - start
         return taken
 
     def _put(self, block_ids: BlockIds) -> None:
-        for start, stop in self._stretches(block_ids):
-            self._give(start, stop)
+        for start, stop in self._intervals(block_ids):
+            self._add_free(start, stop)
 
     def _free_ids(self) -> Iterator[int]:
         for order, starts in enumerate(self._runs):
@@ -72,43 +72,46 @@ class BuddyPool(BlockLedger):
             for start in starts:
                 if -start % (1 << order):
                     raise BookkeepingError(f"block {-start} begins a free run of {1 << order}, not aligned")
-                if -(-start ^ (1 << order)) in starts:
+                buddy = -start ^ (1 << order)
+                if -buddy in starts:
                     raise BookkeepingError(f"the free run at block {-start} did not join its buddy")
 
     def _best_order(self, num_blocks: int) -> int:
-        """Of the smallest free run that holds so many blocks, or else of the largest."""
+        """The order of the smallest free run that is large enough, or the largest."""
         orders = [order for order, starts in enumerate(self._runs) if starts]
-        at = bisect_left(orders, (num_blocks - 1).bit_length())
-        return orders[min(at, len(orders) - 1)]
+        index = bisect_left(orders, (num_blocks - 1).bit_length())
+        return orders[min(index, len(orders) - 1)]
 
-    def _give(self, start: int, stop: int) -> None:
-        """Blocks [start, stop) are free, in the largest runs that their alignment allows."""
+    def _add_free(self, start: int, stop: int) -> None:
+        """Add blocks [start, stop), in the largest runs that their alignment allows.
+
+        A run whose buddy is free joins it to a run of the next order, and so on.
+        """
         while start < stop:
             aligned = start & -start or stop
             order = min(aligned, stop - start).bit_length() - 1
-            self._join(order, start)
+            first = start
             start += 1 << order
+            while True:
+                starts, buddy = self._runs[order], first ^ (1 << order)
+                at = bisect_left(starts, -buddy)
+                if at == len(starts) or starts[at] != -buddy:
+                    break
+                del starts[at]
+                first = min(first, buddy)
+                order += 1
+            insort(starts, -first)
 
-    def _join(self, order: int, start: int) -> None:
-        """A run is free: with its buddy, if that is free, it is one of the next order, and so on."""
-        while True:
-            starts, buddy = self._runs[order], start ^ (1 << order)
-            at = bisect_left(starts, -buddy)
-            if at == len(starts) or starts[at] != -buddy:
-                break
-            del starts[at]
-            start = min(start, buddy)
-            order += 1
-        insort(starts, -start)
+    def _intervals(self, block_ids: BlockIds) -> list[tuple[int, int]]:
+        """The ids as sorted intervals [start, stop), none of which touches the next.
 
-    def _stretches(self, block_ids: BlockIds) -> list[tuple[int, int]]:
-        """The ids as sorted intervals [start, stop), none of which touches the next; errors in them are
-        found here, before anything changes."""
+        Raises for ids that are not of the pool or come twice, before anything has changed.
+        """
         found, at = [], 0
         if block_ids and block_ids == self._all[block_ids[0] : block_ids[0] + len(block_ids)]:
             return [(block_ids[0], block_ids[0] + len(block_ids))]
         while at < len(block_ids):
-            length = self._stretch(block_ids, at)
+            length = self._run_length(block_ids, at)
             found.append((block_ids[at], block_ids[at] + length))
             at += length
         found.sort()
@@ -123,8 +126,11 @@ class BuddyPool(BlockLedger):
             joined.append((start, stop))
         return joined
 
-    def _stretch(self, block_ids: BlockIds, at: int) -> int:
-        """How many ids from place `at` on count up by one; in slices, by doubling, then by halving."""
+    def _run_length(self, block_ids: BlockIds, at: int) -> int:
+        """How many ids from index `at` on count up by one.
+
+        Compares slices, not ids: their length doubles while they are equal, and then halves.
+        """
         first, length, step, growing = block_ids[at], 1, 1, True
         while step:
             end = length + step

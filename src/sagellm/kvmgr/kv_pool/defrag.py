@@ -1,7 +1,7 @@
-"""Compaction as a plan of copies: which used blocks move into which holes, so that free blocks are one run.
+"""Compaction: which blocks to copy where, so that free blocks form one run.
 
-The plan changes nothing. Whoever runs it has the backend execute `as_copies`, then says `remap` to the pool
-and to every holder of blocks.
+A plan changes nothing. Its caller has the backend execute `as_copies`, and then calls `remap` of the pool and
+of every holder of blocks.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from sagellm.core.plan import BlockCopy
 
 
 def plan_compaction(used: Iterable[int], total_blocks: int, max_copies: int | None = None) -> dict[int, int]:
-    """Moves from source to target, in the order of copying: the highest used blocks into the lowest holes.
+    """Moves from source to target: the highest used blocks go into the lowest holes.
 
-    The copies may run in any order: no target is a source. Of the plans of at most `max_copies` copies, which
-    are prefixes of one list, it is the one that leaves the longest free run, and of those the shortest: so it
-    never raises `get_fragmentation`, without a limit it makes it 0, and no copy is for nothing.
+    No target is a source, so the copies may run in any order. Plans of at most `max_copies` copies are
+    prefixes of one list; the result is the shortest of those that leave the longest free run. So it never
+    raises `get_fragmentation`, and without a limit makes it 0.
     """
     taken = bytearray(total_blocks)
     for block in used:
@@ -42,8 +42,10 @@ def as_copies(moves: Mapping[int, int], tier: Tier = Tier.HBM) -> list[BlockCopy
 
 
 def _longest_runs(taken: bytearray, sources: Sequence[int], targets: Sequence[int]) -> list[int]:
-    """The longest free run after the first n moves, for n from 0 on: what lies behind the last used block, or
-    a run of holes above those that are filled."""
+    """The longest free run after the first n moves, for n from 0 on.
+
+    It is the run behind the last used block, or a run of holes above the filled ones.
+    """
     num_used = taken.count(1)
     longest_from = [0] * (len(taken) + 1)
     run = 0

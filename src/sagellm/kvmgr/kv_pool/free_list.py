@@ -1,4 +1,4 @@
-"""`FreeListPool`: a fixed number of equal blocks on a free list, taken and given back as slices."""
+"""`FreeListPool`: free blocks in one array, taken and given back as slices."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.kv_pool import BlockQuota
 from sagellm.core.types import BlockIds
-from sagellm.kvmgr.kv_pool._ledger import BlockLedger
+from sagellm.kvmgr.kv_pool.pool_base import PoolBase
 
 
-class FreeListPool(BlockLedger):
+class FreeListPool(PoolBase):
     """Implements `KVPool`. The bytes may live on any device.
 
-    Low ids go first, so that a fresh pool gives consecutive blocks; what was freed last is given next.
-    Threads and counters: see `BlockLedger`.
+    A fresh pool gives consecutive blocks, low ids first; later the blocks that were freed last go first.
+    Threads and counters: see `PoolBase`.
     """
 
     def __init__(
@@ -26,8 +26,8 @@ class FreeListPool(BlockLedger):
         quota: BlockQuota | None = None,
     ) -> None:
         super().__init__(total_blocks, block_size, clock, quota)
-        # Free are the ids from place `_used` on. The array never changes its length: that would be a
-        # reallocation, and a slice assignment is a copy of memory.
+        # The ids from index `_used` on are free. The array keeps its length: a change would reallocate it,
+        # and slice assignment only copies memory.
         self._free = array("i", range(total_blocks))
 
     def _take(self, num_blocks: int) -> BlockIds:

@@ -1,4 +1,4 @@
-"""`BlockAllocator` gives running requests their blocks, and makes room where too few blocks are free.
+"""`BlockAllocator` gives running requests their blocks, and evicts where too few are free.
 
 Blocks behind a sliding window go first, then cached blocks.
 """
@@ -66,7 +66,7 @@ class SlidingWindows:
 
 
 class BlockAllocator:
-    """Appends blocks to block tables, evicting from the index where the pool has too few.
+    """Appends blocks to block tables, and evicts where too few are free.
 
     Without a quota the eviction policy chooses the blocks; with a quota, the quota names the accounts that
     lose blocks, and the policy chooses among the blocks of each. `num_evicted`: evicted blocks by cause.
@@ -109,7 +109,7 @@ class BlockAllocator:
 
         Raises `CapacityError`; then nothing but evictions has happened.
         """
-        if self.quota is not None:  # who pays matters, so each takes its own
+        if self.quota is not None:  # each is charged for its own block
             return self._append_one_by_one(requests)
         if self.pool.num_free < len(requests):
             self.make_room(len(requests), NO_ACCOUNT)
@@ -203,7 +203,7 @@ class BlockAllocator:
                 return
 
     def _evict_guaranteed(self, num_blocks: int) -> int:
-        """Evict blocks that the quota spares but that keep others from going; returns how many went.
+        """Evict blocks that the quota spares but others depend on; returns how many.
 
         Blocks that the quota named lead to cached blocks of other accounts, and only the end of a branch can
         be evicted. The account with most evictable blocks comes first.
@@ -222,7 +222,7 @@ class BlockAllocator:
         return len(evicted)
 
     def _return(self, block_ids: BlockIds, account: Account, cause: str) -> None:
-        """Return evicted blocks to the pool, and those that an exception kept from it the last time."""
+        """Return evicted blocks to the pool, and those that an exception kept back."""
         if block_ids:
             self.num_evicted[cause] = self.num_evicted.get(cause, 0) + len(block_ids)
             self._unreturned.append((block_ids, account))

@@ -52,7 +52,7 @@ class KVHints:
         self._expected: OrderedDict[Any, tuple[float, PrefixHit]] = OrderedDict()  # with when each ends
 
     def released(self, state: RequestState, *, ended: bool) -> None:
-        """A request has left the batch and what it computed is cached: remember its session.
+        """Remember the session of a request that has left the batch.
 
         If it has ended, apply the hints that it brought.
         """
@@ -117,7 +117,7 @@ class KVHints:
         return HintOutcome(action.action_id, status, num_blocks, reason)
 
     def _end_expectations(self) -> None:
-        """End the expectations whose time is over, and the oldest where there are too many."""
+        """End expectations whose time is over, and the oldest of too many."""
         expected, now_s = self._expected, self._now()
         while expected:
             until_s, hit = next(iter(expected.values()))

@@ -166,11 +166,12 @@ class KVCacheManager:
     # -- bind and rollback
 
     def bind(self, binding: Binding, *, early: bool = False) -> None:
-        """Reserve the blocks that the draft needs and has not: pin its hits, then append to block tables.
+        """Reserve the blocks of a draft: pin its hits, then append to block tables.
 
-        Missing blocks are evicted. Requests that the draft preempts have been released before. If an error is
-        raised, nothing but evictions has happened. `early`: with `index_as_computed`, requests that are
-        admitted later in the step may reuse what these chunks compute.
+        Chunks that were bound early are left as they are. Missing blocks are evicted. Requests that the draft
+        preempts have been released before. If an error is raised, nothing but evictions has happened.
+        `early`: with `index_as_computed`, requests that are admitted later in the step may reuse what these
+        chunks compute.
         """
         binding.require("bind", BindingStage.OPEN, BindingStage.BOUND)
         draft = binding.draft
@@ -203,9 +204,9 @@ class KVCacheManager:
         binding.decodes_bound, binding.stage = True, BindingStage.BOUND
 
     def rollback(self, binding: Binding) -> None:
-        """Undo the binds of a step that is not, or not successfully, executed; evictions stay.
+        """Undo the binds of a step that is not executed or has failed.
 
-        What was to be saved of the requests that the draft preempts is dropped.
+        Evictions stay. What was to be saved of the requests that the draft preempts is dropped.
         """
         binding.require("rollback", BindingStage.OPEN, BindingStage.BOUND)
         self._undo(binding, 0, decodes=True)
@@ -226,9 +227,9 @@ class KVCacheManager:
             self._attribute_misses(state, hit, again=again)
 
     def append_blocks(self, states: Sequence[RequestState]) -> None:
-        """Append a block for each request in decode, without a binding: no backend is sent it.
+        """Append a block for each request in decode, without a binding.
 
-        Raises `CapacityError`.
+        For backends that keep no block tables. Raises `CapacityError`.
         """
         self.allocator.append_block_to_each(self._tables.of(states))
 
@@ -240,9 +241,10 @@ class KVCacheManager:
     # -- preempted requests in host memory
 
     def swap_out(self, binding: Binding, state: RequestState) -> bool:
-        """Plan the copies that save what a request loses by preemption; False if they do not fit.
+        """Plan the copies that save what a request loses by preemption.
 
-        Comes before the bind, since these copies must come before all others of the step.
+        Returns False if they do not fit. Comes before the bind, since these copies must come before all
+        others of the step.
         """
         if self.swap is None or not self.quotes.resume_cost(state).fits:
             return False
@@ -251,20 +253,20 @@ class KVCacheManager:
         return True
 
     def give_up_saved(self, draft: Draft) -> None:
-        """A step has failed, perhaps because of the KV that it brought back: that is computed again."""
+        """Drop saved KV that a failed step brought back; it may be the cause."""
         for chunk in draft.admitted():
             if chunk.hit is not None and chunk.hit.num_swapped:
                 self.forget(chunk.state)
 
     def forget(self, state: RequestState) -> None:
-        """Drop the saved KV of a request that has ended, or is to be computed again."""
+        """Drop the saved KV of a request, if there is any."""
         if self.swap is not None:
             self.swap.drop(state.request_id)
 
     # -- after the step
 
     def executed(self, binding: Binding) -> None:
-        """The backend has executed the step, and so has the block tables that it was sent."""
+        """The backend has executed the step, and has the block tables of its plan."""
         if binding.draft.num_scheduled:  # a step that only saves preempted requests binds nothing
             binding.require("executed", BindingStage.BOUND)
         binding.stage = BindingStage.EXECUTED
@@ -288,9 +290,10 @@ class KVCacheManager:
                 self._registrar.publish(self._tables[state.request_id], num_tokens)
 
     def commit(self, state: RequestState) -> None:
-        """Take in that `state.num_computed` moved in an executed step that had a chunk of the request.
+        """Register what an executed chunk of the request has computed.
 
-        A prompt that is whole now enters the index; with `index_as_computed`, the computed part of any.
+        `state.num_computed` has moved. A prompt that is whole now enters the index; with `index_as_computed`,
+        the computed part of any.
         """
         blocks, prompt = self._blocks_of(state, "commit"), state.num_prompt_tokens
         self._tables.mark_sent(state.request_id)
@@ -351,7 +354,7 @@ class KVCacheManager:
         return self.allocator.clear()
 
     def make_room_below_ceilings(self, state: RequestState, num_blocks: int) -> bool:
-        """Evict even guaranteed blocks under the ceilings of a request that nothing else can help.
+        """Evict even guaranteed blocks below the ceilings of a request that is alone.
 
         Returns whether any were evicted.
         """
@@ -397,7 +400,7 @@ class KVCacheManager:
         return blocks
 
     def _admit(self, chunk: Chunk) -> None:
-        """Pin the hit of a chunk and give the request an empty allocation of its own."""
+        """Pin the hit of a chunk; give its request an empty allocation."""
         state, wanted = chunk.state, chunk.hit
         assert wanted is not None
         account = NO_ACCOUNT if self.quota is None else self.quota.paying(state.request.account)
@@ -416,7 +419,10 @@ class KVCacheManager:
         self._tables.add(RequestBlocks(state, hit, ids, own, hit.num_blocks, hit.num_blocks))
 
     def _bind_decodes(self, binding: Binding) -> None:
-        """Append a block to each request in decode that needs one; note what the backend has to be sent."""
+        """Append a block to each request in decode that needs one.
+
+        The binding notes what the backend has to be sent.
+        """
         states = binding.draft.needing_block()
         if states:
             requests = self._tables.of(states)
@@ -443,8 +449,10 @@ class KVCacheManager:
         return ()
 
     def _undo(self, binding: Binding, num_bound: int, *, decodes: bool) -> None:
-        """Take back the blocks of all chunks behind the first `num_bound` and, with `decodes`, those appended
-        to requests in decode."""
+        """Take back the blocks of all chunks behind the first `num_bound`.
+
+        With `decodes`, also those appended to requests in decode.
+        """
         if decodes:
             self._tables.undo_appended(binding)
         for name, bound in reversed(list(binding.chunks.items())[num_bound:]):

@@ -1,4 +1,4 @@
-"""How requests share KV: blocks in the prefix index, last blocks within a group, and pinned prefixes."""
+"""How requests share KV: through the prefix index, and within a group."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ class SharingGroups:
 
 
 class Publication(NamedTuple):
-    """What a request published of its first `num_tokens` tokens; `hit` and `num_shared` are from before.
+    """What a request has published of its first `num_tokens` tokens.
 
-    `result` is None where the index had equal blocks, so that nothing was published.
+    `hit` and `num_shared` are those from before. `result` is None where the index had equal blocks, so that
+    nothing was published.
     """
 
     num_tokens: int
@@ -44,7 +45,7 @@ class Publication(NamedTuple):
 
 
 class PrefixRegistrar:
-    """Moves blocks of running requests into the index: once they are computed, or before (`publish`).
+    """Moves blocks of running requests into the index, when they are computed or before.
 
     Publishing blocks that are bound and not yet computed is right because a backend writes the KV of all
     chunks of a step, layer by layer, before any of them attends to it. Only strategies with early binding
@@ -69,10 +70,10 @@ class PrefixRegistrar:
         self.num_changes = 0
 
     def register(self, blocks: RequestBlocks, num_tokens: int) -> InsertResult | None:
-        """Move the whole blocks of the first `num_tokens` tokens into the index; None if there are none.
+        """Move the whole blocks of the first `num_tokens` tokens into the index.
 
-        Where the index has equal blocks of another request, this request goes on with those; its own
-        duplicates are freed.
+        Returns None if there are no new ones. Where the index has equal blocks of another request, this
+        request goes on with those; its own duplicates are freed.
         """
         block_size, shared = self._pool.block_size, blocks.num_shared
         whole = num_tokens // block_size
@@ -101,7 +102,7 @@ class PrefixRegistrar:
         return result
 
     def _hand_over(self, blocks: RequestBlocks, num_duplicates: int, num_whole: int) -> None:
-        """Of the first `num_whole` own blocks, free the duplicates and hand the others to the index.
+        """Hand the first `num_whole` own blocks to the index, but free the duplicates.
 
         What the old hit pinned, the new one pins too.
         """
@@ -121,11 +122,11 @@ class PrefixRegistrar:
     # -- before the blocks are computed
 
     def is_published(self, request_id: str) -> bool:
-        """Whether blocks of the request that are not computed yet may be reused, or equal ones were found."""
+        """Whether `publish` was called and what it published is not computed yet."""
         return request_id in self._published
 
     def publish(self, blocks: RequestBlocks, num_tokens: int) -> None:
-        """Move the whole blocks of the first `num_tokens` tokens, not yet computed, into the index.
+        """Move blocks of the first `num_tokens` tokens into the index before they are computed.
 
         Not where the index has equal ones: the blocks become one with those once they are computed.
         """
@@ -162,7 +163,7 @@ class PrefixRegistrar:
         blocks.num_shared = last.num_shared
 
     def unpublish_all(self, blocks: RequestBlocks) -> None:
-        """Undo all publications of a request whose KV is worthless; not where others use the blocks."""
+        """Undo all publications of a request, up to one whose blocks others use."""
         while self.is_published(blocks.state.request_id):
             hit = blocks.hit
             try:
@@ -191,7 +192,7 @@ class PrefixRegistrar:
 
 
 class SharedTails:
-    """By group, the running request whose last, partial block the others of the group copy.
+    """By group, the running request whose last, partial block others copy.
 
     The copy is made when the other request is admitted, since that is when it writes (copy-on-write).
     """
@@ -205,7 +206,10 @@ class SharedTails:
         return bool(self._by_group) and blocks in self._by_group.values()
 
     def offer(self, group: str, blocks: RequestBlocks, *, replace: bool = False) -> None:
-        """Let requests of the group copy the last block of this one; `replace`: of no other any more."""
+        """Let the group copy the last block of this request.
+
+        `replace`: also if the group has another request for that.
+        """
         if replace or group not in self._by_group:
             self._by_group[group] = blocks
 
@@ -215,7 +219,7 @@ class SharedTails:
             del self._by_group[group]
 
     def extend_hit(self, hit: PrefixHit, state: RequestState, limit: int) -> PrefixHit:
-        """The hit, and the tokens of its next block that a request of the same group has computed."""
+        """Extend a hit by the tokens of its next block that its group shares."""
         group = state.request.group
         donor = self._by_group.get(group) if group is not None else None
         if donor is None or donor.state is state or hit.namespace != donor.hit.namespace:
@@ -233,7 +237,7 @@ class SharedTails:
         return hit._replace(num_tokens=start + shared, tail=tail)
 
     def copy_of(self, tail: SharedTail, request_id: str) -> BlockCopy:
-        """The copy of the shared block into the block at the same index of the request's table."""
+        """The copy of the shared block to the same index of the request's table."""
         source = self._tables[tail.request_id].block_ids[tail.position]
         return BlockCopy(Tier.HBM, source, Tier.HBM, self._tables[request_id].block_ids[tail.position])
 

@@ -99,7 +99,7 @@ class Quotes:
         return own + self._index.num_held_alone(blocks.hit)
 
     def first_lost_block(self, state: RequestState) -> int:
-        """The index in its block table from which on a running request loses its KV if it is preempted."""
+        """The first block of its table that a request loses if preempted."""
         return len(self._tables[state.request_id].block_ids) - self.blocks_freed_by_preempting(state)
 
     def resume_cost(self, state: RequestState) -> ResumeCost:
@@ -111,7 +111,7 @@ class Quotes:
         return ResumeCost(num_blocks, swap.num_free, recompute_s, 2 * num_blocks * swap.block_s)
 
     def _ceilings_of(self, account: Account) -> Mapping[str, int]:
-        """By ceiling of the account: the blocks that it could get if all below the ceiling were freed."""
+        """Blocks left below each ceiling of the account, counting those that can be freed."""
         quota = self._quota
         assert quota is not None
         left = dict(quota.headrooms(quota.paying(account)))

@@ -1,4 +1,4 @@
-"""`SwapSpace`: KV of preempted requests in host memory, from their preemption until they run again.
+"""`SwapSpace`: KV of preempted requests in host memory, until they run again.
 
 A preemption frees the end of a request's block table: its own blocks, and those of its pinned prefix that no
 other request uses. The plan that preempts copies that part to host blocks, before anything in it writes. The
@@ -22,9 +22,9 @@ from sagellm.core.types import Tokens
 
 @dataclass(slots=True)
 class SavedKV:
-    """Host `blocks` with the KV of a request, from block `first` of its table on.
+    """Host blocks with KV of a request, from block `first` of its table.
 
-    It is that of its first `num_tokens` tokens, the first of `tokens`. `is_copied`: the step that copies the
+    They end with its first `num_tokens` tokens, the first of `tokens`. `is_copied`: the step that copies the
     blocks has been executed.
     """
 
@@ -59,7 +59,7 @@ class SwapSpace:
     def save(
         self, request_id: str, tokens: Tokens, table: Sequence[int], first: int, num_tokens: int
     ) -> list[BlockCopy]:
-        """The copies that save the KV of the first `num_tokens` tokens, from block `first` of the table on.
+        """The copies that save KV from block `first` up to token `num_tokens`.
 
         Their step may still fail, until `copied`. Raises `CapacityError` if the blocks do not fit.
         """
@@ -95,7 +95,7 @@ class SwapSpace:
             self.num_changes += 1
 
     def extend_hit(self, hit: PrefixHit, request_id: str) -> PrefixHit:
-        """The hit, and what more is saved of this request; not of an earlier one with the same id."""
+        """Extend a hit by what is saved of this request, not of a namesake."""
         saved = self._saved.get(request_id)
         if saved is None or saved.tokens is not hit.tokens or saved.first > hit.num_blocks:
             return hit

@@ -1,4 +1,4 @@
-"""Block tables of running requests, and the parts of them that the backend has not been sent yet."""
+"""Block tables of running requests, and what the backend lacks of them."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class BlockTables:
         self._unsent[blocks.state.request_id] = blocks
 
     def executed(self, binding: Binding) -> None:
-        """The backend has executed the step, and so has the tables of the requests that took part."""
+        """The backend has executed the step, and has the tables that it was sent."""
         self._last_executed = binding.number
         for name in [name for name, blocks in self._unsent.items() if binding.draft.computes(blocks.state)]:
             self.mark_sent(name)
@@ -137,7 +137,7 @@ class BlockTables:
     def note_appended(
         self, binding: Binding, states: Sequence[RequestState], firsts: Sequence[int], block_ids: BlockIds
     ) -> None:
-        """Note in the binding that request i in decode got block i, at index `firsts[i]` of its table."""
+        """Note in the binding the new block of each request, at index `firsts[i]`."""
         binding.appended_to += states
         binding.appended_ids += block_ids
         columns = binding.delta_columns
@@ -151,7 +151,7 @@ class BlockTables:
                     column.append(value)
 
     def note_unsent(self, binding: Binding) -> None:
-        """Note in the binding what else the backend has to be sent of requests in decode that take part."""
+        """Note in the binding which other tables the backend has to be sent."""
         for blocks in self._unsent.values():
             state, first = blocks.state, blocks.unsent_from
             if first is not None and state.decoding and binding.draft.computes(state):
