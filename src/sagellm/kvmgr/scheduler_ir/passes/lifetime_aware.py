@@ -7,6 +7,7 @@ Model-based Sequence Length Prediction"; the reservation is that of `_reservatio
 from __future__ import annotations
 
 from math import log2
+from typing import cast
 
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.lifetime import LifetimePredictor, PredictionRequest
@@ -45,16 +46,17 @@ class LifetimeAwarePass:
         max_hold_s: float = 10.0,
         default_output: int = 512,
     ) -> None:
-        made = registry("predictor").create(predictor) if isinstance(predictor, str) else predictor
-        self.predictor: LifetimePredictor = made
+        if isinstance(predictor, str):
+            predictor = cast(LifetimePredictor, registry("predictor").create(predictor))
+        self.predictor = predictor
         self.quantile, self.asks, self.default_output = quantile, asks, default_output
         self._reservation = Reservation(headroom, max_hold_s) if reserve else None
         self._queue = RankedQueue()
         self._guard = StarvationGuard(max_wait_s, share)
-        self._unasked: dict[RequestState, None] = {}
-        self._expected: dict[RequestState, float] = {}
-        self._typical = default_output.bit_length() * STEPS_PER_OCTAVE
-        self._active: dict[RequestState, None] = {}
+        self._unpredicted: dict[RequestState, None] = {}
+        self._expected: dict[RequestState, float] = {}  # output tokens in all
+        self._median_rank = default_output.bit_length() * STEPS_PER_OCTAVE
+        self._active: dict[RequestState, None] = {}  # admitted; the predictor learns from them
         self._num_running = 0
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
@@ -66,7 +68,7 @@ class LifetimeAwarePass:
             return
         if queue.update(waiting):
             self._note()
-        for state in list(self._unasked)[: self.asks] if self._unasked else ():
+        for state in list(self._unpredicted)[: self.asks] if self._unpredicted else ():
             self._predict(state)
         queue.sort(waiting)
         self._guard.note(queue.arrived, queue.left)
@@ -89,19 +91,19 @@ class LifetimeAwarePass:
     # -- the predictor
 
     def _predict(self, state: RequestState) -> None:
-        del self._unasked[state]
+        del self._unpredicted[state]
         if state.status is not RequestStatus.WAITING:
             return
-        prompt = state.num_prompt_tokens
         limit = state.request.params.max_tokens
+        if limit is None:
+            limit = max(self.default_output, 2 * state.num_output_tokens)
         prediction = self.predictor.predict(
             PredictionRequest(
                 state.request_id,
                 state.tokens.slice(0),
-                len(state.tokens),
-                prompt
-                + (limit if limit is not None else max(self.default_output, 2 * state.num_output_tokens)),
-                num_prompt_tokens=prompt,
+                current_length=len(state.tokens),
+                max_length=state.num_prompt_tokens + limit,
+                num_prompt_tokens=state.num_prompt_tokens,
                 session_id=state.request.session_id,
                 category=state.request.namespace.adapter or state.request.namespace.model,
             )
@@ -111,7 +113,7 @@ class LifetimeAwarePass:
         remaining = prediction.remaining_tokens if level is None else quantiles[level]
         self._expected[state] = state.num_output_tokens + remaining
         step = round(STEPS_PER_OCTAVE * log2(1 + max(0.0, prediction.remaining_tokens)))
-        self._typical += (step > self._typical) - (step < self._typical)
+        self._median_rank += (step > self._median_rank) - (step < self._median_rank)
         self._queue.rerank(state, self._rank(state, step))
 
     def _teach(self, now_s: float) -> None:
@@ -128,10 +130,10 @@ class LifetimeAwarePass:
 
     def _note(self) -> None:
         for state in self._queue.arrived:
-            self._queue.rerank(state, self._rank(state, self._typical))
-            self._unasked[state] = None
+            self._queue.rerank(state, self._rank(state, self._median_rank))
+            self._unpredicted[state] = None
         for state in self._queue.left:
-            self._unasked.pop(state, None)
+            self._unpredicted.pop(state, None)
             if was_admitted(state):
                 self._active[state] = None
             else:
