@@ -5,17 +5,18 @@ The plans may be two steps of one run, or one step under two schedulers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from sagellm.core.plan import ExecutionPlan, Placement, Prefill
+from sagellm.core.plan import ExecutionPlan, Placement
 from sagellm.kvmgr.scheduler_ir.rows import Rows
 from sagellm.kvmgr.scheduler_ir.text import numbers, quoted
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One difference. `sign` is + for only in the second plan, - for only in the first, ~ for other there.
+    """One difference. `sign` is + for added in the second plan, - for missing there, ~ for changed.
 
     `request_id` is None where the difference concerns no single request.
     """
@@ -30,16 +31,17 @@ class Change:
 
 
 @dataclass(slots=True)
-class Part:
-    """What one plan does with one request."""
+class RequestPart:
+    """What one plan does with one request, as texts; empty for what it does not do."""
 
     fates: list[str] = field(default_factory=list)
     left: bool = False
     placed: str = ""
     join: str = ""
-    blocks: tuple[int, tuple[int, ...]] | None = None
-    prefill: Prefill | None = None
+    blocks: str = ""
+    work: str = ""
     position: int | None = None
+    """Of the token that it decodes."""
 
 
 def diff(
@@ -54,13 +56,13 @@ def diff(
     parts_a, parts_b = _parts(a, rows_a), _parts(b, rows_b)
     if a.step != b.step:
         parts_a = {
-            name: Part(placed=part.placed, prefill=part.prefill, position=part.position)
+            name: RequestPart(placed=part.placed, work=part.work, position=part.position)
             for name, part in parts_a.items()
         }
     reasons = {decision.request_id: decision for decision in b.decisions}
     found: list[Change] = []
     for name in dict.fromkeys([*parts_a, *parts_b]):
-        before, after = parts_a.get(name, Part()), parts_b.get(name, Part())
+        before, after = parts_a.get(name, RequestPart()), parts_b.get(name, RequestPart())
         changes = list(_of_request(name, before, after, b.step - a.step))
         reason = reasons.get(name)
         if changes and reason is not None and reason.reason:
@@ -83,42 +85,44 @@ def placement_text(placement: Placement) -> str:
     return ", ".join(f"{part} @{name}" for part, name in at.items() if name)
 
 
-def _parts(plan: ExecutionPlan, rows: Rows | None) -> dict[str, Part]:
-    """What the plan does, by request id, in order of the plan."""
+def _parts(plan: ExecutionPlan, rows: Rows | None) -> dict[str, RequestPart]:
+    """What the plan does, by request id (or `row N`), in order of the plan."""
     names = {} if rows is None else rows.names
-    parts: dict[str, Part] = {}
+    parts: defaultdict[str, RequestPart] = defaultdict(RequestPart)
+
+    def part_in(row: int) -> RequestPart:
+        return parts[names.get(row, f"row {row}")]
+
     for request in plan.preempted:
-        _part(parts, request).fates.append("preempted")
+        parts[request].fates.append("preempted")
     for request, reason in plan.rejected:
-        _part(parts, request).fates.append(f"rejected: {reason}")
+        parts[request].fates.append(f"rejected: {reason}")
     for request, placement in plan.placements:
-        _part(parts, request).placed = placement_text(placement)
+        parts[request].placed = placement_text(placement)
     for row in plan.left:
-        _part(parts, _name(names, row)).left = True
+        part_in(row).left = True
         names.pop(row, None)
     for join in plan.joined:
         names[join.row] = join.request_id
-        part = _part(parts, join.request_id)
-        part.join, part.blocks = f"row {join.row}, {join.num_computed} tokens computed", (0, join.block_ids)
+        parts[join.request_id].join = f"row {join.row}, {join.num_computed} tokens computed"
+        parts[join.request_id].blocks = _blocks(0, join.block_ids)
     names |= {op.row: op.request_id for op in plan.prefills}
     for delta in plan.table_deltas:
-        _part(parts, _name(names, delta.row)).blocks = (delta.first, delta.block_ids)
+        part_in(delta.row).blocks = _blocks(delta.first, delta.block_ids)
     for op in plan.prefills:
-        _part(parts, op.request_id).prefill = op
+        samples = ", samples" if op.samples else ""
+        parts[op.request_id].work = f"prompt tokens {op.start}:{op.start + op.num_tokens}{samples}"
     for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
-        _part(parts, _name(names, row)).position = position
+        part = part_in(row)
+        part.position, part.work = position, part.work or f"decode at {position}"
     return parts
 
 
-def _name(names: Mapping[int, str], row: int) -> str:
-    return names.get(row, f"row {row}")
+def _blocks(first: int, block_ids: Sequence[int]) -> str:
+    return f"{numbers(block_ids)} from {first}" if block_ids else ""
 
 
-def _part(parts: dict[str, Part], name: str) -> Part:
-    return parts.setdefault(name, Part())
-
-
-def _of_request(name: str, a: Part, b: Part, num_steps: int) -> Iterator[Change]:
+def _of_request(name: str, a: RequestPart, b: RequestPart, num_steps: int) -> Iterator[Change]:
     for fate in a.fates:
         if fate not in b.fates:
             yield Change("-", name, fate)
@@ -129,33 +133,14 @@ def _of_request(name: str, a: Part, b: Part, num_steps: int) -> Iterator[Change]
         yield Change("+" if b.left else "-", name, "left")
     yield from _either(name, "placed", a.placed, b.placed)
     yield from _either(name, "joined", a.join, b.join)
-    yield from _compute(name, a, b, num_steps)
-    if a.blocks != b.blocks:
-        yield from _either(name, "blocks", _blocks(a), _blocks(b))
-
-
-def _compute(name: str, a: Part, b: Part, num_steps: int) -> Iterator[Change]:
-    goes_on = None not in (a.position, b.position) and (b.position or 0) - (a.position or 0) == num_steps
-    if goes_on or (a.prefill, a.position) == (b.prefill, b.position):
-        return
-    yield from _either(name, "computes", _work(a), _work(b), "before" if num_steps else "not")
-
-
-def _work(part: Part) -> str:
-    if part.prefill is not None:
-        op = part.prefill
-        return f"prompt tokens {op.start}:{op.start + op.num_tokens}{', samples' if op.samples else ''}"
-    return "" if part.position is None else f"decode at {part.position}"
-
-
-def _blocks(part: Part) -> str:
-    if part.blocks is None:
-        return ""
-    first, ids = part.blocks
-    return f"{numbers(ids)} from {first}" if ids else ""
+    decodes_on = a.position is not None and b.position == a.position + num_steps
+    if not decodes_on:
+        yield from _either(name, "computes", a.work, b.work, "before" if num_steps else "not")
+    yield from _either(name, "blocks", a.blocks, b.blocks)
 
 
 def _either(name: str, what: str, a: str, b: str, other: str = "not") -> Iterator[Change]:
+    """The change of one text, which may be empty before or after."""
     if a and b and a != b:
         yield Change("~", name, f"{what} {b}, {other} {a}")
     elif a != b:
