@@ -18,7 +18,8 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn, TypedDict
+from functools import partial
+from typing import Any, NoReturn
 
 from sagellm.core.errors import PlanError, RequestError, nearest
 from sagellm.core.ir import (
@@ -210,14 +211,6 @@ def numbers(values: Iterable[int]) -> str:
 # -- reading
 
 
-class OpEnd(TypedDict):
-    """The fields that every operation ends with."""
-
-    op_id: int
-    instance: str
-    after: tuple[int, ...]
-
-
 @dataclass(slots=True)
 class Line:
     """A cursor over one line.
@@ -336,44 +329,27 @@ class GraphReader:
         self._instances: list[InstanceStep] = []
         self._decisions: list[list[Decision]] = []
         self._ops: list[Operation] = []
-        self._kinds: Mapping[str, Callable[[Line, int], Operation]] = {
-            "preempt": self._preempt,
-            "reject": self._reject,
-            "place": self._place,
-            "leave": self._leave,
-            "join": lambda line, op_id: self._join(line, op_id, resumes=False),
-            "resume": lambda line, op_id: self._join(line, op_id, resumes=True),
-            "table": self._table,
-            "copy": self._copy,
-            "decode": self._decode,
-            "prefill": self._prefill,
-            "transfer": self._transfer,
-        }
 
     def read(self, text: str) -> IRGraph:
         for number, content in enumerate(text.split("\n"), 1):
             line = Line(number, content)
-            if not line.ends() and not line.has("#"):
-                self._read(line)
-                if not line.ends():
-                    line.expected("the end of the line")
+            if line.ends() or line.has("#"):
+                continue
+            if line.has("step"):
+                self._header(line)
+            elif line.has("//"):
+                self._decision(line)
+            elif line.text.startswith("%", line.at):
+                self._operation(line)
+            else:
+                line.expected("'step', '//' or an operation, as %0 = ...")
+            if not line.ends():
+                line.expected("the end of the line")
         instances = (
             replace(step, decisions=tuple(decisions))
             for step, decisions in zip(self._instances, self._decisions, strict=True)
         )
         return IRGraph(tuple(instances), tuple(self._ops))
-
-    def _read(self, line: Line) -> None:
-        if line.has("step"):
-            self._header(line)
-        elif line.has("//"):
-            if not self._instances:
-                line.expected("a line 'step N @instance' before decisions", back_to=0)
-            self._decision(line)
-        else:
-            if not line.text.startswith("%", line.at):
-                line.expected("'step', '//' or an operation, as %0 = ...")
-            self._operation(line)
 
     def _header(self, line: Line) -> None:
         step, name = line.integer("the number of the step"), line.instance()
@@ -382,26 +358,19 @@ class GraphReader:
         while line.has("for"):
             given = True
             if not line.has("none"):
-                phases.add(self._phase(line))
+                phases.add(_phase(line))
         num_draft_tokens = line.integer("the number of tokens to draft") if line.has("drafts") else 0
         able = frozenset(phases) if given else BOTH_PHASES
         self._instances.append(InstanceStep(name, step, able, num_draft_tokens))
         self._decisions.append([])
 
     def _decision(self, line: Line) -> None:
+        if not self._instances:
+            line.expected("a line 'step N @instance' before decisions", back_to=0)
         pass_name, action = line.word("the name of a pass"), line.word("what it did")
         request = line.string("the request")
         reason = line.string("the reason") if line.has(":") else ""
         self._decisions[-1].append(Decision(pass_name, request, action, reason))
-
-    def _phase(self, line: Line) -> Phase:
-        start = line.at
-        try:
-            return Phase(line.word("a phase"))
-        except ValueError:
-            line.expected("prefill or decode", back_to=start)
-
-    # -- operations
 
     def _operation(self, line: Line) -> None:
         op_id = line.op_id()
@@ -409,117 +378,148 @@ class GraphReader:
         start = line.at
         kind = line.word("an operation")
         kind = "table" if kind == "grow" else kind  # older texts
-        if kind not in self._kinds:
-            line.expected(f"one of {', '.join(self._kinds)}", back_to=start)
-        self._ops.append(self._kinds[kind](line, op_id))
-
-    def _end(self, line: Line, op_id: int) -> OpEnd:
+        if kind not in READERS:
+            line.expected(f"one of {', '.join(READERS)}", back_to=start)
+        make = READERS[kind](line)
         first = self._instances[0].name if self._instances else LOCAL
-        name = line.instance() if line.has("on") else first
-        return {"op_id": op_id, "instance": name, "after": line.op_ids() if line.has("after") else ()}
-
-    def _preempt(self, line: Line, op_id: int) -> PreemptOp:
-        return PreemptOp(request=line.string("a request"), **self._end(line, op_id))
-
-    def _reject(self, line: Line, op_id: int) -> RejectOp:
-        request = line.string("a request")
-        line.take("because")
-        return RejectOp(request=request, reason=line.string("a reason"), **self._end(line, op_id))
-
-    def _place(self, line: Line, op_id: int) -> PlaceOp:
-        request = line.string("a request")
-        parts = {part: line.instance() for part in PLACEMENT_PARTS if line.has(part)}
-        return PlaceOp(request=request, placement=Placement(**parts), **self._end(line, op_id))
-
-    def _leave(self, line: Line, op_id: int) -> LeaveOp:
-        row, request = self._row(line)
-        return LeaveOp(row=row, request=request, **self._end(line, op_id))
-
-    def _row(self, line: Line) -> tuple[int, str | None]:
-        line.take("row")
-        row = line.integer("the number of a row")
-        return row, line.string("the request") if not line.ends() and line.text[line.at] == '"' else None
-
-    def _named_row(self, line: Line) -> tuple[int, str]:
-        row, request = self._row(line)
-        if request is None:
-            line.expected("the request in double quotes")
-        return row, request
-
-    def _join(self, line: Line, op_id: int, *, resumes: bool) -> JoinOp:
-        row, request = self._named_row(line)
-        line.take("computed")
-        computed = line.integer("the number of computed tokens")
-        line.take("prompt")
-        prompt = line.integer("the number of prompt tokens")
-        line.take("blocks")
-        blocks = tuple(line.numbers("blocks"))
-        line.take("tokens")
-        tokens = self._tokens(line)
-        params = self._params(line) if line.has("params") else SamplingParams()
-        eos = frozenset(line.numbers("token ids")) if line.has("eos") else frozenset[int]()
-        join = Join(row, request, tokens, prompt, computed, blocks, params, eos)
-        return JoinOp(join=join, resumes=resumes, **self._end(line, op_id))
-
-    def _tokens(self, line: Line) -> bytes:
-        start = line.at
-        try:
-            return Tokens(line.numbers("token ids")).tobytes()
-        except OverflowError:
-            line.expected("token ids of 32 bits", back_to=start)
-
-    def _params(self, line: Line) -> SamplingParams:
-        start = line.at
-        given = line.json("sampling parameters as a JSON object")
-        if not isinstance(given, dict):
-            line.expected("sampling parameters as a JSON object", back_to=start)
-        for name in sorted(given.keys() - set(PARAM_NAMES)):
-            line.expected(f"names of sampling parameters.{nearest(name, PARAM_NAMES)}", back_to=start)
-        try:
-            return SamplingParams(**{name: _value(name, value) for name, value in given.items()})
-        except (RequestError, TypeError, ValueError) as error:
-            line.expected(f"sampling parameters that are valid ({error})", back_to=start)
-
-    def _table(self, line: Line, op_id: int) -> BlockTableOp:
-        row, request = self._row(line)
-        line.take("from")
-        first = line.integer("an index into the table")
-        line.take("blocks")
-        delta = BlockTableDelta(row, first, tuple(line.numbers("blocks")))
-        return BlockTableOp(delta=delta, request=request, **self._end(line, op_id))
-
-    def _copy(self, line: Line, op_id: int) -> CopyOp:
-        source = line.word("a tier"), line.integer("a block")
-        line.take("to")
-        target = line.word("a tier"), line.integer("a block")
-        return CopyOp(copy=BlockCopy(*source, *target), **self._end(line, op_id))
-
-    def _decode(self, line: Line, op_id: int) -> DecodeOp:
-        row, request = self._row(line)
-        line.take("at")
-        position = line.integer("a position")
-        return DecodeOp(row=row, position=position, request=request, **self._end(line, op_id))
-
-    def _prefill(self, line: Line, op_id: int) -> PrefillOp:
-        row, request = self._named_row(line)
-        line.take("tokens")
-        start = line.integer("the first token")
-        line.take(":")
-        end = line.integer("the end of the tokens")
-        prefill = Prefill(row, request, start, end - start, line.has("samples"))
-        phase = self._phase(line) if line.has("phase") else Phase.PREFILL
-        return PrefillOp(prefill=prefill, phase=phase, **self._end(line, op_id))
-
-    def _transfer(self, line: Line, op_id: int) -> TransferOp:
-        request = line.string("a request")
-        line.take("blocks")
-        blocks = tuple(line.numbers("blocks"))
-        line.take("to")
-        return TransferOp(transfer=Transfer(request, blocks, line.instance()), **self._end(line, op_id))
+        instance_name = line.instance() if line.has("on") else first
+        after = line.op_ids() if line.has("after") else ()
+        self._ops.append(make(op_id=op_id, instance=instance_name, after=after))
 
 
-def _value(name: str, value: Any) -> Any:
+Make = Callable[..., Operation]
+"""Makes an operation from its `op_id`, `instance` and `after`; the rest was read."""
+
+
+def _reject(line: Line) -> Make:
+    request = line.string("a request")
+    line.take("because")
+    return partial(RejectOp, request=request, reason=line.string("a reason"))
+
+
+def _place(line: Line) -> Make:
+    request = line.string("a request")
+    parts = {part: line.instance() for part in PLACEMENT_PARTS if line.has(part)}
+    return partial(PlaceOp, request=request, placement=Placement(**parts))
+
+
+def _leave(line: Line) -> Make:
+    row, request = _read_row(line)
+    return partial(LeaveOp, row=row, request=request)
+
+
+def _read_join(line: Line, *, resumes: bool = False) -> Make:
+    row, request = _named_row(line)
+    line.take("computed")
+    computed = line.integer("the number of computed tokens")
+    line.take("prompt")
+    prompt = line.integer("the number of prompt tokens")
+    line.take("blocks")
+    blocks = tuple(line.numbers("blocks"))
+    line.take("tokens")
+    start = line.at
+    try:
+        tokens = Tokens(line.numbers("token ids")).tobytes()
+    except OverflowError:
+        line.expected("token ids of 32 bits", back_to=start)
+    params = _params(line) if line.has("params") else SamplingParams()
+    eos = frozenset(line.numbers("token ids")) if line.has("eos") else frozenset[int]()
+    join = Join(row, request, tokens, prompt, computed, blocks, params, eos)
+    return partial(JoinOp, join=join, resumes=resumes)
+
+
+def _params(line: Line) -> SamplingParams:
+    start = line.at
+    given = line.json("sampling parameters as a JSON object")
+    if not isinstance(given, dict):
+        line.expected("sampling parameters as a JSON object", back_to=start)
+    for name in sorted(given.keys() - set(PARAM_NAMES)):
+        line.expected(f"names of sampling parameters.{nearest(name, PARAM_NAMES)}", back_to=start)
+    try:
+        return SamplingParams(**{name: _param(name, value) for name, value in given.items()})
+    except (RequestError, TypeError, ValueError) as error:
+        line.expected(f"sampling parameters that are valid ({error})", back_to=start)
+
+
+def _param(name: str, value: Any) -> Any:
     """A field of `SamplingParams` from JSON, which has lists for tuples and pairs."""
     if name == "logit_bias":
         return {int(key): bias for key, bias in value}
     return tuple(value) if isinstance(value, list) else value
+
+
+def _table(line: Line) -> Make:
+    row, request = _read_row(line)
+    line.take("from")
+    first = line.integer("an index into the table")
+    line.take("blocks")
+    delta = BlockTableDelta(row, first, tuple(line.numbers("blocks")))
+    return partial(BlockTableOp, delta=delta, request=request)
+
+
+def _copy(line: Line) -> Make:
+    source = line.word("a tier"), line.integer("a block")
+    line.take("to")
+    target = line.word("a tier"), line.integer("a block")
+    return partial(CopyOp, copy=BlockCopy(*source, *target))
+
+
+def _decode(line: Line) -> Make:
+    row, request = _read_row(line)
+    line.take("at")
+    return partial(DecodeOp, row=row, position=line.integer("a position"), request=request)
+
+
+def _prefill(line: Line) -> Make:
+    row, request = _named_row(line)
+    line.take("tokens")
+    start = line.integer("the first token")
+    line.take(":")
+    end = line.integer("the end of the tokens")
+    prefill = Prefill(row, request, start, end - start, line.has("samples"))
+    phase = _phase(line) if line.has("phase") else Phase.PREFILL
+    return partial(PrefillOp, prefill=prefill, phase=phase)
+
+
+def _transfer(line: Line) -> Make:
+    request = line.string("a request")
+    line.take("blocks")
+    blocks = tuple(line.numbers("blocks"))
+    line.take("to")
+    return partial(TransferOp, transfer=Transfer(request, blocks, line.instance()))
+
+
+def _phase(line: Line) -> Phase:
+    start = line.at
+    try:
+        return Phase(line.word("a phase"))
+    except ValueError:
+        line.expected("prefill or decode", back_to=start)
+
+
+def _read_row(line: Line) -> tuple[int, str | None]:
+    line.take("row")
+    row = line.integer("the number of a row")
+    return row, line.string("the request") if not line.ends() and line.text[line.at] == '"' else None
+
+
+def _named_row(line: Line) -> tuple[int, str]:
+    row, request = _read_row(line)
+    if request is None:
+        line.expected("the request in double quotes")
+    return row, request
+
+
+READERS: Mapping[str, Callable[[Line], Make]] = {
+    "preempt": lambda line: partial(PreemptOp, request=line.string("a request")),
+    "reject": _reject,
+    "place": _place,
+    "leave": _leave,
+    "join": _read_join,
+    "resume": partial(_read_join, resumes=True),
+    "table": _table,
+    "copy": _copy,
+    "decode": _decode,
+    "prefill": _prefill,
+    "transfer": _transfer,
+}
