@@ -210,7 +210,7 @@ def test_until_the_first_fit_the_victims_are_those_of_lru() -> None:
     for cache in caches:
         cache.ask_all(requests)
         cache.check()
-    assert not caches[0].policy._model.fitted  # type: ignore[attr-defined]
+    assert not caches[0].policy._model.num_fits  # type: ignore[attr-defined]
     assert len(caches[0].evicted) > 300
     assert caches[0].evicted == caches[1].evicted
 
@@ -219,7 +219,7 @@ def test_after_a_fit_they_are_not() -> None:
     caches = [LearnedCache(60), lru(60)]
     for cache in caches:
         cache.ask_all(mixed(1, 400))
-    assert caches[0].policy._model.fitted  # type: ignore[attr-defined]
+    assert caches[0].policy._model.num_fits  # type: ignore[attr-defined]
     assert caches[0].evicted != caches[1].evicted
 
 
@@ -265,7 +265,7 @@ def fitted() -> LearnedCache:
     now_s = cache.clock.now()
     for number in range(4):
         cache.ask(now_s + 1.0 + 10.0 * number, prompt(number))
-    assert cache.learned._model.fitted
+    assert cache.learned._model.num_fits
     return cache
 
 

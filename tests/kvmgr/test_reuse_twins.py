@@ -244,7 +244,7 @@ class ValueQueueMachine(RuleBasedStateMachine):
         worth, run = Worth(kind, self.queue.now_s - age_s), SimpleExtent(self.next_key, size)
         self.next_key += 1
         self.runs[run.key] = (worth, run)
-        self.queue.push(worth, run, size, size)
+        self.queue.push(worth, run, size)
 
     @rule(kind=st.integers(0, 2), age_s=st.sampled_from([0.5, 3.0, 700.0]))
     def comes_late(self, kind: int, age_s: float) -> None:
@@ -286,7 +286,7 @@ class ValueQueueMachine(RuleBasedStateMachine):
         if self.is_exact:
             assert self.queue.least == min(self.value(worth) for worth, _ in self.runs.values())
         if is_chosen:
-            self.queue.drop_first(entry, run.num_blocks)
+            self.queue.drop_first(entry)
             del self.runs[run.key]
             self.is_exact = self.is_exact or not self.runs
 

@@ -155,7 +155,6 @@ class EvictionPolicy(Protocol):
     @property
     def num_evictable(self) -> int:
         """Blocks of all extents that the policy holds."""
-        ...
 
     def insert(self, extent: Extent) -> None:
         """A new evictable leaf.
@@ -163,19 +162,15 @@ class EvictionPolicy(Protocol):
         It may be a parent whose last child was removed. Not called for evictions: there `give_up` returns the
         parent.
         """
-        ...
 
     def pin(self, key: int) -> None:
         """A request uses the extent now. Unknown keys are ignored: inner nodes are pinned too."""
-        ...
 
     def unpin(self, extent: Extent) -> None:
         """No request uses the extent any more; it is evictable again."""
-        ...
 
     def remove(self, key: int) -> None:
-        """The extent is gone or has children now, and this policy did not choose it."""
-        ...
+        """The extent is gone or has children now; this policy did not choose it."""
 
     def evict(self, num_blocks: int, give_up: GiveUp) -> int:
         """Evict blocks, tails before heads; returns how many.
@@ -184,7 +179,6 @@ class EvictionPolicy(Protocol):
         each choice at once. It drops an extent that is empty then, and inserts the parent that `give_up`
         returns, which may be chosen in the same call. Raises `BookkeepingError` for a negative number.
         """
-        ...
 
     def split(self, old: int, head: Extent, tail: Extent) -> None:
         """The extent `old` became two.
@@ -192,15 +186,12 @@ class EvictionPolicy(Protocol):
         The tail keeps its place, the head is an inner node. Called for every extent; a policy ignores those
         that it does not hold.
         """
-        ...
 
     def hint(self, key: int, hint: Hint) -> None:
         """Something became known of the extent. Unknown keys are ignored."""
-        ...
 
     def check(self) -> None:
         """Raises `BookkeepingError` where the policy's books are wrong."""
-        ...
 
 
 class UseListener:
@@ -231,7 +222,6 @@ class MigrationPolicy(Protocol):
 
     def decide(self, extent: Extent, *, tiers: Mapping[str, int]) -> str:
         """Returns a tier's name, or 'drop'. `tiers` maps names to free blocks."""
-        ...
 
 
 class CostBenefitModel(Protocol):

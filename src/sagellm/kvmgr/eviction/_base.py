@@ -78,11 +78,11 @@ class ExtentQueue:
         self._num_stale = 0  # an upper bound: stale entries that reached the front are gone
         self._serial = itertools.count()
 
-    def push(self, rank: Any, extent: Extent, num_blocks: int, size: int) -> None:
-        """Add an extent of `num_blocks` blocks; it had `size` when it entered the policy."""
+    def push(self, rank: Any, extent: Extent, size: int) -> None:
+        """Add an extent; it had `size` blocks when it entered the policy."""
         entry = QueueEntry(rank, next(self._serial), extent, size)
         self.live[extent.key] = entry
-        self.num_blocks += num_blocks
+        self.num_blocks += extent.num_blocks
         for row in self._rows:
             if not row or rank >= row[-1].rank:
                 row.append(entry)
@@ -115,8 +115,8 @@ class ExtentQueue:
         assert first is not None
         return first[-1]
 
-    def drop_first(self, entry: QueueEntry, num_blocks: int) -> None:
-        """Remove the entry that `first` just returned, and its `num_blocks`."""
+    def drop_first(self, entry: QueueEntry) -> None:
+        """Remove the entry that `first` just returned."""
         for row in self._rows:
             if row and row[0] is entry:
                 row.popleft()
@@ -124,7 +124,7 @@ class ExtentQueue:
         else:
             heapq.heappop(self._heap)
         del self.live[entry.extent.key]
-        self.num_blocks -= num_blocks
+        self.num_blocks -= entry.extent.num_blocks
 
     def take(self, key: int, num_blocks: int) -> QueueEntry:
         """Remove an extent that counts as `num_blocks` in this queue."""
@@ -252,7 +252,7 @@ class QueuedPolicy(ABC):
         """The queue whose first extent is evicted next; None if all are empty."""
 
     def _max_blocks(self, queue: ExtentQueue, extent: Extent, wanted: int) -> int:
-        """How many of the last `wanted` blocks of an extent may go, at least 1."""
+        """How many of an extent's last `wanted` blocks may go, at least 1."""
         return wanted
 
     def _remember(self, key: int, extent: Extent) -> Any:
@@ -330,7 +330,7 @@ class QueuedPolicy(ABC):
                 queue.num_blocks -= portion
                 give_up(extent, portion)
                 continue
-            queue.drop_first(entry, held)
+            queue.drop_first(entry)
             entry, queue = self._forget_chosen(entry, queue)
             parent = give_up(extent, held)
             if parent is not None:
@@ -390,7 +390,7 @@ class QueuedPolicy(ABC):
     def _push(self, extent: Extent, queue: ExtentQueue, rank: Any) -> None:
         """Put an extent that is in no queue into one."""
         num_blocks = extent.num_blocks
-        queue.push(rank, extent, num_blocks, num_blocks)
+        queue.push(rank, extent, num_blocks)
         self._held[extent.key] = queue
         self._num_blocks += num_blocks
         if self._num_blocks > self._capacity and self._given_capacity is None:
@@ -398,18 +398,15 @@ class QueuedPolicy(ABC):
 
     def _requeue(self, extent: Extent, source: ExtentQueue, target: ExtentQueue, rank: Any) -> None:
         """Move an extent to another queue or rank."""
-        num_blocks = extent.num_blocks
-        entry = source.take(extent.key, num_blocks)
-        target.push(rank, extent, num_blocks, entry.size)
+        entry = source.take(extent.key, extent.num_blocks)
+        target.push(rank, extent, entry.size)
         self._held[extent.key] = target
 
     def _requeue_first(self, entry: QueueEntry, source: ExtentQueue, target: ExtentQueue, rank: Any) -> None:
         """Move the entry that `source.first()` just returned."""
-        extent = entry.extent
-        num_blocks = extent.num_blocks
-        source.drop_first(entry, num_blocks)
-        target.push(rank, extent, num_blocks, entry.size)
-        self._held[extent.key] = target
+        source.drop_first(entry)
+        target.push(rank, entry.extent, entry.size)
+        self._held[entry.extent.key] = target
 
     def _take_out(self, key: int, num_uses: int, num_blocks: int | None = None) -> FormerPlace:
         """Take an extent out of its queue and remember its place there.

@@ -45,7 +45,7 @@ class LFUEvictionPolicy(QueuedPolicy):
         self._push_used(extent, AgedUses(num_uses, age))
 
     def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
-        """The parent has the age of the child's last use, which was its own too."""
+        """The parent takes the age of the child's last use: it was used too."""
         self._push_used(parent, AgedUses(parent.num_uses, child.rank[-1]))
 
     def _push_used(self, extent: Extent, uses: AgedUses) -> None:

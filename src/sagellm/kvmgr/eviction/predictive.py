@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self, TypeGuard
+from typing import Self, TypeGuard, cast
 
 from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError
@@ -21,7 +21,6 @@ from sagellm.core.protocols.lifetime import (
 from sagellm.kvmgr.eviction._base import ExtentQueue, FormerPlace, QueuedPolicy, QueueEntry, recency
 from sagellm.kvmgr.eviction._history import MAX_BRANCHES, PathHistory, PathRecord
 
-Predictor = ReusePredictor | LifetimePredictor
 Rank = tuple[float, int, int]
 
 MAX_RECORDS = 16_384
@@ -74,7 +73,11 @@ class PredictiveEvictionPolicy(QueuedPolicy):
         self._predictor, self._clock = predictor, clock
         self._now_s = 0.0
         self._queue = ExtentQueue()
-        self._ranks = _ranks_by(predictor)
+        self._ranks = RecencyRanks()
+        if _predicts_reuse(predictor):
+            self._ranks = ReuseRanks(predictor)
+        elif predictor is not None:
+            self._ranks = EndRanks(cast(LifetimePredictor, predictor))
         self._history = IdleHistory(self._ranks, MAX_RECORDS)
         self._sweep_keys: list[int] = []
         self._num_evicted = 0
@@ -180,18 +183,20 @@ class PredictiveEvictionPolicy(QueuedPolicy):
 # -- history
 
 
+@dataclass(slots=True, eq=False)
 class PredictedSequence:
     """All turns of one conversation, for a `LifetimePredictor`.
 
     Lengths in blocks. `goes_on_s`: predicted seconds from its last use to its end.
     """
 
-    __slots__ = ("began_s", "end", "goes_on_s", "is_open", "name", "num_prompt", "used_s")
-
-    def __init__(self, name: str, began_s: float, end: int) -> None:
-        self.name, self.began_s, self.num_prompt = name, began_s, end
-        self.used_s, self.end, self.goes_on_s = began_s, end, 0.0
-        self.is_open = True
+    name: str
+    num_prompt: int
+    began_s: float
+    used_s: float
+    end: int
+    goes_on_s: float = 0.0
+    is_open: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -435,7 +440,8 @@ class EndRanks(RecencyRanks):
         sequence = before.sequence if before is not None else None
         if sequence is None or not sequence.is_open:
             self._num_begun += 1
-            sequence = PredictedSequence(f"sequence {self._num_begun}", record.used_s, record.end)
+            name = f"sequence {self._num_begun}"
+            sequence = PredictedSequence(name, record.end, record.used_s, record.used_s, record.end)
         sequence.used_s, sequence.end = record.used_s, max(sequence.end, record.end)
         record.sequence = sequence
         prediction = self._predictor.predict(
@@ -495,19 +501,8 @@ def below_values(extent: Extent) -> Rank:
     return (when_s - LONG_AGO_S, last_use, depth)
 
 
-def _predicts_reuse(predictor: Predictor | None) -> TypeGuard[ReusePredictor]:
+def _predicts_reuse(predictor: ReusePredictor | LifetimePredictor | None) -> TypeGuard[ReusePredictor]:
     return hasattr(predictor, "horizon_s")
-
-
-def _predicts_length(predictor: Predictor | None) -> TypeGuard[LifetimePredictor]:
-    return predictor is not None and not _predicts_reuse(predictor)
-
-
-def _ranks_by(predictor: Predictor | None) -> RecencyRanks:
-    """The ranks for this kind of predictor."""
-    if _predicts_reuse(predictor):
-        return ReuseRanks(predictor)
-    return EndRanks(predictor) if _predicts_length(predictor) else RecencyRanks()
 
 
 def _given_lifetime_s(extent: Extent) -> float | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import Extent
 from sagellm.kvmgr.eviction._base import FEW
 
 
+@dataclass(slots=True, eq=False)
 class PathUse:
     """The blocks of a path that were last used together.
 
@@ -20,28 +22,29 @@ class PathUse:
     `number` counts the uses.
     """
 
-    __slots__ = ("awaited", "base", "firm", "kept", "number", "own")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.base = self.firm = self.kept = self.own = 0
-        self.awaited: int | None = None
+    number: int
+    base: int = 0
+    firm: int = 0
+    kept: int = 0
+    own: int = 0
+    awaited: int | None = None
 
 
 Place = tuple[int, bytes]
 """A position, and the content of the block there."""
 
 
+@dataclass(slots=True, eq=False)
 class MissingRun:
     """Consecutive blocks that LRU held when the cache evicted them.
 
     `first`: the position of the first one; `followers`: the runs behind it, by place.
     """
 
-    __slots__ = ("content", "first", "followers", "use")
-
-    def __init__(self, use: PathUse, first: int, content: bytes, followers: dict[Place, MissingRun]) -> None:
-        self.use, self.first, self.content, self.followers = use, first, content, followers
+    use: PathUse
+    first: int
+    content: bytes
+    followers: dict[Place, MissingRun]
 
     @property
     def is_held(self) -> bool:
@@ -313,7 +316,7 @@ class LRUShadow:
 
 
 def _common_blocks(run: bytes, content: bytes, offset: int, step: int) -> int:
-    """How many leading blocks of a run, of `step` bytes, are in `content` at `offset`."""
+    """How many leading blocks of a run, of `step` bytes, `content` has at `offset`."""
     if content.startswith(run, offset):
         return len(run) // step
     low, high = 0, min(len(run), len(content) - offset) // step + 1  # so many are the same; so many are not

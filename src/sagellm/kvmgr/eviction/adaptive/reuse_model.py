@@ -77,10 +77,6 @@ class ReuseModel:
     def __len__(self) -> int:
         return len(self._kinds)
 
-    @property
-    def fitted(self) -> bool:
-        return self.num_fits > 0
-
     def kind(self, features: Features) -> int:
         """The row of a tuple of features. Beyond `MAX_KINDS` rows all new tuples share one."""
         row = self._kinds.get(features)

@@ -64,9 +64,9 @@ class ValueQueue(ExtentQueue):
         self.first()
         return self._order[0][0]
 
-    def push(self, rank: Any, extent: Extent, num_blocks: int, size: int) -> None:
+    def push(self, rank: Any, extent: Extent, size: int) -> None:
         self.live[extent.key] = entry = QueueEntry(rank, 0, extent, size)
-        self.num_blocks += num_blocks
+        self.num_blocks += extent.num_blocks
         self._join_row(entry)
 
     def first(self) -> QueueEntry:
@@ -87,11 +87,11 @@ class ValueQueue(ExtentQueue):
                 heapq.heappop(order)
                 self._drop(row)
 
-    def drop_first(self, entry: QueueEntry, num_blocks: int) -> None:
+    def drop_first(self, entry: QueueEntry) -> None:
         _, _, row = self._order[0]
         row.popleft()
         del self.live[entry.extent.key]
-        self.num_blocks -= num_blocks
+        self.num_blocks -= entry.extent.num_blocks
 
     def sweep(self, count: int) -> None:
         """Move extents that are too old for their row. At most `count` extents and rows."""
