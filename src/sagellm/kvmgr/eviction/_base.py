@@ -31,28 +31,20 @@ MIN_REMEMBERED = 64
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """An extent's place in a queue.
+    """An extent's place in a queue, remembered while the extent is away from it.
 
     Lower ranks are evicted first, of equal ranks the lower `serial`. `size`: the extent's blocks when it
     entered the policy, for the ghost that it may leave.
+
+    An extent is away while it is pinned, has children, or stands in a queue of hints. `num_uses`: 1 if a
+    request took it away, else 0. `state`: what the policy's `_remember` returned then.
     """
 
     rank: Any
     serial: int
     extent: Extent
     size: int
-
-
-@dataclass(slots=True, eq=False)
-class FormerPlace:
-    """The place of an extent that left its queue.
-
-    It is pinned, has children, or was moved by a hint. `num_uses`: 1 if a request uses the extent since then,
-    else 0. `state`: what the policy's `_remember` returned.
-    """
-
     queue: ExtentQueue
-    rank: Any
     num_uses: int = 0
     state: Any = None
 
@@ -80,7 +72,7 @@ class ExtentQueue:
 
     def push(self, rank: Any, extent: Extent, size: int) -> None:
         """Add an extent; it had `size` blocks when it entered the policy."""
-        entry = QueueEntry(rank, next(self._serial), extent, size)
+        entry = QueueEntry(rank, next(self._serial), extent, size, self)
         self.live[extent.key] = entry
         self.num_blocks += extent.num_blocks
         for row in self._rows:
@@ -126,10 +118,10 @@ class ExtentQueue:
         del self.live[entry.extent.key]
         self.num_blocks -= entry.extent.num_blocks
 
-    def take(self, key: int, num_blocks: int) -> QueueEntry:
-        """Remove an extent that counts as `num_blocks` in this queue."""
+    def take(self, key: int, num_blocks: int | None = None) -> QueueEntry:
+        """Remove an extent. `num_blocks`: what it counts as here, if not its blocks now."""
         entry = self.live.pop(key)
-        self.num_blocks -= num_blocks
+        self.num_blocks -= entry.extent.num_blocks if num_blocks is None else num_blocks
         self._num_stale += 1
         if self._num_stale > FEW and self._num_stale > MAX_STALE * len(self.live):
             self._compact()
@@ -229,23 +221,20 @@ class QueuedPolicy(ABC):
         self._capacity = capacity or 0
         self._num_blocks = 0
         self._held: dict[int, ExtentQueue] = {}
-        self._away: OrderedDict[int, FormerPlace] = OrderedDict()
+        self._away: OrderedDict[int, QueueEntry] = OrderedDict()
         self._ended, self._wanted = ExtentQueue(), ExtentQueue()
-        self._own_place: dict[int, FormerPlace] = {}
+        self._own_place: dict[int, QueueEntry] = {}
         self._num_waiting: OrderedDict[int, int] = OrderedDict()
 
     # -- what a policy decides
 
     @abstractmethod
-    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+    def _enqueue(self, extent: Extent, former: QueueEntry | None) -> None:
         """Put an extent into a queue with `_push`. `former`: its place before, if remembered."""
 
-    def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
-        """Put a parent without a former place into a queue.
-
-        Its last child, evicted now, stood at `child` of `queue`.
-        """
-        self._push(parent, queue, child.rank)
+    def _enqueue_parent(self, parent: Extent, child: QueueEntry) -> None:
+        """Put a parent that has no former place into a queue. `child`: its last child."""
+        self._push(parent, child.queue, child.rank)
 
     @abstractmethod
     def _next_queue(self) -> ExtentQueue | None:
@@ -258,13 +247,13 @@ class QueuedPolicy(ABC):
     def _remember(self, key: int, extent: Extent) -> Any:
         """Drop the policy's own state of an extent that leaves its queue.
 
-        Returns it for `FormerPlace.state`. After a split `extent` may be the tail already: `key` says which
+        Returns it for `QueueEntry.state`. After a split `extent` may be the tail already: `key` says which
         extent leaves.
         """
         return None
 
-    def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:  # noqa: B027 - most need nothing
-        """The extent at `entry` of `queue` was chosen and is evicted whole."""
+    def _evicted(self, entry: QueueEntry) -> None:  # noqa: B027 - most need nothing
+        """The extent at `entry` was chosen and is evicted whole."""
 
     def fresh(self) -> Self:
         """Another policy of the same options that has seen nothing.
@@ -331,10 +320,10 @@ class QueuedPolicy(ABC):
                 give_up(extent, portion)
                 continue
             queue.drop_first(entry)
-            entry, queue = self._forget_chosen(entry, queue)
+            entry = self._forget_chosen(entry)
             parent = give_up(extent, held)
             if parent is not None:
-                self._insert_parent(parent, entry, queue)
+                self._insert_parent(parent, entry)
         return num_blocks - missing
 
     def split(self, old: int, head: Extent, tail: Extent) -> None:
@@ -398,7 +387,7 @@ class QueuedPolicy(ABC):
 
     def _requeue(self, extent: Extent, source: ExtentQueue, target: ExtentQueue, rank: Any) -> None:
         """Move an extent to another queue or rank."""
-        entry = source.take(extent.key, extent.num_blocks)
+        entry = source.take(extent.key)
         target.push(rank, extent, entry.size)
         self._held[extent.key] = target
 
@@ -408,24 +397,23 @@ class QueuedPolicy(ABC):
         target.push(rank, entry.extent, entry.size)
         self._held[entry.extent.key] = target
 
-    def _take_out(self, key: int, num_uses: int, num_blocks: int | None = None) -> FormerPlace:
+    def _take_out(self, key: int, num_uses: int, num_blocks: int | None = None) -> QueueEntry:
         """Take an extent out of its queue and remember its place there.
 
         `num_blocks`: what it counts as in the queue, if not its blocks now.
         """
         queue = self._held.pop(key)
-        extent = queue.live[key].extent
-        blocks = extent.num_blocks if num_blocks is None else num_blocks
-        rank = queue.take(key, blocks).rank
-        self._num_blocks -= blocks
-        place = self._own_place.pop(key, None) if self._own_place else None
-        if place is not None:
-            queue, rank = place.queue, place.rank
+        entry = queue.take(key, num_blocks)
+        extent = entry.extent
+        self._num_blocks -= extent.num_blocks if num_blocks is None else num_blocks
+        if self._own_place:
+            entry = self._own_place.pop(key, entry)
+        entry.num_uses, entry.state = num_uses, self._remember(key, extent)
         away = self._away
-        former = away[key] = FormerPlace(queue, rank, num_uses, self._remember(key, extent))
+        away[key] = entry
         if len(away) > MIN_REMEMBERED and len(away) > self._capacity:
             away.popitem(last=False)
-        return former
+        return entry
 
     # -- inside
 
@@ -434,28 +422,24 @@ class QueuedPolicy(ABC):
         """Bound on the keys that are remembered of extents in no queue."""
         return max(MIN_REMEMBERED, self._capacity)
 
-    def _forget_chosen(self, entry: QueueEntry, queue: ExtentQueue) -> tuple[QueueEntry, ExtentQueue]:
+    def _forget_chosen(self, entry: QueueEntry) -> QueueEntry:
         """Drop a chosen extent; returns its place in the policy's own order."""
         key = entry.extent.key
         del self._held[key]
         if self._num_waiting:
             self._num_waiting.pop(key, None)
-        place = self._own_place.pop(key, None) if self._own_place else None
-        if place is None:
-            self._evicted(entry, queue)
-            return entry, queue
-        entry = QueueEntry(place.rank, entry.serial, entry.extent, entry.size)
-        if queue is self._ended:  # the policy did not choose it and does not expect it back: no ghost
+        place = self._own_place.pop(key, entry) if self._own_place else entry
+        if entry.queue is self._ended:  # the policy did not choose it and does not expect it back: no ghost
             self._remember(key, entry.extent)
         else:
-            self._evicted(entry, place.queue)
-        return entry, place.queue
+            self._evicted(place)
+        return place
 
-    def _insert_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
+    def _insert_parent(self, parent: Extent, child: QueueEntry) -> None:
         """The child at that place is gone, and its parent became an evictable leaf."""
         former = self._away.pop(parent.key, None)
         if former is None:
-            self._enqueue_parent(parent, child, queue)
+            self._enqueue_parent(parent, child)
         else:
             self._enqueue(parent, former)
         if parent.key in self._num_waiting:
@@ -468,7 +452,7 @@ class QueuedPolicy(ABC):
         queue = self._held[key]
         if queue is not target:
             entry = queue.live[key]
-            self._own_place.setdefault(key, FormerPlace(queue, entry.rank))
+            self._own_place.setdefault(key, entry)
             self._requeue(entry.extent, queue, target, recency(entry.extent))
 
     def _move_back(self, key: int) -> None:

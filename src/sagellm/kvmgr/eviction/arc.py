@@ -9,7 +9,6 @@ from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import Extent, Hint
 from sagellm.kvmgr.eviction._base import (
     ExtentQueue,
-    FormerPlace,
     GhostQueue,
     QueuedPolicy,
     QueueEntry,
@@ -40,7 +39,7 @@ class ARCEvictionPolicy(QueuedPolicy):
         else:
             super().hint(key, hint)
 
-    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+    def _enqueue(self, extent: Extent, former: QueueEntry | None) -> None:
         key = extent.key
         if former is not None:
             queue = self._often if former.num_uses else former.queue
@@ -60,8 +59,8 @@ class ARCEvictionPolicy(QueuedPolicy):
         self._once_ghosts.trim(max(0, room - self._once.num_blocks))
         self._often_ghosts.trim(max(0, 2 * room - self._num_blocks - self._once_ghosts.num_blocks))
 
-    def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
-        self._push(parent, queue, recency(parent))
+    def _enqueue_parent(self, parent: Extent, child: QueueEntry) -> None:
+        self._push(parent, child.queue, recency(parent))
 
     def _adapt(self, key: int) -> None:
         """A ghost returns: its queue should have been larger."""
@@ -81,8 +80,8 @@ class ARCEvictionPolicy(QueuedPolicy):
             return once
         return often if often.live else None
 
-    def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:
-        ghosts = self._once_ghosts if queue is self._once else self._often_ghosts
+    def _evicted(self, entry: QueueEntry) -> None:
+        ghosts = self._once_ghosts if entry.queue is self._once else self._often_ghosts
         ghosts.add(entry.extent.key, entry.size)
         ghosts.trim(self._max_ghosts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from sagellm.core.protocols.eviction import Extent
-from sagellm.kvmgr.eviction._base import ExtentQueue, FormerPlace, QueuedPolicy
+from sagellm.kvmgr.eviction._base import ExtentQueue, QueuedPolicy, QueueEntry
 
 
 class FIFOEvictionPolicy(QueuedPolicy):
@@ -16,7 +16,7 @@ class FIFOEvictionPolicy(QueuedPolicy):
         self._queue = ExtentQueue()
         self._arrivals = itertools.count()
 
-    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+    def _enqueue(self, extent: Extent, former: QueueEntry | None) -> None:
         self._push(extent, self._queue, next(self._arrivals) if former is None else former.rank)
 
     def _next_queue(self) -> ExtentQueue | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Extent
-from sagellm.kvmgr.eviction._base import ExtentQueue, FormerPlace, QueuedPolicy, QueueEntry, recency
+from sagellm.kvmgr.eviction._base import ExtentQueue, QueuedPolicy, QueueEntry, recency
 
 MAX_LOG2_HEAT = 60.0
 
@@ -50,7 +50,7 @@ class HotspotEvictionPolicy(QueuedPolicy):
         self._cools_s: dict[int, float] = {}
         self._now_s = 0.0
 
-    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+    def _enqueue(self, extent: Extent, former: QueueEntry | None) -> None:
         used_s, half_life_s = extent.used_s, self._half_life_s
         if former is None:
             cools_s = used_s + half_life_s * math.log2(max(1, extent.num_uses))
@@ -68,7 +68,7 @@ class HotspotEvictionPolicy(QueuedPolicy):
         else:
             self._push(extent, self._cold, recency(extent))
 
-    def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
+    def _enqueue_parent(self, parent: Extent, child: QueueEntry) -> None:
         self._enqueue(parent, None)
 
     def _next_queue(self) -> ExtentQueue | None:
@@ -86,7 +86,7 @@ class HotspotEvictionPolicy(QueuedPolicy):
     def _remember(self, key: int, extent: Extent) -> Heat:
         return Heat(self._cools_s.pop(key), extent.num_uses)
 
-    def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:
+    def _evicted(self, entry: QueueEntry) -> None:
         del self._cools_s[entry.extent.key]
 
 

@@ -6,18 +6,8 @@ Caches" (1999). The age is that of GreedyDual: Young, "On-line caching as cache 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from sagellm.core.protocols.eviction import Extent
-from sagellm.kvmgr.eviction._base import ExtentQueue, FormerPlace, QueuedPolicy, QueueEntry, recency
-
-
-@dataclass(slots=True, eq=False)
-class AgedUses:
-    """How often an extent was used, and the cache's age at its last use."""
-
-    num_uses: int
-    age: float
+from sagellm.kvmgr.eviction._base import ExtentQueue, QueuedPolicy, QueueEntry, recency
 
 
 class LFUEvictionPolicy(QueuedPolicy):
@@ -33,25 +23,25 @@ class LFUEvictionPolicy(QueuedPolicy):
         self._ageing = ageing
         self._age = 0.0
         self._queue = ExtentQueue()
-        self._uses: dict[int, AgedUses] = {}
+        self._uses: dict[int, int] = {}
 
-    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+    def _enqueue(self, extent: Extent, former: QueueEntry | None) -> None:
         num_uses, age = extent.num_uses, self._age
         if former is not None:
-            before: AgedUses = former.state
-            num_uses = max(num_uses, before.num_uses + former.num_uses)
-            if num_uses == before.num_uses:
-                age = before.age
-        self._push_used(extent, AgedUses(num_uses, age))
+            num_uses = max(num_uses, former.state + former.num_uses)
+            if num_uses == former.state:
+                *_, age = former.rank
+        self._push_used(extent, num_uses, age)
 
-    def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
+    def _enqueue_parent(self, parent: Extent, child: QueueEntry) -> None:
         """The parent takes the age of the child's last use: it was used too."""
-        self._push_used(parent, AgedUses(parent.num_uses, child.rank[-1]))
+        *_, age = child.rank
+        self._push_used(parent, parent.num_uses, age)
 
-    def _push_used(self, extent: Extent, uses: AgedUses) -> None:
-        self._uses[extent.key] = uses
-        value = uses.age + self._worth(extent, uses.num_uses)
-        self._push(extent, self._queue, (value, *recency(extent), uses.age))
+    def _push_used(self, extent: Extent, num_uses: int, age: float) -> None:
+        self._uses[extent.key] = num_uses
+        value = age + self._worth(extent, num_uses)
+        self._push(extent, self._queue, (value, *recency(extent), age))
 
     def _worth(self, extent: Extent, num_uses: int) -> float:
         """What keeping the extent is worth after so many uses, per block of memory."""
@@ -60,12 +50,12 @@ class LFUEvictionPolicy(QueuedPolicy):
     def _next_queue(self) -> ExtentQueue | None:
         return self._queue if self._queue.live else None
 
-    def _remember(self, key: int, extent: Extent) -> AgedUses:
+    def _remember(self, key: int, extent: Extent) -> int:
         return self._uses.pop(key)
 
-    def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:
+    def _evicted(self, entry: QueueEntry) -> None:
         del self._uses[entry.extent.key]
-        value = entry.rank[0]
+        value, *_ = entry.rank
         if self._ageing and value > self._age:
             self._age = value
 

@@ -18,7 +18,7 @@ from sagellm.core.protocols.lifetime import (
     ReusePrediction,
     ReusePredictor,
 )
-from sagellm.kvmgr.eviction._base import ExtentQueue, FormerPlace, QueuedPolicy, QueueEntry, recency
+from sagellm.kvmgr.eviction._base import ExtentQueue, QueuedPolicy, QueueEntry, recency
 from sagellm.kvmgr.eviction._history import MAX_BRANCHES, PathHistory, PathRecord
 
 Rank = tuple[float, int, int]
@@ -107,19 +107,19 @@ class PredictiveEvictionPolicy(QueuedPolicy):
 
     # -- what a policy decides
 
-    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+    def _enqueue(self, extent: Extent, former: QueueEntry | None) -> None:
         if extent.used_s > self._now_s:
             self._now_s = extent.used_s
         now_s = self._now()
         record = self._history.record(extent, now_s)
         self._push(extent, self._queue, self._ranks.rank(extent, record, now_s))
 
-    def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
+    def _enqueue_parent(self, parent: Extent, child: QueueEntry) -> None:
         self._enqueue(parent, None)
 
-    def _insert_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
+    def _insert_parent(self, parent: Extent, child: QueueEntry) -> None:
         self._history.replace_child(parent, child.extent.key, self._now())
-        super()._insert_parent(parent, child, queue)
+        super()._insert_parent(parent, child)
 
     def _next_queue(self) -> ExtentQueue | None:
         queue = self._queue
@@ -128,7 +128,7 @@ class PredictiveEvictionPolicy(QueuedPolicy):
                 return queue
         return None
 
-    def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:
+    def _evicted(self, entry: QueueEntry) -> None:
         self._num_evicted += 1
 
     # -- ranks

@@ -11,7 +11,6 @@ from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Extent
 from sagellm.kvmgr.eviction._base import (
     ExtentQueue,
-    FormerPlace,
     GhostQueue,
     QueuedPolicy,
     QueueEntry,
@@ -119,10 +118,10 @@ class QoSEvictionPolicy(QueuedPolicy):
             lost = extent.num_blocks if tenant.ghosts.pop(key) else 0
             tenant.count(extent.first_position, lost, window)
 
-    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+    def _enqueue(self, extent: Extent, former: QueueEntry | None) -> None:
         self._push(extent, self._tenant(extent.tenant).queue, recency(extent))
 
-    def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
+    def _enqueue_parent(self, parent: Extent, child: QueueEntry) -> None:
         self._enqueue(parent, None)
 
     def _next_queue(self) -> ExtentQueue | None:
@@ -159,7 +158,7 @@ class QoSEvictionPolicy(QueuedPolicy):
             if not tenant.queue.live and id(tenant.queue) not in hinted:
                 del self._tenants[name]
 
-    def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:
+    def _evicted(self, entry: QueueEntry) -> None:
         ghosts = self._tenant(entry.extent.tenant).ghosts
         ghosts.add(entry.extent.key, entry.size)
         ghosts.trim(self._ghost_factor * self._capacity / max(1, len(self._tenants)))

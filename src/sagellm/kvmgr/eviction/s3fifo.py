@@ -9,7 +9,7 @@ import itertools
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Extent
-from sagellm.kvmgr.eviction._base import ExtentQueue, FormerPlace, GhostQueue, QueuedPolicy, QueueEntry
+from sagellm.kvmgr.eviction._base import ExtentQueue, GhostQueue, QueuedPolicy, QueueEntry
 
 MAX_USES = 3
 USES_TO_MOVE = 2
@@ -32,7 +32,7 @@ class S3FIFOEvictionPolicy(QueuedPolicy):
         self._uses: dict[int, int] = {}
         self._arrivals = itertools.count()
 
-    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+    def _enqueue(self, extent: Extent, former: QueueEntry | None) -> None:
         if former is not None:
             queue, rank = former.queue, former.rank
             num_uses = min(MAX_USES, former.state + former.num_uses)
@@ -71,10 +71,10 @@ class S3FIFOEvictionPolicy(QueuedPolicy):
     def _remember(self, key: int, extent: Extent) -> int:
         return self._uses.pop(key, 0)
 
-    def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:
+    def _evicted(self, entry: QueueEntry) -> None:
         key = entry.extent.key
         self._uses.pop(key, None)
-        if queue is self._small:
+        if entry.queue is self._small:
             self._ghosts.add(key, entry.size)
             self._ghosts.trim(2 * self._capacity)
 

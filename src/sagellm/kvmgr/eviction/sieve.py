@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 
 from sagellm.core.protocols.eviction import Extent
-from sagellm.kvmgr.eviction._base import ExtentQueue, FormerPlace, QueuedPolicy, QueueEntry
+from sagellm.kvmgr.eviction._base import ExtentQueue, QueuedPolicy, QueueEntry
 
 
 class SieveEvictionPolicy(QueuedPolicy):
@@ -25,7 +25,7 @@ class SieveEvictionPolicy(QueuedPolicy):
         self._arrivals = itertools.count()
         self._hand = -1
 
-    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+    def _enqueue(self, extent: Extent, former: QueueEntry | None) -> None:
         if former is None:
             if not self._ahead.live:
                 self._start_sweep()
@@ -59,9 +59,9 @@ class SieveEvictionPolicy(QueuedPolicy):
         self._visited.discard(key)
         return was_visited
 
-    def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:
+    def _evicted(self, entry: QueueEntry) -> None:
         self._visited.discard(entry.extent.key)
-        if queue is self._ahead:
+        if entry.queue is self._ahead:
             self._hand = entry.rank
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import CostBenefitModel, Extent, Hint
-from sagellm.kvmgr.eviction._base import ExtentQueue, FormerPlace, QueuedPolicy, QueueEntry, recency
+from sagellm.kvmgr.eviction._base import ExtentQueue, QueuedPolicy, QueueEntry, recency
 from sagellm.kvmgr.eviction.cost_model import PrefillCostModel
 
 
@@ -70,14 +70,15 @@ class SLOEvictionPolicy(QueuedPolicy):
             self._away.pop(key)
             self._push_important(extent, new)
 
-    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+    def _enqueue(self, extent: Extent, former: QueueEntry | None) -> None:
         if former is not None:
             importance = former.state
         else:  # extents of `sagellm.compat` have a priority of their own
-            importance = Importance(extent.use.priority or getattr(extent, "priority", 0))
+            priority = extent.use.priority or getattr(extent, "priority", 0)
+            importance = Importance(priority) if priority else NO_IMPORTANCE
         self._push_important(extent, importance)
 
-    def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
+    def _enqueue_parent(self, parent: Extent, child: QueueEntry) -> None:
         """A parent gets its child's priority: a request for the child needs the parent."""
         self._push_important(parent, Importance(child.rank[0]))
 
@@ -95,7 +96,7 @@ class SLOEvictionPolicy(QueuedPolicy):
     def _remember(self, key: int, extent: Extent) -> Importance:
         return self._importance.pop(key, NO_IMPORTANCE)
 
-    def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:
+    def _evicted(self, entry: QueueEntry) -> None:
         self._importance.pop(entry.extent.key, None)
 
 

@@ -14,7 +14,6 @@ from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Extent
 from sagellm.kvmgr.eviction._base import (
     ExtentQueue,
-    FormerPlace,
     GhostQueue,
     QueuedPolicy,
     QueueEntry,
@@ -43,7 +42,7 @@ class TwoQEvictionPolicy(QueuedPolicy):
         self._ghosts = GhostQueue()
         self._arrivals = itertools.count()
 
-    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+    def _enqueue(self, extent: Extent, former: QueueEntry | None) -> None:
         if former is not None:
             queue, rank = former.queue, former.rank
         else:
@@ -52,8 +51,8 @@ class TwoQEvictionPolicy(QueuedPolicy):
         self._push(extent, queue, recency(extent) if queue is self._main else rank)
         self._ghosts.trim(int(self._out_share * self._capacity))
 
-    def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
-        self._push(parent, queue, recency(parent) if queue is self._main else child.rank)
+    def _enqueue_parent(self, parent: Extent, child: QueueEntry) -> None:
+        self._push(parent, child.queue, recency(parent) if child.queue is self._main else child.rank)
 
     def _next_queue(self) -> ExtentQueue | None:
         if self._new.live:
@@ -63,8 +62,8 @@ class TwoQEvictionPolicy(QueuedPolicy):
             return None
         return self._main
 
-    def _evicted(self, entry: QueueEntry, queue: ExtentQueue) -> None:
-        if queue is self._new:
+    def _evicted(self, entry: QueueEntry) -> None:
+        if entry.queue is self._new:
             self._ghosts.add(entry.extent.key, entry.size)
             self._ghosts.trim(self._max_ghosts)
 

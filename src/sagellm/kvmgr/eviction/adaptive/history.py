@@ -234,4 +234,4 @@ class ReuseHistory(PathHistory[ReuseRecord]):
 def _level(value: int, most: int) -> int:
     """0 below 1, then one more for each factor of 4, at most `most`."""
     level = (value.bit_length() + 1) // 2
-    return level if level < most else most
+    return min(most, level)

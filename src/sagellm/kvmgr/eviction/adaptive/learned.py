@@ -7,7 +7,7 @@ from typing import Any
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Extent, GiveUp
-from sagellm.kvmgr.eviction._base import ExtentQueue, FormerPlace, QueuedPolicy, QueueEntry
+from sagellm.kvmgr.eviction._base import ExtentQueue, QueuedPolicy, QueueEntry
 from sagellm.kvmgr.eviction.adaptive.history import NUM_FEATURES, SHARED, ReuseHistory, ReuseRecord
 from sagellm.kvmgr.eviction.adaptive.reuse_model import ReuseModel
 from sagellm.kvmgr.eviction.adaptive.value_queue import ValueQueue
@@ -76,7 +76,7 @@ class LearnedEvictionPolicy(QueuedPolicy):
 
     # -- what a policy decides
 
-    def _enqueue(self, extent: Extent, former: FormerPlace | None) -> None:
+    def _enqueue(self, extent: Extent, former: QueueEntry | None) -> None:
         if extent.used_s > self._now_s:
             self._now_s = extent.used_s
         history = self._history
@@ -86,12 +86,12 @@ class LearnedEvictionPolicy(QueuedPolicy):
         queue, rank = self._place(extent, record)
         self._push(extent, queue, rank)
 
-    def _enqueue_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
+    def _enqueue_parent(self, parent: Extent, child: QueueEntry) -> None:
         self._enqueue(parent, None)
 
-    def _insert_parent(self, parent: Extent, child: QueueEntry, queue: ExtentQueue) -> None:
+    def _insert_parent(self, parent: Extent, child: QueueEntry) -> None:
         self._history.replace_child(parent, child.extent.key)
-        super()._insert_parent(parent, child, queue)
+        super()._insert_parent(parent, child)
 
     def _next_queue(self) -> ExtentQueue | None:
         ranked, by_value = self._ranked, self._by_value

@@ -65,7 +65,7 @@ class ValueQueue(ExtentQueue):
         return self._order[0][0]
 
     def push(self, rank: Any, extent: Extent, size: int) -> None:
-        self.live[extent.key] = entry = QueueEntry(rank, 0, extent, size)
+        self.live[extent.key] = entry = QueueEntry(rank, 0, extent, size, self)
         self.num_blocks += extent.num_blocks
         self._join_row(entry)
 
