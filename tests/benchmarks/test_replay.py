@@ -11,8 +11,7 @@ import pytest
 
 from sagellm.benchmarks.replay import sweep
 from sagellm.benchmarks.replay.block_trace import BlockTrace, block_trace
-from sagellm.benchmarks.replay.measures import check_bound, first_counted, measure
-from sagellm.benchmarks.replay.replayer import replay
+from sagellm.benchmarks.replay.replayer import check_bound, first_counted, measure, replay
 from sagellm.benchmarks.replay.sweep import (
     NUM_MOMENTS,
     CacheCapacity,

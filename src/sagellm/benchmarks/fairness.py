@@ -14,8 +14,7 @@ from operator import add
 from typing import Any
 
 from sagellm.benchmarks.replay.block_trace import BlockTrace, block_trace
-from sagellm.benchmarks.replay.measures import check_bound
-from sagellm.benchmarks.replay.replayer import replay
+from sagellm.benchmarks.replay.replayer import check_bound, replay
 from sagellm.benchmarks.replay.sweep import CacheCapacity, capacity
 from sagellm.benchmarks.reporting import Environment, Table
 from sagellm.benchmarks.traces.synth import synthesize

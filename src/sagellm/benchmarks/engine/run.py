@@ -43,6 +43,9 @@ MB = 1e6
 
 SETTINGS = ("model.", "kv.", "scheduler.", "engine.")
 RESIDENT = ("resident memory after decode-8", "b8")
+NUM_PROMPTS, NUM_TOKENS = 64, 32
+LOGIT_ERROR, LOGIT_ERROR_CODE = "logit-error", "q"
+Logits = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,12 +318,6 @@ def _comparison_table(comparisons: Sequence[EnginePeerComparison]) -> Table:
         row[3 + peers.index(comparison.peer)] = format_number(comparison.peer_value) + shown
     title = "beside peers: their median (how many times better ours is; below 1: worse)"
     return Table(title, ("workload", "", "ours", *peers), [*rows.values()], num_names=2)
-
-
-NUM_PROMPTS, NUM_TOKENS = 64, 32
-LOGIT_ERROR, LOGIT_ERROR_CODE = "logit-error", "q"
-
-Logits = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def logit_error(config: Config) -> float:

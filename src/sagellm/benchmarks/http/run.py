@@ -30,6 +30,9 @@ COLUMNS = (
 PROMPT = "17 + 25 ="
 MS = 1e3
 KINDS = ("list", "one-token", "stream")
+LOOPBACK = "127.0.0.1"
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +183,6 @@ def _line(runs: Sequence[HttpRun]) -> list[str]:
     figures[-1] = figures[-1] if first.kind == "stream" else ""
     names = [first.kind, _connection(first.keep_alive), str(first.concurrency)]
     return [*names, *figures]
-
-
-LOOPBACK = "127.0.0.1"
-START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 30.0
 
 
 @contextmanager

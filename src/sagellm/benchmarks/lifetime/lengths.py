@@ -18,6 +18,11 @@ from sagellm.benchmarks.lifetime.workloads import PARTS, LengthSample, LengthWor
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.lifetime import LifetimePredictor, Prediction, PredictionRequest
 
+SECONDS_PER_TOKEN = 0.03
+"""Traces do not record when a request ends: it is taken to get a token every 30 ms."""
+MAX_OUTPUT = 32768
+BEST_CONSTANT = "best constant"
+
 
 class GroupMedian:
     """The median output of all finished requests with the same key. Without a finished request of that
@@ -94,12 +99,6 @@ def _certain(request: PredictionRequest, remaining: float) -> Prediction:
     return Prediction(tokens, 0.0, 1.0)
 
 
-SECONDS_PER_TOKEN = 0.03
-"""Traces do not record when a request ends: it is taken to get a token every 30 ms."""
-MAX_OUTPUT = 32768
-BEST_CONSTANT = "best constant"
-
-
 @dataclass(frozen=True, slots=True)
 class LengthRow:
     """One predictor on one workload. `against_constant` is its mean error over that of the best constant
@@ -146,7 +145,8 @@ class LengthStream:
         return self
 
     def _predict(self, sample: LengthSample, *, too_short: bool) -> None:
-        """A request that is too short to be scored is predicted at its start, for the predictor to learn."""
+        """Predicts one request. One that is too short to be scored is predicted at its start, for learning
+        only."""
         generated = 0 if too_short else self._after
         request = PredictionRequest(
             sample.name,

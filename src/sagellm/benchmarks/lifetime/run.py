@@ -26,6 +26,15 @@ from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
 REUSE = "reuse_"
 NAMES = (*LENGTH_WORKLOADS, *(REUSE + name for name in REUSE_WORKLOADS))
 """Every workload: those of lengths, and those of block reuse with a prefix."""
+FORMAT = "sagellm.bench.lifetime/1"
+LENGTH_COLUMNS = (
+    "workload", "predictor", "requests", "MAE", "to constant", "within 10 %", "rank corr.", "in 10-90 %",
+    "answered", "MAE answered", "predict µs", "update µs",
+)  # fmt: skip
+REUSE_COLUMNS = (
+    "workload", "asked", "predictor", "cases", "reused", "AUC", "Brier", "Brier of base rate", "skill",
+    "calibration", "accuracy", "of 'never'", "predict µs", "mean", "update µs", "mean",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +81,6 @@ def run(
             makers = {known: partial(registry("predictor").create, known) for known in plan.predictors}
             report.lengths += evaluate_lengths(workload, makers, plan.part, plan.after, on_row)
     return report
-
-
-FORMAT = "sagellm.bench.lifetime/1"
-LENGTH_COLUMNS = (
-    "workload", "predictor", "requests", "MAE", "to constant", "within 10 %", "rank corr.", "in 10-90 %",
-    "answered", "MAE answered", "predict µs", "update µs",
-)  # fmt: skip
-REUSE_COLUMNS = (
-    "workload", "asked", "predictor", "cases", "reused", "AUC", "Brier", "Brier of base rate", "skill",
-    "calibration", "accuracy", "of 'never'", "predict µs", "mean", "update µs", "mean",
-)  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -27,6 +27,22 @@ Part = Literal["train", "validation", "test"]
 PARTS: tuple[Part, ...] = ("train", "validation", "test")
 TRAIN, VALIDATION = 0.6, 0.2
 """Shares of the first two parts; the rest is test."""
+MIN_SHARED_BLOCKS = 2
+"""A shared first block may be just a common system prompt."""
+# The tools are part of a checkout and of no wheel.
+TOOLS = Path(sagellm.__file__).resolve().parents[2] / "tools"
+COUNTS = {"train": 16_000, "validation": 1000, "test": 1000}
+TURNS, SHARES = (1, 2, 3), (6, 2, 2)
+MAX_TOKENS = 512
+"""Only the last tokens of a prompt are kept: predictors look at no others."""
+TOKENS_PER_WORD = 1.3
+"""An estimate for English; the lengths in AlpacaEval are words, not tokens."""
+REUSE_WORKLOADS: Mapping[str, tuple[str, str]] = {
+    "mooncake_conversation": ("mooncake_conversation", "mooncake"),
+    "mooncake_synthetic": ("mooncake_synthetic", "mooncake"),
+    "coding_agents": ("cc_agentic_sessions", "coding_agents"),
+}
+"""Name -> the beginning of the file's name, and its format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +105,6 @@ def part_at(place: float) -> Part:
     return "train" if place < TRAIN else "validation" if place < TRAIN + VALIDATION else "test"
 
 
-MIN_SHARED_BLOCKS = 2
-"""A shared first block may be just a common system prompt."""
-
-
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
     """The session of a request, and its turn in it, from 1 on."""
@@ -131,14 +143,6 @@ def _parent(
     return None
 
 
-# The tools are part of a checkout and of no wheel.
-TOOLS = Path(sagellm.__file__).resolve().parents[2] / "tools"
-COUNTS = {"train": 16_000, "validation": 1000, "test": 1000}
-TURNS, SHARES = (1, 2, 3), (6, 2, 2)
-MAX_TOKENS = 512
-"""Only the last tokens of a prompt are kept: predictors look at no others."""
-
-
 def demo_tasks(seed: int = 0, tools: Path = TOOLS) -> LengthWorkload:
     """Conversations of one to three turns. The last answer is predicted, its end token included.
     `tools/demo_data.py` makes the tasks; prompts and answers are in tokens of the demo model's tokenizer.
@@ -174,8 +178,6 @@ def _import_generator(tools: Path) -> tuple[Any, Any]:
 
 
 Loader = Callable[[Path | None], LengthWorkload]
-TOKENS_PER_WORD = 1.3
-"""An estimate for English; the lengths in AlpacaEval are words, not tokens."""
 
 
 def find_trace(folder: Path | None, stem: str) -> Path:
@@ -290,14 +292,6 @@ def load_reuse(name: str, folder: Path | None) -> ReuseTrace:
         counts[session] += 1
         turns.append(counts[session])
     return ReuseTrace(name, trace, tuple(turns))
-
-
-REUSE_WORKLOADS: Mapping[str, tuple[str, str]] = {
-    "mooncake_conversation": ("mooncake_conversation", "mooncake"),
-    "mooncake_synthetic": ("mooncake_synthetic", "mooncake"),
-    "coding_agents": ("cc_agentic_sessions", "coding_agents"),
-}
-"""Name -> the beginning of the file's name, and its format."""
 
 
 def load_lengths(name: str, folder: Path | None) -> LengthWorkload:

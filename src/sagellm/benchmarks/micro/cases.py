@@ -21,6 +21,9 @@ SHORT_US = 5.0
 CALLS_OF_SHORT = 100
 _MAYBE_SHORT_US = 4 * SHORT_US  # a short call takes longer if it is timed alone between setups
 _WARM_UP = 2
+BLOCK_SIZE = 16
+MICROSECONDS = "us"
+BYTES_PER_BLOCK = "bytes/block"
 
 
 def _nothing() -> None:
@@ -155,11 +158,6 @@ def _collected() -> Iterator[None]:
 def _at(ordered: Sequence[float], share: float) -> float:
     """The value below which that share of the ordered samples lies, without interpolation."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-BLOCK_SIZE = 16
-MICROSECONDS = "us"
-BYTES_PER_BLOCK = "bytes/block"
 
 
 @dataclass(frozen=True, slots=True)

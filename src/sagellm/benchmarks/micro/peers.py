@@ -47,6 +47,12 @@ _MODEL_CONFIG = {
     "torch_dtype": "bfloat16",
 }
 _SHOWN_LINES = 5
+PEERS = ("vllm", "sglang", "lmdeploy")
+_FROM_LIST = (prefix_cache.FROM_LIST, prefix_cache.TO_BYTES)
+_HIT = (prefix_cache.ONE_EDGE, prefix_cache.GATHER)
+_HIT_OF_HALF = (prefix_cache.HALF, prefix_cache.GATHER_HALF)
+_ALLOCATE = (kv_pool.ALLOCATE + kv_pool.WITH_QUOTA,)
+_FREE = (kv_pool.FREE + kv_pool.WITH_QUOTA,)
 
 
 class PeerError(SageError):
@@ -213,9 +219,6 @@ def _last_lines(text: str) -> str:
     return " | ".join(lines[-_SHOWN_LINES:]) or "it wrote nothing"
 
 
-PEERS = ("vllm", "sglang", "lmdeploy")
-
-
 class Comparable(NamedTuple):
     """Rows of `peer` whose case begins with `case` stand against the sum of `ours`."""
 
@@ -224,12 +227,6 @@ class Comparable(NamedTuple):
     case: str
     ours: tuple[str, ...]
 
-
-_FROM_LIST = (prefix_cache.FROM_LIST, prefix_cache.TO_BYTES)
-_HIT = (prefix_cache.ONE_EDGE, prefix_cache.GATHER)
-_HIT_OF_HALF = (prefix_cache.HALF, prefix_cache.GATHER_HALF)
-_ALLOCATE = (kv_pool.ALLOCATE + kv_pool.WITH_QUOTA,)
-_FREE = (kv_pool.FREE + kv_pool.WITH_QUOTA,)
 
 COMPARABLE = (
     Comparable("vllm", "a", "full_hit lookup only", _HIT),

@@ -36,7 +36,8 @@ _PROMPTS_IN_FULL_POOL = 4
 def _hit(
     cell: MicroBenchCell, calls: int, *, share: float = 1.0, step: int | None = None, gather: bool = False
 ) -> Operation:
-    """Looks up a prompt of which the first `share` is cached, or gathers the block ids of that hit."""
+    """Looks up a prompt of which a `share` is cached. With `gather`, the operation collects the block ids of
+    that hit."""
     index, tokens = cached_prompt(cell, step=step)
     expected = int(share * cell.size)
     if share < 1:

@@ -13,9 +13,15 @@ from multiprocessing import get_context
 from typing import Any
 
 from sagellm.benchmarks.replay.block_trace import BlockTrace
-from sagellm.benchmarks.replay.measures import HitMeasures, check_bound, first_counted, measure
 from sagellm.benchmarks.replay.optimum import optimum
-from sagellm.benchmarks.replay.replayer import Replayed, replay
+from sagellm.benchmarks.replay.replayer import (
+    HitMeasures,
+    Replayed,
+    check_bound,
+    first_counted,
+    measure,
+    replay,
+)
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import BookkeepingError, CapacityError, ConfigError
 from sagellm.core.events import EventBus
@@ -32,6 +38,8 @@ GIVEN = ("capacity", "clock", "seed")
 """Options that replay itself sets if the policy has them."""
 DEFAULT_COST = PrefillCostModel()
 CAPACITIES = ("0.5%", "1%", "2%", "5%", "10%", "25%")
+NUM_MOMENTS = 48
+"""Number of equal intervals of the trace's time for which misses are summed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +136,6 @@ def capacity(text: str, num_unique: int) -> CacheCapacity:
     if not size > 0:
         raise ConfigError(f"capacity {text!r}: write blocks from 1 on, or a share of the unique ones as 1%")
     return CacheCapacity(text, num_blocks)
-
-
-NUM_MOMENTS = 48
-"""Number of equal intervals of the trace's time for which misses are summed."""
 
 
 @dataclass(frozen=True, slots=True)

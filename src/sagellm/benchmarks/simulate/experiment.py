@@ -40,6 +40,8 @@ from sagellm.engines.config_file import read_config_file
 
 SIZES: Mapping[str, Any] = {"scheduler.max_num_seqs": 1024, "scheduler.max_batched_tokens": 8192}
 """Defaults below every preset, so that presets without sizes are compared at the same ones."""
+Say = Callable[[str], None]
+"""Called with a description before each simulation."""
 
 
 def preset_names() -> Sequence[str]:
@@ -162,10 +164,6 @@ def read_setting(path: Path) -> ExperimentSetting:
     if taken:
         raise ConfigError(f"{path}: variants: {taken[0]} is a preset, give the variant another name")
     return made
-
-
-Say = Callable[[str], None]
-"""Called with a description before each simulation."""
 
 
 def _quiet(text: str) -> None:

@@ -24,6 +24,12 @@ from sagellm.kvmgr.manager import BlockStates, KVCacheManager
 
 KV_EVERY = 16
 """Steps between two samples of the KV pool."""
+Role = Literal["both", "prefill", "decode"]
+BackendFactory = Callable[["InstanceClock", Config], InferenceBackend]
+"""Makes the backend of an instance, which advances that clock by the duration of each step."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 1.0
+PATIENCE_S = 120.0
+"""Simulated seconds after which an engine that has work and computes nothing counts as stalled."""
 
 
 class StepLog:
@@ -182,14 +188,6 @@ def token_gaps_of(
             )
     found = [np.diff(times) for times in moments.values()]
     return np.concatenate(found) if found else np.empty(0)
-
-
-Role = Literal["both", "prefill", "decode"]
-BackendFactory = Callable[["InstanceClock", Config], InferenceBackend]
-"""Makes the backend of an instance, which advances that clock by the duration of each step."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 1.0
-PATIENCE_S = 120.0
-"""Simulated seconds after which an engine that has work and computes nothing counts as stalled."""
 
 
 class InstanceClock(ManualClock):

@@ -21,6 +21,13 @@ from sagellm.core.errors import ConfigError, UnknownNameError, nearest
 from sagellm.core.types import SLO, Request, SamplingParams, Tokens
 
 PROCESSES = ("trace", "poisson", "bursty")
+MOST_BITS = 16
+MIN_VOCAB = 2
+_ODD = np.uint32(0x9E3779B1)
+_NOTHING = np.empty(0, dtype=np.int32)
+HIGH = 1
+"""The priority of the drawn requests; the others have 0."""
+GREEDY = SamplingParams(0.0, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +86,6 @@ def mean_rate(times_s: Sequence[float]) -> float:
     """Requests per second from the first arrival to the last. Infinite if all come at once."""
     span_s = times_s[-1] - times_s[0] if times_s else 0.0
     return (len(times_s) - 1) / span_s if span_s > 0 else math.inf
-
-
-MOST_BITS = 16
-MIN_VOCAB = 2
-_ODD = np.uint32(0x9E3779B1)
-_NOTHING = np.empty(0, dtype=np.int32)
 
 
 class PromptContent:
@@ -152,10 +153,6 @@ def uncached_tokens(requests: tuple[TraceRequest, ...], block_tokens: int) -> ND
     hits = np.array(infinite_cache_hits(requests), dtype=np.int64)
     uncached: NDArray[np.int64] = np.maximum(lengths - hits * block_tokens, 0)
     return uncached
-
-
-HIGH = 1
-"""The priority of the drawn requests; the others have 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,9 +315,6 @@ def _priorities(trace: Trace, requests: tuple[TraceRequest, ...], spec: Workload
         count = round(spec.high.share * len(small))
         made[np.random.default_rng([spec.seed, 3]).choice(small, count, replace=False)] = HIGH
     return tuple(made.tolist())
-
-
-GREEDY = SamplingParams(0.0, ignore_eos=True)
 
 
 class RequestMaker:

@@ -16,6 +16,11 @@ from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.types import Namespace, Tokens
 
 MOST = 10**18
+SHARED_NAMESPACE = Namespace()
+BYTES_PER_TOKEN = 4
+"""About the length of a token of a large vocabulary, in English text and code."""
+BYTES = "bytes"
+Encode = Callable[[str], Iterable[int]]
 
 
 class BrokenLineError(ValueError):
@@ -134,14 +139,6 @@ def brief(value: Any) -> str:
     """Returns the value as a message shows it."""
     shown = repr(value)
     return shown if len(shown) <= 40 else f"{shown[:37]}..."
-
-
-SHARED_NAMESPACE = Namespace()
-BYTES_PER_TOKEN = 4
-"""About the length of a token of a large vocabulary, in English text and code."""
-BYTES = "bytes"
-
-Encode = Callable[[str], Iterable[int]]
 
 
 class TextTokens:

@@ -12,6 +12,9 @@ from typing import Any, cast
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import TOKEN_BYTES, Namespace, Tokens
 
+DEFAULT_BLOCK_TOKENS = 16
+"""The default for a trace of tokens, which has no blocks of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
@@ -48,10 +51,6 @@ class Trace:
     requests: tuple[TraceRequest, ...]
     sha256: str = ""
     skipped: tuple[BadLine, ...] = ()
-
-
-DEFAULT_BLOCK_TOKENS = 16
-"""The default for a trace of tokens, which has no blocks of its own."""
 
 
 def block_size(trace: Trace, block_tokens: int | None = None) -> int:
