@@ -90,7 +90,7 @@ def read_peers(paths: Iterable[Path], model: str, threads: int) -> list[HarnessR
 
 
 def compare(figures: Sequence[EngineFigure], rows: Sequence[HarnessRow]) -> list[EnginePeerComparison]:
-    """Compares every figure with the median of every peer that has it, peers in order of appearance."""
+    """Compares every figure with the median of every peer that has it. Peers are in order of appearance."""
     comparisons = []
     for figure, peer in product(figures, dict.fromkeys(str(row["engine"]) for row in rows)):
         own = [row.get(figure.key) for row in rows if (row["engine"], row["workload"]) == (peer, figure.code)]
