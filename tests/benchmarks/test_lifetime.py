@@ -85,7 +85,7 @@ def test_saying_the_base_rate_has_no_skill_and_no_calibration_error() -> None:
     assert score.accuracy == score.accuracy_of_never == 0.75
 
 
-def test_one_who_is_too_sure_is_found_out_by_calibration() -> None:
+def test_calibration_shows_overconfident_predictions() -> None:
     bins = calibration(np.array([0.0] * 50 + [1.0] * 50), np.array([0.0, 1.0] * 50))
     assert sum(one.num_samples for one in bins) == 100
     assert all(abs(one.predicted - one.happened) == 0.5 for one in bins)
@@ -161,7 +161,7 @@ def sample(name: str, time_s: float, num_output: int, part: Part = "train") -> L
     return LengthSample(name, time_s, 10, num_output, part)
 
 
-def test_an_end_is_told_when_it_has_come_and_not_before() -> None:
+def test_a_predictor_learns_an_end_when_it_happens() -> None:
     recorder = Recorder()
     # The first needs 100 tokens, 3 s; the second ends at 1.3 s.
     made = workload(
@@ -174,7 +174,7 @@ def test_an_end_is_told_when_it_has_come_and_not_before() -> None:
     ]  # fmt: skip
 
 
-def test_what_is_tested_is_not_told_where_prompts_recur() -> None:
+def test_tested_outcomes_are_not_learned_where_prompts_recur() -> None:
     recorder = Recorder()
     made = [sample("a", 0, 1), sample("b", 0, 1, "validation"), sample("c", 0, 1, "test")]
     made.append(sample("d", 9, 1, "test"))
@@ -190,7 +190,7 @@ def test_nothing_after_the_scored_part_is_looked_at() -> None:
     assert [name for kind, name in recorder.events if kind == "asked"] == ["a", "b"]
 
 
-def test_asked_after_some_tokens_only_those_that_have_more_are_scored() -> None:
+def test_after_some_tokens_only_longer_requests_are_scored() -> None:
     made = workload(sample("a", 0, 5, "test"), sample("b", 1, 50, "test"))
     scored = LengthStream(Recorder(), made, "test", after=20).run()
     assert scored.actual == [30]
@@ -211,7 +211,7 @@ def test_no_baseline_beats_the_best_constant_where_there_is_nothing_to_know() ->
     assert rows["statistical"].score.inside_80 == pytest.approx(0.8, abs=0.1)
 
 
-def test_the_tables_find_what_the_previous_turn_says() -> None:
+def test_the_predictor_learns_the_previous_turn() -> None:
     chance = random.Random(3)
     usual = {f"s{n}": chance.choice((10, 60, 400)) for n in range(30)}
     made = []
@@ -267,7 +267,7 @@ def test_reuse_is_ranked_and_calibrated_on_a_trace_with_a_rule() -> None:
     assert at_use.share_below[0.5] == pytest.approx(0.5, abs=0.15)
 
 
-def test_the_outcome_of_a_use_is_not_known_when_it_is_asked_about() -> None:
+def test_the_outcome_of_a_use_is_unknown_when_it_is_predicted() -> None:
     """Whether a prompt is continued is drawn anew and nothing tells it: no better than the base rate."""
     chance = random.Random(5)
     requests = []

@@ -61,7 +61,7 @@ def test_it_prints_tables_and_writes_all_figures(traces: Path) -> None:
     assert len(values["reuse"][0]["score"]["bins"]) == 10
 
 
-def test_asked_later_fewer_are_left(traces: Path) -> None:
+def test_predicting_later_leaves_fewer_requests(traces: Path) -> None:
     out = traces / "out.json"
     result = run("--traces", str(traces), "--workload", "azure_conv", "--after", "50", "--out", str(out))
     assert result.exit_code == 0, result.output

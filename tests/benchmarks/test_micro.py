@@ -114,13 +114,13 @@ def test_metadata_is_weighed_in_a_process_of_its_own() -> None:
 
 
 @pytest.mark.skipif(not process.STATUS.exists(), reason="resident memory is read from /proc")
-def test_a_weighing_that_fails_says_why() -> None:
+def test_a_failed_weighing_gives_the_reason() -> None:
     stopwatch = Stopwatch(1)
     with pytest.raises(CapacityError, match=r"weighing 'nope' failed: .*unknown index 'nope'"):
         list(memory.metadata(tiny("nope"), stopwatch))
 
 
-def test_metadata_needs_a_system_that_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_needs_a_system_that_reports_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "STATUS", process.STATUS / "nowhere")
     with pytest.raises(ConfigError, match="which this system does not have"):
         measured(prefix_cache.BENCHMARK, "f", tiny("radix"))
@@ -142,7 +142,7 @@ def test_the_json_has_its_form() -> None:
     assert values["peer_rows"] == values["comparisons"] == []
 
 
-def test_the_environment_says_where() -> None:
+def test_the_environment_describes_the_machine() -> None:
     here = environment(DAY)
     assert here.cpu
     assert here.cores >= 1
@@ -207,7 +207,7 @@ def test_a_prompt_cached_in_steps_is_one_prompt() -> None:
     kv.pool.check({"prefix index": kv.index.all_block_ids()})
 
 
-def test_a_pool_that_is_too_small_says_so() -> None:
+def test_a_pool_that_is_too_small_is_an_error() -> None:
     kv = pool_and_index(tiny("radix"), 2)
     with pytest.raises(CapacityError, match="3 blocks to evict, 0 evictable"):
         kv.evict(3)

@@ -56,7 +56,7 @@ def ids_of(trace: Trace) -> list[list[int]]:
     return [request.ids.tolist() for request in trace.requests]
 
 
-def test_a_trace_has_requests_and_says_where_it_is_from(tmp_path: Path) -> None:
+def test_a_trace_has_requests_and_its_origin(tmp_path: Path) -> None:
     text = mooncake([1, 2], [1, 3, 4])
     trace = read_trace(saved(tmp_path, text, "some.trace.jsonl"), block_tokens=2)
     assert (trace.name, trace.format, trace.block_tokens) == ("some.trace", "mooncake", 2)
@@ -200,7 +200,7 @@ def test_a_mark_of_utf_8_before_the_first_line_is_none_of_it(tmp_path: Path) -> 
     assert ids_of(read_trace(saved(tmp_path, b"\xef\xbb\xbf" + mooncake([1]).encode()))) == [[1]]
 
 
-def test_the_format_is_told_by_one_of_the_first_lines(tmp_path: Path) -> None:
+def test_the_format_is_recognised_by_one_of_the_first_lines(tmp_path: Path) -> None:
     path = saved(tmp_path, "broken\n" + mooncake([1]))
     assert read_trace(path, on_error="skip").format == "mooncake"
     with pytest.raises(ConfigError, match="line 1: no JSON"):

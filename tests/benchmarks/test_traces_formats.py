@@ -50,7 +50,7 @@ def times_of(trace: Trace) -> list[tuple[float, list[int]]]:
     return [(request.time_s, request.ids.tolist()) for request in trace.requests]
 
 
-def test_sessions_start_where_the_seed_says(save: Save) -> None:
+def test_sessions_start_at_moments_drawn_from_the_seed(save: Save) -> None:
     path = save(session("a", call(0, [1, 2]), call(9, [1, 2, 3, 4])), session("b", call(0, [1])))
     trace = read_trace(path, every=2, span_s=100.0, seed=7)
     random = np.random.default_rng(7)

@@ -55,7 +55,7 @@ def report(config: Config) -> EngineBenchReport:
     return made
 
 
-def test_every_workload_that_fits_ran_as_often_as_asked(report: EngineBenchReport) -> None:
+def test_every_workload_that_fits_runs_repeats_times(report: EngineBenchReport) -> None:
     assert {name: len(runs) for name, runs in report.by_workload().items()} == dict.fromkeys(NAMES[:-1], 2)
     assert list(report.left_out) == ["long-context"]
     assert "needs a context of 503 tokens; here are 400" in report.left_out["long-context"]
@@ -88,7 +88,7 @@ def test_a_run_can_be_compared_with_itself(report: EngineBenchReport, tmp_path: 
     assert "sagellm" in shown(again)
 
 
-def test_the_json_tells_settings_and_no_places(report: EngineBenchReport) -> None:
+def test_the_json_has_settings_but_no_paths(report: EngineBenchReport) -> None:
     values = report.as_json()
     assert values["format"] == "sagellm.bench.engine/1"
     assert values["settings"] == {
@@ -124,7 +124,7 @@ def test_a_cold_start_in_a_process_of_its_own(config: Config) -> None:
     assert "cold-start" in shown(made)
 
 
-def test_a_cold_start_that_fails_says_why(config: Config) -> None:
+def test_a_failed_cold_start_gives_the_reason(config: Config) -> None:
     gone = config.model_copy(update={"model": config.model.model_copy(update={"name": "./none"})})
     with pytest.raises(SageError, match=r"cold start failed: .*none"):
         cold_start(gone, MonotonicClock())

@@ -24,7 +24,7 @@ def fluid(rate: float, capacity: float, count: int = 100) -> list[ServedRequest]
     return made
 
 
-def test_growth_is_what_the_fluid_limit_says() -> None:
+def test_growth_equals_the_fluid_limit() -> None:
     assert growth(fluid(3.0, 2.0)) == pytest.approx(0.5)
     assert growth(fluid(2.0, 3.0)) == pytest.approx(0.0)
     late = [*fluid(3.0, 2.0), ServedRequest(100), ServedRequest(101, arrival_s=99.0)]
@@ -40,7 +40,7 @@ def test_the_search_ends_at_the_capacity(start: float, capacity: float) -> None:
     assert len(found.probes) < 16
 
 
-def test_what_never_keeps_up_is_told() -> None:
+def test_a_workload_that_never_keeps_up_is_an_error() -> None:
     def hopeless(rate: float) -> Sequence[ServedRequest]:
         return fluid(rate, rate / 2)
 

@@ -59,7 +59,7 @@ def test_a_request_alone() -> None:
     assert one.num_output_tokens == 3
 
 
-def test_who_comes_during_a_step_waits_for_its_end() -> None:
+def test_a_request_that_arrives_during_a_step_waits_for_its_end() -> None:
     first, second = served(trace(request(0, 8, 2), request(0.005, 8, 2))).served
     assert (first.first_token_s, first.finished_s) == (near(0.01), near(0.02))
     assert (second.arrival_s, second.scheduled_s) == (0.005, near(0.01))
@@ -136,7 +136,7 @@ def test_the_next_turn_comes_after_the_answer_and_a_pause() -> None:
     assert third.arrival_s == second.finished_s
 
 
-def test_a_cut_off_says_how_everybody_stands() -> None:
+def test_until_sets_the_state_of_every_request() -> None:
     made = trace(
         request(0, 8, 2),
         request(0, 8, 50, session="a"),
@@ -199,7 +199,7 @@ def passes(last: str) -> dict[str, Any]:
     return {"scheduler__passes": ("chunked_prefill", "memory_aware_preemption", f"{__name__}:{last}")}
 
 
-def test_an_engine_that_never_computes_is_told_of() -> None:
+def test_an_engine_that_never_computes_is_reported_as_stalled() -> None:
     result = served(trace(request(0, 8, 1), request(1, 8, 1)), **passes("NobodyPass"))
     assert [one.outcome for one in result.served] == [RequestOutcome.WAITING] * 2
     assert all("stalled" in one.reason for one in result.served)

@@ -116,7 +116,7 @@ NAMES = sorted(STRATEGIES)
 
 
 @pytest.mark.parametrize(("strategy", "kind"), usual(list(zip(NAMES, cycle(KINDS))), product(NAMES, KINDS)))
-def test_nobody_sees_the_difference(strategy: str, kind: str) -> None:
+def test_fast_forward_changes_no_result(strategy: str, kind: str) -> None:
     """Where it predicts lengths, too short at first: somebody has to leave."""
     options = {"admission": {"default_output": 5}} if strategy == "adaptive" else {}
     chosen = config(
@@ -141,14 +141,14 @@ def test_every_pass_that_can_tell_is_fast_forwarded(name: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fifo", "priority", "fair", "vllm-like"])
-def test_who_waits_for_memory_is_no_reason_to_plan_every_step(strategy: str) -> None:
+def test_requests_waiting_for_memory_do_not_prevent_fast_forward(strategy: str) -> None:
     chosen = config(kv__num_blocks=30, scheduler__strategy=strategy, scheduler__max_batched_tokens=64)
     story = both(chosen, blocked())
     assert story.forwarded[True] > 100, story.forwarded
 
 
 @pytest.mark.parametrize("strategy", ["fifo", "vllm-like"])
-def test_nor_is_who_waits_for_a_row(strategy: str) -> None:
+def test_requests_waiting_for_a_row_do_not_prevent_fast_forward(strategy: str) -> None:
     chosen = config(kv__num_blocks=400, scheduler__strategy=strategy, scheduler__max_num_seqs=3)
     story = both(chosen, blocked())
     assert story.forwarded[True] > 100, story.forwarded
@@ -167,7 +167,7 @@ def test_the_middle_of_long_prompts(chosen: dict[str, Any]) -> None:
     assert any(isinstance(one, RequestPreempted) for one in story.events)
 
 
-def test_who_has_waited_long_gets_its_turn_in_the_same_step() -> None:
+def test_a_request_that_waited_long_is_admitted_in_the_same_step() -> None:
     options = {"prefix_cache_aware": {"max_wait_s": 0.2}, "priority_based": {"age_s": 0.1}}
     chosen = config(kv__num_blocks=30, scheduler__strategy="priority", scheduler__pass_options=options)
     assert both(chosen, blocked()).forwarded[True] > 20

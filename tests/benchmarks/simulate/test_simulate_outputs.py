@@ -163,7 +163,7 @@ def test_presets_are_configurations() -> None:
         preset_config("default", {"kv.blok_size": 1})
 
 
-def test_hardware_says_what_it_is(tmp_path: Path) -> None:
+def test_hardware_describes_itself(tmp_path: Path) -> None:
     cost = tmp_path / "cost.json"
     cost.write_text(json.dumps({"coefficients": {"step_s": 0.5}}))
     machine = hardware("h100-80g", "llama-3.1-8b", cost_file=cost)

@@ -197,7 +197,7 @@ def test_a_closed_loop_needs_sessions() -> None:
         ClosedLoop(-1.0)
 
 
-def test_requests_are_made_as_the_trace_says() -> None:
+def test_requests_have_the_lengths_of_the_trace() -> None:
     made = trace(request(0, 20, 7, [1, 2], session="s", namespace="n"))
     work = workload(made, WorkloadSpec(high=HighPriority(1.0)), LONG)
     one = RequestMaker(work, VOCAB).make(0, 3.5, 7)
