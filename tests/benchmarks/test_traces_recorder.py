@@ -88,7 +88,7 @@ def test_both_forms_give_the_same_reuse(tmp_path: Path) -> None:
     assert counts == [TraceReuse(blocks=15, unique=9, found=6)] * 2
 
 
-def test_nobody_is_told_of_requests_after_the_end(tmp_path: Path) -> None:
+def test_requests_after_the_end_are_not_recorded(tmp_path: Path) -> None:
     engine, events = engine_and_bus()
     recorder = TraceRecorder(tmp_path / "t", events, block_tokens=4)
     assert events.wants(RequestReceived)
@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
         TraceRecorder(tmp_path, EventBus(), block_tokens=4)
 
 
-def test_an_engine_tells_of_a_request_before_it_queues_it() -> None:
+def test_an_engine_reports_a_request_before_it_queues_it() -> None:
     engine, events = engine_and_bus()
     told: list[Any] = []
     events.subscribe(RequestReceived, told.append)
