@@ -21,8 +21,8 @@ from sagellm.benchmarks.micro.cases import (
     MicroBenchmark,
     MicroBenchPlan,
     MicroBenchRow,
-    Operation,
     Stopwatch,
+    TimedOperation,
 )
 from sagellm.benchmarks.micro.peers import COMPARABLE
 from sagellm.benchmarks.micro.run import FORMAT, MicroBenchReport, run, tables
@@ -161,7 +161,7 @@ def test_the_table_shows_every_row() -> None:
     assert len(lines) == 2 + len(report.rows)  # a title and a line of names, and no line is broken
 
 
-RECIPES: dict[str, Callable[[MicroBenchCell, int], Operation]] = {
+RECIPES: dict[str, Callable[[MicroBenchCell, int], TimedOperation]] = {
     "insert": prefix_cache._insert,
     "insert, evicting": prefix_cache._insert_evicting,
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from sagellm.benchmarks.micro.cases import CALLS_OF_SHORT, Operation, Spread, Stopwatch
+from sagellm.benchmarks.micro.cases import CALLS_OF_SHORT, Spread, Stopwatch, TimedOperation
 
 READING_NS = 100
 
@@ -29,10 +29,10 @@ class Work:
         self.now_ns += ns
         self.log.append(what)
 
-    def prepare(self, calls: int) -> Operation:
+    def prepare(self, calls: int) -> TimedOperation:
         self.prepared.append(calls)
         self.log.append("prepare")
-        return Operation(
+        return TimedOperation(
             run=lambda context: self.spend("run", self.run_ns),
             setup=lambda: self.spend("setup", 10**6),
             teardown=lambda context, result: self.spend("teardown", 10**6),
@@ -83,7 +83,7 @@ def test_what_is_alive_is_frozen_while_it_is_timed() -> None:
         frozen.append(gc.get_freeze_count() > 0)
         work.spend("run", work.run_ns)
 
-    stopwatch(work, repeats=3).time(lambda calls: Operation(run=look))
+    stopwatch(work, repeats=3).time(lambda calls: TimedOperation(run=look))
     assert frozen == [False, False, True, True, True]  # two calls to warm up
     assert gc.get_freeze_count() == 0
 

@@ -14,7 +14,14 @@ from sagellm.benchmarks.engine.cold_start import cold_start
 from sagellm.benchmarks.engine.peer_rows import read_peers
 from sagellm.benchmarks.engine.run import EngineBenchPlan, EngineBenchReport, run, tables
 from sagellm.benchmarks.engine.shapes import SHAPES, write_model
-from sagellm.benchmarks.engine.workloads import Decode, LongContext, MultiTurn, Offline, Prefill, Throughput
+from sagellm.benchmarks.engine.workloads import (
+    DecodeWorkload,
+    LongContextWorkload,
+    MultiTurnWorkload,
+    OfflineWorkload,
+    PrefillWorkload,
+    ThroughputWorkload,
+)
 from sagellm.benchmarks.reporting import environment
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.config import Config
@@ -22,12 +29,12 @@ from sagellm.core.errors import ConfigError, SageError
 from sagellm.engines.build import load_config
 
 SMALL = (
-    Prefill("prefill-40", "a40", 40),
-    Decode("decode-8", "b8", 8, 12, 6),
-    Offline("offline", "c", 5, prompt_tokens=(5, 20), output_tokens=(2, 9)),
-    MultiTurn("multi-turn", "d", waves=2, together=2, turns=3, new_tokens=(20, 30), num_outputs=4),
-    Throughput("throughput", "t", 4, (5, 20)),
-    LongContext("long-context", "e", 500, 3),
+    PrefillWorkload("prefill-40", "a40", 40),
+    DecodeWorkload("decode-8", "b8", 8, 12, 6),
+    OfflineWorkload("offline", "c", 5, prompt_tokens=(5, 20), output_tokens=(2, 9)),
+    MultiTurnWorkload("multi-turn", "d", waves=2, together=2, turns=3, new_tokens=(20, 30), num_outputs=4),
+    ThroughputWorkload("throughput", "t", 4, (5, 20)),
+    LongContextWorkload("long-context", "e", 500, 3),
 )
 NAMES = [workload.name for workload in SMALL]
 

@@ -76,7 +76,7 @@ class EngineWorkload(ABC):
 
 
 @dataclass(frozen=True)
-class Prefill(EngineWorkload):
+class PrefillWorkload(EngineWorkload):
     """One prompt and one token: the time to first token."""
 
     name: str
@@ -94,7 +94,7 @@ class Prefill(EngineWorkload):
 
 
 @dataclass(frozen=True)
-class LongContext(EngineWorkload):
+class LongContextWorkload(EngineWorkload):
     """One long prompt, then tokens that each read all of its KV."""
 
     name: str
@@ -118,7 +118,7 @@ class LongContext(EngineWorkload):
 
 
 @dataclass(frozen=True)
-class Decode(EngineWorkload):
+class DecodeWorkload(EngineWorkload):
     """Equal prompts sent together; counts tokens after the last request's first token."""
 
     name: str
@@ -145,7 +145,7 @@ class Decode(EngineWorkload):
 
 
 @dataclass(frozen=True)
-class Offline(EngineWorkload):
+class OfflineWorkload(EngineWorkload):
     """Prompts and outputs of mixed lengths sent together: generated tokens per second."""
 
     name: str
@@ -168,7 +168,7 @@ class Offline(EngineWorkload):
 
 
 @dataclass(frozen=True)
-class MultiTurn(EngineWorkload):
+class MultiTurnWorkload(EngineWorkload):
     """Conversations, some at a time in lock step. Each turn sends the whole history plus new tokens."""
 
     name: str
@@ -238,7 +238,7 @@ def _decode_rate(answers: Sequence[PromptAnswer]) -> float:
 
 
 @dataclass(frozen=True)
-class Throughput(EngineWorkload):
+class ThroughputWorkload(EngineWorkload):
     """The offline benchmark of nano-vllm (`bench.py`). Repeat 0 has its random prompts and output lengths,
     from the same seed. It is greedy here; a forward pass costs the same."""
 
@@ -266,16 +266,16 @@ class Throughput(EngineWorkload):
 
 
 WORKLOADS: tuple[EngineWorkload, ...] = (
-    Prefill("prefill-512", "a512", 512),
-    Prefill("prefill-2048", "a2048", 2048),
-    Prefill("prefill-8192", "a8192", 8192),
-    Decode("decode-1", "b1", 1),
-    Decode("decode-8", "b8", 8),
-    Decode("decode-32", "b32", 32),
-    Offline("offline", "c", 48, prompt_tokens=(50, 300), output_tokens=(50, 200)),
-    MultiTurn("multi-turn", "d", waves=3, together=4, turns=4, new_tokens=(100, 200), num_outputs=32),
-    LongContext("long-context", "e", 16_384, 64),
-    Throughput("throughput", "t"),
+    PrefillWorkload("prefill-512", "a512", 512),
+    PrefillWorkload("prefill-2048", "a2048", 2048),
+    PrefillWorkload("prefill-8192", "a8192", 8192),
+    DecodeWorkload("decode-1", "b1", 1),
+    DecodeWorkload("decode-8", "b8", 8),
+    DecodeWorkload("decode-32", "b32", 32),
+    OfflineWorkload("offline", "c", 48, prompt_tokens=(50, 300), output_tokens=(50, 200)),
+    MultiTurnWorkload("multi-turn", "d", waves=3, together=4, turns=4, new_tokens=(100, 200), num_outputs=32),
+    LongContextWorkload("long-context", "e", 16_384, 64),
+    ThroughputWorkload("throughput", "t"),
 )
 BY_NAME_ONLY = frozenset({"throughput"})
 """Runs only when named: it takes minutes on a GPU and hours on a CPU."""

@@ -35,7 +35,7 @@ def _ignore(context: Any, result: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class TimedOperation:
     """`run(context)` is timed; `setup() -> context` and `teardown(context, result)` are not."""
 
     run: Callable[[Any], Any]
@@ -43,7 +43,7 @@ class Operation:
     teardown: Callable[[Any, Any], None] = _ignore
 
 
-Prepare = Callable[[int], Operation]
+Prepare = Callable[[int], TimedOperation]
 """`prepare(calls)` makes an operation that may run `calls` times between its setups and its teardowns."""
 
 
@@ -121,13 +121,13 @@ class Stopwatch:
         cpu, wall = (_spread(clock, calls) for clock in zip(*samples, strict=True))
         return cpu, wall
 
-    def _sample(self, operation: Operation, calls: int) -> list[tuple[int, int]]:
+    def _sample(self, operation: TimedOperation, calls: int) -> list[tuple[int, int]]:
         """Returns, by clock, the ns of `calls` calls in a row and of none."""
         contexts = [operation.setup() for _ in range(calls)]
         none = self._read(operation, [])
         return list(zip(self._read(operation, contexts), none, strict=True))
 
-    def _read(self, operation: Operation, contexts: list[Any]) -> tuple[int, int]:
+    def _read(self, operation: TimedOperation, contexts: list[Any]) -> tuple[int, int]:
         cpu_ns, wall_ns, run = self._cpu_ns, self._wall_ns, operation.run
         cpu_start = cpu_ns()
         wall_start = wall_ns()
@@ -241,7 +241,7 @@ class MicroBenchRow:
     turn: int = 0
 
 
-Build: TypeAlias = Callable[[MicroBenchCell, int], Operation]
+Build: TypeAlias = Callable[[MicroBenchCell, int], TimedOperation]
 """Makes the operation of one cell, able to run that many times between its setups and its teardowns."""
 
 

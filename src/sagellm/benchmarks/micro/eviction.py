@@ -14,8 +14,8 @@ from sagellm.benchmarks.micro.cases import (
     MicroBenchCell,
     MicroBenchmark,
     MicroBenchPlan,
-    Operation,
     Recipe,
+    TimedOperation,
     timed,
 )
 from sagellm.core.blocks import cdiv
@@ -37,7 +37,7 @@ def _full_cache(cell: MicroBenchCell, num_blocks: int) -> tuple[PoolAndIndex, li
     return kv, kv.fill(prompts), prompts
 
 
-def _use(cell: MicroBenchCell, calls: int) -> Operation:
+def _use(cell: MicroBenchCell, calls: int) -> TimedOperation:
     kv, cached, _ = _full_cache(cell, cell.size)
     index, turn = kv.index, 0
 
@@ -49,17 +49,17 @@ def _use(cell: MicroBenchCell, calls: int) -> Operation:
     def run(tokens: Tokens) -> None:
         index.unpin(index.pin(index.lookup(tokens, Namespace(), PROMPT_TOKENS)))
 
-    return Operation(run=run, setup=next_prompt)
+    return TimedOperation(run=run, setup=next_prompt)
 
 
-def _enter(cell: MicroBenchCell, calls: int) -> Operation:
+def _enter(cell: MicroBenchCell, calls: int) -> TimedOperation:
     kv, _, prompts = _full_cache(cell, cell.size)
-    return Operation(run=kv.cache, setup=lambda: prompts.draw(PROMPT_TOKENS))
+    return TimedOperation(run=kv.cache, setup=lambda: prompts.draw(PROMPT_TOKENS))
 
 
-def _evict(cell: MicroBenchCell, calls: int) -> Operation:
+def _evict(cell: MicroBenchCell, calls: int) -> TimedOperation:
     kv, _, prompts = _full_cache(cell, max(cell.plan.large_pool, 2 * cell.size * calls))
-    return Operation(
+    return TimedOperation(
         run=lambda _: kv.allocator.make_room(kv.pool.num_free + cell.size, NO_ACCOUNT),
         setup=lambda: kv.fill(prompts),
     )

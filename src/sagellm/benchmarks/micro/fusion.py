@@ -18,8 +18,8 @@ from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.benchmarks.micro.cases import (
     MicroBenchCell,
     MicroBenchmark,
-    Operation,
     Recipe,
+    TimedOperation,
     timed,
 )
 from sagellm.core.blocks import cdiv
@@ -68,15 +68,15 @@ def _random(cell: MicroBenchCell, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=generator).mul_(0.02).to(_DTYPE)
 
 
-def _timed(run: Callable[[], Any]) -> Operation:
+def _timed(run: Callable[[], Any]) -> TimedOperation:
     def without_gradient(_: Any) -> None:
         with torch.inference_mode():
             run()
 
-    return Operation(run=without_gradient)
+    return TimedOperation(run=without_gradient)
 
 
-def _matrices(cell: MicroBenchCell, calls: int) -> Operation:
+def _matrices(cell: MicroBenchCell, calls: int) -> TimedOperation:
     """Reads each matrix once per call, so that no cache holds the weights."""
     query = (_HEADS + 2 * _KV_HEADS) * _DIM
     layer = [(query, _HIDDEN), (_HIDDEN, _HEADS * _DIM), (2 * _INNER, _HIDDEN), (_HIDDEN, _INNER)]
@@ -96,7 +96,7 @@ def _matrices(cell: MicroBenchCell, calls: int) -> Operation:
     return _timed(lambda: [matrix.multiply(inputs[matrix.shape[1]]) for matrix in packed])
 
 
-def _attention(cell: MicroBenchCell, sequences: int, tokens: int, start: int) -> Operation:
+def _attention(cell: MicroBenchCell, sequences: int, tokens: int, start: int) -> TimedOperation:
     """Attention of `tokens` tokens after `start` others in each sequence. Torch gets contiguous keys and
     values, which an engine without the kernel would have to gather first."""
     length = start + tokens
@@ -116,20 +116,20 @@ def _attention(cell: MicroBenchCell, sequences: int, tokens: int, start: int) ->
     return _timed(lambda: attention.apply(query, keys, values, spans, tables))
 
 
-def _norm(cell: MicroBenchCell, calls: int) -> Operation:
+def _norm(cell: MicroBenchCell, calls: int) -> TimedOperation:
     x, delta, weight = (_random(cell, *shape) for shape in ((cell.size, _HIDDEN),) * 2 + ((_HIDDEN,),))
     kernel = _kernels().add_rms_norm
     assert kernel is not None
     return _timed(lambda: _way(cell, kernel)(x, delta, weight, _EPS))
 
 
-def _gate(cell: MicroBenchCell, calls: int) -> Operation:
+def _gate(cell: MicroBenchCell, calls: int) -> TimedOperation:
     wide, kernel = _random(cell, cell.size, 2 * _INNER), _kernels().silu_and_mul
     assert kernel is not None
     return _timed(lambda: _way(cell, kernel)(wide))
 
 
-def _rope(cell: MicroBenchCell, calls: int) -> Operation:
+def _rope(cell: MicroBenchCell, calls: int) -> TimedOperation:
     rows = cell.size
     heads = _random(cell, rows, _HEADS + 2 * _KV_HEADS, _DIM)
     cos, sin = _random(cell, rows, _DIM // 2), _random(cell, rows, _DIM // 2)

@@ -14,8 +14,8 @@ from sagellm.benchmarks.micro.cases import (
     BLOCK_SIZE,
     MicroBenchCell,
     MicroBenchmark,
-    Operation,
     Recipe,
+    TimedOperation,
     timed,
 )
 from sagellm.core.blocks import cdiv
@@ -64,36 +64,36 @@ def _half_full(cell: MicroBenchCell, calls: int, *, quota: bool) -> _HalfFullPoo
     return half_full
 
 
-def _allocate(cell: MicroBenchCell, calls: int, *, quota: bool) -> Operation:
+def _allocate(cell: MicroBenchCell, calls: int, *, quota: bool) -> TimedOperation:
     (pool, account), size = _half_full(cell, calls, quota=quota), cell.size
-    return Operation(
+    return TimedOperation(
         run=lambda _: pool.allocate(size, OWNER, account),
         teardown=lambda _, allocation: pool.free(allocation),
     )
 
 
-def _free(cell: MicroBenchCell, calls: int, *, quota: bool) -> Operation:
+def _free(cell: MicroBenchCell, calls: int, *, quota: bool) -> TimedOperation:
     half_full = _half_full(cell, calls, quota=quota)
-    return Operation(run=half_full.pool.free, setup=lambda: half_full.allocate(cell.size))
+    return TimedOperation(run=half_full.pool.free, setup=lambda: half_full.allocate(cell.size))
 
 
-def _grow(cell: MicroBenchCell, calls: int, *, quota: bool) -> Operation:
+def _grow(cell: MicroBenchCell, calls: int, *, quota: bool) -> TimedOperation:
     """Appends one block to `size` blocks, as decoding does at a block boundary."""
     half_full = _half_full(cell, calls, quota=quota)
     pool, allocation = half_full.pool, half_full.allocate(cell.size)
-    return Operation(
+    return TimedOperation(
         run=lambda _: pool.append_blocks(allocation, 1), teardown=lambda *_: pool.shrink(allocation, 1)
     )
 
 
-def _evict_and_allocate(cell: MicroBenchCell, calls: int, *, large: bool) -> Operation:
+def _evict_and_allocate(cell: MicroBenchCell, calls: int, *, large: bool) -> TimedOperation:
     """Each sample starts with fewer free blocks than a prompt has."""
     num_blocks = 2 * cell.size * calls + _MORE_BLOCKS
     if large:
         num_blocks = max(cell.plan.large_pool, cell.size * calls)
     prompts = Prompts(cell.plan.seed)
     kv = pool_and_index(cell.plan, cdiv(num_blocks, PROMPT_BLOCKS) * PROMPT_BLOCKS, pool=cell.variant)
-    return Operation(
+    return TimedOperation(
         run=lambda _: kv.exchange(cell.size),
         setup=lambda: kv.fill(prompts),
         teardown=lambda _, allocation: kv.pool.free(allocation),

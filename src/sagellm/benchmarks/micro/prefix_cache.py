@@ -10,7 +10,7 @@ import itertools
 from functools import partial
 
 from sagellm.benchmarks.micro._kv import Prompts, cached_prompt, pool_and_index
-from sagellm.benchmarks.micro.cases import MicroBenchCell, MicroBenchmark, Operation, Recipe, timed
+from sagellm.benchmarks.micro.cases import MicroBenchCell, MicroBenchmark, Recipe, TimedOperation, timed
 from sagellm.benchmarks.micro.memory import metadata
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.kv_pool import Allocation
@@ -35,7 +35,7 @@ _PROMPTS_IN_FULL_POOL = 4
 
 def _hit(
     cell: MicroBenchCell, calls: int, *, share: float = 1.0, step: int | None = None, gather: bool = False
-) -> Operation:
+) -> TimedOperation:
     """Looks up a prompt of which a `share` is cached. With `gather`, the operation collects the block ids of
     that hit."""
     index, tokens = cached_prompt(cell, step=step)
@@ -45,8 +45,8 @@ def _hit(
         tokens.extend(Prompts(cell.plan.seed + 1).draw(cell.size).slice(expected))
     hit = _lookup(index, tokens, expected)  # also caches the tokens' bytes: to make them is a row of its own
     if gather:
-        return Operation(run=lambda _: index.block_ids(hit))
-    return Operation(run=lambda _: index.lookup(tokens))
+        return TimedOperation(run=lambda _: index.block_ids(hit))
+    return TimedOperation(run=lambda _: index.lookup(tokens))
 
 
 def _lookup(index: PrefixReuseIndex, tokens: Tokens, expected_tokens: int) -> PrefixHit:
@@ -59,7 +59,7 @@ def _lookup(index: PrefixReuseIndex, tokens: Tokens, expected_tokens: int) -> Pr
     return hit
 
 
-def _to_bytes(cell: MicroBenchCell, calls: int) -> Operation:
+def _to_bytes(cell: MicroBenchCell, calls: int) -> TimedOperation:
     """Each call converts tokens that have grown by one since their last call."""
     prompts = Prompts(cell.plan.seed)
     ring = itertools.cycle([prompts.draw(cell.size) for _ in range(calls)])
@@ -69,15 +69,15 @@ def _to_bytes(cell: MicroBenchCell, calls: int) -> Operation:
         tokens.append(0)
         return tokens
 
-    return Operation(run=Tokens.tobytes, setup=grown)
+    return TimedOperation(run=Tokens.tobytes, setup=grown)
 
 
-def _from_list(cell: MicroBenchCell, calls: int) -> Operation:
+def _from_list(cell: MicroBenchCell, calls: int) -> TimedOperation:
     ids = Prompts(cell.plan.seed).draw(cell.size).tolist()
-    return Operation(run=lambda _: Tokens(ids))
+    return TimedOperation(run=lambda _: Tokens(ids))
 
 
-def _insert(cell: MicroBenchCell, calls: int) -> Operation:
+def _insert(cell: MicroBenchCell, calls: int) -> TimedOperation:
     """A new prompt: allocate, insert, hand over. It is evicted after the sample."""
     prompts = Prompts(cell.plan.seed)
     kv = pool_and_index(cell.plan, 2 * calls * cell.num_blocks, index=cell.variant)
@@ -88,16 +88,16 @@ def _insert(cell: MicroBenchCell, calls: int) -> Operation:
         kv.pool.free(allocation)
         kv.evict(cell.num_blocks)
 
-    return Operation(run=kv.store, setup=lambda: prompts.draw(cell.size), teardown=forget)
+    return TimedOperation(run=kv.store, setup=lambda: prompts.draw(cell.size), teardown=forget)
 
 
-def _insert_evicting(cell: MicroBenchCell, calls: int) -> Operation:
+def _insert_evicting(cell: MicroBenchCell, calls: int) -> TimedOperation:
     """The same, in a pool that is full of cached prompts of this length."""
     prompts = Prompts(cell.plan.seed)
     kv = pool_and_index(cell.plan, _PROMPTS_IN_FULL_POOL * cell.num_blocks, index=cell.variant)
     for _ in range(_PROMPTS_IN_FULL_POOL):
         kv.cache(prompts.draw(cell.size))
-    return Operation(
+    return TimedOperation(
         run=kv.store,
         setup=lambda: prompts.draw(cell.size),
         teardown=lambda tokens, allocation: kv.pool.free(allocation),

@@ -18,7 +18,7 @@ SPARE_BLOCKS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class NetworkSpec:
     """`bytes_per_s` of one instance's link per direction; `latency_s` before the first byte."""
 
     bytes_per_s: float = 50e9
@@ -36,7 +36,7 @@ class Network:
 
 
 @dataclass(slots=True)
-class Transfer:
+class PromptTransfer:
     """KV of a prompt on its way. The decode instance will serve `request`."""
 
     request: Request
@@ -55,16 +55,16 @@ class Links:
     instance start in order. The first waits until the target has room for it, so that its KV is not
     evicted unused."""
 
-    network: Network
+    network: NetworkSpec
     _free_s: dict[str, float] = field(default_factory=dict)
-    _queues: dict[str, deque[Transfer]] = field(default_factory=dict)
-    _promised: dict[str, list[Transfer]] = field(default_factory=dict)
+    _queues: dict[str, deque[PromptTransfer]] = field(default_factory=dict)
+    _promised: dict[str, list[PromptTransfer]] = field(default_factory=dict)
 
-    def send(self, transfer: Transfer) -> None:
+    def send(self, transfer: PromptTransfer) -> None:
         """Puts the transfer into the queue of its target."""
         self._queues.setdefault(transfer.target.name, deque()).append(transfer)
 
-    def start(self, target: Instance, now_s: float) -> list[Transfer]:
+    def start(self, target: Instance, now_s: float) -> list[PromptTransfer]:
         """Starts transfers for which the target has room; sets their `start_s` and `end_s`."""
         queue, begun = self._queues.get(target.name, deque()), []
         while queue and self._has_room(queue[0]):
@@ -74,18 +74,18 @@ class Links:
             begun.append(transfer)
         return begun
 
-    def arrive(self, transfer: Transfer) -> int:
+    def arrive(self, transfer: PromptTransfer) -> int:
         """Registers the KV at the target. Returns how many of its tokens are cached there."""
         self._promised[transfer.target.name].remove(transfer)
         kv, request = transfer.target.engine.kv, transfer.request
         return receive(kv, request, transfer.num_prompt_tokens)
 
     @property
-    def queued(self) -> list[Transfer]:
+    def queued(self) -> list[PromptTransfer]:
         """Transfers that have not started."""
         return [transfer for queue in self._queues.values() for transfer in queue]
 
-    def _schedule(self, transfer: Transfer, now_s: float) -> None:
+    def _schedule(self, transfer: PromptTransfer, now_s: float) -> None:
         outgoing, incoming = f"{transfer.source.name} out", f"{transfer.target.name} in"
         kv = transfer.target.engine.kv
         cached = _cached_tokens(kv, transfer)
@@ -96,7 +96,7 @@ class Links:
         transfer.end_s = transfer.start_s + self.network.seconds(num_bytes)
         self._free_s[outgoing] = self._free_s[incoming] = transfer.end_s
 
-    def _has_room(self, transfer: Transfer) -> bool:
+    def _has_room(self, transfer: PromptTransfer) -> bool:
         """Whether the target has a row and blocks for the transfer. Blocks promised to other transfers and
         kept for requests at the target do not count. An idle target always has room."""
         target, promised = transfer.target, self._promised.get(transfer.target.name, [])
@@ -111,7 +111,7 @@ class Links:
         return others < target.engine.max_num_seqs and transfer.num_blocks <= room
 
 
-def _cached_tokens(kv: KVCacheManager, transfer: Transfer) -> int:
+def _cached_tokens(kv: KVCacheManager, transfer: PromptTransfer) -> int:
     request = transfer.request
     namespace = kv.namespace_of(request.namespace)
     return kv.index.lookup(request.tokens, namespace, transfer.num_prompt_tokens).num_tokens

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from sagellm.benchmarks.simulate.cluster import Cluster, ServedRequest
 from sagellm.benchmarks.simulate.instance import Instance, InstanceClock, Role, StepLog
 from sagellm.benchmarks.simulate.metrics import SLOPair, figures
-from sagellm.benchmarks.simulate.network import Network
+from sagellm.benchmarks.simulate.network import NetworkSpec
 from sagellm.benchmarks.simulate.routers import make_router
 from sagellm.benchmarks.simulate.workload import RequestMaker, SimulatedWorkload
 from sagellm.core.config import Config
@@ -65,10 +65,10 @@ class ClusterLayout:
         make_router(self.router)
         self.network(1.0)
 
-    def network(self, bytes_per_s: float) -> Network:
+    def network(self, bytes_per_s: float) -> NetworkSpec:
         """Returns the network between the instances; `bytes_per_s` is the device's."""
         given = self.network_bytes_per_s
-        return Network(bytes_per_s if given is None else given, self.network_latency_s)
+        return NetworkSpec(bytes_per_s if given is None else given, self.network_latency_s)
 
     @property
     def roles(self) -> dict[str, Role]:
