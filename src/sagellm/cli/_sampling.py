@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-import typer
-
 from sagellm.cli._options import OptionGroup, flag, option
 from sagellm.core.errors import RequestError, nearest
 
@@ -50,7 +48,7 @@ class Sampling(OptionGroup):
             option(
                 name,
                 kind,
-                typer.Option(f"--{name.replace('_', '-')}", metavar="N" if kind is int else "X", help=text),
+                flag(f"--{name.replace('_', '-')} {'N' if kind is int else 'X'}", text),
             )
             for name, (kind, text) in _NUMBERS.items()
         ]

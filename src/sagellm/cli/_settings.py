@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-import typer
-
 from sagellm.cli._options import OptionGroup, completing, flag, option
 from sagellm.core.config import PRESETS
 from sagellm.core.config_layers import KEYS, Resolved, allowed_values, describe
@@ -50,9 +48,10 @@ class Settings(OptionGroup):
 
     @classmethod
     def parameters(cls) -> list[inspect.Parameter]:
+        preset_help = f"One of {', '.join(PRESETS)}."
         return [
             option("config_file", Path, flag("--config -c FILE", _CONFIG_HELP)),
-            option("preset", str, _preset_option()),
+            option("preset", str, flag("--preset NAME", preset_help, autocompletion=completing(PRESETS))),
             option(
                 "assignments",
                 list[str],
@@ -97,19 +96,14 @@ _OFFLINE_HELP = "Take hub models from the local cache only (also HF_HUB_OFFLINE=
 _SET_HELP = "Set any key of the configuration; may be repeated."
 
 
-def _preset_option() -> Any:
-    return flag("--preset NAME", f"One of {', '.join(PRESETS)}.", autocompletion=completing(PRESETS))
-
-
 def _flag_options(flags: Mapping[str, tuple[str, str]]) -> list[inspect.Parameter]:
     return [
         option(
-            _parameter(key),
+            key.replace(".", "_"),
             str,
-            typer.Option(
-                name,
-                metavar=metavar,
-                help=f"{key}: {describe(key)}.",
+            flag(
+                f"{name} {metavar}",
+                f"{key}: {describe(key)}.",
                 autocompletion=completing(allowed_values(key)),
             ),
         )
@@ -118,12 +112,8 @@ def _flag_options(flags: Mapping[str, tuple[str, str]]) -> list[inspect.Paramete
 
 
 def _take_flags(flags: Mapping[str, tuple[str, str]], given: dict[str, Any]) -> dict[str, str]:
-    taken = {key: given.pop(_parameter(key)) for key in flags}
+    taken = {key: given.pop(key.replace(".", "_")) for key in flags}
     return {key: text for key, text in taken.items() if text is not None}
-
-
-def _parameter(key: str) -> str:
-    return key.replace(".", "_")
 
 
 def _assignment(text: str) -> tuple[str, str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,88 +77,62 @@ class MicroOptions(OptionGroup):
     ] = None
 
 
-@micro.command("prefix_cache")
-@command
-def prefix_cache(
-    index: Annotated[str | None, flag("NAMES", "Prefix indexes, as a,b; default: all.")] = None,
-    *,
-    measuring: MicroOptions,
-    output: Output,
-) -> None:
+def _add_micro(name: str, choice: str, variants: str, text: str) -> None:
+    """Add `bench micro NAME`, whose option --CHOICE names the variants to measure; `text` is its help."""
+
+    def measure(names: str | None = None, *, measuring: MicroOptions, output: Output) -> None:
+        if name == "fusion" and find_spec("torch") is None:
+            raise MissingExtraError("bench micro fusion", "native")
+        benchmark = import_module(f"sagellm.benchmarks.micro.{name}").BENCHMARK
+        _measure(benchmark, names, measuring, output)
+
+    measure.__doc__ = text
+    measure.__annotations__["names"] = Annotated[str | None, flag(f"--{choice} NAMES", variants)]
+    micro.command(name)(command(measure))
+
+
+_add_micro(
+    "prefix_cache",
+    "index",
+    "Prefix indexes, as a,b; default: all.",
     """Measure look-up, insertion and eviction, and the memory that a cached block costs.
 
     Sections: a, full hits; b, misses and half hits; c, a new prompt enters; f, metadata per cached block.
-    """
-    from sagellm.benchmarks.micro.prefix_cache import BENCHMARK
-
-    _measure(BENCHMARK, index, measuring, output)
-
-
-@micro.command("kv_pool")
-@command
-def kv_pool(
-    pool: Annotated[str | None, flag("NAMES", "Block pools, as a,b; default: all.")] = None,
-    *,
-    measuring: MicroOptions,
-    output: Output,
-) -> None:
-    """Measure allocation, freeing and eviction, with and without a quota (section d)."""
-    from sagellm.benchmarks.micro.kv_pool import BENCHMARK
-
-    _measure(BENCHMARK, pool, measuring, output)
-
-
-@micro.command("scheduler_ir")
-@command
-def scheduler_ir(
-    strategy: Annotated[str | None, flag("NAMES", "Scheduling strategies, as a,b; default: all.")] = None,
-    *,
-    measuring: MicroOptions,
-    output: Output,
-) -> None:
+    """,
+)
+_add_micro(
+    "kv_pool",
+    "pool",
+    "Block pools, as a,b; default: all.",
+    "Measure allocation, freeing and eviction, with and without a quota (section d).",
+)
+_add_micro(
+    "scheduler_ir",
+    "strategy",
+    "Scheduling strategies, as a,b; default: all.",
     """Measure planning and commit of a decode step, and the admission of many requests.
 
     Sections: e, a step with 64 to 1,024 requests in decode; n, up to 256 new requests at once.
-    """
-    from sagellm.benchmarks.micro.scheduler_ir import BENCHMARK
-
-    _measure(BENCHMARK, strategy, measuring, output)
-
-
-@micro.command("eviction")
-@command
-def eviction(
-    policies: Annotated[str | None, flag("NAMES", "Eviction policies, as a,b; default: all.")] = None,
-    *,
-    measuring: MicroOptions,
-    output: Output,
-) -> None:
+    """,
+)
+_add_micro(
+    "eviction",
+    "policies",
+    "Eviction policies, as a,b; default: all.",
     """Measure a policy: a hit, a new prompt in a full cache, eviction.
 
     Sections: u, a cached prompt is used; n, a new prompt enters; e, 1 to 512 blocks of a large cache.
-    """
-    from sagellm.benchmarks.micro.eviction import BENCHMARK
-
-    _measure(BENCHMARK, policies, measuring, output)
-
-
-@micro.command("fusion")
-@command
-def fusion(
-    way: Annotated[str | None, flag("NAMES", "kernels, torch or both, as a,b; default: both.")] = None,
-    *,
-    measuring: MicroOptions,
-    output: Output,
-) -> None:
+    """,
+)
+_add_micro(
+    "fusion",
+    "way",
+    "kernels, torch or both, as a,b; default: both.",
     """Measure the CPU kernels and torch, on one thread, for a 184 M model.
 
     Sections: m, matrices by rows; a, attention by context; g, the operations between the matrices.
-    """
-    if find_spec("torch") is None:
-        raise MissingExtraError("bench micro fusion", "native")
-    from sagellm.benchmarks.micro.fusion import BENCHMARK
-
-    _measure(BENCHMARK, way, measuring, output)
+    """,
+)
 
 
 def _measure(benchmark: MicroBenchmark, names: str | None, given: MicroOptions, output: Output) -> None:

@@ -160,7 +160,8 @@ def calibrate(
     known = measured[:fit] if open_end else measured
     found = fitted(known, start, run, num_fitted=fit, open_end=open_end, rounds=rounds, priors=priors)
     _show(found, measured, run(measured, found.cost_model))
-    print(f"{sizes.num_blocks:,} blocks of {sizes.block_size} tokens, {_origin(instance)}")
+    origin = "as given" if instance.num_blocks else "as the device's memory leaves room for"
+    print(f"{sizes.num_blocks:,} blocks of {sizes.block_size} tokens, {origin}")
     _check(found, max_error)
     write_json(out_file, _record(found, instance, sizes, requests))
     print(f"{out_file}: coefficients from {found.num_requests:,} requests, {found.num_rounds} simulations")
@@ -202,10 +203,6 @@ def _from_prior(path: Path | None, start: CostModel) -> tuple[CostModel, Mapping
     return replace(
         start, coefficients=Coefficients(**{name: found.mean for name, found in priors.items()})
     ), priors
-
-
-def _origin(instance: MeasuredEngine) -> str:
-    return "as given" if instance.num_blocks else "as the device's memory leaves room for"
 
 
 def _tables(found: Calibration, measured: Sequence[RequestTiming], run: SimulatedRun) -> list[Table]:

@@ -22,7 +22,7 @@ from sagellm.cli import (
     simulate,
     trace,
 )
-from sagellm.cli._options import App
+from sagellm.cli._options import App, flag
 
 app = App(
     name="sagellm",
@@ -51,7 +51,7 @@ def version() -> None:
     print(f"sagellm {__version__} (Python {platform.python_version()})")
 
 
-def _version_option(*, asked: bool) -> None:
+def _show_version(asked: bool) -> None:
     if asked:
         version()
         raise typer.Exit
@@ -62,12 +62,7 @@ def _root(
     *,
     show_version: Annotated[
         bool,
-        typer.Option(
-            "--version",
-            callback=lambda asked: _version_option(asked=asked),
-            is_eager=True,
-            help="Show the version and exit.",
-        ),
+        flag("--version", "Show the version and exit.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
     """Options before the command."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from sagellm.cli._options import App, ModelOption, command, flag
 from sagellm.cli._settings import ServerSettings
 from sagellm.core.config import SECRET_KEYS
-from sagellm.core.config_layers import Resolved, describe
+from sagellm.core.config_layers import describe
 
 app = App(help="Look at the configuration.")
 
@@ -28,19 +28,14 @@ def show(
 ) -> None:
     """Print every key with its value. Later layers win: default, preset, file, environment, command line."""
     resolved = settings.load(model=model)
-    rows = [_row(resolved, key, origin=origin, meaning=meaning) for key in resolved.origins]
+    values = resolved.config.flat()
+    rows = [
+        [key, _shown(key, values[key]), *([layer] if origin else ()), *([describe(key)] if meaning else ())]
+        for key, layer in resolved.origins.items()
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _row(resolved: Resolved, key: str, *, origin: bool, meaning: bool) -> list[str]:
-    row = [key, _shown(key, resolved.config.flat()[key])]
-    if origin:
-        row.append(resolved.origins[key])
-    if meaning:
-        row.append(describe(key))
-    return row
 
 
 def _shown(key: str, value: Any) -> str:

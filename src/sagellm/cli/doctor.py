@@ -66,7 +66,9 @@ def doctor(*, model: Model, settings: ServerSettings) -> None:
         raise typer.Exit(EXIT_CANNOT_SERVE)
     config = settings.load(model=model.name).config
     _report_port(config)
-    refused = _report_fit(config, _chosen(config, found))
+    named = config.model.device
+    matching = [device for device in found if named in (device.name, device.name.partition(":")[0])]
+    refused = _report_fit(config, (matching or found)[0])  # the first one for auto
     print()
     if refused is not None:
         raise refused
@@ -143,13 +145,6 @@ def _report_port(config: Config) -> None:
     print(f"  {'address':<18} {where} {state}")
 
 
-def _chosen(config: Config, found: list[LocalDevice]) -> LocalDevice:
-    """The device that `model.device` names; the first for auto or a missing one."""
-    named = config.model.device
-    matching = [device for device in found if named in (device.name, device.name.partition(":")[0])]
-    return (matching or found[:1])[0]
-
-
 def _report_fit(config: Config, device: LocalDevice) -> SageError | None:
     """Print how the configured model fits; returns the error that forbids to serve it."""
     from sagellm.engines.build import model_footprint, num_pool_blocks
@@ -157,7 +152,8 @@ def _report_fit(config: Config, device: LocalDevice) -> SageError | None:
 
     print(f"\nwhat fits on {device.name}")
     name = config.model.name
-    if name and _may_come_from_the_hub(name) and not is_cached(name, config.model.revision):
+    may_be_hub_name = name and _HUB_NAME.fullmatch(name) and not Path(name).exists()
+    if name and may_be_hub_name and not is_cached(name, config.model.revision):
         print(f"  {name}: no such folder, and not in the local cache; sagellm pull {name} fetches it")
         return None
     shown = name or "the demo model"
@@ -170,34 +166,21 @@ def _report_fit(config: Config, device: LocalDevice) -> SageError | None:
     except SageError as error:
         print(f"    does not fit: {error}" if isinstance(error, CapacityError) else f"  {shown}: {error}")
         return ModelError(f"cannot serve {shown}: {error}")
-    for line in _pool_lines(size, blocks, config, device):
-        print(f"    {line}")
+    share, context = config.kv.memory_share(device.name), size.max_model_len
+    room = as_text(int((device.free_bytes - size.weight_bytes) * share))
+    tokens = blocks * config.kv.block_size
+    pool = f"{as_text(tokens * size.kv_bytes_per_token)} of {room} ({share:.0%} of what is free)"
+    print(f"    {size.kv_bytes_per_token} bytes of KV per token: {tokens} tokens, {pool}")
+    print(f"    room for {tokens // context} requests of {context} tokens at once")
     return None
 
 
-def _may_come_from_the_hub(name: str) -> bool:
-    return _HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
-
-
 def _size_lines(name: str, size: Footprint) -> Iterator[str]:
-    weights = f"{as_text(size.weight_bytes)} as {_form(size)}"
+    computed = "" if size.compute_dtype == size.dtype else f", computed in {size.compute_dtype}"
+    form = size.dtype + computed
+    if size.codes:
+        form = f"{size.method} ({', '.join(map(str, size.codes))}), all else {form}"
+    weights = f"{as_text(size.weight_bytes)} as {form}"
     yield f"{name}: {size.num_parameters / 1e6:.1f} M parameters, {weights}"
     if size.obstacle:
         yield f"  held dequantized, in part or whole: {size.obstacle}"
-
-
-def _pool_lines(size: Footprint, blocks: int, config: Config, device: LocalDevice) -> Iterator[str]:
-    share = config.kv.memory_share(device.name)
-    room = int((device.free_bytes - size.weight_bytes) * share)
-    tokens, context = blocks * config.kv.block_size, size.max_model_len
-    pool = f"{as_text(tokens * size.kv_bytes_per_token)} of {as_text(room)} ({share:.0%} of what is free)"
-    yield f"{size.kv_bytes_per_token} bytes of KV per token: {tokens} tokens, {pool}"
-    yield f"room for {tokens // context} requests of {context} tokens at once"
-
-
-def _form(size: Footprint) -> str:
-    """The number format, and that of what is quantized."""
-    computed = "" if size.compute_dtype == size.dtype else f", computed in {size.compute_dtype}"
-    if not size.codes:
-        return size.dtype + computed
-    return f"{size.method} ({', '.join(map(str, size.codes))}), all else {size.dtype}{computed}"

@@ -61,7 +61,11 @@ def explain(
         raise ConfigError("--steps and --limit begin with 1, --from with 0")
     if not 0 < step_ms < float("inf"):
         raise ConfigError(f"--step-ms {step_ms}: write milliseconds above 0")
-    scenario = _scenario(requests or (), file, limit, step_ms / 1000)
+    scenario = [parse_request(text) for text in requests or ()]
+    if file is not None:
+        scenario += read_requests(file, limit, step_ms / 1000)
+    if not scenario:
+        raise ConfigError(f"nothing to schedule: give requests as {FORM}, or --requests FILE")
     log = run_scenario(settings.load().config, scenario, step_ms / 1000)
     names = [request.name for request in scenario]
     for name in story or ():
@@ -71,15 +75,6 @@ def explain(
         print("\n\n".join("\n".join((f"request {name}", *log.story(name))) for name in story))
     else:
         _show(log, first, steps, diff=diff)
-
-
-def _scenario(texts: Sequence[str], file: Path | None, limit: int, step_s: float) -> list[ScenarioRequest]:
-    found = [parse_request(text) for text in texts]
-    if file is not None:
-        found += read_requests(file, limit, step_s)
-    if not found:
-        raise ConfigError(f"nothing to schedule: give requests as {FORM}, or --requests FILE")
-    return found
 
 
 def run_scenario(config: Config, scenario: Sequence[ScenarioRequest], step_s: float) -> ScheduleLog:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from sagellm.benchmarks.simulate.experiment import ExperimentSetting, SimulationSetup
     from sagellm.benchmarks.simulate.simulation import ServiceGoals, SimulationResult
     from sagellm.benchmarks.simulate.workload import WorkloadSpec
-    from sagellm.benchmarks.traces import Trace
 
 TRACES = "SAGELLM_TRACES"
 DEFAULT_PRESETS = ("default",)
@@ -71,7 +70,7 @@ class MachineOptions(GivenOptions):
             ("network", float, "--network GB/S", "Of one instance; default: the device's."),
         )
 
-    def bench(self, goal_options: GoalOptions) -> SimulationSetup:
+    def setup(self, goal_options: GoalOptions) -> SimulationSetup:
         from sagellm.benchmarks.simulate.experiment import SimulationSetup
         from sagellm.benchmarks.simulate.hardware import hardware
         from sagellm.benchmarks.simulate.simulation import ClusterLayout, parse_disaggregate
@@ -200,28 +199,6 @@ def simulate(
 
     Scheduler, KV cache and policies are the real ones; only the device is a cost model.
     """
-    _check_outputs(out_folder, plots=plots)
-    if setting is not None:
-        if trace is not None or load_options.values or goal_options.values:
-            raise ConfigError(
-                "--setting fixes traces, rates and goals: beside it --preset, --cost, --out, ..."
-            )
-        _run_setting(setting, traces, preset or (), machine_options, out_folder, plots=plots)
-        return
-    if trace is None:
-        raise ConfigError("name what to simulate: --trace FILE, or --setting FILE")
-    chosen = tuple(dict.fromkeys(preset or DEFAULT_PRESETS))
-    _run_trace(
-        chosen,
-        trace,
-        (load_options, machine_options, goal_options, reading),
-        out_folder,
-        capacity=capacity,
-        plots=plots,
-    )
-
-
-def _check_outputs(out_folder: Path | None, *, plots: bool) -> None:
     from sagellm.benchmarks.simulate.outputs import check_writable_folder
     from sagellm.benchmarks.simulate.plots import check_plots
 
@@ -229,46 +206,53 @@ def _check_outputs(out_folder: Path | None, *, plots: bool) -> None:
         raise ConfigError("--plots draws into the folder of --out: name one")
     if out_folder is not None:
         (check_plots if plots else check_writable_folder)(out_folder)
+    if setting is not None:
+        if trace is not None or load_options.values or goal_options.values:
+            raise ConfigError(
+                "--setting fixes traces, rates and goals: beside it --preset, --cost, --out, ..."
+            )
+        ran = _run_setting(setting, traces, preset or (), machine_options)
+    elif trace is not None:
+        groups = load_options, machine_options, goal_options, reading
+        ran = _run_trace(tuple(dict.fromkeys(preset or DEFAULT_PRESETS)), trace, groups, capacity=capacity)
+    else:
+        raise ConfigError("name what to simulate: --trace FILE, or --setting FILE")
+    _report(ran, out_folder, plots=plots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Simulated:
+    """What was simulated, and the results. `capacities`: sustained rates by preset."""
+
+    setup: SimulationSetup
+    results: Sequence[SimulationResult]
+    capacities: Mapping[str, SustainedRate]
+    setting: ExperimentSetting | None = None
 
 
 def _run_trace(
     presets: Sequence[str],
     file: Path,
     groups: tuple[LoadOptions, MachineOptions, GoalOptions, Reading],
-    out_folder: Path | None,
     *,
     capacity: bool,
-    plots: bool,
-) -> None:
-    from sagellm.benchmarks.simulate.experiment import run_rates
-
-    load_options, machine_options, goal_options, reading = groups
-    scales, spec, bench = load_options.scales, load_options.spec(), machine_options.bench(goal_options)
-    for name in presets:
-        bench.config(name)
-    read = reading.read(file)
-    capacities = _capacities(bench, read, spec, presets) if capacity else {}
-    results = run_rates(bench, read, spec, presets, scales, _say)
-    _report(bench, results, capacities, None, out_folder, plots=plots)
-
-
-def _capacities(
-    bench: SimulationSetup, trace: Trace, spec: WorkloadSpec, presets: Sequence[str]
-) -> dict[str, SustainedRate]:
+) -> _Simulated:
     from sagellm.benchmarks.simulate import experiment
 
-    return {preset: experiment.capacity(bench, trace, spec, preset, presets, _say) for preset in presets}
+    load_options, machine_options, goal_options, reading = groups
+    scales, spec, setup = load_options.scales, load_options.spec(), machine_options.setup(goal_options)
+    for name in presets:
+        setup.config(name)
+    trace, capacities = reading.read(file), {}
+    for name in presets if capacity else ():
+        capacities[name] = experiment.capacity(setup, trace, spec, name, presets, _say)
+    results = experiment.run_rates(setup, trace, spec, presets, scales, _say)
+    return _Simulated(setup, results, capacities)
 
 
 def _run_setting(
-    file: Path,
-    folder: Path | None,
-    presets: Sequence[str],
-    machine_options: MachineOptions,
-    out_folder: Path | None,
-    *,
-    plots: bool,
-) -> None:
+    file: Path, folder: Path | None, presets: Sequence[str], machine_options: MachineOptions
+) -> _Simulated:
     from sagellm.benchmarks.simulate.experiment import build_setup, read_setting, run_setting
 
     others = sorted(machine_options.values.keys() - {"cost"})
@@ -281,7 +265,7 @@ def _run_setting(
         )
     setting, cost = read_setting(file), machine_options.values.get("cost")
     made = run_setting(setting, where, presets=presets, cost_file=cost, say=_say)
-    _report(build_setup(setting, cost), made.results, made.capacities, setting, out_folder, plots=plots)
+    return _Simulated(build_setup(setting, cost), made.results, made.capacities, setting)
 
 
 def _say(text: str) -> None:
@@ -291,27 +275,20 @@ def _say(text: str) -> None:
         terminal.print(text, style="dim", highlight=False)
 
 
-def _report(
-    bench: SimulationSetup,
-    results: Sequence[SimulationResult],
-    capacities: Mapping[str, SustainedRate],
-    setting: ExperimentSetting | None,
-    out_folder: Path | None,
-    *,
-    plots: bool,
-) -> None:
+def _report(ran: _Simulated, out_folder: Path | None, *, plots: bool) -> None:
     from sagellm.benchmarks.reporting import environment, print_tables
     from sagellm.benchmarks.simulate.outputs import headlines, manifest, tables, write
     from sagellm.benchmarks.simulate.plots import draw
 
-    for line in headlines(bench, results):
+    for line in headlines(ran.setup, ran.results):
         print(line)
-    for name, found in capacities.items():
+    for name, found in ran.capacities.items():
         print(f"capacity, {name}: {found.rate:.3g} requests/s")
-    slos = bench.goals.slos
-    print_tables(tables(results, slos))
+    slos = ran.setup.goals.slos
+    print_tables(tables(ran.results, slos))
     if out_folder is None:
         return
-    made_by = manifest(bench, results, environment(datetime.now(UTC)), setting, capacities)
-    for path in (*write(out_folder, made_by, results), *(draw(out_folder, results, slos) if plots else ())):
+    made_by = manifest(ran.setup, ran.results, environment(datetime.now(UTC)), ran.setting, ran.capacities)
+    drawn = draw(out_folder, ran.results, slos) if plots else ()
+    for path in (*write(out_folder, made_by, ran.results), *drawn):
         print(path)

@@ -251,7 +251,9 @@ class Gateway:
         for request_id in list(self._open):
             self._loop.send(Abort(request_id))
             self._end_with(request_id, UnavailableError(message))
-        self._fail_calls(message)
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(UnavailableError(message))
 
     def hurry(self) -> None:
         """Make `close` return without waiting for the step that runs."""
@@ -307,10 +309,16 @@ class Gateway:
                     self._on_delta(event, now_s)
                 case Refused(request_id, error):
                     self._end_with(request_id, error)
-                case Answered():
-                    self._on_answered(event)
+                case Answered(call_id, result, error):
+                    answer = self._calls.get(call_id)
+                    if answer is None or answer.done():  # its client has left, or has the error of a shutdown
+                        continue
+                    if error is not None:
+                        answer.set_exception(error)
+                    else:
+                        answer.set_result(result)
                 case LoopFailed(failure):
-                    self._fail_all(failure)
+                    self.fail_open(f"the engine has failed: {failure}")
 
     def _on_delta(self, delta: TextDelta, now_s: float) -> None:
         entry = self._open.get(delta.request_id)
@@ -325,26 +333,6 @@ class Gateway:
         if delta.is_last:
             self._forget(delta.request_id, delta.finish_reason.value if delta.finish_reason else "stop")
         entry.generation.put(entry.position, delta)
-
-    def _on_answered(self, event: Answered) -> None:
-        answer = self._calls.get(event.call_id)
-        if answer is None or answer.done():  # its client has left, or has the error of a shutdown
-            return
-        if event.error is not None:
-            answer.set_exception(event.error)
-        else:
-            answer.set_result(event.result)
-
-    def _fail_all(self, failure: Exception) -> None:
-        message = f"the engine has failed: {failure}"
-        for request_id in list(self._open):
-            self._end_with(request_id, UnavailableError(message))
-        self._fail_calls(message)
-
-    def _fail_calls(self, message: str) -> None:
-        for answer in self._calls.values():
-            if not answer.done():
-                answer.set_exception(UnavailableError(message))
 
     def _end_with(self, request_id: str, error: RequestError) -> None:
         entry = self._open.get(request_id)

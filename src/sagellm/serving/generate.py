@@ -62,7 +62,10 @@ class GenerationRoutes:
         tokens = await run_in_threadpool(lambda: [self.encoder.prompt(prompt) for prompt in prompts])
         echoes = [""] * len(prompts)
         if body.echo:
-            echoes = await run_in_threadpool(lambda: [self._echo(prompt) for prompt in prompts])
+            decode = self.gateway.llm.tokenizer.decode
+            echoes = await run_in_threadpool(
+                lambda: [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
+            )
         generation = self._open(request, tokens, options, body)
         reply = CompletionReply(
             self._head("cmpl", generation, model, body),
@@ -101,9 +104,6 @@ class GenerationRoutes:
         return AnswerHead(
             answer_id, model, int(self.wall_clock()), with_misses=bool(body.return_cache_misses)
         )
-
-    def _echo(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self.gateway.llm.tokenizer.decode(prompt)
 
     async def _answer(
         self,

@@ -141,12 +141,9 @@ class _EngineCollector(Collector):
         stats = self._stats()
         yield self._gauge("requests_running", "Requests in the batch", stats.num_running)
         yield self._gauge("requests_waiting", "Requests that wait for the batch", stats.num_waiting)
-        blocks = GaugeMetricFamily("sagellm_kv_blocks", "KV blocks by state", labels=(_LABEL, "state"))
-        blocks.add_metric((self._model, "active"), stats.blocks_active)
-        blocks.add_metric((self._model, "cached"), stats.blocks_cached)
-        blocks.add_metric((self._model, "free"), stats.blocks_free)
-        yield blocks
-        total = stats.blocks_active + stats.blocks_cached + stats.blocks_free
+        blocks = {"active": stats.blocks_active, "cached": stats.blocks_cached, "free": stats.blocks_free}
+        yield self._gauge("kv_blocks", "KV blocks by state", blocks, "state")
+        total = sum(blocks.values())
         usage = "Share of the KV blocks that running requests and pins hold, 0 to 1"
         yield self._gauge("kv_cache_usage_ratio", usage, stats.blocks_active / total if total else 0.0)
         yield self._counter("preemptions", "Preempted requests", stats.num_preemptions)
@@ -157,32 +154,27 @@ class _EngineCollector(Collector):
             yield from self._reuse(stats.reuse)
         if stats.misses is not None:
             text = "Prompt blocks that had to be computed, by cause"
-            yield self._by_label("kv_misses", text, "cause", stats.misses._asdict())
+            yield self._counter("kv_misses", text, stats.misses._asdict(), "cause")
 
     def _diagnosed(self, found: EngineDiagnostics) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         """The gauges of the pool, then counters by cause, pass and tenant."""
         text = "Cached KV blocks that were given up, by cause"
         evicted = {"capacity": 0, "quota": 0, "cleared": 0, **found.evicted_blocks}
-        yield self._by_label("kv_evicted_blocks", text, "cause", evicted)
-        fragmentation = GaugeMetricFamily(
-            "sagellm_kv_fragmentation_ratio",
-            "Slots without a token in blocks of running requests; free blocks outside the longest free run",
-            labels=(_LABEL, "kind"),
-        )
-        fragmentation.add_metric((self._model, "internal"), found.internal_fragmentation)
-        fragmentation.add_metric((self._model, "external"), found.external_fragmentation)
-        yield fragmentation
+        yield self._counter("kv_evicted_blocks", text, evicted, "cause")
+        text = "Slots without a token in blocks of running requests; free blocks outside the longest free run"
+        shares = {"internal": found.internal_fragmentation, "external": found.external_fragmentation}
+        yield self._gauge("kv_fragmentation_ratio", text, shares, "kind")
         yield self._gauge("kv_pinned_prefixes", "Pinned prefixes", found.num_pinned_prefixes)
         yield self._gauge("kv_pinned_blocks", "KV blocks that pinned prefixes hold", found.num_pinned_blocks)
         text = "Time spent in each scheduling pass"
-        yield self._by_label("scheduler_pass_seconds", text, "pass", found.pass_time_s)
+        yield self._counter("scheduler_pass_seconds", text, found.pass_time_s, "pass")
         reuse = found.reuse_by_tenant
         text = "Tokens that admitted requests looked for, by configured tenant"
         queries = {tenant: found.num_tokens for tenant, found in reuse.items()}
-        yield self._by_label("tenant_prefix_cache_queries", text, "tenant", queries)
+        yield self._counter("tenant_prefix_cache_queries", text, queries, "tenant")
         text = "Tokens that they found in the prefix index, by configured tenant"
         hits = {tenant: found.num_hit_tokens for tenant, found in reuse.items()}
-        yield self._by_label("tenant_prefix_cache_hits", text, "tenant", hits)
+        yield self._counter("tenant_prefix_cache_hits", text, hits, "tenant")
 
     def _reuse(self, reuse: PrefixReuseSnapshot) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:
         for name, text, count in (
@@ -196,18 +188,25 @@ class _EngineCollector(Collector):
         matches.add_metric((self._model,), buckets, reuse.match_sum_s)
         yield matches
 
-    def _counter(self, name: str, text: str, count: int) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"sagellm_{name}", text, labels=(_LABEL,))
-        family.add_metric((self._model,), count)
+    def _counter(
+        self, name: str, text: str, counts: float | Mapping[str, float], *label: str
+    ) -> CounterMetricFamily:
+        """A count; with a `label`, one for each of its values."""
+        family = CounterMetricFamily(f"sagellm_{name}", text, labels=(_LABEL, *label))
+        for values, count in self._samples(counts):
+            family.add_metric(values, count)
         return family
 
-    def _by_label(self, name: str, text: str, label: str, counts: Mapping[str, float]) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"sagellm_{name}", text, labels=(_LABEL, label))
-        for value, count in counts.items():
-            family.add_metric((self._model, value), count)
+    def _gauge(
+        self, name: str, text: str, levels: float | Mapping[str, float], *label: str
+    ) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"sagellm_{name}", text, labels=(_LABEL, *label))
+        for values, level in self._samples(levels):
+            family.add_metric(values, level)
         return family
 
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"sagellm_{name}", text, labels=(_LABEL,))
-        family.add_metric((self._model,), value)
-        return family
+    def _samples(self, values: float | Mapping[str, float]) -> Iterator[tuple[tuple[str, ...], float]]:
+        if isinstance(values, Mapping):
+            yield from (((self._model, label), value) for label, value in values.items())
+        else:
+            yield (self._model,), values

@@ -378,18 +378,23 @@ def _generation_fields(limits: Limits) -> Schema:
         name: {"type": ["boolean", "null"]} for name in ("include_usage", "continuous_usage_stats")
     }
     flags["include_obfuscation"] = {"enum": [False, None]}
+    # 0 is never refused: where even that is too high, the server lowers it.
+    highest = MAX_PRIORITY - 1 if limits.max_priority is None else max(0, limits.max_priority)
+    keys = {"pattern": f"^({numbers_below(limits.vocab_size)})$"}
+    bias = {"type": "number", "minimum": -100, "maximum": 100}
+    logit_bias = {"type": "object", "propertyNames": keys, "additionalProperties": bias}
     stream_options = {"type": "object", "properties": flags, "additionalProperties": False}
     return numbers | {
         "stream_options": _or_null(stream_options),
         "top_p": _or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
         "top_k": _or_null(_in_range("top_k", whole=True)),
         "n": _or_null(_integer(1, limits.max_choices)),
-        "priority": _or_null(_integer(-MAX_PRIORITY, _highest_priority(limits))),
+        "priority": _or_null(_integer(-MAX_PRIORITY, highest)),
         "max_tokens": _or_null(_integer(1, limits.max_model_len - 1)),
         "min_tokens": _or_null(_integer(0, limits.max_model_len - 1)),
         "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}),
         "stop_token_ids": _or_null({"type": "array", "items": _integer(0, limits.vocab_size - 1)}),
-        "logit_bias": _or_null(_logit_bias(limits.vocab_size)),
+        "logit_bias": _or_null(logit_bias),
         "kv_hints": _or_null(_kv_hints()),
         "slo": _or_null(SloFields.model_json_schema()),
         "retention": _or_null(
@@ -397,17 +402,6 @@ def _generation_fields(limits: Limits) -> Schema:
         ),
         "return_cache_misses": {"enum": [None, False, True][: 2 + limits.attributes_misses]},
     }
-
-
-def _highest_priority(limits: Limits) -> int:
-    """The highest accepted priority. 0 is never refused: the server lowers it if it must."""
-    return MAX_PRIORITY - 1 if limits.max_priority is None else max(0, limits.max_priority)
-
-
-def _logit_bias(vocab_size: int) -> Schema:
-    keys = {"pattern": f"^({numbers_below(vocab_size)})$"}
-    bias = {"type": "number", "minimum": -100, "maximum": 100}
-    return {"type": "object", "propertyNames": keys, "additionalProperties": bias}
 
 
 def numbers_below(limit: int) -> str:

@@ -99,7 +99,10 @@ class SageServer(uvicorn.Server):
             await self.lifespan.shutdown()
             raise _not_available(f"{self.config.host}:{self.config.port}", error) from error
         if self.started:
-            log.info(_served(self._gateway.llm))
+            llm, stats = self._gateway.llm, self._gateway.llm.stats()
+            blocks = stats.blocks_active + stats.blocks_cached + stats.blocks_free
+            context = f"context of {llm.max_model_len} tokens, {blocks} KV blocks"
+            log.info(f"model {llm.model_name}: {context}")
             address = self.servers[0].sockets[0].getsockname()
             log.log(*_announcement(address[0], address[1], wants_key=self._wants_key))
 
@@ -121,19 +124,16 @@ class SageServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain, then end. The listener stays open meanwhile, and answers new requests 503."""
         self._gateway.refuse_new()
-        await self._drain()
+        if self._gateway.num_open and not self.forced:
+            limit = f"{self._grace_s:g} s (server.shutdown_grace_s); Ctrl-C again ends them now"
+            log.info("requests that run: %d; they may end within %s", self._gateway.num_open, limit)
+        await self._wait_until(lambda: not self._gateway.num_open, self._grace_s)
         self._gateway.fail_open("the server is shutting down")
         aborting = asyncio.create_task(self._abort_connections())
         try:
             await super().shutdown(sockets)
         finally:
             aborting.cancel()
-
-    async def _drain(self) -> None:
-        if self._gateway.num_open and not self.forced:
-            limit = f"{self._grace_s:g} s (server.shutdown_grace_s); Ctrl-C again ends them now"
-            log.info("requests that run: %d; they may end within %s", self._gateway.num_open, limit)
-        await self._wait_until(lambda: not self._gateway.num_open, self._grace_s)
 
     async def _abort_connections(self) -> None:
         """Abort connections that uvicorn would wait for: they do not read, or still upload."""
@@ -190,12 +190,6 @@ def make_server(
         timeout_graceful_shutdown=int(_FINAL_EVENTS_S) + 1,
     )
     return SageServer(config, gateway, grace_s, wants_key=app.state.wants_key)
-
-
-def _served(llm: LLM) -> str:
-    stats = llm.stats()
-    blocks = stats.blocks_active + stats.blocks_cached + stats.blocks_free
-    return f"model {llm.model_name}: context of {llm.max_model_len} tokens, {blocks} KV blocks"
 
 
 def _announcement(host: str, port: int, *, wants_key: bool) -> tuple[int, str]:
