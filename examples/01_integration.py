@@ -1,5 +1,6 @@
-"""The life of a request through the five KV modules, constructed by hand: the design documents' example,
-corrected.
+"""The life of a request through the five KV modules, joined by hand.
+
+It is the corrected example of the design documents.
 
 Three requests, two of which share a prefix, then a fourth on a full pool: match the prefix, schedule,
 allocate, evict when the pool is full, insert, teach the predictor, release. Run it with `python
@@ -49,7 +50,7 @@ class Example:
         self.ids = itertools.count(1)
 
     def process_request(self, token_ids: list[int], max_tokens: int, priority: int) -> list[int] | None:
-        """The whole life of one request; returns its block table, or None if it could not be scheduled."""
+        """Run one request to its end; None if it was not scheduled, else its block table."""
         self.clock.advance(1.0)
         # Step 1: the request, as the scheduler sees it
         req = ScheduleRequest(
@@ -93,7 +94,7 @@ class Example:
         self.clock.advance(max_tokens * SECONDS_PER_TOKEN)
 
         # Step 6: the computed prompt enters the index, which owns those blocks from now on; the sequence
-        # keeps the blocks of its answer until somebody needs them more
+        # keeps the blocks of its answer until they are evicted
         whole = len(token_ids) // self.kv_pool.block_size
         self.kv_pool.free(self.prefix_cache.insert_prefix(token_ids, block_table))
         self.prefix_cache.unpin(hit)
@@ -107,8 +108,7 @@ class Example:
         return block_table
 
     def evict(self, required_blocks: int) -> None:
-        """Finished sequences go first, chosen by the policy; what is then missing the index gives up
-        itself."""
+        """Evict finished sequences, chosen by the policy, then cached blocks of the index."""
         candidates = [
             EvictionCandidate(
                 sequence_id=sequence_id,

@@ -1,4 +1,4 @@
-"""Two scheduling presets on a generated chat trace, on an H100 that is only simulated.
+"""Two scheduling presets on a generated chat trace, on a simulated H100.
 
 The scheduler and the KV cache are the real ones; a cost model says how long each step takes. Run it with
 `python examples/02_simulate.py`; it needs no GPU and no model. See docs/simulate.md.

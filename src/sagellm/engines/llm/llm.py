@@ -55,7 +55,7 @@ class RequestOptions:
     session_id: str | None = None
     kv_hints: Hints | None = None
     slo: SLO = field(default_factory=SLO)
-    retention: tuple[Retention, ...] = ()
+    retention: Sequence[Retention] = ()
     client: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -197,7 +197,7 @@ class LLM:
             priority=options.priority,
             namespace=Namespace(tenant=options.tenant),
             service_class=options.service_class,
-            retention=options.retention,
+            retention=tuple(options.retention),
             slo=options.slo,
             session_id=options.session_id,
             kv_hints=None if options.kv_hints is None else _parsed(options.kv_hints),
