@@ -50,7 +50,7 @@ class Example:
         self.ids = itertools.count(1)
 
     def process_request(self, token_ids: list[int], max_tokens: int, priority: int) -> list[int] | None:
-        """Run one request to its end; None if it was not scheduled, else its block table."""
+        """Run one request to its end; returns its block table, None if not scheduled."""
         self.clock.advance(1.0)
         # Step 1: the request, as the scheduler sees it
         req = ScheduleRequest(

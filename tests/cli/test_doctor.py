@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from sagellm.cli import doctor
-from sagellm.cli._machine import LocalDevice, as_text, devices, read_meminfo
+from sagellm.cli._loading import as_text
 from sagellm.cli._settings import Settings
+from sagellm.cli.doctor import LocalDevice, devices, read_meminfo
 from sagellm.core.extras import EXTRA_OF, install_command
 from sagellm.engines.native.footprint import footprint
 from tests.accel.quantization.checkpoints import KINDS

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sagellm.cli._machine import as_text
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.events import EventBus, StepDone
 from sagellm.core.log_lines import set_up_logging
@@ -104,3 +103,11 @@ def loading_bar(name: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"loading {name}", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def as_text(num_bytes: int) -> str:
+    """Bytes in the unit that keeps one to three digits before the point."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"

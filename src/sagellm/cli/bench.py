@@ -78,7 +78,10 @@ class MicroOptions(OptionGroup):
 
 
 def _add_micro(name: str, choice: str, variants: str, text: str) -> None:
-    """Add `bench micro NAME`, whose option --CHOICE names the variants to measure; `text` is its help."""
+    """Add `bench micro NAME`; its option --CHOICE names the variants to measure.
+
+    `variants` is the help of that option, `text` the help of the command.
+    """
 
     def measure(names: str | None = None, *, measuring: MicroOptions, output: Output) -> None:
         if name == "fusion" and find_spec("torch") is None:

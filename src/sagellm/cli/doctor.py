@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import platform
 import re
+import shutil
 import socket
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +18,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from sagellm import __version__
-from sagellm.cli._machine import LocalDevice, as_text, devices, find_compilers
+from sagellm.cli._loading import as_text
 from sagellm.cli._options import Model, command
 from sagellm.cli._settings import ServerSettings
+from sagellm.core.cores import usable_cores
 from sagellm.core.errors import CapacityError, ModelError, SageError
 from sagellm.core.extras import EXTRA_OF, install_command
 
@@ -45,6 +49,8 @@ OPTIONAL: Mapping[str, str] = {
     "transformers": "transformers",
 }
 
+COMPILERS = ("gcc", "g++", "clang", "cl", "nvcc", "ninja", "cmake")
+MEMINFO = Path("/proc/meminfo")
 EXIT_CANNOT_SERVE = 1
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
 
@@ -128,7 +134,7 @@ def _report_machine(found: list[LocalDevice]) -> None:
     for device in found:
         memory = f"{as_text(device.free_bytes)} of {as_text(device.total_bytes)} free"
         print(f"  {device.name:<18} {device.description}, {memory}")
-    compilers = ", ".join(find_compilers()) or "none (only optional kernels need one)"
+    compilers = ", ".join(filter(shutil.which, COMPILERS)) or "none (only optional kernels need one)"
     print(f"  {'compilers':<18} {compilers}")
 
 
@@ -184,3 +190,61 @@ def _size_lines(name: str, size: Footprint) -> Iterator[str]:
     yield f"{name}: {size.num_parameters / 1e6:.1f} M parameters, {weights}"
     if size.obstacle:
         yield f"  held dequantized, in part or whole: {size.obstacle}"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalDevice:
+    """A device that a model can run on."""
+
+    name: str
+    description: str
+    total_bytes: int
+    free_bytes: int
+
+
+def devices(*, has_torch: bool) -> list[LocalDevice]:
+    """The GPUs, then the CPU."""
+    return [*(_gpus() if has_torch else ()), _cpu(has_torch=has_torch)]
+
+
+def _gpus() -> list[LocalDevice]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        found.append(LocalDevice(f"cuda:{index}", f"{name}, CUDA {torch.version.cuda}", total, free))
+    return found
+
+
+def _cpu(*, has_torch: bool) -> LocalDevice:
+    memory = read_meminfo(MEMINFO.read_text(encoding="ascii")) if MEMINFO.exists() else {}
+    total = memory.get("MemTotal", _pages("SC_PHYS_PAGES"))
+    free = memory.get("MemAvailable", _pages("SC_AVPHYS_PAGES"))
+    if has_torch:
+        import torch
+
+        from sagellm.engines.native.memory import available_bytes
+
+        free = available_bytes(
+            torch.device("cpu")
+        )  # as the engine counts it: within the limits of control groups
+    return LocalDevice(
+        "cpu", f"{platform.processor() or platform.machine()}, {usable_cores()} cores", total, free
+    )
+
+
+def read_meminfo(text: str) -> Mapping[str, int]:
+    """Bytes by name from the kernel's list of `Name:  number kB`."""
+    rows = (line.partition(":") for line in text.splitlines())
+    return {name: int(value.split()[0]) * 1024 for name, _, value in rows if value.strip().endswith("kB")}
+
+
+def _pages(name: str) -> int:
+    """Bytes by a name of `os.sysconf`; 0 where the system does not say."""
+    if name not in getattr(os, "sysconf_names", {}):
+        return 0
+    return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")

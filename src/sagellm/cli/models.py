@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sagellm.cli._machine import as_text
+from sagellm.cli._loading import as_text
 from sagellm.cli._options import Model, command
 from sagellm.cli._settings import Settings
 from sagellm.core.errors import RequestError, SageError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,11 +35,11 @@ _PER_TOKEN_HELP = "Seconds of prefill per token, for saved seconds; default: 5e-
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions(OptionGroup):
-    """What is replayed, and how it is counted."""
+    """What is replayed, and how it is counted: fields of `ReplaySweepPlan`."""
 
-    policy: Annotated[tuple[str, ...], flag("--policy NAME", _POLICY_HELP)] = ()
-    capacity: Annotated[tuple[str, ...], flag("--capacity SIZE", _CAPACITY_HELP)] = ()
-    seed: Annotated[
+    policies: Annotated[tuple[str, ...], flag("--policy NAME", _POLICY_HELP)] = ()
+    capacities: Annotated[tuple[str, ...], flag("--capacity SIZE", _CAPACITY_HELP)] = ()
+    seeds: Annotated[
         tuple[str, ...], flag("--seed N", "For policies that take one; may be repeated; default: 0.")
     ] = ()
     warmup: Annotated[str | None, flag("SPAN", _WARMUP_HELP)] = None
@@ -58,17 +58,10 @@ class ReplayOptions(OptionGroup):
 
         known = registry("policy").names()
         default = (*(name for name in PREFERRED if name in known), OPTIMUM)
-        given: dict[str, Any] = {
-            "capacities": self.capacity or None,
-            "seeds": tuple(map(_seed, self.seed)) or None,
-            "warmup": self.warmup,
-            "causes": self.causes,
-            "premature_s": self.premature_s,
-            "seconds_per_token": self.seconds_per_token,
-            "seconds_per_token_squared": self.seconds_per_token_squared,
-        }
-        given = {name: value for name, value in given.items() if value is not None}
-        return ReplaySweepPlan(self.policy or default, options=options, **given)
+        given = {name: value for name, value in asdict(self).items() if value not in (None, ())}
+        if self.seeds:
+            given["seeds"] = tuple(map(_seed, self.seeds))
+        return ReplaySweepPlan(**{"policies": default, "options": options, **given})
 
 
 def _seed(text: str) -> int:

@@ -163,16 +163,11 @@ class TextCompletion(AnswerBody):
     usage: TokenUsage
 
 
-class TextCompletionChunk(AnswerBody):
+class TextCompletionChunk(TextCompletion):
     """The data of an event of a streamed completion. With `stream_options.include_usage` the last one has
     usage and no choices."""
 
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: TokenUsage | None = None
+    usage: TokenUsage | None = None  # type: ignore[assignment]
 
 
 class ModelCard(AnswerBody):
