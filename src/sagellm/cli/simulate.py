@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 
-from sagellm.cli._options import OptionGroup, command, flag, option
+from sagellm.cli._options import OptionGroup, command, flag
 from sagellm.cli.trace import Reading
 from sagellm.core.errors import ConfigError
 
@@ -27,48 +26,34 @@ TRACES = "SAGELLM_TRACES"
 DEFAULT_PRESETS = ("default",)
 
 
+_ROUTER_HELP = "round-robin, least-loaded or prefix-aware; default: prefix-aware."
+_BELOW_HELP = "Uncached tokens below which a request is small; default: 2000."
+_SLO_HELP = "Goodput under seconds, milliseconds; repeatable; default: 1,100 and 10,30."
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    """The values of options that were given: neither None nor empty."""
+    return {name: value for name, value in values.items() if value not in (None, ())}
+
+
 @dataclass(frozen=True, slots=True)
-class GivenOptions(OptionGroup):
-    """The options that were given, by name of their parameter. A subclass declares them."""
-
-    values: Mapping[str, Any]
-
-    @classmethod
-    def declared(cls) -> Sequence[tuple[str, Any, str, str]]:
-        """Parameter, type, flags (such as `--seed N`) and help of each option."""
-        return ()
-
-    @classmethod
-    def parameters(cls) -> list[inspect.Parameter]:
-        return [option(name, kind, flag(names, text)) for name, kind, names, text in cls.declared()]
-
-    @classmethod
-    def take(cls, given: dict[str, Any]) -> Self:
-        taken = {name: given.pop(name) for name, *_ in cls.declared()}
-        return cls({name: value for name, value in taken.items() if value is not None})
-
-    def some(self, **names: str) -> dict[str, Any]:
-        """Given options under other names, as `some(parameter="option")`."""
-        return {to: self.values[name] for to, name in names.items() if name in self.values}
-
-
-class MachineOptions(GivenOptions):
+class MachineOptions(OptionGroup):
     """What requests run on."""
 
-    @classmethod
-    def declared(cls) -> Sequence[tuple[str, Any, str, str]]:
-        return (
-            ("device", str, "--device NAME", "Device; default: h100-80g."),
-            ("model", str, "--model -m NAME", "Model, or a config.json; default: llama-3.1-8b."),
-            ("tensor_parallel", int, "--tensor-parallel N", "Devices per instance; default: 1."),
-            ("data_parallel", int, "--data-parallel N", "Groups of them that share experts; default: 1."),
-            ("cost", Path, "--cost FILE", "Coefficients that `calibrate` wrote."),
-            ("assignments", list[str], "--set -s KEY=VALUE", "Set a key of every preset; repeatable."),
-            ("instances", int, "--instances N", "Instances that do both phases; default: 1."),
-            ("disaggregate", str, "--disaggregate P:D", "P instances for prefill, D for decode."),
-            ("router", str, "--router NAME", _ROUTER_HELP),
-            ("network", float, "--network GB/S", "Of one instance; default: the device's."),
-        )
+    device: Annotated[str | None, flag("NAME", "Device; default: h100-80g.")] = None
+    model: Annotated[
+        str | None, flag("--model -m NAME", "Model, or a config.json; default: llama-3.1-8b.")
+    ] = None
+    tensor_parallel: Annotated[int | None, flag("N", "Devices per instance; default: 1.")] = None
+    data_parallel: Annotated[int | None, flag("N", "Groups of them that share experts; default: 1.")] = None
+    cost: Annotated[Path | None, flag("FILE", "Coefficients that `calibrate` wrote.")] = None
+    assignments: Annotated[
+        tuple[str, ...], flag("--set -s KEY=VALUE", "Set a key of every preset; repeatable.")
+    ] = ()
+    instances: Annotated[int | None, flag("N", "Instances that do both phases; default: 1.")] = None
+    disaggregate: Annotated[str | None, flag("P:D", "P instances for prefill, D for decode.")] = None
+    router: Annotated[str | None, flag("NAME", _ROUTER_HELP)] = None
+    network: Annotated[float | None, flag("GB/S", "Of one instance; default: the device's.")] = None
 
     def setup(self, goal_options: GoalOptions) -> SimulationSetup:
         from sagellm.benchmarks.simulate.experiment import SimulationSetup
@@ -76,64 +61,58 @@ class MachineOptions(GivenOptions):
         from sagellm.benchmarks.simulate.simulation import ClusterLayout, parse_disaggregate
         from sagellm.cli.trace import assignments
 
-        given = self.values
-        pools = self.some(disaggregate="disaggregate")
-        if pools and "instances" in given:
+        if self.disaggregate is not None and self.instances is not None:
             raise ConfigError("--instances and --disaggregate exclude each other: 1:1 are two instances")
-        layout: dict[str, Any] = {name: parse_disaggregate(text) for name, text in pools.items()}
-        if "network" in given:
-            layout["network_bytes_per_s"] = given["network"] * 1e9
         machine = hardware(
-            given.get("device", "h100-80g"),
-            given.get("model", "llama-3.1-8b"),
-            cost_file=given.get("cost"),
-            **self.some(tensor_parallel="tensor_parallel", data_parallel="data_parallel"),
+            "h100-80g" if self.device is None else self.device,
+            "llama-3.1-8b" if self.model is None else self.model,
+            cost_file=self.cost,
+            **_given(tensor_parallel=self.tensor_parallel, data_parallel=self.data_parallel),
         )
-        placed = ClusterLayout(**layout, **self.some(instances="instances", router="router"))
-        return SimulationSetup(
-            machine, placed, goal_options.goals(), assignments("--set", given.get("assignments", ()))
+        layout = _given(
+            disaggregate=None if self.disaggregate is None else parse_disaggregate(self.disaggregate),
+            network_bytes_per_s=None if self.network is None else self.network * 1e9,
+            instances=self.instances,
+            router=self.router,
         )
+        settings = assignments("--set", self.assignments)
+        return SimulationSetup(machine, ClusterLayout(**layout), goal_options.goals(), settings)
 
 
-_BELOW_HELP = "Uncached tokens below which a request is small; default: 2000."
-_ROUTER_HELP = "round-robin, least-loaded or prefix-aware; default: prefix-aware."
-
-
-class LoadOptions(GivenOptions):
+@dataclass(frozen=True, slots=True)
+class LoadOptions(OptionGroup):
     """Which requests arrive, and when."""
 
-    @classmethod
-    def declared(cls) -> Sequence[tuple[str, Any, str, str]]:
-        return (
-            ("rate_scale", list[str], "--rate-scale X", "Times the trace's rate; repeatable; default: 1."),
-            ("rate", float, "--rate X", "Mean requests per second, in place of a scale."),
-            ("arrivals", str, "--arrivals NAME", "trace, poisson or bursty; default: trace."),
-            ("cv", float, "--cv X", "Variation of bursty gaps; default: 3."),
-            ("closed_loop", bool, "--closed-loop", "A turn waits for the answer before it."),
-            ("think", float, "--think SECONDS", "Mean pause between turns; default: the trace's."),
-            ("requests", int, "--requests N", "Only the first of the trace."),
-            ("high_priority_share", float, "--high-priority-share X", "Share of small ones that go first."),
-            ("high_priority_below", int, "--high-priority-below N", _BELOW_HELP),
-            ("seed", int, "--seed N", "Of everything that is drawn; default: 0."),
-        )
+    rate_scale: Annotated[tuple[str, ...], flag("X", "Times the trace's rate; repeatable; default: 1.")] = ()
+    rate: Annotated[float | None, flag("X", "Mean requests per second, in place of a scale.")] = None
+    arrivals: Annotated[str | None, flag("NAME", "trace, poisson or bursty; default: trace.")] = None
+    cv: Annotated[float | None, flag("X", "Variation of bursty gaps; default: 3.")] = None
+    closed_loop: Annotated[bool | None, flag("--closed-loop", "A turn waits for the answer before it.")] = (
+        None
+    )
+    think: Annotated[float | None, flag("SECONDS", "Mean pause between turns; default: the trace's.")] = None
+    requests: Annotated[int | None, flag("N", "Only the first of the trace.")] = None
+    high_priority_share: Annotated[float | None, flag("X", "Share of small ones that go first.")] = None
+    high_priority_below: Annotated[int | None, flag("N", _BELOW_HELP)] = None
+    seed: Annotated[int | None, flag("N", "Of everything that is drawn; default: 0.")] = None
 
     @property
     def scales(self) -> tuple[float, ...]:
-        scales = tuple(map(_scale, self.values.get("rate_scale", ("1",))))
-        if "rate" in self.values and "rate_scale" in self.values:
+        scales = tuple(map(_scale, self.rate_scale or ("1",)))
+        if self.rate is not None and self.rate_scale:
             raise ConfigError("--rate and --rate-scale exclude each other: a scale is relative to the trace")
         return scales
 
     def spec(self) -> WorkloadSpec:
         from sagellm.benchmarks.simulate.workload import Arrivals, ClosedLoop, HighPriority, WorkloadSpec
 
-        if "think" in self.values and not self.values.get("closed_loop"):
+        if self.think is not None and not self.closed_loop:
             raise ConfigError("--think is the pause of a closed loop: give --closed-loop too")
         return WorkloadSpec(
-            arrivals=Arrivals(**self.some(process="arrivals", rate="rate", cv="cv")),
-            turns=ClosedLoop(self.values.get("think")) if self.values.get("closed_loop") else None,
-            high=HighPriority(**self.some(share="high_priority_share", below="high_priority_below")),
-            **self.some(max_requests="requests", seed="seed"),
+            arrivals=Arrivals(**_given(process=self.arrivals, rate=self.rate, cv=self.cv)),
+            turns=ClosedLoop(self.think) if self.closed_loop else None,
+            high=HighPriority(**_given(share=self.high_priority_share, below=self.high_priority_below)),
+            **_given(max_requests=self.requests, seed=self.seed),
         )
 
 
@@ -147,27 +126,20 @@ def _scale(text: str) -> float:
     return scale
 
 
-class GoalOptions(GivenOptions):
+@dataclass(frozen=True, slots=True)
+class GoalOptions(OptionGroup):
     """The goals that results are measured by."""
 
-    @classmethod
-    def declared(cls) -> Sequence[tuple[str, Any, str, str]]:
-        return (
-            ("slo", list[str], "--slo TTFT,TPOT", _SLO_HELP),
-            ("price", float, "--price X", "Per device hour, for the cost of tokens."),
-            ("until", float, "--until SECONDS", "Stop there; default: when all have ended."),
-        )
+    slo: Annotated[tuple[str, ...], flag("--slo TTFT,TPOT", _SLO_HELP)] = ()
+    price: Annotated[float | None, flag("X", "Per device hour, for the cost of tokens.")] = None
+    until: Annotated[float | None, flag("SECONDS", "Stop there; default: when all have ended.")] = None
 
     def goals(self) -> ServiceGoals:
         from sagellm.benchmarks.simulate.metrics import parse_slo
         from sagellm.benchmarks.simulate.simulation import ServiceGoals
 
-        slos = self.values.get("slo")
-        pairs: dict[str, Any] = {"slos": tuple(dict.fromkeys(map(parse_slo, slos)))} if slos else {}
-        return ServiceGoals(**pairs, **self.some(price_per_hour="price", until_s="until"))
-
-
-_SLO_HELP = "Goodput under seconds, milliseconds; repeatable; default: 1,100 and 10,30."
+        slos = tuple(dict.fromkeys(map(parse_slo, self.slo)))
+        return ServiceGoals(**_given(slos=slos, price_per_hour=self.price, until_s=self.until))
 
 
 @command
@@ -207,7 +179,7 @@ def simulate(
     if out_folder is not None:
         (check_plots if plots else check_writable_folder)(out_folder)
     if setting is not None:
-        if trace is not None or load_options.values or goal_options.values:
+        if trace is not None or _given(**asdict(load_options), **asdict(goal_options)):
             raise ConfigError(
                 "--setting fixes traces, rates and goals: beside it --preset, --cost, --out, ..."
             )
@@ -255,7 +227,7 @@ def _run_setting(
 ) -> _Simulated:
     from sagellm.benchmarks.simulate.experiment import build_setup, read_setting, run_setting
 
-    others = sorted(machine_options.values.keys() - {"cost"})
+    others = sorted(_given(**asdict(machine_options)).keys() - {"cost"})
     if others:
         raise ConfigError(f"--setting fixes the machine: leave out {', '.join(others)}, or change the file")
     where = folder or (Path(os.environ[TRACES]) if os.environ.get(TRACES) else None)
@@ -263,7 +235,7 @@ def _run_setting(
         raise ConfigError(
             f"a setting names files of a collection of traces: say where with --traces or {TRACES}"
         )
-    setting, cost = read_setting(file), machine_options.values.get("cost")
+    setting, cost = read_setting(file), machine_options.cost
     made = run_setting(setting, where, presets=presets, cost_file=cost, say=_say)
     return _Simulated(build_setup(setting, cost), made.results, made.capacities, setting)
 
