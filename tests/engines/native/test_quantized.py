@@ -62,7 +62,7 @@ def test_logits_are_those_of_the_model_within_what_bits_cost(
 
 
 def _packed(made: RecordingBackend) -> list[PackedQuantizedMatrix]:
-    layers = [layer for one in made._model._layers for layer in (one.qkv, one.out, one.up, one.down)]
+    layers = [layer for one in made._model._layers for layer in (one.qkv, one.attn_out, one.up, one.down)]
     matrices = (*(layer.matrix for layer in layers), made._model._head)
     return [matrix for matrix in matrices if isinstance(matrix, PackedQuantizedMatrix)]
 

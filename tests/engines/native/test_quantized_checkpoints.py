@@ -81,7 +81,7 @@ def test_logits_are_those_of_the_values(name: str, tmp_path: Path) -> None:
         pytest.skip("no C++ compiler")
     made = backend(tmp_path / "quantized", kernels)
     layer = made._model._layers[0]
-    for one in (layer.qkv, layer.out, layer.up, layer.down):
+    for one in (layer.qkv, layer.attn_out, layer.up, layer.down):
         assert isinstance(one.matrix, PackedQuantizedMatrix)
     found = logits(made)
     assert 0 < (found - plain).norm() < 0.1 * plain.norm()

@@ -1,4 +1,4 @@
-"""What the kernels for a CPU and for a GPU share: their inputs, the checks of these, and slow twins."""
+"""The inputs of the kernels for CPU and GPU: their checks and slow twins."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CheckedKernel(ABC):
-    """A `FusedKernel` that checks its inputs before it computes.
-
-    The default tolerances are for values of about unit size: sums are float32, in another order than in
-    torch.
+    """A `FusedKernel` that checks its inputs before it computes. The default tolerances are for values of
+    about unit size: sums are float32, in another order than in torch.
     """
 
     name: str
@@ -107,10 +105,9 @@ class GlueKernel(CheckedKernel):
 
 
 class AddRmsNorm(GlueKernel):
-    """Residual add, then RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467).
-
-    Inputs: `x` [T, n], which becomes x + delta; `delta` [T, n] or None; `weight` [n]; `eps`. The result is
-    the RMSNorm of the new x, [T, n] contiguous.
+    """Residual add, then RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467). Inputs: `x` [T, n], which
+    becomes x + delta; `delta` [T, n] or None; `weight` [n]; `eps`. The result is the RMSNorm of the new x,
+    [T, n] contiguous.
     """
 
     name = "add_rms_norm"
@@ -134,7 +131,7 @@ class AddRmsNorm(GlueKernel):
 
 
 class RopeToCache(GlueKernel):
-    """RMSNorm and rotation of queries and keys, in place, and the write of keys and values to the KV cache.
+    """RMSNorm and rotation of queries and keys, in place, then the KV write.
 
     Inputs: `heads` [T, heads, dim], the query, key and value heads of each row; `cos` and `sin` [T, dim / 2],
     or None for no rotation; `query_weight` and `key_weight` [dim], or None for no norm; `eps`; `slots`, int64
@@ -191,7 +188,9 @@ def _wrong_angles(
 
 
 class SiluAndMul(GlueKernel):
-    """The gated activation: silu(gate) x up, [T, n], of rows of gate and up, [T, 2 n]."""
+    """The gated activation silu(gate) x up. The input is [T, 2 n], each row gate and up; the result is [T,
+    n].
+    """
 
     name = "silu_and_mul"
 

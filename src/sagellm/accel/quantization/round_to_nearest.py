@@ -1,10 +1,10 @@
-"""Weights to the nearest code, by groups of 32 inputs, with the scale that leaves the least squared error.
+"""Weights rounded to the nearest code, by groups of 32 inputs.
 
-The value of largest size in a group is given the end of the range that has one code more (as llama.cpp's
-`q4_0` does), and its place there is tried out: with four bits from 5.5 to 9.25, since a group's error is
-often less when that one value is cut off or the range is not used up; with eight from 120.5 to 128, since of
-sixteen nearly equal scales one fits the other 31 values best. Relative error of normal weights: 8 bits
-0.0048, 4 bits 0.0814; `q8_0` has 0.0054 and `q4_0` 0.0861.
+The scale of a group leaves the least squared error. The group's largest value goes to the end of the range
+that has one code more (as in llama.cpp's `q4_0`), and several places there are tried: with four bits from 5.5
+to 9.25, since the error is often less when that one value is cut off or the range is not used up; with eight
+from 120.5 to 128, since of sixteen nearly equal scales one fits the other 31 values best. Relative error of
+normal weights: 8 bits 0.0048, 4 bits 0.0814; `q8_0` has 0.0054 and `q4_0` 0.0861.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _CHUNK = 1 << 18
 
 
 class RoundToNearest:
-    """Implements `WeightQuantizer`: symmetric, float16 scales. The head, from whose rounding nothing comes
-    back into balance, has 8 bits at least.
+    """Implements `WeightQuantizer`: symmetric, with float16 scales. The head has at least 8 bits, because no
+    later layer balances its rounding.
     """
 
     def __init__(self, bits: int) -> None:
@@ -59,7 +59,7 @@ class RoundToNearest:
 
 
 def _scales(values: torch.Tensor, bits: int, places: Sequence[float]) -> torch.Tensor:
-    """For groups [..., 32] the best scales [..., 1], float16: those that put the largest value at minus one
+    """The best scales [..., 1], float16, for groups [..., 32]. Candidates put the largest value at minus one
     of `places`.
     """
     largest = values.gather(-1, values.abs().argmax(-1, keepdim=True))
@@ -78,7 +78,7 @@ def _squared_error(values: torch.Tensor, scale: torch.Tensor, bits: int) -> torc
 
 
 def _rounded(values: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
-    """Whole numbers, float32; 0 where the scale is."""
+    """Integers as float32; 0 where the scale is 0."""
     wide, half = scale.float(), 1 << bits - 1
     inverse = torch.where(wide == 0.0, 0.0, 1.0 / wide)
     return (values * inverse).round_().clamp_(-half, half - 1)

@@ -11,17 +11,16 @@ from sagellm.core.registry import registry
 
 
 def weight_format(config: Mapping[str, Any]) -> WeightFormat:
-    """By `quant_method`, among the plug-ins of `formats/`. Raises `UnsupportedModelError` for a method or a
-    form of it that cannot be read.
-
-    The method is a checkpoint's word, so it is a known name or none: a registry would import a path.
+    """The reader of a checkpoint's `quantization_config`, by its `quant_method`. Raises
+    `UnsupportedModelError` for a method or form that cannot be read. The method comes from a checkpoint, so
+    only known names count: the registry would import a path.
     """
     method = str(config.get("quant_method", "unknown"))
     formats = registry("weight_format")
     names = formats.names()
     name = method.replace("-", "_")
     if name not in names:
-        known = ", ".join(one.replace("_", "-") for one in names)
+        known = ", ".join(known_name.replace("_", "-") for known_name in names)
         raise UnsupportedModelError(
             f"quantized checkpoints ({method}) are not supported: use one by {known}, or the float32, "
             "bfloat16 or float16 one with model.quantization"

@@ -1,1 +1,1 @@
-"""Several tokens per forward pass: a draft proposes, the model verifies, the output stays the same."""
+"""Several tokens per forward pass: a draft proposes, the model verifies."""

@@ -67,10 +67,10 @@ class Matrix(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def multiply(self, x: Any, bias: Any = None, out: Any = None) -> Any:
+    def multiply(self, x: Any, bias: Any = None, output: Any = None) -> Any:
         """`x W^T + bias` for `x` [T, inputs] and an optional bias [outputs].
 
-        The result [T, outputs] is written to `out` if given: contiguous, of x's dtype or float32."""
+        The result [T, outputs] is written to `output` if given: contiguous, of x's dtype or float32."""
         ...
 
 
@@ -94,7 +94,7 @@ class StoredMatrix(Matrix, Protocol):
 class LinearKernel(FusedKernel, Protocol):
     """`x W^T + bias` for a matrix that `empty` made.
 
-    Inputs: x [T, in], the matrix, and optionally a bias [out] and the output tensor `out`."""
+    Inputs: x [T, in], the matrix, and optionally a bias [out] and the output tensor `output`."""
 
     def multiplies(self, dtype: Any, weight_dtype: Any) -> bool:
         """Whether it takes x of `dtype` and matrices of `weight_dtype`."""
@@ -119,7 +119,7 @@ Capture = Callable[[Work], Work | None]
 class QuantizedKernel(FusedKernel, Protocol):
     """`x W^T + bias` for a W that `pack` made.
 
-    Inputs: x [T, in], the packed matrix, and optionally a bias and the output tensor `out`."""
+    Inputs: x [T, in], the packed matrix, and optionally a bias and the output tensor `output`."""
 
     def pack(self, matrix: QuantizedMatrix) -> Any:
         """The matrix in the kernel's layout; raises `KernelError` for a form without one."""

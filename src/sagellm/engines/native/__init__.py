@@ -1,1 +1,1 @@
-"""The native engine: Hugging Face models in PyTorch, on CPU or any torch device, with a paged KV cache."""
+"""The native engine: Hugging Face models in PyTorch, with a paged KV cache."""

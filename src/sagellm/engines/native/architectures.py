@@ -1,10 +1,9 @@
-"""What a Hugging Face `config.json` describes, as one frozen `ModelSpec`; everything else in this folder
-reads that.
+"""What a Hugging Face `config.json` describes, as one frozen `ModelSpec`.
 
-One reader per family. Both forms of the file are read: transformers 4 (`rope_theta`, `rope_scaling`,
-`torch_dtype`) and 5 (`rope_parameters`, `dtype`); a key that the file leaves out has the default of that
-family's own config class. What the engine cannot run is refused here, from the configuration alone, before
-any memory is allocated.
+There is one reader per family. It reads both forms of the file: transformers 4 (`rope_theta`, `rope_scaling`,
+`torch_dtype`) and 5 (`rope_parameters`, `dtype`). A missing key has the default of that family's own config
+class. A model that the engine cannot run is refused here, from the configuration alone, before any memory is
+allocated.
 """
 
 from __future__ import annotations
@@ -39,11 +38,10 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Shape and wiring of a decoder-only transformer.
-
-    `windows[i]` is the number of latest positions that layer i sees, its own included; None means all of
-    them. `rope` is None where positions are learned (OPT): their table has `position_offset` unused leading
-    rows. `embed_dim` differs from `hidden_size` where the embedding is projected in and out.
+    """Shape and wiring of a decoder-only transformer. `windows[i]` is the number of latest positions that
+    layer i sees, its own included; None means all. `rope` is None where positions are learned (OPT); their
+    table begins with `position_offset` unused rows. `embed_dim` differs from `hidden_size` where the
+    embedding is projected in and out.
     """
 
     architecture: str
@@ -111,8 +109,8 @@ class ModelSpec:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed `config.json` of a model folder. Raises `ModelError` where there is none, it cannot be read,
-    is not JSON or has a value of another kind than the engine reads.
+    """The parsed `config.json` of a model folder. Raises `ModelError` if it is missing, cannot be read, is
+    not JSON or has a value of the wrong kind.
     """
     path = folder / "config.json"
     if not os.path.lexists(path):
@@ -123,9 +121,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_spec(config: Config) -> ModelSpec:
-    """The `ModelSpec` of a parsed config.json. Raises `UnsupportedModelError` naming what is not
-    supported.
-    """
+    """The `ModelSpec` of a parsed config.json. `UnsupportedModelError` names what is not supported."""
     given = {key: value for key, value in config.items() if value is not None or key in _NULL_HAS_A_MEANING}
     names = config.get("architectures") or [_architecture_of_type(config)]
     for name in names:
@@ -137,7 +133,7 @@ def read_spec(config: Config) -> ModelSpec:
 
 
 def _architecture_of_type(config: Config) -> str:
-    """Some folders give `model_type` only."""
+    """The architecture of a folder that gives only `model_type`."""
     by_type = {name.removesuffix("ForCausalLM").lower(): name for name in _READERS}
     model_type = str(config.get("model_type", "(no architectures in config.json)"))
     return by_type.get(model_type, model_type)
@@ -157,7 +153,7 @@ def _dtype(config: Config) -> str:
 
 
 def _rope_family(name: str, config: Config, **wiring: Any) -> ModelSpec:
-    """What Llama and its descendants share: RMSNorm before each part, RoPE, a gated MLP."""
+    """Llama and its descendants: RMSNorm before each part, RoPE, a gated MLP."""
     hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
     head_dim = config.get("head_dim") or hidden // heads
     max_positions = config.get("max_position_embeddings", 2048)
@@ -195,9 +191,7 @@ def _llama(name: str, config: Config) -> ModelSpec:
 
 
 def _mistral(name: str, config: Config) -> ModelSpec:
-    """Arch: Jiang et al. 2023, arXiv:2310.06825. Without the keys, the window is 4096 and there are 8 KV
-    heads.
-    """
+    """Jiang et al. 2023, arXiv:2310.06825. Defaults: a window of 4096 and 8 KV heads."""
     window = config.get("sliding_window", 4096)
     windows = (window,) * _number(config, "num_hidden_layers")
     return _rope_family(name, config, windows=windows, num_kv_heads=config.get("num_key_value_heads", 8))
@@ -217,7 +211,7 @@ def _qwen3(name: str, config: Config) -> ModelSpec:
 
 
 def _layer_windows(config: Config) -> tuple[int | None, ...]:
-    """Qwen: `layer_types` where it is given, else the layers from `max_window_layers` on have the window."""
+    """Windows of Qwen layers: by `layer_types`, else from layer `max_window_layers` on."""
     layers = _number(config, "num_hidden_layers")
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
     first = config.get("max_window_layers", 28)
@@ -232,7 +226,7 @@ def _layer_windows(config: Config) -> tuple[int | None, ...]:
 
 
 def _opt(name: str, config: Config) -> ModelSpec:
-    """Arch: Zhang et al. 2022, arXiv:2205.01068. LayerNorm, learned positions, ReLU, biases everywhere."""
+    """Zhang et al. 2022, arXiv:2205.01068: LayerNorm, learned positions, ReLU, biases everywhere."""
     hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
     if hidden % heads:
         raise UnsupportedModelError(f"config.json: hidden_size {hidden} is not a multiple of {heads} heads")

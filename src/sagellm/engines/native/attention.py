@@ -1,20 +1,18 @@
 """Attention of one step over the paged KV cache.
 
-The flat token batch of a step is decode rows, longest context first, then prefill chunks. What to read is
-worked out once per step and per distinct window (`plan_attention`) and used by every layer with that window:
+A step's flat batch is decode rows, longest context first, then prefill chunks. `AttentionPlanner` decides
+what to read once per step and distinct window; every layer with that window uses the plan.
 
 * decode: rows of similar length form a group. Their blocks are gathered into [rows, tokens, kv_heads,
-  head_dim], and the query heads that share a KV head are packed as query rows, so that K and V are read once
-  per KV head. A group is small enough for what it gathers to stay in cache; a single row whose blocks are
-  consecutive is read in place.
-* prefill: one sequence at a time, in tiles of queries, so that keys which the causal mask or the window hide
-  from a whole tile are never touched. A chunk that starts at position 0 uses the fresh K and V and reads no
-  cache.
+  head_dim]. The query heads that share a KV head are packed as query rows, so K and V are read once per KV
+  head. What a group gathers stays in cache; a single row whose blocks are consecutive is read in place.
+* prefill: one sequence at a time, in tiles of queries, so that keys which the causal mask or the window hides
+  from a whole tile are never touched. A chunk from position 0 uses the fresh K and V and reads no cache.
 
-A kernel (`core/protocols/fusion.py`) may take the decode rows, and the chunks where that is faster
-(`attention_choice`): it reads K and V where they lie, all sequences in one call.
-
-`attention_reference` is the slow twin: one token at a time, softmax written out.
+A kernel (`core/protocols/fusion.py`) takes the decode rows by rule, since torch's gather reads and writes the
+context once more. It takes chunks where a measurement at start shows that it is faster
+(`kernel_wins_prefill`). It reads K and V where they lie, all sequences in one call. `attention_reference` is
+the slow twin.
 """
 
 from __future__ import annotations
@@ -40,9 +38,8 @@ _MIN_FILL = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive tokens of one sequence in the flat batch: rows `[first_row, first_row + num_tokens)`.
-
-    They stand at positions `[start, start + num_tokens)`; `block_ids` is the sequence's table up to its end.
+    """Consecutive tokens of one sequence: flat rows `[first_row, first_row + num_tokens)`. Their positions
+    are `[start, start + num_tokens)`; `block_ids` is the sequence's block table up to its end.
     """
 
     first_row: int
@@ -57,9 +54,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class BlockRead:
-    """`num_seqs` x `num_blocks` blocks to read: a gather by `ids`, or where that is None a view from `first`
-    on.
-    """
+    """`num_seqs` x `num_blocks` blocks: a gather by `ids`, or a view from `first` on."""
 
     num_seqs: int
     num_blocks: int
@@ -67,7 +62,7 @@ class BlockRead:
     ids: torch.Tensor | None
 
     def of(self, pool: torch.Tensor) -> torch.Tensor:
-        """Those blocks of one layer's K or V pool, as [num_seqs, tokens, kv_heads, head_dim]."""
+        """These blocks of one layer's K or V pool: [num_seqs, tokens, kv_heads, head_dim]."""
         if self.ids is None:
             blocks = pool[self.first : self.first + self.num_blocks]
         else:
@@ -78,8 +73,8 @@ class BlockRead:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Flat rows `[first_row, stop_row)`, one query each; `mask` [rows, 1, 1, tokens] is None for a single
-    row, whose keys are `[key_start, key_stop)` of what it reads.
+    """Flat rows `[first_row, stop_row)` with one query each. `mask` is [rows, 1, 1, tokens]. It is None for a
+    single row, whose keys are `[key_start, key_stop)` of the read.
     """
 
     first_row: int
@@ -92,9 +87,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries `[first_row, stop_row)` of the flat batch over keys `[key_start, key_stop)` of the span's
-    read.
-    """
+    """Queries `[first_row, stop_row)` over keys `[key_start, key_stop)` of the span's read."""
 
     first_row: int
     stop_row: int
@@ -105,7 +98,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """A prefill chunk: `read` is None where the fresh K and V of the chunk are all there is."""
+    """A prefill chunk; `read` is None if its own fresh K and V suffice."""
 
     span: Span
     read: BlockRead | None
@@ -114,8 +107,8 @@ class PrefillPlan:
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """Spans that a kernel takes: `spans` int64 [n, 4] (first row, tokens, start, first entry), `tables` int32
-    with the block ids of all. Their rows are the first `num_rows` of the flat batch.
+    """Spans that a kernel computes: the first `num_rows` rows of the flat batch. `spans` is int64 [n, 4]:
+    first row, tokens, start, first entry. `tables` is int32, the block ids of all spans.
     """
 
     kernel: FusedKernel
@@ -130,14 +123,14 @@ class KernelCall:
         answer: torch.Tensor = self.kernel.apply(own, keys, values, self.spans, self.tables, self.window)
         if len(own) == len(query):
             return answer
-        out = query.new_empty(query.shape)
-        out[: len(own)] = answer
-        return out
+        output = query.new_empty(query.shape)
+        output[: len(own)] = answer
+        return output
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What layers with one window do in this step: `kernel`, if there is one, and torch for the rest."""
+    """A step's attention in layers with one window: a kernel call, then torch."""
 
     kernel: KernelCall | None
     decode: tuple[DecodeGroup, ...]
@@ -145,9 +138,8 @@ class AttentionPlan:
 
 
 class AttentionPlanner:
-    """Makes an `AttentionPlan` per step; keeps the causal masks that tiles share.
-
-    `kernel` takes the decode rows and, where `chunks`, the prefill chunks; without one torch does all.
+    """Makes a step's `AttentionPlan`s; keeps the causal masks that tiles share. `kernel` takes the decode
+    rows and, with `chunks`, the prefill chunks; without a kernel torch computes all.
     """
 
     def __init__(self, kv: PagedKV, kernel: FusedKernel | None = None, *, chunks: bool = True) -> None:
@@ -161,21 +153,21 @@ class AttentionPlanner:
 
     @property
     def kernel(self) -> FusedKernel | None:
-        """What takes the decode rows."""
+        """The kernel for decode rows."""
         return self._kernel
 
     @property
     def reads_padding(self) -> bool:
-        """Whether attention reads behind a sequence's last token in its last block, which must be finite."""
+        """Whether attention reads behind a sequence's last token, which must then be finite."""
         return self._kernel is None
 
     @property
     def all_by_kernel(self) -> bool:
-        """Whether torch has nothing to do in attention."""
+        """Whether the kernel computes all attention."""
         return self._kernel is not None and self._chunks
 
     def plan(self, decode: Sequence[Span], prefill: Sequence[Span], window: int | None) -> AttentionPlan:
-        """`decode` spans hold one token each and come longest first; rows are numbered as the spans say."""
+        """Plan `decode` spans, one token each and longest first, and `prefill` spans."""
         call = None
         taken = [*decode, *prefill] if self._chunks else decode
         if self._kernel is not None and taken:
@@ -204,7 +196,7 @@ class AttentionPlanner:
         return DecodeGroup(*rows, read, 0, num_keys, self._length_mask(key_starts, key_stops, num_keys))
 
     def _read(self, tables: Sequence[Sequence[int]]) -> BlockRead:
-        """Tables shorter than the longest are padded with their own last block, which the mask then hides."""
+        """Read the blocks of some tables; shorter ones are padded with their last block."""
         longest = max(map(len, tables))
         first = tables[0][0]
         if len(tables) == 1 and list(tables[0]) == list(range(first, first + longest)):
@@ -245,8 +237,8 @@ class AttentionPlanner:
         return tuple(tiles)
 
     def _causal_mask(self, num_keys: int, window: int | None) -> torch.Tensor:
-        """[QUERY_TILE, n >= num_keys]: its last row is the query at the last key. Every tile is a view of its
-        lower right corner, because what a query sees depends on the distance to the last key alone.
+        """[QUERY_TILE, n >= num_keys]: its last row is the query at the last key. Every tile is a view of the
+        lower right corner: what a query sees depends on the distance to the last key alone.
         """
         known = self._masks.get(window)
         if known is None or known.shape[1] < num_keys:
@@ -274,10 +266,8 @@ def _kernel_call(
 
 
 def group_rows(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
-    """Cut rows, whose lengths fall, into `[start, stop)` groups padded to their first row.
-
-    A group reads at most `max_tokens` (a longer row stands alone), and no row of it is shorter than 3/4 of
-    its first.
+    """Cut rows, whose lengths fall, into `[start, stop)` groups padded to their first row. A group reads at
+    most `max_tokens` (a longer row stands alone), and each row has at least 3/4 of the first's length.
     """
     groups: list[tuple[int, int]] = []
     start = 0
@@ -292,24 +282,24 @@ def group_rows(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]
 def attend(
     plan: AttentionPlan, kv: PagedKV, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """Attention output [T, heads, head_dim] of a step whose new K and V are already in the cache.
-
-    `query` [T, heads, head_dim]; `key` and `value` [T, kv_heads, head_dim] are the new ones. Scale
-    1/sqrt(head_dim).
+    """Attention output [T, heads, head_dim] after the new K and V are written. `query` is [T, heads,
+    head_dim]; `key` and `value` [T, kv_heads, head_dim] are the new ones. Scale 1/sqrt(head_dim).
     """
     if plan.kernel is not None:
-        out = plan.kernel(query, kv.keys[layer], kv.values[layer])
+        output = plan.kernel(query, kv.keys[layer], kv.values[layer])
     else:
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for group in plan.decode:
-        _decode(group, kv.keys[layer], kv.values[layer], query, out)
+        _decode(group, kv.keys[layer], kv.values[layer], query, output)
     for chunk in plan.prefill:
         if chunk.read is None:
             rows = slice(chunk.span.first_row, chunk.span.first_row + chunk.span.num_tokens)
-            _prefill(chunk, key[rows], value[rows], query, out)
+            _prefill(chunk, key[rows], value[rows], query, output)
         else:
-            _prefill(chunk, chunk.read.of(kv.keys[layer])[0], chunk.read.of(kv.values[layer])[0], query, out)
-    return out
+            _prefill(
+                chunk, chunk.read.of(kv.keys[layer])[0], chunk.read.of(kv.values[layer])[0], query, output
+            )
+    return output
 
 
 def _decode(
@@ -317,18 +307,18 @@ def _decode(
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
     query: torch.Tensor,
-    out: torch.Tensor,
+    output: torch.Tensor,
 ) -> None:
     keys = group.read.of(key_pool)[:, group.key_start : group.key_stop].transpose(1, 2)
     values = group.read.of(value_pool)[:, group.key_start : group.key_stop].transpose(1, 2)
     rows = slice(group.first_row, group.stop_row)
     packed = query[rows].view(len(keys), keys.shape[1], -1, query.shape[2])
     answer = scaled_dot_product_attention(packed, keys, values, attn_mask=group.mask)
-    out[rows].view(packed.shape).copy_(answer)
+    output[rows].view(packed.shape).copy_(answer)
 
 
 def _prefill(
-    chunk: PrefillPlan, keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor, out: torch.Tensor
+    chunk: PrefillPlan, keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor, output: torch.Tensor
 ) -> None:
     for tile in chunk.tiles:
         rows, span = slice(tile.first_row, tile.stop_row), slice(tile.key_start, tile.key_stop)
@@ -340,14 +330,14 @@ def _prefill(
             is_causal=tile.mask is None,
             enable_gqa=query.shape[1] != keys.shape[1],
         )
-        out[rows].copy_(answer[0].transpose(0, 1))
+        output[rows].copy_(answer[0].transpose(0, 1))
 
 
 def attention_reference(
     spans: Sequence[Span], kv: PagedKV, layer: int, query: torch.Tensor, window: int | None
 ) -> torch.Tensor:
-    """The same as `attend`, token by token: the definition of causal, windowed, grouped-query attention."""
-    out = torch.empty_like(query)
+    """Slow twin of `attend`, token by token: causal, windowed, grouped-query attention."""
+    output = torch.empty_like(query)
     for span in spans:
         for i in range(span.num_tokens):
             position = span.start + i
@@ -357,10 +347,10 @@ def attention_reference(
                 for p in range(first, position + 1)
             ]
             row = span.first_row + i
-            out[row] = _one_token(
+            output[row] = _one_token(
                 query[row], kv.keys[layer].flatten(0, 1)[slots], kv.values[layer].flatten(0, 1)[slots]
             )
-    return out
+    return output
 
 
 def _one_token(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -378,8 +368,8 @@ _NOTHING = (((0, 4), torch.int64), ((0,), torch.int32))
 def attention_planner(
     kv: PagedKV, num_heads: int, kernel: FusedKernel | None, alone: FusedKernel | None
 ) -> AttentionPlanner:
-    """With `kernel` for what it does better here, or without where it does not support the pool; `alone` is
-    the kernel on one thread, which is measured.
+    """A planner with `kernel` where it supports the pool and pays; `alone` is measured. `alone` is the same
+    kernel on one thread.
     """
     if kernel is None or alone is None or not _supported(kernel, kv, num_heads):
         return AttentionPlanner(kv)
@@ -387,7 +377,9 @@ def attention_planner(
 
 
 def kernel_wins_prefill(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> bool:
-    """Whether a prefill chunk is faster by `kernel`, which on a CPU is one of one thread."""
+    """Whether a prefill chunk behind a context is faster by `kernel` than by torch. Torch may win where it
+    has bfloat16 instructions, or on a GPU a kernel of its own.
+    """
     small = _like(kv, cdiv(CONTEXT + CHUNK, kv.block_size))
     span = Span(0, CHUNK, CONTEXT, range(small.num_blocks))
     query = _query(kv, CHUNK, num_heads)
@@ -413,7 +405,7 @@ def _query(kv: PagedKV, rows: int, num_heads: int) -> torch.Tensor:
 
 
 def _like(kv: PagedKV, num_blocks: int) -> PagedKV:
-    """One layer of another number of blocks, written once: memory that nobody wrote to is read too fast."""
+    """One layer with another number of blocks, written once: untouched memory reads too fast."""
     pool = kv.keys[0]
     _, block_size, kv_heads, head_dim = pool.shape
     small = PagedKV(1, num_blocks, block_size, kv_heads, head_dim, pool.device, pool.dtype)

@@ -58,23 +58,28 @@ CaptureSource = Callable[[torch.device], Capture | None]
 
 
 class NativeBackend:
-    """Runs a Hugging Face model. Implements `InferenceBackend`; one thread at a time.
+    """Runs a Hugging Face model on one torch device. Implements `InferenceBackend`; not thread-safe.
 
-    `model` is a folder or a hub name. `dtype` "auto" is the checkpoint's; a dtype that this CPU only emulates
-    is computed in float32 (see `precision`), unless `compute_dtype` says otherwise. The pool has `num_blocks`
-    blocks, or as many as `kv_memory_bytes`, or `kv_memory_fraction` of what is available, hold, but never
-    more than `max_num_seqs` sequences of `max_model_len` tokens can use. `host_memory_bytes`: for the KV of
-    requests that are preempted; what swapping and computing again take is measured then, and the latter with
-    `measure_prefill` too. `threads` defaults
-    to one for each 8 M parameters, at most one for each physical core that this process may use.
-    `progress(bytes_done, bytes_total)` is called while weights are loaded. `kernels` is asked, on a CPU, for
-    kernels that are measured against torch's; where they are faster, matrices stay in the checkpoint's dtype,
-    and threads are the kernels' own: torch, whose idle threads spin, has one, in the whole process until
-    `close`.
-    `cuda_kernels` is asked on a CUDA device.
-    With an attention kernel decode steps are recorded: at start by what `capture` gives for the device, or,
-    where it gives nothing, by the kernels themselves as a batch size first comes; without `capture` none is.
-    `quantizer` makes matrices smaller as they are loaded; `formats` reads those that a checkpoint stores
+    `model` is a folder or a hub name. `dtype` "auto" is the checkpoint's dtype. `compute_dtype` "auto" is
+    float32 where this CPU only emulates `dtype` (see `options.compute_dtype`), else `dtype`.
+
+    The pool has `num_blocks` blocks, or as many as fit into `kv_memory_bytes` or into `kv_memory_fraction` of
+    the available memory, but never more than `max_num_seqs` sequences of `max_model_len` tokens can use.
+    `host_memory_bytes` is for the KV of preempted requests. If it is not 0, start-up measures the cost of
+    swapping and of recomputing; `measure_prefill` measures the latter in any case.
+
+    `threads` defaults to one per 8 M parameters, at most one per physical core that this process may use.
+    `progress(bytes_done, bytes_total)` is called while weights are loaded.
+
+    On a CPU `kernels` provides kernels that are measured against torch. Where they are faster, matrices stay
+    in the checkpoint's dtype and the kernels use their own threads. Torch then has one thread in the whole
+    process until `close`, because its idle threads spin. `cuda_kernels` provides the kernels for a CUDA
+    device.
+
+    With `capture` and an attention kernel, decode steps are recorded: at start where `capture` supports the
+    device, else by the kernels themselves when a batch size first comes.
+
+    `quantizer` quantizes matrices while they are loaded; `formats` reads matrices that a checkpoint stores
     quantized.
 
     Raises `ModelError` for a model that cannot be served, before any memory is allocated; `CapacityError`
@@ -150,9 +155,8 @@ class NativeBackend:
         )  # fmt: skip
 
     def _measure_returning(self, num_weights: int, *, prefill: bool) -> None:
-        """What swapping a preempted request takes, where there is room for that, and computing it again.
-
-        A token takes 2 FLOPs per parameter, and 4 per layer, unit of the heads and token in front of it.
+        """Measure what it costs to resume a preempted request: swap in, or recompute. A token takes 2 FLOPs
+        per parameter, and 4 per layer, head dimension and token in front of it.
         """
         self._host_copy_s = self._prefill_token_s = self._prefill_token_squared_s = 0.0
         spec, clock = self._spec, MonotonicClock()
@@ -184,9 +188,7 @@ class NativeBackend:
         return DecoderModel(self._spec, weights, self._compute_dtype, self._device, known)
 
     def _recorded(self, at_start: Capture | None, when_run: Capture | None) -> RecordedSteps | None:
-        """Decode steps of every batch size, or of few rows; None where a kernel does not do all of their
-        attention.
-        """
+        """The recorded decode steps; None where torch computes a part of their attention."""
         kernel, capture, most = self._planner.kernel, at_start or when_run, self._max_num_seqs
         if capture is None or kernel is None or not (at_start or self._packed):
             return None
@@ -200,7 +202,7 @@ class NativeBackend:
         return steps
 
     def _current_device(self) -> AbstractContextManager[object]:
-        """Kernels and graphs run on a thread's current device, which begins as the first."""
+        """Make the backend's device current: kernels and graphs run on the thread's current device."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _kv_schema(self, block_size: int) -> KVCacheSchema:
@@ -217,11 +219,11 @@ class NativeBackend:
 
     @property
     def spec(self) -> ModelSpec:
-        """What config.json says of the model."""
+        """The model's shape, from config.json."""
         return self._spec
 
     def capability(self) -> CapabilityDescriptor:
-        """`dtype` is that of the weights' values; the KV schema's is the one that is computed in."""
+        """`dtype` is the weights' dtype. The KV schema has the computing dtype."""
         return CapabilityDescriptor(
             device=str(self._device),
             dtype=dtype_name(self._dtype),
@@ -245,11 +247,9 @@ class NativeBackend:
         return self._schema
 
     def execute(self, plan: ExecutionPlan) -> StepResult:
-        """Run one step. Rows change by what was drawn only when everything else has worked.
-
-        Raises `PlanError` for a plan that cannot be executed and `CapacityError` where memory runs out; in
-        both cases KV of rows that the plan does not name is untouched, and the step's rows may run or join
-        again.
+        """Run one step. Rows take in the drawn tokens only after everything else has worked. Raises
+        `PlanError` for a plan that cannot be executed and `CapacityError` where memory runs out. In both
+        cases the KV of rows outside the plan is untouched, and the step's rows may run or join again.
         """
         with _memory_errors(self._device), self._current_device():
             self._rows.apply(plan, self._device)
@@ -273,7 +273,7 @@ class NativeBackend:
         return StepResult(plan.step, tuple(drawn.token_ids), logprobs, prompts)
 
     def _logits(self, plan: ExecutionPlan) -> torch.Tensor:
-        """Logits [S, vocab] of `plan.sample_rows`; the step's K and V are in the pool afterwards."""
+        """Logits [S, vocab] of `plan.sample_rows`. Writes the step's K and V to the pool."""
         if self._steps is not None and self._steps.takes(plan):
             return self._steps.logits(plan, self._rows)
         return self._model.forward(self._inputs(plan), self._kv)
@@ -281,7 +281,7 @@ class NativeBackend:
     def _logits_and_scores(
         self, plan: ExecutionPlan, scored: Sequence[ScoredPrompt]
     ) -> tuple[torch.Tensor, dict[int, tuple[TokenLogprob, ...]]]:
-        """As `_logits`, and the log-probabilities of the prompt tokens that `scored` names, by row."""
+        """As `_logits`, with the log-probabilities of the `scored` prompt tokens, by row."""
         num_sampled = len(plan.sample_rows)
         with torch.inference_mode():
             hidden = self._model.hidden(self._inputs(plan, scored), self._kv)
@@ -290,7 +290,7 @@ class NativeBackend:
         return logits, found
 
     def _inputs(self, plan: ExecutionPlan, scored: Sequence[ScoredPrompt] = ()) -> StepInputs:
-        """The step's tensors; blocks that kernels read beyond what is computed hold zeros afterwards."""
+        """The step's tensors. Zeros blocks that kernels read beyond the computed tokens."""
         inputs = self._rows.inputs(plan, self._planner, set(self._spec.windows), self._device, scored)
         fresh = self._rows.fresh_last_blocks(plan) if self._planner.reads_padding else ()
         if fresh:
@@ -298,8 +298,8 @@ class NativeBackend:
         return inputs
 
     def prompt_logits(self, prompt: Sequence[int]) -> torch.Tensor:
-        """Logits [vocab] after a prompt, in float32 on the CPU, so that models can be compared. It runs in
-        the first row and blocks, while no request does, and leaves no row behind.
+        """Logits [vocab] after a prompt, in float32 on the CPU, to compare models. Runs in the first row and
+        blocks, so no request may be running. Leaves no row behind.
         """
         count = len(prompt)
         blocks = tuple(range(math.ceil(count / self._kv.block_size)))
@@ -313,9 +313,7 @@ class NativeBackend:
         return logits.float().cpu()
 
     def close(self) -> None:
-        """Give the memory of weights and KV back, and torch its threads. Nothing else may be called
-        afterwards.
-        """
+        """Free weights and KV, and restore torch's threads. The last call of a backend."""
         torch.set_num_threads(self._torch_threads)
         del self._model, self._kv, self._planner, self._rows, self._steps
 
@@ -323,7 +321,7 @@ class NativeBackend:
 def _kernels(
     device: torch.device, threads: int, on_cpu: KernelSource | None, on_cuda: Callable[[], KernelSet] | None
 ) -> tuple[KernelSet, KernelSet]:
-    """Those for `device`, and the same to be measured: on a CPU, of one thread."""
+    """The kernels for `device`, and those to measure: on a CPU, one-threaded."""
     if on_cpu and device.type == "cpu":
         known = on_cpu(threads)
         return known, on_cpu(1) if known != KernelSet() else known
@@ -332,22 +330,23 @@ def _kernels(
 
 
 def suitable_threads(num_parameters: int) -> int:
-    """One thread for each 8 M parameters, at most one a core: a small model's parallel regions are so short
-    that waiting for the last thread costs more than it saves, and on a machine with other work many times
-    more.
+    """One thread per 8 M parameters, at most one per core. In a small model parallel regions are so short
+    that waiting for the last thread costs more than it saves, many times more on a machine with other work.
     """
     return max(1, min(usable_cores(), num_parameters // PARAMETERS_PER_THREAD))
 
 
 def _widest(windows: Sequence[int | None]) -> int | None:
-    """The window that all layers stay within; None where one has none."""
+    """The window that all layers stay within; None if one layer has no window."""
     limited = [window for window in windows if window is not None]
     return max(limited) if len(limited) == len(windows) else None
 
 
 @contextmanager
 def _memory_errors(device: torch.device) -> Iterator[None]:
-    """Torch's out-of-memory as `CapacityError`; on CPU torch has no class for it, only words."""
+    """Turn torch's out-of-memory errors into `CapacityError`. On a CPU torch has no class for them, only a
+    text.
+    """
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:

@@ -1,8 +1,8 @@
-"""Chat templates of Hugging Face folders: Jinja, rendered in a sandbox, since they are foreign code.
+"""Chat templates of Hugging Face folders: foreign Jinja code, rendered in a sandbox.
 
-The special tokens in a template are single characters while it runs, which no message can hold: what becomes
-of them is seen in the output, whatever the template does with its texts, and what looks like a special token
-there and is none of these characters is text of a message.
+While a template runs, its special tokens are single characters that no message can hold. The output shows
+where they went, whatever the template does with its texts. Text that looks like a special token and is none
+of these characters is text of a message.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TEMPLATE_FAILURES = (
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's tokens for training; when serving it is its content."""
+    """`{% generation %}` marks the assistant's tokens for training; serving renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -50,7 +50,7 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """A compiled template; `special_tokens` (`bos_token`, `eos_token`, ...) are variables in it, and
+    """A compiled template. `special_tokens` (`bos_token`, `eos_token`, ...) are variables in it;
     `control_texts` are all texts that the tokenizer reads as special tokens.
     """
 
@@ -83,12 +83,13 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
     ) -> RenderedChat:
-        """The prompt; `options` are more variables. What the template itself refuses (order of roles, say)
-        is a `RequestError`, and so is a rendering that takes too long.
+        """The prompt; `options` are more variables of the template.
 
-        A text is the template's own special token if no character of it comes from `messages` or `options`.
-        Where a template builds a token from pieces ('<|' + role + '|>'), that is found by a second rendering
-        in which those characters are marked; if it differs in more than the marks, the token is text.
+        Raises `RequestError` where the template refuses the messages (order of roles, say) or takes too long.
+
+        A text is the template's own special token if no character of it comes from `messages` or `options`. A
+        template may build a token from pieces ('<|' + role + '|>'). A second rendering finds this: it marks
+        the characters of messages and options. If the two differ in more than the marks, the token is text.
         """
         given = {"tools": None, "documents": None, **(options or {})}
         given["messages"] = [self._plain(i, message) for i, message in enumerate(messages)]
@@ -105,7 +106,7 @@ class ChatTemplate:
         return self._parted(text, self._origin(given, extra) if self._control.search(text) else "")
 
     def _origin(self, given: Mapping[str, Any], extra_operations: int) -> str:
-        """The prompt with the characters of messages and options marked; empty if the template fails then."""
+        """The prompt with message characters marked; empty if the template fails."""
         marked = {name: _mapped(value, self._shadow) for name, value in given.items()}
         try:
             with self._environment.rendering(extra_operations):
@@ -114,7 +115,7 @@ class ChatTemplate:
             return ""
 
     def _compiled(self, source: str) -> Template:
-        """With each special token in its texts as one character."""
+        """The template, with each special token in its texts as one character."""
         try:
             tree = self._environment.parse(source)
             for text in tree.find_all(nodes.TemplateData):
@@ -135,8 +136,8 @@ class ChatTemplate:
             ) from error
 
     def _opaque(self, text: str) -> str:
-        """A text of the template with one character for each special token: half a surrogate pair, which no
-        valid text has.
+        """A template's text with half a surrogate pair for each special token. No valid text holds half a
+        surrogate pair.
         """
         if _HALF_PAIR.search(text):
             raise ModelError("the chat template holds half a surrogate pair: it is not valid Unicode")
@@ -153,7 +154,9 @@ class ChatTemplate:
         return found
 
     def _shadow(self, text: str) -> str:
-        """A text of a message with marked characters; the template may compare roles and its own words."""
+        """A message's text in marked characters, except roles and words of the template. The template may
+        compare these.
+        """
         return text if text in self._words else text.translate(self._shadows)
 
     def _parted(self, text: str, origin: str) -> RenderedChat:
@@ -173,7 +176,7 @@ class ChatTemplate:
         return RenderedChat((*parts, text[end:]), spells_tokens)
 
     def _plain(self, position: int, message: Message) -> dict[str, Any]:
-        """The message without nulls, its content one string, `developer` as `system` where it is unknown."""
+        """The message without nulls, content as one string, `developer` as `system` if unknown."""
         where = f"messages[{position}]"
         role = message.get("role")
         if not isinstance(role, str):
@@ -186,7 +189,7 @@ class ChatTemplate:
 
 
 def _shadows(control_texts: Collection[str]) -> dict[int, str]:
-    """A mark for each character of a special token; spaces, which templates trim, have none."""
+    """A mark for each character of a special token, except spaces, which templates trim."""
     characters = sorted({char for text in control_texts for char in text if not char.isspace()})
     return {ord(char): chr(_LAST_HALF - i) for i, char in enumerate(characters)}
 
@@ -196,12 +199,12 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {_mapped(key, change): _mapped(one, change) for key, one in value.items()}
-    return [_mapped(one, change) for one in value] if isinstance(value, (list, tuple)) else value
+        return {_mapped(key, change): _mapped(item, change) for key, item in value.items()}
+    return [_mapped(item, change) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _whole(text: str) -> str:
-    """The text; raises `RequestError` for one that has no UTF-8 form."""
+    """The text. Raises `RequestError` if it has no UTF-8 form."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -211,7 +214,7 @@ def _whole(text: str) -> str:
 
 
 def content_text(content: object, where: str) -> str:
-    """A message's content as one string; text parts are joined by line breaks. `where` names it in errors."""
+    """A message's content as one string, text parts joined by line breaks. `where` names it in errors."""
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
@@ -239,7 +242,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT002
 ) -> str:
-    """JSON as templates expect it: Jinja's own filter would escape HTML."""
+    """JSON as templates expect it; Jinja's own filter would escape HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,9 +1,9 @@
-"""safetensors files as named, memory-mapped tensors: one file, or shards listed by an index.
+"""safetensors files as named, memory-mapped tensors: one file, or shards with an index.
 
 Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, raw data
-(https://github.com/huggingface/safetensors#format). Only headers are read when a checkpoint is opened; data
-pages are read when a tensor is copied, once, straight from the page cache, and let go at once, so that the
-peak of memory while loading is what the model takes, not twice that.
+(https://github.com/huggingface/safetensors#format). Opening a checkpoint reads only headers. Data pages are
+read when a tensor is copied, once, straight from the page cache, and released at once. So loading takes at
+most the memory of the model, not twice that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DTYPES = FLOATS | _INTEGERS
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies: `begin` and `end` are byte offsets in `path`."""
+    """The place of one tensor: byte offsets `begin` and `end` in `path`."""
 
     path: Path
     dtype: str
@@ -50,10 +50,9 @@ class TensorEntry:
 
 
 class Checkpoint:
-    """All tensors of a model folder by name. Opening it checks that every file is there and whole.
-
-    Raises `MissingWeightsError` for a missing file or shard, `ModelError` for one that cannot be read, is cut
-    short or not safetensors.
+    """All tensors of a model folder by name. Opening it checks that every file is whole. Raises
+    `MissingWeightsError` for a missing file or shard, `ModelError` for one that cannot be read, is cut short
+    or is not safetensors.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,9 +66,7 @@ class Checkpoint:
         return name in self.entries
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The stored values of `name` as a view of the mapped file: copy it, do not keep it or write to
-        it.
-        """
+        """The stored values of `name`, a view of the mapped file. Copy it; do not keep it or write to it."""
         entry = self.entries[name]
         if entry.dtype not in _DTYPES:
             raise UnsupportedModelError(
@@ -84,8 +81,8 @@ class Checkpoint:
         )
 
     def parts(self, name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """The values of `name` in `dtype`, some rows at a time: copy each before the next is asked for. No
-        memory of the whole tensor's size is taken.
+        """The values of `name` in `dtype`, some rows at a time. Copy each part before the next is asked for.
+        No memory of the whole tensor's size is taken.
         """
         stored, entry = self.tensor(name), self.entries[name]
         rows = max(1, _COPIED_BYTES * len(stored) // max(1, stored.nbytes))
@@ -96,18 +93,20 @@ class Checkpoint:
             begin += part.nbytes
 
     def _release_pages(self, path: Path, begin: int, end: int) -> None:
-        """Bytes that have been copied take no memory of this process any more."""
+        """Release the memory of bytes that have been copied."""
         if hasattr(mmap, "MADV_DONTNEED"):
             first = begin // mmap.PAGESIZE * mmap.PAGESIZE
             self._map(path).madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def release_pages(self, name: str) -> None:
-        """The pages of `name`, which has been read, take no memory of this process any more."""
+        """Release the memory of `name`, which has been read."""
         entry = self.entries[name]
         self._release_pages(entry.path, entry.begin, entry.end)
 
     def stored_bytes(self, name: str, limit: int) -> Iterator[memoryview]:
-        """What the file holds of `name`, at most `limit` bytes at a time: release each before the next."""
+        """The bytes of `name` in the file, at most `limit` at a time. Release each part before the next is
+        asked for.
+        """
         entry = self.entries[name]
         for begin in range(entry.begin, entry.end, limit):
             end = min(begin + limit, entry.end)
@@ -116,7 +115,7 @@ class Checkpoint:
             self._release_pages(entry.path, begin, end)
 
     def close(self) -> None:
-        """Forget the mapped files; each is unmapped when the last tensor on it is gone."""
+        """Forget the mapped files; each is unmapped when its last tensor is gone."""
         self._maps.clear()
 
     def _map(self, path: Path) -> mmap.mmap:
@@ -155,7 +154,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _file_name(name: object) -> str:
-    """Of a file in the model's folder, which may be a link to one elsewhere, as in the hub's cache."""
+    """A file in the model's folder. It may link to another folder, as in the hub's cache."""
     if not isinstance(name, str):
         raise TypeError(f"{name!r} is no file name")
     if PurePath(name).is_absolute() or ".." in PurePath(name).parts or "\0" in name:

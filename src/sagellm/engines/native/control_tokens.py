@@ -1,4 +1,4 @@
-"""Special tokens of a prompt that come from its chat template, apart from those that a message spells out.
+"""Tells a chat template's own special tokens from those spelled in messages.
 
 `RenderedChat` is a rendered prompt with the template's own tokens marked. `ControlTokens` knows the special
 tokens of a tokenizer and encodes a marked prompt so that no other text becomes one.
@@ -20,13 +20,14 @@ from sagellm.core.errors import RequestError
 from sagellm.core.types import Tokens
 
 _MARK = "\ufdd0"
-"""A code point that Unicode reserves for use inside of a program (a noncharacter)."""
+"""A code point that Unicode reserves for use inside a program (a noncharacter)."""
 _DELIMITER = re.compile(r"<[|\uff5c][^<>|\uff5c]*[|\uff5c]>")
 
 
 def token_ids(tokenizer: FastTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """The ids of a text. Raises `RequestError` where the tokenizer cannot process it (a pattern of its own
-    that backtracks without end, say)."""
+    """The ids of a text. Raises `RequestError` where the tokenizer cannot process it. That happens, for
+    example, where a pattern of the tokenizer backtracks without end.
+    """
     try:  # of a batch, since that lets other threads run meanwhile and `encode` does not
         [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     except BaseException as error:
@@ -39,8 +40,8 @@ def token_ids(tokenizer: FastTokenizer, text: str, *, add_special_tokens: bool) 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A prompt in parts: at odd positions the special tokens that the template wrote, texts between them.
-    `spells_tokens` if one of the texts has the text of a special token in it.
+    """A prompt in parts: the template's special tokens at odd positions, texts between. `spells_tokens` is
+    whether a text contains the text of a special token.
     """
 
     parts: tuple[str, ...]
@@ -60,8 +61,8 @@ class ControlTokens:
     """The special tokens of a tokenizer, as text and as ids."""
 
     def __init__(self, fast: FastTokenizer, model: Mapping[str, Any], named: Collection[str] = ()) -> None:
-        """`model` is the part of that name of tokenizer.json. Added tokens are special that say so, that the
-        model's folder has a name for (`named`: that of its end, say) or that look like `_DELIMITER`: some
+        """`model` is the object of that name in tokenizer.json. An added token is special if it is marked so,
+        if the model's folder names it (`named`: the end of text, say) or if it looks like `_DELIMITER`: some
         folders mark the tokens around a turn as ordinary ones.
         """
         self._fast = fast
@@ -81,18 +82,17 @@ class ControlTokens:
         return self._ids.keys()
 
     def are_those_of(self, chat: RenderedChat, ids: Iterable[int]) -> bool:
-        """Whether the special tokens among `ids`, which the tokenizer itself gives for the prompt, are those
-        that the template wrote. It may find others where it normalizes a text first.
+        """Whether the special tokens among `ids` are those that the template wrote. `ids` are the tokenizer's
+        own for the prompt. It may find others where it normalizes a text first.
         """
         own = [self._ids[text] for text in chat.tokens]
         found = [i for i in ids if i in self._control_ids]
         return found == [i for i in own if i in self._control_ids]
 
     def encode(self, chat: RenderedChat) -> Tokens:
-        """The prompt's ids, where texts have no special token, whatever they spell.
-
-        One pass over the whole prompt, so that spaces and merges beside a special token are what they are in
-        the tokenizer itself. A noncharacter U+FDD0 in a text is read as U+FFFD.
+        """The prompt's ids; texts have no special token, whatever they spell. One pass over the whole prompt,
+        so that spaces and merges beside a special token are as in the tokenizer itself. A noncharacter U+FDD0
+        in a text is read as U+FFFD.
         """
         tokenizer, original_ids, marks = self._literal
         marked = "".join(
@@ -103,8 +103,8 @@ class ControlTokens:
 
     @cached_property
     def _literal(self) -> tuple[FastTokenizer, dict[int, int], dict[str, str]]:
-        """A copy of the tokenizer that knows special tokens by a mark and not by their text, the ids that its
-        ids stand for, and the marks by text. Made when a message spells a special token for the first time.
+        """A tokenizer that knows special tokens by marks, its ids' originals, and the marks. It is a copy
+        that does not find special tokens by their text. Made when a message first spells a special token.
         """
         description = json.loads(self._fast.to_str())
         added = description.pop("added_tokens")
@@ -125,13 +125,13 @@ class ControlTokens:
 
 
 def _unmarked(entry: dict[str, Any], content: str) -> AddedToken:
-    """The added token under another name, matched wherever it stands."""
+    """The added token under another name, matched anywhere."""
     flags = {key: entry[key] for key in ("lstrip", "rstrip", "normalized")}
     return AddedToken(content, **flags, single_word=entry["single_word"] and content == entry["content"])
 
 
 def _forget(model: dict[str, Any], marks: dict[str, str]) -> None:
-    """Rename special tokens in the vocabulary of a tokenizer's model, which could find them in a text."""
+    """Rename special tokens in a model's vocabulary, so that texts cannot match them."""
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
         model["vocab"] = {f"{marks[text]}v" if text in marks else text: i for text, i in vocab.items()}
@@ -151,8 +151,8 @@ def _makes(merge: list[str], marks: dict[str, str]) -> bool:
 
 
 def any_of(words: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that finds the leftmost longest of `words`, in time linear in the text however many there
-    are: alternatives at each point differ in their first character.
+    """A pattern that finds the leftmost longest of `words`, in linear time. Alternatives at each point differ
+    in their first character, so the number of words does not matter.
     """
     root: dict[str, Any] = {}
     for word in words:

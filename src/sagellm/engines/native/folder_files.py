@@ -1,6 +1,6 @@
-"""The JSON files of a model folder, checked for what the engine reads of them.
+"""The JSON files of a model folder, checked where the engine reads them.
 
-Values of other keys are not looked at. Whatever is wrong is a `ModelError` that names the file and the key.
+Values of other keys are not checked. Any fault is a `ModelError` that names the file and the key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TokenIds = int | list[int] | None
 
 
 class _Part(BaseModel):
-    """Numbers are numbers and texts are texts: "5" is not 5. Null is as if the key were absent."""
+    """A strict model: "5" is not 5, and null counts as absent."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
 
@@ -132,7 +132,7 @@ class TokenizerConfigJson(_Part):
 
 
 class NewTokenJson(_Part):
-    """A token that is added to a vocabulary; a text alone is one too."""
+    """A token that is added to a vocabulary: an object, or its text alone."""
 
     content: Annotated[str, Field(min_length=1)]
     lstrip: bool = False
@@ -148,7 +148,7 @@ class NewTokenJson(_Part):
 
 
 class BpeConfigJson(_Part):
-    """What tokenizer_config.json and special_tokens_map.json say of a tokenizer in vocab.json."""
+    """What tokenizer_config.json and special_tokens_map.json hold for a tokenizer in vocab.json."""
 
     add_prefix_space: bool | None = None
     add_bos_token: bool | None = None
@@ -169,7 +169,7 @@ Checked = TypeVar("Checked", bound=BaseModel)
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file. Raises `ModelError` where it is not there, cannot be read or is not JSON."""
+    """The value in a JSON file. Raises `ModelError` if it cannot be read or is not JSON."""
     try:
         return json.loads(read_text(path, MAX_JSON_BYTES))
     except OSError as error:
@@ -194,8 +194,8 @@ def read_optional(path: Path) -> dict[str, Any]:
 
 
 def check_token_ids(ids: Iterable[Any], path: Path) -> None:
-    """Raise `ModelError` for one that is no id; a large one makes tokenizers take gigabytes or end the
-    process.
+    """Raise `ModelError` for a value that is no token id. A large id makes tokenizers take gigabytes or end
+    the process.
     """
     wrong = [token_id for token_id in ids if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID]
     if wrong:
@@ -205,7 +205,7 @@ def check_token_ids(ids: Iterable[Any], path: Path) -> None:
 
 
 def checked(kind: type[Checked], value: Any, path: Path) -> Checked:
-    """`value` as `kind` describes it. Raises `ModelError` that names the first key with a wrong value."""
+    """`value` as a `kind`. Raises `ModelError` that names the first wrong key."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:

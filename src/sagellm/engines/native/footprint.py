@@ -1,7 +1,7 @@
-"""How large a model is and what it will take in memory, told before it is loaded, from headers alone.
+"""How large a model is and what memory it will take, from headers alone.
 
-What a quantized matrix takes is what its kernel makes of a sample: sixteen outputs with the shapes, dtypes
-and parts that the checkpoint has. So the formats and the kernel say it, and what they refuse is refused here.
+The kernel packs a sample of each quantized matrix, sixteen outputs with the shapes, dtypes and parts of the
+checkpoint. So the size is the kernel's own, and what formats or kernel refuse is refused before loading.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OUTPUTS = 16
 
 @dataclass(frozen=True, slots=True)
 class CodeFormat:
-    """Matrices that are quantized: `group_size` inputs share a scale, None: all."""
+    """How matrices are quantized; `group_size` inputs share a scale (None: all inputs)."""
 
     bits: int
     group_size: int | None
@@ -53,8 +53,8 @@ class CodeFormat:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """A model as the engine would hold it: `method` quantized `codes`; `obstacle` says why some of them have
-    to be held as what they mean. All else is in `dtype` or in `compute_dtype`.
+    """A model as the engine would hold it, in `dtype` and `compute_dtype`. `codes` are quantized by `method`;
+    `obstacle` is why some of them have to be held as their values.
     """
 
     num_parameters: int
@@ -70,7 +70,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """One parameter."""
+    """One parameter in memory."""
 
     nbytes: int
     codes: frozenset[CodeFormat] = frozenset()
@@ -87,8 +87,8 @@ def footprint(
     quantizer: WeightQuantizer | None = None,
     formats: FormatSource | None = None,
 ) -> Footprint:
-    """Of a folder or a hub name; the options are those of `NativeBackend`, whose errors it raises for a model
-    that cannot be served.
+    """The footprint of a model folder or a hub name. The options are those of `NativeBackend`. Raises the
+    same errors for a model that cannot be served.
     """
     folder = model_folder(model)
     config = read_config(folder)
@@ -102,17 +102,17 @@ def footprint(
     loading = WeightLoader.fastest(checkpoint, plan, where, wanted, None, quantization, known, known)
     held = [_held(loading, parameter) for parameter in _with_own_head(plan, loading)]
     checkpoint.close()
-    codes = sorted(frozenset().union(*(one.codes for one in held)), key=str)
+    codes = sorted(frozenset().union(*(parameter.codes for parameter in held)), key=str)
     return Footprint(
         num_parameters(plan),
-        sum(one.nbytes for one in held),
+        sum(parameter.nbytes for parameter in held),
         _kv_bytes_per_token(spec, dtype_name(loading.compute_dtype)),
         length,
         dtype_name(loading.dtype),
         dtype_name(loading.compute_dtype),
         quantization.method if codes else "",
         tuple(codes),
-        next((one.obstacle for one in held if one.obstacle), ""),
+        next((parameter.obstacle for parameter in held if parameter.obstacle), ""),
     )
 
 
@@ -120,8 +120,8 @@ def kv_blocks_beside(
     size: Footprint, device: str, free_bytes: int, *, block_size: int, num_blocks: int | None,
     max_num_seqs: int, kv_memory_fraction: float | None, host_memory_bytes: int,
 ) -> int:  # fmt: skip
-    """Blocks of the pool where `free_bytes` are free before the model is loaded; the options are those of
-    `NativeBackend`, whose `CapacityError` it raises for what does not fit.
+    """Blocks of the pool if `free_bytes` are free before the model is loaded. The options are those of
+    `NativeBackend`. Raises its `CapacityError` for what does not fit.
     """
     where, left = torch.device(device), max(0, free_bytes - size.weight_bytes)
     bytes_per_block = size.kv_bytes_per_token * block_size
@@ -138,10 +138,10 @@ def _kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
 
 
 def _with_own_head(plan: Sequence[Parameter], loading: WeightLoader) -> list[Parameter]:
-    """A tied head that is quantized is one more matrix."""
-    if loading.quantization.quantizer is None or any(one.name == "head.weight" for one in plan):
+    """The parameters; a tied head that is quantized is one more matrix."""
+    if loading.quantization.quantizer is None or any(parameter.name == "head.weight" for parameter in plan):
         return list(plan)
-    [embedding] = (one for one in plan if one.name == EMBEDDING)
+    [embedding] = (parameter for parameter in plan if parameter.name == EMBEDDING)
     return [*plan, replace(embedding, name="head.weight")]
 
 
@@ -173,7 +173,9 @@ def _codes(matrix: QuantizedMatrix) -> CodeFormat:
 
 
 def _samples(loading: WeightLoader, parameter: Parameter) -> list[QuantizedMatrix]:
-    """Of the pieces, if all are quantized, or of the parameter that will be; none of a table."""
+    """Samples of the quantized pieces, or of the parameter that will be quantized. Empty for a table, or if a
+    piece is not quantized.
+    """
     quantizer = loading.quantization.quantizer
     if not parameter.is_multiplied or parameter.name == EMBEDDING:
         return []
@@ -185,8 +187,8 @@ def _samples(loading: WeightLoader, parameter: Parameter) -> list[QuantizedMatri
 
 
 def _sample(loading: WeightLoader, piece: WeightPiece) -> QuantizedMatrix | None:
-    """Every number is -1 but in tensors of one number for each input, which are read: in what order they are
-    dealt into groups.
+    """A sample of a piece: all numbers are -1, except the order of inputs. Tensors of one number per input
+    are read: they deal inputs into groups.
     """
     stored, checkpoint = loading.quantization.stored, loading.checkpoint
     if stored is None or not is_quantized(piece, checkpoint, stored):

@@ -1,6 +1,6 @@
-"""From a model's name to a folder: a folder is itself, anything else is fetched from the Hugging Face hub.
+"""From a model's name to its folder: a local one, or the hub's.
 
-What describes a model comes first, so that one which cannot run is refused before its weights are fetched.
+Files that describe a model come first, so a model that cannot run is refused before its weights are fetched.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ DESCRIPTION = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files that say what a model is; all of them are small beside its weights."""
+"""Files that describe a model; all are small beside its weights."""
 
 Check = Callable[[Path], None]
 """Called with a folder that holds a model's description; raises `ModelError` for one that cannot run."""
 log = logging.getLogger("sagellm.hub")
 _HTTP_LOGS = ("httpx", "httpx2")
-"""What the hub's client speaks HTTP with logs each request as information."""
+"""HTTP libraries of the hub's client; they log each request as information."""
 
 
 def check_architecture(folder: Path) -> None:
@@ -50,13 +50,14 @@ def model_folder(
     offline: bool = False,
     check: Check = check_architecture,
 ) -> Path:
-    """The folder that holds `model`; a hub name such as "Qwen/Qwen3-0.6B" is downloaded, or taken from the
-    cache; `revision` is a branch, tag or commit there. With `offline`, or HF_HUB_OFFLINE in the environment,
-    the cache alone is asked.
+    """The folder that holds `model`, a folder or a hub name such as "Qwen/Qwen3-0.6B".
 
-    Raises `ModelError` for a folder that does not exist or has no `config.json` that can be read, for a model
-    that `check` refuses, whose weights are then not fetched, or where the hub does not answer and the cache
-    does not hold the model.
+    A hub model is downloaded, or taken from the cache; `revision` is a branch, tag or commit. With `offline`,
+    or HF_HUB_OFFLINE in the environment, only the cache is used.
+
+    Raises `ModelError` for a folder that does not exist or has no readable `config.json`, for a model that
+    `check` refuses, whose weights are then not fetched, or where the hub does not answer and the cache does
+    not hold the model.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -73,7 +74,7 @@ def model_folder(
 
 
 def is_cached(name: str, revision: str | None = None) -> bool:
-    """Whether the local cache knows what that hub model is; its weights may be missing."""
+    """Whether the local cache has that hub model's config.json; weights may be missing."""
     try:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
@@ -86,7 +87,7 @@ def is_cached(name: str, revision: str | None = None) -> bool:
 
 
 def cached_models() -> list[tuple[str, Path]]:
-    """Names of the hub models in the local cache, with the folder of the revision that was fetched last."""
+    """Names of the hub models in the local cache, with their latest folders."""
     try:
         from huggingface_hub import scan_cache_dir
         from huggingface_hub.errors import CacheNotFound
@@ -97,9 +98,9 @@ def cached_models() -> list[tuple[str, Path]]:
     except CacheNotFound:
         return []
     newest = {
-        one.repo_id: max(one.revisions, key=lambda revision: revision.last_modified).snapshot_path
-        for one in repositories
-        if one.repo_type == "model" and one.revisions
+        repo.repo_id: max(repo.revisions, key=lambda revision: revision.last_modified).snapshot_path
+        for repo in repositories
+        if repo.repo_type == "model" and repo.revisions
     }
     return sorted(newest.items())
 
@@ -123,7 +124,7 @@ def _fetch(name: str, revision: str | None, check: Check, *, offline: bool) -> P
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Those that the index names, or the one that is there without an index."""
+    """Weight files named by the index, or the single file."""
     index = folder / INDEX_FILE
     if not index.exists():
         return [SINGLE_FILE]

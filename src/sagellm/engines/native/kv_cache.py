@@ -1,9 +1,9 @@
-"""The bytes of the KV pool: per layer K and V as [num_blocks, block_size, kv_heads, head_dim].
+"""The KV pool's memory: per layer K and V as [num_blocks, block_size, kv_heads, head_dim].
 
-One token is one row of a block, so a gather by block table gives [tokens, kv_heads, head_dim] without a
-transpose, and a run of consecutive blocks is a view. Attention reads padding behind a sequence's last token,
-and 0 x NaN would not be 0: so the pool is zero at birth, and a block when it becomes somebody's last. On a
-CPU a block takes memory when it is first written (`host_pages`).
+A token is one row of a block. So a gather by block table gives [tokens, kv_heads, head_dim] without a
+transpose, and consecutive blocks are a view. Attention may read padding behind a sequence's last token, and 0
+x NaN is not 0. So the pool starts as zeros, and a block is zeroed when it becomes the last block of a
+request. On a CPU a block takes memory when it is first written (`memory.lazy_zeros`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LAYOUT = "layer.kv.block.token.head.dim"
 
 
 class PagedKV:
-    """`keys[i]` and `values[i]` are layer i's pools. `num_host_blocks`: those of tier "dram", the host.
-    `scratch_block` lies behind the pool's blocks where `has_scratch`: rows that are padding write there.
+    """The pools: `keys[i]` and `values[i]` are those of layer i. Tier "dram" has `num_host_blocks` blocks.
+    With `has_scratch` the block `scratch_block` follows the pool's blocks; padding rows write there.
     """
 
     def __init__(
@@ -39,22 +39,21 @@ class PagedKV:
         self._host = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for _ in range(2 * num_layers)]
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store K and V [T, kv_heads, head_dim] at `slots` [T]: block id x block size + offset in the
-        block.
+        """Store K and V [T, kv_heads, head_dim] at `slots` [T]. A slot is block id x block size + offset in
+        the block.
         """
         self.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
         self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        """Zero whole blocks, so that what an earlier owner left behind (an inf, say) is not read as
-        padding."""
+        """Zero whole blocks: old values (an inf, say) must not be read as padding."""
         ids = torch.tensor(block_ids, dtype=torch.long, device=self.keys[0].device)
         for pool in (*self.keys, *self.values):
             pool.index_fill_(0, ids, 0)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy whole blocks inside the pool, to host memory and back, in order. Raises `PlanError` for a tier
-        or a block that is not there, before anything is copied.
+        """Copy whole blocks in order: inside the pool, to host memory or back. Raises `PlanError` for a tier
+        or a block that does not exist, before anything is copied.
         """
         for copy in copies:
             self._check(copy, copy.source_tier, copy.source_block)

@@ -1,5 +1,7 @@
-"""From a checkpoint's files to a model's weights: every piece is copied once, from the file to its place, in
-the form in which it is multiplied by. Beside the model no more than one of its matrices is ever in memory.
+"""From a checkpoint's files to a model's weights.
+
+Every piece is copied once, from the file to its place, in the form in which it is multiplied. Beside the
+model no more than one of its matrices is ever in memory.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ from sagellm.engines.native.weights import (
 log = logging.getLogger("sagellm.quantization")
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) as loading begins, with 0 done, and goes on."""
+"""Called with (bytes done, bytes in all) when loading begins, with 0 done, and as it goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """A model's parameters: `matrices` by name without `.weight`, the `head` among them, and all others in
-    `tensors`. Where the head is tied, it is the embedding, unless that is quantized for it.
+    """A model's weights: `matrices` by name without `.weight`, all others in `tensors`. `matrices` has the
+    `head`. A tied head is the embedding, unless it is quantized.
     """
 
     embedding: StoredMatrix
@@ -55,15 +57,15 @@ class ModelWeights:
 
     @property
     def read_bytes(self) -> int:
-        """Of what every step reads whole: not tables, of which it looks rows up."""
+        """Bytes that every step reads: all but tables, of which it looks rows up."""
         tensors = (tensor.nbytes for name, tensor in self.tensors.items() if name != "positions.weight")
         return sum(matrix.nbytes for matrix in self.matrices.values()) + sum(tensors)
 
 
 @dataclass(slots=True)
 class WeightLoader:
-    """How parameters are held on `device`: rounded to `dtype` and in `compute_dtype`; with a `linear` kernel,
-    matrices are in its form, and in `dtype`; quantized ones, as `quantization` says, in that of `quantized`.
+    """Loads parameters to `device`, rounded to `dtype` and held in `compute_dtype`. With a `linear` kernel
+    matrices are in its form and in `dtype`. Quantized matrices are in the form of `quantized`.
     """
 
     checkpoint: Checkpoint
@@ -80,8 +82,9 @@ class WeightLoader:
         cls, checkpoint: Checkpoint, plan: Sequence[Parameter], device: torch.device, dtype: torch.dtype,
         compute_dtype: torch.dtype | None, quantization: Quantization, known: KernelSet, alone: KernelSet,
     ) -> Self:  # fmt: skip
-        """As it is fastest here, by measuring: `compute_dtype` where it is None, and whether matrices are in
-        the form of the kernel in `known`; `alone` is the same of one thread.
+        """The loader that is fastest on this machine, by measurement. It chooses `compute_dtype` where that
+        is None, and whether matrices take the form of the kernel in `known`; `alone` is the same kernel on
+        one thread.
         """
         if compute_dtype is None:
             count, widened = num_parameters(plan), known.linear is None
@@ -91,16 +94,16 @@ class WeightLoader:
 
     @property
     def matrix_dtype(self) -> torch.dtype:
-        """Of matrices that are held as values, and of tables."""
+        """The dtype of matrices that are held as values, and of tables."""
         return self.compute_dtype if self.linear is None else self.dtype
 
     def multiplies_by_values_of(self, parameter: Parameter) -> bool:
-        """Not by an embedding's where the head is quantized."""
+        """Whether steps multiply by the parameter's values: not by those of a requantized embedding."""
         is_own = parameter.name != EMBEDDING or self.quantization.quantizer is None
         return parameter.is_multiplied and is_own
 
     def weights(self, plan: Sequence[Parameter], progress: Progress | None = None) -> ModelWeights:
-        """Of the model that `plan` describes, which `weight_check.check` has found in the checkpoint."""
+        """The weights of the model that `plan` describes; `weights.check` has passed."""
         sizes = [self._stored_bytes(parameter) for parameter in plan]
         report = progress or (lambda done, total: None)
         matrices: dict[str, Matrix] = {}
@@ -139,7 +142,7 @@ class WeightLoader:
         return self._packed(parameter.name, [self.quantization.quantizer.quantized(parameter.name, whole)])
 
     def _packed(self, name: str, pieces: Sequence[QuantizedMatrix]) -> Matrix:
-        """For the kernel, or where it cannot be, as what the codes mean."""
+        """The matrix in the kernel's form, or its values if the kernel has none."""
         try:
             return packed(pieces, self.quantized, self.compute_dtype)
         except KernelError as error:
@@ -178,7 +181,7 @@ class WeightLoader:
                 row += len(part)
 
     def _parts(self, piece: WeightPiece) -> Iterator[torch.Tensor]:
-        """The rows of a piece, some at a time; whole where it is stored quantized."""
+        """The rows of a piece, some at a time; a quantized piece whole."""
         codes = self._codes(piece)
         if codes is not None:
             yield codes.values().to(self.dtype)
@@ -187,7 +190,7 @@ class WeightLoader:
             yield from self.checkpoint.parts(name, self.dtype)
 
     def _codes(self, piece: WeightPiece) -> QuantizedMatrix | None:
-        """The piece as its quantized tensors have it; None for one that is not quantized."""
+        """The piece from its quantized tensors; None if it is not quantized."""
         stored, checkpoint = self.quantization.stored, self.checkpoint
         if stored is None or not is_quantized(piece, checkpoint, stored):
             return None
@@ -201,7 +204,7 @@ class WeightLoader:
 
     def _stored_bytes(self, parameter: Parameter) -> int:
         stored, entries = self.quantization.stored, self.checkpoint.entries
-        tensors = [one for p in parameter.pieces for one in stored_tensors(p, self.checkpoint, stored)]
+        tensors = [pair for p in parameter.pieces for pair in stored_tensors(p, self.checkpoint, stored)]
         names = [stored_name(self.checkpoint, name) for name, _ in tensors]
         return sum(entries[name].end - entries[name].begin for name in names if name)
 

@@ -1,13 +1,17 @@
-"""Multiplying a step's tokens by a matrix: by torch, or by a kernel that has matrices in a form of its own.
+"""The forms of a matrix: dense, packed by a kernel, or quantized.
 
-A kernel is taken where it is faster on this machine over the sizes that decode and prefill have
-(`packing_is_faster`): which form a matrix has is settled when it is loaded, and then it is the only one.
+A kernel is used where it is faster on this machine over the sizes of decode and prefill
+(`packing_is_faster`). A matrix gets its form when it is loaded and has no other.
 
-Torch: for a decode batch the float32 GEMM of x86 CPUs (MKL) is slow as x W^T and a third faster as
-(W x^T)^T: at 16 rows of 1024 inputs 20 against 32 GFLOP/s on one AVX-512 core, at 32 rows 32 against 52. The
-second form wants x transposed, which is cheap (x is small), and returns a transposed result, which
-elementwise operations keep: the gated MLP runs transposed from end to end. Below and above that range the
-plain form is as fast or faster.
+Torch: for a decode batch the float32 GEMM of x86 CPUs (MKL) is slow as x W^T and a third faster as (W x^T)^T:
+at 16 rows of 1024 inputs 20 against 32 GFLOP/s on one AVX-512 core, at 32 rows 32 against 52. The second form
+wants x transposed, which is cheap (x is small), and returns a transposed result, which elementwise operations
+keep: the gated MLP runs transposed from end to end. Below and above that range the plain form is as fast or
+faster.
+
+Quantized: the kernel packs a matrix and multiplies by it. A matrix that it cannot pack (another device, no
+compiler, odd groups, pieces of one projection that do not agree) is held as the values of its codes: the same
+model, in as much memory as one that was never quantized, and a warning has the reason.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ _INPUTS, _OUTPUTS, _REPEATS = 1024, 384, 3
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x` [T, in] times `weight` [out, in], as [T, out]; the result may be the view of an [out, T] tensor."""
+    """`x` [T, in] times `weight` [out, in], as [T, out]. The result may be a view of an [out, T] tensor."""
     few = FEWEST_ROWS <= len(x) <= MOST_ROWS
     if not few or x.dtype != torch.float32 or x.device.type != "cpu":
         return F.linear(x, weight, bias)
@@ -56,7 +60,7 @@ LookUp = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dense:
-    """A matrix as torch has it. Implements `Matrix`."""
+    """A matrix as a torch tensor. Implements `StoredMatrix`."""
 
     weight: torch.Tensor
     look_up: LookUp = look_up
@@ -80,37 +84,35 @@ class Dense:
         return self.look_up(self.weight, index, dtype or self.dtype)
 
     def multiply(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, output: torch.Tensor | None = None
     ) -> torch.Tensor:
         """As `project`."""
         product = project(x, self.weight, bias)
-        return product if out is None else out.copy_(product)
+        return product if output is None else output.copy_(product)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTiming:
-    """CPU seconds of torch and of the kernel by number of rows, on one thread."""
+    """CPU seconds of torch and kernel by number of rows, on one thread."""
 
     seconds: dict[int, tuple[float, float]]
 
     @property
     def speedup(self) -> float:
-        """The kernel's, the geometric mean over all sizes."""
+        """Torch's time over the kernel's, as the geometric mean over all sizes."""
         ratios = [torch_s / kernel_s for torch_s, kernel_s in self.seconds.values()]
         return math.prod(ratios) ** (1 / len(ratios))
 
 
 def packing_is_faster(kernel: LinearKernel | None, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
-    """Whether `kernel` multiplies activations of `dtype` by matrices of `weight_dtype`, and does it faster
-    than torch does by matrices of `dtype`.
-    """
+    """Whether `kernel` multiplies `dtype` by `weight_dtype` faster than torch does by `dtype`."""
     if kernel is None or not kernel.multiplies(dtype, weight_dtype):
         return False
     return time_kernel(kernel, dtype, weight_dtype).speedup > 1
 
 
 def time_kernel(kernel: LinearKernel, dtype: torch.dtype, weight_dtype: torch.dtype) -> KernelTiming:
-    """Torch against the kernel, which is one of one thread."""
+    """Time torch against the kernel, which has one thread."""
     dense = Dense(torch.ones(_OUTPUTS, _INPUTS, dtype=dtype))
     packed = kernel.empty(_OUTPUTS, _INPUTS, weight_dtype, torch.zeros)
     packed.store(0, torch.ones(_OUTPUTS, _INPUTS, dtype=weight_dtype))
@@ -125,18 +127,16 @@ def _seconds(dense: Matrix, packed: Matrix, rows: int, dtype: torch.dtype) -> tu
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How the matrices of a model are held: by `quantizer`, or as `stored` says; with neither, as they
-    are.
-    """
+    """How a model's matrices are quantized: by `quantizer`, as `stored`, or not at all."""
 
     quantizer: WeightQuantizer | None = None
     stored: WeightFormat | None = None
     method: str = ""
-    """The name of either; empty without."""
+    """The name of the quantizer or the stored format; empty without."""
 
     @property
     def label(self) -> str:
-        """Of the quantizer, which makes another model of the same checkpoint; empty without one."""
+        """A suffix for the fingerprint: a quantizer makes another model of the same checkpoint."""
         return "" if self.quantizer is None else f"-{self.quantizer.name}"
 
 
@@ -146,8 +146,8 @@ NOT_QUANTIZED = Quantization()
 def quantization_of(
     config: Mapping[str, Any], quantizer: WeightQuantizer | None, formats: FormatSource | None
 ) -> Quantization:
-    """For a model with this config.json. Raises `UnsupportedModelError` for a form of quantization that
-    cannot be read, `ConfigError` where what is quantized would be quantized again.
+    """The quantization of a model with this config.json. Raises `UnsupportedModelError` for a format that
+    cannot be read, `ConfigError` if a quantized checkpoint would be quantized again.
     """
     stored = config.get("quantization_config") or config.get("compression_config")
     if not stored:
@@ -167,8 +167,8 @@ def quantization_of(
 def read_matrix(
     stored: WeightFormat, module: str, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int]
 ) -> QuantizedMatrix:
-    """The matrix [outputs, inputs] of the `tensors` of `module`. Raises `UnsupportedModelError` that names
-    the module for values that make none.
+    """The matrix [outputs, inputs] of a module's `tensors`. Raises `UnsupportedModelError` that names the
+    module for values that make none.
     """
     try:
         return stored.matrix(tensors, *shape)
@@ -190,17 +190,17 @@ class PackedQuantizedMatrix:
         return size
 
     def multiply(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, output: torch.Tensor | None = None
     ) -> torch.Tensor:
-        product: torch.Tensor = self.kernel.apply(x, self.packed, bias, out)
+        product: torch.Tensor = self.kernel.apply(x, self.packed, bias, output)
         return product
 
 
 def packed(
     pieces: Sequence[QuantizedMatrix], kernel: QuantizedKernel | None, dtype: torch.dtype
 ) -> PackedQuantizedMatrix:
-    """`pieces`, stacked by outputs, for `kernel` and activations of `dtype`. Raises `KernelError` where it
-    has no form for them.
+    """`pieces`, stacked by outputs, in the form of `kernel` for activations of `dtype`. Raises `KernelError`
+    where it has no form for them.
     """
     if kernel is None:
         raise KernelError("there is no kernel for it on this device")

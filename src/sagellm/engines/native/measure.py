@@ -1,6 +1,4 @@
-"""Measuring at start which of two ways is faster here: on a CPU by one thread and its own clock, so that
-other processes on the same cores do not tip it.
-"""
+"""Measurements at start: kernels, memory bandwidth, the cost of a preemption."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from sagellm.engines.native.kv_cache import PagedKV
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch computes on one thread within."""
+    """Torch computes on one thread within this context."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -29,12 +27,12 @@ def one_thread() -> Iterator[None]:
 
 
 def cpu_s(run: Callable[[], object], repeats: int) -> float:
-    """CPU seconds of this thread for the fastest of so many runs."""
+    """CPU seconds of this thread for the fastest run; other processes hardly change them."""
     return _fastest(run, repeats, time.thread_time)
 
 
 def cuda_s(run: Callable[[], object], repeats: int) -> float:
-    """Seconds until a GPU is done, for the fastest of so many runs."""
+    """Seconds until the GPU has finished, for the fastest of `repeats` runs."""
 
     def now() -> float:
         torch.cuda.synchronize()
@@ -57,7 +55,9 @@ _REPEATS = 7
 
 
 def read_bandwidth(device_name: str) -> float:
-    """Bytes per second, the best of a few sums over more memory than any cache holds, by torch's threads."""
+    """Bytes per second that a device reads from memory: the bound of decode steps. The best of a few sums
+    over more memory than any cache holds, with torch's threads.
+    """
     device = torch.device(device_name)
     size = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
     values = torch.ones(size // 4, device=device)  # written, so that it is there
@@ -76,8 +76,7 @@ REPEATS = 3
 
 
 def host_copy_s(kv: PagedKV, clock: Clock) -> float:
-    """Seconds to copy a block one way: the best of a few rounds there and back. Every block is zero before
-    and after."""
+    """Seconds to copy a block to host memory or back. All blocks stay zero."""
     count = min(NUM_COPIES, kv.num_blocks, kv.num_host_blocks)
     there = [BlockCopy(Tier.HBM, block, Tier.DRAM, block) for block in range(count)]
     back = [BlockCopy(Tier.DRAM, block, Tier.HBM, block) for block in range(count)]
@@ -87,8 +86,9 @@ def host_copy_s(kv: PagedKV, clock: Clock) -> float:
 def prefill_token_s(
     execute: Callable[[ExecutionPlan], StepResult], max_tokens: int, block_size: int, clock: Clock
 ) -> float:
-    """Seconds for each token of a prompt of some hundred tokens, if so many fit. Leaves no row behind; what
-    it writes into the first blocks is overwritten by whoever gets them."""
+    """Seconds per token of a prompt of up to 256 tokens. Leaves no row behind. What it writes to the first
+    blocks is overwritten by the requests that get them.
+    """
     num_tokens = min(PROMPT_TOKENS, max_tokens)
     blocks = tuple(range(cdiv(num_tokens, block_size)))
     prompt, params = Tokens([0] * num_tokens).tobytes(), SamplingParams(max_tokens=1)

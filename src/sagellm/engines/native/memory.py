@@ -1,4 +1,4 @@
-"""How much memory there is, and how many KV blocks of it to take."""
+"""Memory of host and device: available bytes, KV blocks, lazy zeros, copies."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _CGROUPS = (
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that this process may still take on `device`: of the machine and of its control group."""
+    """Bytes that this process may still take on `device`, within its control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return min(_host_bytes(), *_cgroup_bytes())
 
 
 def _host_bytes() -> int:
-    """`MemAvailable` on Linux; elsewhere half of what is installed, because what is free is not told."""
+    """`MemAvailable` on Linux; elsewhere half of the installed memory."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -39,9 +39,8 @@ def _host_bytes() -> int:
 
 
 def _cgroup_bytes() -> list[int]:
-    """What the control groups (v2, v1) leave; a large number alone where there is no limit.
-
-    Their usage counts file pages that the kernel would give back, a model just read for one: those are free.
+    """What the control groups (v2, v1) leave; large if there is no limit. Their usage counts file pages that
+    the kernel would give back (a model just read, say). Those count as free.
     """
     left = [1 << 62]
     for folder, limit_file, usage_file, reclaimable in _CGROUPS:
@@ -65,10 +64,8 @@ def kv_blocks(
     fraction: float | None,
     available: int | None = None,
 ) -> int:
-    """Blocks for the pool: what `memory_bytes`, or `fraction` of the `available` bytes, holds; at most
-    `most_blocks`. What is available now counts, unless it is given.
-
-    Raises `CapacityError` where that is not even one block.
+    """Blocks for the pool, at most `most_blocks`. As many as `memory_bytes`, or `fraction` of the `available`
+    bytes (default: those available now), hold. Raises `CapacityError` if that is not even one block.
     """
     available = available_bytes(device) if available is None else available
     if memory_bytes is None:
@@ -91,9 +88,9 @@ def check_fits(
     host_memory_bytes: int = 0,
     available: int | None = None,
 ) -> None:
-    """Raise `CapacityError` for more blocks than a CPU has memory for, beside what is set aside for preempted
-    requests: they would be given and, page by page, fail when they are written. Other devices refuse such a
-    pool themselves.
+    """Raise `CapacityError` for more blocks than a CPU has memory for. `host_memory_bytes` for preempted
+    requests are set aside. The system would grant the pool and fail when pages are written. Other devices
+    refuse such a pool themselves.
     """
     if device.type != "cpu":
         return
@@ -107,8 +104,9 @@ def check_fits(
 
 
 def check_host(num_bytes: int) -> None:
-    """Raise `ConfigError` for a size of host memory that is none, `CapacityError` where there is not as
-    much."""
+    """Check the size of host memory for preempted requests. Raises `ConfigError` for a negative size,
+    `CapacityError` where there is not as much.
+    """
     if num_bytes < 0:
         raise ConfigError(f"kv.swap_space_gb must not be negative, got {num_bytes:,} bytes")
     available = available_bytes(torch.device("cpu"))
@@ -122,12 +120,14 @@ FEWEST_BYTES = 1 << 20
 
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, *, huge: bool = False) -> torch.Tensor:
-    """A CPU tensor of zeros. Under 1 MB, and where the system has no private mappings, it is torch's own.
+    """A CPU tensor of zeros that takes memory page by page, when written.
+
+    An anonymous private mapping reads as zeros and is resident only where something was stored. So a KV pool
+    of a quarter of the machine costs what its used blocks cost, and allocation takes no time. Under 1 MB, and
+    where the system has no private mappings, the tensor is torch's own.
 
     `huge` asks for pages of 2 MB, for what is written whole and read again and again: weights are streamed
-    from memory 5 % faster.
-
-    Raises `CapacityError` where the system refuses the address space.
+    from memory 5 % faster. Raises `CapacityError` where the system refuses the address space.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < FEWEST_BYTES or sys.platform == "win32":
@@ -145,7 +145,9 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, *, huge: bool = False) 
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor`, of the host, on `device`; to a GPU through pinned memory, which torch keeps until then."""
+    """A host tensor on `device`; the host does not wait for the copy. A copy to a GPU goes through pinned
+    memory, which torch keeps until then.
+    """
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""The forward pass: one pre- or post-norm decoder over a flat batch of tokens from many sequences.
+"""The forward pass: a pre- or post-norm decoder over a flat batch of tokens.
 
-Decode rows and prefill chunks lie in one [T, hidden] tensor, so that every projection is one GEMM per step.
-There are no modules: a layer is a record of tensors, and what differs between the families is in `ModelSpec`.
+Decode rows and prefill chunks lie in one [T, hidden] tensor, so every projection is one GEMM per step. There
+are no torch modules: a layer is a record of tensors, and `ModelSpec` has what differs between families.
 """
 
 from __future__ import annotations
@@ -39,10 +39,8 @@ Stream = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step as tensors. `tokens`, `positions` and KV `slots` are [T]; the last layer's MLP and the head
-    are computed for rows `sampled` [S], or for all (None).
-
-    `attention` holds one plan per distinct window of the model.
+    """One step as tensors. `tokens`, `positions` and KV `slots` are [T]. The last layer's MLP and the head
+    are computed for rows `sampled` [S], or for all (None). `attention` has one plan per distinct window.
     """
 
     tokens: torch.Tensor
@@ -55,13 +53,13 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A projection: a matrix and maybe a bias."""
+    """A projection: a matrix and optionally a bias."""
 
     matrix: Matrix
     bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [T, in] to [T, out]; strides are the product's own."""
+        """`x` [T, in] to [T, out]; strides are those of the matrix product."""
         product: torch.Tensor = self.matrix.multiply(x, self.bias)
         return product
 
@@ -76,27 +74,23 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Weights of one decoder layer; `qkv` and `up` are fused by rows (`up` is gate over up where the MLP is
-    gated).
-    """
+    """Weights of one decoder layer. `qkv`, and gate over up in a gated MLP's `up`, are fused."""
 
     window: int | None
     attn_norm: NormWeights
     qkv: Linear
     q_norm: NormWeights
     k_norm: NormWeights
-    out: Linear
+    attn_out: Linear
     mlp_norm: NormWeights
     up: Linear
     down: Linear
 
 
 class DecoderModel:
-    """Weights and forward pass. `weights` are on one device, their tensors in `dtype`, which is computed in.
-    `kernels` do what lies between the matrices, where they support this model.
-
-    The residual stream `x` and what the last sublayer adds to it, `delta`, are kept apart until the next
-    norm, which takes both in one pass.
+    """Weights and forward pass, on one device, computed in `dtype`. `kernels` do what lies between the
+    matrices, where they support this model. The residual stream `x` and the last sublayer's output, `delta`,
+    are kept apart until the next norm, which takes both in one pass.
     """
 
     def __init__(
@@ -118,17 +112,19 @@ class DecoderModel:
         self._kernels = usable_glue(kernels or KernelSet(), spec, dtype, device)
 
     def reach(self, max_position: int) -> None:
-        """Make now what steps up to this position look up."""
+        """Make the tables for positions up to `max_position` now."""
         if self._rope is not None:
             self._rope.reach(max_position)
 
     @torch.inference_mode()
-    def forward(self, step: StepInputs, kv: PagedKV, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [S, vocab] of the sampled rows, as `head` gives them; new K and V go to `kv`."""
-        return self.head(self.hidden(step, kv), out)
+    def forward(self, step: StepInputs, kv: PagedKV, output: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [S, vocab] of the sampled rows; writes new K and V to `kv`."""
+        return self.head(self.hidden(step, kv), output)
 
     def hidden(self, step: StepInputs, kv: PagedKV) -> torch.Tensor:
-        """What the head reads [S, hidden] for the sampled rows; new K and V go to `kv`. In inference mode."""
+        """The head's input [S, hidden] for the sampled rows. Call it in inference mode. Writes the new K and
+        V to `kv`.
+        """
         x, delta = self._embedded(step), None
         angles = self._rope.cos_sin(step.positions, step.max_position) if self._rope else None
         last = len(self._layers) - 1
@@ -140,14 +136,14 @@ class DecoderModel:
         x = self._entering(x, delta, self._final_norm) if self.spec.final_norm else _sum(x, delta)
         return x if self._project_out is None else self._project_out.multiply(x)
 
-    def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [S, vocab] of `hidden` rows, float32 (float64 for a float64 model), in `out` where it is
-        given. In inference mode.
+    def head(self, hidden: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [S, vocab] of `hidden` rows, in inference mode. They are float32, or float64 for a float64
+        model, and lie in `output` if that is given.
         """
-        if out is None:
+        if output is None:
             dtype = torch.promote_types(self._dtype, torch.float32)
-            out = hidden.new_empty(len(hidden), self.spec.vocab_size, dtype=dtype)
-        logits: torch.Tensor = self._head.multiply(hidden, None, out)
+            output = hidden.new_empty(len(hidden), self.spec.vocab_size, dtype=dtype)
+        logits: torch.Tensor = self._head.multiply(hidden, None, output)
         return logits
 
     def _embedded(self, step: StepInputs) -> torch.Tensor:
@@ -168,14 +164,14 @@ class DecoderModel:
         self._rope_to_cache(layer, heads, angles, step.slots, kv, index)
         query, key, value = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         mixed = attend(step.attention[layer.window], kv, index, query, key, value)
-        return self._leaving(x, layer.out(mixed.flatten(1)), layer.attn_norm)
+        return self._leaving(x, layer.attn_out(mixed.flatten(1)), layer.attn_norm)
 
     def _mlp(self, layer: DecoderLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Stream:
         wide = self._activated(layer.up(self._entering(x, delta, layer.mlp_norm)))
         return self._leaving(x, layer.down(wide), layer.mlp_norm)
 
     def _entering(self, x: torch.Tensor, delta: torch.Tensor | None, norm: NormWeights) -> torch.Tensor:
-        """What a sublayer reads; `x` takes in `delta`."""
+        """The input of a sublayer; adds `delta` to `x`."""
         if self._kernels.add_rms_norm is not None:
             normed: torch.Tensor = self._kernels.add_rms_norm.apply(x, delta, norm.weight, self.spec.norm_eps)
             return normed
@@ -217,7 +213,7 @@ class DecoderModel:
         return self._activation(gate).mul_(up)
 
     def _norm(self, x: torch.Tensor, norm: NormWeights) -> torch.Tensor:
-        """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) or LayerNorm over the last dimension."""
+        """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) or LayerNorm, over the last dimension."""
         if self.spec.rms_norm:
             return F.rms_norm(x, x.shape[-1:], norm.weight, self.spec.norm_eps)
         return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, self.spec.norm_eps)
@@ -246,8 +242,8 @@ def _layer(spec: ModelSpec, weights: ModelWeights, index: int) -> DecoderLayer:
 
 
 def usable_glue(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> KernelSet:
-    """`kernels` without those of `add_rms_norm`, `rope_to_cache` and `silu_and_mul` that do not do what a
-    model of `spec` needs in `dtype`, or not on `device`.
+    """`kernels` without the glue kernels that cannot serve this model. They are asked once, with the shapes
+    of one token: a model's dtype, dims and device do not change.
     """
 
     def ones(*shape: int) -> torch.Tensor:
@@ -280,7 +276,7 @@ def usable_glue(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device:
 
 
 def look_up_of(kernels: KernelSet, dtype: torch.dtype) -> LookUp:
-    """How rows of a table in `dtype` are looked up: by the kernel, or by torch."""
+    """How to look rows of a table in `dtype` up: by kernel or torch."""
     linear = kernels.linear
     return linear.gather if linear is not None and linear.multiplies(dtype, dtype) else look_up
 

@@ -1,4 +1,4 @@
-"""A fingerprint of a model: equal where equal tokens have equal KV, so that KV may be shared or kept."""
+"""A fingerprint of a model: equal where equal tokens have equal KV."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ WHOLE_BYTES = 256 << 10
 """Tensors up to this size (norms, biases) are read whole."""
 PAGE_BYTES = 4096
 LINE_BYTES = 64
-"""Of each page of a larger tensor one line is read."""
+"""One line is read of each page of a larger tensor."""
 _PART_BYTES = 64 << 20
 _LINES_PER_PAGE = PAGE_BYTES // LINE_BYTES
 _THREADS = 4
-"""Tensors hashed side by side; most of the time goes to page faults and hashing, which need no lock."""
+"""Tensors hashed side by side; most of the time goes to page faults and hashing, without Python's lock."""
 
 
 def model_fingerprint(folder: Path, checkpoint: Checkpoint, dtype: str) -> str:
-    """32 hexadecimal digits of all of config.json, the tokenizer's files, names, dtypes and shapes of all
-    tensors, tensors of up to `WHOLE_BYTES`, a 64th of the bytes of the others, and the dtype to which weights
-    are rounded.
+    """32 hexadecimal digits that identify a model's KV.
 
-    A larger tensor is read in lines of 64 bytes, one at a place drawn at random (and always the same) in each
-    4 KiB, so a change of any 8 KiB in a row is always found. One of k values at random places is missed with
-    probability (63/64)^k: 21 % of 100, 1 % of 300, 10^-7 of 1000. The chat template and the sampling defaults
-    do not count. To read after loading, when the pages are in memory.
+    They hash all of config.json, the tokenizer's files, names, dtypes and shapes of all tensors, tensors of
+    up to `WHOLE_BYTES`, a 64th of the bytes of the others, and the dtype to which weights are rounded. The
+    chat template and the sampling defaults do not count.
+
+    Of a larger tensor one line of 64 bytes is read at a random place (always the same) in each 4 KiB, so a
+    change of any 8 KiB in a row is always found. A change of k values at random places is missed with
+    probability (63/64)^k: 21 % for 100, 1 % for 300, 10^-7 for 1000. Call it after loading, when the pages
+    are in memory.
     """
     digest = hashlib.sha256()
     _add(digest, dtype.encode())
@@ -49,7 +51,7 @@ def model_fingerprint(folder: Path, checkpoint: Checkpoint, dtype: str) -> str:
 
 
 def _add(digest: hashlib._Hash, data: bytes) -> None:
-    """With its length, so that no two lists of values are the same bytes."""
+    """Add data with its length: no two lists give the same bytes."""
     digest.update(len(data).to_bytes(8, "little"))
     digest.update(data)
 
@@ -65,7 +67,7 @@ def _content(path: Path) -> bytes:
 
 
 def _hash(checkpoint: Checkpoint, name: str) -> bytes:
-    """Of the tensor's bytes that count."""
+    """A digest of the tensor's sampled bytes."""
     entry = checkpoint.entries[name]
     size = entry.end - entry.begin
     digest, draw = hashlib.sha256(), np.random.default_rng(size)

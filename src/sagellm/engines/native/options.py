@@ -1,4 +1,4 @@
-"""Options of `NativeBackend`, as they are checked before a model is loaded or only sized."""
+"""Options of `NativeBackend`, checked before a model is loaded or sized: counts, device, dtypes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def check_counts(**counts: int | None) -> None:
 
 
 def usable_device(name: str) -> torch.device:
-    """The device of that name; "auto" is the GPU, or the CPU. Raises `ConfigError` for one that is none."""
+    """The torch device of that name. Raises `ConfigError` for a device that cannot be used. "auto" is the GPU
+    if there is one, else the CPU.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -32,7 +34,7 @@ def usable_device(name: str) -> torch.device:
 
 
 def model_length(spec: ModelSpec, wanted: int | None) -> int:
-    """Tokens of the longest sequence. Raises `ConfigError` for more than the model has positions for."""
+    """Tokens of the longest sequence. Raises `ConfigError` beyond the model's positions."""
     if wanted is not None and wanted > spec.max_model_len:
         raise ConfigError(
             f"max_model_len {wanted} is more than this model's {spec.max_model_len} positions: give less"
@@ -46,7 +48,7 @@ _MEMORY_SHARE = 0.5
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Raises `ConfigError` for a name that is none of a dtype that the engine has."""
+    """The dtype of that name. Raises `ConfigError` for an unknown name."""
     if name not in DTYPES:
         raise ConfigError(f"dtype {name!r} is not known: use auto, {', '.join(DTYPES)}")
     dtype: torch.dtype = getattr(torch, name)
@@ -60,8 +62,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 def compute_dtype(
     dtype: torch.dtype, device: torch.device, num_parameters: int, *, widened: bool = True
 ) -> torch.dtype:
-    """`dtype`, or float32 where that is faster on this CPU and, if the weights have to be `widened` for it,
-    they take at most half of what memory is available in float32.
+    """`dtype`, or float32 where computing in that is faster on this CPU.
+
+    CPUs without bf16 or fp16 instructions (AVX-512 alone, AVX2, NEON) emulate these GEMMs at a quarter of the
+    fp32 speed, or less. There a checkpoint in half precision is computed in float32: each weight keeps its
+    value, and sums, softmax and KV cache are more exact than the checkpoint. If the weights have to be
+    `widened` for it, they take twice the memory, so they may take at most half of what is available. A few
+    milliseconds of GEMMs at start decide.
     """
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return dtype
@@ -72,7 +79,7 @@ def compute_dtype(
 
 
 def _gemm_s(dtype: torch.dtype) -> float:
-    """CPU seconds of the fastest of a few GEMMs of 64 rows (a decode batch, or a short prompt)."""
+    """CPU seconds of a GEMM of 64 rows (a decode batch or short prompt)."""
     x = torch.ones(_ROWS, _INPUTS, dtype=dtype)
     weight = torch.ones(_OUTPUTS, _INPUTS, dtype=dtype)
     return cpu_s(lambda: torch.nn.functional.linear(x, weight), _REPEATS)

@@ -1,8 +1,8 @@
-"""Decode steps recorded once for each batch size and replayed: a step's hundreds of kernels become one call,
-where to begin them takes long beside what they compute.
+"""Decode steps recorded once per batch size, so that a replay is one call.
 
-On a GPU (CUDA graphs) batches are padded to buckets, all of which are recorded at start. On a CPU, for few
-rows only, the kernels' own calls are recorded (`KernelSet.record`) as a batch size first comes.
+This pays where launching a step's hundreds of kernels takes long beside what they compute. On a GPU (CUDA
+graphs) batches are padded to buckets, and all buckets are recorded at start. On a CPU, for a few rows only,
+the kernels' own calls are recorded (`KernelSet.record`) when a batch size first comes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _WARM_UPS = 2
 
 
 def buckets(max_rows: int) -> list[int]:
-    """Batch sizes to record, ascending, the last `max_rows`: powers of two and, from 24 on, those times 3/4,
-    so that at most half of a batch is padding, a third of a larger one.
+    """Batch sizes to record, ascending, the last `max_rows`. Powers of two and, from 24 on, those times 3/4:
+    at most half of a batch is padding, a third of a larger one.
     """
     sizes = {max_rows}
     power = 1
@@ -43,7 +43,7 @@ def buckets(max_rows: int) -> list[int]:
 
 
 def cuda_capture(device: torch.device) -> Capture | None:
-    """How work is recorded on a CUDA device, all of it sharing its memory; None for other devices."""
+    """How to record work on a CUDA device; None for other devices. All recordings share one memory pool."""
     if device.type != "cuda":
         return None
     pool = torch.cuda.graph_pool_handle()
@@ -64,7 +64,7 @@ def cuda_capture(device: torch.device) -> Capture | None:
 
 
 class RecordedSteps:
-    """The decode steps of up to `sizes[-1]` rows, each padded to one of the ascending `sizes` and recorded
+    """The decode steps of up to `sizes[-1]` rows. Each is padded to one of the ascending `sizes` and recorded
     when it is first run.
     """
 
@@ -80,7 +80,9 @@ class RecordedSteps:
         self._replays: dict[int, Work | None] = {}
 
     def record_all(self) -> None:
-        """Now, on padding alone, the largest first: the others' memory fits into its."""
+        """Record all sizes now, on padding alone. The largest comes first: the memory of the others fits into
+        it.
+        """
         began_s = time.monotonic()
         self._length = self._max_length
         self._inputs.fill((), (), self._sizes[-1])
@@ -89,7 +91,7 @@ class RecordedSteps:
         log.info("recorded decode steps of %s rows in %.1f s", self._sizes, time.monotonic() - began_s)
 
     def takes(self, plan: ExecutionPlan) -> bool:
-        """Whether the plan's step is recorded, or may be: one token of each row."""
+        """Whether the plan's step is recorded or can be: only decode rows, few enough."""
         rows = len(plan.decode_rows)
         if not rows or plan.prefills or rows > self._sizes[-1]:
             return False
@@ -97,7 +99,7 @@ class RecordedSteps:
         return size not in self._replays or self._replays[size] is not None
 
     def logits(self, plan: ExecutionPlan, rows: BatchRows) -> torch.Tensor:
-        """Logits [S, vocab] of the plan's rows, in memory that the next step writes to."""
+        """Logits [S, vocab] of the plan's rows, in memory that the next step overwrites."""
         tokens, spans = rows.decodes(plan)
         size = self._size(len(spans))
         self._make_room(max(span.end for span in spans))
@@ -110,8 +112,8 @@ class RecordedSteps:
         return self._logits_of[len(spans)]
 
     def _make_room(self, length: int) -> None:
-        """What is recorded looks positions up in tables that end: longer rows are recorded anew, with twice
-        the room. Sizes that could not be recorded stay so.
+        """Discard recordings that are too short for `length`; new ones have twice the room. Recorded steps
+        look positions up in tables of fixed length. A size that could not be recorded stays so.
         """
         if length > self._length:
             self._length = min(self._max_length, max(_FIRST_LENGTH, 2 * length))
@@ -121,7 +123,7 @@ class RecordedSteps:
         return self._sizes[bisect_left(self._sizes, rows)]
 
     def _record(self, size: int) -> None:
-        """By running the step on the inputs as they are."""
+        """Record a step by running it on the current inputs."""
         self._model.reach(self._length - 1)
         step = self._inputs.step(size, self._length - 1)
         work = partial(self._model.forward, step, self._kv, self._logits_of[size])
@@ -132,11 +134,10 @@ _FIELDS = 7  # token, position, slot, and the four numbers of a span
 
 
 class DecodeInputs:
-    """The inputs of decode steps of up to `max_rows` rows of up to `max_length` tokens.
-
-    `step(b)` is what the model gets for b rows: views of one buffer on the device, whose contents `fill`
-    replaces with one copy. Rows that are not taken compute token 0 at position 0 of the pool's scratch block.
-    The copy is not waited for: whoever fills again has read the step's result before.
+    """The inputs at fixed addresses of decode steps of up to `max_rows` rows. `step(b)` returns views of one
+    device buffer for b rows, and `fill` replaces the buffer's contents with one copy. Padding rows compute
+    token 0 at position 0 of the pool's scratch block. The copy is asynchronous: a caller must have read a
+    step's result before it fills again.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class DecodeInputs:
         return StepInputs(tokens, positions, max_position, slots, None, plans)
 
     def fill(self, tokens: Sequence[int], spans: Sequence[Span], rows: int) -> None:
-        """`tokens[i]` is row i's, which `spans[i]` places; the others up to `rows` are padding."""
+        """Row i computes `tokens[i]` at `spans[i]`; the others up to `rows` are padding."""
         count, size = len(spans), self._block_size
         starts, firsts, slots, tables = [], [], [], array("i")
         for span in spans:

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and the ways to stretch it.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and ways to extend it.
 
     default   angle(p, i) = p * theta^(-2i/d)
     linear    positions divided by `factor` (Chen et al. 2023, arXiv:2306.15595)
@@ -6,11 +6,11 @@
     llama3    low frequencies divided by `factor`, high ones kept, a ramp between (Llama 3.1, 2024)
     yarn      the same by number of rotations, a factor on cos and sin (Peng et al. 2023, arXiv:2309.00071)
 
-Dynamic scaling is position-wise here: query and key at position p use the theta for length max(p + 1,
+Dynamic scaling is position-wise: query and key at position p use the theta for length max(p + 1,
 max_position_embeddings). For prompts within `max_position_embeddings` this is what transformers computes,
-generation beyond it included, token by token. For longer prompts the result of transformers depends on how
-the prompt is fed (all keys of one forward pass get the theta of its last position); the rule here does not,
-so chunked prefill, prefix reuse and recomputation after preemption give the same keys.
+token by token, generation beyond it included. For longer prompts the result of transformers depends on how
+the prompt is fed, since all keys of one forward pass get the theta of its last position. The rule of this
+module does not, so chunked prefill, prefix reuse and recomputation after preemption give the same keys.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ _FIRST_TABLE = 1024
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Parameters of one variant; those of other variants keep their defaults and are not read.
-
-    `original_max` is the length before stretching, in tokens. `attention_factor` multiplies cos and sin.
+    """Parameters of one variant; those of other variants keep their defaults. `original_max` is the length
+    before extension, in tokens. `attention_factor` multiplies cos and sin.
     """
 
     variant: str
@@ -55,7 +54,7 @@ class RopeSpec:
             raise UnsupportedModelError(f"RoPE: theta {self.theta} and factor {self.factor} must be positive")
 
     def max_length(self, max_positions: int) -> int:
-        """Tokens that the variant stretches `max_positions` to."""
+        """Tokens to which the variant extends `max_positions`."""
         if self.variant in ("linear", "dynamic"):
             return int(max_positions * self.factor)
         if self.variant == "yarn":
@@ -64,7 +63,7 @@ class RopeSpec:
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:
-    """RoPE parameters of a config.json, in its transformers 4 or 5 form. Raises `UnsupportedModelError`."""
+    """RoPE parameters of a config.json, transformers 4 or 5. Raises `UnsupportedModelError`."""
     params: dict[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     if any(isinstance(value, dict) for value in params.values()):
         raise UnsupportedModelError("RoPE parameters that differ by layer type are not supported")
@@ -110,8 +109,8 @@ def _stretched(base: RopeSpec, params: Mapping[str, Any], max_positions: int, or
 
 
 def _yarn_attention(params: Mapping[str, Any], factor: float) -> float:
-    """The factor on cos and sin: as given, or 0.1 ln(factor) + 1 (eq. 22), or DeepSeek's ratio of two of
-    those.
+    """The factor on cos and sin: as given, or 0.1 ln(factor) + 1 (eq. 22). With `mscale` and `mscale_all_dim`
+    it is DeepSeek's ratio of two of those.
     """
     if params.get("attention_factor") is not None:
         return float(params["attention_factor"])
@@ -124,7 +123,7 @@ def _yarn_attention(params: Mapping[str, Any], factor: float) -> float:
 
 
 def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
-    """Radians per position, [dim / 2] float32; for "dynamic" those of positions below `original_max`."""
+    """Radians per position, [dim / 2] float32. For "dynamic" they hold below `original_max`."""
     frequencies = 1.0 / spec.theta ** _exponents(spec)
     if spec.variant == "linear":
         return frequencies / spec.factor
@@ -140,8 +139,8 @@ def _exponents(spec: RopeSpec) -> torch.Tensor:
 
 
 def _llama3(spec: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
-    """Wavelengths above original/low are divided, below original/high kept, linear in 1/wavelength
-    between.
+    """Divide wavelengths above original/low, keep those below original/high. Between, the ramp is linear in
+    1/wavelength.
     """
     rotations = spec.original_max / (2 * math.pi / frequencies)
     ramp = (rotations - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
@@ -150,9 +149,7 @@ def _llama3(spec: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(spec: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
-    """Dimensions with over `beta_fast` rotations are kept, below `beta_slow` divided, a ramp between (section
-    3.2).
-    """
+    """Keep dimensions with over `beta_fast` rotations, divide those below `beta_slow` (section 3.2)."""
 
     def dimension(rotations: float) -> float:
         ratio = spec.original_max / (rotations * 2 * math.pi)
@@ -168,9 +165,8 @@ def _yarn(spec: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 class RopeTable:
-    """cos and sin by position, grown when a longer sequence comes.
-
-    Angles are float32, as in the reference, whatever `dtype` the model computes in.
+    """cos and sin by position, grown when a longer sequence comes. Angles are float32, as in the reference,
+    whatever `dtype` the model computes in.
     """
 
     def __init__(
@@ -184,13 +180,13 @@ class RopeTable:
         self._cos = self._sin = torch.empty(0, spec.dim // 2, dtype=dtype, device=device)
 
     def cos_sin(self, positions: torch.Tensor, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cos and sin of `positions` [T], each [T, dim / 2]; none of them is over `max_position`."""
+        """The cos and sin of `positions` [T], each [T, dim / 2]. No position exceeds `max_position`."""
         self.reach(max_position)
         look_up, dtype = self._look_up, self._dtype
         return look_up(self._cos, positions, dtype), look_up(self._sin, positions, dtype)
 
     def reach(self, max_position: int) -> None:
-        """Have cos and sin of positions up to this one."""
+        """Extend the table to this position."""
         if max_position < len(self._cos):
             return
         length = max(_FIRST_TABLE, 1 << max_position.bit_length())
@@ -210,7 +206,9 @@ class RopeTable:
 
 
 def apply_rope(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate `heads` [T, H, dim] in place by cos and sin [T, dim / 2]; the halves of a head are the pairs."""
+    """Rotate `heads` [T, H, dim] in place by [T, dim / 2] angles. `cos` and `sin` are those of the angles.
+    Element i of a head's first half pairs with element i of its second half.
+    """
     half = heads.shape[-1] // 2
     first, second = heads[..., :half], heads[..., half:]
     cos, sin = cos[:, None], sin[:, None]

@@ -1,8 +1,7 @@
-"""The running batch, kept in rows between steps: block tables, tokens, sampler state. Host memory only.
+"""The running batch in rows, kept between steps: block tables, tokens, sampler state. Host memory only.
 
-A plan says what changed; `apply` brings the rows up to date, `inputs` makes the step's tensors, `advance`
-takes the drawn tokens in. Until `advance` a step can be repeated, or its rows joined anew, with the same
-result.
+A plan holds the changes. `apply` updates the rows, `inputs` makes the step's tensors, `advance` appends the
+drawn tokens. Until `advance` a step can be repeated, or its rows joined anew, with the same result.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from sagellm.engines.native.sampler import RowSampler, ScoredPrompt, request_see
 
 @dataclass(slots=True)
 class BatchRow:
-    """One sequence: `tokens` is prompt and output, `table` its block ids."""
+    """One running request: `tokens` is prompt and output, `table` its block ids."""
 
     request_id: str
     tokens: array[int]
@@ -33,7 +32,7 @@ class BatchRow:
 
 
 class BatchRows:
-    """At most `max_rows` sequences by row number. Raises `PlanError` where a plan names what cannot be."""
+    """At most `max_rows` sequences by row number. Raises `PlanError` for a plan that cannot be executed."""
 
     def __init__(
         self, max_rows: int, max_length: int, num_blocks: int, block_size: int, vocab_size: int, seed: int
@@ -47,7 +46,7 @@ class BatchRows:
         self._rows: dict[int, BatchRow] = {}
 
     def apply(self, plan: ExecutionPlan, device: torch.device) -> None:
-        """Let rows leave, join and grow, in that order."""
+        """Remove rows, add rows and update block tables, in that order."""
         for row in plan.left:
             self._rows.pop(row, None)
         for join in plan.joined:
@@ -95,8 +94,8 @@ class BatchRows:
         device: torch.device,
         scored: Sequence[ScoredPrompt] = (),
     ) -> StepInputs:
-        """The tensors of a step. Flat order: decode rows, longest first, then prefills as planned. The rows
-        of `scored` follow those that are sampled from.
+        """The tensors of a step. Flat order: decode rows, longest first, then prefills as planned. The
+        positions of `scored` follow the sampled rows.
         """
         order = sorted(range(len(plan.decode_rows)), key=lambda i: -plan.decode_positions[i])
         decode = [
@@ -125,7 +124,7 @@ class BatchRows:
         )
 
     def scored(self, plan: ExecutionPlan) -> list[ScoredPrompt]:
-        """What the step computes of prompts whose log-probabilities were asked for."""
+        """The positions in this step for which prompt log-probabilities are wanted."""
         found: list[ScoredPrompt] = []
         first = len(plan.decode_rows)
         for op in plan.prefills:
@@ -138,7 +137,7 @@ class BatchRows:
         return found
 
     def decodes(self, plan: ExecutionPlan) -> tuple[list[int], list[Span]]:
-        """The token and the span of each of `plan.decode_rows`, which are the flat rows in that order."""
+        """The token and span of each of `plan.decode_rows`, in that order."""
         places = list(zip(plan.decode_rows, plan.decode_positions, strict=True))
         spans = [self._span(i, row, position, 1) for i, (row, position) in enumerate(places)]
         return [self._rows[row].tokens[position] for row, position in places], spans
@@ -159,7 +158,7 @@ class BatchRows:
         return span
 
     def _slots(self, span: Span) -> Iterator[int]:
-        """The place in the pool of each token of `span`."""
+        """The slot of each token of `span`."""
         size = self._block_size
         for position in range(span.start, span.end):
             yield span.block_ids[position // size] * size + position % size
@@ -175,11 +174,13 @@ class BatchRows:
         ends = [
             s.first_row + s.num_tokens - 1 for s, op in zip(prefill, plan.prefills, strict=True) if op.samples
         ]
-        prompts = (row for one in scored for row in range(one.first_row, one.first_row + len(one.targets)))
+        prompts = (
+            row for part in scored for row in range(part.first_row, part.first_row + len(part.targets))
+        )
         return torch.tensor([*place, *ends, *prompts], dtype=torch.long)
 
     def fresh_last_blocks(self, plan: ExecutionPlan) -> list[int]:
-        """Blocks that a row of the step ends in and of which nothing is computed yet."""
+        """Last blocks of the step's rows that hold no computed token yet."""
         size = self._block_size
         ends = [(row, at, at) for row, at in zip(plan.decode_rows, plan.decode_positions, strict=True)]
         ends += [(op.row, op.start, op.start + op.num_tokens - 1) for op in plan.prefills]

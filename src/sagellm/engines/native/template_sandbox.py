@@ -1,8 +1,8 @@
-"""The Jinja environment of chat templates: sandboxed, and with a limit on the work and memory of a rendering.
+"""The Jinja sandbox of chat templates, with limits on work and memory.
 
-Jinja's sandbox limits one `range` and nothing else. Here each loop iteration, call, filter and operator costs
-one operation, more on long texts, and what would make a text or list too large is refused before it is made.
-Operations are counted, not timed, so that a template is refused everywhere or nowhere.
+Jinja's own sandbox limits one `range` and nothing else. In this one each loop iteration, call, filter and
+operator costs one operation, more on long texts, and a text or list that would be too large is refused before
+it is made. Operations are counted, not timed, so a template is refused on every machine or on none.
 
 `[x, x]` holds `x` once, but `str`, `tojson`, comparisons and hashes go through it twice: thirty such lists,
 each in the next, are a billion items. So these cost operations by a measure in which a part counts as often
@@ -40,13 +40,13 @@ _SHALLOW_FILTERS = frozenset(
     ("batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "random", "reject",
      "rejectattr", "reverse", "select", "selectattr", "slice")
 )  # fmt: skip
-"""Filters that look at no item of an item."""
+"""Filters that do not look into an item."""
 _SHALLOW_TESTS = frozenset(
     ("boolean", "callable", "defined", "escaped", "false", "float", "integer", "iterable", "mapping", "none",
      "number", "sameas", "sequence", "string", "true", "undefined")
 )  # fmt: skip
 _NUMBER_TESTS = frozenset({"divisibleby", "even", "odd"})
-"""Of a text, `%` would format it."""
+"""With a text, `%` would format it."""
 _WITH_PARTS = (list, tuple, dict, KeysView, ValuesView, ItemsView)
 _SLOW_FILTERS = ("pprint", "striptags", "urlize")
 """Filters that may take more than linear time."""
@@ -60,7 +60,7 @@ class TemplateLimitError(TemplateRuntimeError):
 
 
 class _Counted(NodeTransformer):
-    """Makes what takes time reach the environment: iterations, `~`, comparisons, keys and slices."""
+    """Makes costly nodes call the environment: loops, `~`, comparisons, keys and slices."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - as Jinja calls it
         self.generic_visit(node)
@@ -76,7 +76,7 @@ class _Counted(NodeTransformer):
         return _filtered("concatenated", nodes.List(node.nodes))
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
-        """What two values take to compare is at most what the second takes to go through."""
+        """Comparing two values costs at most what going through the second costs."""
         self.generic_visit(node)
         node.expr = _filtered("hashed", node.expr)
         for operand in node.ops:
@@ -103,16 +103,15 @@ def _filtered(name: str, value: nodes.Expr) -> nodes.Expr:
 
 
 class _BareNamespace(Namespace):
-    """Its text does not hold its values, which change: so it need not be measured."""
+    """A namespace whose text leaves its values out: they change and need no measure."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
 
 
 class _Count(threading.local):
-    """What a rendering has left, and the measures of the lists and dicts that it has gone through.
-
-    `measures`, by id, keep their values, so that no other gets the same id.
+    """Operations that a rendering has left, and the measures of its lists and dicts. `measures`, by id, keep
+    their values, so that no other value gets the same id.
     """
 
     def __init__(self) -> None:
@@ -121,7 +120,7 @@ class _Count(threading.local):
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Several threads may render at once: each has its own count."""
+    """The environment. Several threads may render at once: each has its own count."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -159,11 +158,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     @property
     def iteration(self) -> None:
-        """Read by each iteration of a loop, which counts it."""
+        """Counts an iteration of a loop, which reads it."""
         self._spend(None)
 
     def concat(self, pieces: Iterable[str]) -> str:
-        """Joins what a template, a macro or a block has written."""
+        """Join what a template, a macro or a block has written."""
         kept, size = [], 0
         for piece in pieces:
             size += len(piece)
@@ -203,7 +202,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return self._result(super().call_binop(context, operator, left, right))
 
     def _limited_filter(self, name: str, made: Callable[..., Any]) -> Callable[..., Any]:
-        """The filter, counted; the text it works on follows what Jinja passes to some filters first."""
+        """The filter, counted. Jinja passes other arguments before the value to some filters."""
         first = 1 if hasattr(made, "jinja_pass_arg") else 0
 
         @functools.wraps(made)
@@ -237,7 +236,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return limited
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """`obj[argument]`; what is missing is named in the error, whatever it is."""
+        """`obj[argument]`. An error names what is missing, whatever it is."""
         return super().getitem(obj, self._go_through(argument))
 
     def _hashed(self, value: Any) -> Any:
@@ -245,14 +244,14 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return self._go_through(value) if isinstance(value, tuple) else value
 
     def _searched(self, values: Any) -> Any:
-        """What stands behind `in`."""
+        """The right side of `in`."""
         if isinstance(values, dict):
             self._take(1)
             return values
         return self._compared(values)
 
     def _compared(self, value: Any) -> Any:
-        """What something is compared with, an iterator as a list."""
+        """A side of a comparison, an iterator as a list."""
         if isinstance(value, Iterator):
             value = self._result(list(value))
         if isinstance(value, str):
@@ -272,9 +271,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             self._go_through(value)
 
     def _measure(self, value: object) -> tuple[int, int]:
-        """Characters that the value has at most when printed, roughly, and how deep its lists are nested.
-
-        Each list and dict is gone through once in a rendering, wherever it appears.
+        """At most how many characters the value prints, roughly, and its lists' depth. A rendering goes
+        through each list and dict once, wherever it appears.
         """
         if isinstance(value, str):
             return _ITEM_CHARS + len(value), 0
@@ -292,13 +290,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return measures[id(value)][1:]
 
     def _result(self, result: Any) -> Any:
-        """What an operation made, counted by its size."""
+        """The result of an operation, counted by its size."""
         _check_size(_length(result))
         self._spend(result)
         return result
 
     def _spend(self, value: object) -> None:
-        """One operation on a value, more on a long one."""
+        """Count one operation on a value, more on a long one."""
         per_operation = _CHARS_PER_OPERATION if isinstance(value, str) else _ITEMS_PER_OPERATION
         self._take(1 + _length(value) // per_operation)
 
@@ -310,7 +308,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def _checked(
         self, name: str, value: Any, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """The arguments of a filter or method of `value`, if its result cannot be too large."""
+        """The arguments of a filter or method; raises for a result too large."""
         given = [*args, *options.values()]
         if name == "tojson":
             chars, depth = self._measure(value)
@@ -330,7 +328,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             items = list(args[0])
             _check_joined(items, value)
             return (items,)
-        elif name == "sum" and any(isinstance(one, (list, tuple)) for one in given):
+        elif name == "sum" and any(isinstance(value, (list, tuple)) for value in given):
             raise TemplateLimitError("it adds lists by the filter sum")
         elif name == "join":
             _check_joined(value, str(given[0]) if given else "")
@@ -362,7 +360,7 @@ def _number(value: object) -> int:
 
 
 def _width(value: object) -> int:
-    """How far a number, a text or several texts can widen what they are put into."""
+    """How far numbers or texts can widen what they are put into."""
     if isinstance(value, (list, tuple)):
         return sum(map(_width, value))
     return _number(value) or _length(value)

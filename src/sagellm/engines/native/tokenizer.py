@@ -1,4 +1,12 @@
-"""The tokenizer of a Hugging Face folder, used as the files beside it say."""
+"""The tokenizer of a Hugging Face folder, as its files describe it.
+
+Token ids become text one token at a time, at a constant cost per token. There are two streams, and the deltas
+of both, joined, equal `Tokenizer.decode` of all tokens:
+
+* `ByteStream`: byte-level BPE writes bytes, so an incremental UTF-8 decoder is exact;
+* `WindowStream`: any other decoder may look at neighbours. The stream decodes a short window that begins with
+  tokens already sent, as context, and sends what the newest tokens add.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +47,9 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Printable stand-ins of bytes in byte-level BPE (GPT-2): the byte itself or a code point from 256 on."""
+    """Printable stand-ins of bytes in byte-level BPE (GPT-2). Each is the byte itself or a code point from
+    256 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
@@ -59,7 +69,7 @@ def _walk_kinds(decoder: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_byte_token(token: str) -> bool:
-    """Whether a byte-fallback vocabulary means one byte by this token, as in `<0xE4>`."""
+    """Whether a byte-fallback vocabulary means one byte by this token (`<0xE4>`)."""
     return _BYTE_TOKEN.fullmatch(token) is not None
 
 
@@ -67,10 +77,9 @@ _ALPHABET = byte_alphabet()
 
 
 class Tokenizer:
-    """Encodes, decodes and renders chats as the model's folder says. Safe to call from several threads.
-
-    `default_sampling` holds what generation_config.json recommends, by the names of `SamplingParams`. With
-    `special_in_messages`, a special token that a chat message spells is that token, not text.
+    """Encodes, decodes and renders chats as the model's folder demands. Thread-safe. `default_sampling` holds
+    the recommendations of generation_config.json, by the names of `SamplingParams`. With
+    `special_in_messages`, a special token spelled in a chat message is that token, not text.
     """
 
     def __init__(
@@ -108,7 +117,7 @@ class Tokenizer:
     def from_folder(
         cls, folder: str | Path, chat_template: str | None = None, *, special_in_messages: bool = False
     ) -> Tokenizer:
-        """Read a model folder; `chat_template` (Jinja source) takes the place of the folder's own."""
+        """Read a model folder; `chat_template` (Jinja source) replaces the folder's own."""
         folder = Path(folder)
         path = folder / "tokenizer_config.json"
         config = checked(TokenizerConfigJson, read_optional(path), path)
@@ -140,10 +149,9 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Tokens:
-        """Special tokens as the post-processor in tokenizer.json adds them.
-
-        The flags add_bos_token and add_eos_token beside it do not count, as in transformers 5. Raises
-        `RequestError` for text that has no UTF-8 form, or that the tokenizer cannot process.
+        """Token ids of a text, with special tokens as tokenizer.json's post-processor adds them. The flags
+        add_bos_token and add_eos_token do not count, as in transformers 5. Raises `RequestError` for text
+        without a UTF-8 form, or that the tokenizer cannot process.
         """
         try:
             text.encode()
@@ -160,10 +168,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_options: Mapping[str, Any] | None = None,
     ) -> Tokens:
-        """The template writes its special tokens itself: none are added, so that there is one BOS at most.
-
-        The ids hold exactly those special tokens. One that a message, a name or a tool's argument spells is
-        text, in ids as the tokenizer gives for it without special tokens.
+        """Token ids of a chat. The template writes special tokens; no others are added. So there is one BOS
+        at most. A special token spelled in a message, a name or a tool's argument is text, with the ids that
+        the tokenizer gives it without special tokens.
         """
         chat = self._rendered(messages, add_generation_prompt, template_options)
         if self._special_in_messages or not chat.spells_tokens:
@@ -200,7 +207,7 @@ class Tokenizer:
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, options=options)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Ids without a token (a padded vocabulary) write nothing."""
+        """The text; ids without a token (a padded vocabulary) write nothing."""
         return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -253,7 +260,7 @@ def _special_tokens(*sources: TokenizerConfigJson) -> dict[str, str]:
 
 
 def _chat_template(folder: Path, config: TokenizerConfigJson) -> str | None:
-    """chat_template.jinja, else the entry in tokenizer_config.json (of several named ones, `default`)."""
+    """chat_template.jinja, else tokenizer_config.json's entry (`default` of several)."""
     path = folder / "chat_template.jinja"
     if os.path.lexists(path):
         try:
@@ -262,7 +269,7 @@ def _chat_template(folder: Path, config: TokenizerConfigJson) -> str | None:
             raise ModelError(f"{path} cannot be read: {error}") from error
     entry = config.chat_template
     if isinstance(entry, list):
-        return {one.name: one.template for one in entry}.get("default")
+        return {named.name: named.template for named in entry}.get("default")
     return entry
 
 
@@ -271,7 +278,7 @@ def _ids(entry: TokenIds) -> set[int]:
 
 
 def _default_sampling(generation: GenerationJson, folder: Path) -> dict[str, Any]:
-    """Recommended parameters; `do_sample: false`, where it is said, means greedy."""
+    """Recommended parameters; `do_sample: false` means greedy."""
     if generation.do_sample is False:
         return {"temperature": 0.0}
     given = {key: value for key in _SAMPLING_KEYS if (value := getattr(generation, key)) is not None}
@@ -283,7 +290,7 @@ def _default_sampling(generation: GenerationJson, folder: Path) -> dict[str, Any
 
 
 class ByteStream:
-    """Stream of a byte-level vocabulary. `token_bytes(id)` is empty for ids that write nothing."""
+    """Stream of a byte-level vocabulary; `token_bytes(id)` is empty for hidden ids."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
@@ -297,11 +304,10 @@ class ByteStream:
 
 
 class WindowStream:
-    """Stream over any decoder whose text only grows at its end as tokens are added.
-
-    `writes(id)` says whether a token takes part in decoding at all, `open_ended(id)` whether its text may
-    still change with its successor (in a byte-fallback run, where one invalid byte spoils the whole run).
-    The window is `context + fresh`; `_sent` characters of its text have been handed out.
+    """Stream over any decoder whose text only grows at its end. `writes(id)` is whether a token takes part in
+    decoding at all, `open_ended(id)` whether its text may change with its successor (in a byte-fallback run,
+    where one invalid byte spoils the whole run). The window is `context + fresh`; `_sent` characters of its
+    text have been returned.
     """
 
     def __init__(
@@ -342,7 +348,7 @@ class WindowStream:
         return text[start:end]
 
     def _slide(self) -> None:
-        """All is sent: what was fresh becomes the context of what follows."""
+        """All text is sent: fresh tokens become the context of the next."""
         self._window = self._window[self._num_context :]
         self._num_context = len(self._window)
         self._sent = len(self._decode(self._window))

@@ -1,7 +1,8 @@
-"""A tokenizer from vocab.json and merges.txt, the files of GPT-2 and OPT from before tokenizer.json.
+"""From a model folder's files to a tokenizer: tokenizer.json, or vocab.json and merges.txt.
 
-Byte-level BPE (Radford et al. 2019), with the tokens and the options that tokenizer_config.json,
-special_tokens_map.json and added_tokens.json name; the same ids as transformers' `GPT2Tokenizer` gives.
+vocab.json and merges.txt are the files of GPT-2 and OPT from before tokenizer.json. They hold a byte-level
+BPE (Radford et al. 2019), with the tokens and options that tokenizer_config.json, special_tokens_map.json and
+added_tokens.json name. The ids are those of transformers' `GPT2Tokenizer`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _DEFAULT = "<|endoftext|>"
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """tokenizer.json of a model folder, or vocab.json with merges.txt beside it. Raises `ModelError` where
-    there is neither.
+    """tokenizer.json of a model folder, or else its vocab.json. Raises `ModelError` if the folder has
+    neither, or no merges.txt beside vocab.json.
     """
     if os.path.lexists(folder / "tokenizer.json"):
         return folder / "tokenizer.json"
@@ -45,9 +46,7 @@ def tokenizer_file(folder: Path) -> Path:
 
 
 def read_tokenizer(folder: Path) -> FastTokenizer:
-    """The tokenizer of a model folder. Raises `ModelError` for a folder with none, and for files that are
-    none.
-    """
+    """The tokenizer of a model folder. Raises `ModelError` if it has none that can be read."""
     path = tokenizer_file(folder)
     return read_bpe(folder) if path.name == VOCAB_FILE else _read_whole(path)
 
@@ -59,7 +58,7 @@ def _read_whole(path: Path) -> FastTokenizer:
         raise ModelError(f"{path} is not a tokenizer: it has no object named model")
     vocab = model.get("vocab")
     check_token_ids(vocab.values() if isinstance(vocab, dict) else (), path)
-    check_token_ids([one.get("id") if isinstance(one, dict) else one for one in added or ()], path)
+    check_token_ids([token.get("id") if isinstance(token, dict) else token for token in added or ()], path)
     try:
         return FastTokenizer.from_file(str(path))
     except (KeyboardInterrupt, SystemExit):
@@ -69,7 +68,7 @@ def _read_whole(path: Path) -> FastTokenizer:
 
 
 def read_bpe(folder: Path) -> FastTokenizer:
-    """The tokenizer of a folder with both files. Raises `ModelError` for files that make none."""
+    """The tokenizer in vocab.json and merges.txt. Raises `ModelError` for files that make none."""
     config = _config(folder)
     vocab = read_object(folder / VOCAB_FILE)
     check_token_ids(vocab.values(), folder / VOCAB_FILE)
@@ -94,7 +93,7 @@ def read_bpe(folder: Path) -> FastTokenizer:
 
 
 def _config(folder: Path) -> BpeConfigJson:
-    """tokenizer_config.json; what it leaves open is of special_tokens_map.json."""
+    """tokenizer_config.json; special_tokens_map.json fills in missing values."""
     content: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / name
@@ -105,7 +104,7 @@ def _config(folder: Path) -> BpeConfigJson:
 
 
 def _merges(path: Path) -> list[tuple[str, str]]:
-    """One merge a line, two tokens with a space between, after a line with the version."""
+    """One merge per line, two tokens with a space between, after a version line."""
     try:
         lines = read_text(path).split("\n")
     except (OSError, ValueError) as error:
@@ -122,7 +121,7 @@ def _merges(path: Path) -> list[tuple[str, str]]:
 
 
 def _added_tokens(folder: Path, config: BpeConfigJson, vocab: Mapping[str, int]) -> Iterator[AddedToken]:
-    """In the order of their ids, so that new ones get those; then special tokens that none of them is."""
+    """Added tokens in order of their ids, which they keep; then other special tokens."""
     path = folder / "added_tokens.json"
     by_id = {token_id: NewTokenJson(content=text) for text, token_id in read_optional(path).items()}
     check_token_ids(by_id, path)

@@ -1,8 +1,8 @@
-"""The parameters of a model, and which tensors of a checkpoint they are made of.
+"""A model's parameters, and the checkpoint's tensors that they are made of.
 
-Projections that read the same input are one parameter here (Q, K and V; gate and up), so that each is one
-GEMM. A `Parameter` lists the checkpoint's pieces of it, stacked by rows. `weight_check` compares all pieces
-with the checkpoint's headers, `loading` makes them tensors.
+Projections that read the same input are one parameter (Q, K and V; gate and up), so each is one GEMM. A
+`Parameter` lists its pieces in the checkpoint, stacked by rows. `check` compares all pieces with the
+checkpoint's headers; `loading` makes them tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EMBEDDING = "embed.weight"
 
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
-    """One tensor of the checkpoint; its first dimension is stacked under that of the pieces before it."""
+    """One tensor of the checkpoint; pieces are stacked along their first dimension."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,12 +30,12 @@ class WeightPiece:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One tensor of the model: `name` is ours (see `parameters`)."""
+    """One tensor of the model; `parameters` defines its `name`."""
 
     name: str
     pieces: tuple[WeightPiece, ...]
     is_multiplied: bool = False
-    """By the tokens of a step; a table may be only looked up."""
+    """Whether a step multiplies by it; a table may be only looked up."""
 
     @property
     def is_matrix(self) -> bool:
@@ -47,10 +47,9 @@ class Parameter:
 
 
 def parameters(spec: ModelSpec) -> list[Parameter]:
-    """Every parameter of a model of this shape, in the order in which the forward pass reads them.
-
-    Names: `embed`, `positions`, `project_in`, `layers.I.{attn_norm,qkv,q_norm,k_norm,out,mlp_norm,up,down}`,
-    `final_norm`, `project_out`, `head`; each followed by `.weight` or `.bias`.
+    """All parameters of a model of this shape, in the forward pass's order. Names: `embed`, `positions`,
+    `project_in`, `layers.I.{attn_norm,qkv,q_norm,k_norm,out,mlp_norm,up,down}`, `final_norm`, `project_out`,
+    `head`; each followed by `.weight` or `.bias`.
     """
     plan = _opt_parameters(spec) if spec.rope is None else _rope_parameters(spec)
     looked_up = {"positions.weight"} if spec.tied else {"positions.weight", EMBEDDING}
@@ -61,7 +60,7 @@ def parameters(spec: ModelSpec) -> list[Parameter]:
 
 
 def num_parameters(plan: Iterable[Parameter]) -> int:
-    """Numbers in all of them, as config.json implies: however they are stored, a tied head once."""
+    """Numbers in all parameters, as config.json implies; a tied head counts once."""
     return sum(math.prod(parameter.shape) for parameter in plan)
 
 
@@ -69,7 +68,7 @@ Plan = Iterator[tuple[str, tuple[WeightPiece, ...]]]
 
 
 def _rope_parameters(spec: ModelSpec) -> Plan:
-    """Names of Llama, Mistral, Qwen2 and Qwen3 checkpoints."""
+    """Names in Llama, Mistral, Qwen2 and Qwen3 checkpoints."""
     hidden = spec.hidden_size
     yield "embed.weight", (WeightPiece("model.embed_tokens.weight", (spec.vocab_size, hidden)),)
     for i in range(spec.num_layers):
@@ -146,19 +145,20 @@ def _head(spec: ModelSpec) -> Plan:
 
 _SHOWN = 4
 _HARMLESS = ("rotary_emb.inv_freq", ".masked_bias", "decoder.version", "lm_head.weight")
-"""Constants that can be computed, and the head of a model whose embedding is its head."""
+"""Constants that can be computed, and the head of a model with a tied head."""
 log = logging.getLogger("sagellm.weights")
 
 
 def check(plan: Sequence[Parameter], checkpoint: Checkpoint, stored: WeightFormat | None = None) -> None:
-    """Raise unless the checkpoint has every piece in its shape, as it is or in the format `stored`.
+    """Raise unless the checkpoint has every piece in its shape, plain or as `stored`.
 
-    `MissingWeightsError` names the missing tensors, `WeightShapeError` the tensor, expected and found shape,
-    `UnsupportedModelError` one of a dtype that is none of a weight or of its format, and biases that are not
-    zero of modules that have none. A warning names all else that is not used.
+    It reads headers, and values only where headers do not suffice: shapes stored as tensors, and biases for
+    which the model has no place. `MissingWeightsError` names the missing tensors, `WeightShapeError` the
+    tensor with expected and found shape, `UnsupportedModelError` a tensor of a wrong dtype, and biases that
+    are not zero of modules without bias. A warning names all other unused tensors.
     """
     pieces = [piece for parameter in plan for piece in parameter.pieces]
-    wanted = dict(one for piece in pieces for one in stored_tensors(piece, checkpoint, stored))
+    wanted = dict(pair for piece in pieces for pair in stored_tensors(piece, checkpoint, stored))
     found = {name: stored_name(checkpoint, name) for name in wanted}
     missing = [name for name, tensor in wanted.items() if not tensor.optional and not found[name]]
     if missing:
@@ -189,8 +189,8 @@ def _check_tensor(checkpoint: Checkpoint, name: str, tensor: StoredTensor) -> No
 
 
 def _check_unused(pieces: Iterable[WeightPiece], checkpoint: Checkpoint, used: set[str | None]) -> None:
-    """GPTQ's writers give every module a bias, zeros where the model has none: those change nothing. What is
-    of no bias's dtype is none.
+    """Check tensors that the model does not use. GPTQ's writers give every module a bias, zeros where the
+    model has none: those change nothing. A tensor without a float dtype is no bias.
     """
     biases = {piece.name.rpartition(".")[0] + ".bias" for piece in pieces}
     biases |= {name.removeprefix("model.") for name in biases}
@@ -213,7 +213,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def is_quantized(piece: WeightPiece, checkpoint: Checkpoint, stored: WeightFormat) -> bool:
-    """Whether the checkpoint has the piece in the format `stored`: any of its tensors, in its dtype."""
+    """Whether the checkpoint stores the piece quantized: any tensor, in its dtype."""
     if len(piece.shape) != 2:
         return False
     module = piece.name.removesuffix("weight")
@@ -226,7 +226,7 @@ def is_quantized(piece: WeightPiece, checkpoint: Checkpoint, stored: WeightForma
 def stored_tensors(
     piece: WeightPiece, checkpoint: Checkpoint, stored: WeightFormat | None
 ) -> list[tuple[str, StoredTensor]]:
-    """The tensors of the checkpoint that make the piece, by name."""
+    """The checkpoint's tensors that make the piece, by name."""
     if stored is None or not is_quantized(piece, checkpoint, stored):
         return [(piece.name, StoredTensor(piece.shape, tuple(FLOATS)))]
     module = piece.name.removesuffix("weight")
@@ -234,5 +234,5 @@ def stored_tensors(
 
 
 def stored_name(checkpoint: Checkpoint, name: str) -> str | None:
-    """The name under which the checkpoint has `name`: some were saved without the leading `model.`."""
+    """The name under which the checkpoint has `name`, perhaps without the leading `model.`."""
     return next((form for form in (name, name.removeprefix("model.")) if form in checkpoint), None)

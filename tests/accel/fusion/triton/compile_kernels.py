@@ -34,7 +34,7 @@ Case = tuple[Any, Mapping[str, str], Mapping[str, Any]]
 def attention(dtype: str, dim: int, group: int, *, one_token: bool, splits: int) -> Case:
     out = "*fp32" if splits > 1 else f"*{dtype}"
     pointers = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
-    pointers |= {"spans": "*i64", "tables": "*i32", "out": out, "tops": "*fp32", "totals": "*fp32"}
+    pointers |= {"spans": "*i64", "tables": "*i32", "output": out, "tops": "*fp32", "totals": "*fp32"}
     padded = triton.next_power_of_2(dim)
     tile, rows = tile_sizes(padded * (4 if dtype == "fp32" else 2))
     constants = {
@@ -47,7 +47,7 @@ def attention(dtype: str, dim: int, group: int, *, one_token: bool, splits: int)
 
 def glue(dtype: str) -> Iterator[Case]:
     own = f"*{dtype}"
-    names = ("x", "delta", "weight", "out")
+    names = ("x", "delta", "weight", "output")
     yield (
         add_rms_norm_kernel,
         dict.fromkeys(names, own) | {"eps": "fp32"},
@@ -59,7 +59,7 @@ def glue(dtype: str) -> Iterator[Case]:
         "TURNS": True, "NORMS_QUERY": True, "NORMS_KEY": True,
     }  # fmt: skip
     yield rope_to_cache_kernel, dict.fromkeys(rotated, own) | {"slots": "*i64", "eps": "fp32"}, constants
-    yield silu_and_mul_kernel, {"wide": own, "out": own}, {"TILE": 1024}
+    yield silu_and_mul_kernel, {"wide": own, "output": own}, {"TILE": 1024}
 
 
 def cases(*, every: bool) -> Iterator[Case]:
@@ -69,7 +69,7 @@ def cases(*, every: bool) -> Iterator[Case]:
     ]:
         yield attention(dtype, dim, group, one_token=True, splits=8)
         yield attention(dtype, dim, group, one_token=False, splits=1)
-    pointers = {"parts": "*fp32", "tops": "*fp32", "totals": "*fp32", "out": "*bf16"}
+    pointers = {"parts": "*fp32", "tops": "*fp32", "totals": "*fp32", "output": "*bf16"}
     yield reduce_kernel, pointers, {"DIM": 128, "DIMS": 128, "SPLITS": 8}
     for dtype in ("bf16", "fp32") if every else ("bf16",):
         yield from glue(dtype)

@@ -1,4 +1,4 @@
-"""CPU kernels in C++ with intrinsics, built by the system's compiler when they are first needed."""
+"""CPU kernels in C++ with intrinsics, built when they are first needed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = ["CpuLinear", "CpuPagedAttention", "CpuQuantizedLinear", "cpu_kernels"
 
 
 def cpu_kernels(threads: int) -> KernelSet:
-    """The kernels for this CPU on so many threads, built now, side by side, where the user's cache does not
-    have them. Empty where they cannot be built; a warning then says why.
+    """The kernels for this CPU on so many threads. They are built now, side by side, unless the user's cache
+    has them. Empty where they cannot be built; a warning then has the reason.
     """
     try:
         level = cpu_level()

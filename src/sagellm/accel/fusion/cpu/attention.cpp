@@ -1,6 +1,6 @@
-// Causal attention over paged keys and values in float32, bfloat16 or float16, with online softmax. Sums are float32.
-// A span of one token is split by keys, a longer one by tokens and kv heads; how depends on the span alone: its result
-// does not depend on what else is in the job or on the number of threads. No exception leaves the C interface.
+// Causal attention over paged keys and values in float32, bfloat16 or float16, with online softmax. Sums are float32. A
+// span of one token is split by keys, a longer one by tokens and kv heads. The split depends on the span alone, so its
+// result depends neither on other spans nor on the number of threads.
 
 #include <atomic>
 
@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int64_t LEAST_WORK = 1 << 15;  // weights times dims for which other threads are not woken up
+constexpr int64_t LEAST_WORK = 1 << 15;  // weights times dims; below, no helper threads are woken
 
 int64_t first_key(const Attention &job, const Span &span) { return job.first_key(span.start); }
 
@@ -20,7 +20,7 @@ int64_t num_tasks(const Attention &job, const Span &span) {
     return (span.tokens + tokens - 1) / tokens * job.kv_heads;
 }
 
-// What a caller may get wrong is refused before any memory is touched by it.
+// Refuses a caller's mistakes before any memory is touched.
 Outcome check(const Attention &job) {
     for (int64_t i = 0; i < job.num_spans; i++) {
         const Span &span = job.spans[i];
@@ -36,12 +36,12 @@ Outcome check(const Attention &job) {
     return DONE;
 }
 
-// Of a span of one token: where its parts begin, and how many of them are to be done. Who does the last one finishes.
+// Of a span of one token: its first part, and how many parts are left. The thread with the last part finishes the span.
 struct Progress {
     int64_t first_part, left;
 };
 
-// The tasks of all spans: those of long spans first, their last tokens, which see most, before their first.
+// Lists the tasks of all spans: long spans first, and in these the last tokens, which see most keys, first.
 void list_tasks(const Attention &job, Task *to, Progress *progress) {
     for (int64_t i = 0; i < job.num_spans; i++) {
         const Span &span = job.spans[i];
@@ -97,7 +97,7 @@ bool run(const Attention &job, int32_t threads) {
     threads::together(useful, [&] {
         void *memory = thread_memory.at_least(query_bytes > tile_bytes ? query_bytes : tile_bytes);
         if (!memory) failed = true;
-        // Tasks are taken, not dealt: a thread that another process holds up takes fewer.
+        // Threads take tasks one by one, so a thread that another process delays takes fewer.
         for (int64_t at; !failed && (at = next.fetch_add(1)) < sum.tasks;) {
             if (at < sum.tile_tasks) {
                 query_tiles::run<Form>(job, tasks[at], memory);

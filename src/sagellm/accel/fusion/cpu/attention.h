@@ -1,4 +1,4 @@
-// What the attention kernels work on: the job, its spans and tasks, and the running softmax of one row.
+// The data of the attention kernels: the job, its spans and tasks, and the running softmax of one row.
 
 #pragma once
 #include <cstddef>
@@ -23,8 +23,8 @@ struct Span {
     int64_t first_row, tokens, start, table;
 };
 
-// Every row of a span attends to the keys of its sequence up to its own position, where `window` is not 0 to that many
-// of them. Rows of no span are left as they are. Strides as in `Pool`.
+// A row of a span attends to the keys of its sequence up to its own position, or, if `window` is not 0, to the last
+// `window` of them. Rows outside every span are not written. Strides are as in `Pool`.
 struct Attention {
     const void *query;
     void *out;
@@ -38,15 +38,15 @@ struct Attention {
     int32_t query_type, pool_type;
 
     int64_t group() const { return heads / kv_heads; }
-    // What a score is multiplied by for 2^score to be the weight of a key.
+    // The factor of a score s after which 2^s is the weight of a key.
     float factor() const { return scale * LOG2_E; }
     int64_t padded_dim() const { return (head_dim + WIDTH - 1) / WIDTH * WIDTH; }
     // Keys that the query at `position` sees: [first_key, position].
     int64_t first_key(int64_t position) const { return window && position >= window ? position + 1 - window : 0; }
 };
 
-// A part of the work: of `span`, the rows of tokens [first, last) and one kv head; or, where `kv_head` is -1, its keys
-// [first, last) and all heads.
+// A part of the work on `span`: tokens [first, last) and one kv head; or, if `kv_head` is -1, keys [first, last) and
+// all heads.
 struct Task {
     int64_t span, kv_head, first, last;
 };
@@ -58,10 +58,10 @@ void widen_row(const X *from, int64_t count, float *to) {
     for (int64_t i = 0; i < count; i++) to[i] = as_float(from[i]);
 }
 
-// How numbers of query and pool are multiplied. In cache they lie in words of 32 bits, GROUP numbers each: of a key's
-// or query's dims, of a dim's values, of a row's weights. `words` are of consecutive numbers, the first `count` of them
-// and zeros; `across` are of the same dims of GROUP keys; `without` leaves those of keys [low, high), the first of the
-// word being `key`. `weigh` makes the i-th weights and their followers, 2^x each for x <= 0, and adds them to `sum`.
+// How numbers of query and pool are multiplied. In cache they lie in words of 32 bits with GROUP numbers each: dims of
+// a key or query, values of a dim, or weights of a row. `words` loads consecutive numbers, the first `count` and then
+// zeros. `across` loads the same dims of GROUP keys. `without` zeroes keys outside [low, high), where `key` is the
+// first of the word. `weigh` stores a vector of weights 2^x, x <= 0, at index i and adds them to `sum`.
 template <typename T>
 struct Floats {
     typedef T Number;
@@ -93,8 +93,8 @@ struct Floats {
 };
 
 #if defined(__AVX512BF16__)
-// Query and pool are bfloat16: one instruction multiplies pairs and adds in float32. Weights are rounded to bfloat16,
-// as in FlashAttention, and so is their sum's every term: a row's weights add up to 1.
+// For bfloat16 query and pool: one instruction multiplies pairs and adds in float32. Weights are rounded to bfloat16,
+// as in FlashAttention. Their sum adds the rounded weights, so a row's weights add up to 1.
 struct Pairs {
     typedef BFloat16 Number;
     static constexpr int64_t GROUP = 2;
@@ -108,7 +108,7 @@ struct Pairs {
         const __m512i low = _mm512_cvtepu16_epi32(first), high = _mm512_cvtepu16_epi32(second);
         return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
     }
-    // Two vectors at a time by one permutation each.
+    // Two vectors at a time, with one permutation each.
     template <int COUNT>
     static void across(const BFloat16 *first, const BFloat16 *second, Vector (&to)[COUNT]) {
         const __m512i dims = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -130,7 +130,7 @@ struct Pairs {
         const uint32_t seen = (key < low ? 0u : 0xffffu) | (key + 1 < high ? 0xffff0000u : 0u);
         return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(values), _mm512_set1_epi32(int32_t(seen))));
     }
-    // 2^floor(x) times a polynomial of what is left, which is 7.5e-5 off at most (Remez): a 26th of the rounding.
+    // 2^floor(x) times a polynomial (Remez) of the fraction. Its error is at most 7.5e-5, a 26th of the rounding.
     static Vector weigh(Vector x, float *to, int64_t i, Vector sum) {
         const Vector f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
         Vector weights = multiply_add(f, all(7.80245226e-2f), all(2.26067155e-1f));
@@ -146,7 +146,7 @@ struct Pairs {
 };
 #endif
 
-// A head's query at `row` in words, zeros up to the padded dim.
+// Loads a head's query at `row` as words, with zeros up to the padded dim.
 template <typename Form>
 void load_query(const Attention &job, int64_t row, int64_t head, float *to) {
     std::memset(to, 0, size_t(job.padded_dim()) * sizeof *to);
@@ -168,7 +168,7 @@ inline void narrow_row(const float *from, int64_t count, float divisor, BFloat16
 }
 #endif
 
-// The sums over a row's keys, divided by the sum of their weights, as its output.
+// Stores a row's output: the sums over its keys, divided by the sum of their weights.
 inline void store_out(const Attention &job, int64_t row, int64_t head, const float *sums, float weight) {
     const int64_t at = row * job.out_row_stride + head * job.out_head_stride;
     switch (job.query_type) {
@@ -178,7 +178,7 @@ inline void store_out(const Attention &job, int64_t row, int64_t head, const flo
     }
 }
 
-// Where the keys [first, first + count) of a span lie in a pool, for kv head 0.
+// Finds the addresses in a pool of keys [first, first + count) of a span, for kv head 0.
 template <typename T>
 void find_keys(const Attention &job, const Pool &pool, const Span &span, int64_t first, int64_t count, const T **at) {
     const int32_t *block = job.tables + span.table + first / job.block_size;
@@ -199,7 +199,7 @@ struct Softmax {
     void begin() { greatest = -__builtin_inff(), save(weights, zero()); }
     float weight() const { return total(load(weights)); }
 
-    // Weights are relative to this: where all scores are -inf, each of them is 0.
+    // The score to which weights are relative. If all scores are -inf, all weights are 0.
     static float origin(float greatest) { return greatest == -__builtin_inff() ? 0.0f : greatest; }
     static float power(float x) {
         float lanes[WIDTH];
@@ -208,7 +208,7 @@ struct Softmax {
     }
 };
 
-// The greatest of scores [first, last), which are whole vectors.
+// The greatest of scores [first, last), a range of whole vectors.
 inline float greatest_score(const float *scores, int64_t first, int64_t last) {
     Vector most = load(scores + first);
 #pragma GCC unroll 4
@@ -216,7 +216,7 @@ inline float greatest_score(const float *scores, int64_t first, int64_t last) {
     return greatest_of(most);
 }
 
-// Turns scores [first, last) into words of weights relative to `origin`; returns `sum` and these, lane by lane.
+// Turns scores [first, last) into words of weights relative to `origin`. Returns `sum` plus the weights, lane by lane.
 template <typename Form>
 Vector weigh(float *scores, int64_t first, int64_t last, Vector origin, Vector sum) {
 #pragma GCC unroll 8
@@ -225,8 +225,8 @@ Vector weigh(float *scores, int64_t first, int64_t last, Vector origin, Vector s
     return sum;
 }
 
-// Turns scores [low[m], high[m]) of ROWS rows, TILE apart, into weights. Those beside them, in the vectors that they
-// lie in, become 0. `factors` are for what was summed before; 1 for a row that has no scores.
+// Turns scores [low[m], high[m]) of ROWS rows, TILE apart, into weights. Other scores in the same vectors become
+// weights of 0. `factors` rescale the earlier sums of each row; 1 for a row without scores.
 template <typename Form, int ROWS, int64_t TILE>
 void add_scores(float *scores, const int64_t *low, const int64_t *high, Softmax *rows, float *factors) {
     float changes[(ROWS + WIDTH - 1) / WIDTH * WIDTH] = {};
@@ -235,7 +235,7 @@ void add_scores(float *scores, const int64_t *low, const int64_t *high, Softmax 
         const int64_t first = low[m] / WIDTH * WIDTH, last = (high[m] + WIDTH - 1) / WIDTH * WIDTH;
         for (int64_t i = first; i < low[m]; i++) scores[i] = -__builtin_inff();
         for (int64_t i = high[m]; i < last; i++) scores[i] = -__builtin_inff();
-        // Both ends known to the compiler: it unrolls the loop.
+        // With both ends constant the compiler unrolls the loop.
         const bool whole = first == 0 && last == TILE;
         const float found = whole ? greatest_score(scores, 0, TILE) : greatest_score(scores, first, last);
         const float before = rows[m].greatest;

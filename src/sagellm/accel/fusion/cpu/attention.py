@@ -1,6 +1,7 @@
-"""Paged attention by the C++ kernel of this folder; K and V are read where they lie.
+"""Paged attention by the C++ kernel of this folder.
 
-One call computes all sequences of a step, decode rows and prefill chunks. `paged_attention` is the slow twin.
+One call computes all sequences of a step, decode rows and prefill chunks. K and V are read where they lie.
+`paged_attention` is the slow twin.
 """
 
 from __future__ import annotations
@@ -40,12 +41,10 @@ class _Job(ctypes.Structure):
 
 
 class CpuPagedAttention(CpuKernel, PagedAttention):
-    """`PagedAttention` on a CPU.
-
-    The result of a span depends neither on the number of threads nor on other spans. `apply` raises
-    `KernelError` also for spans or tables that lead outside of query or pool, and `CapacityError` where
-    memory runs out. Tolerances hold for scores of up to about 30: weights are rounded to bfloat16 where query
-    and pool are bfloat16 and the CPU multiplies pairs of it.
+    """`PagedAttention` on a CPU. The result of a span depends neither on the number of threads nor on other
+    spans. `apply` raises `KernelError` also for spans or tables that lead outside of query or pool, and
+    `CapacityError` where memory runs out. Tolerances hold for scores of up to about 30: weights are rounded
+    to bfloat16 where query and pool are bfloat16 and the CPU multiplies pairs of it.
     """
 
     def reference(self, *inputs: Any) -> torch.Tensor:
@@ -73,7 +72,7 @@ def paged_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor, tables: torch.Tensor,
     window: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Slow twin: token by token, in the wider of both dtypes; rows outside every span are NaN."""
+    """Slow twin, token by token, in the wider of both dtypes. Rows outside every span are NaN."""
     output = torch.full_like(query, torch.nan)
     dtype = torch.promote_types(query.dtype, keys.dtype)
     block_size, group = keys.shape[1], query.shape[1] // keys.shape[2]
@@ -90,9 +89,8 @@ def paged_attention(
 
 
 def attention_kernel(path: Path, caller: Caller, *, threads_of: Path) -> CpuPagedAttention:
-    """The kernel of the library at `path`, on the threads of the library at `threads_of`.
-
-    Raises `KernelError` if one of them cannot be loaded.
+    """The kernel in the library at `path`, on the threads of `threads_of`. Raises `KernelError` if one of
+    both libraries cannot be loaded.
     """
     library = loaded(path, threads_of=threads_of)
     return CpuPagedAttention(kernel_function(library, "sagellm_paged_attention"), caller)

@@ -83,25 +83,23 @@ class _RecordedCall:
 
 
 class _Recorder(threading.local):
-    """The calls that this thread records; None while it does not record.
-
-    Each thread has its own, so calls of other threads do not get in, and a fork's child does not go on.
+    """The calls that this thread records; None while it does not record. Each thread has its own, so calls of
+    other threads do not get in, and a fork's child does not go on.
     """
 
     calls: list[_RecordedCall] | None = None
 
 
 class Caller:
-    """Calls C functions on at most `threads` threads, and records a thread's calls on request."""
+    """Calls C functions on at most `threads` threads, and records calls on request."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._recorder = _Recorder()
 
     def __call__(self, name: str, function: Function, job: ctypes.Structure, *kept: object) -> None:
-        """Run `function` on `job`; `kept` own all memory that the job points to.
-
-        Raises `KernelError` where the kernel refuses the job, `CapacityError` where it gets no memory.
+        """Run `function` on `job`; `kept` own all memory that the job points to. Raises `KernelError` where
+        the kernel refuses the job, `CapacityError` where it gets no memory.
         """
         _check(name, function(ctypes.byref(job), self.threads))
         calls = self._recorder.calls
@@ -109,9 +107,8 @@ class Caller:
             calls.append(_RecordedCall(name, function, job, kept))
 
     def record(self, run: Function, work: Work) -> Work | None:
-        """Run `work` and return a function that repeats its calls through `run`.
-
-        Returns None where torch computed a part of the work, or no kernel ran.
+        """Run `work` and return a function that repeats its calls through `run`. Returns None where torch
+        computed a part of the work, or no kernel ran.
         """
         calls = self._recorder.calls = []
         try:
@@ -141,7 +138,7 @@ class CpuKernel(CheckedKernel):
 
 
 class _TorchWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects the names of torch's operators that do more than allocate a tensor or make a view."""
+    """Collects torch's operators that do more than allocate or make a view."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -149,7 +146,7 @@ class _TorchWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False, or torch imports its compiler at the first operator: 1.5 s of CPU time."""
+        """False, or torch imports its compiler at the first operator (1.5 s)."""
         return False
 
     def __torch_dispatch__(
@@ -178,7 +175,7 @@ def _are_views(result: object, args: object) -> bool:
 
 
 class _Recording:
-    """Recorded calls that can be replayed; owns their jobs, and the memory that those point to."""
+    """Recorded calls that can be replayed, with their jobs and memory."""
 
     def __init__(self, run: Function, threads: int, recorded: Sequence[_RecordedCall]) -> None:
         self._run, self._threads, self._recorded = run, threads, recorded
@@ -203,8 +200,7 @@ def _check(name: str, code: int) -> None:
 
 
 def recording(path: Path, caller: Caller) -> Capture:
-    """A `Capture` of work whose kernels `caller` calls; the library at `path` replays it.
-
-    Raises `KernelError` if the library cannot be loaded.
+    """A `Capture` of work whose kernels `caller` calls; the library at `path` replays it. Raises
+    `KernelError` if the library cannot be loaded.
     """
     return partial(caller.record, kernel_function(loaded(path), "sagellm_replay"))

@@ -1,8 +1,6 @@
-// The operations between a decoder's matrices, for float32, bfloat16 or float16. Few rows are done by the calling
-// thread: others would take longer to wake up than to help. No exception leaves the C interface.
-//
-// What a decoder does between its matrices, row by row: residual add and RMSNorm, rotary embedding and KV write, gated
-// activation. Sums and products are float32 and rounded once; what a row gets depends on that row alone.
+// The operations between a decoder's matrices, row by row, for float32, bfloat16 or float16: residual add and RMSNorm,
+// rotary embedding and KV write, gated activation. Sums and products are float32 and rounded once. A row's result
+// depends on that row alone. The calling thread computes few rows alone: waking helpers would take longer.
 
 #include <atomic>
 #include <cmath>
@@ -14,8 +12,8 @@
 #include "numbers.h"
 #include "vector.h"
 
-// y = RMSNorm(x) weight, of rows x columns; where there is a delta, x becomes x + delta before. Strides are in
-// elements and of rows, whose elements are contiguous; all are of one type.
+// y = RMSNorm(x) weight, of rows x columns. If there is a delta, x first becomes x + delta. Strides are those of rows,
+// in elements; elements of a row are contiguous; all have one type.
 struct AddNorm {
     void *x;
     const void *delta;
@@ -32,9 +30,9 @@ struct Slots {
     int64_t block_stride, token_stride, head_stride;
 };
 
-// Rows of query, key and value heads, one behind the other. Queries and keys get their RMSNorm (null weights: none) and
-// are rotated in place by cos and sin [rows, dim / 2] (null: not at all), keys and values are copied to `slots`, each
-// block x block size + token.
+// A row holds query, key and value heads, one after the other. Queries and keys get their RMSNorm (null weights: none)
+// and are rotated in place by cos and sin [rows, dim / 2] (null: no rotation). Keys and values are copied to `slots`,
+// each block x block size + token.
 struct Rotate {
     void *heads;
     const void *cos;
@@ -48,7 +46,7 @@ struct Rotate {
     int32_t type, pool_type;
 };
 
-// y = silu(gate) up, of rows x columns each: a row is its gate, then its up.
+// y = silu(gate) up, each of rows x columns. A row of the input is its gate, then its up.
 struct Gated {
     const void *gate;
     void *y;
@@ -89,7 +87,7 @@ void save(T *to, Vector v) {
 }
 #endif
 
-// The next `left` elements, at most a vector of them; what is missing is zero.
+// Loads the next `left` elements, at most one vector; missing elements are zero.
 template <typename T>
 Vector take(const T *from, int64_t left) {
     return left >= WIDTH ? load(from) : load_part(from, left);
@@ -103,14 +101,14 @@ void put(T *to, Vector v, int64_t left) {
     std::memcpy(to, part, size_t(left) * sizeof *to);
 }
 
-// Calls `body(i, left)` for each vector from `first` to `last`; the compiler knows that all but the last are whole.
+// Calls `body(i, left)` for each vector from `first` to `last`. For all but the last, `left` is a constant.
 template <typename Body>
 inline void by_vectors(int64_t first, int64_t last, const Body &body) {
     for (; last - first >= WIDTH; first += WIDTH) body(first, WIDTH);
     if (first < last) body(first, last - first);
 }
 
-// Squares are added to four sums in turn: one alone would wait for itself.
+// A sum of squares in four partial sums: additions to a single one would wait for each other.
 struct Squares {
     Vector next = zero(), second = zero(), third = zero(), last = zero();
 
@@ -118,7 +116,7 @@ struct Squares {
         const Vector sum = multiply_add(v, v, next);
         next = second, second = third, third = last, last = sum;
     }
-    // What RMSNorm (Zhang and Sennrich 2019) multiplies by.
+    // The factor of RMSNorm (Zhang and Sennrich 2019).
     float scale(int64_t count, float eps) const {
         const float sum = total((next + second) + (third + last));
         return 1.0f / std::sqrt(sum / float(count) + eps);
@@ -156,7 +154,7 @@ void norm_head(T *head, const T *weight, int64_t dim, float eps) {
     norm(head, weight, squares.scale(dim, eps), dim, head);
 }
 
-// The halves of a head are the pairs that are rotated (Su et al. 2021).
+// Element i of a head's first half and element i of its second half rotate as a pair (Su et al. 2021).
 template <typename T>
 void rotate_head(T *head, const T *cos, const T *sin, int64_t half) {
     by_vectors(0, half, [&](int64_t i, int64_t left) {
@@ -199,7 +197,7 @@ void rotate(const Rotate &job, int64_t row) {
         copy_head(head, place<P>(job.values, block, token, h), job.dim);
 }
 
-// 2^x for x up to 127, its square from there on: 0 and inf where exp of any x has them, NaN for NaN.
+// exp(x): 0 and inf where exp has them, NaN for NaN.
 inline Vector exponential(Vector x) {
     constexpr float HALF_LOG2_E = 0.72134752f;
     const Vector half = multiply(x, all(HALF_LOG2_E));
@@ -222,24 +220,24 @@ void gated(const Gated &job, int64_t row, int64_t first, int64_t last) {
 
 namespace {
 
-constexpr int64_t TASK_ELEMENTS = 1 << 14;  // of a row or several; one thread takes some microseconds
-constexpr int64_t GATED_COLUMNS = 1 << 12;  // whole vectors: how a row is cut does not show in its results
+constexpr int64_t TASK_ELEMENTS = 1 << 14;  // elements per task: some microseconds of one thread
+constexpr int64_t GATED_COLUMNS = 1 << 12;  // whole vectors, so that cutting a row does not change its results
 
-// Has `work(first, last)` done for all of `count` items; `item_elements` says how long one of them takes.
+// Calls `work(first, last)` for ranges that cover `count` items of `item_elements` elements each.
 template <typename Work>
 void in_tasks(int64_t count, int64_t item_elements, int32_t threads, const Work &work) {
     const int64_t step = item_elements < TASK_ELEMENTS ? TASK_ELEMENTS / (item_elements + 1) + 1 : 1;
     const int64_t tasks = (count + step - 1) / step;
     if (tasks < 3 || threads < 2) return work(0, count);
     std::atomic<int64_t> next{0};
-    // Tasks are taken, not dealt: a thread that another process holds up takes fewer.
+    // Threads take tasks one by one, so a thread that another process delays takes fewer.
     threads::together(tasks < threads ? int32_t(tasks) : threads, [&] {
         for (int64_t first; (first = next.fetch_add(step)) < count;)
             work(first, count - first < step ? count : first + step);
     });
 }
 
-// Calls `call` with a number of the type.
+// Calls `call` with a value of the C++ type.
 template <typename Call>
 int32_t by_type(int32_t type, const Call &call) {
     switch (type) {
@@ -263,7 +261,7 @@ EXPORTED int32_t sagellm_add_norm(const AddNorm *job, int32_t threads) {
     });
 }
 
-// Slots are checked before anything is changed.
+// All slots are checked before anything is changed.
 EXPORTED int32_t sagellm_rotate(const Rotate *job, int32_t threads) {
     for (int64_t row = 0; row < job->rows; row++)
         if (job->slots[row] < 0 || job->slots[row] / job->block_size >= job->num_blocks) return BAD_SLOT;

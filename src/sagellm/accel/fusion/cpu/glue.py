@@ -1,4 +1,4 @@
-"""The operations between a decoder's matrices, each in one pass by the C++ kernels of this folder.
+"""The glue kernels in C++: one pass for each operation between a decoder's matrices.
 
 At batch 1 torch's operators take 14 us (residual add and RMSNorm), 23 us (RoPE and KV write) and 5 us (gated
 activation), little of which is work. A call of a kernel takes 6 to 8 us, most of it Python. The result of a
@@ -29,9 +29,8 @@ class _AddNorm(ctypes.Structure):
 
 
 class _Rotate(ctypes.Structure):
-    """`struct Rotate` of glue.cpp.
-
-    The fields of `struct Slots` stand in it one by one: that is quicker to fill in than a nested structure.
+    """`struct Rotate` of glue.cpp. The fields of `struct Slots` stand in it one by one: that is quicker to
+    fill in than a nested structure.
     """
 
     _fields_ = (
@@ -123,9 +122,8 @@ class CpuSiluAndMul(CpuKernel, SiluAndMul):
 def glue_kernels(
     path: Path, caller: Caller, *, threads_of: Path
 ) -> tuple[CpuAddRmsNorm, CpuRopeToCache, CpuSiluAndMul]:
-    """The kernels of the library at `path`, on the threads of the library at `threads_of`.
-
-    Raises `KernelError` if one of them cannot be loaded.
+    """The kernels in the library at `path`, on the threads of `threads_of`. Raises `KernelError` if one of
+    both libraries cannot be loaded.
     """
     library = loaded(path, threads_of=threads_of)
     norm, rotate, gate = (

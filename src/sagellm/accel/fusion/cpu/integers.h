@@ -1,5 +1,5 @@
-// Products of 8-bit numbers, summed by fours as VNNI does: WIDTH sums of a vector of 4 WIDTH codes (0 to 255) and four
-// numbers (-127 to 127). Every form is exact: 4 x 255 x 127 is far from the end of an int32.
+// Sums of four products of 8-bit numbers, as VNNI computes them: WIDTH sums from a vector of 4 WIDTH codes (0 to 255)
+// and four numbers (-127 to 127). Every form is exact: 4 x 255 x 127 is far below the limit of an int32.
 
 #pragma once
 #include <cstdint>
@@ -34,7 +34,7 @@ inline void save_bytes(int8_t *to, Vector whole) {
 #if defined(__AVX512VNNI__)
 inline Ints dot(Bytes codes, const int8_t *x, Ints sum) { return _mm512_dpbusd_epi32(sum, codes, all_ints(four(x))); }
 #else
-// Even and odd bytes apart, as 16-bit numbers: the instruction for pairs of bytes saturates.
+// Even and odd bytes separately, as 16-bit numbers: the instruction for pairs of bytes saturates.
 inline Ints dot(Bytes codes, const int8_t *x, Ints sum) {
     const __m512i v = all_ints(four(x)), even = _mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8);
     const __m512i low = _mm512_and_si512(codes, _mm512_set1_epi16(255)), high = _mm512_srli_epi16(codes, 8);

@@ -1,8 +1,8 @@
-"""The kernels' shared libraries: each compiled once for its source, compiler and instruction set, and kept.
+"""The kernels' shared libraries, each compiled once for source, compiler and instruction set.
 
 They lie in the user's cache folder. A name holds a hash of what the library was made from and one of its
-content. A library appears by a rename, so that processes that start at once may both compile. One whose
-content is not what its name says (cut short, say) is compiled again: loading it could end the process.
+content. A library appears by a rename, so processes that start at once may both compile. A library whose
+content does not match its name (cut short, say) is compiled again: loading it could end the process.
 """
 
 from __future__ import annotations
@@ -34,16 +34,14 @@ Function = Callable[[object, int], int]
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A C++ compiler: the command line it begins with, and what it says of itself."""
+    """A C++ compiler: how its command line begins, and the version that it prints."""
 
     command: tuple[str, ...]
     version: str
 
 
 def find_compiler(environ: Mapping[str, str] | None = None) -> Compiler:
-    """The compiler that CXX names, or the first of g++, c++ and clang++ on PATH. Raises `KernelError` if
-    none runs.
-    """
+    """The C++ compiler in CXX, or the first one found. Raises `KernelError` if none runs."""
     env = os.environ if environ is None else environ
     named = shlex.split(env.get("CXX", ""))
     for command in [named] if named else [[name] for name in _COMPILERS]:
@@ -58,9 +56,8 @@ def find_compiler(environ: Mapping[str, str] | None = None) -> Compiler:
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Where the user's built kernels are kept; made if need be, for the user alone.
-
-    Raises `KernelError` for a folder that others could write to: what lies there is run.
+    """The folder of the user's built kernels, private and made if need be. Raises `KernelError` for a folder
+    that others could write to: what lies there is run.
     """
     env = os.environ if environ is None else environ
     root = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -77,9 +74,9 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def compiled(source: str, level: CpuLevel, compiler: Compiler, *, folder: Path | None = None) -> Path:
-    """The library of `source`.cpp for `level`, from `folder` (default: `cache_folder`) or compiled into it.
-
-    Raises `KernelError` where it does not compile or the folder cannot be read or written.
+    """The library of `source`.cpp for `level`, from `folder` or compiled into it. `folder` defaults to
+    `cache_folder`. Raises `KernelError` where the source does not compile or the folder cannot be read or
+    written.
     """
     folder = folder or cache_folder()
     flags = (*FLAGS, *level.compiler_flags)
@@ -111,8 +108,8 @@ def _whole_name(stem: str, path: Path) -> str:
 
 
 def loaded(path: Path, *, threads_of: Path | None = None) -> ctypes.CDLL:
-    """The library at `path`, helped by the threads of the one at `threads_of`, or by its own. Raises
-    `KernelError` for what is no library of this machine.
+    """The library at `path`. It uses its own threads or those of the library `threads_of`. Raises
+    `KernelError` for a file that is no library for this machine.
     """
     try:
         library = ctypes.CDLL(str(path))
@@ -145,7 +142,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 @dataclass(frozen=True, slots=True)
 class CpuLevel:
-    """An instruction set: the CPU flags it needs, as Linux names them, and what the compiler is told."""
+    """An instruction set: its CPU flags, as Linux names them, and compiler flags."""
 
     name: str
     cpu_flags: frozenset[str]
@@ -166,17 +163,17 @@ LEVELS = (
     _level("avx2", *_AVX2),
     _level("plain"),
 )
-"""Best first; `plain` runs on every CPU that the compiler knows."""
+"""Best first; `plain` runs on every CPU that the compiler supports."""
 
 
 def cpu_level(flags: Iterable[str] | None = None) -> CpuLevel:
-    """The best level for a CPU with these flags; without them, for this one."""
+    """The best level for a CPU with these flags (default: this CPU's)."""
     has = this_cpu_flags() if flags is None else frozenset(flags)
     return next(level for level in LEVELS if level.cpu_flags <= has)
 
 
 def this_cpu_flags() -> frozenset[str]:
-    """As the Linux kernel reports them for x86-64; nothing elsewhere, where `plain` is all there is."""
+    """The flags of an x86-64 CPU from the Linux kernel; elsewhere none."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return frozenset()
     try:

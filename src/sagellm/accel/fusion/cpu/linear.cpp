@@ -1,12 +1,9 @@
-// y = x W^T + bias for weights that stay in the number format of their checkpoint: float32, bfloat16 or float16.
-// Sums are float32, and so are x and y, but where the CPU multiplies bfloat16: there x may be bfloat16, and y with
-// it. The instruction set is the one that the compiler is told to use. No exception leaves the C interface.
-//
-// Matrices in panels: PANEL outputs side by side, input by input, so that a step through the inputs reads one stream
-// of memory, and a sum for each output is a lane of a register: nothing is added up across lanes at the end. The
-// weights of a block of inputs stay in L1 while all rows of x meet them (the blocking of Goto and van de Geijn, 2008).
-//
-// Calls of this interface's functions that were made before, made again one after the other.
+// y = x W^T + bias for weights in the number format of their checkpoint: float32, bfloat16 or float16. Sums are
+// float32. x and y are float32 too; where the CPU multiplies bfloat16, x may be bfloat16, and y with it.
+// Matrices lie in panels: PANEL outputs side by side, input by input. A pass over the inputs reads one stream of
+// memory. Each output's sum is a lane of a register, so no sum crosses lanes. The weights of a block of inputs stay in
+// L1 while all rows of x are multiplied by them (the blocking of Goto and van de Geijn, 2008).
+// The library also replays recorded calls of C functions (`Replay`).
 
 #include <algorithm>
 #include <atomic>
@@ -21,7 +18,7 @@
 #include "vector.h"
 
 // y[rows, outputs] = x[rows, inputs] W^T + bias, W in panels. Strides are in elements; columns of x and y are
-// contiguous; bias is of x's type, a null one is none; y is of x's type or float32.
+// contiguous. bias has x's type or is null; y has x's type or is float32.
 struct Linear {
     const void *x;
     const void *panels;
@@ -40,8 +37,8 @@ struct Packing {
     int32_t weight_type;
 };
 
-// y[rows, inputs]: of each row the weights of output `index` of `table`, which has panels of `panel` outputs, in each
-// of them groups of `group` inputs; one and one: a plain table. y is of the table's type or float32.
+// y[rows, inputs]: row i holds the weights of output `index[i]` of `table`. The table has panels of `panel` outputs and
+// groups of `group` inputs; a plain table has 1 and 1. y has the table's type or is float32.
 struct Gather {
     const void *table;
     const int64_t *index;
@@ -52,7 +49,7 @@ struct Gather {
 
 namespace packed {
 
-// Sums that fill the registers but for the weights of a step and one number of x: 32 with AVX-512, else 16.
+// Sums fill the registers, except for the weights of a step and one number of x: 32 registers with AVX-512, else 16.
 constexpr int VECTORS = WIDTH == 16 ? 4 : 2;
 constexpr int64_t PANEL = VECTORS * WIDTH;
 constexpr int64_t MOST_TILE_ROWS = 6;
@@ -60,11 +57,10 @@ constexpr int64_t BLOCK_BYTES = 16 << 10;
 constexpr int64_t CHUNK_ROWS = 384, GATHERED_ALONE = 16;
 constexpr int64_t AHEAD_BYTES = 4096, LINE = 64;
 
-// An array that is indexed by a variable is not kept in registers: loops over sums are unrolled, all of them.
+// All loops over sums are unrolled: an array that is indexed by a variable does not stay in registers.
 #define UNROLL _Pragma("GCC unroll 24")
 
-// How many inputs of an output lie side by side: a bfloat16 comes with its neighbour, as the instruction that
-// multiplies pairs wants it.
+// How many inputs of an output lie side by side: two for bfloat16, as the instruction for pairs needs.
 template <typename W>
 constexpr int64_t GROUP = 1;
 template <>
@@ -75,7 +71,7 @@ int64_t groups(int64_t inputs) {
     return (inputs + GROUP<W> - 1) / GROUP<W>;
 }
 
-// How the products of one group of inputs are added: x is widened to float32 already, and weights are, here.
+// Adds the products of one group of inputs. x is float32 already; weights are widened in `add`.
 template <typename W>
 struct Floats {
     typedef W Weight;
@@ -91,7 +87,7 @@ struct Floats {
     }
 };
 
-// Of a pair the first is the even element, the second, which may be missing, the odd one.
+// The first of a pair is the even element, the second the odd one, which may be missing.
 template <>
 template <int ROWS>
 void Floats<BFloat16>::add(const float *x, int64_t stride, const BFloat16 *weights, int64_t inputs,
@@ -111,7 +107,7 @@ void Floats<BFloat16>::add(const float *x, int64_t stride, const BFloat16 *weigh
 }
 
 #if defined(__AVX512BF16__)
-// Pairs of bfloat16 products summed in float32 by one instruction.
+// One instruction adds pairs of bfloat16 products in float32.
 struct Pairs {
     typedef BFloat16 Weight;
     typedef BFloat16 X;
@@ -136,8 +132,8 @@ inline void round_to(Vector v, BFloat16 *to) {
 
 inline void round_to(Vector v, float *to) { save(to, v); }
 
-// Weights that will be needed soon come from memory while others are computed with: in each step some lines from
-// `at` on, to L1 what is `near`, else to L2. These are hints, which may point past the end.
+// Prefetches weights during computation: in each step some lines from `at` on, to L1 if `near`, else to L2. Prefetches
+// are hints and may point past the end.
 struct Ahead {
     uintptr_t at;
     int64_t lines;
@@ -150,7 +146,7 @@ struct Ahead {
     }
 };
 
-// ROWS rows of x times `inputs` inputs of a panel, added to `sums` [ROWS, PANEL], or stored there at `first`.
+// Adds ROWS rows of x times `inputs` inputs of a panel to `sums` [ROWS, PANEL]; if `first`, stores them.
 template <typename Form, int ROWS>
 void tile(const typename Form::X *x, int64_t stride, const typename Form::Weight *weights, int64_t inputs, bool first,
           Ahead ahead, float *sums) {
@@ -182,7 +178,7 @@ void rows_of(int64_t rows, const typename Form::X *x, int64_t stride, const type
     }
 }
 
-// The sums of a panel as y's columns from `output` on.
+// Stores the sums of a panel as y's columns from `output` on.
 template <typename X, typename Y>
 void store(const Linear &job, const float *sums, int64_t first_row, int64_t rows, int64_t output) {
     const int64_t count = std::min(PANEL, job.outputs - output);
@@ -195,7 +191,7 @@ void store(const Linear &job, const float *sums, int64_t first_row, int64_t rows
     }
 }
 
-// Rows [first, first + rows) of one panel. A row's sums are added in the order of its inputs whatever the rows beside.
+// Computes rows [first, first + rows) of one panel. Each row adds in the order of its inputs, whatever the other rows.
 template <typename Form, typename Y>
 void task(const Linear &job, int64_t first, int64_t rows, int64_t panel, float *sums) {
     typedef typename Form::Weight W;
@@ -206,8 +202,8 @@ void task(const Linear &job, int64_t first, int64_t rows, int64_t panel, float *
     const int64_t lines = (GROUP<W> * PANEL * int64_t(sizeof(W)) / LINE + tiles - 1) / tiles;
     int64_t k = 0;
     do {
-        // A tile alone looks ahead in its own stream; several fetch the next block together, which beside the
-        // one that is used would not fit into an L1 of 32 KB.
+        // A single tile prefetches its own stream to L1. Several tiles prefetch the next block together, to L2: it and
+        // the current block would not fit into an L1 of 32 KB.
         uintptr_t next = uintptr_t(weights + k * PANEL) + (tiles < 2 ? AHEAD_BYTES : BLOCK_BYTES);
         for (int64_t row = 0; row < rows; row += size, next += uintptr_t(BLOCK_BYTES / tiles))
             rows_of<Form>(std::min(size, rows - row), x + row * job.x_stride + k, job.x_stride, weights + k * PANEL,
@@ -217,14 +213,14 @@ void task(const Linear &job, int64_t first, int64_t rows, int64_t panel, float *
     store<typename Form::X, Y>(job, sums, first, rows, panel * PANEL);
 }
 
-// False where there is no memory for the sums.
+// Returns false if there is no memory for the sums.
 template <typename Form, typename Y = float>
 bool run(const Linear &job, int32_t threads) {
     static thread_local Scratch scratch;
     const int64_t panels = (job.outputs + PANEL - 1) / PANEL, chunks = (job.rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
     std::atomic<bool> failed{false};
     std::atomic<int64_t> next{0};
-    // Tasks are taken, not dealt: a thread that another process holds up takes fewer.
+    // Threads take tasks one by one, so a thread that another process delays takes fewer.
     threads::together(threads, [&] {
         auto *sums = static_cast<float *>(scratch.at_least(sizeof(float) * CHUNK_ROWS * PANEL));
         if (!sums) failed = true;
@@ -236,7 +232,7 @@ bool run(const Linear &job, int32_t threads) {
     return !failed;
 }
 
-// What lies between the outputs and the inputs of the panels' ends is left alone: it was zero before.
+// Padding at the panels' ends is not written: it is zero already.
 template <typename W>
 void pack(const Packing &job, int32_t threads) {
     const int64_t panels = (job.first + job.rows + PANEL - 1) / PANEL;
@@ -291,7 +287,7 @@ struct Call {
     const void *job;
 };
 
-// `failed` is where a replay ended that did not come to its end.
+// If a call fails, `failed` is its index.
 struct Replay {
     const Call *calls;
     int64_t count, failed;
@@ -308,7 +304,7 @@ inline int32_t replay(Replay &job, int32_t threads) {
 
 extern "C" {
 
-// The outputs of a panel, by which whoever allocates panels rounds up.
+// The outputs of a panel; callers round up to it when they allocate panels.
 EXPORTED int64_t sagellm_panel() { return packed::PANEL; }
 
 EXPORTED int32_t sagellm_pack(const Packing *job, int32_t threads) {
@@ -339,7 +335,7 @@ EXPORTED int32_t sagellm_linear(const Linear *job, int32_t threads) {
     }
 }
 
-// Indices are checked before anything is written.
+// All indices are checked before anything is written.
 EXPORTED int32_t sagellm_gather(const Gather *job, int32_t threads) {
     for (int64_t row = 0; row < job->rows; row++)
         if (job->index[row] < 0 || job->index[row] >= job->outputs) return BAD_INDEX;

@@ -1,13 +1,12 @@
-"""A linear layer by the C++ kernel of this folder: `x W^T + bias`, W in panels, in the number format of its
-checkpoint.
+"""A linear layer by the C++ kernel of this folder: `x W^T + bias`.
 
-One kernel for any number of rows: for few, reading W is all that costs, and panels are one stream of memory;
-for many, a block of a panel stays in L1 while all rows meet it. A row's result has the same bits whatever
-the rows beside it, and on any number of threads.
+W lies in panels, in its checkpoint's number format. One kernel serves any number of rows: for few, reading W
+is the whole cost, and panels are one stream of memory; for many, a block of a panel stays in L1 while all
+rows meet it. A row's result has the same bits whatever the rows beside it, and on any number of threads.
 
-It is called through ctypes and not as a torch operator, which nothing here would trace. Measured: a call
-costs 15 us, through `torch.library` with a Python implementation 17 to 24. An operator in C++ costs 5, but
-15 s of compiling against torch's headers instead of 2.
+The kernel is called through ctypes and not as a torch operator, which nothing here would trace. Measured: a
+call costs 15 us, through `torch.library` with a Python implementation 17 to 24. An operator in C++ costs 5,
+but 15 s of compiling against torch's headers instead of 2.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class _Gather(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMatrix:
-    """A matrix [outputs, inputs] in panels [panel, group, output, input of the group], zeros where they end.
-    Implements `Matrix`.
+    """A matrix [outputs, inputs] in panels [panel, group, output, input of the group]. Panels end in zeros.
+    Implements `StoredMatrix`.
     """
 
     kernel: CpuLinear
@@ -77,31 +76,30 @@ class PackedMatrix:
         return self.panels.nbytes
 
     def store(self, first: int, rows: torch.Tensor) -> None:
-        """`rows` [n, inputs] become the outputs [first, first + n). Raises `KernelError` if they do not
-        fit.
-        """
+        """Store `rows` [n, inputs] as outputs [first, first + n). Raises `KernelError` if they do not fit."""
         self.kernel.pack(self, first, rows)
 
     def rows(self, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Those outputs' weights, [len(index), inputs], in `dtype`: the matrix's, which is the default, or
-        float32. Raises `KernelError` for an index that is none of an output.
+        """The weights of some outputs, [len(index), inputs], in the matrix's dtype or float32. Raises
+        `KernelError` for an index outside the matrix.
         """
         return self.kernel.rows(self, index, dtype or self.dtype)
 
     def multiply(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, output: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`x` [T, inputs] times this, as [T, outputs]; that is `out`, of x's dtype or float32, if given."""
-        product: torch.Tensor = self.kernel.apply(x, self, bias, out)
+        """`x` [T, inputs] times this matrix, as [T, outputs]. That is `output` if given, of x's dtype or
+        float32.
+        """
+        product: torch.Tensor = self.kernel.apply(x, self, bias, output)
         return product
 
 
 class CpuLinear(CpuKernel):
-    """Implements `LinearKernel`: x W^T + bias.
-
-    Inputs: `x` [T, in]; a `PackedMatrix` [out, in]; `bias` [out] or None; and optionally `out`. The result is
-    [T, out] in x's dtype, or `out`, which may be float32. `weight_dtypes` are the dtypes that a matrix may
-    have, by the dtype of x. `apply` raises `CapacityError` where memory runs out.
+    """Implements `LinearKernel`: x W^T + bias. Inputs: `x` [T, in]; a `PackedMatrix` [out, in]; `bias` [out]
+    or None; and optionally `output`. The result is [T, out] in x's dtype, or `output`, which may be float32.
+    `weight_dtypes` are the dtypes that a matrix may have, by the dtype of x. `apply` raises `CapacityError`
+    where memory runs out.
     """
 
     name = "linear"
@@ -132,13 +130,13 @@ class CpuLinear(CpuKernel):
 
     def reference(
         self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         weight = matrix.rows(torch.arange(matrix.shape[0]))
-        if out is None:
+        if output is None:
             return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
-        bias = None if bias is None else bias.to(out.dtype)
-        return out.copy_(torch.nn.functional.linear(x.to(out.dtype), weight.to(out.dtype), bias))
+        bias = None if bias is None else bias.to(output.dtype)
+        return output.copy_(torch.nn.functional.linear(x.to(output.dtype), weight.to(output.dtype), bias))
 
     def pack(self, matrix: PackedMatrix, first: int, rows: torch.Tensor) -> None:
         """See `PackedMatrix.store`."""
@@ -161,8 +159,8 @@ class CpuLinear(CpuKernel):
         return self._gathered(matrix.panels, matrix.shape, index, dtype)
 
     def gather(self, table: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows `index` [n] of a contiguous `table` [m, k], as [n, k] in its dtype or in float32. Raises
-        `KernelError` for what is no such table and for an index that is no row's.
+        """Rows `index` [n] of a contiguous `table` [m, k], as [n, k]. The result has the table's dtype or
+        float32. Raises `KernelError` for another table or an index outside it.
         """
         if table.ndim != 2 or not table.is_contiguous() or not table.is_cpu:
             raise KernelError(f"no contiguous table on a CPU: {list(table.shape)} on {table.device}")
@@ -186,10 +184,10 @@ class CpuLinear(CpuKernel):
 
     def _compute(
         self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         outputs, inputs = matrix.shape
-        y = x.new_empty(len(x), outputs) if out is None else out
+        y = x.new_empty(len(x), outputs) if output is None else output
         job = _Job(
             x.data_ptr(), matrix.panels.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
             len(x), outputs, inputs, x.stride(0), outputs, DTYPE_CODES[x.dtype],
@@ -200,7 +198,7 @@ class CpuLinear(CpuKernel):
 
     def _obstacle(
         self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
     ) -> str:  # fmt: skip
         if matrix.dtype not in self._weight_dtypes.get(x.dtype, ()):
             return f"no kernel for {x.dtype} times {matrix.dtype}"
@@ -212,11 +210,11 @@ class CpuLinear(CpuKernel):
             bias.dtype != x.dtype or bias.shape != matrix.shape[:1] or not bias.is_contiguous()
         ):
             return f"the bias is not {matrix.shape[0]} contiguous values of {x.dtype}"
-        return wrong_output(out, x, matrix.shape[0]) or self._device_obstacle(x)
+        return wrong_output(output, x, matrix.shape[0]) or self._device_obstacle(x)
 
 
 def wrong_output(output: torch.Tensor | None, x: torch.Tensor, outputs: int) -> str:
-    """Why a linear kernel cannot write its result for `x` to `output`; empty if it can."""
+    """Why a linear layer cannot write its result to `output`; empty if it can."""
     if output is None or (
         output.shape == (len(x), outputs) and output.is_contiguous() and output.is_cpu
         and output.dtype in (x.dtype, torch.float32)
@@ -226,9 +224,7 @@ def wrong_output(output: torch.Tensor | None, x: torch.Tensor, outputs: int) -> 
 
 
 def linear_kernel(path: Path, level: CpuLevel, caller: Caller) -> CpuLinear:
-    """The kernel of the library at `path`, which was compiled for `level`; raises `KernelError` if it cannot
-    be loaded.
-    """
+    """The kernel in the library at `path`. Raises `KernelError` if it cannot be loaded."""
     library = loaded(path)
     multiply, pack, gather = (
         kernel_function(library, f"sagellm_{name}") for name in ("linear", "pack", "gather")

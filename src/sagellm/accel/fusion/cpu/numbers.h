@@ -1,4 +1,4 @@
-// The number formats of weights and activations, and what one of them is as a float.
+// The number formats of weights and activations, and their conversion to and from float.
 
 #pragma once
 #include <cstdint>
@@ -24,7 +24,7 @@ inline float as_float(float value) { return value; }
 
 inline float as_float(BFloat16 value) { return float_of_bits(uint32_t(value.bits) << 16); }
 
-// The exponent is moved by a multiplication, which makes subnormals normal too.
+// A multiplication moves the exponent; it makes subnormals normal too.
 inline float as_float(Float16 value) {
     const uint32_t magnitude = uint32_t(value.bits & 0x7fffu) << 13;
     const bool finite = (value.bits & 0x7c00u) != 0x7c00u;
@@ -50,7 +50,7 @@ inline void round_to(float value, Float16 &to) {
     const uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) {
         to.bits = uint16_t(sign | 0x7e00u);
-    } else if (magnitude >= 0x477ff000u) {  // 65520, half way to what would be the next number, and above
+    } else if (magnitude >= 0x477ff000u) {  // 65520 and above: half way to the next number, had there been one
         to.bits = uint16_t(sign | 0x7c00u);
     } else if (magnitude < 0x38800000u) {  // subnormal: adding 1/2 leaves the 24 bits behind 2^-24, rounded
         const float shifted = float_of_bits(magnitude) + 0.5f;

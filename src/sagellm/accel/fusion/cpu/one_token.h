@@ -1,5 +1,5 @@
-// One query token over a run of its keys, all heads of it (flash decoding: Dao, Haziza, Massa and Sizov 2023). What
-// costs is reading K and V: they come from memory once, and meet all query heads of their kv head.
+// One query token with all its heads over a range of keys (flash decoding: Dao, Haziza, Massa and Sizov 2023). Reading
+// K and V is the cost, so each is read from memory once for all query heads of its kv head.
 
 #pragma once
 #include "attention.h"
@@ -12,13 +12,13 @@ constexpr int MOST_ROWS = WIDTH == 16 ? 4 : 2;
 constexpr int VECTORS = 4;
 static_assert(TILE % WIDTH == 0 && TILE % 4 == 0, "scores are whole vectors, made four at a time");
 
-// Query rows of one kv head, filled up to what the kernels are made for.
+// Query rows of one kv head, padded to a size that the kernels have.
 inline int64_t padded_group(const Attention &job) {
     const int64_t rows = job.group();
     return rows == 1 ? 1 : (rows + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS;
 }
 
-// Sums over a run of keys: of weights times values, and the softmax of each row.
+// Sums over a range of keys: weights times values, and the softmax of each row.
 struct Sums {
     float *values;
     Softmax *softmax;
@@ -75,13 +75,13 @@ void score(const Attention &job, const float *query, Rows<T> keys, int64_t count
         save(scores + m * TILE + j, multiply(load(scores + m * TILE + j), all(job.factor())));
 }
 
-// What `count` values of one head are multiplied by: weights of ROWS rows, and factors of the sums that they go to.
+// The weights of `count` values of one head, for ROWS rows, and the factors of the earlier sums.
 struct Weights {
     const float *of, *factors;
     int64_t count;
 };
 
-// Adds weighted values to COUNT vectors of the sums of ROWS rows; of the last vector `dims` are there.
+// Adds weighted values to COUNT vectors of the sums of ROWS rows; the last vector has `dims` dims.
 template <typename Form, int ROWS, int COUNT, typename T>
 void add_vectors(Rows<T> values, Weights weights, int64_t dims, int64_t row_size, float *sums) {
     Vector sum[ROWS][COUNT];
@@ -114,7 +114,7 @@ void add_values(const Attention &job, Rows<T> values, Weights weights, float *su
                                       job.head_dim - d < WIDTH ? job.head_dim - d : WIDTH, size, sums + d);
 }
 
-// A tile's keys and values for the query rows of one kv head.
+// Processes a tile's keys and values for the query rows of one kv head.
 template <typename Form, int ROWS, typename T>
 void head(const Attention &job, int64_t kv_head, const float *query, Rows<T> keys, Rows<T> values, int64_t count,
           Sums sums) {
@@ -131,7 +131,7 @@ void head(const Attention &job, int64_t kv_head, const float *query, Rows<T> key
     }
 }
 
-// Where the keys and values of a tile lie; the last ones again where there are fewer.
+// The addresses of a tile's keys and values. A shorter tile repeats its last ones.
 template <typename T>
 struct Places {
     const T *keys[TILE], *values[TILE];
@@ -142,8 +142,8 @@ struct Places {
         find_keys(job, job.values, span, first, count, values);
         for (int64_t i = count; i < TILE; i++) keys[i] = keys[count - 1], values[i] = values[count - 1];
     }
-    // Has the tile come from memory in the order in which it lies there, all heads of a token side by side: the
-    // CPU's own prefetcher follows that, but not heads apart, nor prefetch instructions.
+    // Reads the tile into cache in memory order, all heads of a token side by side. The CPU's own prefetcher follows
+    // that order; it does not follow separate heads, and prefetch instructions do not help.
     void come(const Attention &job) const {
         come(keys, job.keys.head_stride, job);
         come(values, job.values.head_stride, job);
@@ -156,7 +156,7 @@ struct Places {
     }
 };
 
-// Keys [task.first, task.last) of a span that holds one token. `query` is room for its rows.
+// Processes keys [task.first, task.last) of a span of one token. `query` is memory for its rows.
 template <typename Form, int ROWS>
 void run(const Attention &job, const Task &task, float *query, Sums sums) {
     typedef typename Form::Number T;
@@ -183,12 +183,12 @@ void run(const Attention &job, const Task &task, float *query, Sums sums) {
     return run<Form, MOST_ROWS>(job, task, query, sums);
 }
 
-// Tasks that a span of one token is cut into.
+// The number of tasks of a span of one token.
 inline int64_t splits(const Attention &job, const Span &span) {
     return (span.start + 1 - job.first_key(span.start) + SPLIT - 1) / SPLIT;
 }
 
-// The output of a span from the sums over its parts, which lie one behind the other; changes the first.
+// Combines the sums over a span's parts, which lie one after the other, into its output. Overwrites the first part.
 inline void finish(const Attention &job, const Span &span, char *parts) {
     const int64_t group = job.group(), size = job.padded_dim(), count = splits(job, span);
     const Sums whole(job, parts);

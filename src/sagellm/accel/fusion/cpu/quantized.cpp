@@ -1,13 +1,10 @@
 // y = x W^T + bias for weights in 8 or 4 bits with scales in float16 or float32; x and y are float32, bfloat16 or
-// float16. No exception leaves the C interface.
-//
-// y = x W^T + bias for a W of 8- or 4-bit codes. x is quantized too, each row by groups of 32 inputs, to 8 or 16 bits
-// and a scale, so that what is multiplied are whole numbers. The same arithmetic for any number of rows: what a row
-// gives does not depend on the others. 16 bits are a high and a low byte: twice the products, which nobody notices
-// while W comes from memory.
-//
-// W lies in panels of 16 outputs, and in a panel group by group: for each four of the 32 inputs of a group there are 16
-// times four codes, a vector. Codes of four bits lie two in a byte: fours 0 to 3 in the low halves, 4 to 7 in the high.
+// float16.
+// x is quantized too: each row by groups of 32 inputs, to integers of 8 or 16 bits and a scale. The arithmetic is the
+// same for any number of rows, so a row's result does not depend on other rows. 16 bits are a high and a low byte:
+// twice the products, which cost no time while W comes from memory.
+// W lies in panels of 16 outputs, a panel group by group. A group has a vector for each four of its 32 inputs: 16 times
+// four codes. Two 4-bit codes share a byte: fours 0 to 3 in the low halves, 4 to 7 in the high.
 
 #include <algorithm>
 #include <atomic>
@@ -20,9 +17,9 @@
 
 #define UNROLL _Pragma("GCC unroll 24")
 
-// W[n, k] is (code - zero) scale. `scales` and `zeros` are [panels, scale groups, 16]; null zeros are all the middle of
-// the codes. A scale holds for `groups_per_scale` groups of 32. Input k of the codes is column `order[k]` of x; without
-// an order, k itself.
+// W[n, k] is (code - zero) scale. `scales` and `zeros` are [panels, scale groups, 16]; null zeros are the middle of the
+// codes. A scale holds for `groups_per_scale` groups of 32. Input k of the codes is column `order[k]` of x, or k
+// without an order.
 struct Matrix {
     const uint8_t *codes;
     const void *scales;
@@ -32,7 +29,7 @@ struct Matrix {
     int32_t scale_type, bits, activation_bits;
 };
 
-// Strides are in elements; y is [rows, outputs], of x's type as the bias is, or float32; a null bias is none.
+// Strides are in elements. y is [rows, outputs], of x's type or float32; bias has x's type or is null.
 struct Rows {
     const Matrix *matrix;
     const void *x;
@@ -47,7 +44,7 @@ struct Quantized : Matrix, Rows {};
 namespace quantized {
 
 constexpr int64_t GROUP = 32, PANEL = 16, PARTS = PANEL / WIDTH, FOURS = GROUP / 4;
-constexpr int64_t MOST_ROWS = 64;  // of a block: a panel's codes are unpacked once for all of them
+constexpr int64_t MOST_ROWS = 64;  // rows of a block, for which a panel's codes are unpacked once
 constexpr int64_t PANELS_PER_TASK = 4;
 constexpr int64_t AHEAD = 8192;     // bytes: a hint, which may point past the end
 
@@ -57,7 +54,7 @@ struct Factor {
     int32_t minus_sum;
 };
 
-// x as the kernel reads it: in each block of rows, group by group, its rows; in a row the high bytes, then the low.
+// x as the kernel reads it: blocks of rows; in a block groups; in a group rows; in a row high bytes, then low bytes.
 struct Packed {
     int8_t *codes;
     Factor *factors;
@@ -85,7 +82,7 @@ struct Four {
     }
 };
 
-// The sums of a panel for a block of rows: `sums` is [rows, 16].
+// Computes the sums of a panel for a block of rows: `sums` is [rows, 16].
 template <typename Form, typename Scale, int XBYTES>
 void panel(const Quantized &job, const Packed &x, int64_t rows, int64_t index, float *sums) {
     const int64_t groups = groups_of(job), per = job.groups_per_scale, scale_groups = (groups + per - 1) / per;
@@ -120,8 +117,8 @@ void panel(const Quantized &job, const Packed &x, int64_t rows, int64_t index, f
     }
 }
 
-// One group of a row: its largest value is 127 steps, or 127 x 256. A NaN or an infinity makes the scale NaN, and with
-// it all sums of the row.
+// Quantizes one group of a row: its largest value becomes 127 steps, or 127 x 256. A NaN or an infinity makes the scale
+// NaN, and with it all sums of the row.
 template <int XBYTES>
 Factor quantize(const float *values, int8_t *codes) {
     Vector most = zero(), finite = zero();
@@ -197,7 +194,7 @@ void finish(const Quantized &job, int64_t first, int64_t rows, int64_t index, co
         }
 }
 
-// Tasks are taken, not dealt: a thread that another process holds up takes fewer.
+// Threads take tasks one by one, so a thread that another process delays takes fewer.
 template <typename Task>
 void shared_out(int64_t tasks, int32_t threads, const Task &task) {
     std::atomic<int64_t> next{0};
@@ -206,7 +203,7 @@ void shared_out(int64_t tasks, int32_t threads, const Task &task) {
     });
 }
 
-// False where there is no memory for the packed rows.
+// Returns false if there is no memory for the packed rows.
 template <typename Form, typename Scale, int XBYTES, typename X>
 bool run(const Quantized &job, int32_t threads) {
     static thread_local Scratch code_scratch, factor_scratch;
@@ -259,7 +256,7 @@ int32_t by_scale(const Quantized &job, int32_t threads) {
 
 extern "C" {
 
-// The matrix apart from the rest: it is the same in every call.
+// The matrix is a structure of its own because it is the same in every call.
 EXPORTED int32_t sagellm_linear_quantized(const Rows *rows, int32_t threads) {
     if (rows->rows <= 0 || rows->matrix->outputs <= 0) return DONE;
     const Quantized job = {*rows->matrix, *rows};

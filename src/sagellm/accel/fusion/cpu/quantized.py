@@ -1,9 +1,10 @@
-"""A linear layer whose weights are 8- or 4-bit codes with scales by groups: `x W^T + bias` by the C++ kernel.
+"""A linear layer with 8- or 4-bit weights by the C++ kernel.
 
-x is quantized as well, each row by groups of 32 inputs to 8 or 16 bits (`quantized_rows`), as llama.cpp does
-for its `q8_0` and `q4_0`: products are then of whole numbers, one instruction for 64 of them where the CPU
-has VNNI. One kernel for any number of rows: reading the codes is what one row costs, and for many rows they
-are unpacked once for 64. A row's result has the same bits in any batch and on any number of threads.
+Weights are codes with scales by groups. x is quantized as well, each row by groups of 32 inputs to 8 or 16
+bits (`quantized_rows`), as llama.cpp does for its `q8_0` and `q4_0`. So products are of integers, 64 in one
+instruction where the CPU has VNNI. One kernel serves any number of rows: one row costs the reading of the
+codes, and for many rows the codes are unpacked once for 64. A row's result has the same bits in any batch and
+on any number of threads.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _FOURS = GROUP // 4
 _SCALES = (torch.float32, torch.float16)
 _STEPS = {8: 127.0, 16: 127.0 * 256.0}
 _LEAST = 1e-30
-"""A group of x that is smaller than this everywhere is zeros."""
+"""A group of x that is smaller than this everywhere counts as zeros."""
 
 
 class _Matrix(ctypes.Structure):
@@ -53,8 +54,7 @@ class _Rows(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A matrix as the kernel reads it, in panels of 16 outputs; the last one is filled up with zero scales.
-
+    """A matrix as the kernel reads it, in panels of 16 outputs. The last panel is filled up with zero scales.
     `codes` are uint8 [panels, groups of 32, bytes]: see quantized.cpp. `scales` and `zeros` are [panels,
     scale groups, 16], `order` is int32 [inputs].
     """
@@ -88,7 +88,7 @@ class PackedWeight:
         return sum(part.nbytes for part in parts if part is not None)
 
     def unpacked(self) -> QuantizedMatrix:
-        """What was packed; scales that were bfloat16 are float32."""
+        """The matrix that was packed; bfloat16 scales have become float32."""
         panels, groups = self.codes.shape[:2]
         fours = self.codes
         if self.bits == 4:
@@ -109,15 +109,15 @@ class CpuQuantizedLinear(CpuKernel):
     """Implements `QuantizedKernel`: x W^T + bias.
 
     Inputs: `x` [T, in] in float32, bfloat16 or float16; a `PackedWeight`; `bias` [out] or None; and
-    optionally `out`. The result is [T, out] in x's dtype, or `out`, which may be float32. A group of x that
-    holds a NaN or an infinity makes the whole row's result NaN. Tolerances are against the twin, which
+    optionally `output`. The result is [T, out] in x's dtype, or `output`, which may be float32. A group of x
+    that holds a NaN or an infinity makes the whole row's result NaN. Tolerances are against the twin, which
     quantizes x in the same way. `apply` raises `CapacityError` where memory runs out.
     """
 
     name = "linear_quantized"
 
     def pack(self, matrix: QuantizedMatrix) -> PackedWeight:
-        """Groups are multiples of 32 columns, or one group has them all."""
+        """Groups are multiples of 32 columns, or one group has them all. Raises `KernelError` for others."""
         outputs, inputs = matrix.shape
         if matrix.group_size % GROUP and matrix.group_size < inputs:
             raise KernelError(
@@ -137,7 +137,7 @@ class CpuQuantizedLinear(CpuKernel):
 
     def _obstacle(
         self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
     ) -> str:  # fmt: skip
         if x.dtype not in DTYPE_CODES:
             return f"no kernel for {x.dtype}"
@@ -147,14 +147,14 @@ class CpuQuantizedLinear(CpuKernel):
             bias.dtype != x.dtype or bias.shape != (weight.outputs,) or not bias.is_contiguous()
         ):
             return f"the bias is not {weight.outputs} contiguous values of {x.dtype}"
-        return wrong_output(out, x, weight.outputs) or self._device_obstacle(x, weight.codes)
+        return wrong_output(output, x, weight.outputs) or self._device_obstacle(x, weight.codes)
 
     def _compute(
         self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         rows = x.shape[0]
-        y = x.new_empty((rows, weight.outputs)) if out is None else out
+        y = x.new_empty((rows, weight.outputs)) if output is None else output
         job = _Rows(
             ctypes.addressof(weight.matrix), x.data_ptr(), _address(bias), y.data_ptr(), rows, *x.stride(),
             DTYPE_CODES[x.dtype], DTYPE_CODES[y.dtype],
@@ -186,8 +186,8 @@ def _by_panel(groups: torch.Tensor) -> torch.Tensor:
 
 
 def quantized_rows(x: torch.Tensor, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [T, in] as whole numbers of 8 or 16 bits and scales, both float32 [T, groups, 32 or 1]; inputs
-    are filled up with zeros to a multiple of 32.
+    """Rows [T, in] as integers of 8 or 16 bits and scales. Both are float32 [T, groups, 32 or 1]. Inputs are
+    filled up with zeros to a multiple of 32.
     """
     padded = F.pad(x.float(), (0, -x.shape[1] % GROUP))
     groups = padded.view(len(x), padded.shape[1] // GROUP, GROUP)
@@ -200,9 +200,12 @@ def quantized_rows(x: torch.Tensor, bits: int = 8) -> tuple[torch.Tensor, torch.
 
 
 def quantized_linear(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same from plain operators: the product of what the codes of both sides mean, in float64."""
+    """Slow twin, in float64: the product of the values of both sides' codes."""
     matrix = weight.unpacked()
     ordered = x if matrix.order is None else x[:, matrix.order]
     whole, scales = quantized_rows(ordered, matrix.activation_bits)
@@ -210,12 +213,12 @@ def quantized_linear(
     in_place = QuantizedMatrix(matrix.codes, matrix.scales, matrix.bits, matrix.group_size, matrix.zeros)
     product = F.linear(rows, in_place.values().double())
     product = product if bias is None else product + bias.double()
-    return product.to(x.dtype) if out is None else out.copy_(product)
+    return product.to(x.dtype) if output is None else output.copy_(product)
 
 
 def quantized_kernel(path: Path, caller: Caller, *, threads_of: Path) -> CpuQuantizedLinear:
-    """The kernel of the library at `path` on so many threads, those of the one at `threads_of`; raises
-    `KernelError` if one of them cannot be loaded.
+    """The kernel in the library at `path`, on the threads of `threads_of`. Raises `KernelError` if one of
+    both libraries cannot be loaded.
     """
     library = loaded(path, threads_of=threads_of)
     return CpuQuantizedLinear(kernel_function(library, "sagellm_linear_quantized"), caller)

@@ -1,6 +1,6 @@
-// A tile of queries over its keys, one kv head (FlashAttention-2: Dao 2023). The query heads of the kv head are rows
-// of one matrix. Keys go by tiles, which are laid out in cache once for all rows, as words of `Floats` or `Pairs`: first
-// the scores of all rows, whose keys stay in L1, then weights times values.
+// A tile of queries over its keys, for one kv head (FlashAttention-2: Dao 2023). The query heads of the kv head are
+// rows of one matrix. Keys are processed in tiles, laid out in cache once for all rows, as words of `Floats` or
+// `Pairs`: first the scores of all rows, whose keys stay in L1, then weights times values.
 
 #pragma once
 #include "attention.h"
@@ -11,15 +11,15 @@
 namespace query_tiles {
 
 constexpr int64_t MOST_ROWS = 480;
-constexpr int64_t MOST_BYTES = 480 << 10;  // of a task's rows: they stay in L2
+constexpr int64_t MOST_BYTES = 480 << 10;  // of a task's rows, so that they stay in L2
 constexpr int64_t MOST_KEYS = 128;
 constexpr int PANEL = 6;  // rows at a time: sums of 6 rows and 4 vectors fill the registers (2 where there are 16)
 constexpr int VECTORS = WIDTH == 16 ? 4 : 2;
-// Of a tile: 16 KiB of keys from a head of 64 dims.
+// Keys of a tile: 16 KiB for a head of 64 dims.
 template <typename Form>
 constexpr int64_t KEYS = 64 * Form::GROUP;
 
-// Query tokens of one task at most.
+// The most query tokens of one task.
 inline int64_t tile_tokens(const Attention &job) {
     const int64_t row_bytes = (2 * job.padded_dim() + MOST_KEYS) * int64_t(sizeof(float));
     const int64_t rows = MOST_BYTES / row_bytes < MOST_ROWS ? MOST_BYTES / row_bytes : MOST_ROWS;
@@ -32,8 +32,8 @@ inline int64_t share(const Attention &job, const Span &span) {
     return (span.tokens + tasks - 1) / tasks;
 }
 
-// A thread's buffers. Rows: packed queries, panel by panel, in a panel word by word; scores; sums; softmax. Keys: one
-// word of all keys behind the other; values: one key, or group of them, behind the other.
+// A thread's buffers. For rows: packed queries, panel by panel and in a panel word by word; scores; sums; softmax. Keys
+// lie word by word, each word for all keys; values lie key by key, or group by group.
 struct Buffers {
     float *query, *scores, *sums, *keys, *values, *row;
     Softmax *softmax;
@@ -59,14 +59,14 @@ struct Buffers {
     }
 };
 
-// A task: rows of tokens [first, last) of a span, `rows` of them without those that fill up the last panel.
+// A task: the rows of tokens [first, last) of a span; `rows` does not count the padding of the last panel.
 struct Tile {
     const Attention &job;
     const Span &span;
     int64_t kv_head, first, rows;
 };
 
-// The keys [low, high) of a key tile that begins at `key` which the query at `position` sees; none if low >= high.
+// The keys [low, high) that the query at `position` sees in the key tile at `key`; none if low >= high.
 inline int64_t low_of(const Attention &job, int64_t position, int64_t key) {
     const int64_t from = job.first_key(position) - key;
     return from > 0 ? from : 0;
@@ -76,7 +76,7 @@ int64_t high_of(int64_t position, int64_t key) {
     return position + 1 - key < KEYS<Form> ? position + 1 - key : KEYS<Form>;
 }
 
-// Of a query's or key's dims.
+// The number of words of a query's or key's dims.
 template <typename Form>
 int64_t num_words(const Attention &job) {
     return (job.head_dim + Form::GROUP - 1) / Form::GROUP;
@@ -97,7 +97,7 @@ void pack_query(const Tile &tile, Buffers &to) {
     }
 }
 
-// Four rows of words, turned: to[d * KEYS + i] = from[i * size + d].
+// Transposes four rows of words: to[d * KEYS + i] = from[i * size + d].
 template <typename Form>
 void turn(const float *from, int64_t size, float *to) {
 #if defined(__SSE__)
@@ -114,7 +114,7 @@ void turn(const float *from, int64_t size, float *to) {
 #endif
 }
 
-// The words of a key, zeros up to a whole vector.
+// Packs the words of a key, with zeros up to a whole vector.
 template <typename Form>
 void pack_key(const typename Form::Number *from, int64_t dim, float *to) {
     constexpr int64_t STEP = WIDTH * Form::GROUP;
@@ -123,7 +123,7 @@ void pack_key(const typename Form::Number *from, int64_t dim, float *to) {
     if (whole < dim) save(to + whole / Form::GROUP, Form::words(from + whole, dim - whole));
 }
 
-// The words of GROUP keys' values, zeros up to a whole vector.
+// Packs the words of GROUP keys' values, with zeros up to a whole vector.
 template <typename Form>
 void pack_values(const typename Form::Number *first, const typename Form::Number *second, int64_t dim, float *to) {
     int64_t d = 0;
@@ -136,7 +136,7 @@ void pack_values(const typename Form::Number *first, const typename Form::Number
         save(to + d, Form::across(first + d, second + d, dim - d < WIDTH ? dim - d : WIDTH));
 }
 
-// Where the keys of one tile, at most KEYS, and their values lie.
+// The addresses of a tile's keys, at most KEYS, and of their values.
 template <typename Form>
 struct Places {
     typedef typename Form::Number T;
@@ -153,7 +153,7 @@ struct Places {
         for (int64_t i = 0; i < count; i++) keys[i] += key, values[i] += value;
     }
 
-    // The i-th of `of` equal shares, on its way into L2.
+    // Prefetches the i-th of `of` equal shares to L2.
     void prefetch(int64_t i, int64_t of, int64_t dim) const {
         for (int64_t j = i * count / of; j < (i + 1) * count / of; j++)
             for (int64_t d = 0; d < dim; d += int64_t(64 / sizeof(T)))
@@ -161,7 +161,7 @@ struct Places {
     }
 };
 
-// A tile's keys, of zeros up to KEYS, and values.
+// Packs a tile's keys, with zeros up to KEYS, and values.
 template <typename Form>
 void pack_tile(const Attention &job, const Places<Form> &from, Buffers &to) {
     constexpr int64_t STEP = WIDTH * Form::GROUP;
@@ -182,7 +182,7 @@ void pack_tile(const Attention &job, const Places<Form> &from, Buffers &to) {
     }
 }
 
-// Scores of a panel's rows and all keys of the tile, from `words` of each, times `factor`.
+// Computes `factor` times the scores of a panel's rows and all keys of the tile, from `words` words of each.
 template <typename Form>
 void score(const float *query, const float *keys, int64_t words, float factor, float *scores) {
     for (int64_t key = 0; key < KEYS<Form>; key += VECTORS * WIDTH) {
@@ -201,8 +201,8 @@ void score(const float *query, const float *keys, int64_t words, float factor, f
     }
 }
 
-// Adds weighted values of keys [low, high) to COUNT vectors of the sums of ROWS rows, which are scaled first. Where
-// there are several rows, these are whole groups.
+// Scales COUNT vectors of the sums of ROWS rows, then adds weighted values of keys [low, high) to them. With several
+// rows the keys are whole groups.
 template <typename Form, int ROWS, int COUNT>
 void add_vectors(const float *values, const float *weights, const float *factors, int64_t low, int64_t high,
                  int64_t size, float *sums) {
@@ -233,8 +233,9 @@ void add_values(const float *values, const float *weights, const float *factors,
     for (; d < size; d += WIDTH) add_vectors<Form, ROWS, 1>(values + d, weights, factors, low, high, size, sums + d);
 }
 
-// Weights of a panel's rows, from their scores, times the values of the key tile at `key`. A row takes no part in
-// keys that it does not see, whose values may be inf or NaN: groups that all rows see go together, the rest row by row.
+// Turns the scores of a panel's rows into weights and adds the weighted values of the key tile at `key`. A row must not
+// touch keys that it does not see, whose values may be inf or NaN: groups that all rows see are added for all rows at
+// once, the rest row by row.
 template <typename Form>
 void add_panel(const Attention &job, Buffers &buffers, int64_t row, int64_t key) {
     static const float ones[1] = {1.0f};
@@ -258,7 +259,7 @@ void add_panel(const Attention &job, Buffers &buffers, int64_t row, int64_t key)
     }
 }
 
-// The rows whose panels see something of the key tile at `key`: [first, last).
+// The rows [first, last) of panels that see a key of the tile at `key`.
 template <typename Form>
 void visible_rows(const Tile &tile, const Buffers &buffers, int64_t key, int64_t &first, int64_t &last) {
     first = 0, last = tile.rows;

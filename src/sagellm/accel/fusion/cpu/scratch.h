@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdlib>
 
-// A buffer of the calling thread that grows and is kept: the next call needs as much.
+// A buffer of the calling thread. It grows and is kept, because the next call needs as much.
 class Scratch {
   public:
     ~Scratch() { std::free(data_); }

@@ -1,7 +1,6 @@
-// Threads that help with a region of work, as many as have time for it. The caller works too, and never waits for a
-// helper that has not begun: on a machine that is busy with other work a region takes little longer than on one thread.
-// A helper that has nothing to do looks for the next region for as long as the last one took, then it sleeps.
-// Helpers stay behind when the process forks: the child's first region starts its own.
+// Helper threads that share a region of work. The caller works too and never waits for a helper that has not begun, so
+// on a busy machine a region takes little longer than on one thread. An idle helper spins for the next region as long
+// as the last one took, then it sleeps. A forked child has no helpers; its first region starts new ones.
 
 #pragma once
 #include <algorithm>
@@ -22,7 +21,7 @@
 namespace threads {
 
 using Work = void (*)(const void *);
-// Has `work(context)` called by the calling thread and by at most `threads` - 1 others; returns when all have returned.
+// Calls `work(context)` on the calling thread and on at most `threads` - 1 others. Returns when all have returned.
 using Together = void (*)(Work work, const void *context, int32_t threads);
 
 inline void relax() {
@@ -33,13 +32,14 @@ inline void relax() {
 
 inline int64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
-// One region at a time. `gate_` is its number, whether it is closed, and how many helpers have entered; it changes as
-// one, so that nobody enters a region that is over. What `work_` and `context_` hold may be read by who has entered.
+// One region at a time. `gate_` holds its number, whether it is closed, and how many helpers have entered. These change
+// in one atomic word, so no helper enters a region that is over. Only a helper that has entered may read `work_` and
+// `context_`.
 class Helpers {
   public:
     void together(Work work, const void *context, int32_t threads) {
         bool is_free = false;
-        if (threads < 2 || !busy_.compare_exchange_strong(is_free, true)) return work(context);  // another caller's
+        if (threads < 2 || !busy_.compare_exchange_strong(is_free, true)) return work(context);  // busy with another caller's region
         while (started_ < threads - 1 && started_ < MOST && start()) {}
         const int64_t began = now_ns();
         work_ = work, context_ = context, most_ = threads - 1;
@@ -56,7 +56,7 @@ class Helpers {
     }
 
   private:
-    static constexpr uint32_t CLOSED = 1 << 15, NEXT = 1 << 16;  // numbers come again: no harm, all is read anew
+    static constexpr uint32_t CLOSED = 1 << 15, NEXT = 1 << 16;  // numbers wrap around, which is harmless
     static constexpr int32_t MOST = 1024;
     static constexpr int64_t PATIENT_TURNS = 1000, LONGEST_LOOK_NS = 2000000;
 
@@ -84,7 +84,7 @@ class Helpers {
         }
     }
 
-    // The gate as it stands when another region than that of `seen` has begun.
+    // Waits until another region than that of `seen` has begun, and returns the gate.
     uint32_t wait_for_other_than(uint32_t seen) {
         const int64_t until = now_ns() + std::min(lasted_.load(std::memory_order_relaxed), LONGEST_LOOK_NS);
         for (;;) {
@@ -107,14 +107,14 @@ class Helpers {
     std::atomic<bool> busy_{false};
     Work work_ = nullptr;
     const void *context_ = nullptr;
-    int32_t started_ = 0;  // changed by who holds `busy_`
+    int32_t started_ = 0;  // changed only by the holder of `busy_`
 };
 
-// There before any code runs and never destroyed: helpers may look at it while the process ends.
+// Initialized before any code runs and never destroyed: helpers may read it while the process ends.
 inline constinit Helpers own;
 
 #if !defined(_WIN32)
-// In the child all is as before the first region, also where another thread was in one.
+// In a forked child the state is as before the first region, even if another thread was in one.
 inline const int at_fork = pthread_atfork(nullptr, nullptr, [] { new (&own) Helpers; });
 #endif
 
@@ -122,13 +122,13 @@ inline void own_helpers(Work work, const void *context, int32_t threads) {
     own.together(work, context, threads);
 }
 
-// Those of this library, until it is given another's.
+// This library's own function, until another library's replaces it.
 inline std::atomic<Together> &shared() {
     static std::atomic<Together> together{own_helpers};
     return together;
 }
 
-// Calls `work()`, which takes tasks until there are none, on this thread and on others.
+// Calls `work()`, which takes tasks until none is left, on this thread and on others.
 template <typename Callable>
 void together(int32_t threads, const Callable &work) {
     if (threads < 2) return work();

@@ -1,6 +1,6 @@
-// The vector operations of the kernels, for the instruction set that the compiler was told to use. `greater_of` is b
-// where one of both is NaN. `times_power` is v x 2^exponent for whole exponents up to 127, and 0 for tiny results.
-// `totals` are the sums of four vectors.
+// The vector operations of the kernels, for the compiler's instruction set. `greater_of` returns b if one of both is
+// NaN. `times_power` returns v x 2^exponent for whole exponents up to 127, and 0 for tiny results. `totals` stores the
+// sums of four vectors.
 
 #pragma once
 #include <cstdint>
@@ -128,7 +128,7 @@ inline void save(float *to, Vector v) { std::memcpy(to, &v, sizeof v); }
 inline Vector multiply(Vector a, Vector b) { return a * b; }
 inline Vector difference(Vector a, Vector b) { return a - b; }
 inline Vector greater_of(Vector a, Vector b) { return a > b ? a : b; }
-// The sum with 1.5 x 2^23 has no bits for a fraction, and the whole number in its lowest ones.
+// v + 1.5 x 2^23 has no bits for a fraction; its lowest bits are the whole number.
 inline Vector nearest(Vector v) { return (v + 0x1.8p23f) - 0x1.8p23f; }
 inline Vector times_power(Vector v, Vector exponent) {
     const Vector least = all(-126.0f), whole = greater_of(least, exponent) + 0x1.8p23f;
@@ -145,7 +145,7 @@ inline void totals(const Vector (&v)[4], float *to) {
 
 #endif
 
-// The first `count` < WIDTH elements, and zeros: what follows them may be anything, or not there.
+// The first `count` < WIDTH elements, then zeros. Memory behind them is not read.
 template <typename T>
 Vector load_part(const T *from, int64_t count) {
     T part[WIDTH] = {};

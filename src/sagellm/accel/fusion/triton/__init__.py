@@ -1,4 +1,7 @@
-"""GPU kernels in Triton, compiled when they are first called; CUDA builds of torch bring Triton along."""
+"""GPU kernels in Triton, compiled when they are first called.
+
+CUDA builds of torch bring Triton along.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ __all__ = ["triton_kernels"]
 
 
 def triton_kernels() -> KernelSet:
-    """The kernels; none, with a warning that says why, where Triton is not installed."""
+    """The kernels; none, with a warning, where Triton is not installed."""
     try:
         from sagellm.accel.fusion.triton.attention import TritonPagedAttention
         from sagellm.accel.fusion.triton.draw import TritonDraw

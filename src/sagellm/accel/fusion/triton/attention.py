@@ -1,6 +1,8 @@
-"""Attention over the paged KV cache on a GPU, by the Triton kernels of this folder.
+"""Paged attention on a GPU in Triton: one kernel for decode rows and chunks.
 
-The inputs are those of the CPU's kernel (`accel/fusion/cpu/attention.py`), on the device.
+Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over tiles of keys. The keys of a span are
+split over several programs as in Flash-Decoding (Dao et al. 2023), and a second kernel sums the splits. The
+query heads of one KV head are packed as rows.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class TritonPagedAttention(TritonKernel, PagedAttention):
     """
 
     def __init__(self, processors: int | None = None) -> None:
-        """`processors`: those of the device, unless another number is to be assumed."""
+        """`processors` is the number to assume; default: that of the device."""
         self._processors = processors
 
     def reference(self, *inputs: Any) -> torch.Tensor:
@@ -53,9 +55,9 @@ class TritonPagedAttention(TritonKernel, PagedAttention):
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor,
         tables: torch.Tensor, window: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
         if not len(spans):
-            return out
+            return output
         num_rows, heads, dim = query.shape
         _, block_size, kv_heads, _ = keys.shape
         group = heads // kv_heads
@@ -65,7 +67,7 @@ class TritonPagedAttention(TritonKernel, PagedAttention):
         rows = max(packed, FEWEST_ROWS if one_token else queries)
         tiles = len(spans) if one_token else num_rows // (rows // packed) + len(spans)
         splits = self._splits(tiles * kv_heads, query.device)
-        parts, tops, totals = out, out, out
+        parts, tops, totals = output, output, output
         if splits > 1:
             tops, totals = query.new_empty(2, num_rows, heads, splits, dtype=torch.float32)
             parts = query.new_empty(num_rows, heads, splits, dim, dtype=torch.float32)
@@ -76,11 +78,11 @@ class TritonPagedAttention(TritonKernel, PagedAttention):
             ROWS=rows, TILE=keys_of_tile, SPLITS=splits, ONE_TOKEN=one_token,
         )  # fmt: skip
         if splits > 1:
-            reduce_kernel[(num_rows * heads,)](parts, tops, totals, out, DIM=dim, DIMS=dims, SPLITS=splits)
-        return out
+            reduce_kernel[(num_rows * heads,)](parts, tops, totals, output, DIM=dim, DIMS=dims, SPLITS=splits)
+        return output
 
     def _splits(self, programs: int, device: torch.device) -> int:
-        """Into how many parts keys are cut, a power of two: as many as fill the device."""
+        """Into how many parts to cut keys to fill the device. A power of two."""
         wanted = PROGRAMS_PER_PROCESSOR * (self._processors or _processors(device))
         splits: int = triton.next_power_of_2(max(1, wanted // programs))
         return min(MOST_SPLITS, splits)
@@ -92,7 +94,7 @@ def _processors(device: torch.device) -> int:
 
 
 def tile_sizes(bytes_per_head: int) -> tuple[int, int]:
-    """Keys of a tile, and rows of queries of a chunk's: what fits into the 99 KiB of shared memory that the
+    """Keys of a tile, and query rows of a chunk's tile. They fit into the 99 KiB of shared memory that the
     smaller devices have.
     """
     keys, queries = (size // bytes_per_head for size in (_KEY_BYTES, _QUERY_BYTES))
@@ -103,10 +105,8 @@ def paged_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor, tables: torch.Tensor,
     window: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The same from plain operators, sequence by sequence: all scores, a mask, softmax; rows of no span are
-    NaN.
-    """
-    out = torch.full_like(query, torch.nan)
+    """Slow twin, sequence by sequence: all scores, a mask, softmax. Rows outside every span are NaN."""
+    output = torch.full_like(query, torch.nan)
     block_size, group = keys.shape[1], query.shape[1] // keys.shape[2]
     for first_row, num_tokens, start, first_entry in spans.tolist():
         seen = torch.arange(start + num_tokens, device=query.device)
@@ -116,14 +116,14 @@ def paged_attention(
         own = seen[start:, None]
         hidden = (seen > own) | (seen <= own - (window or _NO_WINDOW))
         scores = torch.einsum("thd,lhd->htl", query[rows], k) * query.shape[2] ** -0.5
-        out[rows] = torch.einsum("htl,lhd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
-    return out
+        output[rows] = torch.einsum("htl,lhd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    return output
 
 
 @triton.jit
 def span_of_tile(spans: tl.tensor, num_spans: tl.tensor, tile: tl.tensor, TOKENS: tl.constexpr) -> tl.tensor:
-    """The last span that can own `tile`: span i's tiles begin at first_row // TOKENS + i at the latest place
-    where those before it can end, so that no host has to count tiles (the arithmetic of vLLM's kernel).
+    """The last span that can own `tile`. Span i's tiles begin at first_row // TOKENS + i, the latest place
+    where the spans before it can end. So the host need not count tiles (the arithmetic of vLLM's kernel).
     """
     low = 0
     high = num_spans
@@ -142,7 +142,9 @@ def attend_tile(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, visible: tl.tensor, scale: tl.tensor, acc: tl.tensor,
     top: tl.tensor, total: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """One tile of keys taken into `acc`, its largest score `top` and sum of weights `total`, per row."""
+    """Add one tile of keys to `acc`, its top score and sum of weights. `top` is the largest score so far and
+    `total` the sum of weights, both per row.
+    """
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
@@ -159,24 +161,26 @@ def load_tile(
     pool: tl.tensor, block: tl.tensor, slot: tl.tensor, by_block: tl.tensor, by_token: tl.tensor,
     head: tl.tensor, dims: tl.tensor, there: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """[TILE, DIMS] of a pool, whose `head` is so many elements behind a token's first; 0 if not `there`."""
+    """[TILE, DIMS] of a pool; 0 where `there` is false. `head` is the offset in elements behind a token's
+    first one.
+    """
     place = block * by_block + slot * by_token + head
     return tl.load(pool + place[:, None] + dims[None, :], mask=there, other=0.0)
 
 
 @triton.jit
 def attention_kernel(
-    query: tl.tensor, keys: tl.tensor, values: tl.tensor, spans: tl.tensor, tables: tl.tensor, out: tl.tensor,
-    tops: tl.tensor, totals: tl.tensor, query_row: tl.tensor, query_head: tl.tensor, key_block: tl.tensor,
-    key_token: tl.tensor, key_head: tl.tensor, value_block: tl.tensor, value_token: tl.tensor,
-    value_head: tl.tensor, num_spans: tl.tensor, window: tl.tensor, scale: tl.tensor,
+    query: tl.tensor, keys: tl.tensor, values: tl.tensor, spans: tl.tensor, tables: tl.tensor,
+    output: tl.tensor, tops: tl.tensor, totals: tl.tensor, query_row: tl.tensor, query_head: tl.tensor,
+    key_block: tl.tensor, key_token: tl.tensor, key_head: tl.tensor, value_block: tl.tensor,
+    value_token: tl.tensor, value_head: tl.tensor, num_spans: tl.tensor, window: tl.tensor, scale: tl.tensor,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, DIM: tl.constexpr,
     DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     SPLITS: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (tile of tokens, KV head, split of keys). Row r of a tile is token r // PACKED, head r % PACKED
-    of the group; PACKED, DIMS and TILE are powers of two. With several splits `out` is float32
-    [T, heads, SPLITS, DIM], not divided by the sum of weights, which goes to `totals` beside `tops`.
+    of the group; PACKED, DIMS and TILE are powers of two. With several splits `output` is float32 [T, heads,
+    SPLITS, DIM], not divided by the sum of weights, which goes to `totals` beside `tops`.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tokens: tl.constexpr = 1 if ONE_TOKEN else ROWS // PACKED
@@ -224,15 +228,15 @@ def attention_kernel(
         tl.store(tops + part, top, mask=own)
         tl.store(totals + part, total, mask=own)
     place = part[:, None] * DIM + dims[None, :]
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=own[:, None] & inside[None, :])
+    tl.store(output + place, acc.to(output.dtype.element_ty), mask=own[:, None] & inside[None, :])
 
 
 @triton.jit
 def reduce_kernel(
-    parts: tl.tensor, tops: tl.tensor, totals: tl.tensor, out: tl.tensor,
+    parts: tl.tensor, tops: tl.tensor, totals: tl.tensor, output: tl.tensor,
     DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (row times head): the parts of its splits [SPLITS, DIM] as one; SPLITS is a power of two."""
+    """Program (row times head): sum its splits [SPLITS, DIM]. SPLITS is a power of two."""
     row = tl.program_id(0).to(tl.int64)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIMS)
     inside = dims < DIM
@@ -243,4 +247,4 @@ def reduce_kernel(
     place = (row * SPLITS + splits)[:, None] * DIM + dims[None, :]
     part = tl.load(parts + place, mask=inside[None, :], other=0.0)
     answer = tl.sum(part * weight[:, None], 0) / total
-    tl.store(out + row * DIM + dims, answer.to(out.dtype.element_ty), mask=inside)
+    tl.store(output + row * DIM + dims, answer.to(output.dtype.element_ty), mask=inside)

@@ -1,4 +1,7 @@
-"""Drawing tokens on a GPU without sorting the vocabulary, one launch for all rows of a step."""
+"""Drawing tokens on a GPU without a sort, in one launch per step.
+
+Bisection finds the thresholds of top_k and top_p; then the distribution function is inverted.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "uniform")
 
 
 class TritonDraw(TritonKernel):
-    """Implements `FusedKernel`. Inputs: `logits` float32 [S, vocab] with contiguous rows; `params` float64
-    [S, 5], of each row temperature (above 0), top_k (0: all), top_p, min_p and a uniform number in [0, 1).
+    """Draws one token per row. Inputs: `logits` float32 [S, vocab] with contiguous rows; `params` float64 [S,
+    5], for each row temperature (above 0), top_k (0: all), top_p, min_p and a uniform number in [0, 1).
 
-    The result, int64 [S], is the inverse distribution function at that number over ids in ascending order,
-    after top_k, top_p of what it leaves, and min_p; equal logits give way from the larger id on. So the same
-    number gives the same token as the twin, unless it lies within the rounding of float32 weights (relative
-    1e-6) of where a token begins. The result of a row whose logits are not numbers is undefined.
+    The result, int64 [S], is the inverse distribution function at that number over ascending ids, after
+    top_k, top_p of what it leaves, and min_p. Of equal logits the larger ids are cut first. So the token is
+    the twin's, unless the number lies within the rounding of float32 weights (relative 1e-6) of a token's
+    boundary. A row whose logits are not numbers has an undefined result.
     """
 
     name = "draw"
@@ -70,7 +73,7 @@ def draw(logits: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def order_key(logit: tl.tensor) -> tl.tensor:
-    """int32 in the order of the float32 `logit`; both zeros are one."""
+    """int32 in the order of the float32 `logit`; both zeros are equal."""
     bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -89,7 +92,7 @@ def above(
     row: tl.tensor, vocab: tl.tensor, key: tl.tensor, highest: tl.tensor, per_degree: tl.tensor,
     TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """How many tokens stand above `key`, and their mass, relative to the likeliest's."""
+    """The number of tokens above `key`, and their mass relative to the likeliest token's."""
     count = tl.zeros([], dtype=tl.int32)
     mass = tl.zeros([], dtype=tl.float64)
     for at in range(0, vocab, TILE):
@@ -106,8 +109,8 @@ def lowest_kept(
     row: tl.tensor, vocab: tl.tensor, highest: tl.tensor, per_degree: tl.tensor, limit: tl.tensor,
     mass_limit: tl.tensor, floor: tl.tensor, TILE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The lowest key that still has fewer than `limit` tokens and less than `mass_limit` above it; at least
-    `floor`. What stands above a key only falls as the key rises, so 32 halvings find it.
+    """The lowest key with fewer than `limit` tokens and less than `mass_limit` above. It is at least `floor`.
+    Count and mass above a key only fall as the key rises, so 32 halvings find it.
     """
     low, high = floor.to(tl.int64), order_key(highest).to(tl.int64)
     while low < high:
@@ -125,7 +128,7 @@ def kept_weight(
     ids: tl.tensor, logit: tl.tensor, vocab: tl.tensor, key: tl.tensor, ties: tl.tensor, num_ties: tl.tensor,
     min_score: tl.tensor, highest: tl.tensor, per_degree: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Weights of a tile, 0 for what is filtered out, and the ties met up to its end."""
+    """Weights of a tile, 0 if filtered out, and ties up to its end."""
     own = order_key(logit)
     tied = ((own == key) & (ids < vocab)).to(tl.int32)
     rank = ties + tl.cumsum(tied, 0) - tied
@@ -139,7 +142,7 @@ def kept_mass(
     row: tl.tensor, vocab: tl.tensor, key: tl.tensor, num_ties: tl.tensor, min_score: tl.tensor,
     highest: tl.tensor, per_degree: tl.tensor, TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """The mass of what is kept, and the last id that has any."""
+    """The mass of the kept tokens, and the last id that has any."""
     total = tl.zeros([], dtype=tl.float64)
     ties = tl.zeros([], dtype=tl.int32)
     last = tl.zeros([], dtype=tl.int32)

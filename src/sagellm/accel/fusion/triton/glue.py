@@ -1,5 +1,6 @@
-"""What a decoder does between its matrices, on a GPU: one launch each. The inputs are those of the CPU's
-kernels of the same names.
+"""The glue kernels in Triton, one launch each.
+
+Sums and products are float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ class TritonAddRmsNorm(TritonKernel, AddRmsNorm):
         rows, columns = x.shape
         if delta is not None and delta.stride(1) != 1:  # as a projection may return it
             delta = delta.contiguous()
-        out = x.new_empty(rows, columns)
+        output = x.new_empty(rows, columns)
         padded = triton.next_power_of_2(columns)
         if rows:
             add_rms_norm_kernel[(rows,)](
-                x, x if delta is None else delta, weight, out, x.stride(0),
+                x, x if delta is None else delta, weight, output, x.stride(0),
                 0 if delta is None else delta.stride(0), eps, COLUMNS=columns, PADDED=padded,
                 ADDS=delta is not None, num_warps=max(1, min(16, padded // 512)),
             )  # fmt: skip
-        return out
+        return output
 
 
 class TritonRopeToCache(TritonKernel, RopeToCache):
@@ -80,19 +81,19 @@ class TritonSiluAndMul(TritonKernel, SiluAndMul):
         if wide.stride(1) != 1:  # as a projection may return it
             wide = wide.contiguous()
         rows, columns = wide.shape[0], wide.shape[1] // 2
-        out = wide.new_empty(rows, columns)
-        if out.numel():
+        output = wide.new_empty(rows, columns)
+        if output.numel():
             grid = rows, triton.cdiv(columns, COLUMNS_AT_ONCE)
-            silu_and_mul_kernel[grid](wide, out, wide.stride(0), columns, TILE=COLUMNS_AT_ONCE)
-        return out
+            silu_and_mul_kernel[grid](wide, output, wide.stride(0), columns, TILE=COLUMNS_AT_ONCE)
+        return output
 
 
 @triton.jit
 def add_rms_norm_kernel(
-    x: tl.tensor, delta: tl.tensor, weight: tl.tensor, out: tl.tensor, x_row: tl.tensor, delta_row: tl.tensor,
-    eps: tl.tensor, COLUMNS: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr,
+    x: tl.tensor, delta: tl.tensor, weight: tl.tensor, output: tl.tensor, x_row: tl.tensor,
+    delta_row: tl.tensor, eps: tl.tensor, COLUMNS: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program: one row, whole. With ADDS x becomes x + delta, rounded as torch rounds it, before the norm."""
+    """Program: one whole row. With ADDS x becomes x + delta, rounded as torch does."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
     inside = columns < COLUMNS
@@ -104,7 +105,7 @@ def add_rms_norm_kernel(
     wide = value.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / COLUMNS + eps)
     scaled = wide * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * COLUMNS + columns, scaled.to(out.dtype.element_ty), mask=inside)
+    tl.store(output + row * COLUMNS + columns, scaled.to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -117,7 +118,7 @@ def rope_to_cache_kernel(
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, TURNS: tl.constexpr,
     NORMS_QUERY: tl.constexpr, NORMS_KEY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (row, HEADS of its heads), as [HEADS, HALF] twice: what is rotated with each other."""
+    """Program (row, HEADS of its heads): two [HEADS, HALF] whose elements rotate pairwise."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
@@ -174,7 +175,7 @@ def _normed(
 
 @triton.jit
 def silu_and_mul_kernel(
-    wide: tl.tensor, out: tl.tensor, wide_row: tl.tensor, columns: tl.tensor, TILE: tl.constexpr
+    wide: tl.tensor, output: tl.tensor, wide_row: tl.tensor, columns: tl.tensor, TILE: tl.constexpr
 ) -> None:  # fmt: skip
     """Program (row, TILE of its columns)."""
     row = tl.program_id(0).to(tl.int64)
@@ -183,4 +184,4 @@ def silu_and_mul_kernel(
     gate = tl.load(wide + row * wide_row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(wide + row * wide_row + columns + column, mask=inside, other=0.0).to(tl.float32)
     answer = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + row * columns + column, answer.to(out.dtype.element_ty), mask=inside)
+    tl.store(output + row * columns + column, answer.to(output.dtype.element_ty), mask=inside)

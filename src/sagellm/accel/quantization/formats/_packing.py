@@ -1,4 +1,4 @@
-"""Codes that lie side by side in 32-bit words, the first in the lowest bits."""
+"""Codes side by side in 32-bit words, the first in the lowest bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORDS, BYTES, INDEX, REAL = ("I32",), ("I8",), ("I32", "I64"), ("F16", "BF16", "
 
 
 def group_size_of(value: object) -> int | None:
-    """How many inputs share a scale; None: all. Raises `UnsupportedModelError` for what is no size."""
+    """How many inputs share a scale; None: all. Raises `UnsupportedModelError` for an invalid size."""
     if value is None or value == -1:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -25,8 +25,8 @@ def group_size_of(value: object) -> int | None:
 
 
 def unpacked(words: torch.Tensor, bits: int, *, places: Sequence[int] | None = None) -> torch.Tensor:
-    """The codes of int32 `words` [rows, n], uint8 [rows, n x 32 / bits]. `places[i]` is where in its word's
-    run the i-th field belongs; without, the i-th.
+    """The codes of int32 `words` [rows, n], uint8 [rows, n x 32 / bits]. Field i of each word becomes code
+    `places[i]` of the word (default: i).
     """
     per_word, mask = 32 // bits, (1 << bits) - 1
     codes = torch.empty(*words.shape, per_word, dtype=torch.uint8, device=words.device)
@@ -36,10 +36,9 @@ def unpacked(words: torch.Tensor, bits: int, *, places: Sequence[int] | None = N
 
 
 def order_of(group_of: torch.Tensor, group_size: int) -> torch.Tensor | None:
-    """The order that brings inputs of the same group together, from the group of each input (int [inputs]);
-    None where they lie together already, and where all are -1: the library that wrote them meant that.
-
-    Raises `UnsupportedModelError` where a group but the last has more or fewer inputs than `group_size`.
+    """The order that brings inputs of the same group together. `group_of` is int [inputs]. None if they lie
+    together already, or if all are -1, by which the library that writes them means that. Raises
+    `UnsupportedModelError` where a group but the last has more or fewer inputs than `group_size`.
     """
     expected = torch.arange(len(group_of), device=group_of.device) // group_size
     if torch.equal(group_of.long(), expected) or bool((group_of == -1).all()):
@@ -54,9 +53,9 @@ def ordered(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group_size: int,
     group_of: torch.Tensor | None, *, activation_bits: int | None = None,
 ) -> QuantizedMatrix:  # fmt: skip
-    """The matrix of codes [outputs, inputs] in the inputs' own order, where input k is of group
-    `group_of[k]`, or of k / group_size. Activations have 16 bits unless it is said otherwise; beside codes of
-    four bits 8, whose rounding is lost in theirs.
+    """The matrix of codes [outputs, inputs] that are still in input order. Input k is in group `group_of[k]`,
+    or k / group_size. Activations have 16 bits by default; beside 4-bit codes 8, whose rounding is lost in
+    that of the codes.
     """
     order = None if group_of is None else order_of(group_of, group_size)
     codes = codes if order is None else codes[:, order]

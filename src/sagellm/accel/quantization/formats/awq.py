@@ -1,8 +1,8 @@
-"""AWQ checkpoints (Lin et al. 2023, arXiv:2306.00978) as AutoAWQ's `gemm` version writes them.
+"""AWQ checkpoints (Lin et al. 2023, arXiv:2306.00978) in AutoAWQ's `gemm` version.
 
-`qweight` int32 [inputs, outputs / 8] and `qzeros` int32 [groups, outputs / 8], both packed along the outputs;
-`scales` [groups, outputs]. The eight fields of a word, lowest first, are outputs 0, 2, 4, 6, 1, 3, 5, 7 of
-eight.
+`qweight` int32 [inputs, outputs / 8] and `qzeros` int32 [groups, outputs / 8] are packed along the outputs;
+`scales` are [groups, outputs]. The eight fields of a word, lowest first, are outputs 0, 2, 4, 6, 1, 3, 5, 7
+of eight.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Checkpoints of the compressed-tensors library, as llm-compressor writes them: whole numbers of 4 or 8 bits.
+"""Checkpoints of the compressed-tensors library: integer weights of 4 or 8 bits.
 
-`pack-quantized`: `weight_packed` int32 [outputs, inputs x bits / 32], packed along the inputs, each code plus
-2^(bits - 1); `weight_scale` [outputs, groups]; where asymmetric `weight_zero_point` int32 [outputs x bits /
-32, groups], packed along the outputs in the same way; `weight_g_idx` where `actorder` is group;
-`weight_shape`. `int-quantized`: `weight` int8 [outputs, inputs], `weight_scale` and maybe `weight_zero_point`
-int8 as above.
+llm-compressor writes them. `pack-quantized`: `weight_packed` int32 [outputs, inputs x bits / 32], packed
+along the inputs, each code plus 2^(bits - 1); `weight_scale` [outputs, groups]; where asymmetric
+`weight_zero_point` int32 [outputs x bits / 32, groups], packed along the outputs in the same way;
+`weight_g_idx` where `actorder` is group; `weight_shape`. `int-quantized`: `weight` int8 [outputs, inputs],
+`weight_scale` and optionally `weight_zero_point` int8 as above.
 
-Activations that are to be quantized per token are quantized by groups by the kernel, which is finer.
+The kernel quantizes activations by groups, which is finer than the per-token form of these checkpoints.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CompressedTensors:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         weights = [_only(group, config) for group in (config.get("config_groups") or {}).values()]
-        if not weights or any(one != weights[0] for one in weights):
+        if not weights or any(settings != weights[0] for settings in weights):
             raise UnsupportedModelError(
                 f"compressed-tensors with {len(weights)} different groups: {_READABLE}"
             )
@@ -85,8 +85,8 @@ class CompressedTensors:
 def _only(
     group: Mapping[str, Any], config: Mapping[str, Any]
 ) -> tuple[str, int, bool, int | None, int | None, object]:
-    """Form, bits, whether symmetric, group size (None: a channel), bits of activations, if it says them, and
-    `actorder`.
+    """The settings of one config group. Form, bits, whether symmetric, group size (None: a channel), bits of
+    activations if given, and `actorder`.
     """
     weights = group.get("weights") or {}
     form, bits = group.get("format") or config.get("format"), weights.get("num_bits")
@@ -118,7 +118,7 @@ def _only(
 
 
 def _refuse_what_changes_the_product(config: Mapping[str, Any]) -> None:
-    """Rotations that activations would need, and weights that are stored sparse."""
+    """Refuse rotations that activations would need, and weights that are stored sparse."""
     sparse = (config.get("sparsity_config") or {}).get("format", "dense")
     if config.get("transform_config") or sparse != "dense":
         raise UnsupportedModelError(

@@ -1,9 +1,9 @@
-"""GPTQ checkpoints (Frantar et al. 2022, arXiv:2210.17323) as AutoGPTQ and GPTQModel write them.
+"""GPTQ checkpoints (Frantar et al. 2022, arXiv:2210.17323) of AutoGPTQ and GPTQModel.
 
-`qweight` int32 [inputs x bits / 32, outputs], packed along the inputs; `qzeros` int32 [groups, outputs x bits
-/ 32], packed along the outputs; `scales` [groups, outputs]; `g_idx` int32 [inputs], the group of each input,
-which `desc_act` leaves in no order. In the first version of the format a zero is stored less one, in as many
-bits: 0 stands there as all ones. `checkpoint_format: gptq_v2` stores it as it is.
+`qweight` int32 [inputs x bits / 32, outputs] is packed along the inputs; `qzeros` int32 [groups, outputs x
+bits / 32] along the outputs; `scales` are [groups, outputs]; `g_idx` int32 [inputs] is the group of each
+input, in no order after `desc_act`. In version 1 of the format a zero is stored less one, in as many bits: 0
+is stored as all ones. `checkpoint_format: gptq_v2` stores it as it is.
 """
 
 from __future__ import annotations
