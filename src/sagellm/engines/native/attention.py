@@ -362,7 +362,6 @@ def _one_token(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) ->
 
 
 CONTEXT, CHUNK, _REPEATS = 384, 128, 2
-_NOTHING = (((0, 4), torch.int64), ((0,), torch.int32))
 
 
 def attention_planner(
@@ -371,7 +370,12 @@ def attention_planner(
     """A planner with `kernel` where it supports the pool and pays; `alone` is measured. `alone` is the same
     kernel on one thread.
     """
-    if kernel is None or alone is None or not _supported(kernel, kv, num_heads):
+    if kernel is None or alone is None:
+        return AttentionPlanner(kv)
+    pool = kv.keys[0]
+    query = pool.new_ones(1, num_heads, pool.shape[3])
+    spans, tables = query.new_zeros(0, 4, dtype=torch.int64), query.new_zeros(0, dtype=torch.int32)
+    if not kernel.supports(query, pool, kv.values[0], spans, tables).usable:
         return AttentionPlanner(kv)
     return AttentionPlanner(kv, kernel, chunks=kernel_wins_prefill(alone, kv, num_heads))
 
@@ -382,7 +386,7 @@ def kernel_wins_prefill(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> boo
     """
     small = _like(kv, cdiv(CONTEXT + CHUNK, kv.block_size))
     span = Span(0, CHUNK, CONTEXT, range(small.num_blocks))
-    query = _query(kv, CHUNK, num_heads)
+    query = small.keys[0].new_ones(CHUNK, num_heads, small.keys[0].shape[3])
     key = query.new_ones(CHUNK, *small.keys[0].shape[2:])
     seconds = cuda_s if query.is_cuda else cpu_s
     with one_thread():
@@ -391,17 +395,6 @@ def kernel_wins_prefill(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> boo
             for planner in (AttentionPlanner(small), AttentionPlanner(small, kernel))
         )
     return by_kernel < by_torch
-
-
-def _supported(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> bool:
-    query = _query(kv, 1, num_heads)
-    spans, tables = (query.new_zeros(shape, dtype=dtype) for shape, dtype in _NOTHING)
-    return kernel.supports(query, kv.keys[0], kv.values[0], spans, tables).usable
-
-
-def _query(kv: PagedKV, rows: int, num_heads: int) -> torch.Tensor:
-    pool = kv.keys[0]
-    return pool.new_ones(rows, num_heads, pool.shape[3])
 
 
 def _like(kv: PagedKV, num_blocks: int) -> PagedKV:

@@ -13,7 +13,6 @@ import math
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -162,23 +161,20 @@ def _file_name(name: object) -> str:
     return name
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _read_header(path: Path) -> Iterator[tuple[str, TensorEntry]]:
     try:
-        yield
+        with open_regular(path) as file:
+            size = path.stat().st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise ModelError(
+                    f"{path} is cut short or not a safetensors file ({size} bytes): fetch it again"
+                )
+            raw = file.read(length)
     except OSError as error:
         raise ModelError(
             f"{path} cannot be read ({error.strerror}): it has to be a file that this user may read"
         ) from error
-
-
-def _read_header(path: Path) -> Iterator[tuple[str, TensorEntry]]:
-    with _readable(path), open_regular(path) as file:
-        size = path.stat().st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-            raise ModelError(f"{path} is cut short or not a safetensors file ({size} bytes): fetch it again")
-        raw = file.read(length)
     try:
         header = json.loads(raw)
         entries = {

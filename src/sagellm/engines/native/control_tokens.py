@@ -138,16 +138,12 @@ def _forget(model: dict[str, Any], marks: dict[str, str]) -> None:
     elif isinstance(vocab, list):
         model["vocab"] = [[f"{marks[text]}v" if text in marks else text, score] for text, score in vocab]
     if model.get("merges"):
-        model["merges"] = [merge for merge in map(_pair, model["merges"]) if not _makes(merge, marks)]
-
-
-def _pair(merge: str | list[str]) -> list[str]:
-    return merge.split(" ", 1) if isinstance(merge, str) else merge
-
-
-def _makes(merge: list[str], marks: dict[str, str]) -> bool:
-    left, right = merge
-    return left in marks or right in marks or left + right in marks
+        pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [
+            [left, right]
+            for left, right in pairs
+            if left not in marks and right not in marks and left + right not in marks
+        ]
 
 
 def any_of(words: Iterable[str]) -> re.Pattern[str]:

@@ -19,13 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from sagellm.core.errors import ConfigError, KernelError, UnsupportedModelError
-from sagellm.core.protocols.fusion import LinearKernel, Matrix, QuantizedKernel
+from sagellm.core.protocols.fusion import LinearKernel, QuantizedKernel
 from sagellm.core.protocols.quantization import (
     FormatSource,
     QuantizedMatrix,
@@ -117,12 +118,12 @@ def time_kernel(kernel: LinearKernel, dtype: torch.dtype, weight_dtype: torch.dt
     packed = kernel.empty(_OUTPUTS, _INPUTS, weight_dtype, torch.zeros)
     packed.store(0, torch.ones(_OUTPUTS, _INPUTS, dtype=weight_dtype))
     with one_thread():
-        return KernelTiming({rows: _seconds(dense, packed, rows, dtype) for rows in MEASURED_ROWS})
-
-
-def _seconds(dense: Matrix, packed: Matrix, rows: int, dtype: torch.dtype) -> tuple[float, float]:
-    x = torch.ones(rows, _INPUTS, dtype=dtype)
-    return cpu_s(lambda: dense.multiply(x), _REPEATS), cpu_s(lambda: packed.multiply(x), _REPEATS)
+        seconds = {}
+        for rows in MEASURED_ROWS:
+            x = torch.ones(rows, _INPUTS, dtype=dtype)
+            by_torch, by_kernel = (cpu_s(partial(matrix.multiply, x), _REPEATS) for matrix in (dense, packed))
+            seconds[rows] = by_torch, by_kernel
+    return KernelTiming(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,22 +219,20 @@ def joined(pieces: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     for other in others:
         if (other.bits, other.group_size) != (first.bits, first.group_size):
             raise KernelError("its pieces have different bits or group sizes")
-        if not _same_order(first.order, other.order):
+        a, b = first.order, other.order
+        if a is not b and (a is None or b is None or not torch.equal(a, b)):
             raise KernelError("its pieces have their inputs in different orders")
     if not others:
         return first
     scales = torch.cat([piece.scales for piece in pieces])
     zeros = None
     if any(piece.zeros is not None for piece in pieces):
-        zeros = torch.cat([_all_zeros(piece) for piece in pieces])
+        zeros = torch.cat(
+            [
+                torch.full(p.scales.shape, p.zero, dtype=torch.uint8, device=p.codes.device)
+                if p.zeros is None
+                else p.zeros
+                for p in pieces
+            ]
+        )
     return replace(first, codes=torch.cat([piece.codes for piece in pieces]), scales=scales, zeros=zeros)
-
-
-def _same_order(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    return a is b or (a is not None and b is not None and torch.equal(a, b))
-
-
-def _all_zeros(piece: QuantizedMatrix) -> torch.Tensor:
-    if piece.zeros is not None:
-        return piece.zeros
-    return torch.full(piece.scales.shape, piece.zero, dtype=torch.uint8, device=piece.codes.device)

@@ -61,13 +61,7 @@ def read_bandwidth(device_name: str) -> float:
     device = torch.device(device_name)
     size = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
     values = torch.ones(size // 4, device=device)  # written, so that it is there
-    return size / min(_sum_s(values) for _ in range(_REPEATS))
-
-
-def _sum_s(values: torch.Tensor) -> float:
-    began_s = time.perf_counter()
-    values.sum().item()  # waits for the device
-    return time.perf_counter() - began_s
+    return size / _fastest(lambda: values.sum().item(), _REPEATS, time.perf_counter)  # waits for the device
 
 
 NUM_COPIES = 8
@@ -80,7 +74,14 @@ def host_copy_s(kv: PagedKV, clock: Clock) -> float:
     count = min(NUM_COPIES, kv.num_blocks, kv.num_host_blocks)
     there = [BlockCopy(Tier.HBM, block, Tier.DRAM, block) for block in range(count)]
     back = [BlockCopy(Tier.DRAM, block, Tier.HBM, block) for block in range(count)]
-    return _best_s(lambda: kv.copy_blocks([*there, *back]), clock, kv.keys[0].device) / (2 * count)
+    device = kv.keys[0].device
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return clock.now()
+
+    return _fastest(lambda: kv.copy_blocks([*there, *back]), REPEATS, now) / (2 * count)
 
 
 def prefill_token_s(
@@ -95,17 +96,6 @@ def prefill_token_s(
     join = Join(0, "start-up", prompt, num_tokens, 0, blocks, params, frozenset())
     prefill = Prefill(0, "start-up", 0, num_tokens, samples=True)  # the token drawn is waited for
     plan = ExecutionPlan(0, joined=(join,), prefills=(prefill,))
-    spent_s = _best_s(lambda: execute(plan), clock)
+    spent_s = _fastest(lambda: execute(plan), REPEATS, clock.now)
     execute(ExecutionPlan(0, left=(0,)))
     return spent_s / num_tokens
-
-
-def _best_s(run: Callable[[], object], clock: Clock, device: torch.device | None = None) -> float:
-    best = float("inf")
-    for _ in range(REPEATS):
-        began_s = clock.now()
-        run()
-        if device is not None and device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, clock.now() - began_s)
-    return best

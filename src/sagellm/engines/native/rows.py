@@ -7,7 +7,7 @@ drawn tokens. Until `advance` a step can be repeated, or its rows joined anew, w
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,8 +51,8 @@ class BatchRows:
             self._rows.pop(row, None)
         for join in plan.joined:
             self._join(join, device)
-        for growth in plan.table_deltas:
-            self._grow(growth)
+        for delta in plan.table_deltas:
+            self._update_table(delta)
 
     def _join(self, join: Join, device: torch.device) -> None:
         if not 0 <= join.row < self._max_rows:
@@ -69,12 +69,12 @@ class BatchRows:
         table = array("i", join.block_ids)
         self._rows[join.row] = BatchRow(join.request_id, tokens, join.num_prompt_tokens, table, sampler)
 
-    def _grow(self, growth: BlockTableDelta) -> None:
-        row = self._row(growth.row)
-        self._check_blocks(row.request_id, growth.block_ids)
-        if growth.first > len(row.table):
-            raise PlanError(f"{row.request_id} grows at block {growth.first} of a table of {len(row.table)}")
-        row.table[growth.first : growth.first + len(growth.block_ids)] = array("i", growth.block_ids)
+    def _update_table(self, delta: BlockTableDelta) -> None:
+        row = self._row(delta.row)
+        self._check_blocks(row.request_id, delta.block_ids)
+        if delta.first > len(row.table):
+            raise PlanError(f"{row.request_id} grows at block {delta.first} of a table of {len(row.table)}")
+        row.table[delta.first : delta.first + len(delta.block_ids)] = array("i", delta.block_ids)
 
     def _check_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
         if block_ids and (min(block_ids) < 0 or max(block_ids) >= self._num_blocks):
@@ -109,11 +109,11 @@ class BatchRows:
             first += op.num_tokens
         rows = [plan.decode_rows[i] for i in order] + [op.row for op in plan.prefills]
         spans = decode + prefill
-        tokens, positions, slots = array("i"), array("q"), array("q")
+        tokens, positions, slots, size = array("i"), array("q"), array("q"), self._block_size
         for row, span in zip(rows, spans, strict=True):
             tokens.extend(self._rows[row].tokens[span.start : span.end])
             positions.extend(range(span.start, span.end))
-            slots.extend(self._slots(span))
+            slots.extend(span.block_ids[p // size] * size + p % size for p in range(span.start, span.end))
         return StepInputs(
             tokens=to_device(torch.frombuffer(tokens, dtype=torch.int32), device),
             positions=to_device(torch.frombuffer(positions, dtype=torch.long), device),
@@ -156,12 +156,6 @@ class BatchRows:
                     f"{known.request_id} has {limit} {name}; [{start}, {span.end}) cannot be computed"
                 )
         return span
-
-    def _slots(self, span: Span) -> Iterator[int]:
-        """The slot of each token of `span`."""
-        size = self._block_size
-        for position in range(span.start, span.end):
-            yield span.block_ids[position // size] * size + position % size
 
     @staticmethod
     def _sampled(

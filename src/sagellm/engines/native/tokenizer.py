@@ -14,7 +14,7 @@ import codecs
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -58,14 +58,10 @@ def byte_alphabet() -> dict[str, int]:
 
 def decoder_kinds(decoder: Mapping[str, Any] | None) -> frozenset[str]:
     """The types in the `decoder` entry of a tokenizer.json, sequences flattened."""
-    return frozenset(_walk_kinds(decoder or {}))
-
-
-def _walk_kinds(decoder: Mapping[str, Any]) -> Iterator[str]:
-    if decoder.get("type") != "Sequence":
-        yield str(decoder.get("type", "none"))
-    for part in decoder.get("decoders", ()):
-        yield from _walk_kinds(part)
+    decoder = decoder or {}
+    kind = decoder.get("type", "none")
+    own = frozenset() if kind == "Sequence" else frozenset({str(kind)})
+    return own.union(*map(decoder_kinds, decoder.get("decoders", ())))
 
 
 def is_byte_token(token: str) -> bool:

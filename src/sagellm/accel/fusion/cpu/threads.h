@@ -39,7 +39,7 @@ class Helpers {
   public:
     void together(Work work, const void *context, int32_t threads) {
         bool is_free = false;
-        if (threads < 2 || !busy_.compare_exchange_strong(is_free, true)) return work(context);  // busy with another caller's region
+        if (threads < 2 || !busy_.compare_exchange_strong(is_free, true)) return work(context);  // another caller is in
         while (started_ < threads - 1 && started_ < MOST && start()) {}
         const int64_t began = now_ns();
         work_ = work, context_ = context, most_ = threads - 1;
