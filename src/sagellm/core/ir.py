@@ -64,7 +64,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOperation(Operation):
-    """An operation that names its request itself; None where a plan names only the row."""
+    """An operation with a request. None where a plan names only the row."""
 
     request: str | None = None
 
@@ -159,12 +159,10 @@ class DecodeOp(RequestOperation):
     """Compute the last token of a row, at `position`, and sample the next."""
 
     word: ClassVar[str] = "decode"
+    phase: ClassVar[Phase] = Phase.DECODE
+    samples: ClassVar[bool] = True
     row: int
     position: int
-
-    @property
-    def phase(self) -> Phase:
-        return Phase.DECODE
 
     @property
     def start(self) -> int:
@@ -173,10 +171,6 @@ class DecodeOp(RequestOperation):
     @property
     def end(self) -> int:
         return self.position + 1
-
-    @property
-    def samples(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ class Change:
 
 @dataclass(slots=True)
 class RequestPart:
-    """What one plan does with one request, as texts; empty for what it does not do."""
+    """What one plan does with one request, as texts. Empty: it does not."""
 
     fates: list[str] = field(default_factory=list)
     left: bool = False
@@ -86,7 +86,7 @@ def placement_text(placement: Placement) -> str:
 
 
 def _parts(plan: ExecutionPlan, rows: Rows | None) -> dict[str, RequestPart]:
-    """What the plan does, by request id (or `row N`), in order of the plan."""
+    """What the plan does, by request id or `row N`, in its order."""
     names = {} if rows is None else rows.names
     parts: defaultdict[str, RequestPart] = defaultdict(RequestPart)
 

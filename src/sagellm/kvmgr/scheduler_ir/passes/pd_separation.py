@@ -141,28 +141,33 @@ class PDSeparationPass:
 
     def _best_prefill(self, draft: Draft, num_tokens: int) -> tuple[str, float]:
         ahead = self._num_queued_tokens + sum(chunk.num_tokens for chunk in draft.chunks.values())
-        best, best_s = THIS_INSTANCE, self.step_time.prefill_s(ahead + num_tokens, draft.token_budget)
-        for name, site in self.sites.items():
-            if not site.token_s:
-                continue
-            queue_s = max(0.0, site.free_at_s - draft.now_s)
-            seconds = queue_s + site.token_s * num_tokens + self._transfer_s(site, num_tokens)
-            if seconds < best_s * (1 - self.margin):
-                best, best_s = name, seconds
-        return best, best_s
+        seconds = {
+            name: max(0.0, site.free_at_s - draft.now_s)
+            + site.token_s * num_tokens
+            + self._transfer_s(site, num_tokens)
+            for name, site in self.sites.items()
+            if site.token_s
+        }
+        return self._fastest(self.step_time.prefill_s(ahead + num_tokens, draft.token_budget), seconds)
 
     def _best_decode(self, state: RequestState) -> str:
         limit = state.request.params.max_tokens
         steps = self.expected_output if limit is None else min(self.expected_output, limit)
-        best, best_s = THIS_INSTANCE, steps * (self._mixed_step_s or self.step_time.step_s)
-        for name, site in self.sites.items():
-            if not site.step_s:
-                continue
-            step_s = site.step_s + site.seq_s * (site.num_decodes + 1)
-            seconds = self._transfer_s(site, state.num_prompt_tokens) + steps * step_s
-            if seconds < best_s * (1 - self.margin):
-                best, best_s = name, seconds
-        return best
+        seconds = {
+            name: self._transfer_s(site, state.num_prompt_tokens)
+            + steps * (site.step_s + site.seq_s * (site.num_decodes + 1))
+            for name, site in self.sites.items()
+            if site.step_s
+        }
+        return self._fastest(steps * (self._mixed_step_s or self.step_time.step_s), seconds)[0]
+
+    def _fastest(self, local_s: float, seconds: Mapping[str, float]) -> tuple[str, float]:
+        """This instance, or a site that is faster by the margin; and its seconds."""
+        best, best_s = THIS_INSTANCE, local_s
+        for name, site_s in seconds.items():
+            if site_s < best_s * (1 - self.margin):
+                best, best_s = name, site_s
+        return best, best_s
 
     def _transfer_s(self, site: Site, num_tokens: int) -> float:
         return num_tokens * self.bytes_per_token / site.link_bytes_s
