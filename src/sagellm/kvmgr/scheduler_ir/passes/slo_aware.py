@@ -76,7 +76,7 @@ class SLOAwarePass:
         self._with_deadline: dict[RequestState, tuple[int, float, int, int]] = {}
         self._due_s = NEVER_S  # when the first of them becomes late
         self._goals: list[tuple[float, int, RequestState]] = []  # heap: goals of running requests
-        self._num_goals = 0
+        self._num_goals = 0  # after the last removal of finished requests
         self._count = count()
         self._num_prefill: int | None = None  # prompt tokens of the last step, if it was shortened
         self._lost_s = 0.0
@@ -148,7 +148,7 @@ class SLOAwarePass:
                 work_s += spend_s
                 if now_s + work_s <= deadline_s:
                     heappush(chosen, (-spend_s, position, state))
-                else:
+                else:  # the heap holds negative times: adding that of the longest removes it
                     work_s += heappushpop(chosen, (-spend_s, position, state))[0]
             elif now_s + DOUBT * spend_s > deadline_s and self.step_time.is_known:
                 del candidates[state]
