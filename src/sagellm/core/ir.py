@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from sagellm.core.plan import BlockCopy, BlockTableDelta, Decision, Join, Placement, Prefill, Transfer
+from sagellm.core.plan import BlockCopy, BlockTableDelta, Decision, Join, PhasePlacement, Prefill, Transfer
 
 LOCAL = "local"
 """The name of the instance where there is only one."""
@@ -96,7 +96,7 @@ class PlaceOp(RequestOperation):
 
     word: ClassVar[str] = "place"
     request: str
-    placement: Placement
+    placement: PhasePlacement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,7 +159,7 @@ class RequestState:
             self.num_scored = max(self.num_scored, start + len(logprobs))
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        """Take all, to report with the first token; None later or if not asked for."""
+        """Take all of them, to report with the first token; None later."""
         if self.prompt_logprobs is None or self.num_output_tokens > 1:
             return None
         taken, self.prompt_logprobs = tuple(self.prompt_logprobs), None
@@ -274,7 +274,7 @@ class Draft:
     swapped: list[str] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
     transfers: list[Transfer] = field(default_factory=list)
-    placements: dict[str, Placement] = field(default_factory=dict)
+    placements: dict[str, PhasePlacement] = field(default_factory=dict)
     num_draft_tokens: int = 0
     decisions: list[Decision] = field(default_factory=list)
     skipped_decodes: dict[str, RequestState] = field(default_factory=dict)
@@ -376,7 +376,7 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PhasePlacement:
     """The instances that compute a request's phases and the halves of each layer.
 
     "" is this instance.
@@ -419,7 +419,7 @@ class ExecutionPlan:
     prefills: tuple[Prefill, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     transfers: tuple[Transfer, ...] = ()
-    placements: tuple[tuple[str, Placement], ...] = ()
+    placements: tuple[tuple[str, PhasePlacement], ...] = ()
     preempted: tuple[str, ...] = ()
     rejected: tuple[tuple[str, str], ...] = ()
     num_draft_tokens: int = 0

@@ -17,7 +17,7 @@ from sagellm.core.plan import (
     Decision,
     ExecutionPlan,
     Join,
-    Placement,
+    PhasePlacement,
     Prefill,
     StepResult,
     Transfer,
@@ -68,7 +68,7 @@ JOINS = st.builds(
     ),
     st.frozensets(NUMBERS, max_size=3),
 )
-PLACEMENTS = st.builds(Placement, NAMES, NAMES, NAMES, NAMES)
+PLACEMENTS = st.builds(PhasePlacement, NAMES, NAMES, NAMES, NAMES)
 DECODES = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=4)
 
 

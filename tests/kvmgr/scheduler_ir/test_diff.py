@@ -13,7 +13,7 @@ from sagellm.core.plan import (
     Decision,
     ExecutionPlan,
     Join,
-    Placement,
+    PhasePlacement,
     Prefill,
     Transfer,
 )
@@ -50,7 +50,7 @@ def test_one_step_under_two_schedulers() -> None:
         rejected=(("big", "too long"),),
         copies=(BlockCopy("hbm", 3, "dram", 1),),
         transfers=(Transfer("new", (4,), "d0"),),
-        placements=(("new", Placement(decode="d0", ffn="f0")),),
+        placements=(("new", PhasePlacement(decode="d0", ffn="f0")),),
         decisions=(Decision("memory_aware_preemption", "calm", "preempt", "old comes first"),),
     )
     assert diff_text(FIRST, other, ROWS, ROWS).splitlines() == [

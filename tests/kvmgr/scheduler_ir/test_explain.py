@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sagellm.core.plan import Draft, Placement, Transfer
+from sagellm.core.plan import Draft, PhasePlacement, Transfer
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 from sagellm.core.types import Request
 from sagellm.engines.engine import Engine
@@ -39,7 +39,7 @@ class Placing:
     name = "placing"
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
-        draft.placements["a"] = Placement(decode="d0", ffn="f0")
+        draft.placements["a"] = PhasePlacement(decode="d0", ffn="f0")
         if draft.decodes.states:
             draft.transfers.append(Transfer("a", (), "d0"))
 

@@ -6,7 +6,15 @@ import pytest
 
 from sagellm.core.errors import PlanError
 from sagellm.core.ir import DecodeOp, InstanceStep, JoinOp, Phase, PlaceOp, PrefillOp, TransferOp
-from sagellm.core.plan import BlockCopy, BlockTableDelta, ExecutionPlan, Join, Placement, Prefill, Transfer
+from sagellm.core.plan import (
+    BlockCopy,
+    BlockTableDelta,
+    ExecutionPlan,
+    Join,
+    PhasePlacement,
+    Prefill,
+    Transfer,
+)
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.kvmgr.scheduler_ir.graph import IRGraph
 from sagellm.kvmgr.scheduler_ir.rows import Row, Rows
@@ -86,7 +94,7 @@ def test_a_request_enters_where_its_blocks_were_sent() -> None:
     )
     got = ExecutionPlan(
         9,
-        placements=(("a", Placement(ffn="f0")),),
+        placements=(("a", PhasePlacement(ffn="f0")),),
         joined=(join(7, "a", (30, 31), at=5),),
         prefills=(Prefill(7, "a", 5, 1, True),),
     )

@@ -16,7 +16,7 @@ from sagellm.core.plan import (
     Decision,
     ExecutionPlan,
     Join,
-    Placement,
+    PhasePlacement,
     Prefill,
     Transfer,
 )
@@ -52,7 +52,7 @@ PLAN = ExecutionPlan(
     transfers=(Transfer("c", (0, 1), "d0"),),
     preempted=("b",),
     rejected=(("x", 'it said "no"'),),
-    placements=(("a", Placement(attention="a0", ffn="f0")),),
+    placements=(("a", PhasePlacement(attention="a0", ffn="f0")),),
     decisions=(Decision("chunked_prefill", "c", "admit", "14 tokens from 8 on"),),
 )
 TEXT = """\

@@ -128,16 +128,13 @@ class KVCacheManager:
         self.hints = KVHints(index, groups.namespace_of, now)
         self.pins = PinnedPrefixes(index, pool.total_blocks, max_pinned_share)
         self.quotes = Quotes(
-            index,
-            pool,
-            quota,
-            swap,
             self._tables,
             self.allocator,
             windows,
             self._registrar,
             self._tails,
             groups,
+            swap,
             metrics,
             now,
             prefix_caching=prefix_caching,

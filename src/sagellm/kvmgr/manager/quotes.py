@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.plan import RequestState
-from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
-from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex, ReuseRecorder
+from sagellm.core.protocols.prefix_cache import PrefixHit, ReuseRecorder
 from sagellm.core.protocols.scheduler_ir import BlockBudget, ResumeCost
 from sagellm.core.types import Account
 from sagellm.kvmgr.manager.allocator import BlockAllocator, SlidingWindows
@@ -21,29 +20,26 @@ class Quotes:
 
     def __init__(
         self,
-        index: PrefixReuseIndex,
-        pool: KVPool,
-        quota: BlockQuota | None,
-        swap: SwapSpace | None,
         tables: BlockTables,
         allocator: BlockAllocator,
         windows: SlidingWindows,
         registrar: PrefixRegistrar,
         tails: SharedTails,
         groups: SharingGroups,
+        swap: SwapSpace | None,
         metrics: ReuseRecorder | None,
         now: Callable[[], float],
         *,
         prefix_caching: bool,
         prefill_token_s: float,
     ) -> None:
-        self._index, self._pool, self._quota, self._swap = index, pool, quota, swap
+        self._index, self._pool, self._quota = allocator.index, allocator.pool, allocator.quota
         self._tables, self._allocator, self._windows = tables, allocator, windows
         self._registrar, self._tails, self._groups = registrar, tails, groups
-        self._metrics, self._now = metrics, now
+        self._swap, self._metrics, self._now = swap, metrics, now
         self._prefix_caching, self._prefill_token_s = prefix_caching, prefill_token_s
-        self.block_size = pool.block_size
-        self.num_blocks = pool.total_blocks
+        self.block_size = self._pool.block_size
+        self.num_blocks = self._pool.total_blocks
 
     # -- prefix hits
 

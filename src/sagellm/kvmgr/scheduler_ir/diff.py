@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from sagellm.core.plan import ExecutionPlan, Placement
+from sagellm.core.plan import ExecutionPlan, PhasePlacement
 from sagellm.kvmgr.scheduler_ir.rows import Rows
 from sagellm.kvmgr.scheduler_ir.text import numbers, quoted
 
@@ -79,7 +79,7 @@ def diff_text(
     return "".join(f"{change}\n" for change in diff(a, b, rows_a, rows_b))
 
 
-def placement_text(placement: Placement) -> str:
+def placement_text(placement: PhasePlacement) -> str:
     """The parts that another instance computes, as `prefill @p0, decode @d0`."""
     at = {part.name: getattr(placement, part.name) for part in fields(placement)}
     return ", ".join(f"{part} @{name}" for part, name in at.items() if name)

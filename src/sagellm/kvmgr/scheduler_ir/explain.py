@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sagellm.core.plan import Draft, ExecutionPlan, Placement
+from sagellm.core.plan import Draft, ExecutionPlan, PhasePlacement
 from sagellm.core.protocols.engine import EngineStats
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 from sagellm.core.types import RequestOutput
@@ -146,7 +146,7 @@ class _Snapshot:
     preempted: frozenset[str]
     rejected: Mapping[str, str]
     sent: frozenset[tuple[str, str]]
-    placed: Mapping[str, Placement]
+    placed: Mapping[str, PhasePlacement]
     waiting: tuple[str, ...]
     running: tuple[str, ...]
 

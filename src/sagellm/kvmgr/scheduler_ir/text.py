@@ -45,7 +45,7 @@ from sagellm.core.plan import (
     Decision,
     ExecutionPlan,
     Join,
-    Placement,
+    PhasePlacement,
     Prefill,
     Transfer,
 )
@@ -63,7 +63,7 @@ WORD_PART = re.compile(r"[A-Za-z0-9_.\-]")
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 ANYTHING = re.compile(r'"(?:[^"\\]|\\.)*"?|[%@]?[A-Za-z0-9_.\-]+|.')
-PLACEMENT_PARTS = [field.name for field in fields(Placement)]
+PLACEMENT_PARTS = [field.name for field in fields(PhasePlacement)]
 DEFAULT_PARAMS = SamplingParams()
 PARAM_NAMES = [field.name for field in fields(SamplingParams)]
 
@@ -400,7 +400,7 @@ def _reject(line: Line) -> Make:
 def _place(line: Line) -> Make:
     request = line.string("a request")
     parts = {part: line.instance() for part in PLACEMENT_PARTS if line.has(part)}
-    return partial(PlaceOp, request=request, placement=Placement(**parts))
+    return partial(PlaceOp, request=request, placement=PhasePlacement(**parts))
 
 
 def _leave(line: Line) -> Make:

@@ -10,7 +10,7 @@ import pytest
 
 from sagellm.core.config import Config, SchedulerConfig
 from sagellm.core.errors import ConfigError
-from sagellm.core.plan import Placement
+from sagellm.core.plan import PhasePlacement
 from sagellm.core.protocols.scheduler_ir import StepFacts
 from sagellm.core.types import RequestStatus
 from sagellm.engines.build import build_engine, build_passes
@@ -39,7 +39,7 @@ def test_long_outputs_decode_where_steps_are_short_and_short_ones_stay() -> None
     desk.waiting = [state("long", 100, max_tokens=200), state("short", 100, max_tokens=2)]
     desk.step()
     assert separation.placements == {
-        "long": Placement(decode="d")
+        "long": PhasePlacement(decode="d")
     }  # 0.1 s of transfer: 200 * 0.04 s against 2 * 0.04 s
 
 
@@ -72,7 +72,7 @@ def test_prompts_go_where_they_are_done_first() -> None:
     desk = Desk(separation)
     desk.waiting = [state(f"r{i}", 1000) for i in range(12)]
     desk.step()
-    assert separation.placements == {f"r{i}": Placement("p") for i in range(len(separation.placements))}
+    assert separation.placements == {f"r{i}": PhasePlacement("p") for i in range(len(separation.placements))}
     assert 0 < len(separation.placements) < 12  # until its queue is as long as the one here
 
 
@@ -85,7 +85,7 @@ def test_the_transfer_comes_after_the_prompt_and_again_after_a_preemption() -> N
     admit(one, 100)
     desk.waiting = []
     desk.step()
-    assert desk.draft.placements == {"long": Placement(decode="d")}
+    assert desk.draft.placements == {"long": PhasePlacement(decode="d")}
     assert desk.draft.transfers == []  # its last chunk may not be computed yet
     one.decoding = True
     desk.step()

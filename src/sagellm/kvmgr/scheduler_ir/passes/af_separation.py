@@ -10,7 +10,7 @@ from dataclasses import replace
 from heapq import heapify, heapreplace
 from math import ceil
 
-from sagellm.core.plan import Draft, Placement, RequestState
+from sagellm.core.plan import Draft, PhasePlacement, RequestState
 from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, SchedulingView, Stability
 from sagellm.core.types import RequestStatus
 from sagellm.kvmgr.scheduler_ir._queue import RankedQueue
@@ -75,7 +75,7 @@ class AFSeparationPass:
             self.num_tokens[name] += len(state.tokens)
             self._placed[state] = len(state.tokens)
             self.placements[state.request_id] = name
-            known = draft.placements.get(state.request_id, Placement())
+            known = draft.placements.get(state.request_id, PhasePlacement())
             draft.placements[state.request_id] = replace(known, attention=name, ffn=",".join(self.ffn))
 
 

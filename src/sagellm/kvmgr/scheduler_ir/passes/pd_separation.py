@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sagellm.core.errors import ConfigError
-from sagellm.core.plan import Draft, Placement, RequestState, Transfer
+from sagellm.core.plan import Draft, PhasePlacement, RequestState, Transfer
 from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, SchedulingView, Stability
 from sagellm.core.types import RequestStatus
 from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, prefix_hit
@@ -95,7 +95,7 @@ class PDSeparationPass:
         }
         self.bytes_per_token, self.expected_output, self.margin = bytes_per_token, expected_output, margin
         self.requires = frozenset({self.name} if self.sites else ())
-        self.placements: dict[str, Placement] = {}
+        self.placements: dict[str, PhasePlacement] = {}
         self.step_time = StepTimeModel()
         self._mixed_step_s = 0.0  # mean step with decodes, prompts of others included
         self._queue = RankedQueue()
@@ -136,7 +136,7 @@ class PDSeparationPass:
             self.sites[decode].num_decodes += 1
             draft.record(self.name, state, "place", f"decode on {decode}")
         if (prefill, decode) != (THIS_INSTANCE, THIS_INSTANCE):
-            self.placements[state.request_id] = Placement(prefill, decode)
+            self.placements[state.request_id] = PhasePlacement(prefill, decode)
             self._placed[state] = NOT_ADMITTED
 
     def _best_prefill(self, draft: Draft, num_tokens: int) -> tuple[str, float]:
