@@ -13,7 +13,7 @@ import mutants
 
 
 @pytest.mark.parametrize(
-    "path", ["engines/planner.py", "kvmgr/prefix_cache/_node.py", "kvmgr/manager/tables.py"]
+    "path", ["engines/planner.py", "kvmgr/prefix_cache/_tree.py", "kvmgr/manager/tables.py"]
 )
 def test_the_statement_of_each_mutant_is_noted_when_it_is_executed(path: str) -> None:
     marks = set(re.findall(rf"_executed\.add\('({path}:\d+)'\)", mutants.with_marks(path)))
@@ -23,7 +23,7 @@ def test_the_statement_of_each_mutant_is_noted_when_it_is_executed(path: str) ->
 
 
 def test_marks_change_nothing_but_note_what_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = "kvmgr/prefix_cache/_node.py"
+    path = "kvmgr/prefix_cache/_tree.py"
     source = mutants.with_marks(path).replace("from mutants_plugin import EXECUTED as _executed", "")
     executed: set[str] = set()
     scope: dict[str, object] = {"_executed": executed, "__name__": "sagellm.kvmgr.prefix_cache._marked"}
@@ -48,7 +48,7 @@ def test_each_mutant_is_another_source_under_another_name(path: str) -> None:
 def test_first_failure_names_the_test_that_fails(tmp_path: Path) -> None:
     package = shutil.copytree(mutants.PACKAGE, tmp_path / "sagellm")
     assert mutants.first_failure(tmp_path, ["tests/kvmgr/test_radix.py"], 60) == ""
-    with (package / "kvmgr/prefix_cache/_node.py").open("a", encoding="utf-8") as file:
+    with (package / "kvmgr/prefix_cache/_tree.py").open("a", encoding="utf-8") as file:
         file.write("\n\ndef common_blocks(*_: object) -> int:\n    return 0\n")
     failed = mutants.first_failure(tmp_path, ["tests/kvmgr/test_radix.py"], 60)
     assert failed.startswith("tests/kvmgr/test_radix.py::test_")

@@ -464,7 +464,7 @@ def test_a_policy_hears_what_a_use_is_and_what_is_new(name: str) -> None:
 
         def unpin(self, extent: Extent) -> None:
             calls.append("unpin")
-            super().unpin(extent)
+            super().insert(extent)
 
         def remove(self, key: int) -> None:
             calls.append("remove")
@@ -568,9 +568,9 @@ def test_a_lookup_changes_nothing(name: str) -> None:
 
 
 MISUSE: dict[str, tuple[Callable[[PrefixReuseIndex], object], str]] = {
-    "unpin of what nobody pins": (
+    "unpin of what is not pinned": (
         lambda index: index.unpin(index.lookup(Tokens([1, 1]))),
-        "nobody pins",
+        "is not pinned",
     ),
     "more blocks than tokens": (lambda index: index.insert(Tokens([1, 1, 2, 2]), [5, 6, 7]), "3 blocks"),
     "evict fewer than none": (lambda index: index.evict(-1), "-1"),
@@ -621,7 +621,7 @@ def test_a_pin_is_given_back_once(name: str) -> None:
     index = filled(name, [1, 1, 2, 2])
     hit = index.pin(index.lookup(Tokens([1, 1, 2, 2])))
     index.unpin(hit)
-    with pytest.raises(BookkeepingError, match="nobody pins"):
+    with pytest.raises(BookkeepingError, match="is not pinned"):
         index.unpin(hit)
     index.check()
 

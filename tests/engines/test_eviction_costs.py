@@ -37,7 +37,7 @@ EXPECTED = PrefillCostModel(4, 2 * 2 * 4 * 8 * 2 * 4, 3e-3, 2e-6)
 
 
 def policy_of(engine: Any) -> Any:
-    return engine.kv.index._leaves.nobody.policy
+    return engine.kv.index._leaves.default_share.policy
 
 
 @pytest.mark.parametrize("name", ["cost_benefit", "slo"])
@@ -58,7 +58,7 @@ def test_without_a_measurement_only_the_order_of_the_cost_is_assumed() -> None:
     assert prefill_costs(capability).block_size == 8
     assert prefill_costs(capability).seconds_per_token == PrefillCostModel().seconds_per_token
     kv: Any = build_kv(KVConfig(eviction="slo", block_size=8), 10)
-    assert kv.index._leaves.nobody.policy._model.block_size == 8
+    assert kv.index._leaves.default_share.policy._model.block_size == 8
 
 
 def test_the_cost_model_is_no_option_of_the_configuration() -> None:

@@ -133,8 +133,7 @@ def test_a_policy_that_refuses_what_is_cached_does_not_take_over(index: str) -> 
 
 def policies_of(engine: Engine) -> list[Any]:
     index: Any = engine.kv.index
-    shares = index._shares if hasattr(index, "_shares") else index._leaves.groups
-    return [share.policy for share in shares.values()]
+    return [share.policy for share in index._leaves.shares.values()]
 
 
 def test_unknown_names_are_answered_with_the_list() -> None:

@@ -83,7 +83,7 @@ def test_a_block_moves_to_a_free_one() -> None:
 def test_only_who_pinned_can_unpin() -> None:
     index = filled([1, 1, 2, 2])
     index.pin(index.lookup(Tokens([1, 1, 2, 2])))
-    with pytest.raises(BookkeepingError, match="1 blocks that nobody pins"):
+    with pytest.raises(BookkeepingError, match="1 blocks that is not pinned"):
         index.unpin(index.lookup(Tokens([1, 1])))
     index.check()
 

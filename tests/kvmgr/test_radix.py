@@ -14,9 +14,8 @@ from sagellm.core.protocols.prefix_cache import MatchEnd
 from sagellm.core.types import Account, Namespace, Retention, Tokens
 from sagellm.kvmgr.eviction import LRUPolicy
 from sagellm.kvmgr.prefix_cache import RadixIndex
-from sagellm.kvmgr.prefix_cache import _leaves as leaves_file
 from sagellm.kvmgr.prefix_cache import _tree as tree_file
-from sagellm.kvmgr.prefix_cache._node import Node
+from sagellm.kvmgr.prefix_cache._tree import Node
 from sagellm.kvmgr.prefix_cache.fingerprint import fingerprint
 
 BLOCK = 2
@@ -157,8 +156,7 @@ def test_keys_that_clash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
     def clash(parent: object, first_block: bytes, salt: int = 0) -> int:
         return salt
 
-    for module in (leaves_file, tree_file):
-        monkeypatch.setattr(module, "content_key", clash)
+    monkeypatch.setattr(tree_file, "content_key", clash)
     index = RadixIndex(block_size=BLOCK, policy=LRUPolicy())
     for token in range(1, 6):
         index.insert(Tokens([token, token, 7, 7]), [2 * token, 2 * token + 1])
@@ -173,7 +171,7 @@ def test_keys_that_clash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
 def test_misuse_is_told_and_changes_nothing(wrong: str) -> None:
     index = filled([1, 1, 2, 2])
     if wrong == "unpin":
-        with pytest.raises(BookkeepingError, match="nobody pins"):
+        with pytest.raises(BookkeepingError, match="is not pinned"):
             index.unpin(index.lookup(Tokens([1, 1])))
     elif wrong == "blocks":
         with pytest.raises(BookkeepingError, match="3 blocks"):
@@ -190,7 +188,7 @@ def test_misuse_is_told_and_changes_nothing(wrong: str) -> None:
 BROKEN: dict[str, Callable[[RadixIndex, Node], object]] = {
     "blocks in the tree": lambda index, leaf: setattr(index.tree, "num_cached", 9),
     "unpinned blocks": lambda index, leaf: setattr(index.tree, "num_pinned", 1),
-    "blocks of Account": lambda index, leaf: setattr(leaf.group, "num_cached", 9),
+    "blocks of Account": lambda index, leaf: setattr(leaf.share, "num_cached", 9),
     "wrongly": lambda index, leaf: index._leaves.by_key.clear(),
     "0 hits that end here": lambda index, leaf: setattr(leaf, "pins", 1),
     "2 blocks, 1 ids": lambda index, leaf: leaf.blocks.pop(),

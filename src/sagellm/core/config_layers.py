@@ -40,7 +40,7 @@ log = logging.getLogger("sagellm.config")
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Values from one place. `name` is how errors and `config show --origin` call it; `origins`: by key."""
+    """Values from one place. Errors and `config show --origin` print `name`, or the key's own `origins`."""
 
     name: str
     values: Mapping[str, Any]
@@ -97,8 +97,10 @@ def preset_layer(name: str) -> Layer:
 
 
 def env_layer(environ: Mapping[str, str]) -> Layer:
-    """The `SAGELLM_*` variables of `environ`. One that names no key is logged as a warning and ignored; those
-    that Kubernetes sets for its Services are ignored silently."""
+    """The `SAGELLM_*` variables of `environ`.
+
+    A variable that names no key is logged as a warning and ignored; variables that Kubernetes sets for its
+    Services are ignored silently."""
     by_name = {env_name(key): key for key in KEYS}
     values: dict[str, Any] = {}
     for name, text in environ.items():
@@ -118,9 +120,10 @@ def env_layer(environ: Mapping[str, str]) -> Layer:
 
 
 def _is_of_kubernetes(name: str, environ: Mapping[str, str]) -> bool:
-    """Whether Kubernetes set the variable for a Service: a Service `sagellm` gives SAGELLM_SERVICE_HOST,
-    SAGELLM_PORT=tcp://... and SAGELLM_PORT_8000_TCP_ADDR, a Service `sagellm-server` gives
-    SAGELLM_SERVER_PORT=tcp://... too, which otherwise is the port to listen on."""
+    """Whether Kubernetes set the variable for a Service.
+
+    A Service `sagellm` sets SAGELLM_SERVICE_HOST, SAGELLM_PORT=tcp://... and SAGELLM_PORT_8000_TCP_ADDR. A
+    Service `sagellm-server` also sets SAGELLM_SERVER_PORT=tcp://..., otherwise the port to listen on."""
     if _SERVICE_NAME.search(name):
         return True
     service, _, last = name.rpartition("_")

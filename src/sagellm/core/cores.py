@@ -26,8 +26,10 @@ def usable_cores(root: Path = ROOT) -> int:
 
 
 def num_physical(cpus: Collection[int], root: Path = ROOT) -> int:
-    """Cores that `cpus` belong to. A core's hyperthreads share what computes and what reads memory, so they
-    count once; where the system does not tell (not Linux), each CPU counts.
+    """Cores that `cpus` belong to.
+
+    The hyperthreads of a core share its arithmetic and memory units, so they count once. Where the system
+    does not say which belong together (not Linux), each CPU counts.
     """
     return len({_siblings(cpu, root) for cpu in cpus})
 
@@ -51,8 +53,10 @@ def _siblings(cpu: int, root: Path) -> str:
 
 
 def _control_groups(root: Path) -> Iterator[Path]:
-    """Folders that may limit this process, from the outermost on. A container often sees its own group as the
-    outermost, whatever path it is told: what is not there limits nothing.
+    """Folders that may limit this process, from the outermost on.
+
+    A container often sees its own group as the outermost, whatever its path says; folders that do not exist
+    limit nothing.
     """
     groups = {}  # of this process, by the type of the file systems that show them
     for controllers, group in _MEMBERSHIP.findall(_read(root / "proc/self/cgroup")):

@@ -28,9 +28,9 @@ from difflib import SequenceMatcher
 from sagellm.core.extras import install_command
 
 LEAST_ALIKE = 0.5
-"""Share of letters in common from which a name is taken for a misspelt one."""
+"""Share of common letters from which a name counts as misspelt."""
 MOST_CHARACTERS = 100
-"""Of an unknown name, how many are compared: comparing takes more than linear time."""
+"""Characters of an unknown name that are compared: comparing takes more than linear time."""
 
 
 class SageError(Exception):
@@ -88,7 +88,7 @@ class RequestError(SageError):
 
 
 class UnsupportedParameterError(RequestError):
-    """A known parameter of the API that this server does not implement (yet)."""
+    """A parameter of the API that this server does not implement."""
 
     code = "unsupported_parameter"
 
@@ -115,8 +115,9 @@ class UnknownModelError(RequestError):
 
 
 class CapacityError(SageError):
-    """Memory that was asked for does not exist. Where one request asked for KV blocks, `request_id` and
-    `num_blocks` say which and how many."""
+    """There is less memory than needed.
+
+    If a request needs KV blocks, `request_id` and `num_blocks` say which request and how many."""
 
     def __init__(self, message: str, request_id: str | None = None, num_blocks: int = 0) -> None:
         super().__init__(message)

@@ -11,7 +11,7 @@ from sagellm.core.types import Namespace, Request
 
 @dataclass(frozen=True, slots=True)
 class RequestReceived:
-    """An engine took a request, as the caller asked it.
+    """An engine accepted a request; the event holds it as it was given.
 
     The next event is its `RequestQueued`. Emitted only if there is a listener."""
 
@@ -83,7 +83,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class IndexCleared:
-    """Nothing is left in the prefix index."""
+    """The prefix index is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ E = TypeVar("E", bound=Event)
 class EventBus:
     """Listeners by event type, called in order of subscription on the thread that emits.
 
-    A listener must not raise; what it raises reaches the emitter, so that no failure is silent.
+    A listener must not raise. If it does, the error reaches the emitter, so that no failure is silent.
     """
 
     def __init__(self) -> None:

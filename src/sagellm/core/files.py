@@ -12,7 +12,7 @@ MAX_TEXT_BYTES = 64 << 20
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file to be read. Raises `OSError` for a folder, a pipe or a device, and waits for none."""
+    """Open a regular file to read. Raises `OSError` for a folder, a pipe or a device, without waiting."""
     file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 - the caller closes it
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
@@ -22,8 +22,9 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """The UTF-8 text of a regular file. Raises `OSError`, also for one of more than `max_bytes`, and
-    `UnicodeDecodeError`.
+    """The UTF-8 text of a regular file.
+
+    Raises `OSError`, also for a file of more than `max_bytes`, and `UnicodeDecodeError`.
     """
     with open_regular(path) as file:
         raw = file.read(max_bytes + 1)

@@ -1,4 +1,4 @@
-"""Garbage collection put off while what is made is kept."""
+"""Switches garbage collection off while objects are made that stay."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _was_enabled = False
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """No search for garbage until the last thread that is in here leaves. Modules keep all that they make as
-    they are imported, and looking through it again and again is a fifth of the time that importing torch
-    takes.
+    """No garbage collection until the last thread has left such a block.
+
+    Imported modules keep all that they make, and collections that look through it are a fifth of the time
+    that importing torch takes.
     """
     global _inside, _was_enabled
     with _lock:

@@ -22,16 +22,21 @@ ACTION_VERSIONS: Mapping[str, str] = {
     "session.end": "1.0",
     "session.supersede": "1.0",
 }
-"""What this engine does: keep longer (`priority` 0 to 100, `duration_s`); keep because it is about to
-be used; give up first because the session has ended, or because an edited history replaced it."""
+"""Supported actions and their versions.
+
+`kv.retain`: keep longer (`priority` 0 to 100, `duration_s`). `kv.expect`: keep, it is about to be used.
+`session.end`: evict first, the session has ended. `session.supersede`: evict first, an edited history has
+replaced it."""
 MAX_ACTIONS = 64
 MAX_DURATION_S = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class KVHintAction:
-    """One action. Its payload names a target (`session_id` or `token_ids`; none: the request that it came
-    with) and what else its type asks for."""
+    """One action.
+
+    Its payload names a target (`session_id` or `token_ids`; none: the request that brought it) and the
+    parameters of its type."""
 
     action_id: str
     action_type: str
@@ -59,7 +64,7 @@ class KVHintsEnvelope:
         version = _text(message, "protocol_version", "kv_hints", PROTOCOL_VERSION)
         if version.split(".")[0] != PROTOCOL_VERSION.split(".")[0]:
             raise RequestError(
-                f"kv_hints.protocol_version {version!r} is not spoken here: send {PROTOCOL_VERSION!r}",
+                f"kv_hints.protocol_version {version!r} is not supported: send {PROTOCOL_VERSION!r}",
                 "kv_hints",
             )
         actions = message.get("actions", ())

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from sagellm.core._sampling_types import as_bias, as_strings, as_token_ids, check_types
-from sagellm.core.errors import RequestError
+from sagellm.core.errors import RequestError, shown
 from sagellm.core.kv_hints import KVHintsEnvelope
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ _HIGH_BYTE = TOKEN_BYTES - 1 if sys.byteorder == "little" else 0
 class Tokens:
     """Token ids as one contiguous int32 buffer, with their bytes.
 
-    Converted once, at the door; from there on prefixes are compared as memory. It grows; `tobytes` is cached
-    until it does.
+    A prompt is converted once, when it arrives; from then on prefixes are compared as memory. Tokens can be
+    appended; `tobytes` is cached until then.
     """
 
     __slots__ = ("_bytes", "_ids")
@@ -74,7 +74,7 @@ class Tokens:
         self._ids.extend(ids)
 
     def pop(self) -> int:
-        """Take back the last token."""
+        """Remove the last token and return it."""
         self._bytes = None
         return self._ids.pop()
 
@@ -86,7 +86,7 @@ class Tokens:
 
     @property
     def live(self) -> array[int]:
-        """The buffer itself, for code that appends to many at once. Only append to it."""
+        """The buffer itself, for `append_each`. Only append to it."""
         return self._ids
 
     def view(self) -> memoryview:
@@ -119,7 +119,7 @@ class Tokens:
 
 
 def append_each(buffers: Iterable[array[int]], values: Iterable[int]) -> None:
-    """One value at the end of each buffer, without a loop in Python."""
+    """Append one value to each buffer, without a loop in Python."""
     deque(map(array.append, buffers, values), maxlen=0)
 
 
@@ -145,7 +145,7 @@ def _to_int32(ids: Iterable[int]) -> array[int]:
     except OverflowError:  # a negative number, or one that is too large for either
         return array(_INT32, ids)
     data = unsigned.tobytes()
-    if not data[_HIGH_BYTE::TOKEN_BYTES].isascii():  # the highest bit of one is set
+    if not data[_HIGH_BYTE::TOKEN_BYTES].isascii():  # the highest bit of some id is set
         raise OverflowError(f"{max(unsigned)} is no token id: it is greater than {_INT32_MAX}")
     return array(_INT32, data)
 
@@ -248,10 +248,10 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", as_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", as_token_ids(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", as_bias(self.logit_bias))
-        check_types(self)
+        object.__setattr__(self, "stop", _as_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _as_token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
+        _check_types(self)
         _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         for name, (low, high) in SAMPLING_RANGES.items():
             if (value := getattr(self, name)) is not None:
@@ -283,6 +283,88 @@ class SamplingParams:
         return replace(self, seed=seed)
 
 
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_INTEGERS = ("top_k", "n", "min_tokens")
+_INTEGERS_OR_NONE = ("seed", "logprobs", "prompt_logprobs", "max_tokens")
+_FLAGS = ("include_stop_str_in_output", "ignore_eos")
+
+_PLAIN_NUMBERS = (int, float)
+"""Tried first: a check against an abstract type takes ten times as long."""
+
+
+def _check_types(params: Any) -> None:
+    """Raise `RequestError` for a field of `SamplingParams` whose value is of another type."""
+    for name in _NUMBERS:
+        if not _is_number(value := getattr(params, name)):
+            raise _wrong_type(name, "a number", value)
+    for name in _INTEGERS:
+        if not _is_integer(value := getattr(params, name)):
+            raise _wrong_type(name, "an integer", value)
+    for name in _INTEGERS_OR_NONE:
+        value = getattr(params, name)
+        if value is not None and not _is_integer(value):
+            raise _wrong_type(name, "an integer or None", value)
+    for name in _FLAGS:
+        if not isinstance(value := getattr(params, name), bool):
+            raise _wrong_type(name, "True or False", value)
+
+
+def _as_strings(stop: Any) -> tuple[str, ...]:
+    """A tuple of stop strings; one string is one stop string, None is none."""
+    found = (stop,) if isinstance(stop, str) else _as_tuple("stop", "a string or several", stop)
+    if wrong := [value for value in found if not isinstance(value, str)]:
+        raise _wrong_type("stop", "a string or several", wrong[0])
+    return found
+
+
+def _as_token_ids(ids: Any) -> tuple[int, ...]:
+    found = _as_tuple("stop_token_ids", "several token ids", ids)
+    if wrong := [value for value in found if not _is_integer(value)]:
+        raise _wrong_type("stop_token_ids", "several token ids", wrong[0])
+    return found
+
+
+def _as_bias(bias: Any) -> Mapping[int, float]:
+    """The bias of tokens by id; None is none."""
+    if not bias and isinstance(bias, dict):
+        return bias
+    wanted = "a mapping from token ids to numbers"
+    if not isinstance(bias or {}, Mapping):
+        raise _wrong_type("logit_bias", wanted, bias)
+    found: Mapping[int, float] = bias or {}
+    for token_id, value in found.items():
+        if not (_is_integer(token_id) and _is_number(value)):
+            raise _wrong_type("logit_bias", wanted, {token_id: value})
+    return found
+
+
+def _as_tuple(name: str, wanted: str, values: Any) -> tuple[Any, ...]:
+    if type(values) is tuple:
+        return values
+    if not isinstance(values, Iterable) and values is not None:
+        raise _wrong_type(name, wanted, values)
+    return tuple(values or ())
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in _PLAIN_NUMBERS or (isinstance(value, Real) and not isinstance(value, bool))
+
+
+def _is_integer(value: object) -> bool:
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def _wrong_type(name: str, wanted: str, value: object) -> RequestError:
+    return RequestError(f"{name} must be {wanted}, got {shown(value)}", name)
+
+
 def _in_range(
     name: str, value: float, low: float, high: float, *, open_low: bool = False, param: str | None = None
 ) -> None:
@@ -301,8 +383,8 @@ class Request:
     """One sequence to compute: a prompt and its sampling parameters.
 
     Immutable; its progress is a `RequestState`. Higher `priority` is served first. `group`: requests of one
-    group share their prompt (`n > 1`), so that the first computes it and the others reuse it. `eos_token_ids`
-    end the request unless `params.ignore_eos`. `service_class` names the class whose share of KV memory the
+    group share their prompt (`n > 1`): the first computes it, the others reuse it. `eos_token_ids` end the
+    request unless `params.ignore_eos`. `service_class` names the class whose share of KV memory the
     request uses; `retention` biases eviction for ranges of its prompt. `session_id` is the name that later KV
     hints refer to; `kv_hints` are applied when the request ends, if it ran. `scripted_output`: a simulated
     answer ends by itself after that many tokens; no scheduling code may read it. `client`: API key or
@@ -341,7 +423,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of one token, before temperature and filters, and its best alternatives."""
+    """Natural-log probability of one token before temperature and filters, and the best others."""
 
     token_id: int
     logprob: float
@@ -375,8 +457,8 @@ class RequestOutput(NamedTuple):
 class KVCacheSchema:
     """Shape of one token's KV and of a block.
 
-    Two engines must have equal schemas before blocks can move. `layout` is the backend's own word for the
-    order of axes; equal words mean that bytes can be copied as they are."""
+    Two engines must have equal schemas before blocks can move. `layout` is the backend's own name for
+    the order of axes; bytes can be copied as they are between equal layouts."""
 
     num_layers: int
     num_kv_heads: int
@@ -402,10 +484,11 @@ class KVCacheSchema:
 class CapabilityDescriptor:
     """What a backend can do: read by the builder, the router and the simulator.
 
-    `sliding_window`: no token in any layer attends further back; None where a layer sees everything.
+    `sliding_window`: no token of any layer attends further back; None if some layer attends to all tokens.
     `num_host_blocks`: blocks in host memory, tier 'dram'; `host_copy_s`: seconds to copy one there or back.
-    `prefill_token_s`: seconds per token of a long prompt (0: unknown), `_squared_s`: and per token in front.
-    `weight_bytes`: what a step reads of the weights at least, 0 where there are none."""
+    `prefill_token_s`: seconds per token of a long prompt (0: unknown); `prefill_token_squared_s`: in
+    addition, per token and token before it. `weight_bytes`: bytes of weights that each step reads at least.
+    """
 
     device: str
     dtype: str

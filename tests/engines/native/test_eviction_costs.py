@@ -46,7 +46,7 @@ def engines(folder: Path) -> Iterator[dict[str, Engine]]:
 
 def policy_of(engine: Engine) -> Any:
     index: Any = engine.kv.index
-    return index._leaves.nobody.policy
+    return index._leaves.default_share.policy
 
 
 def test_policies_get_what_the_native_backend_measured(engines: dict[str, Engine]) -> None:

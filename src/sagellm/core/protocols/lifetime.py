@@ -79,7 +79,9 @@ class ReusePrediction:
 
 
 class ReusePredictor(Protocol):
-    """Will a block be used again, and when. Learns online; cheap enough to be asked for each victim."""
+    """Predicts whether a block is used again, and when.
+
+    Learns online; cheap enough to be asked for each extent that could be evicted."""
 
     @property
     def horizon_s(self) -> float: ...

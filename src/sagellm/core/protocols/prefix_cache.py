@@ -28,8 +28,7 @@ class PrefixHit(NamedTuple):
     request having run before. `num_tokens` counts them.
 
     `node` is the index's own handle and `version` its state at look-up; neither means anything to a caller.
-    A hit that is not pinned may be gone at the next `evict`. The ids of its blocks are fetched when asked for
-    (`block_ids`), not before.
+    The blocks of a hit that is not pinned may leave at the next `evict`. `block_ids` fetches their ids.
     """
 
     num_tokens: int
@@ -229,15 +228,16 @@ class PrefixReuseIndex(Protocol):
         ...
 
     def pin(self, hit: PrefixHit) -> PrefixHit:
-        """Hold the hit against eviction; returns the hit to hand to `unpin`. Counts: pin twice, unpin twice.
+        """Add one to the reference counts of the hit; returns the hit for `unpin`.
 
-        If the index changed since the look-up the hit is looked up again, and may have become shorter.
+        If the index changed since the look-up, the hit is looked up again, and may have become shorter.
         """
         ...
 
     def unpin(self, hit: PrefixHit, use: Use = NO_USE) -> None:
-        """Give one pin back; raises `BookkeepingError` if there is none. `use`: what to tell the eviction
-        policy of the request."""
+        """Take one from the reference counts; raises `BookkeepingError` if the hit is not pinned.
+
+        `use`: what the eviction policy may know of the request."""
         ...
 
     def insert(
@@ -260,7 +260,8 @@ class PrefixReuseIndex(Protocol):
     def hint(self, hit: PrefixHit, hint: Hint) -> int:
         """Apply a hint to a resident prefix; it holds until the next use.
 
-        Concerns the end of the prefix, and what leads to nothing else; returns the number of blocks."""
+        It concerns the end of the prefix and the blocks before it up to the last branching. Returns their
+        number."""
         ...
 
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
@@ -288,7 +289,7 @@ class PrefixReuseIndex(Protocol):
         ...
 
     def evictable_by_account(self) -> Mapping[Account, int]:
-        """Blocks that `evict` could give up, of each account with blocks in the index."""
+        """Blocks that could be evicted, of each account with blocks in the index."""
         ...
 
     def num_unpinned_on_path(self, hit: PrefixHit) -> int:
@@ -312,7 +313,7 @@ class PrefixReuseIndex(Protocol):
         ...
 
     def clear(self) -> BlockIds:
-        """Give up every unpinned block."""
+        """Evict every unpinned block."""
         ...
 
     def explain(self, tokens: Tokens, namespace: Namespace = ...) -> MatchReport:

@@ -1,4 +1,4 @@
-"""What left the index lately: when it went, and why."""
+"""Ghosts: records of evicted extents, without their blocks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Ghosts(Generic[K]):
         return self._ghosts.get(key)
 
     def discard(self, key: K) -> None:
-        """What is resident again has no ghost."""
+        """Forget a ghost, if there is one: its extent is resident again."""
         self._ghosts.pop(key, None)
 
     def __len__(self) -> int:

@@ -1,23 +1,28 @@
-"""The evictable leaves of the radix tree: by key, by account, and in the hands of the policies."""
+"""Evictable leaves of an index, by account, and the policies that choose among them.
+
+Both indexes use it. A leaf is a node of the radix tree, or one block of the hashed index.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.protocols.eviction import EvictionPolicy, UseListener
+from sagellm.core.protocols.eviction import EvictionPolicy, Extent, Hint, UseListener, bonus_of
 from sagellm.core.types import NO_ACCOUNT, Account
-from sagellm.kvmgr.prefix_cache._node import Node, content_key
 
-GiveUpNode = Callable[[Node, int], Node | None]
-MIN_GROUPS_TO_PRUNE = 64
+MIN_SHARES_TO_PRUNE = 64
 
 
 @dataclass(slots=True, eq=False)
-class Group:
-    """What one account has in the index, and the policy that chooses among it (None: last use)."""
+class AccountShare:
+    """What one account has in the index.
+
+    `policy` chooses what of it is evicted; None: what was used longest ago.
+    """
 
     account: Account
     policy: EvictionPolicy | None
@@ -35,88 +40,120 @@ class Group:
         return policy if isinstance(policy, UseListener) else None
 
 
-class Leaves:
-    """Leaves that nobody pins, and the groups that they belong to."""
+class Leaf(Extent, Protocol):
+    """An extent of an index. It is an evictable leaf while it has neither pins nor children."""
+
+    hint: Hint | None
+    bonus_s: float
+
+    @property
+    def pins(self) -> int: ...
+
+    @property
+    def children(self) -> Collection[object]: ...
+
+    @property
+    def share(self) -> AccountShare: ...
+
+
+LeafType = TypeVar("LeafType", bound=Leaf)
+
+
+class EvictableLeaves(Generic[LeafType]):
+    """The unpinned leaves of one index by key, and the share of each account.
+
+    Every change is reported to the policy of the leaf's account. Without `policy_factory`, `policy` serves
+    the default account, and other accounts are refused.
+    """
 
     def __init__(
-        self,
-        step: int,
-        policy: EvictionPolicy | None,
-        policy_factory: Callable[[], EvictionPolicy] | None,
+        self, policy: EvictionPolicy | None, policy_factory: Callable[[], EvictionPolicy] | None
     ) -> None:
         if policy is None and policy_factory is not None:
             policy = policy_factory()
-        self._step = step
-        self._factory = policy_factory
-        self.nobody = Group(NO_ACCOUNT, policy)
-        self.groups: dict[Account, Group] = {NO_ACCOUNT: self.nobody}
-        self.by_key: dict[int, Node] = {}
-        self._prune_at = MIN_GROUPS_TO_PRUNE
+        self._policy_factory = policy_factory
+        self.default_share = AccountShare(NO_ACCOUNT, policy)
+        self.shares: dict[Account, AccountShare] = {NO_ACCOUNT: self.default_share}
+        self.by_key: dict[int, LeafType] = {}
+        self._prune_at = MIN_SHARES_TO_PRUNE
 
-    def group(self, account: Account) -> Group:
-        """The group of an account, made at first need."""
-        group = self.groups.get(account)
-        if group is None:
-            if len(self.groups) >= self._prune_at:
-                self._prune()
-            if self._factory is None and self.nobody.policy is not None:
+    def share(self, account: Account) -> AccountShare:
+        """The share of an account, made when it is first asked for.
+
+        Clients choose the names of accounts, without end. So accounts without blocks are forgotten from time
+        to time, with their policies.
+        """
+        share = self.shares.get(account)
+        if share is None:
+            if len(self.shares) >= self._prune_at:
+                self.shares = {
+                    name: kept
+                    for name, kept in self.shares.items()
+                    if kept.num_cached or kept is self.default_share
+                }
+                self._prune_at = max(MIN_SHARES_TO_PRUNE, 2 * len(self.shares))
+            if self._policy_factory is None and self.default_share.policy is not None:
                 raise BookkeepingError(
                     f"blocks of {account} need a policy of their own: make the index with policy_factory"
                 )
-            policy = self._factory() if self._factory is not None else None
-            group = self.groups[account] = Group(account, policy)
-        return group
+            policy = self._policy_factory() if self._policy_factory is not None else None
+            share = self.shares[account] = AccountShare(account, policy)
+        return share
 
-    def offer(self, node: Node, *, returning: bool = False) -> None:
-        """The node became an evictable leaf, if it is one (`returning`: its last user went)."""
-        if node.pins or node.children:
+    def add(self, leaf: LeafType, *, after_use: bool = False) -> None:
+        """Add `leaf` if it is evictable (`after_use`: because its last pin is gone)."""
+        if leaf.pins or leaf.children:
             return
-        self.take_in(node)
-        policy = node.group.policy
+        self.register(leaf)
+        policy = leaf.share.policy
         if policy is not None:
-            (policy.unpin if returning else policy.insert)(node)
+            (policy.unpin if after_use else policy.insert)(leaf)
 
-    def take_in(self, node: Node) -> None:
-        """Note a leaf that its policy knows already, or is about to be told of."""
-        if self.by_key.setdefault(node.key, node) is not node:
-            parent = node.parent
-            assert parent is not None
-            node.key = self.free_key(parent, node.edge[: self._step])
-            self.by_key[node.key] = node
+    def register(self, leaf: LeafType) -> None:
+        """Add a leaf that its policy has already, or gets from the caller."""
+        self.by_key[leaf.key] = leaf
 
-    def withdraw(self, node: Node) -> None:
-        """The node is no evictable leaf any more, if it was one: it is pinned, or has a child."""
-        if self.by_key.get(node.key) is node:
-            del self.by_key[node.key]
-            policy = node.group.policy
+    def discard(self, leaf: LeafType) -> None:
+        """Take `leaf` out, if it is there.
+
+        It was pinned, got a child, or left the index.
+        """
+        if self.by_key.get(leaf.key) is leaf:
+            del self.by_key[leaf.key]
+            policy = leaf.share.policy
             if policy is not None:
-                (policy.pin if node.pins else policy.remove)(node.key)
+                (policy.pin if leaf.pins else policy.remove)(leaf.key)
 
-    def split(self, head: Node, tail: Node) -> None:
-        """`tail` was cut below `head`, which keeps its key; if it was a leaf, it still is."""
-        evictable = self.by_key.pop(head.key, None) is tail
-        tail.key = self.free_key(head, tail.edge[: self._step])
-        if evictable:
-            self.by_key[tail.key] = tail
-        if tail.group.policy is not None:
-            tail.group.policy.split(head.key, head, tail)
+    def set_bonus(self, leaf: LeafType, bonus_s: float) -> None:
+        """Change the seconds by which retention makes an extent look younger to its policy."""
+        leaf.bonus_s = bonus_s
+        if self.by_key.get(leaf.key) is leaf:
+            self.discard(leaf)
+            self.add(leaf)
 
-    def free_key(self, parent: Node, first_block: bytes) -> int:
-        """A content key that no evictable leaf has: 64-bit hashes of hostile prompts can be made to clash."""
-        salt = 0
-        while (key := content_key(parent, first_block, salt)) in self.by_key:
-            salt += 1
-        return key
+    def hint(self, leaf: LeafType, hint: Hint, now_s: float) -> None:
+        """Note a hint until the next use.
 
-    def evict(self, group: Group, num_blocks: int, give_up: GiveUpNode) -> None:
-        """Have the group's policy give up that many blocks, or all it can."""
-        if group.policy is not None:
-            group.policy.evict(num_blocks, give_up)
-        else:
-            self._evict_oldest(group, num_blocks, give_up)
+        The policy gets it now, or when the extent becomes a leaf.
+        """
+        leaf.hint = hint.over(leaf.hint)
+        if hint.duration_s is not None:
+            self.set_bonus(leaf, bonus_of(hint, now_s - leaf.used_s))
+        policy = leaf.share.policy
+        if policy is not None and not leaf.pins and not leaf.children:
+            policy.hint(leaf.key, leaf.hint)
 
-    def _evict_oldest(self, group: Group, num_blocks: int, give_up: GiveUpNode) -> None:
-        queue = [_age(leaf) for leaf in self.by_key.values() if leaf.group is group]
+    def evict(
+        self, share: AccountShare, num_blocks: int, give_up: Callable[[LeafType, int], LeafType | None]
+    ) -> None:
+        """Evict `num_blocks` blocks of one account, or all that its policy can give up.
+
+        Each choice is a call of `give_up`.
+        """
+        if share.policy is not None:
+            share.policy.evict(num_blocks, give_up)
+            return
+        queue = [_age(leaf) for leaf in self.by_key.values() if leaf.share is share]
         heapq.heapify(queue)
         while num_blocks and queue:
             leaf = self.by_key[queue[0][2]]
@@ -128,25 +165,26 @@ class Leaves:
             if parent is not None:
                 heapq.heappush(queue, _age(parent))
 
-    def swap(self, factory: Callable[[], EvictionPolicy]) -> None:
-        """Other policies from now on, for all accounts; they hear of the leaves in order of last use."""
-        policies = {id(group): factory() for group in self.groups.values()}
+    def shares_to_evict_from(self) -> list[AccountShare]:
+        """All shares, the one with the most evictable blocks first."""
+        return sorted(self.shares.values(), key=lambda share: -share.num_evictable)
+
+    def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
+        """Give every account a new policy.
+
+        It gets the leaves in order of their last use. Nothing changes if a policy cannot be made.
+        """
+        policies = {id(share): factory() for share in self.shares.values()}
         for leaf in sorted(self.by_key.values(), key=lambda leaf: leaf.last_use):
-            policies[id(leaf.group)].insert(leaf)
-        self._factory = factory
-        for group in self.groups.values():
-            group.policy = policies[id(group)]
+            policies[id(leaf.share)].insert(leaf)
+        self._policy_factory = factory
+        for share in self.shares.values():
+            share.policy = policies[id(share)]
 
     def evictable_by_account(self) -> Mapping[Account, int]:
-        return {account: group.num_evictable for account, group in self.groups.items()}
-
-    def _prune(self) -> None:
-        """Forget accounts without blocks, and their policies: clients choose the names, without end."""
-        self.groups = {
-            one: group for one, group in self.groups.items() if group.num_cached or group is self.nobody
-        }
-        self._prune_at = max(MIN_GROUPS_TO_PRUNE, 2 * len(self.groups))
+        return {account: share.num_evictable for account, share in self.shares.items()}
 
 
-def _age(leaf: Node) -> tuple[int, int, int]:
-    return (leaf.last_use, -leaf.end, leaf.key)
+def _age(leaf: Leaf) -> tuple[int, int, int]:
+    """Sorts the leaf that was used longest ago first; of one use, the deepest."""
+    return (leaf.last_use, -leaf.first_position - leaf.num_blocks, leaf.key)

@@ -1,8 +1,8 @@
 """`MissAttribution`: why blocks of a prompt had to be computed. The same in a live engine and in replay.
 
-Hears from the index what leaves it, by the chained hash of each block, so that it is exact for any index and
-costs one nothing where nobody attributes. Where somebody does, every evicted block is hashed, and every
-prompt that misses any.
+It reads the index's eviction events, which carry the chained hash of each block. So it is exact for any
+index. Where it is on, every evicted block is hashed, and every prompt that misses a block; where it is off,
+it costs nothing.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from sagellm.kvmgr.prefix_cache.fingerprint import chain
 
 NOTHING = MissCounts()
 FORGOTTEN = ("retracted", "cleared")
-"""Causes of removal after which a block counts as never seen: it was not computed, or all was thrown away."""
+"""Causes of removal after which a block counts as never seen."""
 
 
 class MissAttribution:
     """Implements `MissObserver` for the one index that emits on `events`; `clock` is that index's.
 
     An eviction is premature if the block is asked for within `premature_s`. The last `max_ghosts` evicted
-    blocks are remembered (about 200 bytes each), all with None; what was forgotten counts as cold.
-    `across_namespaces`: whether equal tokens of different namespaces mean the same, as they do but for ids of
-    local scope.
+    blocks are remembered (about 200 bytes each), all with None; a forgotten block counts as cold.
+    `across_namespaces`: equal tokens of two namespaces mean the same text; False for traces whose block ids
+    have a local scope.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class MissAttribution:
         self._premature_s = premature_s
         self._max_ghosts = max_ghosts
         self._across_namespaces = across_namespaces
-        self._ghosts = self._no_ghosts()
+        self._ghosts: Ghosts[bytes] = Ghosts(max_ghosts)
         self._sums = NOTHING
         events.subscribe(BlocksRemoved, self._on_removed)
         events.subscribe(IndexCleared, self._on_cleared)
@@ -78,17 +78,17 @@ class MissAttribution:
             preemption=causes.count("preemption"),
             namespace=elsewhere,
         )
-        self._sums = MissCounts(*map(sum, zip(self._sums, found, strict=True)))
+        self._sums = self._sums.plus(found)
         return found
 
     def snapshot(self) -> MissCounts:
         return self._sums
 
     def _evicted(self, tokens: Tokens, block_size: int, namespace: Namespace, first: int) -> list[Ghost]:
-        """The ghosts of the blocks from `first` on, up to one that has none: nobody had what is behind it."""
+        """The ghosts of blocks from `first` on, up to a block without one."""
         ghosts: list[Ghost] = []
-        for name in chain(tokens.tobytes(), block_size * TOKEN_BYTES, namespace)[first:]:
-            ghost = self._ghosts.get(name)
+        for digest in chain(tokens.tobytes(), block_size * TOKEN_BYTES, namespace)[first:]:
+            ghost = self._ghosts.get(digest)
             if ghost is None:
                 break
             ghosts.append(ghost)
@@ -101,15 +101,12 @@ class MissAttribution:
             return "quota"
         return "premature" if self._clock.now() - ghost.at_s < self._premature_s else "capacity"
 
-    def _no_ghosts(self) -> Ghosts[bytes]:
-        return Ghosts(self._max_ghosts)
-
     def _on_removed(self, event: BlocksRemoved) -> None:
         ghost = Ghost(self._clock.now(), event.cause)
-        for name in event.hashes:
-            self._ghosts.discard(name)  # what comes again goes to the end of the queue
+        for digest in event.hashes:
+            self._ghosts.discard(digest)  # so that its new ghost is the youngest
             if event.cause not in FORGOTTEN:
-                self._ghosts.add(name, ghost)
+                self._ghosts.add(digest, ghost)
 
     def _on_cleared(self, event: IndexCleared) -> None:
-        self._ghosts = self._no_ghosts()
+        self._ghosts = Ghosts(self._max_ghosts)

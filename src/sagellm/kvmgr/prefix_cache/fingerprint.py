@@ -1,7 +1,7 @@
-"""Chained content hashes: the name of a block that other processes, tiers and machines understand.
+"""Chained content hashes: names of blocks that are equal in every process.
 
 The hash of a block covers all tokens before it, its own, and the namespace; equal hashes mean equal KV. They
-are computed where an event, a tier or a remote asks for one, never on the path of a request.
+are computed where an event or a tier needs one, never on the path of a request.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from sagellm.core.types import TOKEN_BYTES, Namespace, Tokens
 HASH_BYTES = 32
 
 
-def chain(data: bytes, step: int, namespace: Namespace, parent: bytes | None = None) -> list[bytes]:
-    """One hash of `HASH_BYTES` per whole block of `step` bytes in `data`, each over the one before it.
+def chain(data: bytes, block_bytes: int, namespace: Namespace, parent: bytes | None = None) -> list[bytes]:
+    """One hash per whole block of `block_bytes` bytes, chained.
 
-    `parent` is the hash of the block in front of `data`; None: `data` is at the beginning of a prompt, and
-    the chain begins with the namespace.
+    A hash has `HASH_BYTES` bytes. `parent` is the hash of the block in front of `data`; None: `data` is the
+    beginning of a prompt, and the chain begins with the namespace.
     """
     above = parent if parent is not None else _seed(namespace)
     hashes: list[bytes] = []
-    for start in range(0, len(data) - step + 1, step):
-        above = blake2b(above + data[start : start + step], digest_size=HASH_BYTES).digest()
+    for start in range(0, len(data) - block_bytes + 1, block_bytes):
+        above = blake2b(above + data[start : start + block_bytes], digest_size=HASH_BYTES).digest()
         hashes.append(above)
     return hashes
 

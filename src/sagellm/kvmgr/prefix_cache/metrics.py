@@ -1,4 +1,4 @@
-"""`PrefixReuseMetrics`: how much of the prompts came from the prefix index, and how long matching took."""
+"""`PrefixReuseMetrics`: counters of prefix reuse, and how long look-ups took."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_TENANT, OTHER_TENANTS = "(none)", "(other)"
 
 
 class PrefixReuseMetrics:
-    """Counters of one engine: `record` once for each request that is admitted, a few additions each time.
+    """Counters of one engine, updated by `record` once for each admitted request.
 
     Tokens are counted for each of `tenants`, the names that the operator has configured; all other tenants
     count together, since clients make up names without end. Not thread-safe: the thread that admits requests
@@ -52,7 +52,7 @@ class PrefixReuseMetrics:
         *,
         tenant: str = "",
     ) -> None:
-        """One admitted request: the tokens and blocks of its prompt, and how many of them were resident."""
+        """Count one admitted request: its prompt, and how much of it was resident."""
         if not (0 <= num_hit_tokens <= num_tokens and 0 <= num_hit_blocks <= num_blocks):
             raise ValueError(
                 f"hits must be between 0 and all: {num_hit_tokens} of {num_tokens} tokens, "
