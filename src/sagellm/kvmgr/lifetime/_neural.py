@@ -8,6 +8,7 @@ prompt's content. While its recent answers are no better than the tables', their
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import expm1, log1p
@@ -26,19 +27,21 @@ from sagellm.kvmgr.lifetime._quantiles import (
 from sagellm.kvmgr.lifetime.statistical import StatisticalLifetimePredictor
 
 NUM_BUCKETS = 1024
-"""Token ids are taken modulo this less one; 0 stands for no token."""
+"""Token ids modulo `NUM_BUCKETS - 1`, plus 1; bucket 0 is padding."""
 NUM_NUMBERS = 4 + len(LEVELS)
 NUM_OUTPUTS = len(LEVELS)
 LARGEST_LOG = 14.0
 """Over a million tokens: no correction makes a length overflow."""
 FADE = 0.99
+MEMORY, BATCH_SIZE = 8192, 32
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One look at a sequence. `tokens`: buckets of the prompt's end, at least one; `numbers`: `NUM_NUMBERS`
-    figures around 0 to 2; `base`: log(1 + remaining tokens) by quantile, as the tables say; `target`: the
-    same of what came."""
+    """The features of a sequence at one moment, and the outcome.
+
+    `tokens`: buckets of the prompt's end, at least one; `numbers`: `NUM_NUMBERS` figures around 0 to 2;
+    `base`: the tables' log(1 + remaining tokens) by quantile; `target`: the same of the actual number."""
 
     tokens: list[int]
     numbers: list[float]
@@ -68,36 +71,36 @@ class _Look:
     of_network: list[float]
 
 
-class NeuralLifetimePredictor:
+class NeuralLifetimePredictor(ABC):
     """A network over the statistical predictor.
 
-    A sequence that ends gives an example; `examples_per_step` of them make one step on `batch_size` examples
-    drawn from the last `memory`, so an update costs a step at most. Abstains until `warmup` sequences have
+    A sequence that ends gives an example; `examples_per_step` of them make one step on `BATCH_SIZE` examples
+    drawn from the last `MEMORY`, so an update costs a step at most. Abstains until `warmup` sequences have
     ended, and below `min_confidence`. `max_open` bounds what is remembered of open sequences.
     """
 
     def __init__(
         self,
-        network: Network,
-        *,
-        window: int,
-        warmup: int,
-        seed: int,
-        max_open: int,
-        min_confidence: float,
-        memory: int = 8192,
-        batch_size: int = 32,
+        window: int = 64,
+        warmup: int = 32,
+        seed: int = 0,
+        max_open: int = 65536,
+        min_confidence: float = 0.1,
         examples_per_step: int = 2,
     ) -> None:
-        self._network = network
+        self._network = self._make_network(window, seed)
         self._window, self._warmup, self._min_confidence = window, warmup, min_confidence
-        self._memory, self._batch_size, self._per_step = memory, batch_size, examples_per_step
+        self._per_step = examples_per_step
         self._tables = StatisticalLifetimePredictor(max_open=max_open)
         self._open: Bounded[str, _Look] = Bounded(max_open)
         self._random = random.Random(seed)
         self._examples: list[Example] = []
         self._num_seen = 0
         self._loss_of_tables = self._loss_of_network = 0.0
+
+    @abstractmethod
+    def _make_network(self, window: int, seed: int) -> Network:
+        """The network for prompts of which the last `window` tokens are read."""
 
     def predict(self, request: PredictionRequest) -> Prediction:
         room = float(room_of(request))
@@ -108,10 +111,10 @@ class NeuralLifetimePredictor:
         self._open.put(request.sequence_id, _Look(example, request.current_length, of_tables, of_network))
         trusted = self._loss_of_network < self._loss_of_tables
         remaining = of_network if trusted else of_tables
-        pace = self._tables.seconds_per_token
+        token_s = self._tables.seconds_per_token
         if self._num_seen < self._warmup:
-            return abstention(remaining, pace)
-        return answer(remaining, pace, self._min_confidence)
+            return abstention(remaining, token_s)
+        return answer(remaining, token_s, self._min_confidence)
 
     def update(self, sequence_id: str, actual_length: int, actual_time: float) -> None:
         self._tables.update(sequence_id, actual_length, actual_time)
@@ -124,14 +127,14 @@ class NeuralLifetimePredictor:
         self._keep(replace(look.example, target=log1p(remaining)))
         self._num_seen += 1
         if self._num_seen % self._per_step == 0:
-            chosen = [self._random.randrange(len(self._examples)) for _ in range(self._batch_size)]
+            chosen = [self._random.randrange(len(self._examples)) for _ in range(BATCH_SIZE)]
             self._network.learn([self._examples[place] for place in chosen])
 
     def _keep(self, example: Example) -> None:
-        if len(self._examples) < self._memory:
+        if len(self._examples) < MEMORY:
             self._examples.append(example)
         else:
-            self._examples[self._num_seen % self._memory] = example
+            self._examples[self._num_seen % MEMORY] = example
 
     def _example(self, request: PredictionRequest, of_tables: Sequence[float]) -> Example:
         prompt = prompt_length(request)

@@ -123,24 +123,8 @@ class LSTMLifetimePredictor(NeuralLifetimePredictor):
 
     Hochreiter and Schmidhuber 1997; `window` tokens. Uses one CPU thread."""
 
-    def __init__(
-        self,
-        window: int = 64,
-        warmup: int = 32,
-        seed: int = 0,
-        max_open: int = 65536,
-        min_confidence: float = 0.1,
-        examples_per_step: int = 2,
-    ) -> None:
-        super().__init__(
-            TorchNetwork(LSTMNet, seed, LEARNING_RATE),
-            window=window,
-            warmup=warmup,
-            seed=seed,
-            max_open=max_open,
-            min_confidence=min_confidence,
-            examples_per_step=examples_per_step,
-        )
+    def _make_network(self, window: int, seed: int) -> TorchNetwork:
+        return TorchNetwork(LSTMNet, seed, LEARNING_RATE)
 
 
 PLUGIN = LSTMLifetimePredictor

@@ -57,16 +57,17 @@ class _Cell:
         return found
 
     def halve(self) -> None:
-        """Let what was seen so far count half."""
+        """Halve the weight of all outcomes so far."""
         for counts in (self.events, self.ended, self.began):
             counts[:] = [count / 2 for count in counts]
         self.seen /= 2
         self._stale_at = 0.0
 
     def refresh(self, prior: float, num_all: float) -> None:
-        """Estimate again after a quarter more data here, or a half more anywhere.
+        """Estimate the hazards again if there is enough new data.
 
-        Cells lean on coarser ones; amortised, that costs an update little."""
+        That is a quarter more in this cell, or a half more in the table. The parent is refreshed first.
+        Amortised, this costs an update little."""
         if self.seen < self._stale_at and num_all < self._renew_at:
             return
         self._stale_at, self._renew_at = 1.25 * self.seen + 8, 1.5 * num_all + 8
@@ -74,8 +75,8 @@ class _Cell:
         lean = self._lean(prior, num_all)
         prior = prior if self._parent is not None else PRIOR_OF_ALL
         self.hazards = []
-        # Those that begin or stop being watched within a step count half for it; at 0, all begin with the
-        # step.
+        # A block that begins or stops being watched within a step counts half for it. Those that begin at 0
+        # begin with the step.
         watched, halves = self.began[0] / 2, -self.began[0] / 2
         for events, ended, began, leaned in zip(self.events, self.ended, self.began, lean, strict=True):
             exposed = watched + (began - (ended - events)) / 2
@@ -85,10 +86,10 @@ class _Cell:
         self._integrate()
 
     def _integrate(self) -> None:
-        resting, self.used_by = 1.0, [0.0]
+        unused, self.used_by = 1.0, [0.0]
         for hazard in self.hazards:
-            resting *= 1 - hazard
-            self.used_by.append(1 - resting)
+            unused *= 1 - hazard
+            self.used_by.append(1 - unused)
 
     def _lean(self, prior: float, num_all: float) -> list[float]:
         if self._parent is None:
@@ -100,9 +101,9 @@ class _Cell:
 class ReuseTable:
     """A `ReusePredictor` that takes about a microsecond to predict and two to learn.
 
-    `horizon_s`: a block that rests for longer counts as not used again. `prior`: how many blocks a coarser
-    cell's word is worth; blocks of one prompt share a fate, so it is more than a few. `memory`: when so much
-    was told, all of it counts half from then on, so that the table follows its times.
+    `horizon_s`: a block that is idle for longer counts as not used again. `prior`: the estimate of a coarser
+    cell counts as so many blocks; blocks of one prompt are reused together, so it is more than a few.
+    `memory`: after so many outcomes all counts are halved, so that the table follows changes.
     """
 
     def __init__(self, horizon_s: float = 1800.0, prior: float = 64.0, memory: int = 1_000_000) -> None:
@@ -126,7 +127,7 @@ class ReuseTable:
 
     @property
     def num_seen(self) -> float:
-        """Outcomes and pieces that were told, the older ones discounted."""
+        """Outcomes and pieces so far, the older ones discounted."""
         return self._all.seen
 
     @property
@@ -134,7 +135,7 @@ class ReuseTable:
         return 1 + len(self._coarse) + len(self._fine)
 
     def predict(self, features: ReuseFeatures, age_s: float = 0.0) -> ReusePrediction:
-        """0 for a block that has rested for the horizon or longer."""
+        """0 for a block that has been idle for the horizon or longer."""
         if age_s >= self._horizon_s:
             return self._never
         uses, turn, position, length, gap_s = features
@@ -147,10 +148,11 @@ class ReuseTable:
         return cell.answer(bisect_right(self._edges, age_s) - 1, self)
 
     def update(self, features: ReuseFeatures, seconds: float, *, reused: bool, since_s: float = 0.0) -> None:
-        """Raises `ValueError` for a piece of time that ends before it begins. Reuse after the horizon counts
-        as none."""
+        """Raises `ValueError` for a piece of time that ends before it begins.
+
+        Reuse after the horizon counts as none."""
         if not 0 <= since_s <= seconds:
-            raise ValueError(f"a rest cannot be watched from {since_s} to {seconds} seconds")
+            raise ValueError(f"a block cannot be watched from {since_s} to {seconds} seconds")
         last = len(self._edges) - 2
         began = bisect_right(self._edges, since_s) - 1
         step = bisect_right(self._edges, seconds) - 1
@@ -203,7 +205,7 @@ class ReuseTable:
         return self._all, coarse, fine
 
     def _time_of(self, used_by: Sequence[float], share: float) -> float:
-        """By when so many are used again; linear within a step."""
+        """The time by which that share is used again; linear within a step."""
         after = bisect_left(used_by, share)
         if after == 0:
             return 0.0

@@ -1,9 +1,8 @@
-"""Length prediction without a model: quantiles of what ended in like circumstances.
+"""Length prediction without a network: quantiles of the outputs of similar requests.
 
-Several tables, each of which calls other requests alike (by length of the prompt, by what the previous turn
-got, by category, by session), predict side by side. The table that was best lately, where it had an answer,
-gives it: the best expert of the follow-the-leader rule (Cesa-Bianchi and Lugosi 2006), with a loss that
-fades.
+Several tables predict side by side; each has its own idea of similar (by length of the prompt, by output of
+the previous turn, by category, by session). The table with the lowest recent loss answers: the
+follow-the-leader rule over experts (Cesa-Bianchi and Lugosi 2006), with a loss that fades.
 """
 
 from __future__ import annotations
@@ -28,27 +27,16 @@ ALL = "all"
 FADE = 0.995
 """Weight of the past in the tables' losses: about the last 200 answers count."""
 DOUBT = 20.0
-"""Answers for which a new table is taken to be as good as the table of all."""
+"""A new table starts as if it had given so many answers, all as good as those of the table of all."""
 SESSION_MEMORY = 0.7
 """Weight of the past in a session's mean (of logarithms)."""
-
-
-class Pace:
-    """Exponential moving average of seconds per token; `decay` weighs the past."""
-
-    def __init__(self, seconds_per_token: float = 0.02, decay: float = 0.9) -> None:
-        self.seconds_per_token = seconds_per_token
-        self._decay = decay
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        if num_tokens > 0 and seconds >= 0:
-            newest = seconds / num_tokens
-            self.seconds_per_token = self._decay * self.seconds_per_token + (1 - self._decay) * newest
+FIRST_TOKEN_S, TOKEN_S_MEMORY = 0.02, 0.9
+"""Seconds per token at first, and the weight of the past in their moving average."""
 
 
 @dataclass(slots=True)
 class _Session:
-    """What a session's finished turns got."""
+    """Output tokens of a session's last turn, and the mean logarithm over its turns."""
 
     previous: int
     mean_log: float
@@ -56,7 +44,7 @@ class _Session:
 
 @dataclass(slots=True)
 class _Standing:
-    """Discounted losses of a table and of the overall table on the same requests."""
+    """Discounted losses of a table and of the overall table, on the same requests."""
 
     loss: float = 0.0
     loss_of_all: float = 0.0
@@ -68,7 +56,7 @@ class _Standing:
         self.weight = FADE * self.weight + 1
 
     def relative(self) -> float:
-        """Below 1: better than the table of all, as which every table begins."""
+        """The loss relative to the table of all; 1 at first."""
         ratio = self.loss / self.loss_of_all if self.loss_of_all else 1.0
         return (self.weight * ratio + DOUBT) / (self.weight + DOUBT)
 
@@ -102,17 +90,13 @@ class StatisticalLifetimePredictor:
         self._standings: dict[str, _Standing] = {}
         self._open: Bounded[str, _Open] = Bounded(max_open)
         self._sessions: Bounded[str, _Session] = Bounded(max_open)
-        self._pace = Pace()
-
-    @property
-    def seconds_per_token(self) -> float:
-        return self._pace.seconds_per_token
+        self.seconds_per_token = FIRST_TOKEN_S
 
     def predict(self, request: PredictionRequest) -> Prediction:
         remaining, known = self.remaining(request)
         if not known:
-            return abstention(remaining, self._pace.seconds_per_token)
-        return answer(remaining, self._pace.seconds_per_token, self._min_confidence)
+            return abstention(remaining, self.seconds_per_token)
+        return answer(remaining, self.seconds_per_token, self._min_confidence)
 
     def remaining(self, request: PredictionRequest) -> tuple[list[float], bool]:
         """The quantiles of remaining tokens at `LEVELS`, and whether outcomes support them."""
@@ -133,7 +117,7 @@ class StatisticalLifetimePredictor:
         return [min(float(room), value) for value in entry.answers[best]], True
 
     def previous_output(self, session_id: str | None) -> int | None:
-        """Tokens that the last finished turn of the session got."""
+        """Output tokens of the last finished turn of the session."""
         session = None if session_id is None else self._sessions.get(session_id)
         return None if session is None else session.previous
 
@@ -142,7 +126,9 @@ class StatisticalLifetimePredictor:
         if entry is None:
             return
         output = max(0, actual_length - entry.prompt)
-        self._pace.observe(output, actual_time)
+        if output and actual_time >= 0:
+            newest = actual_time / output
+            self.seconds_per_token = TOKEN_S_MEMORY * self.seconds_per_token + (1 - TOKEN_S_MEMORY) * newest
         self._judge(entry, output)
         for name, key in entry.keys.items():
             outcomes = self._outcomes(name, key)

@@ -66,27 +66,12 @@ class TransformerNet(nn.Module):
 
 
 class TransformerLifetimePredictor(NeuralLifetimePredictor):
-    """A Transformer (Vaswani et al. 2017) of one block over the last `window` tokens of the prompt,
-    correcting the statistical predictor. Runs on one CPU thread's worth of work."""
+    """Corrects the statistical predictor with a Transformer over the prompt's last tokens.
 
-    def __init__(
-        self,
-        window: int = 64,
-        warmup: int = 32,
-        seed: int = 0,
-        max_open: int = 65536,
-        min_confidence: float = 0.1,
-        examples_per_step: int = 2,
-    ) -> None:
-        super().__init__(
-            TorchNetwork(lambda: TransformerNet(window), seed, LEARNING_RATE),
-            window=window,
-            warmup=warmup,
-            seed=seed,
-            max_open=max_open,
-            min_confidence=min_confidence,
-            examples_per_step=examples_per_step,
-        )
+    One block (Vaswani et al. 2017), `window` tokens. Uses one CPU thread."""
+
+    def _make_network(self, window: int, seed: int) -> TorchNetwork:
+        return TorchNetwork(lambda: TransformerNet(window), seed, LEARNING_RATE)
 
 
 PLUGIN = TransformerLifetimePredictor
