@@ -501,12 +501,12 @@ class HashedIndex:
 
     def _retain(self, path: Sequence[BlockRecord], retention: Sequence[Retention]) -> None:
         """Raise the bonus of the blocks that ranges of tokens touch."""
-        for wish in retention:
-            start = wish.start // self.block_size
-            stop = len(path) if wish.stop is None else cdiv(wish.stop, self.block_size)
+        for bias in retention:
+            start = bias.start // self.block_size
+            stop = len(path) if bias.stop is None else cdiv(bias.stop, self.block_size)
             for record in path[start:stop]:
-                if record.bonus_s < wish.bonus_s:
-                    self._leaves.set_bonus(record, wish.bonus_s)
+                if record.bonus_s < bias.bonus_s:
+                    self._leaves.set_bonus(record, bias.bonus_s)
 
     def _unpin_path(self, last: BlockRecord) -> None:
         """Take one from the reference counts of a path."""

@@ -1,9 +1,9 @@
 """`RadixIndex`: the prefix index over a radix tree of token blocks.
 
-Ownership of a block: it belongs to the index from `insert` until `evict`, `clear` or
-`retract` returns its id. While it is in the index, the reference count of its node says whether requests use
-it. `pin` (or `insert(pin=True)`) adds one and `unpin` (or `retract`) takes one; nothing else changes a count.
-A node without pins and children is an evictable leaf, and the eviction policy of its account holds it.
+A block belongs to the index from `insert` until `evict`, `clear` or `retract` returns its id. In between, the
+reference count of its node says how many holders it has: `pin` (or `insert(pin=True)`) adds one, `unpin` (or
+`retract`) takes one, and nothing else changes a count. A node without pins and children is an evictable leaf,
+and the eviction policy of its account may choose it.
 
 The idea of a radix tree over KV is RadixAttention's (Zheng et al., SGLang, 2024). Here an edge is the `bytes`
 of whole blocks and is compared as memory. The tree is in `_tree.py`.
@@ -131,6 +131,7 @@ class RadixIndex:
         return hit
 
     def _pin(self, hit: PrefixHit) -> PrefixHit:
+        """Pin a current hit; a hit that ends inside an edge splits it."""
         if not hit.num_blocks:
             return hit
         node: Node = hit.node
@@ -192,8 +193,8 @@ class RadixIndex:
         elif existing < total:
             node.num_uses = 1
             self._leaves.add(node)
-        for wish in retention:
-            self._retain(hit, wish)
+        for bias in retention:
+            self._retain(hit, bias)
         return InsertResult(existing, hit)
 
     def retract(self, result: InsertResult) -> None:
@@ -345,6 +346,7 @@ class RadixIndex:
         return self.lookup(hit.tokens, hit.namespace, hit.num_blocks * self.block_size)
 
     def _count_on_path(self, hit: PrefixHit, pins: int) -> int:
+        """Blocks from the end of the hit up to the first node with more than `pins` pins."""
         hit = self._current(hit)
         if not hit.num_blocks:
             return 0
@@ -357,18 +359,19 @@ class RadixIndex:
         return count
 
     def _touch(self, node: Node) -> None:
+        """Set the time of last use."""
         self._num_touches += 1
         node.last_use = self._num_touches
         node.used_s = self._clock.now()
 
     # -- inside: the tree
 
-    def _retain(self, hit: PrefixHit, wish: Retention) -> None:
+    def _retain(self, hit: PrefixHit, bias: Retention) -> None:
         """Raise the bonus of a range of tokens, splitting edges at its ends."""
-        first = wish.start // self.block_size
+        first = bias.start // self.block_size
         last = hit.num_blocks
-        if wish.stop is not None:
-            last = min(last, cdiv(wish.stop, self.block_size))
+        if bias.stop is not None:
+            last = min(last, cdiv(bias.stop, self.block_size))
         if first >= last:
             return
         for border in (first, last):
@@ -376,8 +379,8 @@ class RadixIndex:
             if node is not None:
                 self.tree.split(node, border - node.first_position)
         for node in list(hit.node.path()):
-            if first <= node.first_position and node.end_block <= last and node.bonus_s < wish.bonus_s:
-                self._leaves.set_bonus(node, wish.bonus_s)
+            if first <= node.first_position and node.end_block <= last and node.bonus_s < bias.bonus_s:
+                self._leaves.set_bonus(node, bias.bonus_s)
 
     # -- inside: eviction
 
@@ -420,9 +423,11 @@ class RadixIndex:
         return None
 
     def _remove_leaf(self, node: Node) -> Node | None:
-        """Remove an emptied leaf.
+        """Remove a leaf whose blocks are all freed.
 
-        Returns its parent if that is an evictable leaf of the same account now."""
+        Returns its parent if that is an evictable leaf of the same account now: the policy that evicts adds
+        it itself. A parent of another account is reported to the policy of that account.
+        """
         parent = node.parent
         assert parent is not None
         del self._leaves.by_key[node.key]
