@@ -193,7 +193,7 @@ class StepOutputs(Sequence[RequestOutput]):
 
     def __init__(self) -> None:
         self._outputs: list[RequestOutput] = []
-        self._decoded: _Decoded | None = None
+        self._decoded: Iterator[RequestOutput] | None = None
 
     def append(self, output: RequestOutput) -> None:
         self._outputs.append(output)
@@ -212,7 +212,7 @@ class StepOutputs(Sequence[RequestOutput]):
         """
         self.materialize()
         rows = [state.row for state in states] if logprobs else []
-        self._decoded = _Decoded(states, token_ids, lengths, rows, logprobs, skipped)
+        self._decoded = _decoded_outputs(states, rows, token_ids, lengths, logprobs, skipped)
 
     def drop(self, request_id: str) -> None:
         """Remove all outputs of a request."""
@@ -222,8 +222,7 @@ class StepOutputs(Sequence[RequestOutput]):
     def materialize(self) -> list[RequestOutput]:
         """All outputs as objects, which later changes of their requests do not affect."""
         decoded, self._decoded = self._decoded, None
-        if decoded is not None:
-            self._outputs += decoded.outputs()
+        self._outputs += decoded or ()
         return self._outputs
 
     def __len__(self) -> int:
@@ -243,34 +242,25 @@ class StepOutputs(Sequence[RequestOutput]):
         return self.materialize()[index]
 
 
-class _Decoded(NamedTuple):
-    """A token for each request in decode, in columns."""
-
-    states: list[RequestState]
-    token_ids: Sequence[int]
-    lengths: Iterable[int]
-    rows: list[int]
-    logprobs: Mapping[int, TokenLogprob]
-    skipped: Container[RequestState]
-
-    def outputs(self) -> list[RequestOutput]:
-        logprobs: list[tuple[TokenLogprob, ...]] = [()] * len(self.states)
-        for i, row in enumerate(self.rows):
-            logprobs[i] = _as_tuple(self.logprobs.get(row))
-        return [
-            RequestOutput(
+def _decoded_outputs(
+    states: list[RequestState],
+    rows: list[int],
+    token_ids: Sequence[int],
+    lengths: Iterable[int],
+    logprobs: Mapping[int, TokenLogprob],
+    skipped: Container[RequestState],
+) -> Iterator[RequestOutput]:
+    """Outputs of requests in decode; `rows` are needed where there are `logprobs`."""
+    for i, (state, token_id, length) in enumerate(zip(states, token_ids, lengths, strict=True)):
+        if state not in skipped:
+            yield RequestOutput(
                 state.request_id,
                 (token_id,),
                 state.num_prompt_tokens,
                 state.num_cached,
                 int(length) - state.num_prompt_tokens,
-                logprobs[i],
+                _as_tuple(logprobs.get(rows[i])) if logprobs else (),
             )
-            for i, (state, token_id, length) in enumerate(
-                zip(self.states, self.token_ids, self.lengths, strict=True)
-            )
-            if state not in self.skipped
-        ]
 
 
 def _as_tuple(logprob: TokenLogprob | None) -> tuple[TokenLogprob, ...]:

@@ -379,7 +379,8 @@ class Engine:
 
     def _given_block_ahead(self) -> frozenset[str]:
         """Ids of requests to which planning ahead gave a block."""
-        return frozenset() if self._in_flight is None else self._in_flight.given_block()
+        given = () if self._in_flight is None else self._in_flight.binding.appended_to
+        return frozenset(state.request_id for state in given)
 
     # -- leaving the batch
 

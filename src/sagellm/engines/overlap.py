@@ -79,7 +79,3 @@ class InFlightStep:
             decode_positions=(*(positions[i] for i in kept), *positions[count:]),
         )
         return plan, replace(result, token_ids=(*(tokens[i] for i in kept), *tokens[count:]))
-
-    def given_block(self) -> frozenset[str]:
-        """Ids of the requests in decode to which planning this step gave a block."""
-        return frozenset(state.request_id for state in self.binding.appended_to)

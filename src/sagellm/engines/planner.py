@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from sagellm.core.binding import Binding
@@ -143,27 +142,22 @@ class Planner:
         chunks, indices = list(draft.chunks.values()), in_flight.binding.decode_indices
         self._kv.foresee(chunks)
         with table.as_if_executed(chunks, indices, self._kv.num_slots) as full_length:
-            return self._plan_behind(in_flight, full_length, view)
-
-    def _plan_behind(
-        self, in_flight: InFlightStep, full_length: Sequence[RequestState], view: SchedulingView
-    ) -> PlannedStep | None:
-        binding = Binding(self.draft(in_flight.plan.step + 1))
-        draft = binding.draft
-        draft.skipped_decodes = {state.request_id: state for state in full_length}
-        try:
-            self._run_passes(binding, view, may_bind_early=True)
-            self._put_off_stale(binding)
-            if draft.preempted or draft.rejected or not draft.num_scheduled:
-                raise CapacityError("requests would have to leave")
-            self._kv.bind(binding)
-            self._table.set_order(draft.running)
-            self._verify_and_admit(binding)
-        except SageError:
-            self._discard(binding)
-            return None
-        plan = self._freeze(binding, num_sent=len(in_flight.plan.left))
-        return PlannedStep.of(binding, plan, self._table.decodes)
+            binding = Binding(self.draft(in_flight.plan.step + 1))
+            draft = binding.draft
+            draft.skipped_decodes = {state.request_id: state for state in full_length}
+            try:
+                self._run_passes(binding, view, may_bind_early=True)
+                self._put_off_stale(binding)
+                if draft.preempted or draft.rejected or not draft.num_scheduled:
+                    raise CapacityError("requests would have to leave")
+                self._kv.bind(binding)
+                table.set_order(draft.running)
+                self._verify_and_admit(binding)
+            except SageError:
+                self._discard(binding)
+                return None
+            plan = self._freeze(binding, num_sent=len(in_flight.plan.left))
+            return PlannedStep.of(binding, plan, table.decodes)
 
     def _run_passes(self, binding: Binding, view: SchedulingView, *, may_bind_early: bool) -> None:
         self._bindable_early = binding if may_bind_early else None

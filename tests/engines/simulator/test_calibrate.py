@@ -146,7 +146,7 @@ def test_the_command_writes_what_simulate_reads(tmp_path: Path, capsys: pytest.C
     wanted = arrivals(30, rate=6.0)
     path = written(tmp_path / "requests.jsonl", measured(wanted, serve(wanted, TRUE_MODEL)))
     out = tmp_path / "cost.json"
-    run_command(path, out=out, fit=20, max_num_seqs=32, num_blocks=4000)
+    run_command(path, out_file=out, fit=20, max_num_seqs=32, num_blocks=4000)
     record = json.loads(out.read_text())
     assert (record["device"], record["model"], record["num_blocks"]) == ("a100-80g", "llama-3.1-8b", 4000)
     assert Coefficients.of(record["coefficients"]) != Coefficients()
@@ -164,13 +164,13 @@ def test_the_command_writes_what_simulate_reads(tmp_path: Path, capsys: pytest.C
         ({"num_blocks": 0}, "--num-blocks 0: it must be positive"),
         ({"max_error": float("nan")}, "--max-error nan: it must be positive"),
         ({"memory_utilization": 1.5}, "--memory-utilization 1.5: at most 1"),
-        ({"out": Path("nowhere") / "cost.json"}, "cannot write"),
+        ({"out_file": Path("nowhere") / "cost.json"}, "cannot write"),
     ],
 )
 def test_the_command_explains_what_is_wrong(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     path = written(tmp_path / "requests.jsonl", arrivals(30, rate=6.0))
     with pytest.raises(ConfigError, match=message):
-        run_command(path, **({"out": tmp_path / "cost.json"} | options))
+        run_command(path, **({"out_file": tmp_path / "cost.json"} | options))
 
 
 def test_what_the_measurements_do_not_determine_is_said(
@@ -180,7 +180,7 @@ def test_what_the_measurements_do_not_determine_is_said(
     fast = replace(TRUE_MODEL, coefficients=replace(TRUTH, compute=9.0, weight_bandwidth=9.0, step_s=0.0))
     path = written(tmp_path / "requests.jsonl", measured(wanted, serve(wanted, fast)))
     out = tmp_path / "cost.json"
-    run_command(path, out=out, max_num_seqs=32, num_blocks=4000, rounds=12, max_error=9.0)
+    run_command(path, out_file=out, max_num_seqs=32, num_blocks=4000, rounds=12, max_error=9.0)
     fitted = json.loads(out.read_text())["fitted"]
     assert {"expert_bandwidth", "link_bandwidth", "link_latency"} <= set(fitted["not_determined"])
     assert "compute" not in fitted["not_determined"]
@@ -195,7 +195,7 @@ def test_a_fit_that_fails_is_an_error_and_writes_nothing(tmp_path: Path) -> None
     truth = measured(wanted, serve(wanted, replace(TRUE_MODEL, model=MODELS["llama-3.1-70b"])))
     path, out = written(tmp_path / "requests.jsonl", truth), tmp_path / "cost.json"
     with pytest.raises(ConfigError, match=r"no coefficients reproduce these timings: .* nothing is written"):
-        run_command(path, out=out, model="qwen3-0.6b", max_num_seqs=32, num_blocks=4000)
+        run_command(path, out_file=out, model="qwen3-0.6b", max_num_seqs=32, num_blocks=4000)
     assert not out.exists()
 
 
@@ -203,10 +203,10 @@ def test_another_calibration_of_the_device_narrows_the_next(tmp_path: Path) -> N
     wanted = arrivals(40, rate=12.0)
     path = written(tmp_path / "requests.jsonl", measured(wanted, serve(wanted, TRUE_MODEL)))
     first, second = tmp_path / "first.json", tmp_path / "second.json"
-    run_command(path, out=first, max_num_seqs=32, num_blocks=4000, rounds=8)
-    run_command(path, out=second, max_num_seqs=32, num_blocks=4000, prior=first)
+    run_command(path, out_file=first, max_num_seqs=32, num_blocks=4000, rounds=8)
+    run_command(path, out_file=second, max_num_seqs=32, num_blocks=4000, prior=first)
     known, again = (json.loads(one.read_text())["fitted"]["log_sigmas"] for one in (first, second))
     assert "compute" not in json.loads(second.read_text())["fitted"]["not_determined"]
     assert again["compute"] < known["compute"] < PRIORS["compute"].log_sigma
     with pytest.raises(ConfigError, match="coefficients of a100-80g do not hold for rtx4090"):
-        run_command(path, out=second, device="rtx4090", prior=first)
+        run_command(path, out_file=second, device="rtx4090", prior=first)

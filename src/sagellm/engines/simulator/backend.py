@@ -120,11 +120,12 @@ class SimulatedBackend:
     def shape_of(self, plan: ExecutionPlan) -> StepShape:
         """What the plan computes and moves."""
         num_decodes = len(plan.decode_positions)
+        copied = Counter((copy.source_tier, copy.target_tier) for copy in plan.copies)
         return StepShape(
             num_decodes,
             sum(plan.decode_positions) + num_decodes,
             tuple([(op.start, op.num_tokens) for op in plan.prefills]) if plan.prefills else (),
-            self._copied(plan),
+            {tiers: count * self._bytes_per_block for tiers, count in copied.items()},
             sum(len(transfer.block_ids) for transfer in plan.transfers) * self._bytes_per_block,
         )
 
@@ -134,10 +135,6 @@ class SimulatedBackend:
         size = self._capability.vocab_size
         first = int.from_bytes(digest, "little") % size
         return next(token for token in ((first + i) % size for i in range(size)) if token not in ends)
-
-    def _copied(self, plan: ExecutionPlan) -> dict[tuple[str, str], int]:
-        blocks = Counter((copy.source_tier, copy.target_tier) for copy in plan.copies)
-        return {pair: number * self._bytes_per_block for pair, number in blocks.items()}
 
     def _logprobs(self, plan: ExecutionPlan) -> dict[int, TokenLogprob]:
         rows = self._wants_logprobs.intersection(plan.sample_rows)

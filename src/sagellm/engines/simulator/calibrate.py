@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sagellm.core.errors import ConfigError
-from sagellm.engines.simulator.cost_model import Coefficients, CostModel
+from sagellm.engines.simulator.cost_model import Coefficients, CostModel, StepShape
 from sagellm.engines.simulator.measured import RequestTiming, SimulatedRun
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -158,7 +158,7 @@ def calibrate(
     for number in range(rounds):
         run = simulate(requests, model)
         spans = Spans.of(fitted, run, horizon_s)
-        problem = Problem(model, StepArrays.of(run, model), spans, priors)
+        problem = Problem(model, run.shapes, spans, priors)
         found = Calibration(model, _errors(fitted, run), len(fitted), number, spans.score(), priors=priors)
         if best is None or found.score < best.score:
             best = replace(found, log_sigmas=problem.log_sigmas())
@@ -218,31 +218,16 @@ class Spans:
         return float(np.mean(_cauchy((self.simulated_s - self.measured_s) / self.noise_s)[0]))
 
 
-@dataclass(frozen=True, slots=True)
-class StepArrays:
-    """The steps of a run as arguments of `CostModel.compute_s`, one entry per step."""
-
-    columns: tuple[Floats, Floats, Floats, Floats, Floats, Floats, Floats]
-    moves_s: Floats
-
-    @classmethod
-    def of(cls, run: SimulatedRun, model: CostModel) -> StepArrays:
-        rows = np.array([model.columns(shape) for shape in run.shapes], dtype=np.float64)
-        decodes, context, tokens, chunks, keys, pairs, together = rows.T
-        moves = [model.moves_s(shape.bytes_copied, shape.bytes_transferred) for shape in run.shapes]
-        return cls((decodes, context, tokens, chunks, keys, pairs, together), np.array(moves))
-
-    def seconds(self, model: CostModel) -> Floats:
-        return model.compute_s(*self.columns) + self.moves_s
-
-
 class Problem:
     """The least squares of one round: coefficients for which steps take the measured time."""
 
     def __init__(
-        self, model: CostModel, steps: StepArrays, spans: Spans, priors: Mapping[str, Prior]
+        self, model: CostModel, shapes: Sequence[StepShape], spans: Spans, priors: Mapping[str, Prior]
     ) -> None:
-        self._model, self._steps, self._spans, self._names = model, steps, spans, tuple(priors)
+        self._model, self._spans, self._names = model, spans, tuple(priors)
+        self._columns = np.array([model.columns(shape) for shape in shapes], dtype=np.float64).T
+        moves_s = [model.moves_s(shape.bytes_copied, shape.bytes_transferred) for shape in shapes]
+        self._moves_s = np.array(moves_s)
         self._means = np.log([prior.mean for prior in priors.values()])
         self._sigmas = np.array([prior.log_sigma for prior in priors.values()])
         self._lows = np.log([prior.low for prior in priors.values()])
@@ -272,7 +257,8 @@ class Problem:
         return Coefficients(**dict(zip(self._names, np.exp(point).tolist(), strict=True)))
 
     def _deviations(self, point: Floats) -> Floats:
-        seconds = self._steps.seconds(replace(self._model, coefficients=self._coefficients(point)))
+        model = replace(self._model, coefficients=self._coefficients(point))
+        seconds = model.compute_s(*self._columns) + self._moves_s
         return np.concatenate((self._spans.residuals(seconds), (point - self._means) / self._sigmas))
 
 
