@@ -1,4 +1,4 @@
-"""The options that say how tokens are chosen."""
+"""The options for sampling parameters."""
 
 from __future__ import annotations
 

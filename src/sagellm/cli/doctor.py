@@ -57,7 +57,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
 
 @command
 def doctor(*, model: Model, settings: ServerSettings) -> None:
-    """Say what is installed, and what would fit where.
+    """Show what is installed, and whether a model fits and can be served.
 
     The exit status is 0 if it can be served, 1 if a package or the demo model is missing, 2 if MODEL
     cannot be served.

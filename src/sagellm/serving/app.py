@@ -300,7 +300,7 @@ def _key_check(keys: Mapping[str, str]) -> Callable[[Request], Awaitable[None]]:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         sent = given.encode("latin-1")  # as headers come
-        # Each key is compared, and in constant time, so that the time taken tells nothing of a key.
+        # Every key is compared, in constant time, so that the time reveals nothing about a key.
         names = [name for key, name in keys.items() if secrets.compare_digest(sent, key.encode())]
         if scheme.lower() != "bearer" or not names:
             defect = "the API key is wrong" if given else "no API key"

@@ -311,7 +311,7 @@ class GenerationFields(BaseModel):
     """The least `max_tokens`."""
 
     def options(self, llm: LLM, limits: ClientLimits, client: Client) -> RequestOptions:
-        """What the engine is asked to do. Raises `RequestError`.
+        """The request's options for the engine. Raises `RequestError`.
 
         This is the only place where parameters of a request get their meaning for the engine. The model's own
         defaults (generation_config.json) replace sampling parameters that were not sent.

@@ -103,7 +103,7 @@ async def sse_events(
 class EventStream(Response):
     """Sends `chunks` of a `generation`, which a disconnect of the client closes.
 
-    The response begins with the first delta, so an error before it is answered with a status of its own.
+    The response begins with the first delta, so an error before that has its own HTTP status.
     """
 
     media_type = "text/event-stream"
