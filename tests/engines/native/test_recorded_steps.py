@@ -190,13 +190,13 @@ def test_rows_that_outgrow_the_tables_are_recorded_anew(
 ) -> None:
     save_tiny(tmp_path, "qwen3")
     lengths: list[int] = []
-    reach = DecoderModel.reach
+    extend_to = DecoderModel.extend_to
 
     def counted(self: DecoderModel, max_position: int) -> None:
         lengths.append(max_position)
-        reach(self, max_position)
+        extend_to(self, max_position)
 
-    monkeypatch.setattr(DecoderModel, "reach", counted)
+    monkeypatch.setattr(DecoderModel, "extend_to", counted)
     monkeypatch.setattr(recorded_steps, "_FIRST_LENGTH", 8)
     monkeypatch.setattr(rope, "_FIRST_TABLE", 8)
     done: list[Running] = []
@@ -222,9 +222,9 @@ def test_steps_with_prompts_are_not_recorded(kernel: FusedKernel, tmp_path: Path
     assert backend._steps is not None
     assert backend.capability().num_blocks == 8, "the scratch block is nobody's"
     prefill = Prefill(1, "b", 0, 4, samples=True)
-    assert backend._steps.takes(ExecutionPlan(0, decode_rows=(0,), decode_positions=(3,)))
-    assert not backend._steps.takes(ExecutionPlan(0, decode_rows=(0,), prefills=(prefill,)))
-    assert not backend._steps.takes(ExecutionPlan(0))
+    assert backend._steps.can_run(ExecutionPlan(0, decode_rows=(0,), decode_positions=(3,)))
+    assert not backend._steps.can_run(ExecutionPlan(0, decode_rows=(0,), prefills=(prefill,)))
+    assert not backend._steps.can_run(ExecutionPlan(0))
 
 
 def test_without_an_attention_kernel_nothing_is_recorded(tmp_path: Path) -> None:

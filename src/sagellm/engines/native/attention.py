@@ -365,19 +365,19 @@ CONTEXT, CHUNK, _REPEATS = 384, 128, 2
 
 
 def attention_planner(
-    kv: PagedKV, num_heads: int, kernel: FusedKernel | None, alone: FusedKernel | None
+    kv: PagedKV, num_heads: int, kernel: FusedKernel | None, measured: FusedKernel | None
 ) -> AttentionPlanner:
-    """A planner with `kernel` where it supports the pool and pays; `alone` is measured. `alone` is the same
-    kernel on one thread.
+    """A planner with `kernel` where the kernel supports the pool and pays. `measured` is the same kernel on
+    one thread.
     """
-    if kernel is None or alone is None:
+    if kernel is None or measured is None:
         return AttentionPlanner(kv)
     pool = kv.keys[0]
     query = pool.new_ones(1, num_heads, pool.shape[3])
     spans, tables = query.new_zeros(0, 4, dtype=torch.int64), query.new_zeros(0, dtype=torch.int32)
     if not kernel.supports(query, pool, kv.values[0], spans, tables).usable:
         return AttentionPlanner(kv)
-    return AttentionPlanner(kv, kernel, chunks=kernel_wins_prefill(alone, kv, num_heads))
+    return AttentionPlanner(kv, kernel, chunks=kernel_wins_prefill(measured, kv, num_heads))
 
 
 def kernel_wins_prefill(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> bool:

@@ -123,10 +123,10 @@ class NativeBackend:
         threads = threads or suitable_threads(num_parameters(plan))
         self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(threads)
-        known, alone = _kernels(self._device, threads, kernels, cuda_kernels)
-        recording = capture(self._device) if capture and known.attention else None
+        kernel_set, measured_set = _kernels(self._device, threads, kernels, cuda_kernels)
+        recording = capture(self._device) if capture and kernel_set.attention else None
         with _memory_errors(self._device):
-            self._model = self._load(folder, plan, dtype, compute_dtype, progress, known, alone)
+            self._model = self._load(folder, plan, dtype, compute_dtype, progress, kernel_set, measured_set)
             self._schema = self._kv_schema(block_size)
             most = max_num_seqs * math.ceil(self._max_model_len / block_size)
             blocks = num_blocks or kv_blocks(
@@ -134,12 +134,14 @@ class NativeBackend:
             )
             self._kv = self._pool(blocks, block_size, host_memory_bytes, has_scratch=recording is not None)
             self._planner = attention_planner(
-                self._kv, self._spec.num_heads, known.attention, alone.attention
+                self._kv, self._spec.num_heads, kernel_set.attention, measured_set.attention
             )
-            self._steps = self._recorded(recording, known.record if capture else None)
+            self._steps = self._recorded(recording, kernel_set.record if capture else None)
         if self._packed and self._planner.all_by_kernel:
             torch.set_num_threads(1)
-        self._draw = KernelDraw(known.draw) if known.draw and self._compute_dtype != torch.float64 else None
+        self._draw = (
+            KernelDraw(kernel_set.draw) if kernel_set.draw and self._compute_dtype != torch.float64 else None
+        )
         self._rows = BatchRows(
             max_num_seqs, self._max_model_len, blocks, block_size, self._spec.vocab_size, seed
         )
@@ -170,13 +172,14 @@ class NativeBackend:
 
     def _load(
         self, folder: Path, plan: list[Parameter], dtype: str, compute_dtype: str, progress: Progress | None,
-        known: KernelSet, alone: KernelSet,
+        kernel_set: KernelSet, measured_set: KernelSet,
     ) -> DecoderModel:  # fmt: skip
         checkpoint = Checkpoint(folder)
         check(plan, checkpoint, self._quantization.stored)
         loading = WeightLoader.fastest(
             checkpoint, plan, self._device, torch_dtype(self._spec.dtype if dtype == "auto" else dtype),
-            None if compute_dtype == "auto" else torch_dtype(compute_dtype), self._quantization, known, alone,
+            None if compute_dtype == "auto" else torch_dtype(compute_dtype), self._quantization,
+            kernel_set, measured_set,
         )  # fmt: skip
         self._dtype, self._compute_dtype = loading.dtype, loading.compute_dtype
         self._packed = loading.linear is not None
@@ -185,7 +188,7 @@ class NativeBackend:
         self._fingerprint = fingerprint + self._quantization.label
         checkpoint.close()
         self._weight_bytes = weights.read_bytes
-        return DecoderModel(self._spec, weights, self._compute_dtype, self._device, known)
+        return DecoderModel(self._spec, weights, self._compute_dtype, self._device, kernel_set)
 
     def _recorded(self, at_start: Capture | None, when_run: Capture | None) -> RecordedSteps | None:
         """The recorded decode steps; None where torch computes a part of their attention."""
@@ -274,7 +277,7 @@ class NativeBackend:
 
     def _logits(self, plan: ExecutionPlan) -> torch.Tensor:
         """Logits [S, vocab] of `plan.sample_rows`. Writes the step's K and V to the pool."""
-        if self._steps is not None and self._steps.takes(plan):
+        if self._steps is not None and self._steps.can_run(plan):
             return self._steps.logits(plan, self._rows)
         return self._model.forward(self._inputs(plan), self._kv)
 
@@ -323,10 +326,10 @@ def _kernels(
 ) -> tuple[KernelSet, KernelSet]:
     """The kernels for `device`, and those to measure: on a CPU, one-threaded."""
     if on_cpu and device.type == "cpu":
-        known = on_cpu(threads)
-        return known, on_cpu(1) if known != KernelSet() else known
-    known = on_cuda() if on_cuda and device.type == "cuda" else KernelSet()
-    return known, known
+        kernel_set = on_cpu(threads)
+        return kernel_set, on_cpu(1) if kernel_set != KernelSet() else kernel_set
+    kernel_set = on_cuda() if on_cuda and device.type == "cuda" else KernelSet()
+    return kernel_set, kernel_set
 
 
 def suitable_threads(num_parameters: int) -> int:

@@ -96,14 +96,14 @@ class ChatTemplate:
         given["add_generation_prompt"] = add_generation_prompt
         extra = _OPERATIONS_PER_MESSAGE * len(messages)
         try:
-            _mapped(given, _whole)
+            _mapped(given, _valid_unicode)
             with self._environment.rendering(extra):
                 text = self._template.render({**self._special_tokens, **given})
         except TemplateLimitError as error:
             raise RequestError(f"the chat template was stopped: {error}", "messages") from error
         except _TEMPLATE_FAILURES as error:
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
-        return self._parted(text, self._origin(given, extra) if self._control.search(text) else "")
+        return self._split_tokens(text, self._origin(given, extra) if self._control.search(text) else "")
 
     def _origin(self, given: Mapping[str, Any], extra_operations: int) -> str:
         """The prompt with message characters marked; empty if the template fails."""
@@ -159,7 +159,7 @@ class ChatTemplate:
         """
         return text if text in self._words else text.translate(self._shadows)
 
-    def _parted(self, text: str, origin: str) -> RenderedChat:
+    def _split_tokens(self, text: str, origin: str) -> RenderedChat:
         unmarked = {ord(mark): chr(char) for char, mark in self._shadows.items()}
         if origin.translate(unmarked) != text:
             origin = ""
@@ -203,7 +203,7 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     return [_mapped(item, change) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _whole(text: str) -> str:
+def _valid_unicode(text: str) -> str:
     """The text. Raises `RequestError` if it has no UTF-8 form."""
     try:
         text.encode()

@@ -109,7 +109,7 @@ class ControlTokens:
         description = json.loads(self._fast.to_str())
         added = description.pop("added_tokens")
         marks = {text: f"{_MARK}{token_id}{_MARK}" for text, token_id in self._ids.items()}
-        _forget(
+        _hide_special_tokens(
             description["model"],
             {text: marks[text] for text, i in self._ids.items() if i in self._control_ids},
         )
@@ -130,7 +130,7 @@ def _unmarked(entry: dict[str, Any], content: str) -> AddedToken:
     return AddedToken(content, **flags, single_word=entry["single_word"] and content == entry["content"])
 
 
-def _forget(model: dict[str, Any], marks: dict[str, str]) -> None:
+def _hide_special_tokens(model: dict[str, Any], marks: dict[str, str]) -> None:
     """Rename special tokens in a model's vocabulary, so that texts cannot match them."""
     vocab = model.get("vocab")
     if isinstance(vocab, dict):

@@ -28,13 +28,13 @@ Positive = Annotated[float, Field(gt=0, lt=1e12)]
 TokenIds = int | list[int] | None
 
 
-class _Part(BaseModel):
+class _StrictModel(BaseModel):
     """A strict model: "5" is not 5, and null counts as absent."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
 
 
-class RopeJson(_Part):
+class RopeJson(_StrictModel):
     """`rope_scaling` or `rope_parameters` of config.json."""
 
     rope_type: str | None = None
@@ -53,7 +53,7 @@ class RopeJson(_Part):
     truncate: bool | None = None
 
 
-class ConfigJson(_Part):
+class ConfigJson(_StrictModel):
     """config.json."""
 
     architectures: list[str] | None = None
@@ -94,7 +94,7 @@ class ConfigJson(_Part):
     compression_config: dict[str, Any] | None = None
 
 
-class GenerationJson(_Part):
+class GenerationJson(_StrictModel):
     """generation_config.json."""
 
     eos_token_id: TokenIds = None
@@ -106,19 +106,19 @@ class GenerationJson(_Part):
     repetition_penalty: float | None = None
 
 
-class NamedTemplate(_Part):
+class NamedTemplate(_StrictModel):
     name: str
     template: str
 
 
-class AddedTokenJson(_Part):
+class AddedTokenJson(_StrictModel):
     content: str
 
 
 TokenName = str | AddedTokenJson | None
 
 
-class TokenizerConfigJson(_Part):
+class TokenizerConfigJson(_StrictModel):
     """tokenizer_config.json and special_tokens_map.json."""
 
     chat_template: str | list[NamedTemplate] | None = None
@@ -131,7 +131,7 @@ class TokenizerConfigJson(_Part):
     mask_token: TokenName = None
 
 
-class NewTokenJson(_Part):
+class NewTokenJson(_StrictModel):
     """A token that is added to a vocabulary: an object, or its text alone."""
 
     content: Annotated[str, Field(min_length=1)]
@@ -147,7 +147,7 @@ class NewTokenJson(_Part):
         return {"content": value} if isinstance(value, str) else value
 
 
-class BpeConfigJson(_Part):
+class BpeConfigJson(_StrictModel):
     """What tokenizer_config.json and special_tokens_map.json hold for a tokenizer in vocab.json."""
 
     add_prefix_space: bool | None = None

@@ -69,7 +69,7 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldParameter:
     """One parameter in memory."""
 
     nbytes: int
@@ -97,10 +97,12 @@ def footprint(
     where, length = usable_device(device), model_length(spec, max_model_len)
     plan, checkpoint = parameters(spec), Checkpoint(folder)
     check(plan, checkpoint, quantization.stored)
-    known = kernels(1) if kernels and where.type == "cpu" else KernelSet()
+    kernel_set = kernels(1) if kernels and where.type == "cpu" else KernelSet()
     wanted = torch_dtype(spec.dtype if dtype == "auto" else dtype)
-    loading = WeightLoader.fastest(checkpoint, plan, where, wanted, None, quantization, known, known)
-    held = [_held(loading, parameter) for parameter in _with_own_head(plan, loading)]
+    loading = WeightLoader.fastest(
+        checkpoint, plan, where, wanted, None, quantization, kernel_set, kernel_set
+    )
+    held = [_held_parameter(loading, parameter) for parameter in _with_own_head(plan, loading)]
     checkpoint.close()
     codes = sorted(frozenset().union(*(parameter.codes for parameter in held)), key=str)
     return Footprint(
@@ -145,20 +147,21 @@ def _with_own_head(plan: Sequence[Parameter], loading: WeightLoader) -> list[Par
     return [*plan, replace(embedding, name="head.weight")]
 
 
-def _held(loading: WeightLoader, parameter: Parameter) -> _Held:
+def _held_parameter(loading: WeightLoader, parameter: Parameter) -> _HeldParameter:
     if not parameter.is_matrix:
-        return _Held(math.prod(parameter.shape) * loading.compute_dtype.itemsize)
+        return _HeldParameter(math.prod(parameter.shape) * loading.compute_dtype.itemsize)
     values = _value_bytes(loading, parameter)
     samples = _samples(loading, parameter)
     if not samples:
-        return _Held(values)
+        return _HeldParameter(values)
     codes = frozenset(_codes(sample) for sample in samples)
     try:
         once, twice = (packed(samples * n, loading.quantized, loading.compute_dtype) for n in (1, 2))
     except KernelError as error:
-        return _Held(values, codes, str(error))
+        return _HeldParameter(values, codes, str(error))
     more = (twice.nbytes - once.nbytes) * (parameter.shape[0] - once.shape[0]) // once.shape[0]
-    return _Held(once.nbytes + more, codes)  # an order of inputs is there once, however many outputs are
+    # The order of inputs is held once, for any number of outputs.
+    return _HeldParameter(once.nbytes + more, codes)
 
 
 def _value_bytes(loading: WeightLoader, parameter: Parameter) -> int:

@@ -80,17 +80,18 @@ class WeightLoader:
     @classmethod
     def fastest(
         cls, checkpoint: Checkpoint, plan: Sequence[Parameter], device: torch.device, dtype: torch.dtype,
-        compute_dtype: torch.dtype | None, quantization: Quantization, known: KernelSet, alone: KernelSet,
+        compute_dtype: torch.dtype | None, quantization: Quantization, kernel_set: KernelSet,
+        measured_set: KernelSet,
     ) -> Self:  # fmt: skip
         """The loader that is fastest on this machine, by measurement. It chooses `compute_dtype` where that
-        is None, and whether matrices take the form of the kernel in `known`; `alone` is the same kernel on
-        one thread.
+        is None, and whether matrices take the form of the kernel in `kernel_set`; `measured_set` is the same
+        kernel on one thread.
         """
         if compute_dtype is None:
-            count, widened = num_parameters(plan), known.linear is None
+            count, widened = num_parameters(plan), kernel_set.linear is None
             compute_dtype = fastest_dtype(dtype, device, count, widened=widened)
-        linear = known.linear if packing_is_faster(alone.linear, compute_dtype, dtype) else None
-        return cls(checkpoint, device, dtype, compute_dtype, quantization, linear, known.quantized)
+        linear = kernel_set.linear if packing_is_faster(measured_set.linear, compute_dtype, dtype) else None
+        return cls(checkpoint, device, dtype, compute_dtype, quantization, linear, kernel_set.quantized)
 
     @property
     def matrix_dtype(self) -> torch.dtype:

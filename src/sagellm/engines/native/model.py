@@ -111,10 +111,10 @@ class DecoderModel:
         self._rope = RopeTable(spec.rope, device, dtype, look_up) if spec.rope else None
         self._kernels = usable_glue(kernels or KernelSet(), spec, dtype, device)
 
-    def reach(self, max_position: int) -> None:
+    def extend_to(self, max_position: int) -> None:
         """Make the tables for positions up to `max_position` now."""
         if self._rope is not None:
-            self._rope.reach(max_position)
+            self._rope.extend_to(max_position)
 
     @torch.inference_mode()
     def forward(self, step: StepInputs, kv: PagedKV, output: torch.Tensor | None = None) -> torch.Tensor:
@@ -133,7 +133,7 @@ class DecoderModel:
             if i == last and step.sampled is not None:
                 x, delta = _sum(x, delta)[step.sampled], None
             x, delta = self._mlp(layer, x, delta)
-        x = self._entering(x, delta, self._final_norm) if self.spec.final_norm else _sum(x, delta)
+        x = self._sublayer_input(x, delta, self._final_norm) if self.spec.final_norm else _sum(x, delta)
         return x if self._project_out is None else self._project_out.multiply(x)
 
     def head(self, hidden: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
@@ -159,18 +159,18 @@ class DecoderModel:
         kv: PagedKV, angles: Angles | None,
     ) -> Stream:  # fmt: skip
         spec = self.spec
-        qkv = layer.qkv(self._entering(x, delta, layer.attn_norm))
+        qkv = layer.qkv(self._sublayer_input(x, delta, layer.attn_norm))
         heads = qkv.contiguous().view(len(x), -1, spec.head_dim)
         self._rope_to_cache(layer, heads, angles, step.slots, kv, index)
         query, key, value = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         mixed = attend(step.attention[layer.window], kv, index, query, key, value)
-        return self._leaving(x, layer.attn_out(mixed.flatten(1)), layer.attn_norm)
+        return self._sublayer_output(x, layer.attn_out(mixed.flatten(1)), layer.attn_norm)
 
     def _mlp(self, layer: DecoderLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Stream:
-        wide = self._activated(layer.up(self._entering(x, delta, layer.mlp_norm)))
-        return self._leaving(x, layer.down(wide), layer.mlp_norm)
+        wide = self._activated(layer.up(self._sublayer_input(x, delta, layer.mlp_norm)))
+        return self._sublayer_output(x, layer.down(wide), layer.mlp_norm)
 
-    def _entering(self, x: torch.Tensor, delta: torch.Tensor | None, norm: NormWeights) -> torch.Tensor:
+    def _sublayer_input(self, x: torch.Tensor, delta: torch.Tensor | None, norm: NormWeights) -> torch.Tensor:
         """The input of a sublayer; adds `delta` to `x`."""
         if self._kernels.add_rms_norm is not None:
             normed: torch.Tensor = self._kernels.add_rms_norm.apply(x, delta, norm.weight, self.spec.norm_eps)
@@ -179,7 +179,7 @@ class DecoderModel:
             x.add_(delta)
         return self._norm(x, norm) if self.spec.pre_norm else x
 
-    def _leaving(self, x: torch.Tensor, delta: torch.Tensor, norm: NormWeights) -> Stream:
+    def _sublayer_output(self, x: torch.Tensor, delta: torch.Tensor, norm: NormWeights) -> Stream:
         return (x, delta) if self.spec.pre_norm else (self._norm(x + delta, norm), None)
 
     def _rope_to_cache(

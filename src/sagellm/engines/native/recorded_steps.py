@@ -90,7 +90,7 @@ class RecordedSteps:
             self._record(size)
         log.info("recorded decode steps of %s rows in %.1f s", self._sizes, time.monotonic() - began_s)
 
-    def takes(self, plan: ExecutionPlan) -> bool:
+    def can_run(self, plan: ExecutionPlan) -> bool:
         """Whether the plan's step is recorded or can be: only decode rows, few enough."""
         rows = len(plan.decode_rows)
         if not rows or plan.prefills or rows > self._sizes[-1]:
@@ -102,7 +102,7 @@ class RecordedSteps:
         """Logits [S, vocab] of the plan's rows, in memory that the next step overwrites."""
         tokens, spans = rows.decodes(plan)
         size = self._size(len(spans))
-        self._make_room(max(span.end for span in spans))
+        self._ensure_length(max(span.end for span in spans))
         self._inputs.fill(tokens, spans, size)
         replay = self._replays.get(size)
         if replay is None:
@@ -111,7 +111,7 @@ class RecordedSteps:
             replay()
         return self._logits_of[len(spans)]
 
-    def _make_room(self, length: int) -> None:
+    def _ensure_length(self, length: int) -> None:
         """Discard recordings that are too short for `length`; new ones have twice the room. Recorded steps
         look positions up in tables of fixed length. A size that could not be recorded stays so.
         """
@@ -124,7 +124,7 @@ class RecordedSteps:
 
     def _record(self, size: int) -> None:
         """Record a step by running it on the current inputs."""
-        self._model.reach(self._length - 1)
+        self._model.extend_to(self._length - 1)
         step = self._inputs.step(size, self._length - 1)
         work = partial(self._model.forward, step, self._kv, self._logits_of[size])
         self._replays[size] = self._capture(work)

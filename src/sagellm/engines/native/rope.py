@@ -181,11 +181,11 @@ class RopeTable:
 
     def cos_sin(self, positions: torch.Tensor, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The cos and sin of `positions` [T], each [T, dim / 2]. No position exceeds `max_position`."""
-        self.reach(max_position)
+        self.extend_to(max_position)
         look_up, dtype = self._look_up, self._dtype
         return look_up(self._cos, positions, dtype), look_up(self._sin, positions, dtype)
 
-    def reach(self, max_position: int) -> None:
+    def extend_to(self, max_position: int) -> None:
         """Extend the table to this position."""
         if max_position < len(self._cos):
             return

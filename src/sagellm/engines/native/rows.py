@@ -128,11 +128,11 @@ class BatchRows:
         found: list[ScoredPrompt] = []
         first = len(plan.decode_rows)
         for op in plan.prefills:
-            known = self._row(op.row)
-            top = known.sampler.params.prompt_logprobs
+            batch_row = self._row(op.row)
+            top = batch_row.sampler.params.prompt_logprobs
             if top is not None:
-                stop = min(op.start + op.num_tokens + 1, known.num_prompt_tokens)
-                found.append(ScoredPrompt(op.row, first, known.tokens[op.start + 1 : stop], top))
+                stop = min(op.start + op.num_tokens + 1, batch_row.num_prompt_tokens)
+                found.append(ScoredPrompt(op.row, first, batch_row.tokens[op.start + 1 : stop], top))
             first += op.num_tokens
         return found
 
@@ -143,17 +143,17 @@ class BatchRows:
         return [self._rows[row].tokens[position] for row, position in places], spans
 
     def _span(self, first_row: int, row: int, start: int, num_tokens: int) -> Span:
-        known = self._row(row)
-        span = Span(first_row, num_tokens, start, known.table)
+        batch_row = self._row(row)
+        span = Span(first_row, num_tokens, start, batch_row.table)
         limits = {
-            "tokens": len(known.tokens),
-            "slots in its blocks": len(known.table) * self._block_size,
+            "tokens": len(batch_row.tokens),
+            "slots in its blocks": len(batch_row.table) * self._block_size,
             "positions in the model's length": self._max_length,
         }
         for name, limit in limits.items():
             if num_tokens < 1 or start < 0 or span.end > limit:
                 raise PlanError(
-                    f"{known.request_id} has {limit} {name}; [{start}, {span.end}) cannot be computed"
+                    f"{batch_row.request_id} has {limit} {name}; [{start}, {span.end}) cannot be computed"
                 )
         return span
 
@@ -188,6 +188,6 @@ class BatchRows:
     def advance(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
         """Append the token drawn for each row."""
         for row, token_id in zip(rows, token_ids, strict=True):
-            known = self._rows[row]
-            known.tokens.append(token_id)
-            known.sampler.accept(token_id)
+            batch_row = self._rows[row]
+            batch_row.tokens.append(token_id)
+            batch_row.sampler.accept(token_id)

@@ -225,10 +225,10 @@ def draw(
     filtered = [i for i, row in enumerate(params) if _is_filtered(row, logits.shape[1])]
     for i in set(range(len(params))).difference(filtered):  # each alone: its float64 stays in cache
         weights = _scores(logits[i, None], best[i, None], [params[i]]).exp_()
-        drawn[i] = int(_places(weights, [points[i]]))
+        drawn[i] = int(_draw_columns(weights, [points[i]]))
     for kept in filter_rows(logits, best, params, filtered):
-        places = _places(kept.weights, [points[i] for i in kept.rows])
-        for i, token_id in zip(kept.rows, kept.ids.gather(1, places)[:, 0].tolist(), strict=True):
+        columns = _draw_columns(kept.weights, [points[i] for i in kept.rows])
+        for i, token_id in zip(kept.rows, kept.ids.gather(1, columns)[:, 0].tolist(), strict=True):
             drawn[i] = token_id
     return drawn
 
@@ -248,13 +248,13 @@ def filter_rows(
         own = [params[i] for i in left]
         values, ids = logits[left].topk(size)
         scores = _scores(values, best[left], own)
-        stays = _stays(scores, own, [masses[i] for i in left], vocab)
+        stays = _kept_mask(scores, own, [masses[i] for i in left], vocab)
         counts = stays.sum(-1)
         enough = [i for i, count in enumerate(counts.tolist()) if count < size or size == vocab]
         if enough:
             most = int(counts[enough].max())
             for i in enough:
-                _settle_ties(logits[left[i]], values[i], ids[i], int(counts[i]))
+                _keep_smallest_tied_ids(logits[left[i]], values[i], ids[i], int(counts[i]))
             weights = scores[enough, :most].exp_().masked_fill_(~stays[enough, :most], 0.0)
             order = ids[enough, :most].masked_fill_(~stays[enough, :most], vocab).sort(-1)
             yield KeptTokens([left[i] for i in enough], order.values, weights.gather(1, order.indices))
@@ -283,7 +283,7 @@ def _scores(logits: torch.Tensor, best: torch.Tensor, params: Sequence[SamplingP
     return (logits - best.double()[:, None]).div_(temperatures)
 
 
-def _stays(
+def _kept_mask(
     scores: torch.Tensor, params: Sequence[SamplingParams], masses: Sequence[float], vocab: int
 ) -> torch.Tensor:
     """Which leading tokens are kept, bool [S, n]; of each row a first part."""
@@ -302,7 +302,9 @@ def _stays(
     return stays
 
 
-def _settle_ties(logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, count: int) -> None:
+def _keep_smallest_tied_ids(
+    logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, count: int
+) -> None:
     """Keep the smallest ids of tokens that tie at the cut; `topk` takes any."""
     last = values[count - 1]
     if count == len(values) or values[count] != last or last.isinf():
@@ -315,7 +317,7 @@ def _settle_ties(logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, 
     ids[better:count] = equal[: count - better]
 
 
-def _places(weights: torch.Tensor, points: Sequence[float]) -> torch.Tensor:
+def _draw_columns(weights: torch.Tensor, points: Sequence[float]) -> torch.Tensor:
     """The column [S, 1] of each point, as a share of its row's weight."""
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:].contiguous()
@@ -382,7 +384,7 @@ def prompt_logprobs(
         for start in range(0, len(prompt.targets), most):
             targets = prompt.targets[start : start + most]
             begin = first + start
-            entries += _entries(
+            entries += _target_logprobs(
                 head(hidden[begin : begin + len(targets)]), targets, min(prompt.top, vocab_size)
             )
         found[prompt.row] = tuple(entries)
@@ -390,7 +392,7 @@ def prompt_logprobs(
     return found
 
 
-def _entries(logits: torch.Tensor, targets: Sequence[int], top: int) -> Iterator[TokenLogprob]:
+def _target_logprobs(logits: torch.Tensor, targets: Sequence[int], top: int) -> Iterator[TokenLogprob]:
     """Log-probabilities of each row's target and of the `top` likeliest tokens."""
     total = logits.logsumexp(-1, keepdim=True)
     column = torch.tensor(targets, dtype=torch.long, device=logits.device)[:, None]

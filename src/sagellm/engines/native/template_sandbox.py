@@ -126,10 +126,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         # Not optimized: nothing is computed before the count begins.
-        super().__init__(**options, optimized=False, finalize=self._go_through)
+        super().__init__(**options, optimized=False, finalize=self._charge_parts)
         self._count = _Count()
         self.filters = {name: self._limited_filter(name, made) for name, made in self.filters.items()}
-        self.filters["concatenated"] = lambda pieces: self.concat(map(str, map(self._go_through, pieces)))
+        self.filters["concatenated"] = lambda pieces: self.concat(map(str, map(self._charge_parts, pieces)))
         self.filters["counted"] = self._result
         self.filters["compared"] = self._compared
         self.filters["hashed"] = self._hashed
@@ -176,10 +176,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         name = getattr(called, "__name__", "")
         self._spend(owner)
         if isinstance(called, type):  # a namespace or dict
-            self._go_through_all(args)
+            self._charge_all(args)
         elif not isinstance(called, (Macro, LoopContext)):
             found = () if isinstance(owner, dict) else (owner,)  # a dict's methods look at a key alone
-            self._go_through_all((*found, *args, *options.values()))
+            self._charge_all((*found, *args, *options.values()))
         if isinstance(owner, str):
             args = self._checked(name, owner, args, options)
         return self._result(super().call(context, called, *args, **options))
@@ -189,7 +189,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self._spend(left)
         if operator == "%" and isinstance(left, str):
             _check_format(left)
-            self._go_through(right)
+            self._charge_parts(right)
         if operator == "*":
             _check_size(_length(left) * _number(right))
             _check_size(_length(right) * _number(left))
@@ -213,7 +213,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             self._spend(value)
             rest = args[first + 1 :]
             if name not in _SHALLOW_FILTERS:
-                self._go_through_all((value, *rest, *options.values()))
+                self._charge_all((value, *rest, *options.values()))
             rest = self._checked(name, value, rest, options)
             return self._result(made(*args[:first], value, *rest, **options))
 
@@ -237,11 +237,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         """`obj[argument]`. An error names what is missing, whatever it is."""
-        return super().getitem(obj, self._go_through(argument))
+        return super().getitem(obj, self._charge_parts(argument))
 
     def _hashed(self, value: Any) -> Any:
         """A key of a dict, or a value that may be one."""
-        return self._go_through(value) if isinstance(value, tuple) else value
+        return self._charge_parts(value) if isinstance(value, tuple) else value
 
     def _searched(self, values: Any) -> Any:
         """The right side of `in`."""
@@ -256,9 +256,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             value = self._result(list(value))
         if isinstance(value, str):
             self._spend(value)
-        return self._go_through(value)
+        return self._charge_parts(value)
 
-    def _go_through(self, value: Any) -> Any:
+    def _charge_parts(self, value: Any) -> Any:
         """The value. Counts its measure if it has parts: before it is printed, compared or hashed."""
         if isinstance(value, _WITH_PARTS):
             chars, _ = self._measure(value)
@@ -266,9 +266,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             self._take(1 + chars // _CHARS_PER_OPERATION)
         return value
 
-    def _go_through_all(self, values: Iterable[Any]) -> None:
+    def _charge_all(self, values: Iterable[Any]) -> None:
         for value in values:
-            self._go_through(value)
+            self._charge_parts(value)
 
     def _measure(self, value: object) -> tuple[int, int]:
         """At most how many characters the value prints, roughly, and its lists' depth. A rendering goes
