@@ -306,7 +306,7 @@ def test_blocks_that_the_quota_is_not_charged_for_stay_where_they_are(name: str)
 
 
 @pytest.mark.parametrize("name", POOLS)
-def test_check_names_the_block_and_who_has_it(name: str) -> None:
+def test_check_names_the_block_and_its_owner(name: str) -> None:
     pool = make(name, 32)
     mine = take(pool, 5)
     pool.hand_over(mine, 3, 5, "index")

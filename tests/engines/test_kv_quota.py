@@ -1,4 +1,4 @@
-"""Quotas seen from an engine: nobody waits for ever or takes what is guaranteed; nobody stops the loop."""
+"""Quotas seen from an engine: no request waits for ever, takes guaranteed blocks or stops the loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def outcomes(engine: Engine, max_steps: int = 500) -> dict[str, str | None]:
     raise AssertionError(f"{max_steps} steps were not enough: {engine.stats()}")
 
 
-def test_who_fits_only_into_what_others_are_guaranteed_is_told() -> None:
+def test_a_request_that_fits_only_into_guarantees_of_others_gets_an_error() -> None:
     engine = fake_engine(
         TokenMemoryBackend(num_blocks=64, max_model_len=256), tenant_shares={"b": {"guaranteed": 0.5}}
     )
@@ -46,7 +46,7 @@ def test_who_fits_only_into_what_others_are_guaranteed_is_told() -> None:
     assert found["behind"] is None
 
 
-def test_who_does_not_fit_beside_a_pinned_prompt_is_told() -> None:
+def test_a_request_that_does_not_fit_beside_a_pinned_prompt_gets_an_error() -> None:
     engine = fake_engine(TokenMemoryBackend(num_blocks=64, max_model_len=256))
     engine.add(request("pinned", range(64), 1))
     run_all(engine)
@@ -68,7 +68,7 @@ def test_a_tenant_within_its_guarantee_is_not_ended_for_one_that_borrows() -> No
     assert outcomes(engine)["a"] is None
 
 
-def test_a_stream_of_borrowers_does_not_starve_who_has_a_guarantee() -> None:
+def test_a_stream_of_borrowers_does_not_starve_a_guaranteed_account() -> None:
     engine = fake_engine(TokenMemoryBackend(num_blocks=32), tenant_shares={"a": {"guaranteed": 0.5}})
     for index in range(200):
         if index == 20:

@@ -97,7 +97,7 @@ def tiers(plan: ExecutionPlan) -> list[tuple[str, str]]:
     return [(copy.source_tier, copy.target_tier) for copy in plan.copies]
 
 
-def test_who_is_preempted_goes_on_from_host_memory() -> None:
+def test_a_preempted_request_goes_on_from_host_memory() -> None:
     engine, backend = swapping(8)
     got, plans = serve(engine)
     assert got == {"a": expected_tokens(backend, LONG, 8), "b": expected_tokens(backend, OTHER, 8)}
@@ -164,7 +164,7 @@ def test_without_a_prefix_cache_it_is_swapped_too() -> None:
 @pytest.mark.parametrize("error", [RuntimeError("for once"), CapacityError("for once")])
 @pytest.mark.parametrize("way", [("hbm", "dram"), ("dram", "hbm")])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_copies_that_always_fail_cost_nobody_anything(
+def test_copies_that_always_fail_cost_no_request_anything(
     error: Exception, way: tuple[str, str], *, overlap: bool
 ) -> None:
     class Fails(TokenMemoryBackend):

@@ -70,7 +70,7 @@ def test_a_prompt_enters_the_index_when_it_is_whole() -> None:
     assert kv.quotes.match(state("same but whole", range(8))).num_tokens == 4
 
 
-def test_who_computed_the_same_goes_on_with_the_blocks_of_the_index() -> None:
+def test_a_request_with_duplicates_goes_on_with_the_blocks_of_the_index() -> None:
     kv = manager()
     first, second = state("a", range(12)), state("b", [*range(12), 7])
     for request in (first, second):
@@ -220,7 +220,7 @@ def test_what_is_missing_is_evicted_and_exactly_that() -> None:
     kv.check()
 
 
-def test_a_bind_that_cannot_be_leaves_the_books_as_they_were() -> None:
+def test_a_bind_that_fails_changes_nothing() -> None:
     kv = manager(6)
     holder = state("holder", range(9))
     admit(kv, holder)

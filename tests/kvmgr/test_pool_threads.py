@@ -111,7 +111,7 @@ def test_four_threads_leave_the_books_balanced(name: str, num_operations: int) -
 
 
 @pytest.mark.parametrize("name", POOLS)
-def test_of_two_threads_that_free_the_same_one_is_told(name: str) -> None:
+def test_of_two_threads_that_free_the_same_one_gets_an_error(name: str) -> None:
     pool: KVPool = registry("pool").create(name, total_blocks=TOTAL, block_size=4)
     barrier = threading.Barrier(2)
 

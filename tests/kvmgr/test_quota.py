@@ -1,4 +1,4 @@
-"""Quotas: charges against a slow twin, and who gives, block by block and by the cuts of the flow."""
+"""Quotas: charges against a slow twin, and which accounts give, block by block and by cuts of the flow."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_the_furthest_above_gives_first_down_to_the_next(
     assert quota.reclaim(C, num_blocks, {A: 10, B: 15, C: 2}) == gifts
 
 
-def test_who_is_within_its_guarantee_gives_to_its_own_tenant_at_most() -> None:
+def test_an_account_within_its_guarantee_gives_to_its_own_tenant_at_most() -> None:
     quota = QuotaManager(20, {"x": Share(12), "y": Share(8)})
     chat, batch, other = Account("x", "chat"), Account("x", "batch"), Account("y", "batch")
     assert quota.charge(batch, 12)
@@ -279,8 +279,8 @@ def test_who_is_within_its_guarantee_gives_to_its_own_tenant_at_most() -> None:
 
 
 def test_blocks_are_exchanged_where_the_first_choice_leads_nowhere() -> None:
-    """Tenants a and b and class chat are one above. After a block of a's chat nobody could give, since b has
-    only chat; but a can give of its other work instead."""
+    """Tenants a and b and class chat are one above. After a block of a's chat no account could give, since b
+    has only chat; but a can give of its other work instead."""
     quota = QuotaManager(20, {"a": Share(2), "b": Share(1)}, {"chat": Share(3)})
     used = {Account("a", "chat"): 2, Account("a", "work"): 1, Account("b", "chat"): 2}
     for account, count in used.items():
@@ -311,7 +311,7 @@ def test_no_more_is_exchanged_than_is_asked_for() -> None:
     assert sum(gifts.values()) == 17
 
 
-def test_room_below_a_ceiling_is_made_by_those_who_share_it() -> None:
+def test_accounts_under_a_ceiling_make_room_below_it() -> None:
     quota = QuotaManager(40, {"x": Share(0, 10)}, {"batch": Share(0, 12)})
     mine, sibling, other = Account("x", "chat"), Account("x", "batch"), Account("y", "batch")
     assert quota.charge(sibling, 8)
