@@ -26,21 +26,13 @@ MICROSECONDS = "us"
 BYTES_PER_BLOCK = "bytes/block"
 
 
-def _nothing() -> None:
-    return None
-
-
-def _ignore(context: Any, result: Any) -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class TimedOperation:
     """`run(context)` is timed; `setup() -> context` and `teardown(context, result)` are not."""
 
     run: Callable[[Any], Any]
-    setup: Callable[[], Any] = _nothing
-    teardown: Callable[[Any, Any], None] = _ignore
+    setup: Callable[[], Any] = lambda: None
+    teardown: Callable[[Any, Any], None] = lambda context, result: None
 
 
 Prepare = Callable[[int], TimedOperation]
@@ -116,7 +108,7 @@ class Stopwatch:
         operation = prepare(calls)
         for _ in range(_WARM_UP):
             self._sample(operation, calls)
-        with _collected():
+        with garbage_frozen():
             samples = [self._sample(operation, calls) for _ in range(self.repeats)]
         cpu, wall = (_spread(clock, calls) for clock in zip(*samples, strict=True))
         return cpu, wall
@@ -146,7 +138,8 @@ def _spread(samples: Sequence[tuple[int, int]], calls: int) -> Spread:
 
 
 @contextmanager
-def _collected() -> Iterator[None]:
+def garbage_frozen() -> Iterator[None]:
+    """Collects garbage, then hides all objects from the collector until the end of the block."""
     gc.collect()
     gc.freeze()
     try:

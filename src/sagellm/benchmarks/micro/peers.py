@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,7 +84,8 @@ class Peer:
         """Returns the rows of one section; raises `PeerError` if there are none."""
         with tempfile.TemporaryDirectory(prefix="sagellm-peer-") as folder:
             result = Path(folder, "out.json")
-            _write_model(Path(folder, MODEL))
+            Path(folder, MODEL).mkdir()
+            Path(folder, MODEL, "config.json").write_text(json.dumps(_MODEL_CONFIG), encoding="utf-8")
             command = [self.python, str(self.script.resolve()), self.name, str(result), "--sections", section]
             done = subprocess.run(
                 command + ["--quick"] * quick,
@@ -150,44 +152,36 @@ def parse_peers(given: Sequence[str], script: Path | None) -> list[Peer]:
 
 def compare(rows: Iterable[MicroBenchRow], peer_rows: Iterable[MicroPeerRow]) -> list[MicroPeerComparison]:
     """Compares every row of a peer with each of our implementations at that size."""
-    ours = {(row.case, row.size, row.variant, row.turn): _as_harness(row) for row in rows}
-    variants = list(dict.fromkeys(key[2] for key in ours))
-    return [
-        comparison
-        for row in peer_rows
-        for variant in variants
-        for comparison in _compare_row(ours, variant, row)
-    ]
-
-
-def _compare_row(
-    ours: Mapping[tuple[str, int, str, int], float], variant: str, peer: MicroPeerRow
-) -> Iterator[MicroPeerComparison]:
-    for comparable in comparables(peer.peer.partition(" ")[0], peer.section, peer.case):
-        turns = [
-            [ours.get((case, peer.size, variant, turn)) for case in comparable.ours]
-            for turn in (peer.turn, peer.turn + 1)
-        ]
-        sums = [sum(value for value in turn if value is not None) for turn in turns if None not in turn]
-        if not sums:
-            continue
-        mean = sum(sums) / len(sums)
-        yield MicroPeerComparison(
-            section=peer.section,
-            size=peer.size,
-            variant=variant,
-            ours=comparable.ours,
-            value=round(mean, 3),
-            drift=round((max(sums) - min(sums)) / mean, 3) if mean else 0.0,
-            peer=peer.peer,
-            case=peer.case,
-            peer_value=peer.value,
-            ratio=round(mean / peer.value, 4) if peer.value else None,
-        )
-
-
-def _as_harness(row: MicroBenchRow) -> float:
-    return row.value if row.timing is None else row.timing.single
+    ours = {
+        (row.case, row.size, row.variant, row.turn): row.timing.single if row.timing else row.value
+        for row in rows
+    }
+    comparisons = []
+    for peer, variant in product(peer_rows, dict.fromkeys(key[2] for key in ours)):
+        for comparable in comparables(peer.peer.partition(" ")[0], peer.section, peer.case):
+            turns = [
+                [ours.get((case, peer.size, variant, turn)) for case in comparable.ours]
+                for turn in (peer.turn, peer.turn + 1)
+            ]
+            sums = [sum(value for value in turn if value is not None) for turn in turns if None not in turn]
+            if not sums:
+                continue
+            mean = sum(sums) / len(sums)
+            comparisons.append(
+                MicroPeerComparison(
+                    section=peer.section,
+                    size=peer.size,
+                    variant=variant,
+                    ours=comparable.ours,
+                    value=round(mean, 3),
+                    drift=round((max(sums) - min(sums)) / mean, 3) if mean else 0.0,
+                    peer=peer.peer,
+                    case=peer.case,
+                    peer_value=peer.value,
+                    ratio=round(mean / peer.value, 4) if peer.value else None,
+                )
+            )
+    return comparisons
 
 
 def _parse_peer(text: str, script: Path) -> Peer:
@@ -200,11 +194,6 @@ def _parse_peer(text: str, script: Path) -> Peer:
     if found is None:
         raise ConfigError(f"--peer {text!r}: there is no interpreter {python}")
     return Peer(name, os.path.abspath(found), script)  # noqa: PTH100 - a link to follow would leave the venv
-
-
-def _write_model(folder: Path) -> None:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(_MODEL_CONFIG), encoding="utf-8")
 
 
 def _peer_row(label: str, row: Mapping[str, Any], turn: int) -> MicroPeerRow:

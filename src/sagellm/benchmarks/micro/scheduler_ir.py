@@ -22,6 +22,7 @@ from sagellm.benchmarks.micro.cases import (
     Spread,
     Stopwatch,
     Timing,
+    garbage_frozen,
 )
 from sagellm.core.config import Config
 from sagellm.core.errors import CapacityError
@@ -117,20 +118,18 @@ def _time_steps(
 ) -> Timing:
     overhead_us = _overhead_us()
     cpu_us, wall_us = [], []
-    gc.collect()
-    gc.freeze()
-    for _ in range(steps):
-        backend.token_ids = tuple(draw.randrange(3, VOCAB) for _ in range(size))
-        cpu_start, wall_start = time.thread_time_ns(), time.perf_counter_ns()
-        outputs = engine.step()
-        if look:
-            list(outputs)
-        wall_end, cpu_end = time.perf_counter_ns(), time.thread_time_ns()
-        if len(engine.last_plan.decode_rows if engine.last_plan else ()) != size:
-            raise CapacityError(f"not all of {size} requests took part in a step")
-        cpu_us.append(max(0.0, (cpu_end - cpu_start) / 1000 - overhead_us))
-        wall_us.append((wall_end - wall_start) / 1000)
-    gc.unfreeze()
+    with garbage_frozen():
+        for _ in range(steps):
+            backend.token_ids = tuple(draw.randrange(3, VOCAB) for _ in range(size))
+            cpu_start, wall_start = time.thread_time_ns(), time.perf_counter_ns()
+            outputs = engine.step()
+            if look:
+                list(outputs)
+            wall_end, cpu_end = time.perf_counter_ns(), time.thread_time_ns()
+            if len(engine.last_plan.decode_rows if engine.last_plan else ()) != size:
+                raise CapacityError(f"not all of {size} requests took part in a step")
+            cpu_us.append(max(0.0, (cpu_end - cpu_start) / 1000 - overhead_us))
+            wall_us.append((wall_end - wall_start) / 1000)
     return Timing(steps, 1, Spread.of(cpu_us), Spread.of(wall_us), round(median(cpu_us), 3))
 
 
@@ -138,9 +137,8 @@ def _overhead_us() -> float:
     """Returns the cost of reading the clocks."""
     samples = []
     for _ in range(1000):
-        start, _, _, end = time.thread_time_ns(), time.perf_counter_ns(), time.perf_counter_ns(), 0
-        end = time.thread_time_ns()
-        samples.append((end - start) / 1000)
+        start, _, _ = time.thread_time_ns(), time.perf_counter_ns(), time.perf_counter_ns()
+        samples.append((time.thread_time_ns() - start) / 1000)
     return median(samples)
 
 
@@ -150,14 +148,14 @@ def _new(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
         for size in plan.new:
             spent: dict[str, list[float]] = {BUILD: [], ADMIT: []}
             for _ in range(max(3, stopwatch.repeats // 5)):
-                engine, backend = _engine(plan, preset, size)
-                backend.token_ids = (7,) * size
-                gc.collect()
-                spent[BUILD].append(_cpu_us(engine.draft) - overhead_us)
-                engine, backend = _engine(plan, preset, size)
-                backend.token_ids = (7,) * size
-                gc.collect()
-                spent[ADMIT].append(_cpu_us(engine.step) - overhead_us)
+                for case, samples in spent.items():
+                    engine, backend = _engine(plan, preset, size)
+                    backend.token_ids = (7,) * size
+                    run: Callable[[], object] = engine.draft if case == BUILD else engine.step
+                    gc.collect()
+                    start = time.thread_time_ns()
+                    run()
+                    samples.append((time.thread_time_ns() - start) / 1000 - overhead_us)
             for case, samples in spent.items():
                 spread = Spread.of(samples)
                 timing = Timing(len(samples), 1, spread, spread, spread.median)
@@ -172,12 +170,6 @@ class _Strategies:
 
     def get(self, name: str) -> object:
         return strategies.make(name)
-
-
-def _cpu_us(run: Callable[[], object]) -> float:
-    start = time.thread_time_ns()
-    run()
-    return (time.thread_time_ns() - start) / 1000
 
 
 BENCHMARK = MicroBenchmark("scheduler_ir", _Strategies(), {"e": _decode, "n": _new})
