@@ -243,7 +243,13 @@ def as_json(
 
 def as_table(outcomes: Sequence[ConversationOutcome], title: str) -> Table:
     """Returns one line per mix and pool."""
-    return Table(title, COLUMNS, [*map(_line, outcomes)], num_names=1)
+    rows = []
+    for outcome in outcomes:
+        counts = (outcome.pool_blocks, outcome.requests, outcome.tokens, outcome.blocks, outcome.reused)
+        ratios = (outcome.overall, outcome.per_request, outcome.token_hits)
+        cells = [*(f"{count:,}" for count in counts), *(f"{ratio:.2%}" for ratio in ratios)]
+        rows.append([outcome.variant, *cells])
+    return Table(title, COLUMNS, rows, num_names=1)
 
 
 def match_table(outcomes: Sequence[ConversationOutcome]) -> Table:
@@ -265,9 +271,3 @@ def request_table(outcome: ConversationOutcome) -> Table:
         for number, usage in enumerate(outcome.usages)
     ]  # fmt: skip
     return Table(f"{outcome.variant}, pool of {outcome.pool_blocks:,} blocks", columns, rows, num_names=1)
-
-
-def _line(outcome: ConversationOutcome) -> list[str]:
-    counts = (outcome.pool_blocks, outcome.requests, outcome.tokens, outcome.blocks, outcome.reused)
-    ratios = (outcome.overall, outcome.per_request, outcome.token_hits)
-    return [outcome.variant, *(f"{count:,}" for count in counts), *(f"{ratio:.2%}" for ratio in ratios)]

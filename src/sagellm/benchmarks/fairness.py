@@ -200,13 +200,13 @@ def _values(outcome: FairnessOutcome) -> dict[str, Any]:
 def as_table(outcomes: Sequence[FairnessOutcome], title: str) -> Table:
     """Returns one line per capacity and policy. For each tenant it shows the hit ratio, and the normalised
     ratio in brackets."""
-    tenants = [tenant.tenant for tenant in outcomes[0].tenants]
-    columns = ("capacity", "policy", "blocks", *tenants, "Jain", "hits", "points lost", "target")
-    return Table(title, columns, [*map(_line, outcomes)], num_names=2)
-
-
-def _line(outcome: FairnessOutcome) -> list[str]:
-    verdict = {None: "-", True: "met", False: "missed"}[outcome.meets_target]
-    tenants = [f"{tenant.hit_ratio:.2%} ({tenant.normalised:.3f})" for tenant in outcome.tenants]
-    figures = (f"{outcome.jain:.3f}", f"{outcome.hit_ratio:.2%}", f"{100 * outcome.lost:.2f}", verdict)
-    return [outcome.capacity.text, outcome.policy, f"{outcome.capacity.num_blocks:,}", *tenants, *figures]
+    rows = []
+    for outcome in outcomes:
+        verdict = {None: "-", True: "met", False: "missed"}[outcome.meets_target]
+        tenants = [f"{tenant.hit_ratio:.2%} ({tenant.normalised:.3f})" for tenant in outcome.tenants]
+        figures = (f"{outcome.jain:.3f}", f"{outcome.hit_ratio:.2%}", f"{100 * outcome.lost:.2f}", verdict)
+        size = outcome.capacity
+        rows.append([size.text, outcome.policy, f"{size.num_blocks:,}", *tenants, *figures])
+    names = [tenant.tenant for tenant in outcomes[0].tenants]
+    columns = ("capacity", "policy", "blocks", *names, "Jain", "hits", "points lost", "target")
+    return Table(title, columns, rows, num_names=2)

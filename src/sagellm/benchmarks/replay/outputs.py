@@ -146,10 +146,14 @@ def headline(trace: BlockTrace) -> str:
 def tables(results: Sequence[ReplayResult]) -> list[Table]:
     """Hits and speed and, if causes were asked for, why blocks were missing."""
     shown = [Table("what was hit", *_hits(results), num_names=2)]
-    missed = [result for result in results if result.misses is not None]
-    if missed:
+    rows = []
+    for result in results:
+        if result.misses is not None:
+            missing = sum(result.misses)
+            shares = [_percent(count / missing if missing else None, digits=1) for count in result.misses]
+            rows.append([result.case.policy, result.case.capacity.text, _number(missing), *shares])
+    if rows:
         columns = ("policy", "capacity", "missing blocks", *(f"{cause} %" for cause in CAUSES))
-        rows = [_misses(result, result.misses) for result in missed if result.misses is not None]
         shown.append(Table("why blocks were missing", columns, rows, num_names=2))
     return shown
 
@@ -182,12 +186,6 @@ def _hits(results: Sequence[ReplayResult]) -> tuple[tuple[str, ...], list[tuple[
             row += [format_number(speed / 1e6 if speed is not None else None, "-")]
         rows.append(tuple(row))
     return columns, rows
-
-
-def _misses(result: ReplayResult, misses: MissCounts) -> tuple[str, ...]:
-    missing = sum(misses)
-    shares = [_percent(count / missing if missing else None, digits=1) for count in misses]
-    return (result.case.policy, result.case.capacity.text, _number(missing), *shares)
 
 
 def _number(value: int | None) -> str:

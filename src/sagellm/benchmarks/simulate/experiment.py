@@ -166,10 +166,6 @@ def read_setting(path: Path) -> ExperimentSetting:
     return made
 
 
-def _quiet(text: str) -> None:
-    """Ignores the text."""
-
-
 @dataclass(frozen=True, slots=True)
 class SimulationSetup:
     """Where simulations run: hardware, instances, goals, and settings above every preset. `settings` has
@@ -208,7 +204,7 @@ def run_rates(
     spec: WorkloadSpec,
     presets: Sequence[str],
     rate_scales: Sequence[float],
-    say: Say = _quiet,
+    say: Say = lambda text: None,
 ) -> list[SimulationResult]:
     """Runs each preset at each multiple of the trace's own rate. If `spec` has a rate, use one scale."""
     works = [
@@ -229,7 +225,7 @@ def capacity(
     spec: WorkloadSpec,
     preset: str,
     presets: Sequence[str] = (),
-    say: Say = _quiet,
+    say: Say = lambda text: None,
 ) -> SustainedRate:
     """Returns the highest rate at which the preset's queue does not grow (`find_capacity`). The workload
     is the one that it shares with `presets`."""
@@ -258,22 +254,28 @@ def run_setting(
     *,
     presets: Sequence[str] = (),
     cost_file: Path | None = None,
-    say: Say = _quiet,
+    say: Say = lambda text: None,
 ) -> Ablation:
     """Runs a setting on the traces in `folder`. `presets` (or variants), if given, replace all of the
     setting's own."""
     chosen = tuple(presets or setting.names)
+    together = tuple(dict.fromkeys((setting.baseline, *setting.names, *chosen)))
     setup = build_setup(setting, cost_file)
-    for preset in (setting.baseline, *setting.names, *chosen):
+    for preset in together:
         build_passes(setup.config(preset).scheduler)  # raises now, not after an hour
     traces = [(trace_setting, trace_setting.read(folder)) for trace_setting in setting.traces]
     results: list[SimulationResult] = []
     capacities: dict[str, SustainedRate] = {}
     for trace_setting, trace in traces:
-        found = capacities[trace_setting.file] = capacity(
-            setup, trace, setting.spec(trace_setting), setting.baseline, setting.names, say
-        )
-        results += _at_loads(setup, setting, trace_setting, trace, chosen, found.rate, say)
+        spec = setting.spec(trace_setting)
+        found = capacity(setup, trace, spec, setting.baseline, setting.names, say)
+        capacities[trace_setting.file] = found
+        for load in setting.loads:
+            work = setup.workload(trace, _at(spec, rate=load * found.rate), together)
+            for preset in chosen:
+                of = f"{load:g} of {setting.baseline}'s capacity"
+                say(f"{trace.name}: {preset} at {of}, {work.rate:.3g} requests/s")
+                results.append(replace(setup.run(preset, work), load=load))
     return Ablation(results, capacities)
 
 
@@ -285,26 +287,6 @@ def build_setup(setting: ExperimentSetting, cost_file: Path | None = None) -> Si
     )
     layout = ClusterLayout(setting.instances, pools, setting.router)
     return SimulationSetup(machine, layout, ServiceGoals(setting.slo_pairs), setting.config, setting.variants)
-
-
-def _at_loads(
-    setup: SimulationSetup,
-    setting: ExperimentSetting,
-    trace_setting: TraceSetting,
-    trace: Trace,
-    presets: Sequence[str],
-    rate: float,
-    say: Say,
-) -> list[SimulationResult]:
-    together = tuple(dict.fromkeys((setting.baseline, *setting.names, *presets)))
-    results = []
-    for load in setting.loads:
-        work = setup.workload(trace, _at(setting.spec(trace_setting), rate=load * rate), together)
-        for preset in presets:
-            of = f"{load:g} of {setting.baseline}'s capacity"
-            say(f"{trace.name}: {preset} at {of}, {work.rate:.3g} requests/s")
-            results.append(replace(setup.run(preset, work), load=load))
-    return results
 
 
 def _at(spec: WorkloadSpec, **arrivals: Any) -> WorkloadSpec:
