@@ -24,7 +24,8 @@ MAX_NUM_SEQS = 64
 
 
 class Result:
-    """One request: arrival times in seconds after the batch was sent, tokens, and how many were reused.
+    """One request: arrival times of its tokens, the tokens, and the number reused. Times are in seconds after
+    the batch was sent.
 
     No dataclass: the harness loads this file without registering it as a module.
     """
@@ -36,7 +37,7 @@ class Result:
 
 
 class Adapter:
-    """The harness's `Engine`: ours, at token level in its process, greedy, end of sequence ignored."""
+    """The harness's `Engine`: our engine at token level, greedy, end of sequence ignored."""
 
     def __init__(self, arguments: Arguments) -> None:
         wanted: dict[str, Any] = {
@@ -71,7 +72,7 @@ class Adapter:
         self._engine.close()
 
     def run_batch(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Result]:
-        """Send all `(prompt ids, number of output tokens)` at once; one `Result` each, in order."""
+        """Sends all `(prompt ids, number of output tokens)` at once. Returns one `Result` each, in order."""
         began_s = time.perf_counter()
         results: dict[str, Result] = {}
         for prompt, num_output_tokens in requests:

@@ -1,12 +1,12 @@
-"""llama.cpp's quantized models beside `sagellm bench engine --quant`: decode at batch 1, and what its logits
-lose.
+"""Measures llama.cpp's quantized models beside `sagellm bench engine --quant`. It measures decode at batch 1,
+and the error of the logits.
 
     PEER_PYTHON benchmarks/peers_quantized.py --gguf S.gguf --model S --threads 1 --out rows.jsonl
     sagellm bench engine --model S --quant int8 --only decode-1 --threads 1 --compare rows.jsonl
 
 Runs in an environment with llama-cpp-python and numpy, without sageLLM. The file is the bfloat16 one that the
 peers' harness writes; llama.cpp's own quantizer makes the others from it, into a temporary folder. Prompts
-are those of workload b1 and of `logit_error.py`. Rows have the harness's form; formats are measured in turns.
+are those of workload b1 and of `engine/run.py`. Rows have the harness's form; formats are measured in turns.
 """
 
 from __future__ import annotations
