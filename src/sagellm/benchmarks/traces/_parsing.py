@@ -129,6 +129,14 @@ def text(record: Mapping[str, Any], name: str) -> str:
     return value
 
 
+def objects(record: Mapping[str, Any], name: str, what: str = "JSON objects") -> list[dict[str, Any]]:
+    """Returns a field that is a list of JSON objects. `what` names them in the error."""
+    value = required(record, name)
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise BrokenLineError(f"{name} must be a list of {what}, got {brief(value)}")
+    return value
+
+
 def required(record: Mapping[str, Any], name: str) -> Any:
     if name not in record:
         raise BrokenLineError(f"{name} is missing; the line has {', '.join(record) or 'nothing'}")

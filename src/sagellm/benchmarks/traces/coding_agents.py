@@ -8,9 +8,9 @@ from typing import Any
 from sagellm.benchmarks.traces._parsing import (
     BrokenLineError,
     IdMap,
-    brief,
     json_object,
     number,
+    objects,
     required,
     whole,
 )
@@ -73,7 +73,7 @@ class CodingAgentsFormat:
     def _requests(
         self, record: Mapping[str, Any], start_s: float, session: str, namespace: Namespace, ids: IdMap
     ) -> Iterator[TraceRequest]:
-        for item in _nested(record):
+        for item in objects(record, "requests"):
             if item.get("type") == "subagent":
                 yield from self._requests(item, _start_of(item, start_s), session, namespace, ids)
                 continue
@@ -97,15 +97,8 @@ def _start_of(subagent: Mapping[str, Any], start_s: float) -> float:
     end_s = start_s + number(subagent, "t")
     if subagent.get("duration_ms") is not None:
         return end_s - number(subagent, "duration_ms") / 1000
-    nested = _nested(subagent)
+    nested = objects(subagent, "requests")
     return end_s - (number(nested[-1], "t") if nested else 0.0)
-
-
-def _nested(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    nested = required(record, "requests")
-    if not isinstance(nested, list) or not all(isinstance(item, dict) for item in nested):
-        raise BrokenLineError(f"requests must be a list of JSON objects, got {brief(nested)}")
-    return nested
 
 
 PLUGIN = CodingAgentsFormat

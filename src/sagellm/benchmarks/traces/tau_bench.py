@@ -11,13 +11,11 @@ from typing import Any
 from sagellm.benchmarks.traces._parsing import (
     BYTES,
     SHARED_NAMESPACE,
-    BrokenLineError,
     Encode,
     IdMap,
     TextTokens,
-    brief,
     json_object,
-    required,
+    objects,
     text,
     whole,
 )
@@ -60,7 +58,7 @@ class TauBenchFormat:
         session = f"task {whole(record, 'task_id')}, trial {whole(record, 'trial')}"
         requests: list[TraceRequest] = []
         prompt = ""
-        for role, said in map(_message, _messages(record)):
+        for role, content in map(_message, objects(record, "traj", "messages")):
             if role == "assistant":
                 tokens = self._texts.tokens(prompt, ids)
                 requests.append(
@@ -69,19 +67,12 @@ class TauBenchFormat:
                         ids=tokens,
                         namespace=SHARED_NAMESPACE,
                         num_input_tokens=len(tokens),
-                        num_output_tokens=self._texts.count(said),
+                        num_output_tokens=self._texts.count(content),
                         session=session,
                     )
                 )
-            prompt += f"<{role}>\n{said}\n"
+            prompt += f"<{role}>\n{content}\n"
         return requests
-
-
-def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    messages = required(record, "traj")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise BrokenLineError(f"traj must be a list of messages, got {brief(messages)}")
-    return messages
 
 
 def _message(message: Mapping[str, Any]) -> tuple[str, str]:
