@@ -139,7 +139,7 @@ def _spread(samples: Sequence[tuple[int, int]], calls: int) -> Spread:
 
 @contextmanager
 def garbage_frozen() -> Iterator[None]:
-    """Collects garbage, then hides all objects from the collector until the end of the block."""
+    """Collects garbage, then hides all living objects from the collector."""
     gc.collect()
     gc.freeze()
     try:
