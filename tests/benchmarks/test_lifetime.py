@@ -40,7 +40,7 @@ from sagellm.core.protocols.lifetime import Prediction, PredictionRequest
 from sagellm.core.registry import registry
 from sagellm.core.types import Namespace, Tokens
 from sagellm.kvmgr.lifetime import StatisticalLifetimePredictor
-from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
+from sagellm.kvmgr.lifetime.reuse.reuse_table import ReuseTable
 
 
 def request_of(time_s: float, ids: list[int], num_output: int = 10) -> TraceRequest:

@@ -23,7 +23,7 @@ from sagellm.core.protocols.lifetime import (
 from sagellm.core.types import Tokens
 from sagellm.kvmgr.eviction import LRUPolicy, predictive
 from sagellm.kvmgr.eviction.predictive import PredictiveEvictionPolicy
-from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
+from sagellm.kvmgr.lifetime.reuse.reuse_table import ReuseTable
 from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 from tests.eviction_workloads import Request, mixed
 

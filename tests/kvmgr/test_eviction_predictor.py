@@ -30,7 +30,7 @@ from sagellm.kvmgr.eviction.predictive import (
     PredictiveEvictionPolicy,
     density,
 )
-from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
+from sagellm.kvmgr.lifetime.reuse.reuse_table import ReuseTable
 from sagellm.kvmgr.lifetime.statistical import StatisticalLifetimePredictor
 from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 from tests.eviction_workloads import Request, mixed

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sagellm.core.protocols.lifetime import ReuseFeatures, ReusePredictor
-from sagellm.kvmgr.lifetime.reuse_table import MIN_SEEN, ReuseTable
+from sagellm.kvmgr.lifetime.reuse.reuse_table import MIN_SEEN, ReuseTable
 
 BLOCK = ReuseFeatures(1, 1, 3, 20)
 OTHER = ReuseFeatures(6, 6, 0, 40, gap_s=30.0)

@@ -191,6 +191,8 @@ class SchedulerConfig(Section):
 class EngineConfig(Section):
     """The loop and its machine."""
 
+    backend: str = Field(default="native", min_length=1, description="what computes the steps")
+    backend_options: dict[str, Any] = Field(default_factory=dict, description="options of that backend")
     threads: int | None = Field(
         default=None,
         ge=1,

@@ -1,6 +1,7 @@
 """Plug-ins by name: a plug-in is one new file, and no other file changes.
 
-The name of a plug-in is the name of its file (or folder) in a package, which says `PLUGIN = TheClass`.
+The name of a plug-in is the name of its file (or folder) in a package, which says `PLUGIN = TheClass`, or
+`PLUGIN = "pkg.module:TheClass"` where importing the class is costly.
 Listing names reads files and imports none; asking for one imports that file only. Files whose name starts
 with `_`, and files without a `PLUGIN` line, are no plug-ins. From outside: `"pkg.module:Class"`, or an entry
 point of the registry's group; a name that sageLLM itself uses cannot be replaced that way.
@@ -24,7 +25,7 @@ from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.interconnect import DomesticCommBackend
 from sagellm.core.protocols.kv_pool import KVPool
-from sagellm.core.protocols.lifetime import LifetimePredictor
+from sagellm.core.protocols.lifetime import LifetimePredictor, ReusePredictor
 from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
 from sagellm.core.protocols.quantization import WeightFormat
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
@@ -37,6 +38,7 @@ KINDS: Mapping[str, tuple[str, str]] = {
     "policy": ("sagellm.kvmgr.eviction", "sagellm.policies"),
     "pass": ("sagellm.kvmgr.scheduler_ir.passes", "sagellm.passes"),
     "predictor": ("sagellm.kvmgr.lifetime", "sagellm.predictors"),
+    "reuse_predictor": ("sagellm.kvmgr.lifetime.reuse", "sagellm.reuse_predictors"),
     "index": ("sagellm.kvmgr.prefix_cache", "sagellm.indexes"),
     "pool": ("sagellm.kvmgr.kv_pool", "sagellm.pools"),
     "backend": ("sagellm.engines", "sagellm.backends"),
@@ -50,6 +52,7 @@ CONTRACTS: Mapping[str, type] = {
     "policy": EvictionPolicy,
     "pass": SchedulerPass,
     "predictor": LifetimePredictor,
+    "reuse_predictor": ReusePredictor,
     "index": PrefixReuseIndex,
     "pool": KVPool,
     "backend": InferenceBackend,
@@ -100,6 +103,18 @@ class Registry(Generic[T]):
         self._check_contract(name, made)
         return made
 
+    def create_from(self, value: Any) -> T:
+        """Make the plug-in that a setting describes: a name, or a mapping of `name` and its options."""
+        if isinstance(value, str):
+            return self.create(value)
+        options = dict(value)
+        name = options.pop("name", None)
+        if not isinstance(name, str):
+            raise ConfigError(f"{self.kind}: give a name, or a mapping with a name and options, not {value}")
+        made = self.create(name, **options)
+        self.check_values(name, options)
+        return made
+
     def options(self, name: str) -> dict[str, inspect.Parameter]:
         """The parameters that `create(name, ...)` takes, in order."""
         try:
@@ -124,7 +139,8 @@ class Registry(Generic[T]):
         if ":" in name:
             return self._from_path(name)
         if any(own == name and _is_plugin(path) for own, path in self._files()):
-            return importlib.import_module(f"{self.package}.{name}").PLUGIN
+            plugin = importlib.import_module(f"{self.package}.{name}").PLUGIN
+            return self._from_path(plugin) if isinstance(plugin, str) else plugin
         entry = self._entry_points().get(name)
         if entry is None:
             raise UnknownNameError(self._unknown(name))

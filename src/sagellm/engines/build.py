@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,6 @@ from sagellm.engines.simulator.fast_forward import SimulatedEngine
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.quota import QuotaManager
-from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
 from sagellm.kvmgr.manager import KVCacheManager, SwapSpace
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
 
 DEMO_MODEL = Path(__file__).parent / "native" / "demo_model"
 DEMO_NAME = "sagellm-demo"
+DEFAULT_REUSE_PREDICTOR = "reuse_table"
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all while weights load."""
@@ -131,14 +131,20 @@ def make_policy(
     model: CostBenefitModel | None = None,
     **options: Any,
 ) -> EvictionPolicy:
-    """An eviction policy by name; it is told the size of the pool in blocks, the clock, the seed and what
-    computing KV again takes, and given a predictor, where its constructor asks for them."""
+    """An eviction policy by name.
+
+    Its constructor gets what it asks for by parameter name: `capacity` (blocks of the pool), `clock`, `seed`,
+    `model` (what computing KV again costs), `predictor` (of reuse: an object, or the name or mapping that the
+    options give).
+    """
     policies = registry("policy")
     asked = policies.options(name)
-    told = {"capacity": capacity, "clock": clock, "seed": seed, "model": model}
+    offered = {"capacity": capacity, "clock": clock, "seed": seed, "model": model}
     if "predictor" in asked:
-        told["predictor"] = ReuseTable()
-    given = {key: value for key, value in told.items() if key in asked} | options
+        wanted = options.pop("predictor", DEFAULT_REUSE_PREDICTOR)
+        named = isinstance(wanted, str | Mapping)
+        offered["predictor"] = registry("reuse_predictor").create_from(wanted) if named else wanted
+    given = {key: value for key, value in offered.items() if key in asked} | options
     try:
         made: EvictionPolicy = policies.create(name, **given)
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
@@ -149,7 +155,7 @@ def make_policy(
 
 def _check_given(options: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for options of a policy that the engine itself gives."""
-    given = sorted({"capacity", "clock", "seed", "predictor", "model"} & options.keys())
+    given = sorted({"capacity", "clock", "seed", "model"} & options.keys())
     if given:
         raise ConfigError(f"kv.eviction_options: {', '.join(given)} is given by the engine: leave it out")
 
@@ -192,7 +198,7 @@ def build_swap(capability: CapabilityDescriptor) -> SwapSpace | None:
 
 
 def build_quota(config: KVConfig, num_blocks: int) -> QuotaManager | None:
-    """The shares of the pool, or None where nobody has one."""
+    """The shares of the pool, or None if no tenant or class has one."""
     if not (config.tenant_shares or config.class_shares):
         return None
     tenants, classes = (
@@ -289,33 +295,56 @@ def _host_memory_bytes(config: Config) -> int:
 
 
 @nothing_collected()
-def build_backend(config: Config, *, progress: Progress | None = None) -> InferenceBackend:
-    """The native backend for the configured model; raises `ModelError` before it allocates anything."""
+def build_backend(
+    config: Config, *, clock: Clock | None = None, progress: Progress | None = None
+) -> InferenceBackend:
+    """The configured backend; its constructor gets what it asks for by parameter name (see the table in
+    docs/extending.md). Raises `ModelError` before anything is allocated, and `ConfigError` for options that
+    the engine gives itself.
+    """
+    name, options = config.engine.backend, config.engine.backend_options
+    backends = registry("backend")
     try:
-        from sagellm.accel.fusion.triton import triton_kernels
-        from sagellm.engines.native.backend import NativeBackend
-        from sagellm.engines.native.recorded_steps import cuda_capture
-
-        holding = _holding(config)
+        asked = backends.options(name)
+        offered = _offered_to_backends(config, asked, clock, progress)
     except ImportError as error:
         raise MissingExtraError("running a model", "native") from error
-    return NativeBackend(
-        model_source(config),
-        device=config.model.device,
-        max_model_len=config.model.max_model_len,
-        block_size=config.kv.block_size,
-        num_blocks=config.kv.num_blocks,
-        kv_memory_fraction=config.kv.memory_fraction,
-        host_memory_bytes=_host_memory_bytes(config),
-        measure_prefill="model" in registry("policy").options(config.kv.eviction),
-        max_num_seqs=config.scheduler.max_num_seqs,
-        threads=config.engine.threads,
-        seed=config.engine.seed,
-        progress=progress,
-        cuda_kernels=triton_kernels if config.engine.kernels == "auto" else None,
-        capture=cuda_capture if config.engine.recorded_steps else None,
-        **holding,
-    )
+    given = {key: value for key, value in offered.items() if key in asked}
+    if taken := sorted(given.keys() & options.keys()):
+        raise ConfigError(f"engine.backend_options: {', '.join(taken)} is given by the engine: leave it out")
+    made: InferenceBackend = backends.create(name, **given, **options)
+    return made
+
+
+def _offered_to_backends(
+    config: Config, asked: Container[str], clock: Clock | None, progress: Progress | None
+) -> dict[str, Any]:
+    """What a backend's constructor may ask for. Fetches a model or loads kernels only for one that asks."""
+    offered: dict[str, Any] = {
+        "clock": clock,
+        "progress": progress,
+        "device": config.model.device,
+        "max_model_len": config.model.max_model_len,
+        "block_size": config.kv.block_size,
+        "num_blocks": config.kv.num_blocks,
+        "kv_memory_fraction": config.kv.memory_fraction,
+        "host_memory_bytes": _host_memory_bytes(config),
+        "measure_prefill": "model" in registry("policy").options(config.kv.eviction),
+        "max_num_seqs": config.scheduler.max_num_seqs,
+        "max_batched_tokens": config.scheduler.max_batched_tokens,
+        "threads": config.engine.threads,
+        "seed": config.engine.seed,
+    }
+    if "kernels" in asked:
+        from sagellm.accel.fusion.triton import triton_kernels
+        from sagellm.engines.native.recorded_steps import cuda_capture
+
+        offered |= _holding(config)
+        offered["cuda_kernels"] = triton_kernels if config.engine.kernels == "auto" else None
+        offered["capture"] = cuda_capture if config.engine.recorded_steps else None
+    if "model" in asked:
+        offered["model"] = model_source(config)
+    return offered
 
 
 def build_engine(
@@ -326,8 +355,11 @@ def build_engine(
     events: EventBus | None = None,
     progress: Progress | None = None,
 ) -> Engine:
-    """An engine around `backend`, or around the native one for the configured model."""
-    backend = backend or build_backend(config, progress=progress)
+    """An engine around `backend`, or around the configured one. A backend with a clock of its own sets the
+    engine's clock.
+    """
+    backend = backend or build_backend(config, clock=clock, progress=progress)
+    clock = clock or getattr(backend, "clock", None)
     events = events or EventBus()
     capability = backend.capability()
     passes = build_passes(config.scheduler)

@@ -22,7 +22,7 @@ from sagellm.benchmarks.lifetime.score import ReuseScore, score_reuse
 from sagellm.benchmarks.lifetime.workloads import Part, ReuseTrace, part_at
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.lifetime import ReuseFeatures, ReusePrediction, ReusePredictor
-from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
+from sagellm.kvmgr.lifetime.reuse.reuse_table import ReuseTable
 
 MAX_USES = 400_000
 """Of a longer trace, only a share of the blocks is evaluated, drawn by hash."""

@@ -21,7 +21,7 @@ from sagellm.benchmarks.lifetime.workloads import (
 from sagellm.benchmarks.reporting import Environment, Table, format_number
 from sagellm.core.errors import ConfigError, UnknownNameError, nearest
 from sagellm.core.registry import registry
-from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
+from sagellm.kvmgr.lifetime.reuse.reuse_table import ReuseTable
 
 REUSE = "reuse_"
 NAMES = (*LENGTH_WORKLOADS, *(REUSE + name for name in REUSE_WORKLOADS))

@@ -3,3 +3,5 @@
 from sagellm.engines.simulator.token_memory import TokenMemoryBackend
 
 __all__ = ["TokenMemoryBackend"]
+
+PLUGIN = "sagellm.engines.simulator.backend:simulated_backend"

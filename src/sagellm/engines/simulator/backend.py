@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from sagellm.core.blocks import Tier
-from sagellm.core.clock import ManualClock
+from sagellm.core.clock import Clock, ManualClock
+from sagellm.core.errors import ConfigError
 from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, TokenLogprob
 from sagellm.engines.simulator.cost_model import CostModel, StepShape
+from sagellm.engines.simulator.devices import device
+from sagellm.engines.simulator.memory import num_kv_blocks
+from sagellm.engines.simulator.models import model
 
 StepListener = Callable[[StepShape, float], None]
 """Called with the shape of each step and its seconds, before the clock moves."""
@@ -41,7 +45,7 @@ class SimulatedBackend:
     ) -> None:
         model = cost_model.model
         self.cost_model = cost_model
-        self._clock = clock
+        self.clock = clock
         self._on_step = on_step
         self._bytes_per_block = model.kv_bytes_per_token * block_size
         prefill_s, behind_s = (
@@ -85,7 +89,7 @@ class SimulatedBackend:
         seconds = self.cost_model.step_s(shape)
         if self._on_step is not None:
             self._on_step(shape, seconds)
-        self._clock.advance(seconds)
+        self.clock.advance(seconds)
         tokens = self._tokens
         drawn = tuple([tokens[row] for row in plan.sample_rows])
         return StepResult(plan.step, drawn, self._logprobs(plan) if self._wants_logprobs else {})
@@ -108,7 +112,7 @@ class SimulatedBackend:
                 self._on_step(self._next, step_s)
                 context = self._next.decode_context + self._next.num_decodes
                 self._next = self._next._replace(decode_context=context)
-            self._clock.advance(step_s)
+            self.clock.advance(step_s)
 
     def repeated_tokens(self, rows: Sequence[int]) -> Sequence[int]:
         """The token that each row draws in every step."""
@@ -139,3 +143,44 @@ class SimulatedBackend:
     def _logprobs(self, plan: ExecutionPlan) -> dict[int, TokenLogprob]:
         rows = self._wants_logprobs.intersection(plan.sample_rows)
         return {row: TokenLogprob(self._tokens[row], 0.0) for row in rows}
+
+
+def simulated_backend(
+    clock: Clock | None = None,
+    *,
+    hardware: str = "h100-80g",
+    shape: str = "llama-3.1-8b",
+    tensor_parallel: int = 1,
+    block_size: int = 16,
+    num_blocks: int | None = None,
+    max_num_seqs: int = 256,
+    max_batched_tokens: int = 2048,
+    max_model_len: int | None = None,
+    host_memory_bytes: int = 0,
+) -> SimulatedBackend:
+    """A simulated backend by the names of a device and a model, with default coefficients.
+
+    The clock must be a `ManualClock`, which the backend moves; without one it makes its own. Raises
+    `ConfigError` for unknown names and for another clock.
+    """
+    if clock is not None and not isinstance(clock, ManualClock):
+        raise ConfigError(f"a simulated backend moves its clock: give a ManualClock, not {clock!r}")
+    cost_model = CostModel(device(hardware), model(shape), tensor_parallel=tensor_parallel)
+    if num_blocks is None:
+        num_blocks = num_kv_blocks(
+            cost_model.device,
+            cost_model.model,
+            block_size=block_size,
+            tensor_parallel=tensor_parallel,
+            max_batched_tokens=max_batched_tokens,
+            max_num_seqs=max_num_seqs,
+        )
+    return SimulatedBackend(
+        cost_model,
+        clock or ManualClock(),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        host_memory_bytes=host_memory_bytes,
+    )

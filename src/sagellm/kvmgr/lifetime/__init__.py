@@ -13,7 +13,7 @@ from sagellm.core.protocols.lifetime import (
     ReuseFeatures,
     ReusePrediction,
 )
-from sagellm.kvmgr.lifetime.reuse_table import ReuseTable
+from sagellm.kvmgr.lifetime.reuse.reuse_table import ReuseTable
 from sagellm.kvmgr.lifetime.statistical import StatisticalLifetimePredictor
 
 if TYPE_CHECKING:

@@ -6,8 +6,9 @@ Model-based Sequence Length Prediction"; the reservation is that of `_reservatio
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import log2
-from typing import cast
+from typing import Any, cast
 
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.lifetime import LifetimePredictor, PredictionRequest
@@ -25,17 +26,18 @@ class LifetimeAwarePass:
     """Sorts the waiting requests by predicted output, and reserves memory for it.
 
     With `reserve`, a request is admitted only if memory holds all requests when each generates the `quantile`
-    of its prediction; those that do not fit are taken out of `draft.waiting`. `predictor` is a predictor or
-    its name. It predicts for at most `asks` requests per step and learns from each that ends. A request
-    without a prediction is ranked as the median one. Requests change places only with others of the same
-    priority. An overdue request goes first (`max_wait_s`, `share`: see `StarvationGuard`).
+    of its prediction; those that do not fit are taken out of `draft.waiting`. `predictor` is a predictor, its
+    name, or a mapping with `name` and options. It predicts for at most `asks` requests per step and learns
+    from each that ends. A request without a prediction is ranked as the median one. Requests change places
+    only with others of the same priority. An overdue request goes first (`max_wait_s`, `share`: see
+    `StarvationGuard`).
     """
 
     name = "lifetime_aware"
 
     def __init__(
         self,
-        predictor: LifetimePredictor | str = "statistical",
+        predictor: LifetimePredictor | str | Mapping[str, Any] = "statistical",
         quantile: float = 0.75,
         max_wait_s: float = 10.0,
         *,
@@ -46,8 +48,8 @@ class LifetimeAwarePass:
         max_hold_s: float = 10.0,
         default_output: int = 512,
     ) -> None:
-        if isinstance(predictor, str):
-            predictor = cast(LifetimePredictor, registry("predictor").create(predictor))
+        if isinstance(predictor, (str, Mapping)):
+            predictor = cast(LifetimePredictor, registry("predictor").create_from(predictor))
         self.predictor = predictor
         self.quantile, self.asks, self.default_output = quantile, asks, default_output
         self._reservation = Reservation(headroom, max_hold_s) if reserve else None

@@ -232,3 +232,6 @@ def _edges(horizon_s: float) -> list[float]:
     while edges[-1] * GROWTH < horizon_s:
         edges.append(edges[-1] * GROWTH)
     return [*edges, horizon_s]
+
+
+PLUGIN = ReuseTable

@@ -1,0 +1,1 @@
+"""Predictors of block reuse, one file each."""
