@@ -105,13 +105,14 @@ class Registry(Generic[T]):
 
     def create_from(self, value: Any) -> T:
         """Make the plug-in that a setting describes: a name, or a mapping of `name` and its options."""
-        if isinstance(value, str):
-            return self.create(value)
-        options = dict(value)
-        name = options.pop("name", None)
-        if not isinstance(name, str):
-            raise ConfigError(f"{self.kind}: give a name, or a mapping with a name and options, not {value}")
-        made = self.create(name, **options)
+        options = {"name": value} if isinstance(value, str) else value
+        if not isinstance(options, Mapping) or not isinstance(options.get("name"), str):
+            raise ConfigError(f"{self.kind}: give a name, or a mapping of name and options, not {value!r}")
+        name, options = options["name"], {key: options[key] for key in options if key != "name"}
+        try:
+            made = self.create(name, **options)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"{self.kind} {name!r} with {options}: {error}") from error
         self.check_values(name, options)
         return made
 

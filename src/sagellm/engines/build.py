@@ -142,8 +142,9 @@ def make_policy(
     offered = {"capacity": capacity, "clock": clock, "seed": seed, "model": model}
     if "predictor" in asked:
         wanted = options.pop("predictor", DEFAULT_REUSE_PREDICTOR)
-        named = isinstance(wanted, str | Mapping)
-        offered["predictor"] = registry("reuse_predictor").create_from(wanted) if named else wanted
+        if not hasattr(wanted, "predict"):
+            wanted = registry("reuse_predictor").create_from(wanted)
+        offered["predictor"] = wanted
     given = {key: value for key, value in offered.items() if key in asked} | options
     try:
         made: EvictionPolicy = policies.create(name, **given)
