@@ -13,8 +13,7 @@ from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, TokenLogprob
 from sagellm.engines.simulator.cost_model import CostModel, StepShape
 from sagellm.engines.simulator.devices import device
-from sagellm.engines.simulator.memory import num_kv_blocks
-from sagellm.engines.simulator.models import model
+from sagellm.engines.simulator.models import model, num_kv_blocks
 
 StepListener = Callable[[StepShape, float], None]
 """Called with the shape of each step and its seconds, before the clock moves."""
