@@ -62,8 +62,10 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     given_in: str = COMMAND_LINE,
 ) -> Resolved:
-    """The configuration from all its layers; `path` and `preset` default to SAGELLM_CONFIG and
-    SAGELLM_PRESET."""
+    """The configuration from all its layers.
+
+    `path` and `preset` default to SAGELLM_CONFIG and SAGELLM_PRESET.
+    """
     env = os.environ if environ is None else environ
     preset = preset or env.get("SAGELLM_PRESET")
     path = path or env.get("SAGELLM_CONFIG")
@@ -84,8 +86,11 @@ def build_kv(
     clock: Clock | None = None,
     events: EventBus | None = None,
 ) -> KVCacheManager:
-    """Pool, quota, eviction policy and prefix index, joined by a manager; `KVCacheManager` says what the
-    other arguments are. `cost_model`: for policies that weigh what computing KV again takes."""
+    """Pool, quota, eviction policy and prefix index, joined by a manager.
+
+    `cost_model` is for policies that weigh the cost of computing KV again; `KVCacheManager` describes the
+    other arguments.
+    """
     clock, events = clock or MonotonicClock(), events or EventBus()
     cost_model = cost_model or PrefillCostModel(config.block_size)
     _check_given(config.eviction_options)
@@ -162,8 +167,10 @@ def _check_given(options: Mapping[str, Any]) -> None:
 
 
 def replace_policy(engine: EngineCore, name: str, /, **options: Any) -> None:
-    """Another eviction policy on a live engine, by name; the cache stays as it is. Raises `UnknownNameError`
-    or `ConfigError` while nothing has changed."""
+    """Replace the eviction policy of a live engine, by name; cached blocks stay.
+
+    Raises `UnknownNameError` or `ConfigError` before anything changes.
+    """
     capability, clock = engine.capability(), engine.clock
     capacity, model = capability.num_blocks, prefill_costs(capability)
     _check_given(options)
@@ -172,8 +179,10 @@ def replace_policy(engine: EngineCore, name: str, /, **options: Any) -> None:
 
 
 def prefill_costs(capability: CapabilityDescriptor) -> PrefillCostModel:
-    """What computing KV again takes with a backend: as it was measured, or else in the order of
-    `PrefillCostModel`'s defaults."""
+    """The cost of computing KV again with a backend.
+
+    Measured, or of the magnitude of `PrefillCostModel`'s defaults where the backend does not measure it.
+    """
     costs = PrefillCostModel(capability.block_size)
     if capability.kv_schema is not None:
         costs = replace(costs, bytes_per_block=capability.kv_schema.bytes_per_block)
@@ -210,8 +219,9 @@ def build_quota(config: KVConfig, num_blocks: int) -> QuotaManager | None:
 
 
 def model_source(config: Config) -> Path:
-    """The folder of the configured model, fetched from the hub if it is a name; raises `ModelError`, before
-    any weights are fetched if the model cannot run.
+    """The folder of the configured model; fetches a model of the hub.
+
+    Raises `ModelError`; if the model cannot run, before any weights are fetched.
     """
     try:
         from sagellm.engines.native.architectures import read_config, read_spec
@@ -234,8 +244,9 @@ def model_source(config: Config) -> Path:
 
 
 def located(config: Config) -> Config:
-    """`config` with the model's folder in place of a hub name, which stays the name that clients use; fetches
-    the model if need be and raises as `model_source` does.
+    """`config` with the model's folder in place of a hub name.
+
+    Clients still use the hub name. Fetches the model if it is not there, and raises as `model_source` does.
     """
     model = config.model
     if model.name is None:
@@ -245,7 +256,7 @@ def located(config: Config) -> Config:
 
 
 def _holding(config: Config) -> dict[str, Any]:
-    """What decides how the native engine holds a model's weights."""
+    """The options of `NativeBackend` that decide how it holds weights."""
     from sagellm.accel.fusion.cpu import cpu_kernels
     from sagellm.accel.quantization.round_to_nearest import RoundToNearest
     from sagellm.accel.quantization.weight_format import weight_format
@@ -260,7 +271,10 @@ def _holding(config: Config) -> dict[str, Any]:
 
 
 def model_footprint(config: Config) -> Footprint:
-    """What the configured model would take; loads nothing, and refuses what `build_llm` refuses."""
+    """The memory that the configured model needs.
+
+    Loads nothing, and refuses what `build_llm` refuses.
+    """
     try:
         from sagellm.engines.native.footprint import footprint
         from sagellm.engines.native.tokenizer import Tokenizer
@@ -399,19 +413,22 @@ def build_passes(config: SchedulerConfig) -> list[SchedulerPass]:
 
 def check_features(passes: Sequence[SchedulerPass], capability: CapabilityDescriptor) -> None:
     """Raise `ConfigError` where a pass decides what the backend does not carry out."""
-    for one in passes:
-        missing = sorted(getattr(one, "requires", frozenset()) - capability.features)
+    for each in passes:
+        missing = sorted(getattr(each, "requires", frozenset()) - capability.features)
         if missing:
             raise ConfigError(
-                f"pass {one.name!r} needs a backend with {', '.join(missing)}; this one, on device "
+                f"pass {each.name!r} needs a backend with {', '.join(missing)}; this one, on device "
                 f"{capability.device!r}, has {', '.join(sorted(capability.features)) or 'no features'}: "
                 f"take the pass out of scheduler.passes"
             )
 
 
 def replace_strategy(engine: EngineCore, name: str, /, **options: Mapping[str, Any]) -> None:
-    """Another scheduling strategy on a live engine, by name, from the next step on; `options` by name of
-    pass. Raises `UnknownNameError` or `ConfigError` while nothing has changed."""
+    """Replace the scheduling strategy of a live engine, by name.
+
+    It decides from the next step on. `options` are by name of pass. Raises `UnknownNameError` or
+    `ConfigError` before anything changes.
+    """
     passes = strategies.make(name, options)
     check_features(passes, engine.capability())
     engine.set_passes(passes)
@@ -426,7 +443,7 @@ def build_llm(
 ) -> LLM:
     """The configured model, ready to answer."""
     config = located(config)
-    tokenizer = build_tokenizer(config)  # first, since a fault in it is found at once
+    tokenizer = build_tokenizer(config)  # first: it is quick, so its errors come before the weights load
     engine = build_engine(config, clock=clock, events=events, progress=progress)
     return LLM(
         engine,
@@ -439,7 +456,10 @@ def build_llm(
 
 
 def build_tokenizer(config: Config) -> Tokenizer:
-    """Of the configured model, with its chat template or the configured one; raises `ModelError`."""
+    """The tokenizer of the configured model; raises `ModelError`.
+
+    Its chat template is the configured one, or else the model's.
+    """
     folder = model_source(config)
     from sagellm.engines.native.tokenizer import Tokenizer
 
@@ -462,10 +482,10 @@ def _chat_template(config: Config) -> str | None:
 
 
 def load(model: str | None = None, settings: Mapping[str, Any] | None = None) -> LLM:
-    """A model in one line: `load()` is the demo model, `load("folder", {"kv.block_size": 32})` another.
+    """A model in one line: `load()`, or `load("folder", {"kv.block_size": 32})`.
 
-    `settings` are configuration keys, dotted or nested; environment variables and SAGELLM_CONFIG count as
-    usual.
+    Without a model it is the demo model. `settings` are configuration keys, dotted or nested; environment
+    variables and SAGELLM_CONFIG count as usual.
     """
     given = dict(settings or {})
     if model is not None:
