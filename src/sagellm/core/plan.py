@@ -432,7 +432,7 @@ class ExecutionPlan:
 
     @property
     def num_prefill_tokens(self) -> int:
-        return sum(op.num_tokens for op in self.prefills)
+        return sum([op.num_tokens for op in self.prefills]) if self.prefills else 0
 
     @property
     def num_tokens(self) -> int:

@@ -379,8 +379,9 @@ class Engine:
 
     def _given_block_ahead(self) -> frozenset[str]:
         """Ids of requests to which planning ahead gave a block."""
-        given = () if self._in_flight is None else self._in_flight.binding.appended_to
-        return frozenset(state.request_id for state in given)
+        if self._in_flight is None:
+            return frozenset()
+        return frozenset(state.request_id for state in self._in_flight.binding.appended_to)
 
     # -- leaving the batch
 
