@@ -17,8 +17,8 @@ class LRUPolicy:
     """A heap of extents by last use.
 
     Not a queue: a parent that becomes a leaf may be older than others. Items are deleted lazily. Of extents
-    that one request used, the deeper goes first. Stands alone, without the shared base: it is the baseline of
-    every measurement, and a third faster so (`sagellm bench micro eviction`, beside `fifo`).
+    that one request used, the deeper goes first. It stands alone, without the shared base, because it is the
+    baseline of every measurement.
     """
 
     def __init__(self) -> None:

@@ -268,7 +268,7 @@ class LRUShadow:
 
     def _change(self, use: PathUse, base: int, firm: int, kept: int, own: int) -> None:
         """Change a use and the counts. A use of which LRU holds nothing is dropped."""
-        # No `min` and `max`: they are half of the time (`sagellm bench micro eviction`, row `adaptive`).
+        # Without `min` and `max`, which cost a tenth of an eviction (`sagellm bench micro eviction`).
         kept = max(base, kept)
         firm = min(kept, firm)
         firm = max(base, firm)

@@ -99,6 +99,7 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
 
     def found(self, extent: Extent, num_held: int) -> None:
         end = extent.first_position + extent.num_blocks
+        # Blocks that other requests hold are no gain: LRU could not have evicted them either.
         self.lead += end - max(num_held, self._shadow.use(extent))
 
     def added(self, extent: Extent, num_new: int, num_cached: int) -> None:
@@ -141,6 +142,7 @@ class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
         shadow, room = self._shadow, self._num_cached
         self._room = room
         self._shrink_shadow(room)
+        # Above the budget the shadow keeps as many blocks as the cache lacks (see the proof).
         reserve = shadow.num_missing if self.regret > self.budget else 0
         shadow.shrink(room, min(room, max(0, room - num_blocks + reserve)))
         self._num_leaving = shadow.num_missing - shadow.num_firm_missing
