@@ -140,10 +140,6 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Tokens:
         """Token ids of a text, with special tokens as tokenizer.json's post-processor adds them. The flags
         add_bos_token and add_eos_token do not count, as in transformers 5. Raises `RequestError` for text
