@@ -289,7 +289,7 @@ class Engine:
             self._outputs.materialize()
 
     def draft(self) -> Draft:
-        """The next step with the decisions of the passes; nothing is bound and nothing changes.
+        """The next step with the decisions of the passes; nothing is bound or changed.
 
         An in-flight step counts as not begun.
         """
