@@ -290,7 +290,10 @@ def model_footprint(config: Config) -> Footprint:
 
 
 def num_pool_blocks(config: Config, size: Footprint, device: str, free_bytes: int) -> int:
-    """KV blocks that fit beside a model of that size; raises `CapacityError` where `build_backend` does."""
+    """KV blocks that fit beside a model of that size.
+
+    Raises `CapacityError` where `build_backend` does.
+    """
     from sagellm.engines.native.footprint import kv_blocks_beside
 
     return kv_blocks_beside(
@@ -313,9 +316,10 @@ def _host_memory_bytes(config: Config) -> int:
 def build_backend(
     config: Config, *, clock: Clock | None = None, progress: Progress | None = None
 ) -> InferenceBackend:
-    """The configured backend; its constructor gets what it asks for by parameter name (see the table in
-    docs/extending.md). Raises `ModelError` before anything is allocated, and `ConfigError` for options that
-    the engine gives itself.
+    """The configured backend.
+
+    Its constructor gets what it asks for by parameter name: docs/extending.md lists the names. Raises
+    `ModelError` before anything is allocated, and `ConfigError` for options that the engine itself gives.
     """
     name, options = config.engine.backend, config.engine.backend_options
     backends = registry("backend")
@@ -334,7 +338,10 @@ def build_backend(
 def _offered_to_backends(
     config: Config, asked: Container[str], clock: Clock | None, progress: Progress | None
 ) -> dict[str, Any]:
-    """What a backend's constructor may ask for. Fetches a model or loads kernels only for one that asks."""
+    """What a backend's constructor may ask for.
+
+    A model is fetched, and kernels are loaded, only for a constructor that asks for them.
+    """
     offered: dict[str, Any] = {
         "clock": clock,
         "progress": progress,

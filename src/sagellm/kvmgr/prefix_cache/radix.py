@@ -346,7 +346,7 @@ class RadixIndex:
         return self.lookup(hit.tokens, hit.namespace, hit.num_blocks * self.block_size)
 
     def _count_on_path(self, hit: PrefixHit, pins: int) -> int:
-        """Blocks from the end of the hit up to the first node with more than `pins` pins."""
+        """Blocks at the end of the hit whose nodes have at most `pins` pins."""
         hit = self._current(hit)
         if not hit.num_blocks:
             return 0
