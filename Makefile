@@ -34,12 +34,13 @@ fast: $(VENV)/.test ## lint and the tests without tensors, in seconds
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/python -m pytest -q -x -k "not lstm" $(FAST) $(ARGS)
 
-check: $(VENV)/.test ## lint, format, types, import rules, sizes, documents
+check: $(VENV)/.test ## lint, format, types, import rules, sizes, words, documents
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy $(TYPED)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/check_sizes.py
+	$(BIN)/python tools/check_words.py
 	$(BIN)/python tools/check_docs.py
 
 mutants: $(VENV)/.test ## do the tests notice when one operator of the KV books or the step is wrong? (half an hour)

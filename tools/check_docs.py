@@ -1,4 +1,4 @@
-"""Documents that `make check` holds true: shown output, links, and what no file may contain.
+"""Checks documents: shown output, links, and what no file may contain.
 
     python tools/check_docs.py            compare
     python tools/check_docs.py --write    write the program's output into the documents
@@ -52,7 +52,7 @@ def main(*, write: bool) -> int:
 
 
 def _files(*suffixes: str) -> Iterator[Path]:
-    """Our text files, relative to the root, without hidden folders but `.ci` and without `.git`."""
+    """Our text files, relative to the root; of hidden folders only `.ci`."""
     for folder, names, files in os.walk(ROOT):
         names[:] = sorted(
             n for n in names if n not in SKIPPED_FOLDERS and (not n.startswith(".") or n == ".ci")
@@ -68,7 +68,7 @@ def _text(path: Path) -> str:
 
 
 def _ports_in_code() -> Iterator[str]:
-    """Any of our ports as a number in the package, outside the one file that names them."""
+    """Ports that are written as numbers outside the file that names them."""
     ports = {int(port): port.name for port in SagePorts}
     for path in _files(".py"):
         if path == PORTS_FILE or path.parts[0] != "src":
@@ -110,7 +110,7 @@ def _stale_outputs(*, write: bool) -> Iterator[str]:
 
 
 def _output_of(command: str) -> str:
-    """What `sagellm ...` prints in a plain terminal of 100 columns, without settings of this machine."""
+    """What a command prints in a plain terminal of 100 columns, without local settings."""
     program, *arguments = shlex.split(command)
     if program != "sagellm":
         raise ValueError(f"only sagellm's own output can be shown, not {command!r}")

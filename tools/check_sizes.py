@@ -24,7 +24,7 @@ VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "misc"}
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX|raise NotImplemented" + r"Error)\b")
 
 
-def main(root: Path, *, modules: bool = False) -> int:
+def main(root: Path) -> int:
     sources = sorted((root / "src").rglob("*.py"))
     everywhere = [
         path
@@ -44,8 +44,7 @@ def main(root: Path, *, modules: bool = False) -> int:
         for where, lines in lengths.items()
         if lines > MAX_FUNCTION_LINES
     ]
-    if modules:
-        breaches += _single_importer_breaches(root, sources)
+    breaches += _single_importer_breaches(root, sources)
     _print_spread(sources, sorted(lengths.values()))
     for breach in breaches:
         print(breach)
@@ -96,7 +95,7 @@ def _num_lines(path: Path) -> int:
 
 
 def _functions(paths: list[Path]) -> Iterator[tuple[str, int]]:
-    """Each function with its lines from `def` on, docstring included; contracts hold promises, not code."""
+    """Each function with its length from `def` on, contracts left out."""
     for path in paths:
         if path.parent.name == "protocols":
             continue
@@ -106,7 +105,9 @@ def _functions(paths: list[Path]) -> Iterator[tuple[str, int]]:
 
 
 def _print_spread(sources: list[Path], lengths: list[int]) -> None:
-    """Figures to watch; no limit holds them, since limits on small pieces only make more pieces."""
+    """Print figures without a limit.
+
+    Limits on the size of pieces only make more pieces."""
     if lengths:
         files = sorted(map(_num_lines, sources))
         print(
@@ -122,7 +123,7 @@ def _p90(ordered: list[int]) -> int:
 
 def _single_importer_breaches(root: Path, sources: list[Path]) -> Iterator[str]:
     """Private modules that one other module imports, and that would fit into it."""
-    imported_by = defaultdict(set)
+    imported_by: dict[Path, set[Path]] = defaultdict(set)
     names = {_module_name(root, path): path for path in sources}
     for path in sources:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -143,5 +144,4 @@ def _module_name(root: Path, path: Path) -> str:
 
 
 if __name__ == "__main__":
-    arguments = [argument for argument in sys.argv[1:] if argument != "--modules"]
-    sys.exit(main(Path(arguments[0] if arguments else "."), modules="--modules" in sys.argv))
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else ".")))

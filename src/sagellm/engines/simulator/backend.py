@@ -157,7 +157,9 @@ def simulated_backend(
     max_model_len: int | None = None,
     host_memory_bytes: int = 0,
 ) -> SimulatedBackend:
-    """A simulated backend by the names of a device and a model, with default coefficients.
+    """A simulated backend for a device and a model by name.
+
+    It has the default coefficients.
 
     The clock must be a `ManualClock`, which the backend moves; without one it makes its own. Raises
     `ConfigError` for unknown names and for another clock.
