@@ -365,10 +365,13 @@ class Engine:
                 self._request_table.cancel_admission(chunk.state)
 
     def _commit(self, current: InFlightStep, result: StepResult) -> None:
-        self.last_plan, result = current.reorder(result)
+        plan = current.plan
+        if current.decoding:
+            plan, result = current.reorder(result)
+        self.last_plan = plan
         ended = self._committer.commit(
             current.binding,
-            self.last_plan,
+            plan,
             result,
             self._outputs,
             self.clock.now(),

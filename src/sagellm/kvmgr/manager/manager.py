@@ -170,7 +170,8 @@ class KVCacheManager:
         `early`: with `index_as_computed`, requests that are admitted later in the step may reuse what these
         chunks compute.
         """
-        binding.require("bind", BindingStage.OPEN, BindingStage.BOUND)
+        if binding.stage is BindingStage.EXECUTED:
+            binding.require("bind", BindingStage.OPEN, BindingStage.BOUND)
         draft = binding.draft
         self.hints.expect(hit for name, hit in draft.hits.items() if name not in draft.chunks)
         num_copies, num_bound, first_bind = (
@@ -264,8 +265,8 @@ class KVCacheManager:
 
     def executed(self, binding: Binding) -> None:
         """The backend has executed the step, and has the block tables of its plan."""
-        if binding.draft.num_scheduled:  # a step that only saves preempted requests binds nothing
-            binding.require("executed", BindingStage.BOUND)
+        if binding.stage is not BindingStage.BOUND and binding.draft.num_scheduled:
+            binding.require("executed", BindingStage.BOUND)  # only a step without requests binds nothing
         binding.stage = BindingStage.EXECUTED
         self._tables.executed(binding)
         if self.swap is not None and self.swap.num_used:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from sagellm.core.binding import Binding
-from sagellm.core.plan import BlockTableDelta, BlockTableDeltas, ExecutionPlan, Join, Prefill, Transfer
+from sagellm.core.plan import BlockTableDelta, BlockTableDeltas, Chunk, ExecutionPlan, Join, Prefill, Transfer
 
 
 class BlockTableSource(Protocol):
@@ -41,39 +41,40 @@ def freeze(
     single = [chunk for chunk in chunks if chunk.is_decode]
     return ExecutionPlan(
         step=draft.step,
-        joined=tuple(_joins(binding, tables)),
+        joined=tuple([_join(chunk, tables) for chunk in chunks if chunk.admits]),
         left=left,
         table_deltas=_table_deltas(binding, tables),
         decode_rows=(*rows, *(chunk.state.row for chunk in single)),
         decode_positions=(*positions, *(chunk.start for chunk in single)),
         prefills=tuple(
-            Prefill(chunk.state.row, chunk.state.request_id, chunk.start, chunk.num_tokens, chunk.samples)
-            for chunk in chunks
-            if not chunk.is_decode
+            [
+                Prefill(chunk.state.row, chunk.state.request_id, chunk.start, chunk.num_tokens, chunk.samples)
+                for chunk in chunks
+                if not chunk.is_decode
+            ]
         ),
         copies=tuple(binding.copies),
         transfers=tuple(_transfers(draft.transfers, tables)) if draft.transfers else (),
         placements=tuple(draft.placements.items()),
-        preempted=tuple(state.request_id for state in draft.preempted),
+        preempted=tuple([state.request_id for state in draft.preempted]),
         rejected=tuple(draft.rejected.items()),
         num_draft_tokens=draft.num_draft_tokens,
         decisions=tuple(draft.decisions),
     )
 
 
-def _joins(binding: Binding, tables: BlockTableSource) -> Iterator[Join]:
-    for chunk in binding.draft.admitted():
-        state = chunk.state
-        yield Join(
-            state.row,
-            state.request_id,
-            state.tokens.tobytes(),
-            state.num_prompt_tokens,
-            chunk.start,
-            tuple(tables.block_table(state.request_id)),
-            state.request.params,
-            state.request.eos_token_ids,
-        )
+def _join(chunk: Chunk, tables: BlockTableSource) -> Join:
+    state = chunk.state
+    return Join(
+        state.row,
+        state.request_id,
+        state.tokens.tobytes(),
+        state.num_prompt_tokens,
+        chunk.start,
+        tuple(tables.block_table(state.request_id)),
+        state.request.params,
+        state.request.eos_token_ids,
+    )
 
 
 def _table_deltas(binding: Binding, tables: BlockTableSource) -> Sequence[BlockTableDelta]:
