@@ -104,7 +104,7 @@ class Registry(Generic[T]):
         return made
 
     def create_from(self, value: Any) -> T:
-        """Make the plug-in of a setting: a name, or a mapping of `name` and options."""
+        """Make the plug-in of a setting: its name, or `name` and options."""
         options = {"name": value} if isinstance(value, str) else value
         if not isinstance(options, Mapping) or not isinstance(options.get("name"), str):
             raise ConfigError(f"{self.kind}: give a name, or a mapping of name and options, not {value!r}")
