@@ -29,6 +29,15 @@ def test_a_walk_fits_on_a_page_and_names_what_exists(walk: str) -> None:
         assert found["name"] in _definitions(path), f"{found['file']} has no {found['name']}"
 
 
+def test_every_named_file_exists() -> None:
+    table = MAP[MAP.index("## Where is") :]
+    known = [path.relative_to(ROOT).as_posix() for path in (ROOT / "src").rglob("*") if path.is_file()]
+    for name in re.findall(r"`([\w/]+\.(?:py|h|cpp))`", table):
+        assert any(path.endswith(f"/{name}") for path in known), (
+            f"docs/map.md names {name}, which is not there"
+        )
+
+
 def _definitions(path: Path) -> set[str]:
     """Functions, classes, and methods as `Class.method`, of one file."""
     names: set[str] = set()

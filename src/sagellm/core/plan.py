@@ -87,11 +87,12 @@ class BlockTableDeltas(Sequence[BlockTableDelta]):
 class RequestState:
     """Progress of one request through the engine; equal to itself alone.
 
-    Only `engines.request_table.RequestTable` sets `status`, `row`, `decoding` and the token counts.
+    Only `engines.request_table.RequestTable` sets `status`, `row`, `decoding` and `num_prefilled`. Committing
+    a step appends to `tokens`: for requests in decode the decode batch does (`DecodeBatch.advance`).
 
     `tokens` is the prompt followed by the output; the first `num_computed` of them have their KV in blocks.
-    While the request is `decoding` (a member of the decode batch) these are all but the last; before that
-    they are `num_prefilled`.
+    These are `num_prefilled` until the request is `decoding` (a member of the decode batch), and then all but
+    the last: there, appending a token is what moves the count.
 
     `prompt_logprobs`: the prompt's log-probabilities that are known and not reported yet, of `num_scored`
     tokens; None if the request asked for none. `misses`: why blocks had to be computed, summed over its
@@ -315,7 +316,10 @@ class Draft:
         self.decisions.append(Decision(pass_name, state.request_id, action, reason))
 
     def hold(self, state: RequestState) -> None:
-        """Let a running request compute nothing in this step; it keeps its blocks."""
+        """Let a request compute nothing in this step.
+
+        A running request keeps its blocks. A request that was about to be admitted goes on waiting.
+        """
         if state.decoding:
             self.skipped_decodes[state.request_id] = state
         else:

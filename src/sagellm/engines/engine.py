@@ -263,7 +263,7 @@ class Engine:
         """
         if self._in_flight is None and not self._request_table.states:
             return self._take_outputs()
-        current = self._in_flight or self._plan()
+        current = self._in_flight or self._begin_step()
         following = None
         if self._in_flight is not None and not self._recovery.isolates:
             following = self._planner.plan_ahead(current, self.view)
@@ -295,10 +295,10 @@ class Engine:
         """
         return self.scheduler.run(self._planner.draft(self._num_steps), self.view)
 
-    def _plan(self) -> InFlightStep:
+    def _begin_step(self) -> InFlightStep:
         """Plan a step; requests that it preempts or ends leave.
 
-        With overlap the backend begins to compute it.
+        With overlap the backend begins to compute it, and it is the in-flight step (`_in_flight`).
         """
         began_s = self.clock.now()
         binding = self._planner.decide(self._num_steps, self.view)

@@ -81,7 +81,10 @@ class RequestTable:
         state.decoding = True
 
     def preempt(self, state: RequestState) -> None:
-        """Move a running request to the front of the queue; its KV is gone."""
+        """Move a running request to the front of the queue.
+
+        Its blocks have been released: whole computed ones stay cached until they are evicted.
+        """
         self.cancel_admission(state)
         state.num_preemptions += 1
 

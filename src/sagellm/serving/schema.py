@@ -127,7 +127,11 @@ WITHOUT_EFFECT = frozenset(
         "parallel_tool_calls",
     }
 )
-"""Accepted with any value: they describe the caller, or tools, of which there are none."""
+"""Without effect on the answer: they describe the caller, or tools, of which there are none.
+
+To serve a parameter, give it a field in `GenerationFields`, its meaning in `options` or `sampling`, and take
+its name out of these tables.
+"""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -314,7 +318,8 @@ class GenerationFields(BaseModel):
         """The request's options for the engine. Raises `RequestError`.
 
         This is the only place where parameters of a request get their meaning for the engine. The model's own
-        defaults (generation_config.json) replace sampling parameters that were not sent.
+        defaults (generation_config.json) replace sampling parameters that were not sent. `cache_salt` is the
+        tenant: it names the namespace of the KV and the account of quotas.
         """
         return RequestOptions(
             params=llm.sampling_params(**self.sampling()),

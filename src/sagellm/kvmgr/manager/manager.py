@@ -17,8 +17,8 @@ Every block has one owner at a time. The owners, in the order in which a block c
     saved in host memory from the executed step that preempts a request until the step that admits it again,
                          in blocks of another pool (SwapSpace)
 
-A block is free, cached (in the index, unpinned) or active. Its pins are counted by the prefix index, and only
-`pin`, `unpin` and `insert` of the index change them.
+A block is free, cached (in the index, unpinned) or active. The prefix index counts its pins
+(`prefix_cache/_tree.py`).
 
 The legal order of calls. A call out of order raises `BookkeepingError`, which names the right one:
 

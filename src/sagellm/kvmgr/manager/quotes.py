@@ -95,7 +95,7 @@ class Quotes:
         return own + self._index.num_held_alone(blocks.hit)
 
     def first_lost_block(self, state: RequestState) -> int:
-        """The first block of its table that a request loses if preempted."""
+        """The first block of its table that preempting the request makes available to others."""
         return len(self._tables[state.request_id].block_ids) - self.blocks_freed_by_preempting(state)
 
     def resume_cost(self, state: RequestState) -> ResumeCost:

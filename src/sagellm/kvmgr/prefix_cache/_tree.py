@@ -1,7 +1,9 @@
 """The radix tree: nodes, reference counts, evictable leaves. `radix.py` makes a prefix index of it.
 
-A node is an edge of whole blocks. Reference counts (`pins`) live on nodes, not on blocks: `pin_path` and
-`unpin_path` alone change them.
+A node is an edge of whole blocks. Reference counts live on nodes, not on blocks: `Node.pins` is the number of
+pinned hits that end at the node plus the number of its children with pins. `RadixTree.pin_path` adds one and
+`unpin_path` takes one, each for one hit; the index calls them in `pin`, `insert`, `unpin` and `retract`. A
+split gives the new head one pin if the node has any.
 """
 
 from __future__ import annotations

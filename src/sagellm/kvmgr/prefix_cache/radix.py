@@ -1,9 +1,9 @@
 """`RadixIndex`: the prefix index over a radix tree of token blocks.
 
-A block belongs to the index from `insert` until `evict`, `clear` or `retract` returns its id. In between, the
-reference count of its node says how many holders it has: `pin` (or `insert(pin=True)`) adds one, `unpin` (or
-`retract`) takes one, and nothing else changes a count. A node without pins and children is an evictable leaf,
-and the eviction policy of its account may choose it.
+A block belongs to the index from `insert` until `evict`, `clear` or `retract` returns its id. In between,
+`pin` and `insert(pin=True)` add a holder, `unpin` and `retract` take one; `_tree.py` says how holders are
+counted. A node without pins and children is an evictable leaf, which the eviction policy of its account may
+choose.
 
 The idea of a radix tree over KV is RadixAttention's (Zheng et al., SGLang, 2024). Here an edge is the `bytes`
 of whole blocks and is compared as memory. The tree is in `_tree.py`.

@@ -19,6 +19,10 @@ RERANKS_PER_CHOICE = 2
 class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
     """Evicts as `learned` does, as far as a budget of regret against LRU allows.
 
+    Each choice is one of three, in this order: the extent of least value that LRU has dropped at least in
+    part; an extent of less value still that LRU would keep, if the budget pays for it; or, where LRU would
+    keep everything, what LRU would evict next. README.md walks through a decision.
+
     `LRUShadow` models what LRU would hold in a cache of the same size. All of these are in blocks:
 
     * `lead`: hits of this policy less hits of the shadow so far.
