@@ -303,7 +303,7 @@ class Engine:
         began_s = self.clock.now()
         binding = self._planner.decide(self._num_steps, self.view)
         for state in binding.draft.preempted:
-            self._planner.save_kv(binding, state)
+            self._planner.swap_out(binding, state)
             self._preempt(state)
         for request_id, reason in binding.draft.rejected.items():
             self._finish(Finish(self._request_table.states[request_id], FinishReason.ERROR, error=reason))

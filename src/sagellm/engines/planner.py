@@ -86,7 +86,7 @@ class Planner:
             return False
         return True
 
-    def save_kv(self, binding: Binding, state: RequestState) -> None:
+    def swap_out(self, binding: Binding, state: RequestState) -> None:
         """Plan to copy a preempted request's KV to host memory, if it fits."""
         draft = binding.draft
         if state.request_id in draft.swapped and not self._kv.swap_out(binding, state):

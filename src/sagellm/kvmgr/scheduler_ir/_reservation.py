@@ -37,15 +37,15 @@ class Reservation:
     """Cuts the queue at the first request that the predicted memory does not hold.
 
     No request overtakes it. It is admitted all the same if no request runs, if one of lower priority runs
-    (which is preempted should memory be short), or after `max_hold_s` seconds at the front. `headroom` is the
-    share of the available memory that is not promised to any request. The prediction for a request that did
-    not fit is repeated when the set of running requests changes.
+    (which is preempted should memory be short), or after `max_defer_s` seconds at the front. `headroom` is
+    the share of the available memory that is not promised to any request. The prediction for a request that
+    did not fit is repeated when the set of running requests changes.
     """
 
-    def __init__(self, headroom: float, max_hold_s: float) -> None:
+    def __init__(self, headroom: float, max_defer_s: float) -> None:
         if not 0 <= headroom < 1:
             raise ValueError(f"headroom must be in [0, 1), got {headroom}")
-        self.headroom, self.max_hold_s = headroom, max_hold_s
+        self.headroom, self.max_defer_s = headroom, max_defer_s
         self._blocked: RequestState | None = None
         self._since_s = 0.0
         self._num_running = 0
@@ -57,7 +57,7 @@ class Reservation:
         if not waiting or not view.num_free_rows or budget <= 0:
             return None
         head = waiting[0]
-        late = head is self._blocked and draft.now_s - self._since_s >= self.max_hold_s
+        late = head is self._blocked and draft.now_s - self._since_s >= self.max_defer_s
         is_urgent = any(state.request.priority < head.request.priority for state in running)
         may_go = late or not running or is_urgent
         same_batch = bool(running) and len(running) == self._num_running and not draft.num_new_running

@@ -34,8 +34,8 @@ OPTIONS: dict[str, dict[str, object]] = {
     "slo_aware": {"ttft_s": 1.0, "tpot_s": 0.1, "min_prefill": 2, "max_wait_s": 2.0},
     "fairness": {"quantum": 8.0},
     "batching_efficiency": {"max_wait_s": 2.0},
-    "lifetime_aware": {"max_wait_s": 2.0, "max_hold_s": 2.0},
-    "admission": {"max_hold_s": 2.0, "min_samples": 2},
+    "lifetime_aware": {"max_wait_s": 2.0, "max_defer_s": 2.0},
+    "admission": {"max_defer_s": 2.0, "min_samples": 2},
     "pd_separation": {
         "sites": {"other": {"link_bytes_s": 1e12, "token_s": 1e-6, "step_s": 1e-4, "seq_s": 1e-6}},
         "bytes_per_token": 1,

@@ -44,7 +44,7 @@ def test_no_request_overtakes_one_that_predicted_memory_keeps_waiting() -> None:
 
 
 def test_the_head_passes_when_none_runs_and_after_a_while() -> None:
-    desk = Desk(AdmissionPass(max_hold_s=10.0), DeskView(available=20))
+    desk = Desk(AdmissionPass(max_defer_s=10.0), DeskView(available=20))
     desk.waiting = [state("large", 60, max_tokens=1000)]
     assert desk.step() == ["large"]
     desk.running = [admit(state("r", 8), 8)]

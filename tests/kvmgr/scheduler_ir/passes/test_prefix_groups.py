@@ -71,7 +71,7 @@ def test_of_requests_that_share_a_prefix_one_runs_and_the_others_wait() -> None:
 
 
 def test_the_wait_for_a_shared_prefix_is_bounded() -> None:
-    desk = Desk(PrefixCacheAwarePass(min_shared=8, max_hold_s=2.0, max_wait_s=1e9))
+    desk = Desk(PrefixCacheAwarePass(min_shared=8, max_defer_s=2.0, max_wait_s=1e9))
     desk.waiting = _sharing(2)
     admit(desk.waiting[0])
     desk.waiting[0].status = RequestStatus.WAITING
@@ -136,7 +136,7 @@ def test_a_leader_takes_the_place_of_the_first_that_waits_for_it() -> None:
 def test_a_shared_prompt_is_computed_once() -> None:
     computed = {}
     for hold_s in (0.0, 2.0):
-        passes = [PrefixCacheAwarePass(min_shared=4, max_hold_s=hold_s)]
+        passes = [PrefixCacheAwarePass(min_shared=4, max_defer_s=hold_s)]
         backend = TokenMemoryBackend(num_blocks=200, block_size=4, max_num_seqs=8, max_model_len=128)
         engine = fake_engine(backend, max_batched_tokens=256, passes=passes)
         for i in range(6):

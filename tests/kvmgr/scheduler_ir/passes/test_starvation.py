@@ -188,7 +188,7 @@ TUNED: dict[str, dict[str, dict[str, object]]] = {
         "prefix_cache_aware": TURN,
         "slo_aware": TURN,
         "priority_based": {"age_s": 2.0},
-        "admission": {"max_hold_s": 1.0},
+        "admission": {"max_defer_s": 1.0},
     },
     "throughput": {"prefix_cache_aware": TURN, "batching_efficiency": TURN},
     "fair": {"prefix_cache_aware": TURN, "fairness": {"quantum": 16.0}},

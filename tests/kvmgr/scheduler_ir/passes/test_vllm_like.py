@@ -56,7 +56,7 @@ def test_a_decode_behind_a_long_prompt_is_left_out_when_tokens_are_spent() -> No
     VllmLikePass()(draft, engine.view)
     assert {name: chunk.num_tokens for name, chunk in draft.chunks.items()} == {"a": 4}
     assert (draft.num_decodes, list(draft.skipped_decodes)) == (0, ["b"])
-    assert [(one.request_id, one.action) for one in draft.decisions] == [("b", "skip")]
+    assert [(one.request_id, one.action) for one in draft.decisions] == [("b", "hold")]
 
 
 def test_who_is_alone_fills_the_step() -> None:

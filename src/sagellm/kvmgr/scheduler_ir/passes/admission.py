@@ -21,7 +21,7 @@ class AdmissionPass:
     """Admits from the front of the queue while the predicted peak of memory fits.
 
     From the first request that does not fit on, all wait (this pass takes them out of `draft.waiting`); the
-    first of them at most `max_hold_s` seconds. The output length of a request is predicted from the last
+    first of them at most `max_defer_s` seconds. The output length of a request is predicted from the last
     `window` complete outputs: the `quantile` of those longer than what it has generated, within its own
     limit. While fewer than `min_samples` are known, it is the request's limit, or `default_output` without
     one. A prompt that is larger than all of the memory is rejected.
@@ -33,7 +33,7 @@ class AdmissionPass:
         self,
         quantile: float = 0.75,
         headroom: float = 0.02,
-        max_hold_s: float = 10.0,
+        max_defer_s: float = 10.0,
         *,
         window: int = 512,
         min_samples: int = 16,
@@ -43,7 +43,7 @@ class AdmissionPass:
             raise ConfigError(f"quantile of admission must be in (0, 1), got {quantile}")
         self.quantile, self.window = quantile, window
         self.min_samples, self.default_output = min_samples, default_output
-        self._reservation = Reservation(headroom, max_hold_s)
+        self._reservation = Reservation(headroom, max_defer_s)
         self._queue = RankedQueue()
         self._active: dict[RequestState, None] = {}
         self._recent: deque[int] = deque()

@@ -38,7 +38,7 @@ class ChunkedPrefillPass:
         for chunk in sorted(running, key=lambda chunk: chunk.num_tokens > 1):
             chunk.num_tokens = self._cut(chunk.num_tokens, budget)
             if chunk.num_tokens < 1:  # skipped: without a chunk it computes nothing in this step
-                draft.record(self.name, chunk.state, "skip", "the token budget of the step is spent")
+                draft.record(self.name, chunk.state, "hold", "the token budget of the step is spent")
                 continue
             draft.chunks[chunk.state.request_id] = chunk
             budget -= chunk.num_tokens
@@ -90,7 +90,7 @@ class ChunkedPrefillPass:
         last = decodes[::-1][:excess]
         for state in last:
             draft.hold(state)
-            draft.record(self.name, state, "skip", "the token budget of the step is spent")
+            draft.record(self.name, state, "hold", "the token budget of the step is spent")
         return len(last)
 
     def _admit(self, draft: Draft, view: SchedulingView, state: RequestState, budget: int) -> Chunk:

@@ -45,14 +45,14 @@ class LifetimeAwarePass:
         asks: int = 8,
         reserve: bool = True,
         headroom: float = 0.02,
-        max_hold_s: float = 10.0,
+        max_defer_s: float = 10.0,
         default_output: int = 512,
     ) -> None:
         if isinstance(predictor, (str, Mapping)):
             predictor = cast(LifetimePredictor, registry("predictor").create_from(predictor))
         self.predictor = predictor
         self.quantile, self.asks, self.default_output = quantile, asks, default_output
-        self._reservation = Reservation(headroom, max_hold_s) if reserve else None
+        self._reservation = Reservation(headroom, max_defer_s) if reserve else None
         self._queue = RankedQueue()
         self._guard = StarvationGuard(max_wait_s, share)
         self._unpredicted: dict[RequestState, None] = {}

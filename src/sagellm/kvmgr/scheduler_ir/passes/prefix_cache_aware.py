@@ -16,7 +16,7 @@ from sagellm.kvmgr.scheduler_ir._queue import RankedQueue, StarvationGuard
 
 
 @dataclass(slots=True)
-class _Hold:
+class _Deferral:
     """A request waits until `leader` has computed the `num_shared` tokens that they share."""
 
     leader: RequestState
@@ -39,7 +39,7 @@ class PrefixCacheAwarePass:
 
     Of requests that lack the same `min_shared` tokens or more, the first (the leader) computes them. The
     others are taken out of `draft.waiting` meanwhile, if they share at least `worth` times what the leader
-    has to compute, for at most `max_hold_s` seconds, and never for a leader of lower priority.
+    has to compute, for at most `max_defer_s` seconds, and never for a leader of lower priority.
 
     When the index has changed, at most `refresh` requests per step are looked up again. `prefix_cache`
     replaces the index of the view.
@@ -56,14 +56,14 @@ class PrefixCacheAwarePass:
         refresh: int = 8,
         min_shared: int = 64,
         worth: float = 0.5,
-        max_hold_s: float = 2.0,
+        max_defer_s: float = 2.0,
     ) -> None:
         self.prefix_cache = prefix_cache
-        self.refresh, self.min_shared, self.worth, self.max_hold_s = refresh, min_shared, worth, max_hold_s
+        self.refresh, self.min_shared, self.worth, self.max_defer_s = refresh, min_shared, worth, max_defer_s
         self._queue = RankedQueue()
         self._guard = StarvationGuard(max_wait_s, share)
         self._leaders: dict[Hashable, RequestState] = {}  # by the first tokens that are missing
-        self._held: dict[RequestState, _Hold] = {}
+        self._deferred: dict[RequestState, _Deferral] = {}
         self._since_s: dict[RequestState, float] = {}  # when a request was held first
         self._hits: dict[str, PrefixHit] = {}  # current hits, of index version `_version`
         self._version = -1
@@ -89,16 +89,16 @@ class PrefixCacheAwarePass:
         self._guard.note(queue.arrived, queue.left)
         promoted = self._guard.promote(waiting, draft.now_s)
         if promoted is not None:
-            self._held.pop(promoted, None)
-        if self._held:
-            self._remove_held(draft)
+            self._deferred.pop(promoted, None)
+        if self._deferred:
+            self._remove_deferred(draft)
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
         """Stable while the index does not change, until a request is promoted. None while any is held."""
         waiting, queue = draft.waiting, self._queue
         if not waiting and not queue.ranks:
             return ALWAYS_STABLE
-        if view.kv.version != self._version or self._held or not queue.is_current(waiting):
+        if view.kv.version != self._version or self._deferred or not queue.is_current(waiting):
             return None
         queue.sort(waiting)
         until_s = self._guard.stable_until(waiting, draft.now_s)
@@ -140,7 +140,7 @@ class PrefixCacheAwarePass:
         """Hold the request for a leader lacking the same tokens, or make it one."""
         start, end = num_cached * TOKEN_BYTES, (num_cached + self.min_shared) * TOKEN_BYTES
         data = state.tokens.tobytes()
-        if end >= len(data) or self.max_hold_s <= 0 or state.max_reusable < len(state.tokens) - 1:
+        if end >= len(data) or self.max_defer_s <= 0 or state.max_reusable < len(state.tokens) - 1:
             return
         key = (state.request.namespace.tenant, num_cached, data[start:end])
         leader = self._leaders.setdefault(key, state)
@@ -155,10 +155,10 @@ class PrefixCacheAwarePass:
         leader_work = leader.num_uncomputed + (rank[-1] if rank is not None else 0)
         num_shared = _num_common(leader, state)
         pays = num_shared - num_cached >= max(self.min_shared, self.worth * leader_work)
-        late = draft.now_s - self._since_s.get(state, draft.now_s) >= self.max_hold_s
-        may_lead = leader.request.priority >= state.request.priority and leader not in self._held
+        late = draft.now_s - self._since_s.get(state, draft.now_s) >= self.max_defer_s
+        may_lead = leader.request.priority >= state.request.priority and leader not in self._deferred
         if pays and may_lead and not late:
-            self._held[state] = _Hold(leader, num_shared, leader.num_preemptions)
+            self._deferred[state] = _Deferral(leader, num_shared, leader.num_preemptions)
             self._since_s.setdefault(state, draft.now_s)
 
     def _is_computing(self, leader: RequestState) -> bool:
@@ -170,35 +170,35 @@ class PrefixCacheAwarePass:
         return leader.status is RequestStatus.WAITING
 
     def _release(self, draft: Draft, view: SchedulingView) -> None:
-        """Look up requests whose hold is over; they may be held for another leader."""
-        if not self._held:
+        """Look up requests whose deferral is over; they may be deferred for another leader."""
+        if not self._deferred:
             return
-        for state, hold in list(self._held.items()):
-            late = draft.now_s - self._since_s[state] >= self.max_hold_s
-            if not late and not hold.is_over():
+        for state, deferral in list(self._deferred.items()):
+            late = draft.now_s - self._since_s[state] >= self.max_defer_s
+            if not late and not deferral.is_over():
                 continue
-            del self._held[state]
+            del self._deferred[state]
             if state.status is RequestStatus.WAITING:
                 self._find_leader(draft, state, self._look_up(draft, view, state))
 
-    def _remove_held(self, draft: Draft) -> None:
-        """Take held requests out of the queue. A leader moves to the place of its first follower."""
+    def _remove_deferred(self, draft: Draft) -> None:
+        """Take deferred requests out of the queue. A leader moves to the place of its first follower."""
         order: dict[RequestState, None] = {}
         present = set(draft.waiting)
         for state in draft.waiting:
-            hold = self._held.get(state)
-            if hold is None:
+            deferral = self._deferred.get(state)
+            if deferral is None:
                 order[state] = None
                 continue
-            if hold.leader in present:
-                order[hold.leader] = None
-            reason = f"{hold.leader.request_id} computes {hold.num_shared} tokens that it shares"
+            if deferral.leader in present:
+                order[deferral.leader] = None
+            reason = f"{deferral.leader.request_id} computes {deferral.num_shared} tokens that it shares"
             draft.record(self.name, state, "wait", reason)
         draft.waiting[:] = order
 
     def _forget(self, left: list[RequestState]) -> None:
         for state in left:
-            self._held.pop(state, None)
+            self._deferred.pop(state, None)
             self._since_s.pop(state, None)
             self._hits.pop(state.request_id, None)
         if len(self._leaders) > 2 * len(self._queue.ranks) + 256:

@@ -132,7 +132,7 @@ class _Step:
         for state in batch[done:]:
             if draft.computes(state):
                 draft.hold(state)
-                draft.record(NAME, state, "skip", "the token budget of the step is spent")
+                draft.record(NAME, state, "hold", "the token budget of the step is spent")
 
     def _grant(self, state: RequestState, batch: list[RequestState], price: int) -> bool:
         """Grant one request tokens and blocks, preempting the last of the batch.
