@@ -13,6 +13,7 @@ import pytest
 import sagellm
 from sagellm import serving
 from sagellm.cli import serve
+from sagellm.core.config import ServerConfig
 from sagellm.core.extras import install_command
 
 COMMANDS = ("run", "chat", "serve", "doctor", "config", "version")
@@ -83,7 +84,7 @@ def test_summaries_of_commands_are_whole_sentences(
 def test_every_command_takes_the_model_as_an_option(
     cli: Any, made: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(serving, "serve", lambda llm, **options: None)
+    monkeypatch.setattr(serving, "serve", lambda llm, server, **options: None)
     for flag in ("-m", "--model"):
         assert cli(*arguments, flag, "some/folder", stdin="").exit_code == 0
     assert [llm.config.model.name for llm in made] == ["some/folder"] * 2
@@ -146,8 +147,10 @@ def test_a_real_process_starts_in_a_pod_beside_a_service_of_its_name() -> None:
 
 
 def test_serve_hands_over_what_is_configured(cli: Any, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[tuple[Any, dict[str, Any]]] = []
-    monkeypatch.setattr(serving, "serve", lambda llm, **options: served.append((llm, options)))
+    served: list[tuple[Any, ServerConfig, dict[str, Any]]] = []
+    monkeypatch.setattr(
+        serving, "serve", lambda llm, server, **options: served.append((llm, server, options))
+    )
     settings = [
         "server.max_waiting=5",
         "server.max_body_bytes=2048",
@@ -158,24 +161,21 @@ def test_serve_hands_over_what_is_configured(cli: Any, made: Any, monkeypatch: p
     given = [part for one in settings for part in ("--set", one)]
     result = cli("serve", "some/folder", "--host", "0.0.0.0", "--port", "0", "--api-key", "k", *given)
     assert result.exit_code == 0, result.stderr
-    [(llm, options)] = served
+    [(llm, server, options)] = served
     assert isinstance(options.pop("listener"), socket.socket)
-    expected = {
-        "log_level": "info",
-        "log_format": "text",
-        "log_requests": True,
-        "api_key": "k",
-        "client_keys": {"ann": "a key"},
-        "client_limits": serving.ClientLimits(max_n=3),
-        "admin_key": None,
-        "cors_origins": ("http://a", "http://b:80"),
-        "max_waiting": 5,
-        "max_body_bytes": 2048,
-        "body_timeout_s": 60.0,
-        "grace_s": 20.0,
-        "limits": serving.ConnectionLimits(),
-    }
+    expected = {"log_level": "info", "log_format": "text", "log_requests": True}
     assert {name: options[name] for name in expected} == expected
+    assert server == ServerConfig(
+        host="0.0.0.0",
+        port=0,
+        api_key="k",
+        client_keys={"ann": "a key"},
+        max_n=3,
+        cors_origins=("http://a", "http://b:80"),
+        max_waiting=5,
+        max_body_bytes=2048,
+    )
+    assert (server.admin_key, server.body_timeout_s, server.shutdown_grace_s) == (None, 60.0, 20.0)
     assert llm is made[0]
     assert made[0].config.model.name == "some/folder"
 

@@ -13,8 +13,10 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
+from sagellm.core.config import Config, ServerConfig
 from sagellm.engines.llm import LLM
-from sagellm.serving import ConnectionLimits, create_app, make_server
+from sagellm.serving import create_app, make_server
+from sagellm.serving.app import DEFAULT_STOP_TIMEOUT_S
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.server import SageServer
 
@@ -52,10 +54,25 @@ class Live:
 
 @contextmanager
 def serving(
-    llm: LLM, *, grace_s: float = 5.0, limits: ConnectionLimits | None = None, **options: Any
+    llm: LLM,
+    *,
+    config: Config | None = None,
+    model_name: str | None = None,
+    stop_timeout_s: float = DEFAULT_STOP_TIMEOUT_S,
+    log_requests: bool = True,
+    **settings: Any,
 ) -> Iterator[Live]:
-    app = create_app(llm, **options)
-    server = make_server(app, host=LOCALHOST, port=0, limits=limits, grace_s=grace_s, log_level="warning")
+    """A server; `settings` are of the section `server`."""
+    chosen = ServerConfig(port=0, shutdown_grace_s=settings.pop("shutdown_grace_s", 5.0), **settings)
+    app = create_app(
+        llm,
+        chosen,
+        config=config,
+        model_name=model_name,
+        stop_timeout_s=stop_timeout_s,
+        log_requests=log_requests,
+    )
+    server = make_server(app, log_level="warning")
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     wait_until(lambda: server.started or not thread.is_alive())

@@ -18,7 +18,6 @@ from sagellm.core.clock import ManualClock
 from sagellm.core.log_lines import FIELDS, TextLines
 from sagellm.engines.llm import LLM
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.serving import ConnectionLimits
 from sagellm.serving.access_log import MAX_REFUSAL_LINES, REFUSAL_INTERVAL_S, Refusals
 from sagellm.serving.server import SageServer
 from tests.builders import fake_engine
@@ -152,7 +151,7 @@ def test_a_body_that_turns_out_malformed_later_is_one_line(
 
 def test_connections_beyond_the_limit_are_lines(lines: pytest.LogCaptureFixture) -> None:
     with (
-        serving(scripted_llm(), limits=ConnectionLimits(max_connections=1)) as live,
+        serving(scripted_llm(), max_connections=1) as live,
         socket.create_connection(live.address),
     ):
         wait_until(lambda: bool(live.server.server_state.connections))

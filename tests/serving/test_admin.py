@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sagellm.core.config import ServerConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.prefix_cache import MissCounts
 from sagellm.core.registry import registry
@@ -105,9 +106,9 @@ def test_another_key_is_refused(method: str, path: str, body: Any) -> None:
 
 def test_an_admin_key_that_every_client_has_is_refused() -> None:
     with pytest.raises(ConfigError, match="choose another"):
-        create_app(scripted_llm(), api_key="k", admin_key="k")
+        create_app(scripted_llm(), ServerConfig(api_key="k", admin_key="k"))
     with pytest.raises(ConfigError, match="admin_key is empty"):
-        create_app(scripted_llm(), admin_key=" ")
+        create_app(scripted_llm(), ServerConfig(admin_key=" "))
 
 
 # -- pins

@@ -11,11 +11,13 @@ import httpx
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from pydantic import ValidationError
 
+from sagellm.core.config import ServerConfig
 from sagellm.core.errors import ConfigError, RequestError
 from sagellm.engines.build import build_llm, load_config
 from sagellm.serving import create_app
-from sagellm.serving.clients import ClientLimits, ClientLoad, _network
+from sagellm.serving.clients import ClientLoad, _network, allowed_priority
 from sagellm.serving.errors import OverloadedError
 from tests.scripted_engine import ScriptedEngine, scripted_llm
 from tests.serving.live import PATIENCE_S, Live, serving, wait_until
@@ -62,8 +64,8 @@ def engine_of(live: Live) -> ScriptedEngine:
 
 @pytest.fixture
 def slow() -> Iterator[Live]:
-    limits = ClientLimits(max_n=4, max_request_tokens=3000, max_client_tokens=2000, max_priority=3)
-    with serving(scripted_llm("a b c ", step_s=0.005), client_limits=limits) as live:
+    llm = scripted_llm("a b c ", step_s=0.005)
+    with serving(llm, max_n=4, max_request_tokens=3000, max_client_tokens=2000, max_priority=3) as live:
         yield live
 
 
@@ -72,7 +74,7 @@ def test_n_is_limited() -> None:
         assert post(live, n=128).status_code == 200
         response = post(live, n=129)
         assert (response.status_code, error_of(response)["param"]) == (400, "n")
-    with serving(scripted_llm(), client_limits=ClientLimits(max_n=4)) as live:
+    with serving(scripted_llm(), max_n=4) as live:
         assert post(live, n=4).status_code == 200
         response = post(live, n=5)
         error = error_of(response)
@@ -167,11 +169,11 @@ def test_a_client_may_lower_its_priority_and_not_raise_it() -> None:
 def test_the_operator_chooses_the_highest_priority(
     limit: int | None, priority: int | None, tier: str | None, served: int
 ) -> None:
-    assert ClientLimits(max_priority=limit).priority(priority, tier) == served
+    assert allowed_priority(ServerConfig(max_priority=limit), priority, tier) == served
 
 
 def test_the_setting_is_the_limit_of_the_server() -> None:
-    assert load_config(environ={}).config.server.max_priority == ClientLimits().max_priority == 0
+    assert load_config(environ={}).config.server.max_priority == ServerConfig().max_priority == 0
     config = load_config(environ={"SAGELLM_SERVER_MAX_PRIORITY": "none"}).config
     assert config.server.max_priority is None
 
@@ -202,7 +204,7 @@ def test_a_key_names_its_client() -> None:
 
 
 def test_a_trusted_user_is_the_client() -> None:
-    with serving(scripted_llm(), client_limits=ClientLimits(trust_user=True)) as live:
+    with serving(scripted_llm(), trust_user=True) as live:
         for user, name in (("ann", "user ann"), (None, "address 10.0.0.1"), ("x" * 999, f"user {'x' * 256}")):
             post(live, user=user)
             assert engine_of(live).added[-1].client[:2] == (name, "")
@@ -211,13 +213,15 @@ def test_a_trusted_user_is_the_client() -> None:
 @pytest.mark.parametrize("keys", [{"ann": ""}, {"ann": " "}, {"ann": "k", "bob": "k"}])
 def test_keys_that_name_nobody_are_refused(keys: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="a key of its own"):
-        create_app(scripted_llm(), client_keys=keys)
+        create_app(scripted_llm(), ServerConfig.model_construct(client_keys=keys))
 
 
-@pytest.mark.parametrize("options", [{"max_n": 0}, {"waiting_share": 0.0}, {"waiting_share": 1.5}])
+@pytest.mark.parametrize(
+    "options", [{"max_n": 0}, {"client_waiting_share": 0.0}, {"client_waiting_share": 1.5}]
+)
 def test_limits_out_of_range_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        ClientLimits(**options)
+    with pytest.raises(ValidationError):
+        ServerConfig(**options)
 
 
 def test_networks() -> None:
@@ -230,7 +234,7 @@ def test_networks() -> None:
 def test_a_flood_over_http_does_not_hold_up_the_others() -> None:
     """The demo model: a small request and an urgent one end while most of the flood still waits."""
     config = load_config(cli={"scheduler.max_num_seqs": 8, "kv.num_blocks": 2000}, environ={}).config
-    with serving(build_llm(config), client_limits=ClientLimits(max_priority=5)) as live:
+    with serving(build_llm(config), max_priority=5) as live:
         steps = 0
         step = live.llm.step
 
@@ -259,7 +263,7 @@ class Loads(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.load = ClientLoad(ClientLimits(max_client_tokens=100), max_waiting=20)
+        self.load = ClientLoad(ServerConfig(max_client_tokens=100, max_waiting=20))
         self.waiting: list[tuple[tuple[str, str], int, int]] = []
         self.running: list[tuple[tuple[str, str], int, int]] = []
 
@@ -273,7 +277,7 @@ class Loads(RuleBasedStateMachine):
         client = (name, user)
         try:
             self.load.check_waiting(client, n)
-            self.load.check_tokens(client, size)
+            self.load.check_tokens(client, size, max_model_len=8)
         except OverloadedError:
             return
         self.load.enter(client, n, size)
@@ -310,8 +314,8 @@ TestLoads = Loads.TestCase
 
 
 def test_a_request_that_can_never_be_taken_is_no_429() -> None:
-    limits = ClientLimits(max_request_tokens=10, max_client_tokens=20)
+    load = ClientLoad(ServerConfig(max_request_tokens=10, max_client_tokens=20))
     with pytest.raises(RequestError) as caught:
-        limits.check_tokens(11, max_model_len=8)
+        load.check_tokens(("a", ""), 11, max_model_len=8)
     assert caught.value.status == 400
-    limits.check_tokens(11, max_model_len=11)
+    load.check_tokens(("a", ""), 11, max_model_len=11)

@@ -20,7 +20,6 @@ import h11
 import pytest
 
 from sagellm.core.clock import ManualClock
-from sagellm.serving import ConnectionLimits
 from sagellm.serving.connection import MAX_CHUNKS, MAX_HEAD_BYTES, RateLimitedLog, StrictConnection
 from tests.scripted_engine import ScriptedEngine, scripted_llm
 from tests.serving.live import LOCALHOST, PATIENCE_S, Live, free_port, serving, wait_until
@@ -32,10 +31,10 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n
 GET = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-def limits(**changed: Any) -> ConnectionLimits:
-    """None that a test reaches, but for those that are given."""
-    patient = {"header_timeout_s": LONG_S, "send_timeout_s": LONG_S, "keep_alive_timeout_s": LONG_S}
-    return ConnectionLimits(**(patient | changed))
+def limits(**changed: Any) -> dict[str, Any]:
+    """Settings that no test reaches, but for those that are given."""
+    patient = dict.fromkeys(("header_timeout_s", "send_timeout_s", "keep_alive_timeout_s"), LONG_S)
+    return patient | changed
 
 
 def connected(live: Live) -> socket.socket:
@@ -61,7 +60,7 @@ def one_answer(received: bytes) -> tuple[int, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    with serving(scripted_llm(), limits=limits()) as running:
+    with serving(scripted_llm(), **limits()) as running:
         yield running
 
 
@@ -140,7 +139,7 @@ def test_a_stream_is_not_followed_by_plain_text() -> None:
     """A body that turns out malformed while an answer runs ends the connection, and nothing more."""
     llm = scripted_llm("a b c ", step_s=0.01)
     body = json.dumps({"prompt": "x", "max_tokens": 50, "ignore_eos": True, "stream": True}).encode()
-    with serving(llm, limits=limits()) as live, connected(live) as client:
+    with serving(llm, **limits()) as live, connected(live) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
         client.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
         received = client.recv(2**16)
@@ -237,12 +236,12 @@ def test_reading_a_head_costs_linear_time(start: bytes, filler: bytes, end: byte
 
 
 def test_a_connection_that_sends_nothing_is_closed() -> None:
-    with serving(scripted_llm(), limits=limits(header_timeout_s=0.2)) as live, connected(live) as client:
+    with serving(scripted_llm(), **limits(header_timeout_s=0.2)) as live, connected(live) as client:
         assert rest(client) == b""
 
 
 def test_headers_that_come_byte_by_byte_are_answered_408() -> None:
-    with serving(scripted_llm(), limits=limits(header_timeout_s=0.3)) as live, connected(live) as client:
+    with serving(scripted_llm(), **limits(header_timeout_s=0.3)) as live, connected(live) as client:
         client.settimeout(0.02)
         received = b""
         for byte in b"GET /version HTTP/1.1\r\nHost: x\r\nA: " + b"b" * 2000:
@@ -257,7 +256,7 @@ def test_headers_that_come_byte_by_byte_are_answered_408() -> None:
 
 
 def test_the_limit_for_headers_holds_for_the_next_request_too() -> None:
-    with serving(scripted_llm(), limits=limits(header_timeout_s=0.3)) as live, connected(live) as client:
+    with serving(scripted_llm(), **limits(header_timeout_s=0.3)) as live, connected(live) as client:
         client.sendall(GET)
         assert client.recv(2**16).startswith(b"HTTP/1.1 200")
         time.sleep(0.6)  # idle between requests is no slow header
@@ -267,7 +266,7 @@ def test_the_limit_for_headers_holds_for_the_next_request_too() -> None:
 
 def test_a_body_that_does_not_arrive_is_answered_408() -> None:
     llm = scripted_llm()
-    with serving(llm, limits=limits(), body_timeout_s=0.3) as live, connected(live) as client:
+    with serving(llm, **limits(), body_timeout_s=0.3) as live, connected(live) as client:
         client.sendall(HEAD + b'{"prompt"')
         status, error = one_answer(rest(client))
         assert live.http.get("/health").status_code == 200
@@ -277,7 +276,7 @@ def test_a_body_that_does_not_arrive_is_answered_408() -> None:
 
 def test_the_rest_of_a_body_that_nobody_reads_is_not_awaited_for_ever() -> None:
     head = HEAD.replace(b"/v1/completions", b"/nowhere")
-    with serving(scripted_llm(), limits=limits(header_timeout_s=0.3)) as live, connected(live) as client:
+    with serving(scripted_llm(), **limits(header_timeout_s=0.3)) as live, connected(live) as client:
         client.sendall(head + b"a")
         received = client.recv(2**16)
         client.sendall(b"a")
@@ -286,7 +285,7 @@ def test_the_rest_of_a_body_that_nobody_reads_is_not_awaited_for_ever() -> None:
 
 
 def test_an_idle_connection_is_closed() -> None:
-    with serving(scripted_llm(), limits=limits(keep_alive_timeout_s=0.2)) as live, connected(live) as client:
+    with serving(scripted_llm(), **limits(keep_alive_timeout_s=0.2)) as live, connected(live) as client:
         client.sendall(GET)
         received = rest(client)
         assert received.count(b"HTTP/1.1 200") == 1
@@ -301,7 +300,7 @@ def test_an_idle_connection_is_closed() -> None:
 def test_a_slow_but_steady_client_is_served() -> None:
     body = json.dumps({"prompt": "x"}).ljust(100).encode()
     with (
-        serving(scripted_llm(), limits=limits(header_timeout_s=9), body_timeout_s=9) as live,
+        serving(scripted_llm(), **limits(header_timeout_s=9), body_timeout_s=9) as live,
         connected(live) as client,
     ):
         for piece in (HEAD[:20], HEAD[20:], body[:50], body[50:]):
@@ -316,7 +315,7 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off() -> None:
     assert isinstance(engine, ScriptedEngine)
     body = {"prompt": "x", "max_tokens": 10**5, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 8}
     content = json.dumps(body).encode()
-    with serving(llm, limits=limits(send_timeout_s=0.3)) as live, socket.socket() as client:
+    with serving(llm, **limits(send_timeout_s=0.3)) as live, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(live.address)
         client.sendall(HEAD.replace(b"100", b"%d" % len(content)) + content)
@@ -327,7 +326,7 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off() -> None:
 
 def test_connections_beyond_the_limit_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     with (
-        serving(scripted_llm(), limits=limits(max_connections=4)) as live,
+        serving(scripted_llm(), **limits(max_connections=4)) as live,
         ExitStack() as clients,
     ):
         idle = [clients.enter_context(connected(live)) for _ in range(4)]
@@ -356,7 +355,7 @@ def test_a_client_that_leaves_during_its_upload_is_no_error(
 
 
 def test_what_is_refused_before_the_application_is_counted() -> None:
-    with serving(scripted_llm(), limits=limits()) as live:
+    with serving(scripted_llm(), **limits()) as live:
         for _ in range(3):
             with connected(live) as client:
                 client.sendall(b"no HTTP\r\n\r\n")
@@ -378,10 +377,11 @@ def test_a_line_that_would_repeat_is_logged_once_per_interval(caplog: pytest.Log
 
 FEW_DESCRIPTORS = """
 import resource, sys
+from sagellm.core.config import ServerConfig
 from sagellm.serving import serve
 from tests.scripted_engine import scripted_llm
 resource.setrlimit(resource.RLIMIT_NOFILE, (140, 140))
-serve(scripted_llm(), port=int(sys.argv[1]), log_level="warning")
+serve(scripted_llm(), ServerConfig(port=int(sys.argv[1])), log_level="warning")
 """
 
 

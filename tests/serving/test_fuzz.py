@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from sagellm.serving import ConnectionLimits
 from tests.scripted_engine import scripted_llm
 from tests.serving.live import Live, serving, wait_until
 from tests.serving.test_connection import connected, rest
@@ -116,8 +115,9 @@ WIRE += [
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    soon = ConnectionLimits(header_timeout_s=0.4, keep_alive_timeout_s=0.4)
-    with serving(scripted_llm(), limits=soon, body_timeout_s=0.4) as running:
+    with serving(
+        scripted_llm(), header_timeout_s=0.4, keep_alive_timeout_s=0.4, body_timeout_s=0.4
+    ) as running:
         yield running
 
 

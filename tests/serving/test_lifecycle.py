@@ -90,7 +90,10 @@ def test_the_client_library_raises_what_ends_a_stream() -> None:
 def test_a_request_may_end_during_the_grace_period() -> None:
     llm, _ = slow_llm()
     body = BODY | {"max_tokens": 40}
-    with serving(llm, grace_s=10) as live, live.http.stream("POST", "/v1/completions", json=body) as response:
+    with (
+        serving(llm, shutdown_grace_s=10) as live,
+        live.http.stream("POST", "/v1/completions", json=body) as response,
+    ):
         lines = (line for line in response.iter_lines() if line)
         next(lines)
         live.server.should_exit = True
@@ -100,7 +103,7 @@ def test_a_request_may_end_during_the_grace_period() -> None:
 
 def test_while_a_request_ends_new_ones_are_answered_503() -> None:
     llm, _ = slow_llm()
-    with serving(llm, grace_s=10) as live, httpx.Client(base_url=live.url, timeout=20) as other:
+    with serving(llm, shutdown_grace_s=10) as live, httpx.Client(base_url=live.url, timeout=20) as other:
         body = BODY | {"max_tokens": 100}
         with live.http.stream("POST", "/v1/completions", json=body) as response:
             lines = (line for line in response.iter_lines() if line)
@@ -131,7 +134,7 @@ def test_a_client_that_uploads_does_not_hold_the_shutdown() -> None:
 
 def test_a_shutdown_ends_streams_in_bounded_time() -> None:
     llm, engine = slow_llm()
-    with serving(llm, grace_s=0.2) as live, open_stream(live) as lines:
+    with serving(llm, shutdown_grace_s=0.2) as live, open_stream(live) as lines:
         began = time.monotonic()
         live.server.should_exit = True
         *_, last = lines
@@ -144,7 +147,7 @@ def test_a_shutdown_ends_streams_in_bounded_time() -> None:
 
 def test_a_step_that_hangs_does_not_hold_the_server() -> None:
     llm, engine = slow_llm()
-    with serving(llm, grace_s=0.1, stop_timeout_s=0.2) as live, open_stream(live) as lines:
+    with serving(llm, shutdown_grace_s=0.1, stop_timeout_s=0.2) as live, open_stream(live) as lines:
         engine.step_s = 3.0
         time.sleep(0.1)
         live.server.should_exit = True

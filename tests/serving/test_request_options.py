@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from sagellm.core.config import ServerConfig
 from sagellm.core.errors import RequestError
 from sagellm.core.types import SLO, Retention, SamplingParams
 from sagellm.engines.llm import RequestOptions
-from sagellm.serving.clients import ClientLimits
 from sagellm.serving.schema import ChatRequest, CompletionRequest, GenerationFields, checked
 from tests.scripted_engine import scripted_llm
 
@@ -18,7 +18,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def options_of(model: type[GenerationFields], **fields: Any) -> RequestOptions:
-    return checked(model, fields).options(scripted_llm(), ClientLimits(), CLIENT)
+    return checked(model, fields).options(scripted_llm(), ServerConfig(), CLIENT)
 
 
 def test_every_parameter_of_the_engine_is_in_one_object() -> None:

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from sagellm import serving
+from sagellm.core.config import ServerConfig
 from sagellm.core.errors import ConfigError
 from sagellm.serving.server import _announcement, make_server, serve
 from tests.scripted_engine import ScriptedEngine, scripted_llm
@@ -24,7 +25,7 @@ def test_connections_do_not_wait_for_acknowledgements() -> None:
     """With Nagle's algorithm and delayed acknowledgements, each request on a kept connection takes 44 ms."""
     llm = scripted_llm()
     with serving.bind(LOCALHOST, 0) as listener:
-        server = make_server(serving.create_app(llm), host=LOCALHOST, port=0, log_level="warning")
+        server = make_server(serving.create_app(llm), log_level="warning")
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         wait_until(lambda: server.started)
@@ -93,4 +94,4 @@ def test_the_start_says_whether_a_key_is_required(
 @pytest.mark.parametrize("key", ["", "  "])
 def test_an_empty_key_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="api_key is empty"):
-        serving.create_app(scripted_llm(), api_key=key)
+        serving.create_app(scripted_llm(), ServerConfig.model_construct(api_key=key))

@@ -19,8 +19,7 @@ from sagellm.core.errors import MissingExtraError
 from sagellm.core.events import EventBus
 
 if TYPE_CHECKING:
-    from sagellm.core.config import Config, ServerConfig
-    from sagellm.serving import ClientLimits
+    from sagellm.core.config import Config
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -41,16 +40,9 @@ def serve(
     from sagellm import serving
     from sagellm.benchmarks.traces.recorder import TraceRecorder
 
-    server = config.server
-    limits = serving.ConnectionLimits(
-        max_connections=server.max_connections,
-        header_timeout_s=server.header_timeout_s,
-        send_timeout_s=server.send_timeout_s,
-        keep_alive_timeout_s=server.keep_alive_timeout_s,
-    )
     try:
         with (
-            serving.bind(server.host, server.port) as listener,
+            serving.bind(config.server.host, config.server.port) as listener,
             event_bus(config) as events,
             TraceRecorder(record_trace, events, block_tokens=config.kv.block_size)
             if record_trace is not None
@@ -58,41 +50,18 @@ def serve(
         ):
             serving.serve(
                 load_llm(config, events, log_level=logging.INFO),
+                config.server,
                 listener=listener,
                 log_level=config.log.level,
                 log_format=config.log.format,
                 log_requests=config.log.requests,
-                limits=limits,
-                grace_s=server.shutdown_grace_s,
                 config=config,
-                api_key=server.api_key,
-                client_keys=server.client_keys,
-                client_limits=_client_limits(server),
-                admin_key=server.admin_key,
-                cors_origins=server.cors_origins,
-                max_waiting=server.max_waiting,
-                max_body_bytes=server.max_body_bytes,
-                body_timeout_s=server.body_timeout_s,
             )
     except KeyboardInterrupt:
         print("sagellm: ended at once by Ctrl-C", file=sys.stderr)
         os._exit(
             EXIT_INTERRUPTED
         )  # Python's own end would crash a thread that is within a step of the engine
-
-
-def _client_limits(server: ServerConfig) -> ClientLimits:
-    from sagellm.serving import ClientLimits
-
-    return ClientLimits(
-        max_n=server.max_n,
-        max_request_tokens=server.max_request_tokens,
-        max_client_tokens=server.max_client_tokens,
-        waiting_share=server.client_waiting_share,
-        max_priority=server.max_priority,
-        tier_priorities=server.tier_priorities,
-        trust_user=server.trust_user,
-    )
 
 
 @contextmanager

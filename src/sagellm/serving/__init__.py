@@ -5,8 +5,6 @@ the address should be checked before a model is loaded.
 """
 
 from sagellm.serving.app import create_app
-from sagellm.serving.clients import ClientLimits
-from sagellm.serving.connection import ConnectionLimits
 from sagellm.serving.server import bind, make_server, serve
 
-__all__ = ["ClientLimits", "ConnectionLimits", "bind", "create_app", "make_server", "serve"]
+__all__ = ["bind", "create_app", "make_server", "serve"]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ipaddress
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from fastapi import Request
 
-from sagellm.core.errors import ConfigError, RequestError
-from sagellm.core.types import MAX_N
+from sagellm.core.config import ServerConfig
+from sagellm.core.errors import RequestError
 from sagellm.serving.errors import OverloadedError
 
 MAX_USER_CHARS = 256
@@ -23,54 +21,21 @@ Client = tuple[str, ...]
 NO_CLIENT: Client = ("", "")
 
 
-@dataclass(frozen=True, slots=True)
-class ClientLimits:
-    """How much one client may ask of the server; `core/config.py` explains each limit.
+def allowed_priority(settings: ServerConfig, priority: int | None, service_tier: str | None) -> int:
+    """The request's priority plus its service tier's, at most `max_priority`.
 
-    Tokens are counted as the prompts plus `n` times `max_tokens`.
+    A tier that would exceed the limit gets the limit, as OpenAI serves a tier that a project does not have. A
+    number that exceeds it raises `RequestError`, since a client that sends one relies on it.
     """
-
-    max_n: int = MAX_N
-    max_request_tokens: int | None = 2**20
-    max_client_tokens: int | None = None
-    waiting_share: float = 0.75
-    max_priority: int | None = 0
-    tier_priorities: Mapping[str, int] = field(default_factory=lambda: {"priority": 1, "flex": -1})
-    trust_user: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_n < 1 or not 0 < self.waiting_share <= 1:
-            raise ConfigError("max_n must be at least 1 and waiting_share in (0, 1]")
-
-    def priority(self, priority: int | None, service_tier: str | None) -> int:
-        """The request's priority plus its service tier's, at most `max_priority`.
-
-        A tier that would exceed the limit gets the limit, as OpenAI serves a tier that a project does not
-        have. A number that exceeds it raises `RequestError`, since a client that sends one relies on it.
-        """
-        asked = (priority or 0) + self.tier_priorities.get(service_tier or "", 0)
-        limit = self.max_priority
-        if limit is None or asked <= limit:
-            return asked
-        if priority and priority > limit:
-            allowed = f"at most {limit} is allowed on this server (server.max_priority)"
-            order = "requests with a higher number are served first"
-            raise RequestError(f"priority is {priority}; {allowed}, and {order}: leave it out", "priority")
-        return limit
-
-    def check_n(self, n: int) -> None:
-        if n > self.max_n:
-            text = f"n must be at most {self.max_n} on this server (server.max_n), got {n}"
-            raise RequestError(f"{text}: send several requests", "n", "integer_above_max_value")
-
-    def check_tokens(self, num_tokens: int, max_model_len: int) -> None:
-        """Refuse a request that could never run. One answer that fills the context always can."""
-        limits = {"max_request_tokens": self.max_request_tokens, "max_client_tokens": self.max_client_tokens}
-        for name, limit in limits.items():
-            if limit is not None and num_tokens > max(limit, max_model_len):
-                asked = f"the prompts and n times max_tokens are {num_tokens} tokens"
-                allowed = f"at most {max(limit, max_model_len)} are allowed in one request (server.{name})"
-                raise RequestError(f"{asked}; {allowed}: send a smaller n or max_tokens", "max_tokens")
+    asked = (priority or 0) + settings.tier_priorities.get(service_tier or "", 0)
+    limit = settings.max_priority
+    if limit is None or asked <= limit:
+        return asked
+    if priority and priority > limit:
+        allowed = f"at most {limit} is allowed on this server (server.max_priority)"
+        order = "requests with a higher number are served first"
+        raise RequestError(f"priority is {priority}; {allowed}, and {order}: leave it out", "priority")
+    return limit
 
 
 def client_of(request: Request, user: str | None, *, trust_user: bool = False) -> Client:
@@ -103,12 +68,11 @@ class ClientLoad:
     """Counts waiting sequences and the tokens of open requests, in all and by client.
 
     A sequence waits until its first token. Both are counted for a client as a whole (key or address), waiting
-    sequences also for each end user.
+    sequences also for each end user. The limits are those of `settings`.
     """
 
-    def __init__(self, limits: ClientLimits, max_waiting: int) -> None:
-        self.limits = limits
-        self.max_waiting = max_waiting
+    def __init__(self, settings: ServerConfig) -> None:
+        self.settings = settings
         self.num_waiting = 0
         self._waiting: Counter[Client] = Counter()
         self._tokens: Counter[str] = Counter()
@@ -116,21 +80,20 @@ class ClientLoad:
     @property
     def most_of_one_client(self) -> int:
         """Sequences of one client that may wait while there is no other client."""
-        return math.ceil(self.limits.waiting_share * self.max_waiting)
+        return math.ceil(self.settings.client_waiting_share * self.settings.max_waiting)
 
     def check_waiting(self, client: Client, num_sequences: int) -> None:
         """Raise `OverloadedError` unless so many more sequences of the client may wait now.
 
-        A client, and an end user of it, gets `waiting_share` of the places that others leave free. So there
-        is always a place for a client that comes later.
+        A client, and an end user of it, gets `client_waiting_share` of the places that others leave free. So
+        there is always a place for a client that comes later.
         """
-        if self.num_waiting + num_sequences > self.max_waiting:
-            full = f"{self.num_waiting} of at most {self.max_waiting} sequences wait"
-            raise OverloadedError(f"{full}: try again later")
-        room, around = self.max_waiting, self.num_waiting
+        room, around = self.settings.max_waiting, self.num_waiting
+        if around + num_sequences > room:
+            raise OverloadedError(f"{around} of at most {room} sequences wait: try again later")
         for path in _levels(client):
             own = self._waiting[path]
-            room = math.ceil(self.limits.waiting_share * (room - (around - own)))
+            room = math.ceil(self.settings.client_waiting_share * (room - (around - own)))
             if own + num_sequences > room:
                 used = f"{own} of your sequences wait, and at most {room} may"
                 raise OverloadedError(
@@ -138,9 +101,19 @@ class ClientLoad:
                 )
             around = own
 
-    def check_tokens(self, client: Client, num_tokens: int) -> None:
-        """Raise `OverloadedError` if open requests leave the client too few tokens."""
-        limit, used = self.limits.max_client_tokens, self._tokens[client[0]]
+    def check_tokens(self, client: Client, num_tokens: int, max_model_len: int) -> None:
+        """Refuse a request for its tokens: the prompts plus `n` times `max_tokens`.
+
+        Raises `RequestError` for one that could never run; an answer that fills the context always can.
+        Raises `OverloadedError` if open requests leave the client too few tokens.
+        """
+        for name in ("max_request_tokens", "max_client_tokens"):
+            limit = getattr(self.settings, name)
+            if limit is not None and num_tokens > max(limit, max_model_len):
+                asked = f"the prompts and n times max_tokens are {num_tokens} tokens"
+                allowed = f"at most {max(limit, max_model_len)} are allowed in one request (server.{name})"
+                raise RequestError(f"{asked}; {allowed}: send a smaller n or max_tokens", "max_tokens")
+        limit, used = self.settings.max_client_tokens, self._tokens[client[0]]
         if limit is not None and used and used + num_tokens > limit:
             asked = f"your open requests may generate or hold {used} tokens, this one {num_tokens}"
             raise OverloadedError(

@@ -12,7 +12,6 @@ import logging
 import sys
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from http import HTTPStatus
 from typing import Any
@@ -22,6 +21,7 @@ from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.config import ServerConfig
 from sagellm.serving.access_log import REQUEST_ID_HEADER, LineLimit, Refusals, begin_record
 from sagellm.serving.errors import RETRY_AFTER_S, clipped, error_body
 
@@ -42,16 +42,6 @@ _MAX_REFUSED = 128
 _FORBIDDEN = b"\r\n\0\v\f"
 """Bytes that no line may hold. Other servers read CR or LF alone differently; the rest makes h11's regular
 expressions backtrack, in quadratic time."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """The settings of the same names in the section `server`."""
-
-    max_connections: int = 2048
-    header_timeout_s: float = 10.0
-    send_timeout_s: float = 60.0
-    keep_alive_timeout_s: float = 30.0
 
 
 class RateLimitedLog:
@@ -85,7 +75,7 @@ class Connection(H11Protocol):
     def __init__(
         self,
         *args: Any,
-        limits: ConnectionLimits,
+        settings: ServerConfig,
         refusals: Refusals,
         full: RateLimitedLog,
         **kwargs: Any,
@@ -93,8 +83,8 @@ class Connection(H11Protocol):
         super().__init__(*args, **kwargs)
         self.conn = StrictConnection()
         self.logger = _errors_only
-        self.timeout_keep_alive = limits.keep_alive_timeout_s  # type: ignore[assignment]
-        self._limits = limits
+        self.timeout_keep_alive = settings.keep_alive_timeout_s  # type: ignore[assignment]
+        self._settings = settings
         self._refusals = refusals
         self._full = full
         self._refused = False
@@ -105,12 +95,12 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # so that the send timeout sees every unread byte
-        if len(self.connections) <= self._limits.max_connections:
+        if len(self.connections) <= self._settings.max_connections:
             self._wait_for(_Waiting.HEAD)
             return
-        limit = f"{self._limits.max_connections} connections are open (server.max_connections)"
+        limit = f"{self._settings.max_connections} connections are open (server.max_connections)"
         self._full.warning(f"refused a connection: {limit}")
-        if len(self.connections) > self._limits.max_connections + _MAX_REFUSED:
+        if len(self.connections) > self._settings.max_connections + _MAX_REFUSED:
             transport.abort()
         else:
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"{limit}: try again later", "too_many_connections")
@@ -172,16 +162,16 @@ class Connection(H11Protocol):
         if self._wait_timer is not None:
             self._wait_timer.cancel()
         expired: dict[_Waiting, tuple[float, Callable[[], None]]] = {
-            _Waiting.HEAD: (self._limits.header_timeout_s, self._end_without_head),
-            _Waiting.NEXT: (self._limits.keep_alive_timeout_s, self.timeout_keep_alive_handler),
-            _Waiting.REST: (self._limits.header_timeout_s, self.abort),
+            _Waiting.HEAD: (self._settings.header_timeout_s, self._end_without_head),
+            _Waiting.NEXT: (self._settings.keep_alive_timeout_s, self.timeout_keep_alive_handler),
+            _Waiting.REST: (self._settings.header_timeout_s, self.abort),
         }
         if waiting is not None:
             self._wait_timer = self.loop.call_later(*expired[waiting])
 
     def _end_without_head(self) -> None:
         if self.conn.trailing_data[0]:
-            limit = f"{self._limits.header_timeout_s:g} s (server.header_timeout_s)"
+            limit = f"{self._settings.header_timeout_s:g} s (server.header_timeout_s)"
             message = f"the headers did not arrive within {limit}"
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, message, "request_timeout")
         else:  # a connection made in advance and not used
@@ -189,7 +179,7 @@ class Connection(H11Protocol):
 
     def _watch_sending(self) -> None:
         unsent = self.transport.get_write_buffer_size()
-        self._send_timer = self.loop.call_later(self._limits.send_timeout_s, self._end_unread, unsent)
+        self._send_timer = self.loop.call_later(self._settings.send_timeout_s, self._end_unread, unsent)
 
     def _end_unread(self, unsent_before: int) -> None:
         if self.transport.get_write_buffer_size() < unsent_before:

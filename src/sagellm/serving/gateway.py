@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.config import ServerConfig
 from sagellm.core.errors import RequestError
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import LLM, RequestOptions, TextDelta
-from sagellm.serving.clients import Client, ClientLimits, ClientLoad
+from sagellm.serving.clients import Client, ClientLoad
 from sagellm.serving.errors import GenerationError, OverloadedError, SlowClientError, UnavailableError
 from sagellm.serving.loop import Abort, Answered, Call, EngineLoop, Event, LoopFailed, Refused, Submit
 from sagellm.serving.metrics import RequestTimes, ServerMetrics
@@ -30,7 +31,6 @@ DIAGNOSTICS_TIMEOUT_S = 1.0
 T = TypeVar("T")
 
 _POLL_S = 0.01
-DEFAULT_LIMITS = ClientLimits()
 
 _BYTES_PER_TOKEN = 64
 """What a token, or an alternative to it, takes at least, beside its text."""
@@ -130,20 +130,13 @@ def _size(delta: TextDelta) -> int:
 class Gateway:
     """Owns the engine loop. Methods are for the asyncio thread that called `start`.
 
-    At most `max_waiting` sequences may wait for their first token; requests beyond that are refused.
+    At most `settings.max_waiting` sequences may wait for their first token; requests beyond that are refused.
     """
 
-    def __init__(
-        self,
-        llm: LLM,
-        *,
-        max_waiting: int,
-        client_limits: ClientLimits = DEFAULT_LIMITS,
-        clock: Clock | None = None,
-    ) -> None:
+    def __init__(self, llm: LLM, settings: ServerConfig, *, clock: Clock | None = None) -> None:
         self.llm = llm
         self._clock = clock or MonotonicClock()
-        self.load = ClientLoad(client_limits, max_waiting)
+        self.load = ClientLoad(settings)
         self._open: dict[str, _OpenRequest] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count()
@@ -190,8 +183,7 @@ class Gateway:
         n, client = options.params.n, options.client
         self.check_room(len(prompts), n, client)
         sizes = [len(tokens) + n * self._most_tokens(tokens, options.params) for tokens in prompts]
-        self.load.limits.check_tokens(sum(sizes), self.llm.max_model_len)
-        self.load.check_tokens(client, sum(sizes))
+        self.load.check_tokens(client, sum(sizes), self.llm.max_model_len)
         generation = Generation(self, len(prompts))
         options = replace(options, client=(*client, generation.generation_id))
         now_s = self._clock.now()
@@ -212,7 +204,7 @@ class Gateway:
         as sequences; beyond that it raises `OverloadedError`, without an engine `UnavailableError`.
         """
         self._check_alive()
-        if len(self._calls) >= self.load.max_waiting:
+        if len(self._calls) >= self.load.settings.max_waiting:
             raise OverloadedError(f"{len(self._calls)} calls wait for the engine: try again later")
         call_id = next(self._ids)
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -275,7 +267,10 @@ class Gateway:
     def check_room(self, num_prompts: int, n: int, client: Client) -> None:
         """Raise what `open` would for so many prompts, before they are encoded."""
         num_sequences, most = num_prompts * n, self.load.most_of_one_client
-        self.load.limits.check_n(n)
+        max_n = self.load.settings.max_n
+        if n > max_n:
+            text = f"n must be at most {max_n} on this server (server.max_n), got {n}"
+            raise RequestError(f"{text}: send several requests", "n", "integer_above_max_value")
         if num_sequences > most:
             at_most = f"at most {most} sequences of a client may wait on this server (server.max_waiting)"
             asked = f"{num_prompts} prompts times n = {n} are {num_sequences}: send fewer at a time"

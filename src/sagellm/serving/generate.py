@@ -41,22 +41,21 @@ class GenerationRoutes:
     gateway: Gateway
     reader: RequestReader
     encoder: PromptEncoder
-    check_model: Callable[[str | None], str]
     wall_clock: Callable[[], float]
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        body, model, options = await self._read(ChatRequest, request)
+        body, options = await self._read(ChatRequest, request)
         variables = body.template_options()
         self.gateway.check_room(1, options.params.n, options.client)
         tokens = await run_in_threadpool(self.encoder.chat, body.messages, variables)
         generation = self._open(request, [tokens], options, body)
-        reply = ChatReply(self._head("chatcmpl", generation, model, body), logprobs=bool(body.logprobs))
+        reply = ChatReply(self._head("chatcmpl", generation, body), logprobs=bool(body.logprobs))
         return await self._answer(request, body, generation, reply, options.params.n, num_prompts=1)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        body, model, options = await self._read(CompletionRequest, request)
+        body, options = await self._read(CompletionRequest, request)
         n, prompts = options.params.n, body.prompts()
         self.gateway.check_room(len(prompts), n, options.client)
         tokens = await run_in_threadpool(lambda: [self.encoder.prompt(prompt) for prompt in prompts])
@@ -68,7 +67,7 @@ class GenerationRoutes:
             )
         generation = self._open(request, tokens, options, body)
         reply = CompletionReply(
-            self._head("cmpl", generation, model, body),
+            self._head("cmpl", generation, body),
             logprobs=body.logprobs,
             echoes=echoes,
             num_choices=n,
@@ -76,13 +75,12 @@ class GenerationRoutes:
         )
         return await self._answer(request, body, generation, reply, n, num_prompts=len(prompts))
 
-    async def _read(self, model: type[B], request: Request) -> tuple[B, str, RequestOptions]:
-        """The body, the name of its model, and the options for the engine."""
+    async def _read(self, model: type[B], request: Request) -> tuple[B, RequestOptions]:
+        """The body, and the options for the engine."""
         body = await self.reader.read(model, request)
-        limits = self.gateway.load.limits
-        name = self.check_model(body.model)
-        client = client_of(request, body.user, trust_user=limits.trust_user)
-        return body, name, body.options(self.gateway.llm, limits, client)
+        settings = self.gateway.load.settings
+        client = client_of(request, body.user, trust_user=settings.trust_user)
+        return body, body.options(self.gateway.llm, settings, client)
 
     def _open(
         self, request: Request, prompts: Sequence[Tokens], options: RequestOptions, body: GenerationFields
@@ -99,10 +97,11 @@ class GenerationRoutes:
         record.times = generation.times
         return generation
 
-    def _head(self, prefix: str, generation: Generation, model: str, body: GenerationFields) -> AnswerHead:
+    def _head(self, prefix: str, generation: Generation, body: GenerationFields) -> AnswerHead:
         answer_id = f"{prefix}-{generation.generation_id}"
+        created = int(self.wall_clock())
         return AnswerHead(
-            answer_id, model, int(self.wall_clock()), with_misses=bool(body.return_cache_misses)
+            answer_id, self.reader.model_name, created, with_misses=bool(body.return_cache_misses)
         )
 
     async def _answer(

@@ -23,6 +23,7 @@ from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.serving import answers
 from sagellm.serving.access_log import REQUEST_ID_HEADER
 from sagellm.serving.admin import PinRequest, PolicyRequest, StrategyRequest
+from sagellm.serving.gateway import Gateway
 from sagellm.serving.schema import (
     IGNORED_HEADER,
     MAX_PRIORITY,
@@ -67,8 +68,8 @@ class Limits:
     vocab_size: int
     max_model_len: int
     max_choices: int
-    max_priority: int | None = None
-    attributes_misses: bool = False
+    max_priority: int | None
+    attributes_misses: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +201,16 @@ ENDPOINTS: Mapping[tuple[str, str], Endpoint] = {
 }
 
 
-def document(limits: Limits, *, wants_key: bool) -> Schema:
+def document(gateway: Gateway, model_name: str, *, wants_key: bool) -> Schema:
     """The OpenAPI document of a server."""
+    limits = Limits(
+        model_name,
+        gateway.llm.tokenizer.vocab_size,
+        gateway.llm.max_model_len,
+        min(gateway.load.settings.max_n, gateway.load.most_of_one_client),
+        gateway.load.settings.max_priority,
+        attributes_misses=gateway.attributes_misses,
+    )
     paths: Schema = {}
     for (method, path), endpoint in ENDPOINTS.items():
         described = _endpoint(path, endpoint, limits, wants_key=wants_key)

@@ -16,7 +16,8 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel
 from pydantic_core import from_json
 
-from sagellm.core.errors import RequestError
+from sagellm.core.config import ServerConfig
+from sagellm.core.errors import RequestError, UnknownModelError
 from sagellm.serving.errors import BodyTooLargeError, SlowClientError, clipped
 from sagellm.serving.schema import checked
 
@@ -33,38 +34,45 @@ M = TypeVar("M", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class RequestReader:
-    """Reads bodies of at most `max_body_bytes` that arrive within `body_timeout_s`."""
+    """Reads bodies of at most `max_body_bytes` that arrive within `body_timeout_s`, for the one model."""
 
-    max_body_bytes: int
-    body_timeout_s: float
+    settings: ServerConfig
+    model_name: str
 
     async def read(self, model: type[M], request: Request) -> M:
         """The request as `model`. Every defect is a `RequestError` that names the field."""
+        timeout_s = self.settings.body_timeout_s
         try:
-            async with asyncio.timeout(self.body_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 body = await self._bytes(request)
         except TimeoutError:
-            limit = f"{self.body_timeout_s:g} s (server.body_timeout_s)"
+            limit = f"{timeout_s:g} s (server.body_timeout_s)"
             raise SlowClientError(f"the body did not arrive within {limit}: send it faster") from None
         if len(body) <= _READ_AT_ONCE_BYTES:
-            return _parse(model, body)
-        return await run_in_threadpool(_parse, model, body)
+            parsed = _parse(model, body)
+        else:
+            parsed = await run_in_threadpool(_parse, model, body)
+        self.check_model(getattr(parsed, "model", None))
+        return parsed
+
+    def check_model(self, name: str | None) -> None:
+        """Raise `UnknownModelError` for another model than the served one; None means that one."""
+        if name is not None and name != self.model_name:
+            shown = clipped(repr(name))
+            raise UnknownModelError(f"the model {shown} is not served here; {self.model_name!r} is", "model")
 
     async def _bytes(self, request: Request) -> bytes:
+        limit = self.settings.max_body_bytes
+        error = f"the body is larger than {limit} bytes (server.max_body_bytes): send a smaller one"
         declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > self.max_body_bytes:
-            raise self._too_large()
+        if declared.isdecimal() and int(declared) > limit:
+            raise BodyTooLargeError(error)
         body = bytearray()
         async for piece in request.stream():
             body += piece
-            if len(body) > self.max_body_bytes:
-                raise self._too_large()
+            if len(body) > limit:
+                raise BodyTooLargeError(error)
         return bytes(body)
-
-    def _too_large(self) -> BodyTooLargeError:
-        return BodyTooLargeError(
-            f"the body is larger than {self.max_body_bytes} bytes (server.max_body_bytes): send a smaller one"
-        )
 
 
 def _parse(model: type[M], body: bytes) -> M:

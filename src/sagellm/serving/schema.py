@@ -30,11 +30,12 @@ from pydantic import (
     model_validator,
 )
 
+from sagellm.core.config import ServerConfig
 from sagellm.core.errors import RequestError, UnsupportedParameterError, nearest
 from sagellm.core.kv_hints import MAX_DURATION_S, KVHintsEnvelope
 from sagellm.core.types import MAX_LOGPROBS, MAX_RETENTIONS, SLO, Retention
 from sagellm.engines.llm import LLM, MAX_SESSION_ID_CHARS, RequestOptions
-from sagellm.serving.clients import Client, ClientLimits
+from sagellm.serving.clients import Client, allowed_priority
 from sagellm.serving.errors import MAX_ECHO_CHARS, clipped
 
 M = TypeVar("M", bound=BaseModel)
@@ -314,7 +315,7 @@ class GenerationFields(BaseModel):
     fewest_tokens: ClassVar[int] = 1
     """The least `max_tokens`."""
 
-    def options(self, llm: LLM, limits: ClientLimits, client: Client) -> RequestOptions:
+    def options(self, llm: LLM, settings: ServerConfig, client: Client) -> RequestOptions:
         """The request's options for the engine. Raises `RequestError`.
 
         This is the only place where parameters of a request get their meaning for the engine. The model's own
@@ -323,7 +324,7 @@ class GenerationFields(BaseModel):
         """
         return RequestOptions(
             params=llm.sampling_params(**self.sampling()),
-            priority=limits.priority(self.priority, self.service_tier),
+            priority=allowed_priority(settings, self.priority, self.service_tier),
             tenant=self.cache_salt or "",
             service_class="" if self.service_tier in (None, "auto", "default") else self.service_tier,
             session_id=self.session_id,

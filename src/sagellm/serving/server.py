@@ -12,7 +12,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -20,16 +19,14 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from sagellm.core.config import ServerConfig
 from sagellm.core.errors import ConfigError, EngineFailedError
 from sagellm.core.log_lines import LogFormat, set_up_logging
-from sagellm.core.ports import SagePorts
 from sagellm.engines.llm import LLM
-from sagellm.serving.app import create_app
-from sagellm.serving.connection import Connection, ConnectionLimits, RateLimitedLog
+from sagellm.serving.app import DEFAULT_SETTINGS, create_app
+from sagellm.serving.connection import Connection, RateLimitedLog
 from sagellm.serving.gateway import Gateway
 
-DEFAULT_HOST = "127.0.0.1"
-DEFAULT_GRACE_S = 20.0
 FORCED_EXIT_S = 1.5
 """From the second Ctrl-C to the end of the process, even if threads still run."""
 INTERRUPTED = 130
@@ -75,20 +72,13 @@ class SageServer(uvicorn.Server):
     error that their clients receive. A second SIGINT ends them at once. A failed engine ends the server too.
     """
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        gateway: Gateway,
-        grace_s: float,
-        *,
-        wants_key: bool = False,
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
         self.forced = False
-        self._gateway = gateway
+        self._gateway: Gateway = app.state.gateway
+        self._grace_s: float = app.state.settings.shutdown_grace_s
+        self._wants_key: bool = app.state.wants_key
         self._accept_errors = RateLimitedLog()
-        self._grace_s = grace_s
-        self._wants_key = wants_key
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, then log the model, the address and whether clients need a key."""
@@ -97,7 +87,8 @@ class SageServer(uvicorn.Server):
             await super().startup(sockets)
         except OSError as error:  # another process listens on the same address already
             await self.lifespan.shutdown()
-            raise _not_available(f"{self.config.host}:{self.config.port}", error) from error
+            host, port = (sockets[0].getsockname() if sockets else (self.config.host, self.config.port))[:2]
+            raise _not_available(f"{host}:{port}", error) from error
         if self.started:
             llm, stats = self._gateway.llm, self._gateway.llm.stats()
             blocks = stats.blocks_active + stats.blocks_cached + stats.blocks_free
@@ -161,27 +152,16 @@ class SageServer(uvicorn.Server):
             loop.default_exception_handler(context)
 
 
-def make_server(
-    app: FastAPI,
-    *,
-    host: str,
-    port: int,
-    limits: ConnectionLimits | None = None,
-    grace_s: float = DEFAULT_GRACE_S,
-    log_level: str = "info",
-) -> SageServer:
-    """A server for an app of `create_app`, not yet running."""
-    gateway: Gateway = app.state.gateway
-    connection = partial(
-        Connection,
-        limits=limits or ConnectionLimits(),
-        refusals=app.state.refusals,
-        full=RateLimitedLog(),
-    )
+def make_server(app: FastAPI, *, log_level: str = "info") -> SageServer:
+    """A server for an app of `create_app`, not yet running. `run` without a listener binds the settings'
+    address.
+    """
+    settings: ServerConfig = app.state.settings
+    connection = partial(Connection, settings=settings, refusals=app.state.refusals, full=RateLimitedLog())
     config = uvicorn.Config(
         app,
-        host=host,
-        port=port,
+        host=settings.host,
+        port=settings.port,
         http=connection,  # type: ignore[arg-type] # uvicorn only calls it
         ws="none",
         log_config=None,
@@ -189,7 +169,7 @@ def make_server(
         access_log=False,
         timeout_graceful_shutdown=int(_FINAL_EVENTS_S) + 1,
     )
-    return SageServer(config, gateway, grace_s, wants_key=app.state.wants_key)
+    return SageServer(config, app)
 
 
 def _announcement(host: str, port: int, *, wants_key: bool) -> tuple[int, str]:
@@ -204,32 +184,25 @@ def _announcement(host: str, port: int, *, wants_key: bool) -> tuple[int, str]:
 
 def serve(
     llm: LLM,
-    host: str = DEFAULT_HOST,
-    port: int = SagePorts.HTTP,
+    settings: ServerConfig = DEFAULT_SETTINGS,
     *,
     listener: socket.socket | None = None,
-    limits: ConnectionLimits | None = None,
-    grace_s: float = DEFAULT_GRACE_S,
     log_level: str = "info",
     log_format: LogFormat = "text",
     **options: Any,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then close the `llm`; `options` as of `create_app`.
 
-    Logs to stderr unless the caller has set up logging. A `listener`, made by `bind`, replaces `host` and
-    `port`. Raises `ConfigError` for an address that is not available, `EngineFailedError` when the engine has
-    failed, and `KeyboardInterrupt` after a second SIGINT. The `llm` stays open if its last step hangs.
+    Logs to stderr unless the caller has set up logging. A `listener`, made by `bind`, replaces the address in
+    `settings`. Raises `ConfigError` for an address that is not available, `EngineFailedError` when the engine
+    has failed, and `KeyboardInterrupt` after a second SIGINT. The `llm` stays open if its last step hangs.
     """
     set_up_logging(log_level, log_format)
-    app = create_app(llm, **options)
-    limits = _within_descriptors(limits or ConnectionLimits())
+    app = create_app(llm, _within_descriptors(settings), **options)
     server: SageServer | None = None
     try:
-        with listener or bind(host, int(port)) as bound, _sigterm_as_interrupt():
-            host, port = bound.getsockname()[:2]
-            server = make_server(
-                app, host=host, port=port, limits=limits, grace_s=grace_s, log_level=log_level
-            )
+        with listener or bind(settings.host, settings.port) as bound, _sigterm_as_interrupt():
+            server = make_server(app, log_level=log_level)
             server.run([bound])
     except KeyboardInterrupt:
         if server is None:
@@ -244,30 +217,30 @@ def serve(
         raise EngineFailedError(f"the engine has failed, restart the server: {failure}") from failure
 
 
-def _within_descriptors(limits: ConnectionLimits) -> ConnectionLimits:
-    """The limits, reduced to the files that the process may open.
+def _within_descriptors(settings: ServerConfig) -> ServerConfig:
+    """The settings, with no more connections than the process may open files.
 
     Raises the soft limit of the process as needed.
     """
     try:
         import resource
     except ImportError:  # not on Windows, which has no such limit
-        return limits
+        return settings
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
-    wanted = limits.max_connections + _SPARE_DESCRIPTORS
+    wanted = settings.max_connections + _SPARE_DESCRIPTORS
     if soft == unlimited or soft >= wanted:
-        return limits
+        return settings
     granted = wanted if hard == unlimited else min(wanted, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (granted, hard))
     except (OSError, ValueError):  # macOS has a lower limit beside
         granted = soft
     if granted == wanted:
-        return limits
+        return settings
     fitting = max(1, granted - _SPARE_DESCRIPTORS)
     log.warning("at most %d connections: the process may open only %d files (ulimit -n)", fitting, granted)
-    return replace(limits, max_connections=fitting)
+    return settings.model_copy(update={"max_connections": fitting})
 
 
 @contextmanager
