@@ -80,33 +80,8 @@ def create_app(
             expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER],
         )
     app.add_middleware(AccessLog, clock=log_clock, count=count, enabled=log_requests)
-    reader, encoder = RequestReader(settings, model_name or llm.model_name), PromptEncoder(llm)
-    generation = GenerationRoutes(gateway, reader, encoder, wall_clock)
-    admin = AdminRoutes(gateway, reader, encoder, SchedulingInUse.of(config))
-    others = OtherRoutes(gateway, reader, encoder, int(wall_clock()))
-    handlers: dict[tuple[str, str], Handler] = {
-        ("GET", "/health"): others.health,
-        ("GET", "/ready"): others.ready,
-        ("GET", "/version"): others.version,
-        ("GET", "/metrics"): others.metrics,
-        ("GET", "/v1/models"): others.list_models,
-        ("GET", "/v1/models/{model}"): others.get_model,
-        ("POST", "/v1/chat/completions"): generation.chat,
-        ("POST", "/v1/completions"): generation.completions,
-        ("POST", "/v1/kv/hints"): others.hint,
-        ("POST", "/tokenize"): others.tokenize,
-        ("POST", "/detokenize"): others.detokenize,
-        ("POST", "/v1/admin/pins"): admin.pin,
-        ("GET", "/v1/admin/pins"): admin.list_pins,
-        ("DELETE", "/v1/admin/pins/{pin_id}"): admin.unpin,
-        ("GET", "/v1/admin/eviction_policy"): admin.get_policy,
-        ("PUT", "/v1/admin/eviction_policy"): admin.set_policy,
-        ("GET", "/v1/admin/scheduling_strategy"): admin.get_strategy,
-        ("PUT", "/v1/admin/scheduling_strategy"): admin.set_strategy,
-        ("POST", "/reset_prefix_cache"): admin.clear_cache,
-        ("POST", "/flush_cache"): admin.clear_cache,
-    }
-    _add_routes(app, handlers, keys, settings.admin_key)
+    reader = RequestReader(settings, model_name or llm.model_name)
+    _add_routes(app, _handlers(gateway, reader, config, wall_clock), keys, settings.admin_key)
     described = partial(document, gateway, reader.model_name, wants_key=bool(keys))
     app.openapi = cache(described)  # type: ignore[method-assign] # in place of FastAPI's
     return app
@@ -195,6 +170,38 @@ class OtherRoutes:
         }
 
 
+def _handlers(
+    gateway: Gateway, reader: RequestReader, config: Config | None, wall_clock: Callable[[], float]
+) -> dict[tuple[str, str], Handler]:
+    """What answers each route of `ENDPOINTS`."""
+    encoder = PromptEncoder(gateway.llm)
+    generation = GenerationRoutes(gateway, reader, encoder, wall_clock)
+    admin = AdminRoutes(gateway, reader, encoder, SchedulingInUse.of(config))
+    others = OtherRoutes(gateway, reader, encoder, int(wall_clock()))
+    return {
+        ("GET", "/health"): others.health,
+        ("GET", "/ready"): others.ready,
+        ("GET", "/version"): others.version,
+        ("GET", "/metrics"): others.metrics,
+        ("GET", "/v1/models"): others.list_models,
+        ("GET", "/v1/models/{model}"): others.get_model,
+        ("POST", "/v1/chat/completions"): generation.chat,
+        ("POST", "/v1/completions"): generation.completions,
+        ("POST", "/v1/kv/hints"): others.hint,
+        ("POST", "/tokenize"): others.tokenize,
+        ("POST", "/detokenize"): others.detokenize,
+        ("POST", "/v1/admin/pins"): admin.pin,
+        ("GET", "/v1/admin/pins"): admin.list_pins,
+        ("DELETE", "/v1/admin/pins/{pin_id}"): admin.unpin,
+        ("GET", "/v1/admin/eviction_policy"): admin.get_policy,
+        ("PUT", "/v1/admin/eviction_policy"): admin.set_policy,
+        ("GET", "/v1/admin/scheduling_strategy"): admin.get_strategy,
+        ("PUT", "/v1/admin/scheduling_strategy"): admin.set_strategy,
+        ("POST", "/reset_prefix_cache"): admin.clear_cache,
+        ("POST", "/flush_cache"): admin.clear_cache,
+    }
+
+
 def _names_by_key(settings: ServerConfig) -> dict[str, str]:
     """The name of the client that has each key; "" for `api_key`. Raises `ConfigError` for unsafe keys."""
     api_key, admin_key = settings.api_key, settings.admin_key
@@ -213,7 +220,7 @@ def _names_by_key(settings: ServerConfig) -> dict[str, str]:
 def _add_routes(
     app: FastAPI, handlers: Mapping[tuple[str, str], Handler], keys: Mapping[str, str], admin_key: str | None
 ) -> None:
-    """Add the routes of `ENDPOINTS`, each with the key that it wants, and HEAD beside GET."""
+    """Add the routes of `ENDPOINTS`, each behind its key, and HEAD beside GET."""
     admin_check = _bearer_check({admin_key: ""}, "admin key", "ADMIN_KEY") if admin_key else _refuse_admin
     for_operators = [Depends(admin_check)]
     for_clients = [Depends(_bearer_check(keys, "API key", "KEY"))] if keys else []
