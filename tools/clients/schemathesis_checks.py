@@ -14,7 +14,7 @@ from schemathesis import Case, CheckContext, HookContext, Response
 
 BEYOND_SCHEMA = re.compile(
     r"maximum context length|must not exceed max_tokens|differ: send one|only whole blocks are held|"
-    r"has no option|has no pass|only the configuration may name"
+    r"has no option|has no pass|only the configuration may name|must be greater than start"
 )
 
 
