@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sagellm.engines.build import DEMO_MODEL, load
+from sagellm.engines.build import load
 from sagellm.engines.llm import LLM
+from sagellm.engines.native import DEMO_MODEL
 from tests.scripted_engine import scripted_llm
 
 SCRIPTED = "scripted"

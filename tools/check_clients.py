@@ -159,7 +159,7 @@ def _steps(a: int, b: int) -> str:
 
 
 def _lm_eval(url: str, folder: Path) -> str:
-    from sagellm.engines.build import DEMO_MODEL
+    from sagellm.engines.native import DEMO_MODEL
 
     work = folder / "sums"
     shutil.rmtree(work, ignore_errors=True)
@@ -200,7 +200,7 @@ def _largest_error(samples: Sequence[Mapping[str, Any]]) -> float:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from sagellm.engines.build import DEMO_MODEL
+    from sagellm.engines.native import DEMO_MODEL
 
     tokenizer = AutoTokenizer.from_pretrained(str(DEMO_MODEL))
     network = AutoModelForCausalLM.from_pretrained(str(DEMO_MODEL), dtype=torch.float32)

@@ -221,7 +221,7 @@ def test_a_tokenizer_is_a_function_or_a_folder(save: Save, monkeypatch: pytest.M
 
 def test_the_demo_models_tokenizer(save: Save) -> None:
     pytest.importorskip("tokenizers")
-    from sagellm.engines.build import DEMO_MODEL
+    from sagellm.engines.native import DEMO_MODEL
     from sagellm.engines.native.tokenizer import Tokenizer
 
     [request] = read_trace(save(said("Hello there", "yes")), tokenizer=DEMO_MODEL).requests

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from sagellm.engines.build import DEMO_MODEL
+from sagellm.engines.native import DEMO_MODEL
 from tests.fake_hub import FakeHub, running_hub
 
 DEMO = {path.name: path.read_bytes() for path in DEMO_MODEL.iterdir() if path.is_file()}

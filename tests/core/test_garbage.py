@@ -9,6 +9,7 @@ from sagellm.core.config import Config
 from sagellm.core.errors import ModelError
 from sagellm.core.garbage import nothing_collected
 from sagellm.engines import build
+from sagellm.engines.native import from_config
 
 
 def test_collection_goes_on_afterwards() -> None:
@@ -49,7 +50,7 @@ def test_nothing_is_collected_while_a_backend_is_built(monkeypatch: pytest.Monke
         assert not gc.isenabled()
         raise ModelError("no model")
 
-    monkeypatch.setattr(build, "model_source", refuse)
+    monkeypatch.setattr(from_config, "model_source", refuse)
     with pytest.raises(ModelError, match="no model"):
         build.build_backend(Config())
     assert gc.isenabled()

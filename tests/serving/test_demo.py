@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sagellm.engines.build import DEMO_MODEL
+from sagellm.engines.native import DEMO_MODEL
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sagellm.engines.build import DEMO_MODEL, load
+from sagellm.engines.build import load
+from sagellm.engines.native import DEMO_MODEL
 from sagellm.serving import gateway
 from tests.scripted_engine import scripted_llm
 from tests.serving.live import Live, serving

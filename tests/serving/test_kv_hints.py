@@ -11,8 +11,9 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from sagellm.core.kv_hints import HintOutcome, HintStatus
-from sagellm.engines.build import DEMO_MODEL, load
+from sagellm.engines.build import load
 from sagellm.engines.llm import LLM
+from sagellm.engines.native import DEMO_MODEL
 from sagellm.engines.simulator import TokenMemoryBackend
 from tests.builders import fake_engine
 from tests.scripted_engine import ScriptedEngine, scripted_llm, toy_tokenizer

@@ -14,7 +14,8 @@ from fastapi.routing import APIRoute
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sagellm.engines.build import DEMO_MODEL, load
+from sagellm.engines.build import load
+from sagellm.engines.native import DEMO_MODEL
 from sagellm.serving import create_app
 from sagellm.serving.answers import ErrorAnswer
 from sagellm.serving.openapi import ENDPOINTS, Endpoint, numbers_below

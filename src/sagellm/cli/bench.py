@@ -210,7 +210,7 @@ def engine(
 def _model_or_shape(model: str | None, shape: str | None) -> tuple[Shape | None, str]:
     """The shape, if one is asked for, and the model's name in rows."""
     from sagellm.benchmarks.engine.shapes import shape_named
-    from sagellm.engines.build import DEMO_NAME
+    from sagellm.engines.native import DEMO_NAME
 
     if shape is None:
         return None, Path(model).name if model else DEMO_NAME

@@ -153,7 +153,7 @@ def _report_port(config: Config) -> None:
 
 def _report_fit(config: Config, device: LocalDevice) -> SageError | None:
     """Print how the configured model fits; returns the error that forbids to serve it."""
-    from sagellm.engines.build import model_footprint, num_pool_blocks
+    from sagellm.engines.native.from_config import model_footprint, num_pool_blocks
     from sagellm.engines.native.hub import is_cached
 
     print(f"\nwhat fits on {device.name}")

@@ -16,7 +16,7 @@ def pull(*, model: Model, settings: Settings) -> None:
 
     Its configuration comes first: a model that cannot run is refused before its weights are fetched.
     """
-    from sagellm.engines.build import model_source
+    from sagellm.engines.native.from_config import model_source
 
     if model.name is None:
         raise RequestError("which model? sagellm pull ORG/NAME", "model")
@@ -31,7 +31,7 @@ def models(*, settings: Settings) -> None:
     The demo model comes with sageLLM; the others are those of the Hugging Face cache (HF_HOME, HF_HUB_CACHE).
     """
     from sagellm.benchmarks.reporting import Table, print_tables
-    from sagellm.engines.build import DEMO_MODEL, DEMO_NAME
+    from sagellm.engines.native import DEMO_MODEL, DEMO_NAME
     from sagellm.engines.native.hub import cached_models
 
     rows = [
@@ -43,7 +43,7 @@ def models(*, settings: Settings) -> None:
 
 def _state(folder: Path, settings: Settings) -> str:
     """`yes`, with the number of parameters, or why it does not."""
-    from sagellm.engines.build import model_footprint
+    from sagellm.engines.native.from_config import model_footprint
 
     try:
         size = model_footprint(settings.load(model=str(folder)).config)

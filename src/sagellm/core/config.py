@@ -154,6 +154,10 @@ class KVConfig(Section):
             )
         return groups
 
+    @property
+    def swap_space_bytes(self) -> int:
+        return int(self.swap_space_gb * 2**30)
+
     def memory_share(self, device: str) -> float:
         """`memory_fraction`, or what is usual on that device ('cpu', 'cuda:0', ...)."""
         if self.memory_fraction is not None:

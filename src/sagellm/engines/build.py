@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.config import Config, KVConfig, SchedulerConfig
@@ -20,11 +20,10 @@ from sagellm.core.config_layers import (
     preset_layer,
     resolve,
 )
-from sagellm.core.errors import ConfigError, MissingExtraError
+from sagellm.core.errors import ConfigError
 from sagellm.core.events import EventBus
-from sagellm.core.files import read_text
 from sagellm.core.garbage import nothing_collected
-from sagellm.core.protocols.engine import EngineCore, InferenceBackend
+from sagellm.core.protocols.engine import EngineCore, InferenceBackend, Progress
 from sagellm.core.protocols.eviction import CostBenefitModel, EvictionPolicy
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
@@ -32,8 +31,7 @@ from sagellm.core.types import CapabilityDescriptor
 from sagellm.engines.config_file import read_config_file
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
-from sagellm.engines.simulator.backend import SimulatedBackend
-from sagellm.engines.simulator.fast_forward import SimulatedEngine
+from sagellm.engines.native import DEMO_NAME
 from sagellm.kvmgr.eviction import PrefillCostModel
 from sagellm.kvmgr.kv_pool.free_list import FreeListPool
 from sagellm.kvmgr.kv_pool.quota import QuotaManager
@@ -42,16 +40,7 @@ from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
 from sagellm.kvmgr.scheduler_ir import PassPipeline, strategies
 
-if TYPE_CHECKING:
-    from sagellm.engines.native.footprint import Footprint
-    from sagellm.engines.native.tokenizer import Tokenizer
-
-DEMO_MODEL = Path(__file__).parent / "native" / "demo_model"
-DEMO_NAME = "sagellm-demo"
 DEFAULT_REUSE_PREDICTOR = "reuse_table"
-
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all while weights load."""
 
 
 def load_config(
@@ -218,36 +207,13 @@ def build_quota(config: KVConfig, num_blocks: int) -> QuotaManager | None:
     return QuotaManager.from_fractions(num_blocks, tenants, classes)
 
 
-def model_source(config: Config) -> Path:
-    """The folder of the configured model; fetches a model of the hub.
-
-    Raises `ModelError`; if the model cannot run, before any weights are fetched.
-    """
-    try:
-        from sagellm.engines.native.architectures import read_config, read_spec
-        from sagellm.engines.native.hub import model_folder
-        from sagellm.engines.native.matrices import quantization_of
-        from sagellm.engines.native.tokenizer_files import tokenizer_file
-
-        holding = _holding(config)
-    except ImportError as error:
-        raise MissingExtraError("running a model", "native") from error
-
-    def check(folder: Path) -> None:
-        described = read_config(folder)
-        read_spec(described)
-        quantization_of(described, holding["quantizer"], holding["formats"])
-        tokenizer_file(folder)
-
-    model = config.model
-    return model_folder(model.name or DEMO_MODEL, model.revision, offline=model.offline, check=check)
-
-
 def located(config: Config) -> Config:
-    """`config` with the model's folder in place of a hub name.
+    """`config` with the model's folder in place of a hub name. Clients still use the hub name.
 
-    Clients still use the hub name. Fetches the model if it is not there, and raises as `model_source` does.
+    Fetches the model if it is not there, and raises as `native.from_config.model_source` does.
     """
+    from sagellm.engines.native.from_config import model_source
+
     model = config.model
     if model.name is None:
         return config
@@ -255,118 +221,24 @@ def located(config: Config) -> Config:
     return config.model_copy(update={"model": model.model_copy(update=found)})
 
 
-def _holding(config: Config) -> dict[str, Any]:
-    """The options of `NativeBackend` that decide how it holds weights."""
-    from sagellm.accel.fusion.cpu import cpu_kernels
-    from sagellm.accel.quantization.round_to_nearest import RoundToNearest
-    from sagellm.accel.quantization.weight_format import weight_format
-
-    bits = {"none": None, "int8": 8, "int4": 4}[config.model.quantization]
-    return {
-        "dtype": config.model.dtype,
-        "kernels": cpu_kernels if config.engine.kernels == "auto" else None,
-        "quantizer": None if bits is None else RoundToNearest(bits),
-        "formats": weight_format,
-    }
-
-
-def model_footprint(config: Config) -> Footprint:
-    """The memory that the configured model needs.
-
-    Loads nothing, and refuses what `build_llm` refuses.
-    """
-    try:
-        from sagellm.engines.native.footprint import footprint
-        from sagellm.engines.native.tokenizer import Tokenizer
-
-        folder = model_source(config)
-        size = footprint(
-            folder, device=config.model.device, max_model_len=config.model.max_model_len, **_holding(config)
-        )
-    except ImportError as error:
-        raise MissingExtraError("sizing a model", "native") from error
-    Tokenizer.from_folder(folder, _chat_template(config))
-    return size
-
-
-def num_pool_blocks(config: Config, size: Footprint, device: str, free_bytes: int) -> int:
-    """KV blocks that fit beside a model of that size.
-
-    Raises `CapacityError` where `build_backend` does.
-    """
-    from sagellm.engines.native.footprint import kv_blocks_beside
-
-    return kv_blocks_beside(
-        size,
-        device,
-        free_bytes,
-        block_size=config.kv.block_size,
-        num_blocks=config.kv.num_blocks,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        kv_memory_fraction=config.kv.memory_fraction,
-        host_memory_bytes=_host_memory_bytes(config),
-    )
-
-
-def _host_memory_bytes(config: Config) -> int:
-    return int(config.kv.swap_space_gb * 2**30)
-
-
 @nothing_collected()
 def build_backend(
     config: Config, *, clock: Clock | None = None, progress: Progress | None = None
 ) -> InferenceBackend:
-    """The configured backend.
+    """The configured backend, as its plug-in's factory makes it (see `InferenceBackend`).
 
-    Its constructor gets what it asks for by parameter name: docs/extending.md lists the names. Raises
-    `ModelError` before anything is allocated, and `ConfigError` for options that the engine itself gives.
+    Raises `ModelError` before anything is allocated, and `ConfigError` for options that are settings.
     """
     name, options = config.engine.backend, config.engine.backend_options
-    backends = registry("backend")
-    try:
-        asked = backends.options(name)
-        offered = _offered_to_backends(config, asked, clock, progress)
-    except ImportError as error:
-        raise MissingExtraError("running a model", "native") from error
-    given = {key: value for key, value in offered.items() if key in asked}
-    if taken := sorted(given.keys() & options.keys()):
+    sections = (config.model, config.kv, config.scheduler, config.engine)
+    settings = {setting for section in sections for setting in type(section).model_fields}
+    if taken := sorted(settings & options.keys()):
         raise ConfigError(f"engine.backend_options: {', '.join(taken)} is given by the engine: leave it out")
-    made: InferenceBackend = backends.create(name, **given, **options)
+    backends = registry("backend")
+    asked = backends.options(name)
+    given = {"config": config, "clock": clock, "progress": progress}
+    made: InferenceBackend = backends.create(name, **{k: given[k] for k in given if k in asked}, **options)
     return made
-
-
-def _offered_to_backends(
-    config: Config, asked: Container[str], clock: Clock | None, progress: Progress | None
-) -> dict[str, Any]:
-    """What a backend's constructor may ask for.
-
-    A model is fetched, and kernels are loaded, only for a constructor that asks for them.
-    """
-    offered: dict[str, Any] = {
-        "clock": clock,
-        "progress": progress,
-        "device": config.model.device,
-        "max_model_len": config.model.max_model_len,
-        "block_size": config.kv.block_size,
-        "num_blocks": config.kv.num_blocks,
-        "kv_memory_fraction": config.kv.memory_fraction,
-        "host_memory_bytes": _host_memory_bytes(config),
-        "measure_prefill": "model" in registry("policy").options(config.kv.eviction),
-        "max_num_seqs": config.scheduler.max_num_seqs,
-        "max_batched_tokens": config.scheduler.max_batched_tokens,
-        "threads": config.engine.threads,
-        "seed": config.engine.seed,
-    }
-    if "kernels" in asked:
-        from sagellm.accel.fusion.triton import triton_kernels
-        from sagellm.engines.native.recorded_steps import cuda_capture
-
-        offered |= _holding(config)
-        offered["cuda_kernels"] = triton_kernels if config.engine.kernels == "auto" else None
-        offered["capture"] = cuda_capture if config.engine.recorded_steps else None
-    if "model" in asked:
-        offered["model"] = model_source(config)
-    return offered
 
 
 def build_engine(
@@ -396,7 +268,7 @@ def build_engine(
         clock=clock,
         events=events,
     )
-    engine_type = SimulatedEngine if isinstance(backend, SimulatedBackend) else Engine
+    engine_type: type[Engine] = getattr(backend, "engine_type", Engine)
     return engine_type(
         backend,
         kv,
@@ -449,8 +321,10 @@ def build_llm(
     progress: Progress | None = None,
 ) -> LLM:
     """The configured model, ready to answer."""
+    from sagellm.engines.native.from_config import read_tokenizer
+
     config = located(config)
-    tokenizer = build_tokenizer(config)  # first: it is quick, so its errors come before the weights load
+    tokenizer = read_tokenizer(config)  # first: it is quick, so its errors come before the weights load
     engine = build_engine(config, clock=clock, events=events, progress=progress)
     return LLM(
         engine,
@@ -460,32 +334,6 @@ def build_llm(
         defaults=tokenizer.default_sampling,
         clock=clock,
     )
-
-
-def build_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of the configured model; raises `ModelError`.
-
-    Its chat template is the configured one, or else the model's.
-    """
-    folder = model_source(config)
-    from sagellm.engines.native.tokenizer import Tokenizer
-
-    return Tokenizer.from_folder(
-        folder,
-        chat_template=_chat_template(config),
-        special_in_messages=config.model.special_tokens_in_messages,
-    )
-
-
-def _chat_template(config: Config) -> str | None:
-    path = config.model.chat_template
-    try:
-        return None if path is None else read_text(Path(path).expanduser())
-    except (OSError, ValueError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
-        raise ConfigError(
-            f"model.chat_template: {path} cannot be read ({reason}): give a Jinja file"
-        ) from error
 
 
 def load(model: str | None = None, settings: Mapping[str, Any] | None = None) -> LLM:

@@ -19,8 +19,10 @@ from sagellm import serving
 from sagellm.cli.commands import app
 from sagellm.core.config import Config, ModelConfig
 from sagellm.core.errors import SageError
-from sagellm.engines.build import DEMO_MODEL, load, model_footprint
+from sagellm.engines.build import load
+from sagellm.engines.native import DEMO_MODEL
 from sagellm.engines.native.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from sagellm.engines.native.from_config import model_footprint
 from sagellm.engines.native.model_fingerprint import model_fingerprint
 from tests.effort import examples
 

@@ -182,7 +182,7 @@ def test_the_setting_turns_them_off(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(threads)
         return KernelSet()
 
-    monkeypatch.setattr("sagellm.accel.fusion.cpu.cpu_kernels", none)
+    monkeypatch.setattr("sagellm.engines.native.from_config.cpu_kernels", none)
     for value in ("auto", "off"):
         build_backend(settings(value)).close()
     assert asked == [1]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sagellm.engines.build import DEMO_MODEL
+from sagellm.engines.native import DEMO_MODEL
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.engines.native.checkpoint import SINGLE_FILE, Checkpoint
 from sagellm.engines.native.model_fingerprint import LINE_BYTES, PAGE_BYTES, WHOLE_BYTES, model_fingerprint

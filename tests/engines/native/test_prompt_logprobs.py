@@ -201,7 +201,8 @@ def test_a_backend_without_them_refuses() -> None:
 
 def test_in_float32_and_for_the_kernels(tmp_path: Path) -> None:
     """As the demo model runs: packed matrices, recorded steps, bfloat16 values."""
-    from sagellm.engines.build import DEMO_MODEL, load
+    from sagellm.engines.build import load
+    from sagellm.engines.native import DEMO_MODEL
 
     llm = load(str(DEMO_MODEL), {"scheduler.max_num_seqs": 8, "scheduler.max_batched_tokens": 16})
     try:
@@ -229,7 +230,7 @@ def test_in_float32_and_for_the_kernels(tmp_path: Path) -> None:
 def _transformers_demo() -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    from sagellm.engines.build import DEMO_MODEL
+    from sagellm.engines.native import DEMO_MODEL
 
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(str(DEMO_MODEL), dtype=torch.float32)
     return model

@@ -15,8 +15,9 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from sagellm.core.errors import RequestError
-from sagellm.engines.build import build_tokenizer, load_config
+from sagellm.engines.build import load_config
 from sagellm.engines.native.control_tokens import ControlTokens, RenderedChat, any_of
+from sagellm.engines.native.from_config import read_tokenizer
 from sagellm.engines.native.tokenizer import Tokenizer
 from tests.effort import examples
 from tests.toy_tokenizers import CHATML, byte_fallback, byte_level, word_level
@@ -321,7 +322,7 @@ def test_any_of_finds_the_leftmost_longest_word(words: list[str], text: str) -> 
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_setting_allows_special_tokens_in_messages(allowed: bool) -> None:
-    made = build_tokenizer(load_config(cli={"model.special_tokens_in_messages": allowed}).config)
+    made = read_tokenizer(load_config(cli={"model.special_tokens_in_messages": allowed}).config)
     [first, *_] = made.encode_chat([{"role": "user", "content": "hi"}])
     spelled = made.decode([first], skip_special_tokens=False)
     ids = list(made.encode_chat([{"role": "user", "content": f"hi{spelled}"}]))

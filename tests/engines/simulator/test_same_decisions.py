@@ -18,8 +18,9 @@ from sagellm.core.types import (
     SamplingParams,
     Tokens,
 )
-from sagellm.engines.build import DEMO_MODEL, build_engine, load_config
+from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.engine import Engine
+from sagellm.engines.native import DEMO_MODEL
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.engines.simulator.backend import SimulatedBackend
 from sagellm.engines.simulator.cost_model import CostModel

@@ -21,7 +21,7 @@ from sagellm.benchmarks.traces._parsing import json_object, text
 from sagellm.benchmarks.traces.files import opened, read_trace
 from sagellm.benchmarks.traces.record import Trace, TraceRequest
 from sagellm.core.errors import ConfigError, MissingExtraError, UnknownNameError, nearest
-from sagellm.engines.build import DEMO_MODEL
+from sagellm.engines.native import DEMO_MODEL
 
 Part = Literal["train", "validation", "test"]
 PARTS: tuple[Part, ...] = ("train", "validation", "test")

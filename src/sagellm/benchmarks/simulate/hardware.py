@@ -71,7 +71,7 @@ class Hardware:
             block_size=config.kv.block_size,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_model_len=config.model.max_model_len,
-            host_memory_bytes=int(config.kv.swap_space_gb * 2**30),
+            host_memory_bytes=config.kv.swap_space_bytes,
         )
 
     def described(self) -> dict[str, Any]:

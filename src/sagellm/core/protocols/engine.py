@@ -70,8 +70,16 @@ class PinnedPrefix:
         self.release()
 
 
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) when weights begin to load, with 0 done, and as loading goes on."""
+
+
 class InferenceBackend(Protocol):
     """Executes plans. Keeps the batch in rows between steps; owns the KV bytes and their layout.
+
+    The plug-in is a factory: called with the `config` and, if it has parameters of these names, the engine's
+    `clock` and a `progress`; other parameters are `engine.backend_options`. A backend with an attribute
+    `engine_type`, a subclass of `Engine`, is run by that.
 
     `execute` either answers, or raises and no row has moved: the same step, a part of it, or another may
     follow, and rows may be joined anew. Out of device memory is raised as `CapacityError`.

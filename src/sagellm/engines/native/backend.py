@@ -13,6 +13,7 @@ from sagellm.core.clock import MonotonicClock
 from sagellm.core.cores import usable_cores
 from sagellm.core.errors import CapacityError
 from sagellm.core.plan import ExecutionPlan, Join, Prefill, StepResult
+from sagellm.core.protocols.engine import Progress
 from sagellm.core.protocols.fusion import Capture, KernelSet, KernelSource
 from sagellm.core.protocols.quantization import FormatSource, WeightQuantizer
 from sagellm.core.types import (
@@ -28,7 +29,7 @@ from sagellm.engines.native.attention import attention_planner
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV
-from sagellm.engines.native.loading import Progress, WeightLoader
+from sagellm.engines.native.loading import WeightLoader
 from sagellm.engines.native.matrices import quantization_of
 from sagellm.engines.native.measure import host_copy_s, prefill_token_s
 from sagellm.engines.native.memory import check_fits, check_host, kv_blocks

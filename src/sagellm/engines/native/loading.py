@@ -15,6 +15,7 @@ from typing import Self
 import torch
 
 from sagellm.core.errors import KernelError
+from sagellm.core.protocols.engine import Progress
 from sagellm.core.protocols.fusion import KernelSet, LinearKernel, Matrix, QuantizedKernel, StoredMatrix
 from sagellm.core.protocols.quantization import QuantizedMatrix
 from sagellm.engines.native.checkpoint import Checkpoint
@@ -40,9 +41,6 @@ from sagellm.engines.native.weights import (
 )
 
 log = logging.getLogger("sagellm.quantization")
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) when loading begins, with 0 done, and as it goes on."""
 
 
 @dataclass(frozen=True, slots=True)

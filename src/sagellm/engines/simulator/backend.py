@@ -8,11 +8,13 @@ from hashlib import blake2b
 
 from sagellm.core.blocks import Tier
 from sagellm.core.clock import Clock, ManualClock
+from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError
 from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, TokenLogprob
 from sagellm.engines.simulator.cost_model import CostModel, StepShape
 from sagellm.engines.simulator.devices import device
+from sagellm.engines.simulator.fast_forward import SimulatedEngine
 from sagellm.engines.simulator.models import model, num_kv_blocks
 
 StepListener = Callable[[StepShape, float], None]
@@ -28,6 +30,8 @@ class SimulatedBackend:
     All tokens of a request are the same token, a hash of its id that never ends it, so that outputs of two
     requests do not look like a shared prefix. The work per step depends on rows, never on tokens.
     """
+
+    engine_type = SimulatedEngine
 
     def __init__(
         self,
@@ -145,43 +149,36 @@ class SimulatedBackend:
 
 
 def simulated_backend(
-    clock: Clock | None = None,
+    config: Config,
     *,
+    clock: Clock | None = None,
     hardware: str = "h100-80g",
     shape: str = "llama-3.1-8b",
     tensor_parallel: int = 1,
-    block_size: int = 16,
-    num_blocks: int | None = None,
-    max_num_seqs: int = 256,
-    max_batched_tokens: int = 2048,
-    max_model_len: int | None = None,
-    host_memory_bytes: int = 0,
 ) -> SimulatedBackend:
-    """A simulated backend for a device and a model by name.
-
-    It has the default coefficients.
+    """The configured pool and batch on a device and a model by name, with the default coefficients.
 
     The clock must be a `ManualClock`, which the backend moves; without one it makes its own. Raises
     `ConfigError` for unknown names and for another clock.
     """
     if clock is not None and not isinstance(clock, ManualClock):
         raise ConfigError(f"a simulated backend moves its clock: give a ManualClock, not {clock!r}")
+    kv, scheduler = config.kv, config.scheduler
     cost_model = CostModel(device(hardware), model(shape), tensor_parallel=tensor_parallel)
-    if num_blocks is None:
-        num_blocks = num_kv_blocks(
-            cost_model.device,
-            cost_model.model,
-            block_size=block_size,
-            tensor_parallel=tensor_parallel,
-            max_batched_tokens=max_batched_tokens,
-            max_num_seqs=max_num_seqs,
-        )
+    num_blocks = kv.num_blocks or num_kv_blocks(
+        cost_model.device,
+        cost_model.model,
+        block_size=kv.block_size,
+        tensor_parallel=tensor_parallel,
+        max_batched_tokens=scheduler.max_batched_tokens,
+        max_num_seqs=scheduler.max_num_seqs,
+    )
     return SimulatedBackend(
         cost_model,
         clock or ManualClock(),
         num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        host_memory_bytes=host_memory_bytes,
+        block_size=kv.block_size,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_model_len=config.model.max_model_len,
+        host_memory_bytes=kv.swap_space_bytes,
     )

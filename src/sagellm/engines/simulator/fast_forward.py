@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sagellm.core.binding import Binding
 from sagellm.core.plan import Chunk, Draft, ExecutionPlan, Prefill, RequestState
@@ -27,7 +27,9 @@ from sagellm.core.protocols.scheduler_ir import (
 )
 from sagellm.engines.commit import Finish, stop_reason
 from sagellm.engines.engine import Engine
-from sagellm.engines.simulator.backend import SimulatedBackend
+
+if TYPE_CHECKING:
+    from sagellm.engines.simulator.backend import SimulatedBackend
 
 MAX_STEPS = 256
 """Decode steps that are taken at once, at most."""

@@ -1,0 +1,133 @@
+"""What a configuration means for the native engine: the model's folder, its size, tokenizer and backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sagellm.core.config import Config
+from sagellm.core.errors import ConfigError, MissingExtraError
+from sagellm.core.files import read_text
+from sagellm.core.protocols.engine import Progress
+from sagellm.core.registry import registry
+from sagellm.engines.native import DEMO_MODEL
+
+try:
+    from sagellm.accel.fusion.cpu import cpu_kernels
+    from sagellm.accel.fusion.triton import triton_kernels
+    from sagellm.accel.quantization.round_to_nearest import RoundToNearest
+    from sagellm.accel.quantization.weight_format import weight_format
+    from sagellm.engines.native.architectures import read_config, read_spec
+    from sagellm.engines.native.backend import NativeBackend
+    from sagellm.engines.native.footprint import Footprint, footprint, kv_blocks_beside
+    from sagellm.engines.native.hub import model_folder
+    from sagellm.engines.native.matrices import quantization_of
+    from sagellm.engines.native.recorded_steps import cuda_capture
+    from sagellm.engines.native.tokenizer import Tokenizer
+    from sagellm.engines.native.tokenizer_files import tokenizer_file
+except ImportError as error:
+    raise MissingExtraError("running a model", "native") from error
+
+
+def native_backend(
+    config: Config,
+    *,
+    progress: Progress | None = None,
+    compute_dtype: str = "auto",
+    kv_memory_bytes: int | None = None,
+) -> NativeBackend:
+    """The backend for the configured model, which is fetched if need be. Raises as `NativeBackend`."""
+    return NativeBackend(
+        model_source(config),
+        device=config.model.device,
+        compute_dtype=compute_dtype,
+        block_size=config.kv.block_size,
+        num_blocks=config.kv.num_blocks,
+        kv_memory_fraction=config.kv.memory_fraction,
+        kv_memory_bytes=kv_memory_bytes,
+        host_memory_bytes=config.kv.swap_space_bytes,
+        measure_prefill="model" in registry("policy").options(config.kv.eviction),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=config.model.max_model_len,
+        threads=config.engine.threads,
+        seed=config.engine.seed,
+        progress=progress,
+        cuda_kernels=triton_kernels if config.engine.kernels == "auto" else None,
+        capture=cuda_capture if config.engine.recorded_steps else None,
+        **_held_as(config),
+    )
+
+
+def _held_as(config: Config) -> dict[str, Any]:
+    """The options of `NativeBackend` that decide how it holds weights."""
+    bits = {"none": None, "int8": 8, "int4": 4}[config.model.quantization]
+    return {
+        "dtype": config.model.dtype,
+        "kernels": cpu_kernels if config.engine.kernels == "auto" else None,
+        "quantizer": None if bits is None else RoundToNearest(bits),
+        "formats": weight_format,
+    }
+
+
+def model_source(config: Config) -> Path:
+    """The folder of the configured model; fetches a model of the hub.
+
+    Raises `ModelError`; if the model cannot run, before any weights are fetched.
+    """
+    held_as = _held_as(config)
+
+    def check(folder: Path) -> None:
+        described = read_config(folder)
+        read_spec(described)
+        quantization_of(described, held_as["quantizer"], held_as["formats"])
+        tokenizer_file(folder)
+
+    model = config.model
+    return model_folder(model.name or DEMO_MODEL, model.revision, offline=model.offline, check=check)
+
+
+def read_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer of the configured model; raises `ModelError`.
+
+    Its chat template is the configured one, or else the model's.
+    """
+    return Tokenizer.from_folder(
+        model_source(config),
+        chat_template=_chat_template(config),
+        special_in_messages=config.model.special_tokens_in_messages,
+    )
+
+
+def _chat_template(config: Config) -> str | None:
+    path = config.model.chat_template
+    try:
+        return None if path is None else read_text(Path(path).expanduser())
+    except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise ConfigError(
+            f"model.chat_template: {path} cannot be read ({reason}): give a Jinja file"
+        ) from error
+
+
+def model_footprint(config: Config) -> Footprint:
+    """The memory that the configured model needs. Loads nothing, and refuses what `build_llm` refuses."""
+    model = config.model
+    size = footprint(
+        model_source(config), device=model.device, max_model_len=model.max_model_len, **_held_as(config)
+    )
+    read_tokenizer(config)
+    return size
+
+
+def num_pool_blocks(config: Config, size: Footprint, device: str, free_bytes: int) -> int:
+    """KV blocks that fit beside a model of that size. Raises `CapacityError` where `build_backend` does."""
+    return kv_blocks_beside(
+        size,
+        device,
+        free_bytes,
+        block_size=config.kv.block_size,
+        num_blocks=config.kv.num_blocks,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        kv_memory_fraction=config.kv.memory_fraction,
+        host_memory_bytes=config.kv.swap_space_bytes,
+    )
