@@ -1,4 +1,4 @@
-"""What a configuration means for the native engine: the model's folder, its size, tokenizer and backend."""
+"""From a configuration to the native engine: folder, size, tokenizer and backend."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def simulated_backend(
     shape: str = "llama-3.1-8b",
     tensor_parallel: int = 1,
 ) -> SimulatedBackend:
-    """The configured pool and batch on a device and a model by name, with the default coefficients.
+    """A simulated device and model by name, with the default coefficients.
 
     The clock must be a `ManualClock`, which the backend moves; without one it makes its own. Raises
     `ConfigError` for unknown names and for another clock.
