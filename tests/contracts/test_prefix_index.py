@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -673,7 +673,7 @@ def test_only_the_whole_blocks_of_a_hit_are_looked_at(name: str) -> None:
     """The manager adds tokens that a running request holds in its last, partial block."""
     index = filled(name, [1, 1, 2, 2], [1, 1, 5, 5])
     found = index.lookup(Tokens([1, 1, 2, 2, 3, 3]))
-    longer = found._replace(num_tokens=5, tail=SharedTail("donor", 2, 1))
+    longer = replace(found, num_tokens=5, tail=SharedTail("donor", 2, 1))
     assert index.verify(longer)
     assert list(index.block_ids(longer)) == [0, 1]
     pinned = index.pin(longer)

@@ -52,7 +52,7 @@ def test_expectations_are_bounded_and_may_be_renewed(monkeypatch: pytest.MonkeyP
         hints.apply(KVHintsEnvelope("0.1", "m", (action,)), Namespace())
 
     def wanted() -> list[bool]:
-        nodes = [index.lookup(Tokens([first, first + 1])).node for first in (0, 10, 20)]
+        nodes: list[Any] = [index.lookup(Tokens([first, first + 1])).node for first in (0, 10, 20)]
         return [bool(node.hint is not None and node.hint.expected) for node in nodes]
 
     for first in (0, 10, 20):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -239,7 +240,7 @@ def test_saved_blocks_continue_what_the_index_has() -> None:
     assert [hit.num_tokens for hit in longer] == [0, 4, 13, 13, 16], "a gap cannot be bridged"
     assert space.copies_back(longer[3], "a", [1, 2, 3, 4]) == [BlockCopy("dram", 1, "hbm", 4)]
     assert space.extend_hit(hits[2], "b") == hits[2]
-    again = hits[2]._replace(tokens=Tokens(range(20)))
+    again = replace(hits[2], tokens=Tokens(range(20)))
     assert space.extend_hit(again, "a") == again, "another request of that name"
     with pytest.raises(BookkeepingError, match="b counts on 5 tokens that are not saved"):
         space.copies_back(longer[2], "b", [1, 2, 3, 4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,8 @@ class LearnedCache(Cache):
 
     def run(self, blocks: Iterable[int]) -> int:
         """The key of the extent at the end of a path that is here."""
-        key: int = self.index.lookup(Tokens(blocks)).node.key
+        extent: Any = self.index.lookup(Tokens(blocks)).node
+        key: int = extent.key
         return key
 
 

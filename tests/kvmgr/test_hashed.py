@@ -111,9 +111,11 @@ def test_uses_are_counted_for_the_prefix_too() -> None:
     index = filled([1, 1, 2, 2])
     shorter = index.pin(index.lookup(Tokens([1, 1])))
     result = index.insert(Tokens([1, 1, 3, 3]), [0, 5], pin=True)
-    assert (shorter.node.num_uses, result.hit.node.num_uses) == (3, 1)
+    prefix: Any = shorter.node
+    tail: Any = result.hit.node
+    assert (prefix.num_uses, tail.num_uses) == (3, 1)
     index.retract(result)
-    assert shorter.node.num_uses == 2
+    assert prefix.num_uses == 2
 
 
 class Greedy(LRUPolicy):

@@ -187,7 +187,7 @@ def test_misuse_is_told_and_changes_nothing(wrong: str) -> None:
 
 BROKEN: dict[str, Callable[[RadixIndex, Node], object]] = {
     "blocks in the tree": lambda index, leaf: setattr(index.tree, "num_cached", 9),
-    "unpinned blocks": lambda index, leaf: setattr(index.tree, "num_pinned", 1),
+    "pinned blocks in the tree": lambda index, leaf: setattr(index.tree, "num_pinned", 1),
     "blocks of Account": lambda index, leaf: setattr(leaf.share, "num_cached", 9),
     "wrongly": lambda index, leaf: index._leaves.by_key.clear(),
     "0 hits that end here": lambda index, leaf: setattr(leaf, "pins", 1),
@@ -201,6 +201,8 @@ BROKEN: dict[str, Callable[[RadixIndex, Node], object]] = {
 def test_check_names_what_is_broken(fault: str) -> None:
     index = filled([1, 1, 2, 2], [3, 3, 4, 4])
     index.check()
-    BROKEN[fault](index, index.lookup(Tokens([3, 3, 4, 4])).node)
+    leaf = index.lookup(Tokens([3, 3, 4, 4])).node
+    assert isinstance(leaf, Node)
+    BROKEN[fault](index, leaf)
     with pytest.raises(BookkeepingError, match=fault):
         index.check()

@@ -80,9 +80,10 @@ class Tokens:
 
     def tobytes(self) -> bytes:
         """Native-endian int32 bytes, 4 per token."""
-        if self._bytes is None or len(self._bytes) != TOKEN_BYTES * len(self._ids):
-            self._bytes = self._ids.tobytes()
-        return self._bytes
+        data = self._bytes
+        if data is None or len(data) != TOKEN_BYTES * len(self._ids):
+            data = self._bytes = self._ids.tobytes()
+        return data
 
     @property
     def live(self) -> array[int]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from sagellm.core.plan import BlockCopy
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds
 
 
@@ -168,13 +167,3 @@ class BlockQuota(Protocol):
         within its guarantee gives nothing to others. None if there is no way.
         """
         ...
-
-
-class KVStorage(Protocol):
-    """The bytes behind block ids: reads and writes whole blocks. The layout is the backend's property."""
-
-    def read_block(self, block_id: int) -> Any: ...
-
-    def write_block(self, block_id: int, payload: Any) -> None: ...
-
-    def copy(self, copies: Sequence[BlockCopy]) -> None: ...

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from operator import add, sub
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Hint, Use
 from sagellm.core.types import Account, BlockIds, Namespace, Retention, Tokens
@@ -20,22 +20,30 @@ class SharedTail(NamedTuple):
     num_tokens: int
 
 
-class PrefixHit(NamedTuple):
+class IndexNode:
+    """Where a hit ends: an index's own record, which means nothing to a caller."""
+
+    __slots__ = ()
+
+
+@dataclass(slots=True)
+class PrefixHit:
     """What `lookup` found: the first `num_tokens` tokens stand in `num_blocks` blocks of the index.
 
     The manager may add a `tail`: tokens behind the whole blocks that a running request holds in its last,
     partial block, and that can be copied from there; or `num_swapped` tokens that it has in host memory, the
     request having run before. `num_tokens` counts them.
 
-    `node` is the index's own handle and `version` its state at look-up; neither means anything to a caller.
-    The blocks of a hit that is not pinned may leave at the next `evict`. `block_ids` fetches their ids.
+    `version` is the index's state at look-up. The blocks of a hit that is not pinned may leave at the next
+    `evict`. `block_ids` fetches their ids. A hit does not change once it is made; it is not frozen because
+    that would double the time of a look-up.
     """
 
     num_tokens: int
     num_blocks: int
     tokens: Tokens
     namespace: Namespace
-    node: Any = None
+    node: IndexNode | None = None
     version: int = 0
     tail: SharedTail | None = None
     num_swapped: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -234,7 +235,7 @@ class SharedTails:
         if not shared:
             return hit
         tail = SharedTail(donor.state.request_id, hit.num_blocks, shared)
-        return hit._replace(num_tokens=start + shared, tail=tail)
+        return dataclasses.replace(hit, num_tokens=start + shared, tail=tail)
 
     def copy_of(self, tail: SharedTail, request_id: str) -> BlockCopy:
         """The copy of the shared block to the same index of the request's table."""

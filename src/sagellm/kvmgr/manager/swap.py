@@ -10,7 +10,7 @@ before it. (Kwon et al., "Efficient Memory Management for Large Language Model S
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sagellm.core.blocks import Tier, cdiv
 from sagellm.core.errors import BookkeepingError, CapacityError
@@ -100,7 +100,9 @@ class SwapSpace:
         if saved is None or saved.tokens is not hit.tokens or saved.first > hit.num_blocks:
             return hit
         num_swapped = saved.num_tokens - hit.num_tokens
-        return hit._replace(num_tokens=saved.num_tokens, num_swapped=num_swapped) if num_swapped > 0 else hit
+        if num_swapped <= 0:
+            return hit
+        return replace(hit, num_tokens=saved.num_tokens, num_swapped=num_swapped)
 
     def copies_back(self, hit: PrefixHit, request_id: str, table: Sequence[int]) -> list[BlockCopy]:
         """The copies that fill the table behind the blocks that the index has."""

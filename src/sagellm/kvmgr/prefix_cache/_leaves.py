@@ -6,13 +6,16 @@ Both indexes use it. A leaf is a node of the radix tree, or one block of the has
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Mapping
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Self, TypeVar
 
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.protocols.eviction import EvictionPolicy, Extent, Hint, UseListener, bonus_of
-from sagellm.core.types import NO_ACCOUNT, Account
+from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Hint, UseListener, bonus_of
+from sagellm.core.protocols.prefix_cache import IndexNode
+from sagellm.core.types import NO_ACCOUNT, Account, Namespace
 
 MIN_SHARES_TO_PRUNE = 64
 
@@ -40,26 +43,75 @@ class AccountShare:
         return policy if isinstance(policy, UseListener) else None
 
 
-class Leaf(Extent, Protocol):
-    """An extent of an index. It is an evictable leaf while it has neither pins nor children."""
+class CachedExtent(IndexNode):
+    """An extent of an index: a node of the radix tree, or one block of the hashed index.
 
-    hint: Hint | None
-    bonus_s: float
+    `pins` is its reference count; `num_ends` pinned hits end with it. It is an evictable leaf while it has
+    neither pins nor children. `last_use`, `used_s` and `num_uses` are exact for leaves: a removed child hands
+    them to its parent. `end_block` is the position behind its last block.
+    """
+
+    __slots__ = (
+        "bonus_s", "children", "end_block", "hint", "key", "last_use", "namespace", "num_blocks", "num_ends",
+        "num_uses", "parent", "pins", "share", "use", "used_s",
+    )  # fmt: skip
+
+    parent: Self | None
+    children: dict[bytes, Self]
+
+    def __init__(
+        self, parent: Self | None, namespace: Namespace, share: AccountShare, key: int, num_blocks: int
+    ) -> None:
+        self.parent = parent
+        self.namespace = namespace
+        self.share = share
+        self.key = key
+        self.num_blocks = num_blocks
+        self.end_block: int = num_blocks if parent is None else parent.end_block + num_blocks
+        self.pins = 0
+        self.num_ends = 0
+        self.last_use = 0
+        self.num_uses = 0
+        self.used_s = 0.0
+        self.bonus_s = 0.0
+        self.use = NO_USE
+        self.hint: Hint | None = None
 
     @property
-    def pins(self) -> int: ...
+    def first_position(self) -> int:
+        """Blocks in front of this extent."""
+        return self.end_block - self.num_blocks
 
     @property
-    def children(self) -> Collection[object]: ...
+    def tenant(self) -> str:
+        return self.share.account.tenant or self.namespace.tenant
 
     @property
-    def share(self) -> AccountShare: ...
+    @abstractmethod
+    def content(self) -> bytes:
+        """The bytes of the blocks that were not evicted."""
+
+    def path(self) -> Iterator[Self]:
+        """This extent and its ancestors that have blocks: a root has none."""
+        extent: Self | None = self
+        while extent is not None and extent.num_blocks:
+            yield extent
+            extent = extent.parent
+
+    def leaves(self, left_out: Self | None) -> Iterator[Self]:
+        """The leaves at or below this extent, without those below its child `left_out`."""
+        stack = [self]
+        while stack:
+            extent = stack.pop()
+            if not extent.children:
+                yield extent
+            stack.extend(child for child in extent.children.values() if child is not left_out)
 
 
-LeafType = TypeVar("LeafType", bound=Leaf)
+ExtentType = TypeVar("ExtentType", bound=CachedExtent)
 
 
-class EvictableLeaves(Generic[LeafType]):
+class EvictableLeaves(Generic[ExtentType]):
     """The unpinned leaves of one index by key, and the share of each account.
 
     Every change is reported to the policy of the leaf's account. Without `policy_factory`, `policy` serves
@@ -74,7 +126,7 @@ class EvictableLeaves(Generic[LeafType]):
         self._policy_factory = policy_factory
         self.default_share = AccountShare(NO_ACCOUNT, policy)
         self.shares: dict[Account, AccountShare] = {NO_ACCOUNT: self.default_share}
-        self.by_key: dict[int, LeafType] = {}
+        self.by_key: dict[int, ExtentType] = {}
         self._prune_at = MIN_SHARES_TO_PRUNE
 
     def share(self, account: Account) -> AccountShare:
@@ -100,7 +152,7 @@ class EvictableLeaves(Generic[LeafType]):
             share = self.shares[account] = AccountShare(account, policy)
         return share
 
-    def add(self, leaf: LeafType, *, after_use: bool = False) -> None:
+    def add(self, leaf: ExtentType, *, after_use: bool = False) -> None:
         """Add `leaf` if it is evictable (`after_use`: because its last pin is gone)."""
         if leaf.pins or leaf.children:
             return
@@ -109,11 +161,11 @@ class EvictableLeaves(Generic[LeafType]):
         if policy is not None:
             (policy.unpin if after_use else policy.insert)(leaf)
 
-    def register(self, leaf: LeafType) -> None:
+    def register(self, leaf: ExtentType) -> None:
         """Add a leaf that its policy has already, or gets from the caller."""
         self.by_key[leaf.key] = leaf
 
-    def discard(self, leaf: LeafType) -> None:
+    def discard(self, leaf: ExtentType) -> None:
         """Take `leaf` out, if it is there.
 
         It was pinned, got a child, or left the index.
@@ -124,14 +176,14 @@ class EvictableLeaves(Generic[LeafType]):
             if policy is not None:
                 (policy.pin if leaf.pins else policy.remove)(leaf.key)
 
-    def set_bonus(self, leaf: LeafType, bonus_s: float) -> None:
+    def set_bonus(self, leaf: ExtentType, bonus_s: float) -> None:
         """Change the seconds by which retention makes an extent look younger to its policy."""
         leaf.bonus_s = bonus_s
         if self.by_key.get(leaf.key) is leaf:
             self.discard(leaf)
             self.add(leaf)
 
-    def hint(self, leaf: LeafType, hint: Hint, now_s: float) -> None:
+    def hint(self, leaf: ExtentType, hint: Hint, now_s: float) -> None:
         """Note a hint until the next use.
 
         The policy gets it now, or when the extent becomes a leaf.
@@ -144,7 +196,7 @@ class EvictableLeaves(Generic[LeafType]):
             policy.hint(leaf.key, leaf.hint)
 
     def evict(
-        self, share: AccountShare, num_blocks: int, give_up: Callable[[LeafType, int], LeafType | None]
+        self, share: AccountShare, num_blocks: int, give_up: Callable[[ExtentType, int], ExtentType | None]
     ) -> None:
         """Evict `num_blocks` blocks of one account, or all that its policy can give up.
 
@@ -165,10 +217,6 @@ class EvictableLeaves(Generic[LeafType]):
             if parent is not None:
                 heapq.heappush(queue, _age(parent))
 
-    def shares_to_evict_from(self) -> list[AccountShare]:
-        """All shares, the one with the most evictable blocks first."""
-        return sorted(self.shares.values(), key=lambda share: -share.num_evictable)
-
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
         """Give every account a new policy.
 
@@ -181,10 +229,38 @@ class EvictableLeaves(Generic[LeafType]):
         for share in self.shares.values():
             share.policy = policies[id(share)]
 
-    def evictable_by_account(self) -> Mapping[Account, int]:
-        return {account: share.num_evictable for account, share in self.shares.items()}
+    def check(self, extents: Iterable[ExtentType]) -> None:
+        """Raise `BookkeepingError` where leaves, shares or policies do not fit the index's extents."""
+        num_cached: Counter[AccountShare] = Counter()
+        num_pinned: Counter[AccountShare] = Counter()
+        num_leaves: Counter[AccountShare] = Counter()
+        for extent in extents:
+            is_leaf = not extent.pins and not extent.children
+            is_known = self.by_key.get(extent.key) is extent
+            require(is_known == is_leaf, f"extent {extent.key:x} is wrongly (not) evictable")
+            num_cached[extent.share] += extent.num_blocks
+            num_pinned[extent.share] += extent.num_blocks if extent.pins else 0
+            num_leaves[extent.share] += extent.num_blocks if is_leaf else 0
+        in_all = sum(leaf.num_blocks for leaf in self.by_key.values())
+        require_same("blocks of evictable leaves", num_leaves.total(), in_all)
+        for share in self.shares.values():
+            require_same(f"blocks of {share.account}", num_cached[share], share.num_cached)
+            require_same(f"pinned blocks of {share.account}", num_pinned[share], share.num_pinned)
+            if share.policy is not None:
+                what = f"evictable leaf blocks of {share.account} in the index and in the policy"
+                require_same(what, num_leaves[share], share.policy.num_evictable)
+                share.policy.check()
 
 
-def _age(leaf: Leaf) -> tuple[int, int, int]:
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise BookkeepingError(message)
+
+
+def require_same(what: str, found: int, booked: int) -> None:
+    require(found == booked, f"{what}: {found} found, {booked} in the books")
+
+
+def _age(leaf: CachedExtent) -> tuple[int, int, int]:
     """Sorts the leaf that was used longest ago first; of one use, the deepest."""
-    return (leaf.last_use, -leaf.first_position - leaf.num_blocks, leaf.key)
+    return (leaf.last_use, -leaf.end_block, leaf.key)

@@ -12,11 +12,16 @@ from array import array
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 
-from sagellm.core.errors import BookkeepingError
-from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Hint
-from sagellm.core.types import BlockIds, Namespace, Tokens
+from sagellm.core.protocols.eviction import EvictionPolicy
+from sagellm.core.types import BlockIds, Namespace
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost, Ghosts
-from sagellm.kvmgr.prefix_cache._leaves import AccountShare, EvictableLeaves
+from sagellm.kvmgr.prefix_cache._leaves import (
+    AccountShare,
+    CachedExtent,
+    EvictableLeaves,
+    require,
+    require_same,
+)
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
 
 KEY_BYTES = 8
@@ -24,26 +29,21 @@ NO_CHILDREN: dict[bytes, Node] = {}
 """The children of every leaf. Never written to."""
 
 
-class Node:
-    """An edge of whole blocks below `parent`; for a policy, an `Extent`.
+class Node(CachedExtent):
+    """An edge of whole blocks below `parent`; for a policy, an `Extent`. A root has no parent and no blocks.
 
-    `edge` holds the int32 bytes of its tokens, `blocks` one id per block. `end_block` and `end_byte` are the
-    position behind its last block. The bytes of blocks that were evicted from the end may still be in `edge`
-    (`cut` says when and why they went); only `end_byte` says where the edge ends.
+    `edge` holds the int32 bytes of its tokens, `blocks` one id per block; the edge ends at `end_block` and
+    `end_byte`. The bytes of blocks that were evicted from its end may still be in `edge` (`cut` says when and
+    why they went).
 
-    `pins` is the reference count: the number of pinned hits that end here (`num_ends`) plus the number of
-    children with pins. So a hit holds its whole path, and pinning a path that is held already costs one
-    addition. A pinned hit always ends at the end of a node: a split puts a new head above the node, which
-    stays as the tail.
-
-    `last_use`, `used_s` and `num_uses` are exact for leaves: a removed child hands them to its parent.
+    `pins` is `num_ends` plus the number of children with pins. So a hit holds its whole path, and pinning a
+    path that is held already costs one addition. A pinned hit always ends at the end of a node: a split puts
+    a new head above the node, which stays as the tail.
     """
 
-    __slots__ = (
-        "blocks", "bonus_s", "children", "cut", "edge", "end_block", "end_byte", "hashes", "hint", "key",
-        "last_use", "namespace", "num_blocks", "num_ends", "num_uses", "only_child", "parent", "pins",
-        "share", "use", "used_s",
-    )  # fmt: skip
+    __slots__ = ("blocks", "cut", "edge", "end_byte", "hashes", "only_child")
+
+    children: dict[bytes, Node]
 
     def __init__(
         self,
@@ -54,54 +54,20 @@ class Node:
         key: int,
         share: AccountShare,
     ) -> None:
-        num_blocks = len(blocks)
-        self.parent = parent
+        super().__init__(parent, namespace, share, key, len(blocks))
         self.edge = edge
         self.blocks = blocks
-        self.num_blocks = num_blocks
-        self.namespace = namespace
-        self.key = key
-        self.share = share
+        self.end_byte: int = len(edge) if parent is None else parent.end_byte + len(edge)
         self.children = NO_CHILDREN
         self.only_child: Node | None = None  # most inner nodes have one child: conversations are chains
-        self.pins = 0
-        self.num_ends = 0
-        self.last_use = 0
-        self.num_uses = 0
-        self.used_s = 0.0
-        self.bonus_s = 0.0
-        self.use = NO_USE
-        self.hint: Hint | None = None
         self.cut: Ghost | None = None
         self.hashes: list[bytes] | None = None
-        if parent is None:
-            self.end_block = self.end_byte = 0
-        else:
-            self.end_block = parent.end_block + num_blocks
-            self.end_byte = parent.end_byte + len(edge)
-
-    @property
-    def first_position(self) -> int:
-        """Blocks in front of this edge."""
-        return self.end_block - self.num_blocks
-
-    @property
-    def tenant(self) -> str:
-        return self.share.account.tenant or self.namespace.tenant
 
     @property
     def content(self) -> bytes:
-        """The bytes of the blocks that were not evicted."""
         parent = self.parent
         length = self.end_byte - parent.end_byte if parent is not None else 0
         return self.edge if length == len(self.edge) else self.edge[:length]
-
-    def path(self) -> Iterator[Node]:
-        """This node and its ancestors, without the root."""
-        node = self
-        while node.parent is not None:
-            yield node
-            node = node.parent
 
     def subtree(self) -> Iterator[Node]:
         """All nodes below this one, parents first."""
@@ -200,27 +166,19 @@ class RadixTree:
         is taken without a look into `children`, and a whole edge is compared before its blocks are.
         """
         block_bytes, offset = self.block_bytes, 0
-        startswith = data.startswith
         while offset < end:
             child = node.only_child
             if child is None:
                 child = node.children.get(data[offset : offset + block_bytes])
                 if child is None:
                     break
-            if not startswith(child.edge, offset, end):
+            if not data.startswith(child.edge, offset, end):
                 shared = common_blocks(child.edge, data, offset, end, block_bytes)
                 if not shared:
                     break
                 return child, offset // block_bytes + min(shared, child.num_blocks)
             node, offset = child, child.end_byte
         return node, offset // block_bytes
-
-    def match(self, tokens: Tokens, namespace: Namespace) -> tuple[Node | None, int]:
-        """`walk` for a whole prompt; no node if the namespace has no root."""
-        root, data = self.roots.get(namespace), tokens.tobytes()
-        return (
-            self.walk(root, data, len(data) - len(data) % self.block_bytes) if root is not None else (None, 0)
-        )
 
     # -- structure
 
@@ -333,56 +291,36 @@ class RadixTree:
     def check(self) -> None:
         """Raise `BookkeepingError` naming the first invariant that does not hold."""
         seen: set[int] = set()
-        cached: dict[AccountShare, int] = {}
-        pinned: dict[AccountShare, int] = {}
+        num_pinned = 0
         for node in self.nodes():
             self._check_node(node, seen)
-            cached[node.share] = cached.get(node.share, 0) + node.num_blocks
-            pinned[node.share] = pinned.get(node.share, 0) + (node.num_blocks if node.pins else 0)
-        unpinned = sum(cached.values()) - sum(pinned.values())
-        _same("blocks in the tree", len(seen), self.num_cached)
-        _same("unpinned blocks", unpinned, self.num_cached - self.num_pinned)
-        for share in self.leaves.shares.values():
-            _same(f"blocks of {share.account}", cached.get(share, 0), share.num_cached)
-            _same(f"pinned blocks of {share.account}", pinned.get(share, 0), share.num_pinned)
-            if share.policy is not None:
-                evictable = sum(
-                    leaf.num_blocks for leaf in self.leaves.by_key.values() if leaf.share is share
-                )
-                what = f"evictable leaf blocks of {share.account} in the tree and in the policy"
-                _same(what, evictable, share.policy.num_evictable)
-                share.policy.check()
-        for key, leaf in self.leaves.by_key.items():
-            _require(leaf.key == key and not leaf.pins and not leaf.children, f"{key:x} is no evictable leaf")
+            num_pinned += node.num_blocks if node.pins else 0
+        require_same("blocks in the tree", len(seen), self.num_cached)
+        require_same("pinned blocks in the tree", num_pinned, self.num_pinned)
+        self.leaves.check(self.nodes())
 
     def _check_node(self, node: Node, seen: set[int]) -> None:
         parent, name = node.parent, f"node {node.key:x}"
         assert parent is not None
         size = self.block_bytes
-        _require(node.num_blocks > 0, f"{name}: an edge without blocks")
-        _require(
+        require(node.num_blocks > 0, f"{name}: an edge without blocks")
+        require(
             node.num_blocks == len(node.blocks), f"{name}: {node.num_blocks} blocks, {len(node.blocks)} ids"
         )
-        _require(
+        require(
             node.end_byte == node.end_block * size,
             f"{name}: ends at {node.end_block} blocks and {node.end_byte} bytes",
         )
-        _require(len(node.content) == node.num_blocks * size, f"{name}: edge and blocks differ in length")
-        _require(node.first_position == parent.end_block, f"{name} does not begin where its parent ends")
-        _require(parent.children.get(node.edge[:size]) is node, f"{name}: its parent does not know it")
-        _require(node.cut is None or not node.children, f"{name}: cut off, and has children")
+        require(len(node.content) == node.num_blocks * size, f"{name}: edge and blocks differ in length")
+        require(node.first_position == parent.end_block, f"{name} does not begin where its parent ends")
+        require(parent.children.get(node.edge[:size]) is node, f"{name}: its parent does not know it")
+        require(node.cut is None or not node.children, f"{name}: cut off, and has children")
         alone = next(iter(node.children.values())) if len(node.children) == 1 else None
-        _require(node.only_child is alone, f"{name}: its only child is another")
+        require(node.only_child is alone, f"{name}: its only child is another")
         pins = node.num_ends + sum(1 for child in node.children.values() if child.pins)
-        _require(
-            node.pins == pins, f"{name}: {node.pins} pins, {pins} hits that end here and pinned children"
-        )
-        evictable = not node.pins and not node.children
-        _require(
-            (self.leaves.by_key.get(node.key) is node) == evictable, f"{name} is wrongly (not) evictable"
-        )
+        require(node.pins == pins, f"{name}: {node.pins} pins, {pins} hits that end here and pinned children")
         for block in node.blocks:
-            _require(block not in seen, f"block {block} stands at two places of the index")
+            require(block not in seen, f"block {block} stands at two places of the index")
             seen.add(block)
 
 
@@ -407,12 +345,3 @@ def content_key(parent: Node, first_block: bytes, salt: int = 0) -> int:
     above = parent.key.to_bytes(KEY_BYTES, "little")
     position = (parent.end_block + (salt << 32)).to_bytes(KEY_BYTES, "little")
     return int.from_bytes(blake2b(above + position + first_block, digest_size=KEY_BYTES).digest(), "little")
-
-
-def _same(what: str, found: int, booked: int) -> None:
-    _require(found == booked, f"{what}: {found} found, {booked} in the books")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise BookkeepingError(message)

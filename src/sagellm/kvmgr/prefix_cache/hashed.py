@@ -9,78 +9,54 @@ Each block has its reference count (`BlockRecord.pins`): `pin` and `unpin` chang
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from sagellm.core.blocks import cdiv
-from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus, IndexCleared
-from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Extent, Hint, Use
-from sagellm.core.protocols.prefix_cache import Branch, InsertResult, MatchEnd, MatchReport, PrefixHit
-from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, Account, BlockIds, Namespace, Retention, Tokens
+from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus
+from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Extent, Use
+from sagellm.core.protocols.prefix_cache import IndexNode, InsertResult, PrefixHit
+from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Retention, Tokens
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost, Ghosts
-from sagellm.kvmgr.prefix_cache._leaves import AccountShare, EvictableLeaves
+from sagellm.kvmgr.prefix_cache._index_base import DEFAULT_NAMESPACE, IndexBase
+from sagellm.kvmgr.prefix_cache._leaves import AccountShare, CachedExtent, EvictableLeaves
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
 
-DEFAULT_NAMESPACE = Namespace()
 KEY_BYTES = 8
 
 HashBlocks = Callable[[bytes, int, Namespace, bytes | None], list[bytes]]
 """The signature of `fingerprint.chain`."""
 
 
-@dataclass(slots=True, eq=False)
-class BlockRecord:
-    """One resident block; for a policy, an `Extent`. `num_blocks` is 0 once it has left the index.
+class BlockRecord(CachedExtent):
+    """One resident block of `data`; for a policy, an `Extent`. `num_blocks` is 0 once it has left the index.
 
-    `pins` is the reference count: the pinned hits that cover the block; `num_ends` of them end with it. The
-    times of the last use are exact for leaves: a removed block hands them to the block before it.
+    `pins` is the number of pinned hits that cover the block.
     """
 
-    parent: BlockRecord | None
-    hash: bytes
-    data: bytes
-    block_id: int
-    namespace: Namespace
-    share: AccountShare
-    key: int
-    first_position: int
-    num_blocks: int = 1
-    last_use: int = 0
-    num_uses: int = 0
-    used_s: float = 0.0
-    bonus_s: float = 0.0
-    use: Use = NO_USE
-    hint: Hint | None = None
-    pins: int = 0
-    num_ends: int = 0
-    children: dict[int, BlockRecord] = field(default_factory=dict)
+    __slots__ = ("block_id", "data", "hash")
 
-    @property
-    def tenant(self) -> str:
-        return self.share.account.tenant or self.namespace.tenant
+    def __init__(
+        self,
+        parent: BlockRecord | None,
+        digest: bytes,
+        data: bytes,
+        block_id: int,
+        namespace: Namespace,
+        share: AccountShare,
+        key: int,
+    ) -> None:
+        super().__init__(parent, namespace, share, key, 1)
+        self.hash = digest
+        self.data = data
+        self.block_id = block_id
+        self.children = {}
 
     @property
     def content(self) -> bytes:
         return self.data
-
-    def path(self) -> Iterator[BlockRecord]:
-        """This record and its ancestors."""
-        record: BlockRecord | None = self
-        while record is not None:
-            yield record
-            record = record.parent
-
-    def leaves_below(self, left_out: BlockRecord | None) -> Iterator[BlockRecord]:
-        """Leaves at or below this record, but for those below its child `left_out`."""
-        stack = [self]
-        while stack:
-            record = stack.pop()
-            if not record.children:
-                yield record
-            stack.extend(child for child in record.children.values() if child is not left_out)
 
 
 class Records:
@@ -124,10 +100,6 @@ class Records:
             path.append(parent)
         return path
 
-    def followers(self, parent: BlockRecord | None, namespace: Namespace) -> Iterator[BlockRecord]:
-        """The resident blocks right behind `parent` (None: at the beginning)."""
-        return (record for record in self if record.parent is parent and record.namespace == namespace)
-
     def add(
         self,
         parent: BlockRecord | None,
@@ -141,13 +113,12 @@ class Records:
         key = int.from_bytes(digest[:KEY_BYTES], "little")
         while key in self._by_key:  # keys must be unique, or a policy would take one block for another
             key = (key + 1) % (1 << 8 * KEY_BYTES)
-        position = parent.first_position + 1 if parent is not None else 0
-        record = BlockRecord(parent, digest, block, block_id, namespace, share, key, position)
+        record = BlockRecord(parent, digest, block, block_id, namespace, share, key)
         self._by_hash.setdefault(digest, []).append(record)
         self._by_key[key] = self.by_block[block_id] = record
         share.num_cached += 1
         if parent is not None:
-            parent.children[key] = record
+            parent.children[block] = record
         return record
 
     def remove(self, record: BlockRecord) -> None:
@@ -159,10 +130,11 @@ class Records:
         del self._by_key[record.key]
         del self.by_block[record.block_id]
         record.num_blocks = 0
+        record.end_block -= 1
         record.share.num_cached -= 1
         parent = record.parent
         if parent is not None:
-            del parent.children[record.key]
+            del parent.children[record.data]
             parent.last_use = max(parent.last_use, record.last_use)
             if record.used_s >= parent.used_s:
                 parent.used_s, parent.use = record.used_s, record.use
@@ -209,15 +181,15 @@ class Records:
         yield len(record.data) != self._block_bytes, f"it holds {len(record.data)} bytes of tokens"
         yield record.num_blocks != 1, "it has left the index"
         yield record.first_position != sum(1 for _ in record.path()) - 1, "it is at a wrong position"
-        yield parent is not None and parent.children.get(record.key) is not record, "unknown to its parent"
+        yield parent is not None and parent.children.get(record.data) is not record, "unknown to its parent"
         yield any(child.parent is not record for child in children), "it has a child of another block"
         yield record.num_ends < 0, f"{record.num_ends} hits end with it"
         pins = record.num_ends + sum(child.pins for child in children)
         yield record.pins != pins, f"it has {record.pins} pins, its hits and children {pins}"
 
 
-class HashedIndex:
-    """Implements `PrefixReuseIndex`. Not thread-safe: one engine thread owns it.
+class HashedIndex(IndexBase[BlockRecord]):
+    """Implements `PrefixReuseIndex`.
 
     `evict` gives up what `policy` chooses; without one, the block that was used longest ago, deeper ones
     first. With `policy_factory` each account has a policy of its own. `max_ghosts` bounds how many evictions
@@ -235,18 +207,10 @@ class HashedIndex:
         *,
         hash_blocks: HashBlocks = chain,
     ) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}")
-        self.block_size = block_size
-        self._events = events or EventBus()
-        self._clock = clock or MonotonicClock()
-        self._block_bytes = block_size * TOKEN_BYTES
+        super().__init__(block_size, events, clock)
         self._records = Records(self._block_bytes, hash_blocks)
-        self._leaves: EvictableLeaves[BlockRecord] = EvictableLeaves(policy, policy_factory)
+        self._leaves = EvictableLeaves(policy, policy_factory)
         self._ghosts: Ghosts[bytes] = Ghosts(max_ghosts)
-        self._num_touches = 0
-
-    # -- counts
 
     @property
     def num_cached(self) -> int:
@@ -256,12 +220,6 @@ class HashedIndex:
     def num_evictable(self) -> int:
         return sum(share.num_evictable for share in self._leaves.shares.values())
 
-    def evictable_by_account(self) -> Mapping[Account, int]:
-        return self._leaves.evictable_by_account()
-
-    def all_block_ids(self) -> BlockIds:
-        return array("i", self._records.by_block)
-
     # -- read
 
     def lookup(
@@ -269,105 +227,64 @@ class HashedIndex:
     ) -> PrefixHit:
         limit = len(tokens) if max_tokens is None else min(max_tokens, len(tokens))
         path = self._records.walk(tokens.tobytes(), limit // self.block_size, namespace)
-        return self._hit(tokens, namespace, path)
-
-    def branches(self, tokens: Tokens, k: int, namespace: Namespace = DEFAULT_NAMESPACE) -> list[Branch]:
-        path = self._records.walk(tokens.tobytes(), len(tokens) // self.block_size, namespace)
-        found: list[Branch] = []
-        below: BlockRecord | None = None
-        while path and len(found) < k:
-            hit = self._hit(tokens, namespace, path)
-            leaves = sorted(path[-1].leaves_below(below), key=lambda leaf: -leaf.last_use)
-            found += [Branch(hit, leaf.first_position + 1, leaf.used_s) for leaf in leaves]
-            below = path.pop()
-        return found[: max(0, k)]
+        return self._hit(tokens, namespace, path[-1] if path else None, len(path))
 
     def block_ids(self, hit: PrefixHit) -> BlockIds:
-        return array("i", [record.block_id for record in reversed(self._records_of(hit))])
-
-    def verify(self, hit: PrefixHit) -> bool:
-        limit = hit.num_blocks * self.block_size
-        return self.lookup(hit.tokens, hit.namespace, limit).num_blocks == hit.num_blocks
+        ids = array("i", [record.block_id for record in self._path_of(self._current(hit))])
+        ids.reverse()
+        return ids
 
     def num_unpinned_on_path(self, hit: PrefixHit) -> int:
-        return sum(not record.pins for record in self._records_of(hit))
+        return sum(not record.pins for record in self._path_of(self._current(hit)))
 
     def num_held_alone(self, hit: PrefixHit) -> int:
-        return sum(record.pins == 1 for record in self._records_of(hit))
+        return sum(record.pins == 1 for record in self._path_of(self._current(hit)))
 
-    def explain(self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE) -> MatchReport:
-        data, total = tokens.tobytes(), len(tokens) // self.block_size
-        path = self._records.walk(data, total, namespace)
-        hit = self._hit(tokens, namespace, path)
-        if hit.num_blocks == total:
-            return MatchReport(hit.num_tokens, total, MatchEnd.COMPLETE)
-        block = data[hit.num_blocks * self._block_bytes : (hit.num_blocks + 1) * self._block_bytes]
-        others = {record.namespace for record in self._records} - {namespace}
-        longest = max((len(self._records.walk(data, total, other)) for other in others), default=0)
-        elsewhere = longest if longest > hit.num_blocks else 0
-        ghost = self._ghosts.get(self._records.hash(block, hit.node, namespace))
-        at_s, cause = ghost if ghost is not None else (None, None)
-        end = MatchEnd.NEVER_SEEN
-        if ghost is not None:
-            end = MatchEnd.EVICTED
-        elif elsewhere:
-            end = MatchEnd.OTHER_NAMESPACE
-        else:
-            followers = self._records.followers(hit.node, namespace)
-            if any(follower.data.startswith(block[:TOKEN_BYTES]) for follower in followers):
-                end = MatchEnd.NOT_ALIGNED
-        return MatchReport(hit.num_tokens, hit.num_blocks, end, at_s, cause, elsewhere)
+    def all_block_ids(self) -> BlockIds:
+        return array("i", self._records.by_block)
 
     # -- pins: the reference counts
 
     def pin(self, hit: PrefixHit) -> PrefixHit:
-        path = self._records_of(hit)
-        if path:
-            num_held = sum(record.pins > 0 for record in path)
-            self._pin_path(path)
-            share = path[0].share
-            if share.listener is not None:
-                share.listener.found(path[0], num_held)
-        return self._hit(hit.tokens, hit.namespace, path[::-1])
+        hit = self._current(hit)
+        node = hit.node
+        if isinstance(node, BlockRecord):
+            num_held = hit.num_blocks - self.num_unpinned_on_path(hit)
+            self._pin_path(node)
+            if node.share.listener is not None:
+                node.share.listener.found(node, num_held)
+        return self._hit(hit.tokens, hit.namespace, node, hit.num_blocks)
 
-    def _pin_path(self, path: Sequence[BlockRecord]) -> None:
-        """Add one to the reference counts of a path, its last record first."""
-        for record in path:
+    def unpin(self, hit: PrefixHit, use: Use = NO_USE) -> None:
+        node = hit.node
+        if not isinstance(node, BlockRecord):
+            return
+        if not node.num_ends:
+            raise BookkeepingError(f"unpin of a prefix of {hit.num_blocks} blocks that is not pinned")
+        self._touch(node)
+        node.use = use
+        self._unpin_path(node)
+        if use is not NO_USE and node.share.listener is not None:
+            node.share.listener.used(node)
+
+    def _pin_path(self, last: BlockRecord) -> None:
+        """Add one to the reference counts of a path."""
+        last.num_ends += 1
+        for record in last.path():
             record.num_uses += 1
             record.pins += 1
             if record.pins == 1:
                 record.share.num_pinned += 1
                 self._leaves.discard(record)
-        path[0].num_ends += 1
 
-    def unpin(self, hit: PrefixHit, use: Use = NO_USE) -> None:
-        if not hit.num_blocks:
-            return
-        if not hit.node.num_ends:
-            raise BookkeepingError(f"unpin of a prefix of {hit.num_blocks} blocks that is not pinned")
-        self._num_touches += 1
-        hit.node.last_use, hit.node.used_s = self._num_touches, self._clock.now()
-        hit.node.use = use
-        self._unpin_path(hit.node)
-        if use is not NO_USE and hit.node.share.listener is not None:
-            hit.node.share.listener.used(hit.node)
-
-    # -- the policy
-
-    def hint(self, hit: PrefixHit, hint: Hint) -> int:
-        path = self._records_of(hit)
-        if not path or ((hint.ended or hint.superseded) and path[0].children):
-            return 0
-        num_blocks, now_s = 0, self._clock.now()
-        for record in path:
-            if record is not path[0] and len(record.children) > 1:
-                break
-            self._leaves.hint(record, hint, now_s)
-            num_blocks += 1
-        return num_blocks
-
-    def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
-        self._leaves.set_policy(factory)
+    def _unpin_path(self, last: BlockRecord) -> None:
+        """Take one from the reference counts of a path."""
+        last.num_ends -= 1
+        for record in last.path():
+            record.pins -= 1
+            if not record.pins:
+                record.share.num_pinned -= 1
+                self._leaves.add(record, after_use=True)
 
     # -- write
 
@@ -397,22 +314,52 @@ class HashedIndex:
         self._retain(path, retention)
         if existing < len(path):
             self._enter(path, existing)
-        hit = self._hit(tokens, namespace, path)
-        if pin and path:
-            self._pin_path(path[::-1])
+        last = path[-1] if path else None
+        if pin and last is not None:
+            self._pin_path(last)
             if share.listener is not None:
-                share.listener.added(path[-1], len(path) - existing, share.num_cached)
+                share.listener.added(last, len(path) - existing, share.num_cached)
         elif existing < len(path):
             for record in path:
                 record.num_uses += 1
             self._leaves.add(path[-1])
-        return InsertResult(existing, hit)
+        return InsertResult(existing, self._hit(tokens, namespace, last, len(path)))
+
+    def _enter(self, path: Sequence[BlockRecord], existing: int) -> None:
+        """Set the time of use of the new records, and report them as stored."""
+        self._num_touches += 1
+        now = self._clock.now()
+        new = path[existing:]
+        for record in new:
+            record.last_use, record.used_s = self._num_touches, now
+            self._ghosts.discard(record.hash)
+        if existing:
+            self._leaves.discard(path[existing - 1])
+        if self._events.wants(BlocksStored):
+            self._events.emit(
+                BlocksStored(
+                    block_ids=tuple(record.block_id for record in new),
+                    num_tokens_before=existing * self.block_size,
+                    hashes=tuple(record.hash for record in new),
+                    parent_hash=path[existing - 1].hash if existing else None,
+                    tokens=b"".join(record.data for record in new),
+                    namespace=new[0].namespace,
+                )
+            )
+
+    def _retain(self, path: Sequence[BlockRecord], retention: Sequence[Retention]) -> None:
+        """Raise the bonus of the blocks that ranges of tokens touch."""
+        for bias in retention:
+            start = bias.start // self.block_size
+            stop = len(path) if bias.stop is None else cdiv(bias.stop, self.block_size)
+            for record in path[start:stop]:
+                if record.bonus_s < bias.bonus_s:
+                    self._leaves.set_bonus(record, bias.bonus_s)
 
     def retract(self, result: InsertResult) -> None:
-        hit = result.hit
-        if not hit.num_blocks:
+        hit, last = result.hit, result.hit.node
+        if not isinstance(last, BlockRecord):
             return
-        last: BlockRecord = hit.node
         new = list(last.path())[: hit.num_blocks - result.num_existing]
         followers = sum(len(record.children) for record in new)
         if not last.num_ends or any(record.pins > 1 for record in new) or followers > max(0, len(new) - 1):
@@ -427,100 +374,37 @@ class HashedIndex:
                 self._leaves.add(parent)
         self._emit_removed(new, "retracted")
 
-    def evict(self, num_blocks: int, cause: str = "capacity") -> BlockIds | None:
-        if num_blocks < 0:
-            raise BookkeepingError(f"cannot evict {num_blocks} blocks")
-        if num_blocks > self.num_evictable:
-            return None
-        gone: list[BlockRecord] = []
-        before = -1
-        # An evicted leaf may expose a parent of another account: repeat while blocks are freed.
-        while before < len(gone) < num_blocks:
-            before = len(gone)
-            for share in self._leaves.shares_to_evict_from():
-                self._evict_of(share, num_blocks - len(gone), gone)
-        freed = self._record_evicted(gone, cause)
-        if len(freed) < num_blocks:
-            raise BookkeepingError(
-                f"the eviction policy gave up {len(freed)} blocks of {num_blocks}; they are {freed.tolist()}"
-            )
-        return freed
-
-    def evict_from(self, account: Account, num_blocks: int, cause: str = "capacity") -> BlockIds:
-        if num_blocks < 0:
-            raise BookkeepingError(f"cannot evict {num_blocks} blocks")
-        gone: list[BlockRecord] = []
-        share = self._leaves.shares.get(account)
-        if share is not None:
-            self._evict_of(share, min(num_blocks, share.num_evictable), gone)
-        return self._record_evicted(gone, cause)
-
-    def clear(self) -> BlockIds:
-        freed = self.evict(self.num_evictable, "cleared")
-        assert freed is not None
-        for share in self._leaves.shares.values():
-            if share.listener is not None:
-                share.listener.cleared(share.num_cached)
-        if not self._records and self._events.wants(IndexCleared):
-            self._events.emit(IndexCleared())
-        return freed
-
     def remap(self, moves: Mapping[int, int]) -> None:
         self._records.remap(moves)
 
-    # -- inside: finding
+    # -- inside: for the base
 
-    def _hit(self, tokens: Tokens, namespace: Namespace, path: Sequence[BlockRecord]) -> PrefixHit:
-        node = path[-1] if path else None
-        return PrefixHit(len(path) * self.block_size, len(path), tokens, namespace, node)
+    def _hit(
+        self, tokens: Tokens, namespace: Namespace, node: IndexNode | None, num_blocks: int
+    ) -> PrefixHit:
+        return PrefixHit(num_blocks * self.block_size, num_blocks, tokens, namespace, node)
 
     def _current(self, hit: PrefixHit) -> PrefixHit:
-        """The hit, or a new look-up if its last block has left the index."""
-        if not hit.num_blocks or hit.node.num_blocks:
+        if not isinstance(hit.node, BlockRecord) or hit.node.num_blocks:
             return hit
         return self.lookup(hit.tokens, hit.namespace, hit.num_blocks * self.block_size)
 
-    def _records_of(self, hit: PrefixHit) -> list[BlockRecord]:
-        """The records of a hit, the deepest first."""
-        hit = self._current(hit)
-        return list(hit.node.path()) if hit.num_blocks else []
+    def _path_of(self, hit: PrefixHit) -> Iterator[BlockRecord]:
+        return hit.node.path() if isinstance(hit.node, BlockRecord) else iter(())
 
-    # -- inside: insertion
+    def _namespaces(self) -> Iterable[Namespace]:
+        return {record.namespace for record in self._records}
 
-    def _enter(self, path: Sequence[BlockRecord], existing: int) -> None:
-        """Set the time of use of the new records, and report them as stored."""
-        self._num_touches += 1
-        now = self._clock.now()
-        for record in path[existing:]:
-            record.last_use, record.used_s = self._num_touches, now
-            self._ghosts.discard(record.hash)
-        if existing:
-            self._leaves.discard(path[existing - 1])
-        if self._events.wants(BlocksStored):
-            self._events.emit(_stored(path, existing, self.block_size))
+    def _ghost_behind(self, hit: PrefixHit, next_block: bytes) -> Ghost | None:
+        parent = next(self._path_of(hit), None)
+        return self._ghosts.get(self._records.hash(next_block, parent, hit.namespace))
 
-    def _retain(self, path: Sequence[BlockRecord], retention: Sequence[Retention]) -> None:
-        """Raise the bonus of the blocks that ranges of tokens touch."""
-        for bias in retention:
-            start = bias.start // self.block_size
-            stop = len(path) if bias.stop is None else cdiv(bias.stop, self.block_size)
-            for record in path[start:stop]:
-                if record.bonus_s < bias.bonus_s:
-                    self._leaves.set_bonus(record, bias.bonus_s)
+    def _blocks_behind(self, hit: PrefixHit) -> Iterable[bytes]:
+        followers = (record for record in self._records if record.parent is hit.node)
+        return (record.data for record in followers if record.namespace == hit.namespace)
 
-    def _unpin_path(self, last: BlockRecord) -> None:
-        """Take one from the reference counts of a path."""
-        last.num_ends -= 1
-        for record in last.path():
-            record.pins -= 1
-            if not record.pins:
-                record.share.num_pinned -= 1
-                self._leaves.add(record, after_use=True)
-
-    # -- inside: eviction
-
-    def _evict_of(self, share: AccountShare, num_blocks: int, gone: list[BlockRecord]) -> None:
-        """Evict `num_blocks` blocks of one account, or all it can; adds them to `gone`."""
+    def _evict_of(self, share: AccountShare, num_blocks: int, cause: str) -> BlockIds:
+        gone: list[BlockRecord] = []
 
         def give_up(extent: Extent, num_blocks: int) -> BlockRecord | None:
             record = self._leaves.by_key.get(extent.key)
@@ -530,6 +414,13 @@ class HashedIndex:
             return self._remove(record)
 
         self._leaves.evict(share, num_blocks, give_up)
+        ghost = Ghost(self._clock.now(), cause)
+        for record in gone:
+            self._ghosts.add(record.hash, ghost)
+        self._emit_removed(gone, cause)
+        return array("i", [record.block_id for record in gone])
+
+    # -- inside: eviction
 
     def _remove(self, record: BlockRecord) -> BlockRecord | None:
         """Take out an evictable leaf.
@@ -548,14 +439,6 @@ class HashedIndex:
         self._leaves.register(parent)
         return parent
 
-    def _record_evicted(self, gone: Sequence[BlockRecord], cause: str) -> BlockIds:
-        """Keep ghosts, emit the events, and return the ids."""
-        ghost = Ghost(self._clock.now(), cause)
-        for record in gone:
-            self._ghosts.add(record.hash, ghost)
-        self._emit_removed(gone, cause)
-        return array("i", [record.block_id for record in gone])
-
     def _emit_removed(self, gone: Sequence[BlockRecord], cause: str) -> None:
         if not self._events.wants(BlocksRemoved):
             return
@@ -563,37 +446,9 @@ class HashedIndex:
             ids, hashes = zip(*((record.block_id, record.hash) for record in records), strict=True)
             self._events.emit(BlocksRemoved(ids, cause, hashes, namespace))
 
-    # -- check
-
     def check(self) -> None:
         self._records.check()
-        leaves = {record.key: record for record in self._records if not record.pins and not record.children}
-        self._require("evictable leaves", leaves, "in all", self._leaves.by_key)
-        for share in self._leaves.shares.values():
-            own = [record for record in self._records if record.share is share]
-            self._require("blocks", len(own), share.account, share.num_cached)
-            num_pinned = sum(record.pins > 0 for record in own)
-            self._require("pinned blocks", num_pinned, share.account, share.num_pinned)
-            if share.policy is not None:
-                num_leaves = sum(leaf.share is share for leaf in leaves.values())
-                self._require("blocks with its policy", num_leaves, share.account, share.policy.num_evictable)
-                share.policy.check()
-
-    def _require(self, what: str, found: object, owner: object, booked: object) -> None:
-        if found != booked:
-            raise BookkeepingError(f"{owner} has {found} {what}, the books say {booked}")
-
-
-def _stored(path: Sequence[BlockRecord], existing: int, block_size: int) -> BlocksStored:
-    new = path[existing:]
-    return BlocksStored(
-        block_ids=tuple(record.block_id for record in new),
-        num_tokens_before=existing * block_size,
-        hashes=tuple(record.hash for record in new),
-        parent_hash=path[existing - 1].hash if existing else None,
-        tokens=b"".join(record.data for record in new),
-        namespace=new[0].namespace,
-    )
+        self._leaves.check(self._records)
 
 
 PLUGIN = HashedIndex

@@ -11,36 +11,33 @@ of whole blocks and is compared as memory. The tree is in `_tree.py`.
 
 from __future__ import annotations
 
-import heapq
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from sagellm.core.blocks import cdiv
-from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus, IndexCleared
-from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Hint, Use
-from sagellm.core.protocols.prefix_cache import Branch, InsertResult, MatchEnd, MatchReport, PrefixHit
+from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus
+from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Use
+from sagellm.core.protocols.prefix_cache import IndexNode, InsertResult, PrefixHit
 from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, Account, BlockIds, Namespace, Retention, Tokens
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost
+from sagellm.kvmgr.prefix_cache._index_base import DEFAULT_NAMESPACE, IndexBase
 from sagellm.kvmgr.prefix_cache._leaves import AccountShare
 from sagellm.kvmgr.prefix_cache._tree import Node, NodeLeaves, RadixTree, content_key
 
-DEFAULT_NAMESPACE = Namespace()
 SAME_MOMENT_S = 1e-3
 """Evictions within this time share one ghost."""
 MAX_GONE_BYTES = 4096
 """Bytes of evicted blocks that an edge may keep, so that the eviction of one block copies no edge."""
-_new_hit = tuple.__new__
-"""Makes a `PrefixHit` in a third of its constructor's time: `sagellm bench micro prefix_cache`."""
 
 
-class RadixIndex:
+class RadixIndex(IndexBase[Node]):
     """Implements `PrefixReuseIndex`.
 
     `evict` gives up what `policy` chooses; without one, leaves in order of their last use. With
     `policy_factory` each account has a policy of its own. `max_ghosts` bounds how many evictions `explain`
-    remembers. Not thread-safe: one engine thread owns it.
+    remembers.
     """
 
     def __init__(
@@ -52,16 +49,11 @@ class RadixIndex:
         policy_factory: Callable[[], EvictionPolicy] | None = None,
         max_ghosts: int = 4096,
     ) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}")
-        self.block_size = block_size
-        self._block_bytes = block_size * TOKEN_BYTES
-        self._leaves = NodeLeaves(self._block_bytes, policy, policy_factory)
-        self.tree = RadixTree(self._block_bytes, self._leaves, max_ghosts)
+        super().__init__(block_size, events, clock)
+        leaves = NodeLeaves(self._block_bytes, policy, policy_factory)
+        self._leaves = leaves
+        self.tree = RadixTree(self._block_bytes, leaves, max_ghosts)
         self._roots, self._walk = self.tree.roots, self.tree.walk
-        self._events = events or EventBus()
-        self._clock = clock or MonotonicClock()
-        self._num_touches = 0
         self._ghost = Ghost(0.0, "")  # of the evictions of this moment
         self._freed: BlockIds = array("i")  # what the eviction that is going on has freed
         self._removed: list[BlocksRemoved] | None = None  # its events; None: no reader wants them
@@ -73,9 +65,6 @@ class RadixIndex:
     @property
     def num_evictable(self) -> int:
         return self.tree.num_cached - self.tree.num_pinned
-
-    def evictable_by_account(self) -> Mapping[Account, int]:
-        return self._leaves.evictable_by_account()
 
     # -- read
 
@@ -90,22 +79,19 @@ class RadixIndex:
         if max_tokens is not None and max_tokens * TOKEN_BYTES < end:
             end = max(0, max_tokens) * TOKEN_BYTES
         node, num_blocks = self._walk(root, data, end - end % self._block_bytes)
-        num_tokens, version = num_blocks * self.block_size, self.tree.version
-        return _new_hit(PrefixHit, (num_tokens, num_blocks, tokens, namespace, node, version, None, 0))
+        num_tokens = num_blocks * self.block_size
+        return PrefixHit(num_tokens, num_blocks, tokens, namespace, node, self.tree.version)
 
     def block_ids(self, hit: PrefixHit) -> BlockIds:
         ids: BlockIds = array("i")
-        if not hit.num_blocks:
+        node = self._current(hit).node
+        if not hit.num_blocks or not isinstance(node, Node):
             return ids
-        node: Node = self._current(hit).node
         if node.first_position == 0:
             return node.blocks[: hit.num_blocks]
         for piece in reversed([above.blocks for above in node.path()]):
             ids += piece
         return ids[: hit.num_blocks] if len(ids) > hit.num_blocks else ids
-
-    def verify(self, hit: PrefixHit) -> bool:
-        return self.lookup(hit.tokens, hit.namespace, hit.num_tokens).num_blocks == hit.num_blocks
 
     def num_unpinned_on_path(self, hit: PrefixHit) -> int:
         return self._count_on_path(hit, 0)
@@ -123,29 +109,29 @@ class RadixIndex:
 
     def pin(self, hit: PrefixHit) -> PrefixHit:
         hit = self._current(hit)
-        listener = hit.node.share.listener if hit.num_blocks else None
-        num_held = hit.num_blocks - self._count_on_path(hit, 0) if listener is not None else 0
-        hit = self._pin(hit)
-        if listener is not None:
-            listener.found(hit.node, num_held)
-        return hit
-
-    def _pin(self, hit: PrefixHit) -> PrefixHit:
-        """Pin a current hit; a hit that ends inside an edge splits it."""
-        if not hit.num_blocks:
+        node = hit.node
+        if not hit.num_blocks or not isinstance(node, Node):
             return hit
-        node: Node = hit.node
-        if node.end_block > hit.num_blocks:
-            node = self.tree.split(node, hit.num_blocks - node.first_position)
+        listener = node.share.listener
+        num_held = hit.num_blocks - self._count_on_path(hit, 0) if listener is not None else 0
+        node = self._pin(node, hit.num_blocks)
+        if listener is not None:
+            listener.found(node, num_held)
+        return self._hit(hit.tokens, hit.namespace, node, hit.num_blocks)
+
+    def _pin(self, node: Node, num_blocks: int) -> Node:
+        """Pin the path to a node, split where the hit of `num_blocks` ends inside it; returns its end."""
+        if node.end_block > num_blocks:
+            node = self.tree.split(node, num_blocks - node.first_position)
         node.num_uses += 1
         node.num_ends += 1
         self.tree.pin_path(node)
-        return self._hit(hit.tokens, hit.namespace, node, hit.num_blocks)
+        return node
 
     def unpin(self, hit: PrefixHit, use: Use = NO_USE) -> None:
-        if not hit.num_blocks:
+        node = hit.node
+        if not hit.num_blocks or not isinstance(node, Node):
             return
-        node: Node = hit.node
         if not node.num_ends or node.end_block != hit.num_blocks:
             raise BookkeepingError(f"unpin of a prefix of {hit.num_blocks} blocks that is not pinned")
         node.num_ends -= 1
@@ -185,9 +171,9 @@ class RadixIndex:
             self._touch(node)
             if self._events.wants(BlocksStored):
                 self._events.emit(self._stored(node))
-        hit = self._hit(tokens, namespace, node, total)
+        last = self._pin(node, total) if pin and total else node
+        hit = self._hit(tokens, namespace, last, total)
         if pin:
-            hit = self._pin(hit)
             if node.share.listener is not None:
                 node.share.listener.added(node, total - existing, node.share.num_cached)
         elif existing < total:
@@ -199,9 +185,9 @@ class RadixIndex:
 
     def retract(self, result: InsertResult) -> None:
         hit, existing = result.hit, result.num_existing
-        if not hit.num_blocks:
+        node = hit.node
+        if not hit.num_blocks or not isinstance(node, Node):
             return
-        node: Node = hit.node
         others = node.pins > 1 or node.children
         if not node.num_ends or node.end_block != hit.num_blocks or (existing < hit.num_blocks and others):
             raise BookkeepingError("retract of an insertion that is not pinned, or that others use by now")
@@ -221,111 +207,20 @@ class RadixIndex:
             node = parent
         self.tree.version += 1
 
-    def evict(self, num_blocks: int, cause: str = "capacity") -> BlockIds | None:
-        if num_blocks < 0:
-            raise BookkeepingError(f"cannot evict {num_blocks} blocks")
-        if num_blocks > self.tree.num_cached - self.tree.num_pinned:
-            return None
-        freed: BlockIds = array("i")
-        if len(self._leaves.shares) == 1:
-            freed = self._evict_of(self._leaves.default_share, num_blocks, cause)
-        else:
-            # An evicted leaf may expose a parent of another account: repeat while blocks are freed.
-            before = -1
-            while before < len(freed) < num_blocks:
-                before = len(freed)
-                for share in self._leaves.shares_to_evict_from():
-                    freed += self._evict_of(share, num_blocks - len(freed), cause)
-        if len(freed) != num_blocks:
-            raise BookkeepingError(f"the eviction policy gave {len(freed)} blocks, asked for {num_blocks}")
-        return freed
-
-    def evict_from(self, account: Account, num_blocks: int, cause: str = "capacity") -> BlockIds:
-        if num_blocks < 0:
-            raise BookkeepingError(f"cannot evict {num_blocks} blocks")
-        share = self._leaves.shares.get(account)
-        if share is None:
-            return array("i")
-        return self._evict_of(share, min(num_blocks, share.num_evictable), cause)
-
-    def clear(self) -> BlockIds:
-        freed = self.evict(self.num_evictable, "cleared")
-        assert freed is not None
-        for share in self._leaves.shares.values():
-            if share.listener is not None:
-                share.listener.cleared(share.num_cached)
-        if not self.tree.num_cached and self._events.wants(IndexCleared):
-            self._events.emit(IndexCleared())
-        return freed
-
     def remap(self, moves: Mapping[int, int]) -> None:
         for node in self.tree.nodes():
             if not moves.keys().isdisjoint(node.blocks):
                 node.blocks = array("i", [moves.get(block, block) for block in node.blocks])
 
-    # -- the policy
+    # -- inside: for `explain`
 
-    def hint(self, hit: PrefixHit, hint: Hint) -> int:
-        hit = self._current(hit)
-        last = hit.node
-        if not hit.num_blocks:
-            return 0
-        if (hint.ended or hint.superseded) and (last.children or last.end_block > hit.num_blocks):
-            return 0  # another request continued from there
-        num_blocks, now_s = 0, self._clock.now()
-        for node in last.path():
-            if node is not last and len(node.children) > 1:
-                break
-            num_blocks += node.num_blocks
-            if hint.duration_s is not None or hint.over(node.hint) != node.hint:
-                self._leaves.hint(node, hint, now_s)
-        return num_blocks
+    def _namespaces(self) -> Iterable[Namespace]:
+        return tuple(self._roots)
 
-    def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
-        self._leaves.set_policy(factory)
-
-    # -- off the hot path: where a match ends and why, and what is near it
-
-    def branches(self, tokens: Tokens, k: int, namespace: Namespace = DEFAULT_NAMESPACE) -> list[Branch]:
-        start, num_blocks = self.tree.match(tokens, namespace)
-        found: list[Branch] = []
-        node: Node | None = start if num_blocks else None
-        below: Node | None = None
-        while node is not None and node.parent is not None and len(found) < k:
-            hit = self._hit(tokens, namespace, node, min(num_blocks, node.end_block))
-            leaves = heapq.nlargest(k - len(found), _leaves_of(node, below), key=lambda leaf: leaf.last_use)
-            found += [Branch(hit, leaf.end_block, leaf.used_s) for leaf in leaves]
-            node, below = node.parent, node
-        return found
-
-    def explain(self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE) -> MatchReport:
-        node, num_blocks = self.tree.match(tokens, namespace)
-        num_tokens, size = num_blocks * self.block_size, self._block_bytes
-        next_block = tokens.tobytes()[num_blocks * size : (num_blocks + 1) * size]
-        if len(next_block) < size:
-            return MatchReport(num_tokens, num_blocks, MatchEnd.COMPLETE)
-        others = (self.tree.match(tokens, other)[1] for other in self._roots if other != namespace)
-        longest = max(others, default=0)
-        elsewhere = longest if longest > num_blocks else 0
-        node = node or self._roots.get(namespace) or self.tree.new_root(namespace)
-        ghost = self._ghost_behind(node, num_blocks, next_block)
-        if ghost is not None:
-            return MatchReport(num_tokens, num_blocks, MatchEnd.EVICTED, ghost.at_s, ghost.cause, elsewhere)
-        if node.end_block > num_blocks:  # the match ends inside the edge
-            start = (num_blocks - node.first_position) * size
-            followers = [node.edge[start : start + size]]
-        else:
-            followers = list(node.children)
-        end = MatchEnd.NEVER_SEEN
-        if elsewhere:
-            end = MatchEnd.OTHER_NAMESPACE
-        elif next_block[:TOKEN_BYTES] in {block[:TOKEN_BYTES] for block in followers}:
-            end = MatchEnd.NOT_ALIGNED
-        return MatchReport(num_tokens, num_blocks, end, num_elsewhere=elsewhere)
-
-    def _ghost_behind(self, node: Node, num_blocks: int, next_block: bytes) -> Ghost | None:
-        """The record of the eviction of `next_block` behind a match that ends in `node`."""
-        if node.end_block > num_blocks:
+    def _ghost_behind(self, hit: PrefixHit, next_block: bytes) -> Ghost | None:
+        node = hit.node or self.tree.new_root(hit.namespace)
+        assert isinstance(node, Node)
+        if node.end_block > hit.num_blocks:
             return None
         if node.cut is not None:
             length = len(node.content)
@@ -333,14 +228,23 @@ class RadixIndex:
                 return node.cut
         return self.tree.ghosts.get(content_key(node, next_block))
 
-    # -- inside: hits and pins
+    def _blocks_behind(self, hit: PrefixHit) -> Iterable[bytes]:
+        node = hit.node
+        if not isinstance(node, Node):
+            return ()
+        if node.end_block == hit.num_blocks:
+            return node.children
+        return (node.edge[(hit.num_blocks - node.first_position) * self._block_bytes :],)
 
-    def _hit(self, tokens: Tokens, namespace: Namespace, node: Node | None, num_blocks: int) -> PrefixHit:
-        num_tokens, version = num_blocks * self.block_size, self.tree.version
-        return _new_hit(PrefixHit, (num_tokens, num_blocks, tokens, namespace, node, version, None, 0))
+    # -- inside: hits
+
+    def _hit(
+        self, tokens: Tokens, namespace: Namespace, node: IndexNode | None, num_blocks: int
+    ) -> PrefixHit:
+        num_tokens = num_blocks * self.block_size
+        return PrefixHit(num_tokens, num_blocks, tokens, namespace, node, self.tree.version)
 
     def _current(self, hit: PrefixHit) -> PrefixHit:
-        """The hit, or a new look-up of it if the tree has changed since."""
         if hit.version == self.tree.version or not hit.num_blocks:
             return hit
         return self.lookup(hit.tokens, hit.namespace, hit.num_blocks * self.block_size)
@@ -348,23 +252,18 @@ class RadixIndex:
     def _count_on_path(self, hit: PrefixHit, pins: int) -> int:
         """Blocks at the end of the hit whose nodes have at most `pins` pins."""
         hit = self._current(hit)
-        if not hit.num_blocks:
+        node = hit.node
+        if not hit.num_blocks or not isinstance(node, Node):
             return 0
-        deepest: Node = hit.node
-        count = min(0, hit.num_blocks - deepest.end_block)  # a hit may end inside its deepest node
-        for node in deepest.path():
-            if node.pins > pins:
+        count = min(0, hit.num_blocks - node.end_block)  # a hit may end inside its deepest node
+        for above in node.path():
+            if above.pins > pins:
                 return max(0, count)
-            count += node.num_blocks
+            count += above.num_blocks
         return count
 
-    def _touch(self, node: Node) -> None:
-        """Set the time of last use."""
-        self._num_touches += 1
-        node.last_use = self._num_touches
-        node.used_s = self._clock.now()
-
-    # -- inside: the tree
+    def _path_of(self, hit: PrefixHit) -> Iterator[Node]:
+        return hit.node.path() if isinstance(hit.node, Node) else iter(())
 
     def _retain(self, hit: PrefixHit, bias: Retention) -> None:
         """Raise the bonus of a range of tokens, splitting edges at its ends."""
@@ -375,17 +274,16 @@ class RadixIndex:
         if first >= last:
             return
         for border in (first, last):
-            node = next((n for n in hit.node.path() if n.first_position < border < n.end_block), None)
+            node = next((n for n in self._path_of(hit) if n.first_position < border < n.end_block), None)
             if node is not None:
                 self.tree.split(node, border - node.first_position)
-        for node in list(hit.node.path()):
+        for node in list(self._path_of(hit)):
             if first <= node.first_position and node.end_block <= last and node.bonus_s < bias.bonus_s:
                 self._leaves.set_bonus(node, bias.bonus_s)
 
     # -- inside: eviction
 
     def _evict_of(self, share: AccountShare, num_blocks: int, cause: str) -> BlockIds:
-        """Free `num_blocks` blocks of one account, or all that its policy can give up."""
         freed = self._freed = array("i")
         now_s, ghost = self._clock.now(), self._ghost
         if now_s - ghost.at_s > SAME_MOMENT_S or ghost.cause != cause:
@@ -456,17 +354,6 @@ class RadixIndex:
 
     def check(self) -> None:
         self.tree.check()
-
-
-def _leaves_of(node: Node, left_out: Node | None) -> Iterator[Node]:
-    """The leaves at or below a node, without those below its child `left_out`."""
-    if not node.children:
-        yield node
-    for child in node.children.values():
-        if child is not left_out:
-            if not child.children:
-                yield child
-            yield from (below for below in child.subtree() if not below.children)
 
 
 PLUGIN = RadixIndex

@@ -1,0 +1,182 @@
+"""What both prefix indexes do alike: evict across accounts, apply hints, describe what is near a prompt."""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Generic
+
+from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.events import EventBus, IndexCleared
+from sagellm.core.protocols.eviction import EvictionPolicy, Hint
+from sagellm.core.protocols.prefix_cache import Branch, IndexNode, MatchEnd, MatchReport, PrefixHit
+from sagellm.core.types import TOKEN_BYTES, Account, BlockIds, Namespace, Tokens
+from sagellm.kvmgr.prefix_cache._ghosts import Ghost
+from sagellm.kvmgr.prefix_cache._leaves import AccountShare, EvictableLeaves, ExtentType
+
+DEFAULT_NAMESPACE = Namespace()
+
+
+class IndexBase(ABC, Generic[ExtentType]):
+    """A `PrefixReuseIndex` without its structure: a subclass says how blocks are found and removed.
+
+    Not thread-safe: one engine thread owns it.
+    """
+
+    _leaves: EvictableLeaves[ExtentType]
+
+    def __init__(self, block_size: int, events: EventBus | None, clock: Clock | None) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {block_size}")
+        self.block_size = block_size
+        self._block_bytes = block_size * TOKEN_BYTES
+        self._events = events or EventBus()
+        self._clock = clock or MonotonicClock()
+        self._num_touches = 0
+
+    @property
+    @abstractmethod
+    def num_evictable(self) -> int: ...
+
+    @abstractmethod
+    def lookup(
+        self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE, max_tokens: int | None = None
+    ) -> PrefixHit: ...
+
+    @abstractmethod
+    def _hit(
+        self, tokens: Tokens, namespace: Namespace, node: IndexNode | None, num_blocks: int
+    ) -> PrefixHit: ...
+
+    @abstractmethod
+    def _current(self, hit: PrefixHit) -> PrefixHit:
+        """The hit, or a new look-up of it if the index has changed since."""
+
+    @abstractmethod
+    def _path_of(self, hit: PrefixHit) -> Iterator[ExtentType]:
+        """The extents of a current hit, the deepest first."""
+
+    @abstractmethod
+    def _evict_of(self, share: AccountShare, num_blocks: int, cause: str) -> BlockIds:
+        """Free `num_blocks` blocks of one account, or all that its policy can give up."""
+
+    @abstractmethod
+    def _namespaces(self) -> Iterable[Namespace]: ...
+
+    @abstractmethod
+    def _ghost_behind(self, hit: PrefixHit, next_block: bytes) -> Ghost | None:
+        """The record of the eviction of `next_block` behind a match."""
+
+    @abstractmethod
+    def _blocks_behind(self, hit: PrefixHit) -> Iterable[bytes]:
+        """The tokens of the resident blocks that follow a match."""
+
+    # -- eviction
+
+    def evictable_by_account(self) -> Mapping[Account, int]:
+        return {account: share.num_evictable for account, share in self._leaves.shares.items()}
+
+    def evict(self, num_blocks: int, cause: str = "capacity") -> BlockIds | None:
+        if num_blocks < 0:
+            raise BookkeepingError(f"cannot evict {num_blocks} blocks")
+        if num_blocks > self.num_evictable:
+            return None
+        freed: BlockIds = array("i")
+        if len(self._leaves.shares) == 1:
+            freed = self._evict_of(self._leaves.default_share, num_blocks, cause)
+        else:
+            # An evicted leaf may expose a parent of another account: repeat while blocks are freed.
+            before = -1
+            while before < len(freed) < num_blocks:
+                before = len(freed)
+                for share in sorted(self._leaves.shares.values(), key=lambda share: -share.num_evictable):
+                    freed += self._evict_of(share, num_blocks - len(freed), cause)
+        if len(freed) != num_blocks:
+            raise BookkeepingError(f"the eviction policy gave {len(freed)} blocks, asked for {num_blocks}")
+        return freed
+
+    def evict_from(self, account: Account, num_blocks: int, cause: str = "capacity") -> BlockIds:
+        if num_blocks < 0:
+            raise BookkeepingError(f"cannot evict {num_blocks} blocks")
+        share = self._leaves.shares.get(account)
+        if share is None:
+            return array("i")
+        return self._evict_of(share, min(num_blocks, share.num_evictable), cause)
+
+    def clear(self) -> BlockIds:
+        freed = self.evict(self.num_evictable, "cleared")
+        assert freed is not None
+        num_cached = 0
+        for share in self._leaves.shares.values():
+            num_cached += share.num_cached
+            if share.listener is not None:
+                share.listener.cleared(share.num_cached)
+        if not num_cached and self._events.wants(IndexCleared):
+            self._events.emit(IndexCleared())
+        return freed
+
+    def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
+        self._leaves.set_policy(factory)
+
+    def hint(self, hit: PrefixHit, hint: Hint) -> int:
+        hit = self._current(hit)
+        num_blocks, now_s = 0, self._clock.now()
+        for extent in self._path_of(hit):
+            is_last = extent is hit.node
+            if is_last and (hint.ended or hint.superseded):
+                if extent.children or extent.end_block > hit.num_blocks:
+                    return 0  # another request continued from there
+            elif not is_last and len(extent.children) > 1:
+                break
+            num_blocks += extent.num_blocks
+            if hint.duration_s is not None or hint.over(extent.hint) != extent.hint:
+                self._leaves.hint(extent, hint, now_s)
+        return num_blocks
+
+    def _touch(self, extent: ExtentType) -> None:
+        """Set the time of last use."""
+        self._num_touches += 1
+        extent.last_use = self._num_touches
+        extent.used_s = self._clock.now()
+
+    # -- off the hot path: where a match ends and why, and what is near it
+
+    def verify(self, hit: PrefixHit) -> bool:
+        limit = hit.num_blocks * self.block_size
+        return self.lookup(hit.tokens, hit.namespace, limit).num_blocks == hit.num_blocks
+
+    def branches(self, tokens: Tokens, k: int, namespace: Namespace = DEFAULT_NAMESPACE) -> list[Branch]:
+        longest = self.lookup(tokens, namespace)
+        found: list[Branch] = []
+        below: ExtentType | None = None
+        for extent in self._path_of(longest):
+            if len(found) >= k:
+                break
+            hit = self._hit(tokens, namespace, extent, min(longest.num_blocks, extent.end_block))
+            leaves = heapq.nlargest(k - len(found), extent.leaves(below), key=lambda leaf: leaf.last_use)
+            found += [Branch(hit, leaf.end_block, leaf.used_s) for leaf in leaves]
+            below = extent
+        return found
+
+    def explain(self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE) -> MatchReport:
+        hit = self.lookup(tokens, namespace)
+        start = hit.num_blocks * self._block_bytes
+        next_block = tokens.tobytes()[start : start + self._block_bytes]
+        if len(next_block) < self._block_bytes:
+            return MatchReport(hit.num_tokens, hit.num_blocks, MatchEnd.COMPLETE)
+        others = (self.lookup(tokens, other) for other in self._namespaces() if other != namespace)
+        longest = max((other.num_blocks for other in others), default=0)
+        elsewhere = longest if longest > hit.num_blocks else 0
+        ghost = self._ghost_behind(hit, next_block)
+        at_s, cause = ghost if ghost is not None else (None, None)
+        end = MatchEnd.NEVER_SEEN
+        if ghost is not None:
+            end = MatchEnd.EVICTED
+        elif elsewhere:
+            end = MatchEnd.OTHER_NAMESPACE
+        elif any(block.startswith(next_block[:TOKEN_BYTES]) for block in self._blocks_behind(hit)):
+            end = MatchEnd.NOT_ALIGNED
+        return MatchReport(hit.num_tokens, hit.num_blocks, end, at_s, cause, elsewhere)
