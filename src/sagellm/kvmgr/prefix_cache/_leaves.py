@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Hint, UseListener, bonus_of
+from sagellm.core.protocols.eviction import EvictionPolicy, Hint, Use, UseListener, bonus_of
 from sagellm.core.protocols.prefix_cache import IndexNode
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace
 
@@ -51,31 +51,23 @@ class CachedExtent(IndexNode):
     them to its parent. `end_block` is the position behind its last block.
     """
 
-    __slots__ = (
-        "bonus_s", "children", "end_block", "hint", "key", "last_use", "namespace", "num_blocks", "num_ends",
-        "num_uses", "parent", "pins", "share", "use", "used_s",
-    )  # fmt: skip
+    __slots__ = ()
 
     parent: Self | None
     children: dict[bytes, Self]
-
-    def __init__(
-        self, parent: Self | None, namespace: Namespace, share: AccountShare, key: int, num_blocks: int
-    ) -> None:
-        self.parent = parent
-        self.namespace = namespace
-        self.share = share
-        self.key = key
-        self.num_blocks = num_blocks
-        self.end_block: int = num_blocks if parent is None else parent.end_block + num_blocks
-        self.pins = 0
-        self.num_ends = 0
-        self.last_use = 0
-        self.num_uses = 0
-        self.used_s = 0.0
-        self.bonus_s = 0.0
-        self.use = NO_USE
-        self.hint: Hint | None = None
+    namespace: Namespace
+    share: AccountShare
+    key: int
+    num_blocks: int
+    end_block: int
+    pins: int
+    num_ends: int
+    last_use: int
+    num_uses: int
+    used_s: float
+    bonus_s: float
+    use: Use
+    hint: Hint | None
 
     @property
     def first_position(self) -> int:

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 
-from sagellm.core.protocols.eviction import EvictionPolicy
+from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy
 from sagellm.core.types import BlockIds, Namespace
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost, Ghosts
 from sagellm.kvmgr.prefix_cache._leaves import (
@@ -41,8 +41,13 @@ class Node(CachedExtent):
     a new head above the node, which stays as the tail.
     """
 
-    __slots__ = ("blocks", "cut", "edge", "end_byte", "hashes", "only_child")
+    __slots__ = (
+        "blocks", "bonus_s", "children", "cut", "edge", "end_block", "end_byte", "hashes", "hint", "key",
+        "last_use", "namespace", "num_blocks", "num_ends", "num_uses", "only_child", "parent", "pins",
+        "share", "use", "used_s",
+    )  # fmt: skip
 
+    parent: Node | None
     children: dict[bytes, Node]
 
     def __init__(
@@ -54,14 +59,31 @@ class Node(CachedExtent):
         key: int,
         share: AccountShare,
     ) -> None:
-        super().__init__(parent, namespace, share, key, len(blocks))
+        num_blocks = len(blocks)
+        self.parent = parent
         self.edge = edge
         self.blocks = blocks
-        self.end_byte: int = len(edge) if parent is None else parent.end_byte + len(edge)
+        self.num_blocks = num_blocks
+        self.namespace = namespace
+        self.key = key
+        self.share = share
         self.children = NO_CHILDREN
         self.only_child: Node | None = None  # most inner nodes have one child: conversations are chains
+        self.pins = 0
+        self.num_ends = 0
+        self.last_use = 0
+        self.num_uses = 0
+        self.used_s = 0.0
+        self.bonus_s = 0.0
+        self.use = NO_USE
+        self.hint = None
         self.cut: Ghost | None = None
         self.hashes: list[bytes] | None = None
+        if parent is None:
+            self.end_block = self.end_byte = 0
+        else:
+            self.end_block = parent.end_block + num_blocks
+            self.end_byte = parent.end_byte + len(edge)
 
     @property
     def content(self) -> bytes:

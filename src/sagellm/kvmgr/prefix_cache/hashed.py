@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus
-from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Extent, Use
+from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Extent, Hint, Use
 from sagellm.core.protocols.prefix_cache import IndexNode, InsertResult, PrefixHit
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Retention, Tokens
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost, Ghosts
@@ -30,29 +31,31 @@ HashBlocks = Callable[[bytes, int, Namespace, bytes | None], list[bytes]]
 """The signature of `fingerprint.chain`."""
 
 
+@dataclass(slots=True, eq=False)
 class BlockRecord(CachedExtent):
     """One resident block of `data`; for a policy, an `Extent`. `num_blocks` is 0 once it has left the index.
 
     `pins` is the number of pinned hits that cover the block.
     """
 
-    __slots__ = ("block_id", "data", "hash")
-
-    def __init__(
-        self,
-        parent: BlockRecord | None,
-        digest: bytes,
-        data: bytes,
-        block_id: int,
-        namespace: Namespace,
-        share: AccountShare,
-        key: int,
-    ) -> None:
-        super().__init__(parent, namespace, share, key, 1)
-        self.hash = digest
-        self.data = data
-        self.block_id = block_id
-        self.children = {}
+    parent: BlockRecord | None
+    hash: bytes
+    data: bytes
+    block_id: int
+    namespace: Namespace
+    share: AccountShare
+    key: int
+    end_block: int
+    num_blocks: int = 1
+    last_use: int = 0
+    num_uses: int = 0
+    used_s: float = 0.0
+    bonus_s: float = 0.0
+    use: Use = NO_USE
+    hint: Hint | None = None
+    pins: int = 0
+    num_ends: int = 0
+    children: dict[bytes, BlockRecord] = field(default_factory=dict)
 
     @property
     def content(self) -> bytes:
@@ -113,7 +116,8 @@ class Records:
         key = int.from_bytes(digest[:KEY_BYTES], "little")
         while key in self._by_key:  # keys must be unique, or a policy would take one block for another
             key = (key + 1) % (1 << 8 * KEY_BYTES)
-        record = BlockRecord(parent, digest, block, block_id, namespace, share, key)
+        end_block = parent.end_block + 1 if parent is not None else 1
+        record = BlockRecord(parent, digest, block, block_id, namespace, share, key, end_block)
         self._by_hash.setdefault(digest, []).append(record)
         self._by_key[key] = self.by_block[block_id] = record
         share.num_cached += 1
