@@ -97,10 +97,8 @@ def preset_layer(name: str) -> Layer:
 
 
 def env_layer(environ: Mapping[str, str]) -> Layer:
-    """The `SAGELLM_*` variables of `environ`.
-
-    A variable that names no key is logged as a warning and ignored; variables that Kubernetes sets for its
-    Services are ignored silently."""
+    """The `SAGELLM_*` variables of `environ`. A variable that names no key is logged as a warning and
+    ignored; variables that Kubernetes sets for its Services are ignored silently."""
     by_name = {env_name(key): key for key in KEYS}
     values: dict[str, Any] = {}
     for name, text in environ.items():
@@ -133,9 +131,7 @@ def _is_of_kubernetes(name: str, environ: Mapping[str, str]) -> bool:
 
 
 def given_layer(values: Mapping[str, Any], where: str = COMMAND_LINE) -> Layer:
-    """Settings from code or the command line, by dotted key.
-
-    Texts are parsed like environment variables."""
+    """Settings from code or the command line, by dotted key. Texts are parsed like environment variables."""
     flat = flatten(values, where)
     return Layer(where, {key: _read(key, value) for key, value in flat.items()})
 
@@ -183,9 +179,8 @@ def _check_encodable(key: str, text: str) -> None:
 
 
 def flatten(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The dotted keys of a nested or dotted mapping.
-
-    Raises `ConfigError` for unknown keys, and for a key that is given in both forms."""
+    """The dotted keys of a nested or dotted mapping. Raises `ConfigError` for unknown keys, and for a key
+    that is given in both forms."""
     flat: dict[str, Any] = {}
     for key, value in _walk(values, where):
         if key not in _FIELDS:
@@ -224,10 +219,8 @@ def _below(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def resolve(layers: Sequence[Layer]) -> Resolved:
-    """Merge layers, the later over the earlier, over the defaults.
-
-    Raises `ConfigError` naming key, value and layer.
-    """
+    """Merge layers, the later over the earlier, over the defaults. Raises `ConfigError` naming key, value and
+    layer."""
     merged: dict[str, Any] = {}
     origins = dict.fromkeys(KEYS, DEFAULT_ORIGIN)
     for layer in layers:

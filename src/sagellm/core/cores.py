@@ -1,6 +1,5 @@
-"""Counts the cores that this process may use.
-
-A machine shows more CPUs than it has cores, and a container gets fewer."""
+"""Counts the cores that this process may use. A machine shows more CPUs than it has cores, and a container
+gets fewer."""
 
 from __future__ import annotations
 
@@ -26,18 +25,14 @@ def usable_cores(root: Path = ROOT) -> int:
 
 
 def num_physical(cpus: Collection[int], root: Path = ROOT) -> int:
-    """Cores that `cpus` belong to.
-
-    The hyperthreads of a core share its arithmetic and memory units, so they count once. Where the system
-    does not say which belong together (not Linux), each CPU counts.
-    """
+    """Cores that `cpus` belong to. The hyperthreads of a core share its arithmetic and memory units, so they
+    count once. Where the system does not say which belong together (not Linux), each CPU counts."""
     return len({_siblings(cpu, root) for cpu in cpus})
 
 
 def cpu_quota(root: Path = ROOT) -> float:
-    """CPUs that the control groups (v2, v1) of this process and their parents allow.
-
-    Infinity without a limit."""
+    """CPUs that the control groups (v2, v1) of this process and their parents allow. Infinity without a
+    limit."""
     return min((quota for group in _control_groups(root) for quota in _quota_of(group)), default=math.inf)
 
 
@@ -53,11 +48,8 @@ def _siblings(cpu: int, root: Path) -> str:
 
 
 def _control_groups(root: Path) -> Iterator[Path]:
-    """Folders that may limit this process, from the outermost on.
-
-    A container often sees its own group as the outermost, whatever its path says; folders that do not exist
-    limit nothing.
-    """
+    """Folders that may limit this process, from the outermost on. A container often sees its own group as the
+    outermost, whatever its path says; folders that do not exist limit nothing."""
     groups = {}  # of this process, by the type of the file systems that show them
     for controllers, group in _MEMBERSHIP.findall(_read(root / "proc/self/cgroup")):
         if not controllers or "cpu" in controllers.split(","):

@@ -46,9 +46,7 @@ class UnknownNameError(SageError):
 
 
 class MissingExtraError(SageError):
-    """A feature needs a package that is not installed.
-
-    The message names the command that installs it."""
+    """A feature needs a package that is not installed. The message names the command that installs it."""
 
     def __init__(self, feature: str, extra: str, package: str = "") -> None:
         missing = f"{package}, which is" if package else "packages that are"
@@ -72,10 +70,8 @@ class WeightShapeError(ModelError):
 
 
 class RequestError(SageError):
-    """A request cannot be served as sent.
-
-    Attributes: `param` the offending parameter; `status` the HTTP status; `code` a machine-readable reason.
-    """
+    """A request cannot be served as sent. Attributes: `param` the offending parameter; `status` the HTTP
+    status; `code` a machine-readable reason."""
 
     status = 400
     code: str | None = "invalid_value"
@@ -115,9 +111,8 @@ class UnknownModelError(RequestError):
 
 
 class CapacityError(SageError):
-    """There is less memory than needed.
-
-    If a request needs KV blocks, `request_id` and `num_blocks` say which request and how many."""
+    """There is less memory than needed. If a request needs KV blocks, `request_id` and `num_blocks` say which
+    request and how many."""
 
     def __init__(self, message: str, request_id: str | None = None, num_blocks: int = 0) -> None:
         super().__init__(message)
@@ -134,9 +129,7 @@ class EngineFailedError(SageError):
 
 
 class KernelError(SageError):
-    """A kernel cannot be built here or cannot run on given inputs.
-
-    The plain form of the operation can."""
+    """A kernel cannot be built here or cannot run on given inputs. The plain form of the operation can."""
 
 
 class PlanError(SageError):

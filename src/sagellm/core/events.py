@@ -11,9 +11,8 @@ from sagellm.core.types import Namespace, Request
 
 @dataclass(frozen=True, slots=True)
 class RequestReceived:
-    """An engine accepted a request; the event holds it as it was given.
-
-    The next event is its `RequestQueued`. Emitted only if there is a listener."""
+    """An engine accepted a request; the event holds it as it was given. The next event is its
+    `RequestQueued`. Emitted only if there is a listener."""
 
     request: Request
     time_s: float
@@ -57,9 +56,8 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks entered the prefix index below `parent_hash` (None: at the beginning).
-
-    `hashes` are chained content hashes, one per block; `tokens` the int32 bytes of the blocks' tokens."""
+    """Blocks entered the prefix index below `parent_hash` (None: at the beginning). `hashes` are chained
+    content hashes, one per block; `tokens` the int32 bytes of the blocks' tokens."""
 
     block_ids: tuple[int, ...]
     num_tokens_before: int
@@ -71,9 +69,8 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks left the prefix index, deepest first.
-
-    `cause` is 'capacity', 'cleared' or a policy's own word."""
+    """Blocks left the prefix index, deepest first. `cause` is 'capacity', 'cleared' or a policy's own
+    word."""
 
     block_ids: tuple[int, ...]
     cause: str
@@ -114,10 +111,8 @@ E = TypeVar("E", bound=Event)
 
 
 class EventBus:
-    """Listeners by event type, called in order of subscription on the thread that emits.
-
-    A listener must not raise. If it does, the error reaches the emitter, so that no failure is silent.
-    """
+    """Listeners by event type, called in order of subscription on the thread that emits. A listener must not
+    raise. If it does, the error reaches the emitter, so that no failure is silent."""
 
     def __init__(self) -> None:
         self._listeners: dict[type, list[Callable[..., None]]] = {}

@@ -1,6 +1,5 @@
-"""Optional packages: which extra brings them, and the command that installs it.
-
-sageLLM is on no package index, so the command names the clone or the file that it was installed from."""
+"""Optional packages: which extra brings them, and the command that installs it. sageLLM is on no package
+index, so the command names the clone or the file that it was installed from."""
 
 from __future__ import annotations
 
@@ -33,9 +32,8 @@ EXTRA_OF: Mapping[str, str] = {
 
 
 def install_command(extra: str = "") -> str:
-    """The pip command that adds an extra to this installation.
-
-    Without an extra: the command that installs it anew."""
+    """The pip command that adds an extra to this installation. Without an extra: the command that installs it
+    anew."""
     wanted = f"[{extra}]" if extra else ""
     clone = Path(__file__).resolve().parents[3]
     if (clone / "pyproject.toml").is_file() and (clone / "src" / "sagellm").is_dir():

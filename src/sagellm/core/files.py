@@ -22,10 +22,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """The UTF-8 text of a regular file.
-
-    Raises `OSError`, also for a file of more than `max_bytes`, and `UnicodeDecodeError`.
-    """
+    """The UTF-8 text of a regular file. Raises `OSError`, also for a file of more than `max_bytes`, and
+    `UnicodeDecodeError`."""
     with open_regular(path) as file:
         raw = file.read(max_bytes + 1)
     if len(raw) > max_bytes:

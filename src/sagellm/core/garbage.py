@@ -14,11 +14,8 @@ _was_enabled = False
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """No garbage collection until the last thread has left such a block.
-
-    Imported modules keep all that they make, and collections that look through it are a fifth of the time
-    that importing torch takes.
-    """
+    """No garbage collection until the last thread has left such a block. Imported modules keep all that they
+    make, and collections that look through it are a fifth of the time that importing torch takes."""
     global _inside, _was_enabled
     with _lock:
         if not _inside:

@@ -175,10 +175,8 @@ class DecodeOp(RequestOperation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillOp(Operation):
-    """Compute a range of a request's tokens.
-
-    `phase` is decode if another instance computed the prompt and only its last token is computed again.
-    """
+    """Compute a range of a request's tokens. `phase` is decode if another instance computed the prompt and
+    only its last token is computed again."""
 
     word: ClassVar[str] = "prefill"
     prefill: Prefill

@@ -33,10 +33,8 @@ MAX_DURATION_S = 7 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class KVHintAction:
-    """One action.
-
-    Its payload names a target (`session_id` or `token_ids`; none: the request that brought it) and the
-    parameters of its type."""
+    """One action. Its payload names a target (`session_id` or `token_ids`; none: the request that brought it)
+    and the parameters of its type."""
 
     action_id: str
     action_type: str

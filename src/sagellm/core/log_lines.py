@@ -1,6 +1,5 @@
-"""Log lines on stderr: one line per record, as text or JSON.
-
-A client cannot forge a line: control characters and line ends are escaped."""
+"""Log lines on stderr: one line per record, as text or JSON. A client cannot forge a line: control characters
+and line ends are escaped."""
 
 from __future__ import annotations
 
@@ -21,9 +20,7 @@ _BARE = re.compile(r"[\w./:+@-]+", re.ASCII)
 
 
 def set_up_logging(level: str, form: LogFormat = "text") -> None:
-    """Make all loggers write such lines to stderr.
-
-    Does nothing if the root logger has handlers."""
+    """Make all loggers write such lines to stderr. Does nothing if the root logger has handlers."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler])
@@ -35,9 +32,7 @@ def one_line(text: str) -> str:
 
 
 def key_values(fields: Mapping[str, Any]) -> str:
-    """`key=value` pairs in one line.
-
-    A value that is not a plain word or number is quoted as in JSON."""
+    """`key=value` pairs in one line. A value that is not a plain word or number is quoted as in JSON."""
     pairs = []
     for key, value in fields.items():
         text = f"{value:.6g}" if isinstance(value, float) else str(value)
@@ -65,9 +60,8 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(TextLines):
-    """One JSON object per line.
-
-    Time, level, logger, message, then the fields of the record, and `exception`."""
+    """One JSON object per line. Time, level, logger, message, then the fields of the record, and
+    `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

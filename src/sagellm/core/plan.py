@@ -37,9 +37,8 @@ class BlockTableDelta(NamedTuple):
 
 
 class BlockTableDeltas(Sequence[BlockTableDelta]):
-    """`BlockTableDelta`s in columns: one block for each of many rows, then others.
-
-    The items are made from the columns on first access. Immutable; equal to a tuple of the same items."""
+    """`BlockTableDelta`s in columns: one block for each of many rows, then others. The items are made from
+    the columns on first access. Immutable; equal to a tuple of the same items."""
 
     __slots__ = ("_all", "block_ids", "firsts", "others", "rows")
 
@@ -151,10 +150,8 @@ class RequestState:
         return len(self.tokens) - 1
 
     def score(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """Add the log-probabilities of prompt tokens from `start + 1` on.
-
-        Some may be known already: a part that is computed again after a preemption brings them again.
-        """
+        """Add the log-probabilities of prompt tokens from `start + 1` on. Some may be known already: a part
+        that is computed again after a preemption brings them again."""
         if self.prompt_logprobs is not None:
             self.prompt_logprobs += logprobs[self.num_scored - start :]
             self.num_scored = max(self.num_scored, start + len(logprobs))
@@ -169,10 +166,8 @@ class RequestState:
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens `[start, start + num_tokens)` of one request, to be computed in this step.
-
-    `hit` is set if the request enters the batch with this chunk; what it reuses ends at `start`.
-    """
+    """Tokens `[start, start + num_tokens)` of one request, to be computed in this step. `hit` is set if the
+    request enters the batch with this chunk; what it reuses ends at `start`."""
 
     state: RequestState
     start: int
@@ -208,15 +203,12 @@ class Decision(NamedTuple):
 
 
 class Decodes(Protocol):
-    """The running requests that compute one token in each step.
-
-    They may be a thousand: passes ask for those that need a block, not for all.
-    """
+    """The running requests that compute one token in each step. They may be a thousand: passes ask for those
+    that need a block, not for all."""
 
     @property
     def states(self) -> Sequence[RequestState]:
         """All of them, in no particular order; read only."""
-        ...
 
     def __len__(self) -> int: ...
 
@@ -225,7 +217,6 @@ class Decodes(Protocol):
 
     def needing_block(self) -> Sequence[RequestState]:
         """The requests whose next token needs one more block."""
-        ...
 
 
 class _NoDecodes:
@@ -351,10 +342,8 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Send blocks of one request to another instance once the step has computed them.
-
-    In a draft, no blocks mean its whole block table, which is known after the bind.
-    """
+    """Send blocks of one request to another instance once the step has computed them. In a draft, no blocks
+    mean its whole block table, which is known after the bind."""
 
     request_id: str
     block_ids: tuple[int, ...]
@@ -381,10 +370,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class PhasePlacement:
-    """The instances that compute a request's phases and the halves of each layer.
-
-    "" is this instance.
-    """
+    """The instances that compute a request's phases and the halves of each layer. "" is this instance."""
 
     prefill: str = ""
     decode: str = ""
@@ -394,10 +380,8 @@ class PhasePlacement:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute tokens `[start, start + num_tokens)` of `row`.
-
-    With `samples`, draw a token after the last one.
-    """
+    """Compute tokens `[start, start + num_tokens)` of `row`. With `samples`, draw a token after the last
+    one."""
 
     row: int
     request_id: str

@@ -93,10 +93,8 @@ class Registry(Generic[T]):
         return made
 
     def create(self, name: str, /, **options: Any) -> T:
-        """Make the plug-in of that name.
-
-        An unknown or missing option is answered with the constructor's parameters, and a product that lacks
-        members of the contract with their names."""
+        """Make the plug-in of that name. An unknown or missing option is answered with the constructor's
+        parameters, and a product that lacks members of the contract with their names."""
         plugin = self.get(name)
         self._check_options(name, self.options(name), options)
         made = plugin(**options)
@@ -124,9 +122,8 @@ class Registry(Generic[T]):
             raise UnknownNameError(f"{self.kind} {name!r} does not say which options it takes") from error
 
     def check_values(self, name: str, options: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` for plain data of another type than the constructor declares.
-
-        Files and clients send plain data; a wrong type would fail later, in the middle of a step."""
+        """Raise `ConfigError` for plain data of another type than the constructor declares. Files and clients
+        send plain data; a wrong type would fail later, in the middle of a step."""
         plugin = self.get(name)
         hints = get_type_hints(plugin.__init__) if inspect.isclass(plugin) else {}
         for option, value in options.items():
@@ -211,9 +208,8 @@ class Registry(Generic[T]):
 
 
 def _can_import(module_name: str) -> bool:
-    """Whether there is such a module.
-
-    Searches the working directory last; if the module is there, the directory stays on the path."""
+    """Whether there is such a module. Searches the working directory last; if the module is there, the
+    directory stays on the path."""
     folder = str(Path.cwd())
     added = folder not in sys.path and "" not in sys.path
     if added:

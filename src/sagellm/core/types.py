@@ -125,9 +125,7 @@ def append_each(buffers: Iterable[array[int]], values: Iterable[int]) -> None:
 
 
 class Namespace(NamedTuple):
-    """Tenant or cache salt, model, adapter, KV dtype.
-
-    KV of different namespaces is never shared."""
+    """Tenant or cache salt, model, adapter, KV dtype. KV of different namespaces is never shared."""
 
     tenant: str = ""
     model: str = ""
@@ -136,9 +134,8 @@ class Namespace(NamedTuple):
 
 
 def _to_int32(ids: Iterable[int]) -> array[int]:
-    """An int32 array of the ids.
-
-    Python fills an unsigned array from a list three times faster than a signed one."""
+    """An int32 array of the ids. Python fills an unsigned array from a list three times faster than a signed
+    one."""
     if not isinstance(ids, list):
         return array(_INT32, ids)
     try:

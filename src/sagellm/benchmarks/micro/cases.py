@@ -1,7 +1,5 @@
-"""What a micro benchmark is made of: operations, their timing, recipes and rows.
-
-Times are of the thread's CPU, which other processes hardly affect, with the wall time beside.
-"""
+"""What a micro benchmark is made of: operations, their timing, recipes and rows. Times are of the thread's
+CPU, which other processes hardly affect, with the wall time beside."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""`sagellm bench micro eviction`: cost per hit, new prompt and evicted block.
-
-The prefix index drives the policy, as in the engine. Every prompt has 512 tokens. `sagellm replay` measures
-how well policies choose.
-"""
+"""`sagellm bench micro eviction`: cost per hit, new prompt and evicted block. The prefix index drives the
+policy, as in the engine. Every prompt has 512 tokens. `sagellm replay` measures how well policies choose."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""`sagellm bench micro kv_pool`: allocate, append and free, with and without a quota. Evict and allocate.
-
-Its only section is d. The pool's lock and counters are on in every row: they have no switch.
-"""
+"""`sagellm bench micro kv_pool`: allocate, append and free, with and without a quota. Evict and allocate. Its
+only section is d. The pool's lock and counters are on in every row: they have no switch."""
 
 from __future__ import annotations
 

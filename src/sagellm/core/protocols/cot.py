@@ -24,9 +24,8 @@ class StepAction(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningStep:
-    """One step of a reasoning chain: its token range and the model's confidence.
-
-    `confidence` in the answer that the model would give now is 0 to 1, or None where it was not measured."""
+    """One step of a reasoning chain: its token range and the model's confidence. `confidence` in the answer
+    that the model would give now is 0 to 1, or None where it was not measured."""
 
     index: int
     first_token: int
@@ -48,13 +47,10 @@ class CoTAccelerator(Protocol):
 
     def accelerate_cot(self, reasoning_steps: Sequence[ReasoningStep]) -> CoTPlan:
         """An action for each step. Without enough to go on it says `CONTINUE` for all: doing nothing is
-        always right. `CONCLUDE` stands at most once, at the last step.
-        """
-        ...
+        always right. `CONCLUDE` stands at most once, at the last step."""
 
     def segment(self, tokens: Tokens, start: int) -> Sequence[ReasoningStep]:
         """Cut the reasoning from token `start` on into steps without gaps."""
-        ...
 
 
 class AccelController(Protocol):
@@ -69,11 +65,7 @@ class AccelController(Protocol):
     def use_cot(self, request_id: str) -> bool: ...
 
     def kv_profile(self, phase: str) -> str | None:
-        """The KV quantization profile for 'prefill' or 'decode'.
-
-        None: the model's own format."""
-        ...
+        """The KV quantization profile for 'prefill' or 'decode'. None: the model's own format."""
 
     def report(self) -> dict[str, float]:
         """Figures by name since the start: acceptance rate, tokens saved, bytes saved, ..."""
-        ...

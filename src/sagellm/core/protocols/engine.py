@@ -102,39 +102,31 @@ class EngineCore(Protocol):
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises `RequestError` for one that can never be served."""
-        ...
 
     def step(self) -> Sequence[RequestOutput]:
         """Run one step; returns what it added to each request, nothing without work."""
-        ...
 
     def abort(self, request_id: str) -> bool:
         """Drop a request; its blocks are free or cached when this returns. False if it is unknown or
         ended."""
-        ...
 
     def pin_prefix(self, tokens: Tokens, namespace: Namespace) -> PinnedPrefix:
         """Hold what is resident of a prompt until the hold is released. Raises `CapacityError` where too much
         would be held."""
-        ...
 
     def clear_cache(self) -> int:
         """Evict every cached block that no request and no pin uses; returns their number."""
-        ...
 
     def hint(self, envelope: KVHintsEnvelope, namespace: Namespace) -> Sequence[HintOutcome]:
         """Apply KV hints for one tenant's sessions and prompts; returns one outcome per action."""
-        ...
 
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
         """Have other eviction policies choose from now on; the cache stays as it is. Where the factory or one
         of its policies raises, nothing has changed."""
-        ...
 
     def set_passes(self, passes: Sequence[SchedulerPass]) -> None:
         """Schedule by these passes from the next step on; requests that run go on. Raises `ConfigError` for
         an order that cannot be, and nothing has changed."""
-        ...
 
     def has_work(self) -> bool: ...
 
@@ -142,7 +134,6 @@ class EngineCore(Protocol):
 
     def diagnostics(self) -> EngineDiagnostics:
         """Gather the diagnostics between two steps; looks at every block."""
-        ...
 
     def capability(self) -> CapabilityDescriptor: ...
 
@@ -159,7 +150,6 @@ class EngineClient(Protocol):
 
     def poll(self) -> Sequence[RequestOutput]:
         """Outputs since the last call; never blocks."""
-        ...
 
     def abort(self, request_id: str) -> None: ...
 

@@ -83,10 +83,8 @@ class Extent(Protocol):
 
 @dataclass(slots=True, eq=False)
 class SimpleExtent:
-    """An extent without an index: for flat streams of blocks, other engines and tests.
-
-    Two of them are never equal.
-    """
+    """An extent without an index: for flat streams of blocks, other engines and tests. Two of them are never
+    equal."""
 
     key: int
     num_blocks: int = 1
@@ -147,21 +145,16 @@ the extent is empty then and its parent became an evictable leaf, returns the pa
 
 
 class EvictionPolicy(Protocol):
-    """Follows what happens to extents, and chooses which blocks to evict.
-
-    It holds evictable leaves only: `insert` and `unpin` add one, `pin` and `remove` take one out.
-    """
+    """Follows what happens to extents, and chooses which blocks to evict. It holds evictable leaves only:
+    `insert` and `unpin` add one, `pin` and `remove` take one out."""
 
     @property
     def num_evictable(self) -> int:
         """Blocks of all extents that the policy holds."""
 
     def insert(self, extent: Extent) -> None:
-        """A new evictable leaf.
-
-        It may be a parent whose last child was removed. Not called for evictions: there `give_up` returns the
-        parent.
-        """
+        """A new evictable leaf. It may be a parent whose last child was removed. Not called for evictions:
+        there `give_up` returns the parent."""
 
     def pin(self, key: int) -> None:
         """A request uses the extent now. Unknown keys are ignored: inner nodes are pinned too."""
@@ -181,11 +174,8 @@ class EvictionPolicy(Protocol):
         """
 
     def split(self, old: int, head: Extent, tail: Extent) -> None:
-        """The extent `old` became two.
-
-        The tail keeps its place, the head is an inner node. Called for every extent; a policy ignores those
-        that it does not hold.
-        """
+        """The extent `old` became two. The tail keeps its place, the head is an inner node. Called for every
+        extent; a policy ignores those that it does not hold."""
 
     def hint(self, key: int, hint: Hint) -> None:
         """Something became known of the extent. Unknown keys are ignored."""
@@ -195,17 +185,12 @@ class EvictionPolicy(Protocol):
 
 
 class UseListener:
-    """Base class of policies that follow every use of every path.
-
-    Also of extents that they do not hold. `num_cached`: the blocks that the policy's account has in the index
-    after the event.
-    """
+    """Base class of policies that follow every use of every path. Also of extents that they do not hold.
+    `num_cached`: the blocks that the policy's account has in the index after the event."""
 
     def found(self, extent: Extent, num_held: int) -> None:
-        """A request found the path that ends with this extent, and holds it.
-
-        Other requests hold the first `num_held` blocks already.
-        """
+        """A request found the path that ends with this extent, and holds it. Other requests hold the first
+        `num_held` blocks already."""
 
     def added(self, extent: Extent, num_new: int, num_cached: int) -> None:
         """A request added the last `num_new` blocks of this extent's path and holds it."""

@@ -1,6 +1,5 @@
-"""Contract of fused kernels: one pass over memory instead of several.
-
-The result is that of the plain operations within a stated tolerance."""
+"""Contract of fused kernels: one pass over memory instead of several. The result is that of the plain
+operations within a stated tolerance."""
 
 from __future__ import annotations
 
@@ -36,7 +35,6 @@ class FusedKernel(Protocol):
 
     def supports(self, *inputs: Any) -> KernelSupport:
         """Check device, dtype, shape and strides only; cheap enough for every call."""
-        ...
 
     def apply(self, *inputs: Any) -> Any:
         """Compute the result, within `tolerances` of `reference`.
@@ -45,11 +43,9 @@ class FusedKernel(Protocol):
         `supports` says no, raises `SageError` with that reason and computes nothing: the caller decides to
         use the slow twin, so that a slow path is never taken unnoticed.
         """
-        ...
 
     def reference(self, *inputs: Any) -> Any:
         """The same operation from plain operators; runs wherever the engine runs."""
-        ...
 
 
 class Zeros(Protocol):
@@ -68,10 +64,8 @@ class Matrix(Protocol):
     def nbytes(self) -> int: ...
 
     def multiply(self, x: Any, bias: Any = None, output: Any = None) -> Any:
-        """`x W^T + bias` for `x` [T, inputs] and an optional bias [outputs].
-
-        The result [T, outputs] is written to `output` if given: contiguous, of x's dtype or float32."""
-        ...
+        """`x W^T + bias` for `x` [T, inputs] and an optional bias [outputs]. The result [T, outputs] is
+        written to `output` if given: contiguous, of x's dtype or float32."""
 
 
 class StoredMatrix(Matrix, Protocol):
@@ -82,33 +76,25 @@ class StoredMatrix(Matrix, Protocol):
 
     def store(self, first: int, rows: Any) -> None:
         """`rows` [n, inputs], of `dtype`, become the outputs [first, first + n)."""
-        ...
 
     def rows(self, index: Any, dtype: Any = None) -> Any:
-        """The weights of some outputs, [len(index), inputs].
-
-        `dtype`: the matrix's own, which is the default, or one in which it is multiplied."""
-        ...
+        """The weights of some outputs, [len(index), inputs]. `dtype`: the matrix's own, which is the default,
+        or one in which it is multiplied."""
 
 
 class LinearKernel(FusedKernel, Protocol):
-    """`x W^T + bias` for a matrix that `empty` made.
-
-    Inputs: x [T, in], the matrix, and optionally a bias [out] and the output tensor `output`."""
+    """`x W^T + bias` for a matrix that `empty` made. Inputs: x [T, in], the matrix, and optionally a bias
+    [out] and the output tensor `output`."""
 
     def multiplies(self, dtype: Any, weight_dtype: Any) -> bool:
         """Whether it takes x of `dtype` and matrices of `weight_dtype`."""
-        ...
 
     def empty(self, outputs: int, inputs: int, dtype: Any, zeros: Zeros) -> StoredMatrix:
         """A matrix of zeros, to be filled by `store`."""
-        ...
 
     def gather(self, table: Any, index: Any, dtype: Any) -> Any:
-        """Rows `index` [n] of a contiguous `table` [m, k], as [n, k].
-
-        The result has the table's dtype or float32."""
-        ...
+        """Rows `index` [n] of a contiguous `table` [m, k], as [n, k]. The result has the table's dtype or
+        float32."""
 
 
 Work = Callable[[], object]
@@ -117,13 +103,11 @@ Capture = Callable[[Work], Work | None]
 
 
 class QuantizedKernel(FusedKernel, Protocol):
-    """`x W^T + bias` for a W that `pack` made.
-
-    Inputs: x [T, in], the packed matrix, and optionally a bias and the output tensor `output`."""
+    """`x W^T + bias` for a W that `pack` made. Inputs: x [T, in], the packed matrix, and optionally a bias
+    and the output tensor `output`."""
 
     def pack(self, matrix: QuantizedMatrix) -> Any:
         """The matrix in the kernel's layout; raises `KernelError` for a form without one."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,8 @@ class InterconnectInfo:
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """Whether the interconnect can be used here.
-
-    If not, `reason` names the missing driver, package or device."""
+    """Whether the interconnect can be used here. If not, `reason` names the missing driver, package or
+    device."""
 
     usable: bool
     reason: str = ""
@@ -53,6 +52,4 @@ class DomesticCommBackend(CommBackendProtocol, Protocol):
     @staticmethod
     def available() -> Availability:
         """Looks, loads no driver, and never raises. A constructor on a machine where this is not usable
-        raises `MissingExtraError` or `SageError` with the same reason.
-        """
-        ...
+        raises `MissingExtraError` or `SageError` with the same reason."""

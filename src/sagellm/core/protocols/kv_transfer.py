@@ -43,8 +43,7 @@ class Ticket:
 @dataclass(frozen=True, slots=True)
 class TransferReport:
     """How far a transfer is. `num_tokens` counts from the first token on, without gaps, what the target may
-    use.
-    """
+    use."""
 
     ticket: Ticket
     status: TransferStatus
@@ -59,29 +58,22 @@ class KVTransferChannel(Protocol):
 
     def transfer(self, blocks: Sequence[KVChunk], target_node: str) -> Ticket:
         """Begin. The caller keeps the blocks pinned until the report that ends the ticket."""
-        ...
 
     def poll(self) -> Sequence[TransferReport]:
         """Reports since the last call: at most one per ticket, exactly one ends it."""
-        ...
 
     def cancel(self, ticket: Ticket) -> None:
         """Stop the transfer as soon as possible. The ticket still ends with a report, which may be `DONE`."""
-        ...
 
     def close(self) -> None: ...
 
 
 class TransportEngine(Protocol):
-    """The bytes below channels.
-
-    Cuts a plan into messages, keeps several in flight, reports what arrived."""
+    """The bytes below channels. Cuts a plan into messages, keeps several in flight, reports what arrived."""
 
     def negotiate(self, target_node: str, schema: KVCacheSchema) -> TransferStatus:
-        """Ask whether the target takes blocks of this schema as they are.
-
-        `DONE` if so, else `REFUSED`, or `RETRY` if it does not answer."""
-        ...
+        """Ask whether the target takes blocks of this schema as they are. `DONE` if so, else `REFUSED`, or
+        `RETRY` if it does not answer."""
 
     def submit(self, plan: TransportPlan) -> Ticket: ...
 
@@ -89,4 +81,3 @@ class TransportEngine(Protocol):
 
     def bandwidth_bytes_per_s(self, target_node: str) -> float | None:
         """What recent transfers reached, or None before the first: the migration planner reads it."""
-        ...

@@ -27,11 +27,8 @@ class PredictionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Remaining output tokens and seconds, as a median with quantiles (probability -> tokens).
-
-    `confidence` is 0 to 1; a predictor below its threshold abstains: `abstained`, with its base rate as
-    numbers.
-    """
+    """Remaining output tokens and seconds, as a median with quantiles (probability -> tokens). `confidence`
+    is 0 to 1; a predictor below its threshold abstains: `abstained`, with its base rate as numbers."""
 
     remaining_tokens: float
     estimated_time: float
@@ -47,7 +44,6 @@ class LifetimePredictor(Protocol):
 
     def update(self, sequence_id: str, actual_length: int, actual_time: float) -> None:
         """The sequence ended at `actual_length` tokens in total after `actual_time` seconds."""
-        ...
 
 
 class ReuseFeatures(NamedTuple):
@@ -79,16 +75,14 @@ class ReusePrediction:
 
 
 class ReusePredictor(Protocol):
-    """Predicts whether a block is used again, and when.
-
-    Learns online; cheap enough to be asked for each extent that could be evicted."""
+    """Predicts whether a block is used again, and when. Learns online; cheap enough to be asked for each
+    extent that could be evicted."""
 
     @property
     def horizon_s(self) -> float: ...
 
     def predict(self, features: ReuseFeatures, age_s: float = 0.0) -> ReusePrediction:
         """Predict for a block that was last used `age_s` seconds ago, as `features` describe."""
-        ...
 
     def update(self, features: ReuseFeatures, seconds: float, *, reused: bool, since_s: float = 0.0) -> None:
         """Learn what became of a block after the use that `features` describe.
@@ -97,4 +91,3 @@ class ReusePredictor(Protocol):
         pieces, each from where the one before ended (`since_s`). A caller that reports idle times as they go
         on, and not only their end, keeps the predictor from seeing early reuses before all others.
         """
-        ...

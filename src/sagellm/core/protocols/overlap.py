@@ -52,9 +52,8 @@ class OverlapSchedule:
         return max((slot.end_s for slot in self.slots), default=0.0)
 
     def hidden_fraction(self, comm_lanes: frozenset[str]) -> float:
-        """Share of communication time during which computation runs, 0 to 1.
-
-        1 where there is no communication."""
+        """Share of communication time during which computation runs, 0 to 1. 1 where there is no
+        communication."""
         comm = [slot for slot in self.slots if slot.task.lane in comm_lanes]
         total_s = sum(slot.task.duration_s for slot in comm)
         if total_s == 0.0:
@@ -81,8 +80,5 @@ class OverlapManager(Protocol):
     """Puts tasks into lanes and time."""
 
     def schedule(self, compute_tasks: Sequence[Task], comm_tasks: Sequence[Task]) -> OverlapSchedule:
-        """Place the tasks in time.
-
-        Raises `ValueError`, naming the tasks, for a cycle, a duplicate name, or a dependency on a task in
-        neither list."""
-        ...
+        """Place the tasks in time. Raises `ValueError`, naming the tasks, for a cycle, a duplicate name, or a
+        dependency on a task in neither list."""

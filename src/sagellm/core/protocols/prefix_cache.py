@@ -60,10 +60,8 @@ class InsertResult(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A resident branch that shares a prefix with the queried tokens.
-
-    `hit` is the shared prefix, `num_blocks` the length of the whole branch. `used_s`: its last use, by the
-    index's clock."""
+    """A resident branch that shares a prefix with the queried tokens. `hit` is the shared prefix,
+    `num_blocks` the length of the whole branch. `used_s`: its last use, by the index's clock."""
 
     hit: PrefixHit
     num_blocks: int
@@ -82,10 +80,8 @@ class MatchEnd(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MatchReport:
-    """How far a match goes and why it ends there; the answer of `explain`.
-
-    `at_s` and `cause` describe an eviction. `num_elsewhere`: leading blocks that another namespace holds, if
-    more."""
+    """How far a match goes and why it ends there; the answer of `explain`. `at_s` and `cause` describe an
+    eviction. `num_elsewhere`: leading blocks that another namespace holds, if more."""
 
     num_tokens: int
     num_blocks: int
@@ -142,19 +138,15 @@ class ReuseRecorder(Protocol):
         tenant: str = ...,
     ) -> None:
         """A request of `tenant` was admitted for the first time."""
-        ...
 
     def observe_match(self, seconds: float) -> None:
         """A look-up took so long."""
-        ...
 
     def snapshot(self) -> PrefixReuseSnapshot:
         """The figures now."""
-        ...
 
     def by_tenant(self) -> Mapping[str, TenantReuse]:
         """The tokens by tenant. The number of names is bounded by the configuration, not by the clients."""
-        ...
 
 
 class MissCounts(NamedTuple):
@@ -198,11 +190,9 @@ class MissObserver(Protocol):
 
         `num_hit_blocks` leading blocks came from the index, in which nothing has changed since; `preempted`:
         the request ran before."""
-        ...
 
     def snapshot(self) -> MissCounts:
         """The sums now."""
-        ...
 
 
 class PrefixReuseIndex(Protocol):
@@ -219,34 +209,24 @@ class PrefixReuseIndex(Protocol):
 
     def lookup(self, tokens: Tokens, namespace: Namespace = ..., max_tokens: int | None = None) -> PrefixHit:
         """The longest resident prefix of `tokens`, at most `max_tokens` long, in whole blocks."""
-        ...
 
     def branches(self, tokens: Tokens, k: int, namespace: Namespace = ...) -> list[Branch]:
-        """At most `k` resident branches that share a first block with the tokens.
-
-        The longest match comes first, then the last used."""
-        ...
+        """At most `k` resident branches that share a first block with the tokens. The longest match comes
+        first, then the last used."""
 
     def block_ids(self, hit: PrefixHit) -> BlockIds:
         """The blocks of a hit, in order of position."""
-        ...
 
     def verify(self, hit: PrefixHit) -> bool:
         """Whether all of the hit is resident now, its tokens compared one by one."""
-        ...
 
     def pin(self, hit: PrefixHit) -> PrefixHit:
-        """Add one to the reference counts of the hit; returns the hit for `unpin`.
-
-        If the index changed since the look-up, the hit is looked up again, and may have become shorter.
-        """
-        ...
+        """Add one to the reference counts of the hit; returns the hit for `unpin`. If the index changed since
+        the look-up, the hit is looked up again, and may have become shorter."""
 
     def unpin(self, hit: PrefixHit, use: Use = NO_USE) -> None:
-        """Take one from the reference counts; raises `BookkeepingError` if the hit is not pinned.
-
-        `use`: what the eviction policy may know of the request."""
-        ...
+        """Take one from the reference counts; raises `BookkeepingError` if the hit is not pinned. `use`: what
+        the eviction policy may know of the request."""
 
     def insert(
         self,
@@ -263,79 +243,54 @@ class PrefixReuseIndex(Protocol):
         `tokens` may be longer than the blocks; the rest is ignored. `retention` biases the policy for ranges
         of the tokens, whether they were there before or not. With `pin` the hit is pinned already.
         """
-        ...
 
     def hint(self, hit: PrefixHit, hint: Hint) -> int:
-        """Apply a hint to a resident prefix; it holds until the next use.
-
-        It concerns the end of the prefix and the blocks before it up to the last branching. Returns their
-        number."""
-        ...
+        """Apply a hint to a resident prefix; it holds until the next use. It concerns the end of the prefix
+        and the blocks before it up to the last branching. Returns their number."""
 
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
-        """Choose by new policies from now on.
-
-        Cached blocks stay, in order of their last use."""
-        ...
+        """Choose by new policies from now on. Cached blocks stay, in order of their last use."""
 
     def retract(self, result: InsertResult) -> None:
-        """Undo the last `insert`, if it was pinned and nothing happened since.
-
-        Its new blocks leave the index and belong to the caller again."""
-        ...
+        """Undo the last `insert`, if it was pinned and nothing happened since. Its new blocks leave the index
+        and belong to the caller again."""
 
     def evict(self, num_blocks: int, cause: str = ...) -> BlockIds | None:
-        """Evict exactly `num_blocks` unpinned blocks chosen by the policy.
-
-        Returns None, and changes nothing, if there are fewer."""
-        ...
+        """Evict exactly `num_blocks` unpinned blocks chosen by the policy. Returns None, and changes nothing,
+        if there are fewer."""
 
     def evict_from(self, account: Account, num_blocks: int, cause: str = ...) -> BlockIds:
-        """Evict at most `num_blocks` unpinned blocks of one account.
-
-        Fewer only where all of its other blocks lead to pinned blocks or another account's."""
-        ...
+        """Evict at most `num_blocks` unpinned blocks of one account. Fewer only where all of its other blocks
+        lead to pinned blocks or another account's."""
 
     def evictable_by_account(self) -> Mapping[Account, int]:
         """Blocks that could be evicted, of each account with blocks in the index."""
-        ...
 
     def num_unpinned_on_path(self, hit: PrefixHit) -> int:
         """Unpinned blocks of the hit: what pinning it takes from `num_evictable`."""
-        ...
 
     def num_held_alone(self, hit: PrefixHit) -> int:
-        """Blocks of a pinned hit that no other pin holds.
-
-        Unpinning it adds that many to `num_evictable`."""
-        ...
+        """Blocks of a pinned hit that no other pin holds. Unpinning it adds that many to `num_evictable`."""
 
     @property
     def num_cached(self) -> int:
         """Blocks in the index."""
-        ...
 
     @property
     def num_evictable(self) -> int:
         """Blocks in the index that no pin holds."""
-        ...
 
     def clear(self) -> BlockIds:
         """Evict every unpinned block."""
-        ...
 
     def explain(self, tokens: Tokens, namespace: Namespace = ...) -> MatchReport:
         """Where a match of the tokens ends, and why. Not for hot paths."""
-        ...
 
     def all_block_ids(self) -> BlockIds:
         """Every block in the index, in no particular order."""
-        ...
 
     def remap(self, moves: Mapping[int, int]) -> None:
         """After a compaction: block `source` is now `target`."""
-        ...
 
     def check(self) -> None:
         """Raise `BookkeepingError` naming the first invariant that does not hold."""
-        ...

@@ -44,9 +44,8 @@ class QuantizationProfile:
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One layer: size before and after, and the relative error of its output.
-
-    The error is measured on the calibration data."""
+    """One layer: size before and after, and the relative error of its output. The error is measured on the
+    calibration data."""
 
     name: str
     bytes_before: int
@@ -56,9 +55,8 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedModel:
-    """The model in its new format, with a report per changed layer.
-
-    Also names the layers that were left as they are."""
+    """The model in its new format, with a report per changed layer. Also names the layers that were left as
+    they are."""
 
     model: Any
     profile: QuantizationProfile
@@ -73,7 +71,6 @@ class Quantizer(Protocol):
 
     def supports(self, profile: QuantizationProfile) -> str | None:
         """None if it can, else why not, with what it could do instead."""
-        ...
 
     def quantize(
         self, model: Any, profile: QuantizationProfile, calibration: Iterable[Tokens] = ()
@@ -83,7 +80,6 @@ class Quantizer(Protocol):
         Raises `SageError` before anything is touched where `supports` says no, where the method needs
         calibration data and got none, or where a layer's width is not a multiple of the group size.
         """
-        ...
 
 
 class KVQuantizer(Protocol):
@@ -93,12 +89,10 @@ class KVQuantizer(Protocol):
 
     def bytes_per_block(self, num_values: int) -> int:
         """Packed size of a block of that many values, scales included."""
-        ...
 
     def encode(self, block: Any) -> Any:
         """Encode a block. Values that are not finite raise `ValueError`: a broken block must not become a
         plausible one."""
-        ...
 
     def decode(self, packed: Any) -> Any: ...
 
@@ -159,24 +153,19 @@ class QuantizedMatrix:
 
 class WeightQuantizer(Protocol):
     """Quantizes the matrices of a model while it is loaded, one by one. `name` tells its results from
-    others'.
-    """
+    others'."""
 
     name: str
 
     def quantized(self, name: str, weight: torch.Tensor) -> QuantizedMatrix:
         """`weight` [outputs, inputs], the model's parameter `name`; left as it is. The same bytes for the
-        same weight. Raises `ModelError` for values that are not finite or too large for a scale.
-        """
-        ...
+        same weight. Raises `ModelError` for values that are not finite or too large for a scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint from which a matrix is made.
-
-    Its shape, its dtypes as safetensors names them, whether it may be missing, and the values that
-    config.json implies."""
+    """A tensor of a checkpoint from which a matrix is made. Its shape, its dtypes as safetensors names them,
+    whether it may be missing, and the values that config.json implies."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
@@ -194,13 +183,10 @@ class WeightFormat(Protocol):
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
         """What is stored for a matrix of this shape, by name behind the module's."""
-        ...
 
     def matrix(self, stored: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> QuantizedMatrix:
         """The matrix of these tensors, which are not kept. Raises `UnsupportedModelError` for values that
-        make none.
-        """
-        ...
+        make none."""
 
 
 FormatSource = Callable[[Mapping[str, Any]], WeightFormat]

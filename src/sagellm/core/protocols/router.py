@@ -32,8 +32,6 @@ class Placement:
 class Router(Protocol):
     def place(self, request: Request, loads: Sequence[InstanceLoad]) -> Placement:
         """Choose among `loads`; raises `CapacityError` if it is empty."""
-        ...
 
     def observe(self, instance_id: str, latencies_s: Mapping[str, float]) -> None:
         """Learn from a finished request: ttft, tpot, e2e."""
-        ...

@@ -40,10 +40,8 @@ class BlockBudget:
         return True
 
     def spend_together(self, num_blocks: int) -> bool:
-        """Take blocks for many requests at once, or change nothing and return False.
-
-        With quotas it returns False for any positive number, since each request has its own ceilings.
-        """
+        """Take blocks for many requests at once, or change nothing and return False. With quotas it returns
+        False for any positive number, since each request has its own ceilings."""
         if self._ceilings_of is not None and num_blocks:
             return False
         if num_blocks > self.available:
@@ -62,10 +60,8 @@ class BlockBudget:
     def competitors(
         self, state: RequestState, num_blocks: int, others: Sequence[RequestState]
     ) -> list[RequestState]:
-        """Those of `others` whose blocks would help the request to have `num_blocks`.
-
-        All of them, or, if a ceiling is in the way, those below the same ceiling.
-        """
+        """Those of `others` whose blocks would help the request to have `num_blocks`. All of them, or, if a
+        ceiling is in the way, those below the same ceiling."""
         short = self._short(state, num_blocks)
         return (
             [each for each in others if not short.isdisjoint(self._ceilings(each))] if short else list(others)
@@ -121,40 +117,31 @@ class KVQuotes(Protocol):
     @property
     def num_blocks(self) -> int:
         """Blocks of the pool."""
-        ...
 
     @property
     def version(self) -> int:
         """Changes whenever `match` may return something else than before."""
-        ...
 
     def match(self, state: RequestState) -> PrefixHit:
         """The prefix hit of a request. At least one token is left to compute."""
-        ...
 
     def available_blocks(self) -> int:
         """Free blocks, and cached blocks that no request uses."""
-        ...
 
     def budget(self) -> BlockBudget:
         """A new budget for the decisions of one step; the pass counts it down."""
-        ...
 
     def blocks_to_append(self, state: RequestState, num_tokens: int) -> int:
         """Blocks that a running request lacks to hold `num_tokens` more computed tokens."""
-        ...
 
     def blocks_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
         """Blocks for `num_tokens` beyond the hit, plus hit blocks that stop being evictable."""
-        ...
 
     def blocks_freed_by_preempting(self, state: RequestState) -> int:
         """The least number of blocks that preempting a running request makes available."""
-        ...
 
     def resume_cost(self, state: RequestState) -> ResumeCost:
         """What it would cost to resume a running request after a preemption."""
-        ...
 
 
 class StepFacts(NamedTuple):
@@ -190,7 +177,6 @@ class SchedulingView(Protocol):
         The pass cannot take that back. Returns False, with no change but evictions, where it cannot be done:
         the draft will not be executed, a request that it preempts still has its blocks, or memory is short.
         """
-        ...
 
     @property
     def last_step(self) -> StepFacts: ...
@@ -265,4 +251,3 @@ class StablePass(SchedulerPass, Protocol):
         behind it: it sets the length of the one chunk, which must then be right for all these steps, and it
         reduces `draft.waiting` to the requests that it leaves to those passes, in its order.
         """
-        ...

@@ -11,9 +11,8 @@ from sagellm.core.types import Tokens
 
 
 class SparsityPattern(str, Enum):
-    """Which weights are zeroed together.
-
-    `N:M`: at most N of M neighbours are kept; `BLOCK` chooses blocks, `UNSTRUCTURED` single weights."""
+    """Which weights are zeroed together. `N:M`: at most N of M neighbours are kept; `BLOCK` chooses blocks,
+    `UNSTRUCTURED` single weights."""
 
     TWO_FOUR = "2:4"
     FOUR_EIGHT = "4:8"
@@ -63,7 +62,6 @@ class SparsityController(Protocol):
         for a ratio outside [0, 1) or other than the pattern's `fixed_ratio`, and `SageError`, before any
         change, where the method needs calibration data and got none.
         """
-        ...
 
 
 class AttentionSelector(Protocol):
@@ -71,6 +69,4 @@ class AttentionSelector(Protocol):
 
     def select(self, query: Any, num_blocks: int, budget_blocks: int) -> tuple[int, ...]:
         """At most `budget_blocks` distinct indices in rising order, always with the last block. With a budget
-        of at least `num_blocks` it returns all of them: attention is then exact.
-        """
-        ...
+        of at least `num_blocks` it returns all of them: attention is then exact."""

@@ -39,8 +39,7 @@ class Verification:
 @dataclass(frozen=True, slots=True)
 class SpeculativeResult:
     """Tokens of one generation and what speculation did for it. `num_steps` counts forward passes of the
-    model.
-    """
+    model."""
 
     token_ids: tuple[int, ...]
     num_steps: int
@@ -57,11 +56,9 @@ class DraftModel(Protocol):
 
     def propose(self, tokens: Tokens, num_tokens: int) -> Proposal:
         """At most `num_tokens` tokens to follow; never raises for a sequence without a continuation."""
-        ...
 
     def observe(self, tokens: Tokens, num_accepted: int) -> None:
         """Learn how the last proposal fared."""
-        ...
 
 
 class Verifier(Protocol):
@@ -71,18 +68,14 @@ class Verifier(Protocol):
         self, tokens: Tokens, proposals: Sequence[Proposal], params: SamplingParams
     ) -> list[Verification]:
         """One answer per proposal, all from one forward pass."""
-        ...
 
 
 class SpeculativeDecoder(Protocol):
-    """The loop of propose and verify for one prompt.
-
-    In an engine the same two halves are part of its steps."""
+    """The loop of propose and verify for one prompt. In an engine the same two halves are part of its
+    steps."""
 
     def generate(
         self, draft_model: DraftModel, verifier: Verifier, prompt: Tokens, params: SamplingParams
     ) -> SpeculativeResult:
         """The same tokens as without a draft. Errors of the draft are errors: it is switched off by a
-        controller that measures, not by dropping exceptions.
-        """
-        ...
+        controller that measures, not by dropping exceptions."""

@@ -16,11 +16,9 @@ class TokenStream(Protocol):
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token: whole characters only, never taken back."""
-        ...
 
     def finish(self) -> str:
         """What was held back. Nothing may be pushed afterwards."""
-        ...
 
 
 class TextTokenizer(Protocol):
@@ -29,12 +27,10 @@ class TextTokenizer(Protocol):
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Any of these ends a generation."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """Ids are below this."""
-        ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Tokens: ...
 
@@ -46,12 +42,10 @@ class TextTokenizer(Protocol):
         template_options: Mapping[str, Any] | None = None,
     ) -> Tokens:
         """The prompt that the model's chat template makes of a conversation. Raises `RequestError`."""
-        ...
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes:
         """The token's bytes in the middle of a text; empty for an unknown id."""
-        ...
 
     def stream(self, *, skip_special_tokens: bool = True) -> TokenStream: ...

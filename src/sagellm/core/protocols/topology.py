@@ -16,9 +16,7 @@ class DeviceKind(str, Enum):
 
 
 class LinkKind(str, Enum):
-    """How two devices are joined, from near to far.
-
-    Other vendors' chips use `VENDOR`."""
+    """How two devices are joined, from near to far. Other vendors' chips use `VENDOR`."""
 
     SELF = "self"
     NVLINK = "nvlink"
@@ -88,12 +86,8 @@ class TopologyManager(Protocol):
 
     def detect(self) -> TopologyInfo:
         """What can be seen from here, always at least one CPU. A source that is absent (no driver, no tool,
-        no permission) is named in `missing`; only a machine that contradicts itself raises `SageError`.
-        """
-        ...
+        no permission) is named in `missing`; only a machine that contradicts itself raises `SageError`."""
 
     def measure(self, info: TopologyInfo, *, budget_s: float) -> TopologyInfo:
-        """The same devices with measured links, as far as the budget goes.
-
-        The other links keep their confidence."""
-        ...
+        """The same devices with measured links, as far as the budget goes. The other links keep their
+        confidence."""

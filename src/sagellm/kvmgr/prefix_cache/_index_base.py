@@ -1,4 +1,4 @@
-"""What both prefix indexes do alike: evict across accounts, apply hints, describe what is near a prompt."""
+"""What both prefix indexes do alike: evict across accounts, apply hints, explain a match."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ DEFAULT_NAMESPACE = Namespace()
 
 
 class IndexBase(ABC, Generic[ExtentType]):
-    """A `PrefixReuseIndex` without its structure: a subclass says how blocks are found and removed.
-
-    Not thread-safe: one engine thread owns it.
-    """
+    """A `PrefixReuseIndex` without its structure: a subclass says how blocks are found and removed. Not
+    thread-safe: one engine thread owns it."""
 
     _leaves: EvictableLeaves[ExtentType]
 

@@ -1,7 +1,5 @@
-"""Evictable leaves of an index, by account, and the policies that choose among them.
-
-Both indexes use it. A leaf is a node of the radix tree, or one block of the hashed index.
-"""
+"""Evictable leaves of an index, by account, and the policies that choose among them. Both indexes use it. A
+leaf is a node of the radix tree, or one block of the hashed index."""
 
 from __future__ import annotations
 
@@ -22,10 +20,8 @@ MIN_SHARES_TO_PRUNE = 64
 
 @dataclass(slots=True, eq=False)
 class AccountShare:
-    """What one account has in the index.
-
-    `policy` chooses what of it is evicted; None: what was used longest ago.
-    """
+    """What one account has in the index. `policy` chooses what of it is evicted; None: what was used longest
+    ago."""
 
     account: Account
     policy: EvictionPolicy | None
@@ -44,7 +40,7 @@ class AccountShare:
 
 
 class CachedExtent(IndexNode):
-    """An extent of an index: a node of the radix tree, or one block of the hashed index.
+    """An extent of an index. For the radix tree a node, for the hashed index one block.
 
     `pins` is its reference count; `num_ends` pinned hits end with it. It is an evictable leaf while it has
     neither pins nor children. `last_use`, `used_s` and `num_uses` are exact for leaves: a removed child hands
@@ -122,11 +118,8 @@ class EvictableLeaves(Generic[ExtentType]):
         self._prune_at = MIN_SHARES_TO_PRUNE
 
     def share(self, account: Account) -> AccountShare:
-        """The share of an account, made when it is first asked for.
-
-        Clients choose the names of accounts, without end. So accounts without blocks are forgotten from time
-        to time, with their policies.
-        """
+        """The share of an account, made when it is first asked for. Clients choose the names of accounts,
+        without end. So accounts without blocks are forgotten from time to time, with their policies."""
         share = self.shares.get(account)
         if share is None:
             if len(self.shares) >= self._prune_at:
@@ -158,10 +151,7 @@ class EvictableLeaves(Generic[ExtentType]):
         self.by_key[leaf.key] = leaf
 
     def discard(self, leaf: ExtentType) -> None:
-        """Take `leaf` out, if it is there.
-
-        It was pinned, got a child, or left the index.
-        """
+        """Take `leaf` out, if it is there. It was pinned, got a child, or left the index."""
         if self.by_key.get(leaf.key) is leaf:
             del self.by_key[leaf.key]
             policy = leaf.share.policy
@@ -176,10 +166,7 @@ class EvictableLeaves(Generic[ExtentType]):
             self.add(leaf)
 
     def hint(self, leaf: ExtentType, hint: Hint, now_s: float) -> None:
-        """Note a hint until the next use.
-
-        The policy gets it now, or when the extent becomes a leaf.
-        """
+        """Note a hint until the next use. The policy gets it now, or when the extent becomes a leaf."""
         leaf.hint = hint.over(leaf.hint)
         if hint.duration_s is not None:
             self.set_bonus(leaf, bonus_of(hint, now_s - leaf.used_s))
@@ -190,10 +177,8 @@ class EvictableLeaves(Generic[ExtentType]):
     def evict(
         self, share: AccountShare, num_blocks: int, give_up: Callable[[ExtentType, int], ExtentType | None]
     ) -> None:
-        """Evict `num_blocks` blocks of one account, or all that its policy can give up.
-
-        Each choice is a call of `give_up`.
-        """
+        """Evict `num_blocks` blocks of one account, or all that its policy can give up. Each choice is a call
+        of `give_up`."""
         if share.policy is not None:
             share.policy.evict(num_blocks, give_up)
             return
@@ -210,10 +195,8 @@ class EvictableLeaves(Generic[ExtentType]):
                 heapq.heappush(queue, _age(parent))
 
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
-        """Give every account a new policy.
-
-        It gets the leaves in order of their last use. Nothing changes if a policy cannot be made.
-        """
+        """Give every account a new policy. It gets the leaves in order of their last use. Nothing changes if
+        a policy cannot be made."""
         policies = {id(share): factory() for share in self.shares.values()}
         for leaf in sorted(self.by_key.values(), key=lambda leaf: leaf.last_use):
             policies[id(leaf.share)].insert(leaf)

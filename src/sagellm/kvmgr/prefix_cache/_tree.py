@@ -122,10 +122,8 @@ class Node(CachedExtent):
 
 
 class NodeLeaves(EvictableLeaves[Node]):
-    """The evictable leaves of a radix tree.
-
-    Their keys stay unique, even if hostile prompts make hashes clash.
-    """
+    """The evictable leaves of a radix tree. Their keys stay unique, even if hostile prompts make hashes
+    clash."""
 
     def __init__(
         self,
@@ -159,10 +157,8 @@ class NodeLeaves(EvictableLeaves[Node]):
 
 
 class RadixTree:
-    """One root per namespace; edges of whole blocks, `block_bytes` bytes each.
-
-    `version` changes when a node that was handed out may no longer be the right one for its tokens.
-    """
+    """One root per namespace; edges of whole blocks, `block_bytes` bytes each. `version` changes when a node
+    that was handed out may no longer be the right one for its tokens."""
 
     def __init__(self, block_bytes: int, leaves: NodeLeaves, max_ghosts: int) -> None:
         self.block_bytes = block_bytes
@@ -233,9 +229,7 @@ class RadixTree:
         return node
 
     def split(self, node: Node, num_head: int) -> Node:
-        """Put a new head of `num_head` blocks above `node`, which becomes the tail.
-
-        Returns the head."""
+        """Put a new head of `num_head` blocks above `node`, which becomes the tail. Returns the head."""
         parent, block_bytes = node.parent, self.block_bytes
         assert parent is not None
         cut = num_head * block_bytes
@@ -267,9 +261,8 @@ class RadixTree:
             del self.roots[parent.namespace]
 
     def trim(self, node: Node) -> None:
-        """Drop the bytes of evicted blocks from the end of an edge.
-
-        A ghost remembers when and why they went."""
+        """Drop the bytes of evicted blocks from the end of an edge. A ghost remembers when and why they
+        went."""
         live = node.content
         if node.cut is not None:
             first_gone = node.edge[len(live) : len(live) + self.block_bytes]
@@ -279,9 +272,7 @@ class RadixTree:
     # -- reference counts
 
     def pin_path(self, node: Node) -> None:
-        """Add one to the node's reference count.
-
-        The first pin of a node pins its parent too."""
+        """Add one to the node's reference count. The first pin of a node pins its parent too."""
         while node.parent is not None:
             node.pins += 1
             if node.pins > 1:
@@ -294,10 +285,8 @@ class RadixTree:
             node = node.parent
 
     def unpin_path(self, node: Node) -> None:
-        """Take one from the node's reference count.
-
-        A node that loses its last pin unpins its parent too. A leaf without pins is evictable.
-        """
+        """Take one from the node's reference count. A node that loses its last pin unpins its parent too. A
+        leaf without pins is evictable."""
         while node.parent is not None:
             node.pins -= 1
             if node.pins:

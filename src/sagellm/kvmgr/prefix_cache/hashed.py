@@ -34,9 +34,7 @@ HashBlocks = Callable[[bytes, int, Namespace, bytes | None], list[bytes]]
 @dataclass(slots=True, eq=False)
 class BlockRecord(CachedExtent):
     """One resident block of `data`; for a policy, an `Extent`. `num_blocks` is 0 once it has left the index.
-
-    `pins` is the number of pinned hits that cover the block.
-    """
+    `pins` is the number of pinned hits that cover the block."""
 
     parent: BlockRecord | None
     hash: bytes
@@ -63,10 +61,8 @@ class BlockRecord(CachedExtent):
 
 
 class Records:
-    """The resident blocks, found by chain hash and by block id.
-
-    A hash says only where to look: the tokens are compared, and blocks with equal hashes are kept apart.
-    """
+    """The resident blocks, found by chain hash and by block id. A hash says only where to look: the tokens
+    are compared, and blocks with equal hashes are kept apart."""
 
     def __init__(self, block_bytes: int, hash_blocks: HashBlocks) -> None:
         self._block_bytes = block_bytes
@@ -427,11 +423,8 @@ class HashedIndex(IndexBase[BlockRecord]):
     # -- inside: eviction
 
     def _remove(self, record: BlockRecord) -> BlockRecord | None:
-        """Take out an evictable leaf.
-
-        Returns its parent if that is an evictable leaf of the same account now. A parent of another account
-        is given to the policy of that account.
-        """
+        """Take out an evictable leaf. Returns its parent if that is an evictable leaf of the same account
+        now. A parent of another account is given to the policy of that account."""
         self._leaves.by_key.pop(record.key, None)
         self._records.remove(record)
         parent = record.parent

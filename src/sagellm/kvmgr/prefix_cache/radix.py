@@ -120,7 +120,7 @@ class RadixIndex(IndexBase[Node]):
         return self._hit(hit.tokens, hit.namespace, node, hit.num_blocks)
 
     def _pin(self, node: Node, num_blocks: int) -> Node:
-        """Pin the path to a node, split where the hit of `num_blocks` ends inside it; returns its end."""
+        """Pin a path of `num_blocks`. Splits its last node if the path ends inside; returns the last one."""
         if node.end_block > num_blocks:
             node = self.tree.split(node, num_blocks - node.first_position)
         node.num_uses += 1
