@@ -16,12 +16,19 @@ from sagellm.core.errors import RequestError
 from sagellm.core.protocols.prefix_cache import MissCounts
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import TextDelta, Usage
-from sagellm.serving.answers import AnswerHead, CompletionReply, usage_json
+from sagellm.serving.answers import AnswerHead, CompletionReply
 from sagellm.serving.gateway import Generation
 from sagellm.serving.generate import MAX_LOGPROB_ENTRIES, _written, check_logprobs
+from sagellm.serving.schema import StreamOptions
 from sagellm.serving.sse import sse_events
 
 CONTEXT = 2048
+
+
+def reply_to(num_prompts: int) -> CompletionReply:
+    return CompletionReply(
+        AnswerHead("id", "model", 0, num_prompts, 1), logprobs=None, echoes=[""] * num_prompts
+    )
 
 
 def usages_of_a_stream(items: list[tuple[int, TextDelta]], num_prompts: int) -> list[dict[str, Any]]:
@@ -32,16 +39,8 @@ def usages_of_a_stream(items: list[tuple[int, TextDelta]], num_prompts: int) -> 
             yield [item]
 
     async def chunks() -> list[bytes]:
-        head = AnswerHead("id", "model", 0)
-        reply = CompletionReply(head, logprobs=None, echoes=[""] * num_prompts, num_choices=1)
-        stream = sse_events(
-            cast(Generation, generation()),
-            reply,
-            num_choices=1,
-            num_prompts=num_prompts,
-            include_usage=True,
-            continuous_usage=True,
-        )
+        options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+        stream = sse_events(cast(Generation, generation()), reply_to(num_prompts), options)
         return [chunk async for chunk in stream]
 
     texts = [chunk.removeprefix(b"data: ") for chunk in asyncio.run(chunks())[:-1]]
@@ -51,6 +50,7 @@ def usages_of_a_stream(items: list[tuple[int, TextDelta]], num_prompts: int) -> 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=20), st.booleans())
 def test_usage_in_a_stream_is_that_of_all_prompts_so_far(parts: list[tuple[int, int]], misses: bool) -> None:
     latest, items, expected = [Usage()] * 4, [], []
+    usage_json = reply_to(4).usage
     for position, count in parts:
         before = latest[position].completion_tokens
         latest[position] = Usage(5, before + count, 2, MissCounts(cold=1) if misses else None)

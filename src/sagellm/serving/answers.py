@@ -6,14 +6,15 @@ token. Tests check that the dictionaries match the models.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from sagellm.core.types import FinishReason
-from sagellm.engines.llm import Completion, TextDelta, TokenText, Usage
+from sagellm.engines.llm import Choice, Completion, TextDelta, TokenText, Usage
 
 Json = dict[str, Any]
 LOWEST_LOGPROB = -9999.0
@@ -296,78 +297,103 @@ class ErrorAnswer(AnswerBody):
     request_id: str | None = None
 
 
-def usage_json(usage: Usage) -> Json:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.total_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What every part of one answer repeats."""
+    """What every part of one answer repeats, and of how many texts it is: `num_choices` for each prompt."""
 
     answer_id: str
     model: str
     created: int
+    num_prompts: int
+    num_choices: int
     with_misses: bool = False
+
+
+class Reply(ABC):
+    """Writes one answer, whole or as the chunks of a stream.
+
+    The choices of all prompts are numbered in order of prompts.
+    """
+
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def __init__(self, head: AnswerHead) -> None:
+        self.head = head
+
+    @abstractmethod
+    def opening(self) -> Iterator[Json]:
+        """The chunks before the first delta."""
+
+    @abstractmethod
+    def parts(self, position: int, delta: TextDelta) -> Iterator[Json]:
+        """The chunks for what a delta adds to an answer of the prompt at `position`."""
+
+    def closing(self, usage: Usage) -> Json:
+        """The usage chunk: no choices."""
+        return self._wrap(self.chunk_kind, []) | {"usage": self.usage(usage)}
+
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
+        choices = [
+            self._choice(position, choice)
+            for position, completion in enumerate(completions)
+            for choice in completion.choices
+        ]
+        return self._wrap(self.kind, choices) | {"usage": self.usage(usage)}
 
     def usage(self, usage: Usage) -> Json:
         """Usage, with the causes of cache misses if the request asked (`return_cache_misses`)."""
-        shown = usage_json(usage)
-        if self.with_misses and usage.misses is not None:
-            shown["prompt_tokens_details"]["cache_miss_blocks"] = usage.misses._asdict()
-        return shown
-
-    def wrap(self, kind: str, choices: list[Json]) -> Json:
+        details: Json = {"cached_tokens": usage.cached_tokens}
+        if self.head.with_misses and usage.misses is not None:
+            details["cache_miss_blocks"] = usage.misses._asdict()
         return {
-            "id": self.answer_id,
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.total_tokens,
+            "prompt_tokens_details": details,
+        }
+
+    @abstractmethod
+    def _choice(self, position: int, choice: Choice) -> Json:
+        """A whole answer to the prompt at `position`."""
+
+    def _wrap(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": self.head.answer_id,
             "object": kind,
-            "created": self.created,
-            "model": self.model,
+            "created": self.head.created,
+            "model": self.head.model,
             "choices": choices,
         }
 
 
-class ChatReply:
-    """Answers of /v1/chat/completions."""
+class ChatReply(Reply):
+    """Answers of /v1/chat/completions. The role and the reason of an end have chunks of their own."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
 
     def __init__(self, head: AnswerHead, *, logprobs: bool) -> None:
-        self.head = head
+        super().__init__(head)
         self._logprobs = logprobs
 
-    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
-        [completion] = completions
-        choices = []
-        for choice in completion.choices:
-            message = {"role": "assistant", "content": choice.text, "refusal": None}
-            choices.append(
-                {
-                    "index": choice.index,
-                    "message": message,
-                    "logprobs": self._logprobs_json(choice.logprobs),
-                    "finish_reason": _reason(choice.finish_reason),
-                }
-            )
-        return self.head.wrap("chat.completion", choices) | {"usage": self.head.usage(usage)}
-
-    def opening(self, num_choices: int) -> Iterator[Json]:
-        """The role, once per choice."""
-        for index in range(num_choices):
+    def opening(self) -> Iterator[Json]:
+        for index in range(self.head.num_choices):
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
-    def parts(self, index: int, delta: TextDelta) -> Iterator[Json]:
-        """What a delta adds. The reason of an end has a chunk of its own."""
+    def parts(self, position: int, delta: TextDelta) -> Iterator[Json]:
         if delta.text or (self._logprobs and delta.logprobs):
-            yield self._chunk(index, {"content": delta.text}, delta.logprobs)
+            yield self._chunk(delta.index, {"content": delta.text}, delta.logprobs)
         if delta.finish_reason is not None:
-            yield self._chunk(index, {}, reason=delta.finish_reason)
+            yield self._chunk(delta.index, {}, reason=delta.finish_reason)
 
-    def closing(self, usage: Usage) -> Json:
-        """The usage chunk: no choices."""
-        return self.head.wrap("chat.completion.chunk", []) | {"usage": self.head.usage(usage)}
+    def _choice(self, position: int, choice: Choice) -> Json:
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs_json(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+        }
 
     def _chunk(
         self,
@@ -380,9 +406,9 @@ class ChatReply:
             "index": index,
             "delta": delta,
             "logprobs": self._logprobs_json(logprobs) if logprobs else None,
-            "finish_reason": _reason(reason),
+            "finish_reason": reason,
         }
-        return self.head.wrap("chat.completion.chunk", [choice])
+        return self._wrap(self.chunk_kind, [choice])
 
     def _logprobs_json(self, entries: Sequence[TokenText]) -> Json | None:
         if not self._logprobs:
@@ -394,96 +420,74 @@ class ChatReply:
         return {"content": content, "refusal": None}
 
 
-class CompletionReply:
+class CompletionReply(Reply):
     """Answers of /v1/completions.
 
     `echoes[i]` stands before the text of prompt `i`. With `scores_prompts` the log-probabilities of its
-    tokens stand before those of the answer.
+    tokens stand before those of the answer, and in a stream the echo comes with them.
     """
 
+    kind = chunk_kind = "text_completion"
+
     def __init__(
-        self,
-        head: AnswerHead,
-        *,
-        logprobs: int | None,
-        echoes: Sequence[str],
-        num_choices: int,
-        scores_prompts: bool = False,
+        self, head: AnswerHead, *, logprobs: int | None, echoes: Sequence[str], scores_prompts: bool = False
     ) -> None:
-        self.head = head
-        self._scores_prompts = scores_prompts
+        super().__init__(head)
         self._logprobs = logprobs
         self._echoes = echoes
-        self._num_choices = num_choices
+        self._scores_prompts = scores_prompts
 
-    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
-        choices = [
-            self._choice(
-                position * self._num_choices + choice.index,
-                self._echoes[position] + choice.text,
-                (*choice.prompt_logprobs, *self._behind_echo(position, choice.logprobs)),
-                choice.finish_reason,
-            )
-            for position, completion in enumerate(completions)
-            for choice in completion.choices
-        ]
-        return self.head.wrap("text_completion", choices) | {"usage": self.head.usage(usage)}
-
-    def opening(self, num_choices: int) -> Iterator[Json]:
-        """The echoed prompts; scored ones come later, with their log-probabilities."""
+    def opening(self) -> Iterator[Json]:
         if self._scores_prompts:
             return
-        for index in range(num_choices):
-            echo = self._echoes[index // self._num_choices]
-            if echo:
-                yield self._chunk(index, echo)
+        for position, echo in enumerate(self._echoes):
+            for index in range(self.head.num_choices if echo else 0):
+                yield self._chunk(position, index, echo)
 
-    def parts(self, index: int, delta: TextDelta) -> Iterator[Json]:
-        position = index // self._num_choices
+    def parts(self, position: int, delta: TextDelta) -> Iterator[Json]:
         if delta.prompt_logprobs:
-            yield self._chunk(index, self._echoes[position], delta.prompt_logprobs)
+            yield self._chunk(position, delta.index, self._echoes[position], delta.prompt_logprobs)
         if delta.text or delta.finish_reason is not None or (self._logprobs is not None and delta.logprobs):
             logprobs = self._behind_echo(position, delta.logprobs)
-            yield self._chunk(index, delta.text, logprobs, delta.finish_reason)
+            yield self._chunk(position, delta.index, delta.text, logprobs, delta.finish_reason)
 
-    def closing(self, usage: Usage) -> Json:
-        """The usage chunk: no choices."""
-        return self.head.wrap("text_completion", []) | {"usage": self.head.usage(usage)}
+    def _choice(self, position: int, choice: Choice) -> Json:
+        entries = (*choice.prompt_logprobs, *self._behind_echo(position, choice.logprobs))
+        text = self._echoes[position] + choice.text
+        return self._text_json(position, choice.index, text, entries, choice.finish_reason)
 
     def _chunk(
         self,
+        position: int,
         index: int,
         text: str,
-        logprobs: Sequence[TokenText] = (),
+        entries: Sequence[TokenText] = (),
         reason: FinishReason | None = None,
     ) -> Json:
-        return self.head.wrap("text_completion", [self._choice(index, text, logprobs, reason)])
+        return self._wrap(self.chunk_kind, [self._text_json(position, index, text, entries, reason)])
 
-    def _choice(
-        self, index: int, text: str, entries: Sequence[TokenText], reason: FinishReason | None
+    def _text_json(
+        self, position: int, index: int, text: str, entries: Sequence[TokenText], reason: FinishReason | None
     ) -> Json:
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs = {
+                "tokens": [entry.text for entry in entries],
+                "token_logprobs": [_finite(entry.logprob) for entry in entries],
+                "top_logprobs": [_top_json(entry) for entry in entries] if self._logprobs else None,
+                "text_offset": [entry.offset for entry in entries],
+            }
         return {
-            "index": index,
+            "index": position * self.head.num_choices + index,
             "text": text,
-            "logprobs": None if self._logprobs is None else self._logprobs_json(entries),
-            "finish_reason": _reason(reason),
+            "logprobs": logprobs,
+            "finish_reason": reason,
         }
 
     def _behind_echo(self, position: int, entries: Sequence[TokenText]) -> Sequence[TokenText]:
         """Entries of the answer whose offsets count the echoed prompt."""
         echo = self._echoes[position]
         return [replace(entry, offset=entry.offset + len(echo)) for entry in entries] if echo else entries
-
-    def _logprobs_json(self, entries: Sequence[TokenText]) -> Json:
-        return {
-            "tokens": [entry.text for entry in entries],
-            "token_logprobs": [_finite(entry.logprob) for entry in entries],
-            "top_logprobs": [_top_json(entry) for entry in entries] if self._logprobs else None,
-            "text_offset": [entry.offset for entry in entries],
-        }
-
-
-Reply = ChatReply | CompletionReply
 
 
 def _token_json(entry: TokenText) -> Json:
@@ -505,7 +509,3 @@ def _top_json(entry: TokenText) -> Json | None:
 
 def _finite(logprob: float | None) -> float | None:
     return logprob if logprob is None or logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
-
-
-def _reason(reason: FinishReason | None) -> str | None:
-    return None if reason is None else reason.value

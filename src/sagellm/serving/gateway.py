@@ -17,7 +17,7 @@ from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.llm import LLM, RequestOptions, TextDelta
 from sagellm.serving.clients import Client, ClientLoad
 from sagellm.serving.errors import GenerationError, OverloadedError, SlowClientError, UnavailableError
-from sagellm.serving.loop import Abort, Answered, Call, EngineLoop, Event, LoopFailed, Refused, Submit
+from sagellm.serving.loop import Answered, EngineLoop, Event, LoopFailed, Refused
 from sagellm.serving.metrics import RequestTimes, ServerMetrics
 
 log = logging.getLogger("sagellm.serving")
@@ -138,7 +138,7 @@ class Gateway:
         self._clock = clock or MonotonicClock()
         self.load = ClientLoad(settings)
         self._open: dict[str, _OpenRequest] = {}
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._calls: set[asyncio.Future[Any]] = set()
         self._ids = itertools.count()
         self._draining = False
         self._hurried = False
@@ -194,7 +194,7 @@ class Gateway:
             self._open[request_id] = _OpenRequest(generation, position, n, times, client, num_tokens)
             self.load.enter(client, n, num_tokens)
             generation.request_ids.add(request_id)
-            self._loop.send(Submit(request_id, tokens, options))
+            self._loop.submit(request_id, tokens, options)
         return generation
 
     async def call(self, do: Callable[[LLM], T]) -> T:
@@ -206,14 +206,13 @@ class Gateway:
         self._check_alive()
         if len(self._calls) >= self.load.settings.max_waiting:
             raise OverloadedError(f"{len(self._calls)} calls wait for the engine: try again later")
-        call_id = next(self._ids)
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = answer
+        self._calls.add(answer)
         try:
-            self._loop.send(Call(call_id, do))
+            self._loop.call(do, answer)
             return await answer
         finally:
-            del self._calls[call_id]
+            self._calls.remove(answer)
 
     async def metrics_text(self) -> bytes:
         """The exposition format, with the engine's diagnostics as of now.
@@ -231,7 +230,7 @@ class Gateway:
     def abort(self, request_ids: set[str]) -> None:
         """Abort these requests, which are open, and forget them."""
         for request_id in list(request_ids):
-            self._loop.send(Abort(request_id))
+            self._loop.abort(request_id)
             self._forget(request_id, "abort")
 
     def refuse_new(self) -> None:
@@ -241,9 +240,9 @@ class Gateway:
     def fail_open(self, message: str) -> None:
         """End every generation and every call with an error that its client receives."""
         for request_id in list(self._open):
-            self._loop.send(Abort(request_id))
+            self._loop.abort(request_id)
             self._end_with(request_id, UnavailableError(message))
-        for answer in self._calls.values():
+        for answer in self._calls:
             if not answer.done():
                 answer.set_exception(UnavailableError(message))
 
@@ -304,9 +303,8 @@ class Gateway:
                     self._on_delta(event, now_s)
                 case Refused(request_id, error):
                     self._end_with(request_id, error)
-                case Answered(call_id, result, error):
-                    answer = self._calls.get(call_id)
-                    if answer is None or answer.done():  # its client has left, or has the error of a shutdown
+                case Answered(answer, result, error):
+                    if answer.done():  # its client has left, or has the error of a shutdown
                         continue
                     if error is not None:
                         answer.set_exception(error)
@@ -322,7 +320,7 @@ class Gateway:
         self._mark_started(entry)
         self.metrics.on_delta(delta, entry.times, now_s)
         if delta.error is not None:
-            self._loop.send(Abort(delta.request_id))
+            self._loop.abort(delta.request_id)
             self._end_with(delta.request_id, GenerationError(delta.error))
             return
         if delta.is_last:

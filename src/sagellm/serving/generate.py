@@ -49,9 +49,8 @@ class GenerationRoutes:
         variables = body.template_options()
         self.gateway.check_room(1, options.params.n, options.client)
         tokens = await run_in_threadpool(self.encoder.chat, body.messages, variables)
-        generation = self._open(request, [tokens], options, body)
-        reply = ChatReply(self._head("chatcmpl", generation, body), logprobs=bool(body.logprobs))
-        return await self._answer(request, body, generation, reply, options.params.n, num_prompts=1)
+        generation, head = self._open("chatcmpl", request, [tokens], options, body)
+        return await _answer(request, body, generation, ChatReply(head, logprobs=bool(body.logprobs)))
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -65,15 +64,10 @@ class GenerationRoutes:
             echoes = await run_in_threadpool(
                 lambda: [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
             )
-        generation = self._open(request, tokens, options, body)
-        reply = CompletionReply(
-            self._head("cmpl", generation, body),
-            logprobs=body.logprobs,
-            echoes=echoes,
-            num_choices=n,
-            scores_prompts=options.params.prompt_logprobs is not None,
-        )
-        return await self._answer(request, body, generation, reply, n, num_prompts=len(prompts))
+        generation, head = self._open("cmpl", request, tokens, options, body)
+        scores_prompts = options.params.prompt_logprobs is not None
+        reply = CompletionReply(head, logprobs=body.logprobs, echoes=echoes, scores_prompts=scores_prompts)
+        return await _answer(request, body, generation, reply)
 
     async def _read(self, model: type[B], request: Request) -> tuple[B, RequestOptions]:
         """The body, and the options for the engine."""
@@ -83,8 +77,14 @@ class GenerationRoutes:
         return body, body.options(self.gateway.llm, settings, client)
 
     def _open(
-        self, request: Request, prompts: Sequence[Tokens], options: RequestOptions, body: GenerationFields
-    ) -> Generation:
+        self,
+        prefix: str,
+        request: Request,
+        prompts: Sequence[Tokens],
+        options: RequestOptions,
+        body: GenerationFields,
+    ) -> tuple[Generation, AnswerHead]:
+        """Submit the prompts. `prefix` begins the id of the answer."""
         record = record_of(request.scope)
         record.tenant = options.tenant
         if body.return_cache_misses and not self.gateway.attributes_misses:
@@ -95,45 +95,30 @@ class GenerationRoutes:
         check_logprobs(prompts, options.params, self.gateway.llm.max_model_len, stream=bool(body.stream))
         generation = self.gateway.open(prompts, options)
         record.times = generation.times
-        return generation
-
-    def _head(self, prefix: str, generation: Generation, body: GenerationFields) -> AnswerHead:
-        answer_id = f"{prefix}-{generation.generation_id}"
-        created = int(self.wall_clock())
-        return AnswerHead(
-            answer_id, self.reader.model_name, created, with_misses=bool(body.return_cache_misses)
+        head = AnswerHead(
+            f"{prefix}-{generation.generation_id}",
+            self.reader.model_name,
+            int(self.wall_clock()),
+            len(prompts),
+            options.params.n,
+            with_misses=bool(body.return_cache_misses),
         )
+        return generation, head
 
-    async def _answer(
-        self,
-        request: Request,
-        body: GenerationFields,
-        generation: Generation,
-        reply: Reply,
-        num_choices: int,
-        num_prompts: int,
-    ) -> Response:
-        if not body.stream:
-            whole = await _whole(request, generation, reply, num_choices, num_prompts)
-            whole.headers.update(body.warning_headers)
-            return whole
-        stream_options = body.stream_options or StreamOptions()
-        chunks = sse_events(
-            generation,
-            reply,
-            num_choices=num_choices,
-            num_prompts=num_prompts,
-            include_usage=bool(stream_options.include_usage),
-            continuous_usage=bool(stream_options.continuous_usage_stats),
-        )
+
+async def _answer(request: Request, body: GenerationFields, generation: Generation, reply: Reply) -> Response:
+    if body.stream:
+        chunks = sse_events(generation, reply, body.stream_options or StreamOptions())
         return EventStream(chunks, generation, body.warning_headers)
+    whole = await _whole(request, generation, reply)
+    whole.headers.update(body.warning_headers)
+    return whole
 
 
-async def _whole(
-    request: Request, generation: Generation, reply: Reply, num_choices: int, num_prompts: int
-) -> Response:
+async def _whole(request: Request, generation: Generation, reply: Reply) -> Response:
     """All of a generation in one body. A disconnect of the client ends it."""
-    completions = [Completion.empty(str(position), num_choices) for position in range(num_prompts)]
+    head = reply.head
+    completions = [Completion.empty(str(position), head.num_choices) for position in range(head.num_prompts)]
     async with closed_on_disconnect(request.receive, generation):
         async for batch in generation:
             for position, delta in batch:

@@ -1,18 +1,20 @@
 """The engine loop: one thread that owns the `LLM`. Commands come by a queue, events leave by a callback.
 
-When an SSE client disconnects (`sse.py`), the gateway sends an `Abort` for each request that is still open.
-This loop takes it from the queue before its next step and calls `LLM.abort`. That aborts the engine requests
-of all choices: they leave the table of requests, their blocks are released, and no delta of them follows. A
-step that already runs is not interrupted; the gateway drops deltas that cross the `Abort` on their way.
+When an SSE client disconnects (`sse.py`), the gateway calls `EngineLoop.abort` for each request that is still
+open. Before its next step the loop calls `LLM.abort`. That aborts the engine requests of all choices: they
+leave the table of requests, their blocks are released, and no delta of them follows. A step that already runs
+is not interrupted; the gateway drops deltas that were on their way.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from sagellm.core.errors import RequestError, SageError
 from sagellm.core.protocols.engine import EngineStats
@@ -24,40 +26,8 @@ log = logging.getLogger("sagellm.serving")
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
-    """Start a request under the caller's own id."""
-
-    request_id: str
-    tokens: Tokens
-    options: RequestOptions
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Call `do` between two steps; `Answered` has its result under the same id."""
-
-    call_id: int
-    do: Callable[[LLM], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Drop a request. No event of it follows."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    """Leave the loop."""
-
-
-Command = Submit | Call | Abort | _Stop
-
-
-@dataclass(frozen=True, slots=True)
 class Refused:
-    """A `Submit` that the engine does not take."""
+    """A submitted request that the engine does not take."""
 
     request_id: str
     error: RequestError
@@ -65,12 +35,9 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The result of a `Call`, or the error that it raised.
+    """The result of a call, or the error that it raised, for the one that waits on `answer`."""
 
-    An exception that is no `SageError` becomes a `CallError`.
-    """
-
-    call_id: int
+    answer: asyncio.Future[Any]
     result: object = None
     error: SageError | None = None
 
@@ -83,6 +50,8 @@ class LoopFailed:
 
 
 Event = TextDelta | Refused | Answered | LoopFailed
+Command = Callable[[], Event | None]
+"""What the engine's thread runs between two steps."""
 
 
 class EngineLoop:
@@ -112,13 +81,47 @@ class EngineLoop:
     def stopped(self) -> bool:
         return not self._thread.is_alive()
 
-    def send(self, command: Command) -> None:
-        """Queue a command for execution before the next step. Thread-safe."""
-        self._commands.put(command)
+    def submit(self, request_id: str, tokens: Tokens, options: RequestOptions) -> None:
+        """Start a request under the caller's own id. This and the next three return at once."""
+
+        def submit() -> Refused | None:
+            try:
+                self._llm.submit(tokens, options, request_id=request_id)
+            except RequestError as error:
+                return Refused(request_id, error)
+            return None
+
+        self._commands.put(submit)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request. No event of it follows."""
+
+        def abort() -> None:
+            self._llm.abort(request_id)
+
+        self._commands.put(abort)
+
+    def call(self, do: Callable[[LLM], object], answer: asyncio.Future[Any]) -> None:
+        """Call `do`; an `Answered` follows. An exception that is no `SageError` becomes a `CallError`."""
+
+        def call() -> Answered:
+            try:
+                return Answered(answer, do(self._llm))
+            except SageError as error:
+                return Answered(answer, error=error)
+            except Exception as error:  # of a plug-in, most likely: only this call has failed
+                log.exception("a call of the engine failed; the engine goes on")
+                return Answered(answer, error=CallError(type(error).__name__))
+
+        self._commands.put(call)
 
     def request_stop(self) -> None:
         """End the thread after the step that runs. A step that never ends dies with the process."""
-        self.send(_Stop())
+
+        def stop() -> None:
+            self._stopping = True
+
+        self._commands.put(stop)
 
     def _run(self) -> None:
         try:
@@ -133,7 +136,9 @@ class EngineLoop:
         """Execute the queued commands, run one step, deliver the events of both."""
         events: list[Event] = []
         for command in self._take_commands():
-            self._execute(command, events)
+            event = command()
+            if event is not None:
+                events.append(event)
         if not self._stopping and self._llm.has_work():
             events += self._llm.step()
         self.stats = self._llm.stats()
@@ -148,26 +153,3 @@ class EngineLoop:
                 commands.append(self._commands.get_nowait())
         except queue.Empty:
             return commands
-
-    def _execute(self, command: Command, events: list[Event]) -> None:
-        match command:
-            case Submit(request_id, tokens, options):
-                try:
-                    self._llm.submit(tokens, options, request_id=request_id)
-                except RequestError as error:
-                    events.append(Refused(request_id, error))
-            case Call():
-                events.append(self._answer(command))
-            case Abort(request_id):
-                self._llm.abort(request_id)
-            case _Stop():
-                self._stopping = True
-
-    def _answer(self, call: Call) -> Answered:
-        try:
-            return Answered(call.call_id, call.do(self._llm))
-        except SageError as error:
-            return Answered(call.call_id, error=error)
-        except Exception as error:  # of a plug-in, most likely: only this call has failed
-            log.exception("a call of the engine failed; the engine goes on")
-            return Answered(call.call_id, error=CallError(type(error).__name__))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import inf
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 import sagellm
@@ -39,11 +39,10 @@ class RequestTimes:
         self.finish_reason = ""
 
 
-class ServerMetrics:
-    """Counts requests and tokens, and shows the engine's load.
+class ServerMetrics(Collector):
+    """Counts requests and tokens, and shows the engine's load at the moment of a scrape.
 
-    Load and KV blocks are read from `stats` at a scrape. `diagnostics`: the last ones from the engine's
-    thread.
+    Load and KV blocks are read from `stats`. `diagnostics`: the last ones from the engine's thread.
     """
 
     def __init__(
@@ -51,8 +50,9 @@ class ServerMetrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self.diagnostics = EngineDiagnostics()
-        self.registry.register(_EngineCollector(model_name, stats, lambda: self.diagnostics))
         self._model = model_name
+        self._stats = stats
+        self.registry.register(self)
         build = Info("sagellm_build", "Version and device", (_LABEL,), registry=self.registry)
         build.labels(model_name).info(
             {
@@ -85,13 +85,23 @@ class ServerMetrics:
 
     def on_delta(self, delta: TextDelta, times: RequestTimes, now_s: float) -> None:
         """Count one step of one choice: its latencies and new tokens."""
-        self._count(delta.usage, times)
+        usage, before = delta.usage, times.usage
+        times.usage = usage
+        self._prompt.inc(usage.prompt_tokens - before.prompt_tokens)
+        self._cached.inc(max(0, usage.cached_tokens - before.cached_tokens))
+        self._generated.inc(usage.completion_tokens - before.completion_tokens)
         if times.queued_s is None and delta.queued_s is not None:
             times.queued_s = delta.queued_s
             self._queue.observe(delta.queued_s)
         count = len(delta.token_ids)
         if count:
-            self._observe_latency(delta.index, count, times, now_s)
+            if not times.last_s:
+                times.first_s = now_s
+                self._ttft.observe(now_s - times.arrived_s)
+            elif delta.index in times.last_s:
+                for _ in range(count):
+                    self._itl.observe((now_s - times.last_s[delta.index]) / count)
+            times.last_s[delta.index] = now_s
         if delta.is_last:
             self._e2e.observe(now_s - times.arrived_s)
 
@@ -108,36 +118,8 @@ class ServerMetrics:
         """The exposition format."""
         return generate_latest(self.registry)
 
-    def _count(self, usage: Usage, times: RequestTimes) -> None:
-        before, times.usage = times.usage, usage
-        self._prompt.inc(usage.prompt_tokens - before.prompt_tokens)
-        self._cached.inc(max(0, usage.cached_tokens - before.cached_tokens))
-        self._generated.inc(usage.completion_tokens - before.completion_tokens)
-
-    def _observe_latency(self, index: int, count: int, times: RequestTimes, now_s: float) -> None:
-        if not times.last_s:
-            times.first_s = now_s
-            self._ttft.observe(now_s - times.arrived_s)
-        elif index in times.last_s:
-            for _ in range(count):
-                self._itl.observe((now_s - times.last_s[index]) / count)
-        times.last_s[index] = now_s
-
-
-class _EngineCollector(Collector):
-    """The engine's load at the moment of the scrape."""
-
-    def __init__(
-        self,
-        model_name: str,
-        stats: Callable[[], EngineStats],
-        diagnostics: Callable[[], EngineDiagnostics],
-    ) -> None:
-        self._model = model_name
-        self._stats = stats
-        self._diagnostics = diagnostics
-
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
+        """The engine's load: families of the prometheus client."""
         stats = self._stats()
         yield self._gauge("requests_running", "Requests in the batch", stats.num_running)
         yield self._gauge("requests_waiting", "Requests that wait for the batch", stats.num_waiting)
@@ -146,67 +128,58 @@ class _EngineCollector(Collector):
         total = sum(blocks.values())
         usage = "Share of the KV blocks that running requests and pins hold, 0 to 1"
         yield self._gauge("kv_cache_usage_ratio", usage, stats.blocks_active / total if total else 0.0)
-        yield self._counter("preemptions", "Preempted requests", stats.num_preemptions)
-        yield from self._diagnosed(self._diagnostics())
-        text = "Blocks in host memory with KV of preempted requests"
-        yield self._gauge("kv_host_blocks_used", text, stats.host_blocks_used)
-        if stats.reuse is not None:
-            yield from self._reuse(stats.reuse)
-        if stats.misses is not None:
-            text = "Prompt blocks that had to be computed, by cause"
-            yield self._counter("kv_misses", text, stats.misses._asdict(), "cause")
-
-    def _diagnosed(self, found: EngineDiagnostics) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """The gauges of the pool, then counters by cause, pass and tenant."""
+        yield self._count("preemptions", "Preempted requests", stats.num_preemptions)
+        found = self.diagnostics
         text = "Cached KV blocks that were given up, by cause"
         evicted = {"capacity": 0, "quota": 0, "cleared": 0, **found.evicted_blocks}
-        yield self._counter("kv_evicted_blocks", text, evicted, "cause")
+        yield self._count("kv_evicted_blocks", text, evicted, "cause")
         text = "Slots without a token in blocks of running requests; free blocks outside the longest free run"
         shares = {"internal": found.internal_fragmentation, "external": found.external_fragmentation}
         yield self._gauge("kv_fragmentation_ratio", text, shares, "kind")
         yield self._gauge("kv_pinned_prefixes", "Pinned prefixes", found.num_pinned_prefixes)
         yield self._gauge("kv_pinned_blocks", "KV blocks that pinned prefixes hold", found.num_pinned_blocks)
         text = "Time spent in each scheduling pass"
-        yield self._counter("scheduler_pass_seconds", text, found.pass_time_s, "pass")
+        yield self._count("scheduler_pass_seconds", text, found.pass_time_s, "pass")
         reuse = found.reuse_by_tenant
         text = "Tokens that admitted requests looked for, by configured tenant"
-        queries = {tenant: found.num_tokens for tenant, found in reuse.items()}
-        yield self._counter("tenant_prefix_cache_queries", text, queries, "tenant")
+        queries = {tenant: tokens.num_tokens for tenant, tokens in reuse.items()}
+        yield self._count("tenant_prefix_cache_queries", text, queries, "tenant")
         text = "Tokens that they found in the prefix index, by configured tenant"
-        hits = {tenant: found.num_hit_tokens for tenant, found in reuse.items()}
-        yield self._counter("tenant_prefix_cache_hits", text, hits, "tenant")
+        hits = {tenant: tokens.num_hit_tokens for tenant, tokens in reuse.items()}
+        yield self._count("tenant_prefix_cache_hits", text, hits, "tenant")
+        text = "Blocks in host memory with KV of preempted requests"
+        yield self._gauge("kv_host_blocks_used", text, stats.host_blocks_used)
+        if stats.reuse is not None:
+            yield from self._reuse(stats.reuse)
+        if stats.misses is not None:
+            text = "Prompt blocks that had to be computed, by cause"
+            yield self._count("kv_misses", text, stats.misses._asdict(), "cause")
 
-    def _reuse(self, reuse: PrefixReuseSnapshot) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:
+    def _reuse(self, reuse: PrefixReuseSnapshot) -> Iterator[Metric]:
         for name, text, count in (
             ("prefix_cache_queries", "Tokens that admitted requests looked for", reuse.num_tokens),
             ("prefix_cache_hits", "Tokens that they found in the prefix index", reuse.num_hit_tokens),
             ("prefix_cache_hit_requests", "Requests that found any", reuse.num_hit_requests),
         ):
-            yield self._counter(name, text, count)
+            yield self._count(name, text, count)
         matches = HistogramMetricFamily("sagellm_prefix_match_seconds", "Prefix look-ups", labels=(_LABEL,))
         buckets = [("+Inf" if end == inf else repr(end), count) for end, count in reuse.match_buckets]
         matches.add_metric((self._model,), buckets, reuse.match_sum_s)
         yield matches
 
-    def _counter(
-        self, name: str, text: str, counts: float | Mapping[str, float], *label: str
-    ) -> CounterMetricFamily:
-        """A count; with a `label`, one for each of its values."""
-        family = CounterMetricFamily(f"sagellm_{name}", text, labels=(_LABEL, *label))
-        for values, count in self._samples(counts):
-            family.add_metric(values, count)
-        return family
+    def _count(self, name: str, text: str, counts: float | Mapping[str, float], *label: str) -> Metric:
+        return self._family(CounterMetricFamily(f"sagellm_{name}", text, labels=(_LABEL, *label)), counts)
 
-    def _gauge(
-        self, name: str, text: str, levels: float | Mapping[str, float], *label: str
-    ) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"sagellm_{name}", text, labels=(_LABEL, *label))
-        for values, level in self._samples(levels):
-            family.add_metric(values, level)
-        return family
+    def _gauge(self, name: str, text: str, levels: float | Mapping[str, float], *label: str) -> Metric:
+        return self._family(GaugeMetricFamily(f"sagellm_{name}", text, labels=(_LABEL, *label)), levels)
 
-    def _samples(self, values: float | Mapping[str, float]) -> Iterator[tuple[tuple[str, ...], float]]:
+    def _family(
+        self, family: CounterMetricFamily | GaugeMetricFamily, values: float | Mapping[str, float]
+    ) -> Metric:
+        """The family with its value, or with one for each value of a label."""
         if isinstance(values, Mapping):
-            yield from (((self._model, label), value) for label, value in values.items())
+            for label, value in values.items():
+                family.add_metric((self._model, label), value)
         else:
-            yield (self._model,), values
+            family.add_metric((self._model,), values)
+        return family

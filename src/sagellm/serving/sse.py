@@ -3,7 +3,7 @@
 When the client of a stream disconnects:
 
 1. the HTTP server passes `http.disconnect` to `closed_on_disconnect` below, which calls `Generation.close`;
-2. `Gateway.abort` (gateway.py) sends an `Abort` to the engine loop for each prompt that still runs. It also
+2. `Gateway.abort` (gateway.py) tells the engine loop to abort each prompt that still runs. It also
    subtracts the request from the client's waiting sequences and tokens;
 3. before its next step the engine loop calls `LLM.abort` (`loop.py` says what follows): blocks are released;
 4. the iteration over the generation ends, `EventStream` returns, and `AccessLog` writes the request's line.
@@ -28,6 +28,7 @@ from sagellm.engines.llm import TextDelta, Usage
 from sagellm.serving.answers import Reply
 from sagellm.serving.errors import body_of
 from sagellm.serving.gateway import Generation
+from sagellm.serving.schema import StreamOptions
 
 DONE = b"data: [DONE]\n\n"
 
@@ -53,32 +54,24 @@ async def closed_on_disconnect(receive: Receive, generation: Generation) -> Asyn
         generation.close()
 
 
-async def sse_events(
-    generation: Generation,
-    reply: Reply,
-    *,
-    num_choices: int,
-    num_prompts: int,
-    include_usage: bool,
-    continuous_usage: bool,
-) -> AsyncIterator[bytes]:
+async def sse_events(generation: Generation, reply: Reply, options: StreamOptions) -> AsyncIterator[bytes]:
     """The events of a generation up to `[DONE]`, joined for a slow client.
 
     An error is the last event.
     """
-    usages, total = [Usage()] * num_prompts, Usage()
+    usages, total = [Usage()] * reply.head.num_prompts, Usage()
 
     def with_usage(chunk: dict[str, Any]) -> bytes:
-        if continuous_usage:
-            chunk["usage"] = reply.head.usage(total)
-        elif include_usage:
+        if options.continuous_usage_stats:
+            chunk["usage"] = reply.usage(total)
+        elif options.include_usage:
             chunk["usage"] = None
         return event(chunk)
 
     def parts(position: int, delta: TextDelta) -> list[bytes]:
-        return [with_usage(chunk) for chunk in reply.parts(position * num_choices + delta.index, delta)]
+        return [with_usage(chunk) for chunk in reply.parts(position, delta)]
 
-    for chunk in reply.opening(num_choices * num_prompts):
+    for chunk in reply.opening():
         yield with_usage(chunk)
     try:
         async for batch in generation:
@@ -95,7 +88,7 @@ async def sse_events(
     except RequestError as error:
         yield event(body_of(error))
         return
-    if include_usage:
+    if options.include_usage:
         yield event(reply.closing(total))
     yield DONE
 
