@@ -6,7 +6,7 @@ That is: pinned prompts, the cached blocks, the eviction policy and the scheduli
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,7 +107,7 @@ class AdminRoutes:
     encoder: PromptEncoder
     current: SchedulingInUse
     pins: dict[str, tuple[PinnedPrefix, str]] = field(default_factory=dict)
-    _ids: Iterable[int] = field(default_factory=lambda: itertools.count(1))
+    _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     async def pin(self, request: Request) -> Pin:
         """Compute the prompt unless it is cached, then hold its whole blocks."""
@@ -115,7 +115,7 @@ class AdminRoutes:
         tenant = record_of(request.scope).tenant = body.cache_salt or ""
         tokens = await run_in_threadpool(self._tokens, body)
         await self._compute(request, tokens, tenant)
-        pin_id = f"pin-{next(iter(self._ids))}"
+        pin_id = f"pin-{next(self._ids)}"
         return await self.gateway.call(lambda llm: self._hold(llm, pin_id, tokens, tenant))
 
     async def list_pins(self) -> PinList:
@@ -133,25 +133,24 @@ class AdminRoutes:
     async def clear_cache(self) -> CacheCleared:
         return CacheCleared(num_blocks=await self.gateway.call(lambda llm: llm.clear_cache()))
 
+    async def get_policy(self) -> CurrentPolicy:
+        return self.current.policy
+
     async def set_policy(self, request: Request) -> PolicyRequest:
         body = await self.reader.read(PolicyRequest, request)
-        _check_name("policy", body.policy, registry("policy").names())
-        _check_options(body.options)
 
         def replace(llm: LLM) -> None:
             replace_policy(llm.engine, body.policy, **body.options)
             self.current.policy = CurrentPolicy(policy=body.policy, options=body.options)
 
-        await self._replace("policy", replace)
+        await self._replace("policy", body.policy, registry("policy").names(), body.options, replace)
         return body
 
-    async def get_policy(self) -> CurrentPolicy:
-        return self.current.policy
+    async def get_strategy(self) -> CurrentStrategy:
+        return self.current.strategy
 
     async def set_strategy(self, request: Request) -> StrategyRequest:
         body = await self.reader.read(StrategyRequest, request)
-        _check_name("strategy", body.strategy, strategies.STRATEGIES)
-        _check_options(body.options)
 
         def replace(llm: LLM) -> None:
             replace_strategy(llm.engine, body.strategy, **body.options)
@@ -159,11 +158,30 @@ class AdminRoutes:
                 strategy=body.strategy, passes=_passes(body.strategy), options=body.options
             )
 
-        await self._replace("strategy", replace)
+        await self._replace("strategy", body.strategy, strategies.STRATEGIES, body.options, replace)
         return body
 
-    async def get_strategy(self) -> CurrentStrategy:
-        return self.current.strategy
+    async def _replace(
+        self,
+        param: str,
+        name: str,
+        known: Iterable[str],
+        options: Mapping[str, Any],
+        replace: Callable[[LLM], None],
+    ) -> None:
+        """Check the request, then call `replace`. A name that is a module's path would import any code."""
+        if name not in known:
+            shown, names = clipped(repr(name)), ", ".join(sorted(known))
+            raise RequestError(f"{param}: {shown} is unknown here; known are {names}", param)
+        _check_options(options)
+
+        def replaced(llm: LLM) -> None:
+            try:
+                replace(llm)
+            except SageError as error:
+                raise RequestError(str(error), param) from error
+
+        await self.gateway.call(replaced)
 
     def _tokens(self, body: PinRequest) -> Tokens:
         if body.messages:
@@ -193,15 +211,6 @@ class AdminRoutes:
         self.pins[pin_id] = hold, tenant
         return _shown(pin_id, hold, tenant)
 
-    async def _replace(self, param: str, change: Callable[[LLM], None]) -> None:
-        def changed(llm: LLM) -> None:
-            try:
-                change(llm)
-            except SageError as error:
-                raise RequestError(str(error), param) from error
-
-        await self.gateway.call(changed)
-
 
 def _shown(pin_id: str, hold: PinnedPrefix, tenant: str) -> Pin:
     return Pin(id=pin_id, cache_salt=tenant, num_tokens=hold.num_tokens, num_blocks=hold.num_blocks)
@@ -209,14 +218,6 @@ def _shown(pin_id: str, hold: PinnedPrefix, tenant: str) -> Pin:
 
 def _passes(strategy: str) -> list[str]:
     return [name for name, _ in strategies.STRATEGIES.get(strategy, ())]
-
-
-def _check_name(param: str, name: str, known: Iterable[str]) -> None:
-    """Refuse a name that is not registered: a module's path would import any code."""
-    names = sorted(known)
-    if name not in names:
-        shown = clipped(repr(name))
-        raise RequestError(f"{param}: {shown} is unknown here; known are {', '.join(names)}", param)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -299,7 +299,7 @@ class ErrorAnswer(AnswerBody):
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What every part of one answer repeats, and of how many texts it is: `num_choices` for each prompt."""
+    """What every part of one answer repeats, and its size: `num_choices` for each prompt."""
 
     answer_id: str
     model: str
@@ -327,7 +327,7 @@ class Reply(ABC):
 
     @abstractmethod
     def parts(self, position: int, delta: TextDelta) -> Iterator[Json]:
-        """The chunks for what a delta adds to an answer of the prompt at `position`."""
+        """The chunks for what a delta of the prompt at `position` adds."""
 
     def closing(self, usage: Usage) -> Json:
         """The usage chunk: no choices."""

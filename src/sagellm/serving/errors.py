@@ -90,11 +90,6 @@ class CallError(RequestError):
     status = 500
     code = "internal_error"
 
-    def __init__(self, exception: str) -> None:
-        super().__init__(
-            f"internal error: {exception} within the engine, which goes on; the log has the details"
-        )
-
 
 def error_body(
     message: str, status: int, param: str | None = None, code: str | None = None

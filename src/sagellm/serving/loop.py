@@ -35,7 +35,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The result of a call, or the error that it raised, for the one that waits on `answer`."""
+    """The result of a call, or its error, for the caller that awaits `answer`."""
 
     answer: asyncio.Future[Any]
     result: object = None
@@ -111,7 +111,8 @@ class EngineLoop:
                 return Answered(answer, error=error)
             except Exception as error:  # of a plug-in, most likely: only this call has failed
                 log.exception("a call of the engine failed; the engine goes on")
-                return Answered(answer, error=CallError(type(error).__name__))
+                what = f"{type(error).__name__} within the engine, which goes on"
+                return Answered(answer, error=CallError(f"internal error: {what}; the log has the details"))
 
         self._commands.put(call)
 

@@ -40,9 +40,10 @@ class RequestTimes:
 
 
 class ServerMetrics(Collector):
-    """Counts requests and tokens, and shows the engine's load at the moment of a scrape.
+    """Counts requests and tokens, and shows the engine's load.
 
-    Load and KV blocks are read from `stats`. `diagnostics`: the last ones from the engine's thread.
+    Load and KV blocks are read from `stats` at a scrape. `diagnostics`: the last ones from the engine's
+    thread.
     """
 
     def __init__(

@@ -83,11 +83,8 @@ def _parse(model: type[M], body: bytes) -> M:
 
 def _check_number_of_values(structure: bytes) -> None:
     """Before anything is built. `structure` is of `without_strings`: a comma or bracket for each value."""
-    num_values = sum(map(structure.count, (b",", b"[", b"{")))
-    for count, limit, kind in (
-        (num_values, MAX_VALUES, "values"),
-        (structure.count(b":"), MAX_NAMES, "names"),
-    ):
+    num_values, num_names = sum(map(structure.count, (b",", b"[", b"{"))), structure.count(b":")
+    for count, limit, kind in ((num_values, MAX_VALUES, "values"), (num_names, MAX_NAMES, "names")):
         if count > limit:
             raise BodyTooLargeError(f"the body holds more than {limit} {kind}: send fewer at a time")
 

@@ -13,6 +13,7 @@ of a generation then has one of five fates:
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -33,7 +34,7 @@ from pydantic import (
 from sagellm.core.config import ServerConfig
 from sagellm.core.errors import RequestError, UnsupportedParameterError, nearest
 from sagellm.core.kv_hints import MAX_DURATION_S, KVHintsEnvelope
-from sagellm.core.types import MAX_LOGPROBS, MAX_RETENTIONS, SLO, Retention
+from sagellm.core.types import MAX_LOGPROBS, MAX_RETENTIONS, SLO, Retention, SamplingParams
 from sagellm.engines.llm import LLM, MAX_SESSION_ID_CHARS, RequestOptions
 from sagellm.serving.clients import Client, allowed_priority
 from sagellm.serving.errors import MAX_ECHO_CHARS, clipped
@@ -55,20 +56,7 @@ KVHints = Annotated[KVHintsEnvelope, PlainValidator(KVHintsEnvelope.parse)]
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 ROLES = ("system", "developer", "user", "assistant")
-_PASSED_ON = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "n",
-    "min_tokens",
-    "ignore_eos",
-    "include_stop_str_in_output",
-)
+_SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
 OF_OTHER_SERVERS = frozenset(
     {
@@ -336,11 +324,8 @@ class GenerationFields(BaseModel):
 
     def sampling(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that were sent."""
-        given = {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
-        if self.stop is not None:
-            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if self.stop_token_ids is not None:
-            given["stop_token_ids"] = tuple(self.stop_token_ids)
+        sent = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING}
+        given = {name: value for name, value in sent.items() if value is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
         return given
