@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagellm.accel.fusion.cpu import cpu_kernels
-from sagellm.accel.fusion.cpu.attention import attention_kernel, paged_attention
+from sagellm.accel.fusion.cpu.attention import CpuPagedAttention, paged_attention
 from sagellm.accel.fusion.cpu.calls import Caller
-from sagellm.accel.fusion.cpu.library import LEVELS, CpuLevel, compiled, find_compiler, this_cpu_flags
+from sagellm.accel.fusion.cpu.library import LEVELS, CpuLevel, compiled, find_compiler, loaded, this_cpu_flags
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import FusedKernel
@@ -112,7 +112,7 @@ def test_shapes_and_dtypes(kernel: FusedKernel) -> None:
 @pytest.mark.parametrize("level", [level for level in LEVELS if level.cpu_flags <= this_cpu_flags()])
 def test_every_level_of_this_cpu(level: CpuLevel) -> None:
     made, helping = (compiled(name, level, find_compiler()) for name in ("attention", "linear"))
-    check_shapes(attention_kernel(made, Caller(2), threads_of=helping))
+    check_shapes(CpuPagedAttention(loaded(made, threads_of=helping), Caller(2)))
 
 
 @pytest.mark.parametrize("start", [0, 15, 16, 126, 127, 128, 129, 255, 300, 1023, 2047, 4095])

@@ -18,9 +18,10 @@ from sagellm.accel.fusion.cpu.library import (
     compiled,
     cpu_level,
     find_compiler,
+    loaded,
     this_cpu_flags,
 )
-from sagellm.accel.fusion.cpu.linear import CpuLinear, PackedMatrix, linear_kernel
+from sagellm.accel.fusion.cpu.linear import CpuLinear, PackedMatrix
 from sagellm.core.errors import KernelError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -90,7 +91,7 @@ def test_shapes_and_dtypes(kernel: CpuLinear) -> None:
 @pytest.mark.parametrize("level", [level for level in LEVELS if level.cpu_flags <= this_cpu_flags()])
 def test_every_level_of_this_cpu(level: CpuLevel) -> None:
     built = compiled("linear", level, find_compiler())
-    assert check_shapes(linear_kernel(built, level, Caller(2))) == 3 * len(SHAPES)
+    assert check_shapes(CpuLinear(loaded(built), Caller(2), level)) == 3 * len(SHAPES)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from sagellm.accel.fusion.cpu import CpuQuantizedLinear, cpu_kernels
 from sagellm.accel.fusion.cpu.calls import Caller
-from sagellm.accel.fusion.cpu.library import LEVELS, CpuLevel, compiled, find_compiler, this_cpu_flags
-from sagellm.accel.fusion.cpu.quantized import quantized_kernel, quantized_rows
+from sagellm.accel.fusion.cpu.library import LEVELS, CpuLevel, compiled, find_compiler, loaded, this_cpu_flags
+from sagellm.accel.fusion.cpu.quantized import quantized_rows
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.quantization import QuantizedMatrix
@@ -91,7 +91,8 @@ def test_shapes(kernel: CpuQuantizedLinear) -> None:
 def test_every_level_of_this_cpu(level: CpuLevel) -> None:
     compiler = find_compiler()
     linear, quantized = (compiled(name, level, compiler) for name in ("linear", "quantized"))
-    assert check_shapes(quantized_kernel(quantized, Caller(2), threads_of=linear)) == 4 * len(SHAPES)
+    kernel = CpuQuantizedLinear(loaded(quantized, threads_of=linear), Caller(2))
+    assert check_shapes(kernel) == 4 * len(SHAPES)
 
 
 @settings(max_examples=examples(150))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-from sagellm.accel.fusion.cpu.attention import CpuPagedAttention, attention_kernel
-from sagellm.accel.fusion.cpu.calls import Caller, recording
-from sagellm.accel.fusion.cpu.glue import glue_kernels
-from sagellm.accel.fusion.cpu.library import compiled, cpu_level, find_compiler
-from sagellm.accel.fusion.cpu.linear import CpuLinear, linear_kernel
-from sagellm.accel.fusion.cpu.quantized import CpuQuantizedLinear, quantized_kernel
+from sagellm.accel.fusion.cpu.attention import CpuPagedAttention
+from sagellm.accel.fusion.cpu.calls import Caller
+from sagellm.accel.fusion.cpu.glue import CpuAddRmsNorm, CpuRopeToCache, CpuSiluAndMul
+from sagellm.accel.fusion.cpu.library import compiled, cpu_level, find_compiler, kernel_function, loaded
+from sagellm.accel.fusion.cpu.linear import CpuLinear
+from sagellm.accel.fusion.cpu.quantized import CpuQuantizedLinear
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSet
 
@@ -31,17 +32,21 @@ def cpu_kernels(threads: int) -> KernelSet:
         compiler = find_compiler()
         with ThreadPoolExecutor() as pool:
             paths = list(pool.map(lambda name: compiled(name, level, compiler), SOURCES))
-        linear, attention, glue, quantized = paths
+        linear = loaded(paths[0])
+        attention, glue, quantized = (loaded(path, threads_of=paths[0]) for path in paths[1:])
         caller = Caller(threads)
         kernels = KernelSet(
-            linear_kernel(linear, level, caller),
-            attention_kernel(attention, caller, threads_of=linear),
-            *glue_kernels(glue, caller, threads_of=linear),
-            quantized=quantized_kernel(quantized, caller, threads_of=linear),
-            record=recording(linear, caller),
+            CpuLinear(linear, caller, level),
+            CpuPagedAttention(attention, caller),
+            CpuAddRmsNorm(glue, caller),
+            CpuRopeToCache(glue, caller),
+            CpuSiluAndMul(glue, caller),
+            quantized=CpuQuantizedLinear(quantized, caller),
+            record=partial(caller.record, kernel_function(linear, "sagellm_replay")),
         )
     except KernelError as error:
         log.warning("CPU kernels are off, torch does all: %s", error)
         return KernelSet()
-    log.debug("CPU kernels for %s from %s (%.2f s)", level.name, linear.parent, time.monotonic() - started_s)
+    took_s = time.monotonic() - started_s
+    log.debug("CPU kernels for %s from %s (%.2f s)", level.name, paths[0].parent, took_s)
     return kernels

@@ -7,14 +7,12 @@ One call computes all sequences of a step, decode rows and prefill chunks. K and
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from sagellm.accel.fusion.checked_kernels import PagedAttention
-from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, Caller, CpuKernel, floats, int32s, int64s, pointers
-from sagellm.accel.fusion.cpu.library import kernel_function, loaded
+from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, CpuKernel, floats, int32s, int64s, pointers
 
 
 class _Pool(ctypes.Structure):
@@ -46,6 +44,8 @@ class CpuPagedAttention(CpuKernel, PagedAttention):
     `CapacityError` where memory runs out. Tolerances hold for scores of up to about 30: weights are rounded
     to bfloat16 where query and pool are bfloat16 and the CPU multiplies pairs of it.
     """
+
+    c_name = "sagellm_paged_attention"
 
     def reference(self, *inputs: Any) -> torch.Tensor:
         return paged_attention(*inputs)
@@ -86,11 +86,3 @@ def paged_attention(
             scores = torch.einsum("hd,lhd->hl", query[first_row + i].to(dtype), k) * query.shape[2] ** -0.5
             output[first_row + i] = torch.einsum("hl,lhd->hd", scores.softmax(-1), v).to(query.dtype)
     return output
-
-
-def attention_kernel(path: Path, caller: Caller, *, threads_of: Path) -> CpuPagedAttention:
-    """The kernel in the library at `path`, on the threads of `threads_of`. Raises `KernelError` if one of
-    both libraries cannot be loaded.
-    """
-    library = loaded(path, threads_of=threads_of)
-    return CpuPagedAttention(kernel_function(library, "sagellm_paged_attention"), caller)

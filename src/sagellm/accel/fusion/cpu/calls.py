@@ -13,7 +13,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sagellm.accel.fusion.checked_kernels import CheckedKernel
-from sagellm.accel.fusion.cpu.library import Function, kernel_function, loaded
+from sagellm.accel.fusion.cpu.library import Function, kernel_function
 from sagellm.core.errors import CapacityError, KernelError
-from sagellm.core.protocols.fusion import Capture, Work
+from sagellm.core.protocols.fusion import Work
 
 log = logging.getLogger("sagellm.kernels")
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -39,25 +38,15 @@ _ERRORS = {
 _ALLOCATIONS = {"aten::empty", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
 
 
-def _fields(kind: type, names: Sequence[str]) -> list[tuple[str, type]]:
+def _fields(kind: type, *names: str) -> list[tuple[str, type]]:
+    """Fields of a `ctypes.Structure`."""
     return [(name, kind) for name in names]
 
 
-def pointers(*names: str) -> list[tuple[str, type]]:
-    """Fields of a `ctypes.Structure`; so are the next three."""
-    return _fields(ctypes.c_void_p, names)
-
-
-def int64s(*names: str) -> list[tuple[str, type]]:
-    return _fields(ctypes.c_int64, names)
-
-
-def int32s(*names: str) -> list[tuple[str, type]]:
-    return _fields(ctypes.c_int32, names)
-
-
-def floats(*names: str) -> list[tuple[str, type]]:
-    return _fields(ctypes.c_float, names)
+pointers = partial(_fields, ctypes.c_void_p)
+int64s = partial(_fields, ctypes.c_int64)
+int32s = partial(_fields, ctypes.c_int32)
+floats = partial(_fields, ctypes.c_float)
 
 
 class _Call(ctypes.Structure):
@@ -107,8 +96,8 @@ class Caller:
             calls.append(_RecordedCall(name, function, job, kept))
 
     def record(self, run: Function, work: Work) -> Work | None:
-        """Run `work` and return a function that repeats its calls through `run`. Returns None where torch
-        computed a part of the work, or no kernel ran.
+        """Run `work` and return a function that repeats its calls through `run` (`sagellm_replay`). Returns
+        None where torch computed a part of the work, or no kernel ran.
         """
         calls = self._recorder.calls = []
         try:
@@ -123,10 +112,12 @@ class Caller:
 
 
 class CpuKernel(CheckedKernel):
-    """A kernel with one C function, called through a `Caller`."""
+    """A kernel with one C function of a library, `c_name`, called through a `Caller`."""
 
-    def __init__(self, function: Function, caller: Caller) -> None:
-        self._function, self._call = function, caller
+    c_name: str
+
+    def __init__(self, library: ctypes.CDLL, caller: Caller) -> None:
+        self._function, self._call = kernel_function(library, self.c_name), caller
 
     def _device_obstacle(self, *tensors: torch.Tensor) -> str:
         for tensor in tensors:
@@ -197,10 +188,3 @@ def _check(name: str, code: int) -> None:
         raise CapacityError(f"{name}: no memory for its buffers")
     if code:
         raise KernelError(f"{name}: {_ERRORS[code]}")
-
-
-def recording(path: Path, caller: Caller) -> Capture:
-    """A `Capture` of work whose kernels `caller` calls; the library at `path` replays it. Raises
-    `KernelError` if the library cannot be loaded.
-    """
-    return partial(caller.record, kernel_function(loaded(path), "sagellm_replay"))

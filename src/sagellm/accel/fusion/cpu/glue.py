@@ -8,13 +8,11 @@ row depends neither on the number of threads nor on other rows.
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import torch
 
 from sagellm.accel.fusion.checked_kernels import AddRmsNorm, RopeToCache, SiluAndMul
-from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, Caller, CpuKernel, floats, int32s, int64s, pointers
-from sagellm.accel.fusion.cpu.library import kernel_function, loaded
+from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, CpuKernel, floats, int32s, int64s, pointers
 
 
 class _AddNorm(ctypes.Structure):
@@ -58,6 +56,8 @@ class _Gated(ctypes.Structure):
 class CpuAddRmsNorm(CpuKernel, AddRmsNorm):
     """`AddRmsNorm` on a CPU."""
 
+    c_name = "sagellm_add_norm"
+
     def _compute(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
@@ -76,6 +76,8 @@ class CpuAddRmsNorm(CpuKernel, AddRmsNorm):
 
 class CpuRopeToCache(CpuKernel, RopeToCache):
     """`RopeToCache` on a CPU. A slot outside the pools is a `KernelError`; nothing changes then."""
+
+    c_name = "sagellm_rotate"
 
     def _compute(
         self, heads: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
@@ -99,6 +101,8 @@ class CpuRopeToCache(CpuKernel, RopeToCache):
 class CpuSiluAndMul(CpuKernel, SiluAndMul):
     """`SiluAndMul` on a CPU. The result is a view of an [n, T] tensor where the input is one of [2 n, T]."""
 
+    c_name = "sagellm_gated"
+
     def _obstacle(self, wide: torch.Tensor) -> str:
         reason = super()._obstacle(wide)
         if not reason and wide.stride(1) != 1 and not wide.t().is_contiguous():
@@ -117,16 +121,3 @@ class CpuSiluAndMul(CpuKernel, SiluAndMul):
         job = _Gated(wide.data_ptr(), y.data_ptr(), *sizes, DTYPE_CODES[wide.dtype])
         self._call(self.name, self._function, job, wide, y)
         return result
-
-
-def glue_kernels(
-    path: Path, caller: Caller, *, threads_of: Path
-) -> tuple[CpuAddRmsNorm, CpuRopeToCache, CpuSiluAndMul]:
-    """The kernels in the library at `path`, on the threads of `threads_of`. Raises `KernelError` if one of
-    both libraries cannot be loaded.
-    """
-    library = loaded(path, threads_of=threads_of)
-    norm, rotate, gate = (
-        kernel_function(library, name) for name in ("sagellm_add_norm", "sagellm_rotate", "sagellm_gated")
-    )
-    return CpuAddRmsNorm(norm, caller), CpuRopeToCache(rotate, caller), CpuSiluAndMul(gate, caller)

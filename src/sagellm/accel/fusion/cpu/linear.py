@@ -12,14 +12,12 @@ but 15 s of compiling against torch's headers instead of 2.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, Caller, CpuKernel, int32s, int64s, pointers
-from sagellm.accel.fusion.cpu.library import CpuLevel, Function, kernel_function, loaded
+from sagellm.accel.fusion.cpu.library import CpuLevel, kernel_function
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import Tolerance, Zeros
@@ -83,7 +81,7 @@ class PackedMatrix:
         """The weights of some outputs, [len(index), inputs], in the matrix's dtype or float32. Raises
         `KernelError` for an index outside the matrix.
         """
-        return self.kernel.rows(self, index, dtype or self.dtype)
+        return self.kernel.gather_panels(self.panels, self.shape, index, dtype or self.dtype)
 
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, output: torch.Tensor | None = None
@@ -98,25 +96,22 @@ class PackedMatrix:
 class CpuLinear(CpuKernel):
     """Implements `LinearKernel`: x W^T + bias. Inputs: `x` [T, in]; a `PackedMatrix` [out, in]; `bias` [out]
     or None; and optionally `output`. The result is [T, out] in x's dtype, or `output`, which may be float32.
-    `weight_dtypes` are the dtypes that a matrix may have, by the dtype of x. `apply` raises `CapacityError`
-    where memory runs out.
+    `multiplies` names the dtypes of both. `apply` raises `CapacityError` where memory runs out.
     """
 
     name = "linear"
+    c_name = "sagellm_linear"
     tolerances: tuple[Tolerance, ...] = CpuKernel.tolerances[:2]
 
-    def __init__(
-        self,
-        multiply: Function,
-        pack: Function,
-        gather: Function,
-        panel: int,
-        weight_dtypes: Mapping[torch.dtype, frozenset[torch.dtype]],
-        caller: Caller,
-    ) -> None:
-        super().__init__(multiply, caller)
-        self._pack, self._gather, self._panel = pack, gather, panel
-        self._weight_dtypes = weight_dtypes
+    def __init__(self, library: ctypes.CDLL, caller: Caller, level: CpuLevel) -> None:
+        super().__init__(library, caller)
+        self._pack = kernel_function(library, "sagellm_pack")
+        self._gather = kernel_function(library, "sagellm_gather")
+        library.sagellm_panel.restype = ctypes.c_int64
+        self._panel: int = library.sagellm_panel()
+        self._weight_dtypes = {torch.float32: frozenset(DTYPE_CODES)}
+        if level.name == "avx512_bf16":
+            self._weight_dtypes[torch.bfloat16] = frozenset({torch.bfloat16})
 
     def multiplies(self, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
         return weight_dtype in self._weight_dtypes.get(dtype, ())
@@ -154,21 +149,18 @@ class CpuLinear(CpuKernel):
         )  # fmt: skip
         self._call("pack", self._pack, job, rows, matrix)
 
-    def rows(self, matrix: PackedMatrix, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """See `PackedMatrix.rows`."""
-        return self._gathered(matrix.panels, matrix.shape, index, dtype)
-
     def gather(self, table: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows `index` [n] of a contiguous `table` [m, k], as [n, k]. The result has the table's dtype or
         float32. Raises `KernelError` for another table or an index outside it.
         """
         if table.ndim != 2 or not table.is_contiguous() or not table.is_cpu:
             raise KernelError(f"no contiguous table on a CPU: {list(table.shape)} on {table.device}")
-        return self._gathered(table[:, :, None, None], (len(table), table.shape[1]), index, dtype)
+        return self.gather_panels(table[:, :, None, None], (len(table), table.shape[1]), index, dtype)
 
-    def _gathered(
+    def gather_panels(
         self, panels: torch.Tensor, shape: tuple[int, int], index: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
+        """Rows `index` of a matrix of this shape in panels; see `PackedMatrix.rows`."""
         if panels.dtype not in DTYPE_CODES or dtype not in (panels.dtype, torch.float32):
             raise KernelError(f"rows of {panels.dtype} are read as such or as float32, not as {dtype}")
         if index.ndim != 1 or not index.is_cpu or index.is_floating_point():
@@ -221,15 +213,3 @@ def wrong_output(output: torch.Tensor | None, x: torch.Tensor, outputs: int) -> 
     ):  # fmt: skip
         return ""
     return f"out is no contiguous [{len(x)}, {outputs}] of {x.dtype} or float32"
-
-
-def linear_kernel(path: Path, level: CpuLevel, caller: Caller) -> CpuLinear:
-    """The kernel in the library at `path`. Raises `KernelError` if it cannot be loaded."""
-    library = loaded(path)
-    multiply, pack, gather = (
-        kernel_function(library, f"sagellm_{name}") for name in ("linear", "pack", "gather")
-    )
-    library.sagellm_panel.restype = ctypes.c_int64
-    pairs = {torch.bfloat16: frozenset({torch.bfloat16})} if level.name == "avx512_bf16" else {}
-    weight_dtypes = {torch.float32: frozenset(DTYPE_CODES), **pairs}
-    return CpuLinear(multiply, pack, gather, library.sagellm_panel(), weight_dtypes, caller)

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, Caller, CpuKernel, int32s, int64s, pointers
-from sagellm.accel.fusion.cpu.library import kernel_function, loaded
+from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, CpuKernel, int32s, int64s, pointers
 from sagellm.accel.fusion.cpu.linear import wrong_output
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
@@ -71,15 +69,11 @@ class PackedWeight:
     matrix: _Matrix = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        addresses = (
-            self.codes.data_ptr(),
-            self.scales.data_ptr(),
-            _address(self.zeros),
-            _address(self.order),
-        )
-        groups_per_scale = cdiv(min(self.group_size, self.inputs), GROUP)
-        sizes = (self.outputs, self.inputs, groups_per_scale, DTYPE_CODES[self.scales.dtype])
-        matrix = _Matrix(*addresses, *sizes, self.bits, self.activation_bits)
+        matrix = _Matrix(
+            self.codes.data_ptr(), self.scales.data_ptr(), _address(self.zeros), _address(self.order),
+            self.outputs, self.inputs, cdiv(min(self.group_size, self.inputs), GROUP),
+            DTYPE_CODES[self.scales.dtype], self.bits, self.activation_bits,
+        )  # fmt: skip
         object.__setattr__(self, "matrix", matrix)
 
     @property
@@ -115,6 +109,7 @@ class CpuQuantizedLinear(CpuKernel):
     """
 
     name = "linear_quantized"
+    c_name = "sagellm_linear_quantized"
 
     def pack(self, matrix: QuantizedMatrix) -> PackedWeight:
         """Groups are multiples of 32 columns, or one group has them all. Raises `KernelError` for others."""
@@ -214,11 +209,3 @@ def quantized_linear(
     product = F.linear(rows, in_place.values().double())
     product = product if bias is None else product + bias.double()
     return product.to(x.dtype) if output is None else output.copy_(product)
-
-
-def quantized_kernel(path: Path, caller: Caller, *, threads_of: Path) -> CpuQuantizedLinear:
-    """The kernel in the library at `path`, on the threads of `threads_of`. Raises `KernelError` if one of
-    both libraries cannot be loaded.
-    """
-    library = loaded(path, threads_of=threads_of)
-    return CpuQuantizedLinear(kernel_function(library, "sagellm_linear_quantized"), caller)
