@@ -1,7 +1,7 @@
 """The operations of a plan as nodes of a graph.
 
-`ExecutionPlan` lists them by kind. An operation is a record of the plan (`Join`, `Prefill`, ...) with an id,
-the instance that executes it, and the ids of the operations that must come before it.
+`ExecutionPlan` lists records by kind (`Join`, `Prefill`, ...). An operation has the fields of its record, and
+beside them an id, the instance that executes it, and the ids of the operations that must come before it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from sagellm.core.plan import BlockCopy, BlockTableDelta, Decision, Join, PhasePlacement, Prefill, Transfer
+from sagellm.core.plan import Decision
+from sagellm.core.types import SamplingParams
 
 LOCAL = "local"
 """The name of the instance where there is only one."""
@@ -43,64 +44,54 @@ class InstanceStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """A node of the graph. `op_id` is unique in it; `after` are the ids of operations that come before."""
+    """A node of the graph. `op_id` is unique in it; `after` are the ids of operations that come before.
+
+    `request_id` is None where a plan names only the row.
+    """
 
     word: ClassVar[str] = "operation"
     op_id: int
     instance: str = LOCAL
     after: tuple[int, ...] = ()
-
-    @property
-    def request_id(self) -> str | None:
-        """The request, where it is known."""
-        return None
+    request_id: str | None = None
 
     @property
     def name(self) -> str:
         """The operation in messages, as `%3 prefill "c"`."""
-        request_id = self.request_id
-        return f"%{self.op_id} {self.word}" + ("" if request_id is None else f' "{request_id}"')
+        return f"%{self.op_id} {self.word}" + ("" if self.request_id is None else f' "{self.request_id}"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOperation(Operation):
-    """An operation with a request. None where a plan names only the row."""
-
-    request: str | None = None
-
-    @property
-    def request_id(self) -> str | None:
-        return self.request
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreemptOp(RequestOperation):
+class PreemptOp(Operation):
     """A running request releases its blocks and waits again."""
 
     word: ClassVar[str] = "preempt"
-    request: str
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RejectOp(RequestOperation):
+class RejectOp(Operation):
     """A request ends with an error because it can never run."""
 
     word: ClassVar[str] = "reject"
-    request: str
+    request_id: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceOp(RequestOperation):
-    """Other instances compute phases of a request, or halves of its layers (attention, FFN)."""
+class PlaceOp(Operation):
+    """Other instances compute phases of a request, or halves of its layers: a `PhasePlacement`."""
 
     word: ClassVar[str] = "place"
-    request: str
-    placement: PhasePlacement
+    request_id: str
+    prefill: str = ""
+    decode: str = ""
+    attention: str = ""
+    ffn: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaveOp(RequestOperation):
+class LeaveOp(Operation):
     """A row of the batch becomes empty."""
 
     word: ClassVar[str] = "leave"
@@ -109,53 +100,53 @@ class LeaveOp(RequestOperation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinOp(Operation):
-    """A request enters the batch. `resumes` is set if it was preempted before."""
+    """A request enters the batch: a `Join`. `resumes` is set if it was preempted before."""
 
     word: ClassVar[str] = "join"
-    join: Join
+    request_id: str
+    row: int
+    tokens: bytes
+    num_prompt_tokens: int
+    num_computed: int
+    block_ids: tuple[int, ...]
+    params: SamplingParams
+    eos_token_ids: frozenset[int]
     resumes: bool = False
-
-    @property
-    def request_id(self) -> str:
-        return self.join.request_id
-
-    @property
-    def row(self) -> int:
-        return self.join.row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockTableOp(RequestOperation):
-    """Blocks are written into the block table of a row, from index `delta.first` on."""
+class BlockTableOp(Operation):
+    """Blocks are written into the block table of a row: a `BlockTableDelta`."""
 
     word: ClassVar[str] = "table"
-    delta: BlockTableDelta
-
-    @property
-    def row(self) -> int:
-        return self.delta.row
+    row: int
+    first: int
+    block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOp(Operation):
-    """One block is copied to another block or tier."""
+    """One block is copied to another block or tier: a `BlockCopy`."""
 
     word: ClassVar[str] = "copy"
-    copy: BlockCopy
+    source_tier: str
+    source_block: int
+    target_tier: str
+    target_block: int
 
     @property
     def source(self) -> tuple[str, int]:
         """Tier and block that are read."""
-        return self.copy.source_tier, self.copy.source_block
+        return self.source_tier, self.source_block
 
     @property
     def target(self) -> tuple[str, int]:
         """Tier and block that are written."""
-        return self.copy.target_tier, self.copy.target_block
+        return self.target_tier, self.target_block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeOp(RequestOperation):
+class DecodeOp(Operation):
     """Compute the last token of a row, at `position`, and sample the next."""
 
     word: ClassVar[str] = "decode"
@@ -175,44 +166,30 @@ class DecodeOp(RequestOperation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillOp(Operation):
-    """Compute a range of a request's tokens. `phase` is decode if another instance computed the prompt and
-    only its last token is computed again."""
+    """Compute tokens `[start, end)` of a request: a `Prefill`. `phase` is decode if another instance computed
+    the prompt and only its last token is computed again."""
 
     word: ClassVar[str] = "prefill"
-    prefill: Prefill
+    request_id: str
+    row: int
+    start: int
+    end: int
+    samples: bool
     phase: Phase = Phase.PREFILL
 
     @property
-    def request_id(self) -> str:
-        return self.prefill.request_id
-
-    @property
-    def row(self) -> int:
-        return self.prefill.row
-
-    @property
-    def start(self) -> int:
-        return self.prefill.start
-
-    @property
-    def end(self) -> int:
-        return self.prefill.start + self.prefill.num_tokens
-
-    @property
-    def samples(self) -> bool:
-        return self.prefill.samples
+    def num_tokens(self) -> int:
+        return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOp(Operation):
-    """Blocks of a request are sent to another instance."""
+    """Blocks of a request are sent to another instance: a `Transfer`."""
 
     word: ClassVar[str] = "transfer"
-    transfer: Transfer
-
-    @property
-    def request_id(self) -> str:
-        return self.transfer.request_id
+    request_id: str
+    block_ids: tuple[int, ...]
+    target_instance: str
 
 
 ComputeOp = DecodeOp | PrefillOp

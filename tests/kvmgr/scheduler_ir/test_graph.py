@@ -130,7 +130,7 @@ def test_rows_follow_an_engine() -> None:
     graphs = [IRGraph.of(one.plan, rows=one.before) for one in executed]
     decodes = [op for graph in graphs for op in graph.ops if isinstance(op, DecodeOp)]
     assert decodes, "the engine decodes"
-    assert all(op.request is not None for op in decodes), "every row has a name"
+    assert all(op.request_id is not None for op in decodes), "every row has a name"
     resumed = [op for graph in graphs for op in graph.ops if isinstance(op, JoinOp) and op.resumes]
     assert resumed, "the engine preempts"
     assert [graph.to_plan() for graph in graphs] == [one.plan for one in executed]

@@ -6,9 +6,9 @@ It is derived from an `ExecutionPlan` and gives it back exactly. No step of an e
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import TypedDict, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import PlanError
@@ -29,11 +29,20 @@ from sagellm.core.ir import (
     RejectOp,
     TransferOp,
 )
-from sagellm.core.plan import ExecutionPlan, Join
+from sagellm.core.plan import (
+    BlockCopy,
+    BlockTableDelta,
+    ExecutionPlan,
+    Join,
+    PhasePlacement,
+    Prefill,
+    Transfer,
+)
 from sagellm.core.types import TOKEN_BYTES
 from sagellm.kvmgr.scheduler_ir.rows import Rows
 
 Op = TypeVar("Op", bound=Operation)
+Record = TypeVar("Record", Join, Prefill, BlockCopy, Transfer, PhasePlacement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +90,7 @@ class IRGraph:
                 replace(op, op_id=numbers[op.op_id], after=tuple(numbers.get(i, i) for i in op.after))
                 for op in graph.ops
             ]
-        sent = {(op.request_id, op.transfer.target_instance): op.op_id for op in _only(ops, TransferOp)}
+        sent = {(op.request_id, op.target_instance): op.op_id for op in _only(ops, TransferOp)}
         return cls(tuple(instances), tuple(_after_transfer(op, sent) for op in ops))
 
     def to_plan(self, instance: str | None = None) -> ExecutionPlan:
@@ -91,17 +100,19 @@ class IRGraph:
         decodes = list(_only(ops, DecodeOp))
         return ExecutionPlan(
             step=step.step,
-            joined=tuple(op.join for op in _only(ops, JoinOp)),
+            joined=tuple(_record(op, Join) for op in _only(ops, JoinOp)),
             left=tuple(op.row for op in _only(ops, LeaveOp)),
-            table_deltas=tuple(op.delta for op in _only(ops, BlockTableOp)),
+            table_deltas=tuple(
+                BlockTableDelta(op.row, op.first, op.block_ids) for op in _only(ops, BlockTableOp)
+            ),
             decode_rows=tuple(op.row for op in decodes),
             decode_positions=tuple(op.position for op in decodes),
-            prefills=tuple(op.prefill for op in _only(ops, PrefillOp)),
-            copies=tuple(op.copy for op in _only(ops, CopyOp)),
-            transfers=tuple(op.transfer for op in _only(ops, TransferOp)),
-            preempted=tuple(op.request for op in _only(ops, PreemptOp)),
-            rejected=tuple((op.request, op.reason) for op in _only(ops, RejectOp)),
-            placements=tuple((op.request, op.placement) for op in _only(ops, PlaceOp)),
+            prefills=tuple(_record(op, Prefill) for op in _only(ops, PrefillOp)),
+            copies=tuple(_record(op, BlockCopy) for op in _only(ops, CopyOp)),
+            transfers=tuple(_record(op, Transfer) for op in _only(ops, TransferOp)),
+            preempted=tuple(op.request_id for op in _only(ops, PreemptOp)),
+            rejected=tuple((op.request_id, op.reason) for op in _only(ops, RejectOp)),
+            placements=tuple((op.request_id, _record(op, PhasePlacement)) for op in _only(ops, PlaceOp)),
             num_draft_tokens=step.num_draft_tokens,
             decisions=step.decisions,
         )
@@ -127,12 +138,13 @@ def _after_transfer(op: Operation, sent: dict[tuple[str, str], int]) -> Operatio
     return op if transfer is None else replace(op, after=tuple(sorted({*op.after, transfer})))
 
 
-class _NodeFields(TypedDict):
-    """The fields that every operation has."""
+def _record(op: Operation, kind: type[Record]) -> Record:
+    """The record of the plan that an operation was made from; their fields have the same names."""
+    return kind(**{field.name: getattr(op, field.name) for field in fields(kind)})
 
-    op_id: int
-    instance: str
-    after: tuple[int, ...]
+
+def _fields_of(record: Record) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 class _Derivation:
@@ -147,85 +159,84 @@ class _Derivation:
         self.rows = rows
         self.ops: list[Operation] = []
         self._names = rows.names
-        self._preempted: dict[str, int] = {}
         self._placed: dict[str, int] = {}
         self._row_op: dict[int, int] = {}  # the last operation that changed the row or its table
-        self._new_blocks: dict[int, set[int]] = {}  # by row: added to its table in this step
+        self._new_blocks: defaultdict[int, set[int]] = defaultdict(set)  # by row: added in this step
         self._reads: defaultdict[tuple[str, int], list[int]] = defaultdict(list)  # copies by block
         self._writes: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         self._computes: defaultdict[str | None, list[int]] = defaultdict(list)
 
     def add(self, plan: ExecutionPlan) -> None:
-        for request in plan.preempted:
-            self._preempted[request] = self._next
-            self.ops.append(PreemptOp(request=request, **self._at()))
-        for request, reason in plan.rejected:
-            self.ops.append(RejectOp(request=request, reason=reason, **self._at()))
-        for request, placement in plan.placements:
-            self._placed[request] = self._next
-            self.ops.append(PlaceOp(request=request, placement=placement, **self._at()))
+        preempted = {name: self._add(PreemptOp, request_id=name) for name in plan.preempted}
+        for name, reason in plan.rejected:
+            self._add(RejectOp, request_id=name, reason=reason)
+        for name, placement in plan.placements:
+            self._placed[name] = self._add(PlaceOp, request_id=name, **_fields_of(placement))
         for row in plan.left:
-            self._leave(row)
+            occupant = self._names.pop(row, None)
+            after = [preempted[occupant]] if occupant in preempted else []
+            self._row_op[row] = self._add(LeaveOp, after, row=row, request_id=occupant)
         for join in plan.joined:
             self._join(join)
         for prefill in plan.prefills:
             self._names.setdefault(prefill.row, prefill.request_id)
         for delta in plan.table_deltas:
-            after = self._of_row(delta.row)
-            self._new_blocks.setdefault(delta.row, set()).update(delta.block_ids)
-            self._row_op[delta.row] = self._next
-            name = self._names.get(delta.row)
-            self.ops.append(BlockTableOp(delta=delta, request=name, **self._at(after)))
+            self._new_blocks[delta.row].update(delta.block_ids)
+            self._row_op[delta.row] = self._add(
+                BlockTableOp,
+                self._of_row(delta.row),
+                request_id=self._names.get(delta.row),
+                **delta._asdict(),
+            )
         for copy in plan.copies:
             source, target = (copy.source_tier, copy.source_block), (copy.target_tier, copy.target_block)
-            after = {*self._writes[source], *self._writes[target], *self._reads[target]}
-            self._reads[source].append(self._next)
-            self._writes[target].append(self._next)
-            self.ops.append(CopyOp(copy=copy, **self._at(after)))
+            after_copies = {*self._writes[source], *self._writes[target], *self._reads[target]}
+            op_id = self._add(CopyOp, after_copies, **_fields_of(copy))
+            self._reads[source].append(op_id)
+            self._writes[target].append(op_id)
         self._compute(plan)
         for transfer in plan.transfers:
             known = self._computes.get(transfer.request_id)
-            after = set(self._computes[None] if known is None else known)
-            self.ops.append(TransferOp(transfer=transfer, **self._at(after)))
+            self._add(TransferOp, self._computes[None] if known is None else known, **_fields_of(transfer))
 
-    @property
-    def _next(self) -> int:
-        return len(self.ops)
-
-    def _at(self, after: Iterable[int] = ()) -> _NodeFields:
-        return {"op_id": self._next, "instance": self.instance, "after": tuple(sorted(after))}
+    def _add(self, kind: Callable[..., Operation], after: Iterable[int] = (), **values: Any) -> int:
+        """Append an operation with these fields; returns its id."""
+        op_id = len(self.ops)
+        self.ops.append(kind(op_id=op_id, instance=self.instance, after=tuple(sorted(after)), **values))
+        return op_id
 
     def _of_row(self, row: int) -> set[int]:
         return {self._row_op[row]} if row in self._row_op else set()
 
-    def _leave(self, row: int) -> None:
-        name = self._names.pop(row, None)
-        after = {self._preempted[name]} if name in self._preempted else set()
-        self._row_op[row] = self._next
-        self.ops.append(LeaveOp(row=row, request=name, **self._at(after)))
-
     def _join(self, join: Join) -> None:
-        after = self._of_row(join.row)
-        self._names[join.row] = join.request_id
-        self._new_blocks[join.row] = set(join.block_ids)
-        self._row_op[join.row] = self._next
         has_output = len(join.tokens) // TOKEN_BYTES > join.num_prompt_tokens
         resumes = has_output or join.request_id in self.rows.preempted
-        self.ops.append(JoinOp(join=join, resumes=resumes, **self._at(after)))
+        self._names[join.row] = join.request_id
+        self._new_blocks[join.row] = set(join.block_ids)
+        self._row_op[join.row] = self._add(
+            JoinOp, self._of_row(join.row), resumes=resumes, **_fields_of(join)
+        )
 
     def _compute(self, plan: ExecutionPlan) -> None:
         for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):
-            name = self._names.get(row)
-            at = self._at(self._before_compute(row))
-            self._computes[name].append(self._next)
-            self.ops.append(DecodeOp(row=row, position=position, request=name, **at))
+            name, after = self._names.get(row), self._before_compute(row)
+            self._computes[name].append(
+                self._add(DecodeOp, after, row=row, position=position, request_id=name)
+            )
         for prefill in plan.prefills:
-            at = self._at(self._before_compute(prefill.row))
-            self._computes[prefill.request_id].append(self._next)
             only_decodes = Phase.PREFILL not in self.phases
             last_token = prefill.num_tokens == 1 and prefill.samples
-            phase = Phase.DECODE if only_decodes and last_token else Phase.PREFILL
-            self.ops.append(PrefillOp(prefill=prefill, phase=phase, **at))
+            op_id = self._add(
+                PrefillOp,
+                self._before_compute(prefill.row),
+                request_id=prefill.request_id,
+                row=prefill.row,
+                start=prefill.start,
+                end=prefill.start + prefill.num_tokens,
+                samples=prefill.samples,
+                phase=Phase.DECODE if only_decodes and last_token else Phase.PREFILL,
+            )
+            self._computes[prefill.request_id].append(op_id)
 
     def _before_compute(self, row: int) -> set[int]:
         """Ids of operations that a compute operation of this row comes after.

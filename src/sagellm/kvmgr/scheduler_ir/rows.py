@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from sagellm.core.ir import JoinOp
 from sagellm.core.plan import ExecutionPlan, Join
 from sagellm.core.types import TOKEN_BYTES
 
@@ -23,7 +24,7 @@ class Row:
     block_ids: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, join: Join) -> Row:
+    def of(cls, join: Join | JoinOp) -> Row:
         num_tokens = len(join.tokens) // TOKEN_BYTES
         return cls(
             join.request_id, num_tokens, join.num_prompt_tokens, join.num_computed, list(join.block_ids)

@@ -39,16 +39,7 @@ from sagellm.core.ir import (
     RejectOp,
     TransferOp,
 )
-from sagellm.core.plan import (
-    BlockCopy,
-    BlockTableDelta,
-    Decision,
-    ExecutionPlan,
-    Join,
-    PhasePlacement,
-    Prefill,
-    Transfer,
-)
+from sagellm.core.plan import Decision, ExecutionPlan, PhasePlacement
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.kvmgr.scheduler_ir.graph import IRGraph
 from sagellm.kvmgr.scheduler_ir.rows import Rows
@@ -63,7 +54,6 @@ WORD_PART = re.compile(r"[A-Za-z0-9_.\-]")
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 ANYTHING = re.compile(r'"(?:[^"\\]|\\.)*"?|[%@]?[A-Za-z0-9_.\-]+|.')
-PLACEMENT_PARTS = [field.name for field in fields(PhasePlacement)]
 DEFAULT_PARAMS = SamplingParams()
 PARAM_NAMES = [field.name for field in fields(SamplingParams)]
 
@@ -113,71 +103,22 @@ def _decision(decision: Decision) -> str:
 
 
 def _line(op: Operation, first_instance: str | None, *, tokens: bool) -> str:
-    body = _join(op, tokens=tokens) if isinstance(op, JoinOp) else _body(op)
-    parts = [f"%{op.op_id} = {body}"]
+    kind = "resume" if isinstance(op, JoinOp) and op.resumes else op.word
+    line = f"%{op.op_id} = {kind}"
+    for part in FORMS[kind].parts:
+        value = getattr(op, part.field)
+        if value == part.default:
+            continue
+        if part.form is TOKENS and not tokens:
+            line += f" of {len(Tokens.frombytes(value))} tokens"
+            continue
+        written = " ".join(filter(None, (part.keyword, part.form.write(value))))
+        line += f":{value}" if part.keyword == ":" else f" {written}"
     if op.instance != first_instance:
-        parts.append(f"on {instance(op.instance)}")
+        line += f" on {instance(op.instance)}"
     if op.after:
-        parts.append("after " + ", ".join(f"%{op_id}" for op_id in op.after))
-    return " ".join(parts)
-
-
-def _body(op: Operation) -> str:
-    """The part of a line that is special to the kind of operation."""
-    match op:
-        case PreemptOp():
-            return f"preempt {quoted(op.request)}"
-        case RejectOp():
-            return f"reject {quoted(op.request)} because {quoted(op.reason)}"
-        case PlaceOp():
-            parts = ((part, getattr(op.placement, part)) for part in PLACEMENT_PARTS)
-            return f"place {quoted(op.request)}" + "".join(
-                f" {part} {instance(at)}" for part, at in parts if at
-            )
-        case LeaveOp():
-            return f"leave {_row(op.row, op.request)}"
-        case BlockTableOp():
-            start, blocks = op.delta.first, numbers(op.delta.block_ids)
-            return f"table {_row(op.row, op.request)} from {start} blocks {blocks}"
-        case CopyOp():
-            (source, block), (target, target_block) = op.source, op.target
-            return f"copy {word(source)} {block} to {word(target)} {target_block}"
-        case DecodeOp():
-            return f"decode {_row(op.row, op.request)} at {op.position}"
-        case PrefillOp():
-            text = f"prefill {_row(op.row, op.request_id)} tokens {op.start}:{op.end}"
-            text += " samples" if op.samples else ""
-            return text if op.phase is Phase.PREFILL else f"{text} phase {op.phase.value}"
-        case TransferOp():
-            blocks, target = numbers(op.transfer.block_ids), instance(op.transfer.target_instance)
-            return f"transfer {quoted(op.request_id)} blocks {blocks} to {target}"
-    return op.word
-
-
-def _join(op: JoinOp, *, tokens: bool) -> str:
-    join = op.join
-    token_ids = Tokens.frombytes(join.tokens)
-    parts = [
-        "resume" if op.resumes else "join",
-        _row(join.row, join.request_id),
-        f"computed {join.num_computed} prompt {join.num_prompt_tokens} blocks {numbers(join.block_ids)}",
-        f"tokens {numbers(token_ids)}" if tokens else f"of {len(token_ids)} tokens",
-    ]
-    params = {name: getattr(join.params, name) for name in PARAM_NAMES}
-    changed = {name: value for name, value in params.items() if value != getattr(DEFAULT_PARAMS, name)}
-    if changed:
-        as_json = {
-            name: [*map(list, value.items())] if isinstance(value, Mapping) else value
-            for name, value in changed.items()
-        }
-        parts.append(f"params {json.dumps(as_json)}")
-    if join.eos_token_ids:
-        parts.append(f"eos {numbers(sorted(join.eos_token_ids))}")
-    return " ".join(parts)
-
-
-def _row(row: int, request: str | None) -> str:
-    return f"row {row}" if request is None else f"row {row} {quoted(request)}"
+        line += " after " + ", ".join(f"%{op_id}" for op_id in op.after)
+    return line
 
 
 def quoted(text: str) -> str:
@@ -235,6 +176,11 @@ class Line:
         self._skip()
         return self.at == len(self.text)
 
+    def begins(self, sign: str) -> bool:
+        """Whether the rest of the line begins with that sign."""
+        self._skip()
+        return self.text.startswith(sign, self.at)
+
     def has(self, literal: str) -> bool:
         """Read that word or sign if it comes next; returns whether it does."""
         self._skip()
@@ -263,10 +209,9 @@ class Line:
 
     def word(self, what: str) -> str:
         """A word or a quoted text."""
-        self._skip()
-        return self.string(what) if self.text.startswith('"', self.at) else self._match(WORD, what)
+        return self.string(what) if self.begins('"') else self._match(WORD, what)
 
-    def instance(self) -> str:
+    def instance(self, _what: str = "") -> str:
         if not self.has("@"):
             self.expected("an instance, as @name")
         return self.word("the instance's name")
@@ -282,7 +227,7 @@ class Line:
             self.expected("an operation, as %0")
         return self.integer("the operation's number")
 
-    def numbers(self, what: str) -> list[int]:
+    def numbers(self, what: str) -> tuple[int, ...]:
         """The numbers 1, 4, 5, 6 of `[1, 4:7]`."""
         if not self.has("["):
             self.expected(f"{what} as [1, 4:7]")
@@ -299,7 +244,14 @@ class Line:
             if not start < stop <= start + MAX_RANGE:
                 self.expected(f"an end from {start + 1} to {start + MAX_RANGE}", back_to=start_of_stop)
             found += range(start, stop)
-        return found
+        return tuple(found)
+
+    def phase(self, what: str = "a phase") -> Phase:
+        start = self.at
+        try:
+            return Phase(self.word(what))
+        except ValueError:
+            self.expected("prefill or decode", back_to=start)
 
     def json(self, what: str) -> Any:
         self._skip()
@@ -339,7 +291,7 @@ class GraphReader:
                 self._header(line)
             elif line.has("//"):
                 self._decision(line)
-            elif line.text.startswith("%", line.at):
+            elif line.begins("%"):
                 self._operation(line)
             else:
                 line.expected("'step', '//' or an operation, as %0 = ...")
@@ -358,7 +310,7 @@ class GraphReader:
         while line.has("for"):
             given = True
             if not line.has("none"):
-                phases.add(_phase(line))
+                phases.add(line.phase())
         num_draft_tokens = line.integer("the number of tokens to draft") if line.has("drafts") else 0
         able = frozenset(phases) if given else BOTH_PHASES
         self._instances.append(InstanceStep(name, step, able, num_draft_tokens))
@@ -378,61 +330,42 @@ class GraphReader:
         start = line.at
         kind = line.word("an operation")
         kind = "table" if kind == "grow" else kind  # older texts
-        if kind not in READERS:
-            line.expected(f"one of {', '.join(READERS)}", back_to=start)
-        make = READERS[kind](line)
+        if kind not in FORMS:
+            line.expected(f"one of {', '.join(FORMS)}", back_to=start)
+        values = {}
+        for part in FORMS[kind].parts:
+            values[part.field] = part.form.read(line, part.what) if part.comes(line) else part.default
         first = self._instances[0].name if self._instances else LOCAL
         instance_name = line.instance() if line.has("on") else first
         after = line.op_ids() if line.has("after") else ()
-        self._ops.append(make(op_id=op_id, instance=instance_name, after=after))
+        self._ops.append(FORMS[kind].make(op_id=op_id, instance=instance_name, after=after, **values))
 
 
-Make = Callable[..., Operation]
-"""Makes an operation from its `op_id`, `instance` and `after`; the rest was read."""
+# -- how the fields of operations are written and read
 
 
-def _reject(line: Line) -> Make:
-    request = line.string("a request")
-    line.take("because")
-    return partial(RejectOp, request=request, reason=line.string("a reason"))
+@dataclass(frozen=True, slots=True)
+class ValueForm:
+    """How values of one kind are written and read; `read` gets the line, and what to say is expected."""
+
+    write: Callable[[Any], str]
+    read: Callable[[Line, str], Any]
 
 
-def _place(line: Line) -> Make:
-    request = line.string("a request")
-    parts = {part: line.instance() for part in PLACEMENT_PARTS if line.has(part)}
-    return partial(PlaceOp, request=request, placement=PhasePlacement(**parts))
+def _params_text(params: SamplingParams) -> str:
+    """The parameters that are not at their defaults, as JSON, which has lists for tuples and pairs."""
+    values = {name: getattr(params, name) for name in PARAM_NAMES}
+    changed = {name: value for name, value in values.items() if value != getattr(DEFAULT_PARAMS, name)}
+    return json.dumps(
+        {name: [*map(list, v.items())] if isinstance(v, Mapping) else v for name, v in changed.items()}
+    )
 
 
-def _leave(line: Line) -> Make:
-    row, request = _read_row(line)
-    return partial(LeaveOp, row=row, request=request)
-
-
-def _read_join(line: Line, *, resumes: bool = False) -> Make:
-    row, request = _named_row(line)
-    line.take("computed")
-    computed = line.integer("the number of computed tokens")
-    line.take("prompt")
-    prompt = line.integer("the number of prompt tokens")
-    line.take("blocks")
-    blocks = tuple(line.numbers("blocks"))
-    line.take("tokens")
+def _read_params(line: Line, what: str) -> SamplingParams:
     start = line.at
-    try:
-        tokens = Tokens(line.numbers("token ids")).tobytes()
-    except OverflowError:
-        line.expected("token ids of 32 bits", back_to=start)
-    params = _params(line) if line.has("params") else SamplingParams()
-    eos = frozenset(line.numbers("token ids")) if line.has("eos") else frozenset[int]()
-    join = Join(row, request, tokens, prompt, computed, blocks, params, eos)
-    return partial(JoinOp, join=join, resumes=resumes)
-
-
-def _params(line: Line) -> SamplingParams:
-    start = line.at
-    given = line.json("sampling parameters as a JSON object")
+    given = line.json(what)
     if not isinstance(given, dict):
-        line.expected("sampling parameters as a JSON object", back_to=start)
+        line.expected(what, back_to=start)
     for name in sorted(given.keys() - set(PARAM_NAMES)):
         line.expected(f"names of sampling parameters.{nearest(name, PARAM_NAMES)}", back_to=start)
     try:
@@ -448,78 +381,96 @@ def _param(name: str, value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _table(line: Line) -> Make:
-    row, request = _read_row(line)
-    line.take("from")
-    first = line.integer("an index into the table")
-    line.take("blocks")
-    delta = BlockTableDelta(row, first, tuple(line.numbers("blocks")))
-    return partial(BlockTableOp, delta=delta, request=request)
-
-
-def _copy(line: Line) -> Make:
-    source = line.word("a tier"), line.integer("a block")
-    line.take("to")
-    target = line.word("a tier"), line.integer("a block")
-    return partial(CopyOp, copy=BlockCopy(*source, *target))
-
-
-def _decode(line: Line) -> Make:
-    row, request = _read_row(line)
-    line.take("at")
-    return partial(DecodeOp, row=row, position=line.integer("a position"), request=request)
-
-
-def _prefill(line: Line) -> Make:
-    row, request = _named_row(line)
-    line.take("tokens")
-    start = line.integer("the first token")
-    line.take(":")
-    end = line.integer("the end of the tokens")
-    prefill = Prefill(row, request, start, end - start, line.has("samples"))
-    phase = _phase(line) if line.has("phase") else Phase.PREFILL
-    return partial(PrefillOp, prefill=prefill, phase=phase)
-
-
-def _transfer(line: Line) -> Make:
-    request = line.string("a request")
-    line.take("blocks")
-    blocks = tuple(line.numbers("blocks"))
-    line.take("to")
-    return partial(TransferOp, transfer=Transfer(request, blocks, line.instance()))
-
-
-def _phase(line: Line) -> Phase:
+def _read_tokens(line: Line, what: str) -> bytes:
     start = line.at
     try:
-        return Phase(line.word("a phase"))
-    except ValueError:
-        line.expected("prefill or decode", back_to=start)
+        return Tokens(line.numbers(what)).tobytes()
+    except OverflowError:
+        line.expected("token ids of 32 bits", back_to=start)
 
 
-def _read_row(line: Line) -> tuple[int, str | None]:
-    line.take("row")
-    row = line.integer("the number of a row")
-    return row, line.string("the request") if not line.ends() and line.text[line.at] == '"' else None
+FLAG = ValueForm(lambda _: "", lambda line, what: True)
+INTEGER = ValueForm(str, Line.integer)
+WORD_FORM = ValueForm(word, Line.word)
+STRING_FORM = ValueForm(quoted, Line.string)
+NUMBERS = ValueForm(numbers, Line.numbers)
+NUMBER_SET = ValueForm(lambda ids: numbers(sorted(ids)), lambda line, what: frozenset(line.numbers(what)))
+INSTANCE = ValueForm(instance, Line.instance)
+PHASE = ValueForm(lambda phase: phase.value, Line.phase)
+PARAMS = ValueForm(_params_text, _read_params)
+TOKENS = ValueForm(lambda data: numbers(Tokens.frombytes(data)), _read_tokens)
+
+REQUIRED = object()
 
 
-def _named_row(line: Line) -> tuple[int, str]:
-    row, request = _read_row(line)
-    if request is None:
-        line.expected("the request in double quotes")
-    return row, request
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One field in the line of an operation: its keyword, if it has one, and its value.
+
+    `what` is the value's name in errors. A part with a default is left out where the field has it.
+    """
+
+    keyword: str
+    field: str
+    form: ValueForm
+    what: str = ""
+    default: Any = REQUIRED
+
+    def comes(self, line: Line) -> bool:
+        """Read the keyword. False if the part is left out."""
+        if self.default is REQUIRED:
+            line.take(self.keyword)
+            return True
+        return line.has(self.keyword) if self.keyword else line.begins('"')
 
 
-READERS: Mapping[str, Callable[[Line], Make]] = {
-    "preempt": lambda line: partial(PreemptOp, request=line.string("a request")),
-    "reject": _reject,
-    "place": _place,
-    "leave": _leave,
-    "join": _read_join,
-    "resume": partial(_read_join, resumes=True),
-    "table": _table,
-    "copy": _copy,
-    "decode": _decode,
-    "prefill": _prefill,
-    "transfer": _transfer,
+@dataclass(frozen=True, slots=True)
+class OperationForm:
+    """How operations of one kind are made from the parts of their lines, in order."""
+
+    make: Callable[..., Operation]
+    parts: tuple[Part, ...]
+
+
+REQUEST = Part("", "request_id", STRING_FORM, "a request")
+ROW = Part("row", "row", INTEGER, "the number of a row")
+IN_ROW = (ROW, Part("", "request_id", STRING_FORM, "the request"))
+MAYBE_IN_ROW = (ROW, Part("", "request_id", STRING_FORM, "the request", default=None))
+BLOCKS = Part("blocks", "block_ids", NUMBERS, "blocks")
+JOIN = (
+    *IN_ROW,
+    Part("computed", "num_computed", INTEGER, "the number of computed tokens"),
+    Part("prompt", "num_prompt_tokens", INTEGER, "the number of prompt tokens"),
+    BLOCKS,
+    Part("tokens", "tokens", TOKENS, "token ids"),
+    Part("params", "params", PARAMS, "sampling parameters as a JSON object", default=DEFAULT_PARAMS),
+    Part("eos", "eos_token_ids", NUMBER_SET, "token ids", default=frozenset()),
+)
+PREFILL = (
+    *IN_ROW,
+    Part("tokens", "start", INTEGER, "the first token"),
+    Part(":", "end", INTEGER, "the end of the tokens"),
+    Part("samples", "samples", FLAG, default=False),
+    Part("phase", "phase", PHASE, "a phase", default=Phase.PREFILL),
+)
+COPY = (
+    Part("", "source_tier", WORD_FORM, "a tier"),
+    Part("", "source_block", INTEGER, "a block"),
+    Part("to", "target_tier", WORD_FORM, "a tier"),
+    Part("", "target_block", INTEGER, "a block"),
+)
+PLACES = tuple(Part(field.name, field.name, INSTANCE, default="") for field in fields(PhasePlacement))
+TABLE = (*MAYBE_IN_ROW, Part("from", "first", INTEGER, "an index into the table"), BLOCKS)
+FORMS: Mapping[str, OperationForm] = {
+    "preempt": OperationForm(PreemptOp, (REQUEST,)),
+    "reject": OperationForm(RejectOp, (REQUEST, Part("because", "reason", STRING_FORM, "a reason"))),
+    "place": OperationForm(PlaceOp, (REQUEST, *PLACES)),
+    "leave": OperationForm(LeaveOp, MAYBE_IN_ROW),
+    "join": OperationForm(JoinOp, JOIN),
+    "resume": OperationForm(partial(JoinOp, resumes=True), JOIN),
+    "table": OperationForm(BlockTableOp, TABLE),
+    "copy": OperationForm(CopyOp, COPY),
+    "decode": OperationForm(DecodeOp, (*MAYBE_IN_ROW, Part("at", "position", INTEGER, "a position"))),
+    "prefill": OperationForm(PrefillOp, PREFILL),
+    "transfer": OperationForm(TransferOp, (REQUEST, BLOCKS, Part("to", "target_instance", INSTANCE))),
 }

@@ -173,11 +173,10 @@ def _place_problems(graph: IRGraph, known: set[str]) -> Iterator[str]:
         if isinstance(op, PrefillOp) and op.phase is Phase.DECODE and op.end - op.start != 1:
             yield f"{op.name}: phase decode with {op.end - op.start} tokens; decode computes one a step"
         if isinstance(op, PlaceOp):
-            placed = op.placement
-            for name in sorted({placed.prefill, placed.decode, placed.attention, placed.ffn} - known - {""}):
+            for name in sorted({op.prefill, op.decode, op.attention, op.ffn} - known - {""}):
                 yield f"{op.name} names unknown instance @{name}; known: {_listed(known)}"
         if isinstance(op, TransferOp):
-            target = op.transfer.target_instance
+            target = op.target_instance
             if target not in known:
                 yield f"{op.name} goes to unknown instance @{target}; known: {_listed(known)}"
             elif target == op.instance:
@@ -294,7 +293,7 @@ class InstanceRows:
 
     def _join(self, op: JoinOp) -> None:
         old = self._rows.get(op.row)
-        elsewhere = self._row_of.get(op.join.request_id)
+        elsewhere = self._row_of.get(op.request_id)
         if old is not None and old.left_by is None:
             occupant = "another request" if old.row is None else f'"{old.row.request_id}"'
             if old.changes:
@@ -303,27 +302,27 @@ class InstanceRows:
         elif elsewhere is not None:
             self.problems.append(f"{op.name} enters row {op.row} and is in row {elsewhere}; it has one row")
         earlier = old.changes if old is not None else []
-        self._rows[op.row] = RowState(Row.of(op.join), [*earlier, op], set(op.join.block_ids))
-        self._row_of[op.join.request_id] = op.row
+        self._rows[op.row] = RowState(Row.of(op), [*earlier, op], set(op.block_ids))
+        self._row_of[op.request_id] = op.row
 
     def _change_table(self, op: BlockTableOp) -> None:
-        state, delta = self.get(op.row), op.delta
+        state = self.get(op.row)
         if state is None:
             self.problems.append(f"{op.name} changes the table of row {op.row}, which is empty")
             return
         state.changes.append(op)
-        state.new_blocks.update(delta.block_ids)
+        state.new_blocks.update(op.block_ids)
         if state.row is None:
             return
         held = len(state.row.block_ids)
-        if not 0 <= delta.first <= held:
+        if not 0 <= op.first <= held:
             self.problems.append(
-                f"{op.name} begins at index {delta.first}; the table of row {op.row} has {held} blocks: "
+                f"{op.name} begins at index {op.first}; the table of row {op.row} has {held} blocks: "
                 f"begin at {held} at most"
             )
             return
-        state.new_blocks -= set(state.row.block_ids[: delta.first])
-        state.row.block_ids[delta.first :] = delta.block_ids
+        state.new_blocks -= set(state.row.block_ids[: op.first])
+        state.row.block_ids[op.first :] = op.block_ids
 
 
 def _row_problems(
@@ -357,7 +356,7 @@ def _row_problems(
 
 
 def _join_problems(op: JoinOp) -> Iterator[str]:
-    row = Row.of(op.join)
+    row = Row.of(op)
     if not 1 <= row.num_prompt_tokens <= row.num_tokens:
         yield f"{op.name} has a prompt of {row.num_prompt_tokens} tokens; it brings {row.num_tokens} in all"
     if not 0 <= row.num_computed < row.num_tokens:
@@ -437,12 +436,8 @@ def _accesses(
 def _id_problems(ops: Sequence[Operation]) -> Iterator[str]:
     for op in ops:
         ids: Sequence[int] = ()
-        if isinstance(op, JoinOp):
-            ids = op.join.block_ids
-        elif isinstance(op, BlockTableOp):
-            ids = op.delta.block_ids
-        elif isinstance(op, TransferOp):
-            ids = op.transfer.block_ids
+        if isinstance(op, JoinOp | BlockTableOp | TransferOp):
+            ids = op.block_ids
         elif isinstance(op, CopyOp):
             ids = (op.source[1], op.target[1])
         if any(block < 0 for block in ids):
@@ -505,7 +500,7 @@ def _race_problems(copy: CopyOp, access: Access, order: GraphOrder) -> Iterator[
 
 
 def _transfer_problems(op: TransferOp, accesses: Sequence[Access], order: GraphOrder) -> Iterator[str]:
-    sent = set(op.transfer.block_ids)
+    sent = set(op.block_ids)
     if not sent:
         yield f"{op.name} sends no blocks; leave it out"
     for access in accesses:
