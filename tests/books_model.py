@@ -14,7 +14,7 @@ from sagellm.core.binding import Binding, ChunkBlocks
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import CapacityError
-from sagellm.core.plan import BlockCopy, Chunk, Draft, RequestState
+from sagellm.core.plan import BlockCopy, Chunk, Draft, RequestState, StepStart
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import Namespace, Request, RequestStatus, Retention, Tokens
 from sagellm.engines.build import build_kv
@@ -96,7 +96,7 @@ class Books:
     def step(self, chunk: Chunk, fail: str = "") -> None:
         """One request's chunk through bind, execute and commit; `fail` says where it breaks off."""
         self.clock.advance(1.0)
-        binding = Binding(Draft(0, 0.0, 1000, [], [], {chunk.state.request_id: chunk}))
+        binding = Binding(Draft(StepStart(0, 0.0), 1000, [], [], {chunk.state.request_id: chunk}))
         before = self.kv.block_states(), self.kv.index.num_cached
         try:
             self.kv.bind(binding)
@@ -115,7 +115,7 @@ class Books:
     def admit_together(self, names: list[str], num_tokens: int, *, fail: str = "") -> None:
         """Several requests in one step, each bound before the next is looked up, as a pass may have it."""
         self.clock.advance(1.0)
-        draft = Draft(0, 0.0, 1000, [], [], {})
+        draft = Draft(StepStart(0, 0.0), 1000, [], [], {})
         binding = Binding(draft)
         before = self.kv.block_states(), self.kv.index.num_cached
         for name in names:

@@ -140,3 +140,28 @@ def test_what_is_bound_cannot_be_taken_back() -> None:
         engine.step()
     check_books(engine)
     assert engine.kv.block_states().free == engine.kv.pool.total_blocks
+
+
+class LosesRequests:
+    """A pass that does what it may not: it takes running requests out of the draft, once blocks are bound."""
+
+    name = "loses_requests"
+
+    def __call__(self, draft: Draft, view: SchedulingView) -> None:
+        assert view.bind_early(draft)
+        draft.running.clear()
+
+
+def test_blocks_bound_early_are_given_back_when_a_pass_loses_requests() -> None:
+    engine = fake_engine(passes=[VllmLikePass()], index_as_computed=True)
+    tokens = prompt(1, 4 * engine.kv.block_size)
+    engine.add(request("a", tokens, 3))
+    engine.step()
+    free = engine.kv.block_states().free
+    engine.set_passes([VllmLikePass(), LosesRequests()])
+    with pytest.raises(PlanError, match="a pass lost running requests: 0 of 1 are left"):
+        engine.step()
+    check_books(engine)
+    assert engine.kv.block_states().free == free, "the decode had got its next block"
+    engine.set_passes([VllmLikePass()])
+    assert run_all(engine)["a"] == expected_tokens(TokenMemoryBackend(), tokens, 3)[1:]

@@ -269,7 +269,7 @@ class PreemptFirst:
     name = "preempt_first"
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
-        if draft.step % 3 == 2 and len(draft.running) > 1:
+        if draft.step.number % 3 == 2 and len(draft.running) > 1:
             draft.preempt(draft.running[-1])
 
 

@@ -256,11 +256,11 @@ def test_only_the_preempted_are_swapped() -> None:
         name = "wrong"
 
         def __call__(self, draft: Draft, view: SchedulingView) -> None:
-            draft.swapped.append("a")
+            draft.preempted[draft.waiting[0]] = True
 
     engine = fake_engine(passes=[*passes(), Wrong()])
     engine.add(request("a", LONG, 2))
-    with pytest.raises(Exception, match="swap a: only preempted requests are saved"):
+    with pytest.raises(Exception, match="a is both scheduled and preempted"):
         engine.step()
 
 

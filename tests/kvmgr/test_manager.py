@@ -12,7 +12,7 @@ from sagellm.core.binding import Binding, BindingStage
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import BookkeepingError, CapacityError
-from sagellm.core.plan import Chunk, Draft, RequestState
+from sagellm.core.plan import Chunk, Draft, RequestState, StepStart
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import NO_ACCOUNT, Account, Request, RequestStatus, Tokens
 from sagellm.engines.build import build_kv
@@ -35,7 +35,9 @@ def state(name: str, tokens: Sequence[int]) -> RequestState:
 
 
 def binding(*chunks: Chunk) -> Binding:
-    return Binding(Draft(0, 0.0, 1000, [], [], {chunk.state.request_id: chunk for chunk in chunks}))
+    return Binding(
+        Draft(StepStart(0, 0.0), 1000, [], [], {chunk.state.request_id: chunk for chunk in chunks})
+    )
 
 
 def blocks_of(bound: Binding, name: str) -> tuple[int, tuple[int, ...]]:

@@ -19,7 +19,7 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.clock import ManualClock
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import ConfigError
-from sagellm.core.plan import Chunk, Draft, RequestState
+from sagellm.core.plan import Chunk, Draft, RequestState, StepStart
 from sagellm.core.types import Request, RequestStatus, Tokens
 from sagellm.engines.build import build_kv
 from sagellm.kvmgr.manager import KVCacheManager
@@ -175,7 +175,7 @@ def _serve(manager: KVCacheManager, state: RequestState, clock: ManualClock) -> 
     num_tokens = len(state.tokens)
     hit = manager.quotes.match(state)
     chunk = Chunk(state, hit.num_tokens, num_tokens - hit.num_tokens, hit)
-    manager.bind(Binding(Draft(0, clock.now(), num_tokens, [], [], {state.request_id: chunk})))
+    manager.bind(Binding(Draft(StepStart(0, clock.now()), num_tokens, [], [], {state.request_id: chunk})))
     manager.commit(state)
     manager.release(state)
     return PromptReuse(num_tokens, cdiv(num_tokens, manager.block_size), hit.num_blocks)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from sagellm.core.binding import Binding
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import PlanError
-from sagellm.core.plan import BlockTableDelta, Draft, ExecutionPlan, RequestState
+from sagellm.core.plan import BlockTableDelta, Draft, ExecutionPlan, RequestState, StepStart
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.protocols.scheduler_ir import NO_STEP, BlockBudget, ResumeCost, SchedulerPass, StepFacts
 from sagellm.core.types import Request, RequestStatus, Tokens
@@ -83,7 +83,7 @@ class BaseSchedulerIR(PassPipeline):
             held = cdiv(state.num_computed, request.block_size) * request.block_size
             decodes.enter(state, held, held + request.max_tokens + 1)
         waiting = [request.to_state() for request in pending_requests]
-        draft = build_draft(0, 0.0, max_batched_tokens, running, waiting, decodes)
+        draft = build_draft(StepStart(0, 0.0), max_batched_tokens, running, waiting, decodes)
         self.run(draft, view)
         return ScheduleResult(
             [by_id[chunk.state.request_id] for chunk in draft.admitted()],
@@ -126,7 +126,7 @@ class IRBuilder:
             max_batched_tokens=max_batched_tokens,
             max_num_seqs=max_num_seqs,
         ).draft
-        draft.step = step
+        draft.step = StepStart(step, 0.0)
         binding = Binding(draft)
         decodes = draft.decodes
         assert isinstance(decodes, DecodeBatch)  # `schedule` made it
@@ -179,7 +179,7 @@ class _PlainView:
     def available_blocks(self) -> int:
         return self.num_blocks
 
-    def budget(self) -> BlockBudget:
+    def block_budget(self) -> BlockBudget:
         return BlockBudget(self.num_blocks)
 
     def blocks_to_append(self, state: RequestState, num_tokens: int) -> int:

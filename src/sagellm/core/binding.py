@@ -75,4 +75,4 @@ class Binding:
     def require(self, call: str, *allowed: BindingStage) -> None:
         """Raise `BookkeepingError` naming the right call unless the binding is in an allowed stage."""
         if self.stage not in allowed:
-            raise BookkeepingError(f"{call} of step {self.draft.step}: {self.stage.value}")
+            raise BookkeepingError(f"{call} of step {self.draft.step.number}: {self.stage.value}")

@@ -234,42 +234,55 @@ NO_DECODES: Decodes = _NoDecodes()
 """No request is in decode."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepStart:
+    """What is given when a step is planned.
+
+    The last `num_new_running` of the running requests have entered since the last step.
+    """
+
+    number: int
+    now_s: float
+    num_new_running: int = 0
+
+
 @dataclass(slots=True)
 class Draft:
-    """What a step could do, edited in place by passes.
+    """What a step could do, edited in place by passes; they only read `step` and `decodes`.
 
-    `running` and `waiting` are in order of priority; passes may reorder both. The last `num_new_running` of
-    `running` have entered since the last step. A pass may take a request out of `waiting`: later passes do
-    not see it, and it goes on waiting.
+    `running` and `waiting` are in order of priority; passes may reorder both. A pass may take a request out
+    of `waiting`: later passes do not see it, and it goes on waiting.
 
     `chunks` has, by request id and in batch order, the parts of prompts that the step computes: of running
     requests whose prompt is not complete, and of requests that it admits. Requests in decode (`decodes`)
     compute one token each, unless they are held, preempted or rejected (`skipped_decodes`, by id). A request
     is in at most one of `chunks`, `preempted` and `rejected`.
 
-    Of the preempted requests, those in `swapped` (by id) have their KV saved in host memory, if it fits.
+    `preempted` says of each request whether its KV is saved in host memory; it is, if it fits.
     `hits` keeps prefix hits of waiting requests, by id, so that no pass looks them up twice.
     `num_draft_tokens`: tokens that a speculative decoder may propose for each request in decode.
     `placements`: by request id, the instances that compute it, where that is not this one.
     """
 
-    step: int
-    now_s: float
+    step: StepStart
     token_budget: int
     running: list[RequestState]
     waiting: list[RequestState]
     chunks: dict[str, Chunk] = field(default_factory=dict)
     decodes: Decodes = NO_DECODES
-    num_new_running: int = 0
     hits: dict[str, PrefixHit] = field(default_factory=dict)
-    preempted: list[RequestState] = field(default_factory=list)
-    swapped: list[str] = field(default_factory=list)
+    preempted: dict[RequestState, bool] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
     transfers: list[Transfer] = field(default_factory=list)
     placements: dict[str, PhasePlacement] = field(default_factory=dict)
     num_draft_tokens: int = 0
     decisions: list[Decision] = field(default_factory=list)
     skipped_decodes: dict[str, RequestState] = field(default_factory=dict)
+
+    @property
+    def swapped(self) -> list[str]:
+        """Ids of preempted requests whose KV is saved in host memory."""
+        return [state.request_id for state, is_saved in self.preempted.items() if is_saved]
 
     @property
     def num_decodes(self) -> int:
@@ -319,7 +332,7 @@ class Draft:
     def preempt(self, state: RequestState) -> None:
         """Take a running request out of the batch. Its blocks are released before the bind."""
         self.hold(state)
-        self.preempted.append(state)
+        self.preempted[state] = False
 
     def reject(self, state: RequestState, reason: str) -> None:
         """End a request that can never run, with an error."""

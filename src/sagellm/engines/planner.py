@@ -8,7 +8,7 @@ from sagellm.core.binding import Binding
 from sagellm.core.clock import Clock
 from sagellm.core.errors import CapacityError, PlanError, SageError
 from sagellm.core.events import EventBus, RequestScheduled
-from sagellm.core.plan import Draft, ExecutionPlan, RequestState
+from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepStart
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.engines.overlap import InFlightStep, PlannedStep
 from sagellm.engines.recovery import Recovery
@@ -54,14 +54,12 @@ class Planner:
         """What the step could do, before any pass has decided anything."""
         table = self._table
         return build_draft(
-            step,
-            self._clock.now(),
+            StepStart(step, self._clock.now(), table.num_new_running),
             self._recovery.token_budget,
             table.running,
             table.waiting.values(),
             table.decodes,
             table.prefilling.values(),
-            table.num_new_running,
         )
 
     def decide(self, step: int, view: SchedulingView) -> Binding:
@@ -89,8 +87,8 @@ class Planner:
     def swap_out(self, binding: Binding, state: RequestState) -> None:
         """Plan to copy a preempted request's KV to host memory, if it fits."""
         draft = binding.draft
-        if state.request_id in draft.swapped and not self._kv.swap_out(binding, state):
-            draft.swapped.remove(state.request_id)
+        if draft.preempted[state] and not self._kv.swap_out(binding, state):
+            draft.preempted[state] = False
             draft.record("bind", state, "recompute", "there is no room in host memory")
 
     def bind(self, binding: Binding) -> MustLeave | None:
@@ -163,14 +161,14 @@ class Planner:
         self._bindable_early = binding if may_bind_early else None
         try:
             self._scheduler.run(binding.draft, view, binding)
+            before, after = len(self._table.running), len(binding.draft.running)
+            if before != after:
+                raise PlanError(f"a pass lost running requests: {after} of {before} are left")
         except Exception:
             self._discard(binding)
             raise
         finally:
             self._bindable_early = None
-        before, after = len(self._table.running), len(binding.draft.running)
-        if before != after:
-            raise PlanError(f"a pass lost running requests: {after} of {before} are left")
 
     def _discard(self, binding: Binding) -> None:
         """Undo a binding that is not executed.
@@ -188,10 +186,10 @@ class Planner:
             verify_bound(binding)
             for chunk in draft.admitted():
                 state, is_first = chunk.state, chunk.state.scheduled_s is None
-                self._table.admit(state, chunk.start, draft.now_s)
+                self._table.admit(state, chunk.start, draft.step.now_s)
                 self._kv.admitted(chunk, again=not is_first)
                 if is_first:
-                    self._events.emit(RequestScheduled(state.request_id, chunk.start, draft.now_s))
+                    self._events.emit(RequestScheduled(state.request_id, chunk.start, draft.step.now_s))
         except SageError:
             self._kv.rollback(binding)
             raise

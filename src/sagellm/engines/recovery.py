@@ -21,7 +21,7 @@ class Recovery:
     """
 
     def __init__(self, max_batched_tokens: int) -> None:
-        self.token_budget = self._max_budget = max_batched_tokens
+        self.token_budget = self._max_token_budget = max_batched_tokens
         self._num_failures = 0
         self._suspects: list[RequestState] = []
 
@@ -39,7 +39,6 @@ class Recovery:
                 if state is not self._suspects[-1]:
                     draft.hold(state)
             draft.preempted.clear()
-            draft.swapped.clear()
 
     def succeeded(self) -> None:
         """A step was executed."""
@@ -50,7 +49,7 @@ class Recovery:
 
     def relax(self) -> None:
         """Let a reduced token budget grow back by an eighth of its maximum."""
-        self.token_budget = min(self._max_budget, self.token_budget + self._max_budget // 8 + 1)
+        self.token_budget = min(self._max_token_budget, self.token_budget + self._max_token_budget // 8 + 1)
 
     def short_of_memory(
         self, draft: Draft, plan: ExecutionPlan, error: CapacityError

@@ -191,7 +191,7 @@ class LaterPass:
     name = "later"
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
-        if draft.now_s < 2.0:
+        if draft.step.now_s < 2.0:
             draft.chunks.clear()
 
 

@@ -107,8 +107,8 @@ class ResumeCost(NamedTuple):
 class KVQuotes(Protocol):
     """Prices in blocks, for passes to use before anything is bound. No method changes state.
 
-    Without quotas, decisions that a fresh `budget()` can pay are sure to bind. With quotas, bind postpones a
-    request that would use blocks guaranteed to others.
+    Without quotas, decisions that a fresh `block_budget()` can pay are sure to bind. With quotas, bind
+    postpones a request that would use blocks guaranteed to others.
     """
 
     @property
@@ -128,7 +128,7 @@ class KVQuotes(Protocol):
     def available_blocks(self) -> int:
         """Free blocks, and cached blocks that no request uses."""
 
-    def budget(self) -> BlockBudget:
+    def block_budget(self) -> BlockBudget:
         """A new budget for the decisions of one step; the pass counts it down."""
 
     def blocks_to_append(self, state: RequestState, num_tokens: int) -> int:
@@ -231,7 +231,7 @@ ALWAYS_STABLE = Stability()
 
 def stable_while_all_decode(draft: Draft) -> Stability | None:
     """The promise of a pass that does nothing while every request decodes."""
-    return None if draft.waiting or draft.num_new_running or draft.chunks else ALWAYS_STABLE
+    return None if draft.waiting or draft.step.num_new_running or draft.chunks else ALWAYS_STABLE
 
 
 class StablePass(SchedulerPass, Protocol):

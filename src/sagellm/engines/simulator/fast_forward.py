@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from sagellm.core.binding import Binding
-from sagellm.core.plan import Chunk, Draft, ExecutionPlan, Prefill, RequestState
+from sagellm.core.plan import Chunk, Draft, ExecutionPlan, Prefill, RequestState, StepStart
 from sagellm.core.protocols.scheduler_ir import (
     ALWAYS_STABLE,
     SchedulerPass,
@@ -182,14 +182,16 @@ class SimulatedEngine(Engine):
             if clock.now() >= until_s or has_changed or not fits:
                 break
             chunk = Chunk(state, state.num_computed, size)
-            draft = Draft(self._num_steps + number, clock.now(), 0, [], [], {state.request_id: chunk})
+            draft = Draft(
+                StepStart(self._num_steps + number, clock.now()), 0, [], [], {state.request_id: chunk}
+            )
             binding = Binding(draft)
             kv.append_blocks(needing_block)
             kv.bind(binding)
             prefill = Prefill(state.row, state.request_id, state.num_computed, size, samples=False)
             self.backend.execute(
                 ExecutionPlan(
-                    draft.step,
+                    draft.step.number,
                     decode_rows=batch.rows,
                     decode_positions=tuple([position + number for position in positions]),
                     prefills=(prefill,),

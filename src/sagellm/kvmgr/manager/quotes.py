@@ -71,7 +71,7 @@ class Quotes:
     def available_blocks(self) -> int:
         return self._pool.num_free + self._index.num_evictable + self._windows.total_behind()
 
-    def budget(self) -> BlockBudget:
+    def block_budget(self) -> BlockBudget:
         return BlockBudget(self.available_blocks(), None if self._quota is None else self._ceilings_of)
 
     def max_blocks(self, account: Account) -> int:

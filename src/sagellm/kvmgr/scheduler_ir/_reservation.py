@@ -53,33 +53,35 @@ class Reservation:
     def cut(self, draft: Draft, view: SchedulingView, remaining: Remaining) -> RequestState | None:
         """Remove requests that have to wait from `draft.waiting`; returns the first of them."""
         waiting, running = draft.waiting, draft.running
-        budget = draft.token_budget - draft.num_tokens
-        if not waiting or not view.num_free_rows or budget <= 0:
+        token_budget = draft.token_budget - draft.num_tokens
+        if not waiting or not view.num_free_rows or token_budget <= 0:
             return None
         head = waiting[0]
-        late = head is self._blocked and draft.now_s - self._since_s >= self.max_defer_s
+        late = head is self._blocked and draft.step.now_s - self._since_s >= self.max_defer_s
         is_urgent = any(state.request.priority < head.request.priority for state in running)
         may_go = late or not running or is_urgent
-        same_batch = bool(running) and len(running) == self._num_running and not draft.num_new_running
+        same_batch = bool(running) and len(running) == self._num_running and not draft.step.num_new_running
         if head is self._blocked and same_batch and not may_go:
             num_fitting = 0
         else:
-            num_fitting = max(self._num_fitting(draft, view, remaining, budget), int(may_go))
+            num_fitting = max(self._num_fitting(draft, view, remaining, token_budget), int(may_go))
         if num_fitting == len(waiting):
             return None
         first = waiting[num_fitting]
         if first is not self._blocked:
-            self._blocked, self._since_s = first, draft.now_s
+            self._blocked, self._since_s = first, draft.step.now_s
         self._num_running = len(running)
         del waiting[num_fitting:]
         return first
 
-    def _num_fitting(self, draft: Draft, view: SchedulingView, remaining: Remaining, budget: int) -> int:
+    def _num_fitting(
+        self, draft: Draft, view: SchedulingView, remaining: Remaining, token_budget: int
+    ) -> int:
         """How many requests from the front of the queue fit.
 
         All of them, if all that this step could admit fit.
         """
-        prices = self._prices(draft, view, budget)
+        prices = self._prices(draft, view, token_budget)
         running = draft.running
         batch = running + draft.waiting[: len(prices)]
         held = np.array([float(len(state.tokens)) for state in batch])
@@ -97,14 +99,14 @@ class Reservation:
             return len(draft.waiting)
         return bisect_left(range(len(prices)), True, key=lambda index: not fits(index + 1))
 
-    def _prices(self, draft: Draft, view: SchedulingView, budget: int) -> list[int]:
+    def _prices(self, draft: Draft, view: SchedulingView, token_budget: int) -> list[int]:
         """Blocks of each prompt that this step could admit, in order of the queue."""
         prices: list[int] = []
         for state in draft.waiting[: view.num_free_rows]:
-            if budget <= 0:
+            if token_budget <= 0:
                 break
             hit = prefix_hit(draft, view, state)
             num_tokens = len(state.tokens) - hit.num_tokens
             prices.append(view.kv.blocks_to_admit(hit, num_tokens))
-            budget -= num_tokens
+            token_budget -= num_tokens
         return prices

@@ -53,9 +53,9 @@ class StepTimeModel:
             self._decodes_known = True
         return True
 
-    def prefill_s(self, num_tokens: int, budget: int, num_decodes: int = 0) -> float:
+    def prefill_s(self, num_tokens: int, token_budget: int, num_decodes: int = 0) -> float:
         """Seconds to compute `num_tokens` prompt tokens, `budget` of them per step beside `num_decodes`."""
-        return num_tokens * (self.token_s + (self.fixed_s + self.row_s * num_decodes) / max(1, budget))
+        return num_tokens * (self.token_s + (self.fixed_s + self.row_s * num_decodes) / max(1, token_budget))
 
     def tokens_in(self, seconds: float, num_decodes: int) -> int:
         """Prompt tokens that fit into a step of `seconds` beside `num_decodes`."""

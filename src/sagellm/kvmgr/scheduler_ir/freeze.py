@@ -40,7 +40,7 @@ def freeze(
         positions = tuple(positions[i] for i in binding.decode_indices)
     single = [chunk for chunk in chunks if chunk.is_decode]
     return ExecutionPlan(
-        step=draft.step,
+        step=draft.step.number,
         joined=tuple([_join(chunk, tables) for chunk in chunks if chunk.admits]),
         left=left,
         table_deltas=_table_deltas(binding, tables),

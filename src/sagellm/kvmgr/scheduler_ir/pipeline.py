@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from sagellm.core.binding import Binding
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ConfigError
-from sagellm.core.plan import Chunk, Decodes, Draft, RequestState
+from sagellm.core.plan import Chunk, Decodes, Draft, RequestState, StepStart
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass
 from sagellm.kvmgr.scheduler_ir.passes.memory_aware_preemption import MemoryAwarePreemptionPass
@@ -18,14 +18,12 @@ from sagellm.kvmgr.scheduler_ir.verify import verify, verify_operations
 
 
 def build_draft(
-    step: int,
-    now_s: float,
+    step: StepStart,
     token_budget: int,
     running: Iterable[RequestState],
     waiting: Iterable[RequestState],
     decodes: Decodes,
     prefilling: Iterable[RequestState] = (),
-    num_new_running: int = 0,
 ) -> Draft:
     """The draft that the first pass sees. Every running request computes all it can.
 
@@ -34,7 +32,7 @@ def build_draft(
     admit them.
     """
     chunks = {s.request_id: Chunk(s, s.num_computed, s.num_uncomputed) for s in prefilling}
-    return Draft(step, now_s, token_budget, list(running), list(waiting), chunks, decodes, num_new_running)
+    return Draft(step, token_budget, list(running), list(waiting), chunks, decodes)
 
 
 class PassPipeline:

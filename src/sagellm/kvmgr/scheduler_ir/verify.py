@@ -56,9 +56,6 @@ def _check_one_outcome_each(draft: Draft) -> None:
     for state in draft.preempted:
         if state.status is not RequestStatus.RUNNING:
             raise PlanError(f"preempt {state.request_id}: it is {state.status.value}, not running")
-    for request_id in draft.swapped:
-        if outcomes.get(request_id) != "preempted":
-            raise PlanError(f"swap {request_id}: only preempted requests are saved, it is not preempted")
     for request_id, state in draft.skipped_decodes.items():
         if not state.decoding or state.request_id != request_id:
             raise PlanError(f"{request_id} is left out of decode, and {state.request_id} is not in it")

@@ -225,14 +225,14 @@ def _range_problems(ops: list[Operation]) -> Iterator[str]:
         by_row[op.row].append(op)
 
 
-def _budget_problems(ops: list[Operation], budget: int | None) -> Iterator[str]:
+def _budget_problems(ops: list[Operation], token_budget: int | None) -> Iterator[str]:
     total = 0
     for op in ops:
-        if budget is None or not isinstance(op, ComputeOp):
+        if token_budget is None or not isinstance(op, ComputeOp):
             continue
         total += op.end - op.start
-        if total > budget:
-            yield f"{op.name} brings the step to {total} tokens; the budget is {budget}"
+        if total > token_budget:
+            yield f"{op.name} brings the step to {total} tokens; the budget is {token_budget}"
             return
 
 

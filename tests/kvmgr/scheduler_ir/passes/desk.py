@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sagellm.core.blocks import cdiv
-from sagellm.core.plan import Draft, RequestState
+from sagellm.core.plan import Draft, RequestState, StepStart
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.protocols.scheduler_ir import NO_STEP, BlockBudget, ResumeCost, SchedulerPass, StepFacts
 from sagellm.core.types import SLO, Namespace, Request, RequestStatus, SamplingParams, Tokens
@@ -42,7 +42,7 @@ class DeskView:
     def available_blocks(self) -> int:
         return self.available
 
-    def budget(self) -> BlockBudget:
+    def block_budget(self) -> BlockBudget:
         return BlockBudget(self.available)
 
     def bind_early(self, draft: Draft) -> bool:
@@ -110,14 +110,14 @@ class Desk:
         self.running: list[RequestState] = []
         self.now_s = 0.0
         self.num_steps = 0
-        self.draft = Draft(0, 0.0, 0, [], [])
+        self.draft = Draft(StepStart(0, 0.0), 0, [], [])
 
     def step(self, token_budget: int = 2048, num_new_running: int = 0) -> list[str]:
         """Names of the waiting, in the order that the pass leaves."""
         self.num_steps += 1
+        start = StepStart(self.num_steps, self.now_s, num_new_running)
         waiting = [one for one in self.waiting if one.status is RequestStatus.WAITING]
-        self.draft = Draft(self.num_steps, self.now_s, token_budget, list(self.running), waiting)
-        self.draft.num_new_running = num_new_running
+        self.draft = Draft(start, token_budget, list(self.running), waiting)
         self.scheduler_pass(self.draft, self.view)
         return [one.request_id for one in self.draft.waiting]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sagellm.core.errors import ConfigError
-from sagellm.core.plan import Chunk, Draft, RequestState
+from sagellm.core.plan import Chunk, Draft, RequestState, StepStart
 from sagellm.core.protocols.lifetime import Prediction, PredictionRequest
 from sagellm.core.protocols.scheduler_ir import BlockBudget, SchedulerPass
 from sagellm.core.types import FinishReason, Request, RequestStatus, SamplingParams, Tokens
@@ -164,7 +164,7 @@ def _asked(view: DeskView, *waiting: RequestState, running: int = 1) -> Draft:
     """What becomes of prompts that all would enter in one step."""
     desk = Desk(MemoryAwarePreemptionPass(), view)
     inside = [admit(state(f"r{i}"), 8) for i in range(running)]
-    draft = Draft(0, 0.0, 2048, inside, list(waiting))
+    draft = Draft(StepStart(0, 0.0), 2048, inside, list(waiting))
     for one in waiting:
         draft.chunks[one.request_id] = Chunk(one, 0, len(one.tokens), view.match(one))
     desk.scheduler_pass(draft, view)
@@ -195,7 +195,7 @@ def test_what_a_ceiling_keeps_out_is_refused_when_nothing_runs() -> None:
     prefix that they share they may use blocks that count on the ceiling."""
 
     class Capped(DeskView):
-        def budget(self) -> BlockBudget:
+        def block_budget(self) -> BlockBudget:
             return BlockBudget(
                 self.available, lambda account: {"poor": 2} if account.tenant == "poor" else {}
             )

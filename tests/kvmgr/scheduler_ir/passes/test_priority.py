@@ -78,7 +78,7 @@ def test_equal_and_aged_requests_are_not_preempted() -> None:
         desk.running = [admit(state("old", arrival_s=0.0), 8)]
         desk.waiting = [state("urgent", priority=priority, arrival_s=arrival_s)]
         desk.step()
-        assert desk.draft.preempted == []
+        assert desk.draft.preempted == {}
 
 
 def test_without_the_option_no_request_is_preempted() -> None:
@@ -86,7 +86,7 @@ def test_without_the_option_no_request_is_preempted() -> None:
     desk.running = [admit(state("a"), 8)]
     desk.waiting = [state("urgent", priority=1)]
     desk.step()
-    assert desk.draft.preempted == []
+    assert desk.draft.preempted == {}
 
 
 def test_chunks_of_lower_priority_leave_tokens_for_the_urgent() -> None:

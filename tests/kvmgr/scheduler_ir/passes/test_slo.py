@@ -7,7 +7,7 @@ from itertools import permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sagellm.core.plan import Chunk, Draft, RequestState
+from sagellm.core.plan import Chunk, Draft, RequestState, StepStart
 from sagellm.core.protocols.scheduler_ir import StepFacts
 from sagellm.core.types import SLO, Request, SamplingParams, Tokens
 from sagellm.kvmgr.scheduler_ir._step_time import StepTimeModel
@@ -181,7 +181,7 @@ class OneDecodes:
 
 def beside_a_decode(desk: Desk, runs: RequestState) -> int:
     """The token budget that the pass leaves a step in which `runs` decodes while others wait."""
-    draft = Draft(desk.num_steps, desk.now_s, 2048, [runs], list(desk.waiting))
+    draft = Draft(StepStart(desk.num_steps, desk.now_s), 2048, [runs], list(desk.waiting))
     draft.decodes = OneDecodes(runs)
     desk.num_steps += 1
     desk.scheduler_pass(draft, desk.view)

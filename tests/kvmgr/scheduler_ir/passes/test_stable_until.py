@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sagellm.core.plan import Chunk, Draft
+from sagellm.core.plan import Chunk, Draft, StepStart
 from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, SchedulerPass, SchedulingView, Stability
 from sagellm.core.registry import registry
 from sagellm.engines.simulator.fast_forward import joint_stability
@@ -24,7 +24,7 @@ def draft_of(desk: Desk, *, chunk: int = 0, budget: int = 16) -> Draft:
     batch, runs = DecodeBatch(1000, 4), admit(state("runs", 9), 8)
     batch.enter(runs, 40, 100)
     runs.decoding = True
-    made = Draft(9, desk.now_s, budget, [runs], list(desk.waiting), decodes=batch)
+    made = Draft(StepStart(9, desk.now_s), budget, [runs], list(desk.waiting), decodes=batch)
     if chunk:
         prompt = admit(state("prompt", 4 + chunk), 4)
         made.running.append(prompt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sagellm.core.errors import ConfigError
-from sagellm.core.plan import Chunk, Draft
+from sagellm.core.plan import Chunk, Draft, StepStart
 from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.kvmgr.scheduler_ir.passes.memory_aware_preemption import VICTIMS
 from tests.kvmgr.scheduler_ir.passes.desk import DeskView, admit, state
@@ -26,7 +26,7 @@ def decide(view: DeskView, scene: list[tuple[str, int, float, int]] = SCENE, **o
         admit(state(name, length + 4, arrival_s=arrival_s, priority=priority), length)
         for name, length, arrival_s, priority in scene
     ]
-    draft = Draft(0, 10.0, 64, running, [])
+    draft = Draft(StepStart(0, 10.0), 64, running, [])
     draft.chunks["first"] = Chunk(running[0], 8, 4)
     view.available = 0
     strategies.make_pass("memory_aware_preemption", options)(draft, view)
@@ -56,7 +56,7 @@ def test_only_later_requests_are_preempted_and_the_lowest_priority_first(victims
     assert left(decide(DeskView(), scene, victims=victims)) == ["last"]
     front = [("before", 90, 99.0, -1), *scene]
     running = [admit(state(name, n + 4, arrival_s=at, priority=p), n) for name, n, at, p in front]
-    draft = Draft(0, 10.0, 64, running, [])
+    draft = Draft(StepStart(0, 10.0), 64, running, [])
     draft.chunks["first"] = Chunk(running[1], 8, 4)
     strategies.make_pass("memory_aware_preemption", {"victims": victims})(draft, DeskView(available=0))
     assert left(draft) == ["last"], "no earlier request is preempted"
@@ -87,9 +87,9 @@ def test_room_in_host_memory_is_counted_down() -> None:
     """Two have to go for one block each needs; only the first finds room."""
     view = DeskView(num_host_free=6, token_s=1.0)
     running = [admit(state(name, 24), 20) for name in "abcd"]
-    draft = Draft(0, 0.0, 64, running, [])
+    draft = Draft(StepStart(0, 0.0), 64, running, [])
     draft.chunks["a"] = Chunk(running[0], 20, 4)
-    draft.preempted.append(running[2])  # by a pass before
+    draft.preempted[running[2]] = False  # by a pass before
     view.available = -5
     strategies.make_pass("memory_aware_preemption", {})(draft, view)
     assert left(draft) == ["c", "d"]

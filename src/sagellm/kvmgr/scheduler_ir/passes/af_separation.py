@@ -53,7 +53,7 @@ class AFSeparationPass:
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
         if not self.attention:
             return
-        if draft.num_new_running or len(draft.running) != self._num_running:
+        if draft.step.num_new_running or len(draft.running) != self._num_running:
             self._num_running = len(draft.running)
             for state in [s for s in self._placed if s.status is not RequestStatus.RUNNING]:
                 self.num_tokens[self.placements.pop(state.request_id)] -= self._placed.pop(state)

@@ -42,7 +42,7 @@ class BatchingEfficiencyPass:
             self._rank(waiting)
         queue.sort(waiting)
         self._guard.note(queue.arrived, queue.left)
-        promoted = self._guard.promote(waiting, draft.now_s)
+        promoted = self._guard.promote(waiting, draft.step.now_s)
         if len(waiting) > 1 and view.num_free_rows and promoted is None:
             self._backfill(draft, view)
 

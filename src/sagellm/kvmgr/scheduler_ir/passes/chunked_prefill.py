@@ -26,9 +26,9 @@ class ChunkedPrefillPass:
         self.chunk_size = chunk_size
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
-        budget = draft.token_budget - draft.num_decodes
-        if budget < 0:
-            budget += self._hold_last_decodes(draft, -budget)
+        token_budget = draft.token_budget - draft.num_decodes
+        if token_budget < 0:
+            token_budget += self._hold_last_decodes(draft, -token_budget)
         if not draft.chunks and not draft.waiting:
             return
         running = list(draft.chunks.values())
@@ -36,16 +36,16 @@ class ChunkedPrefillPass:
             running = [draft.chunks[s.request_id] for s in draft.running if s.request_id in draft.chunks]
         draft.chunks.clear()
         for chunk in sorted(running, key=lambda chunk: chunk.num_tokens > 1):
-            chunk.num_tokens = self._cut(chunk.num_tokens, budget)
+            chunk.num_tokens = self._cut(chunk.num_tokens, token_budget)
             if chunk.num_tokens < 1:  # skipped: without a chunk it computes nothing in this step
                 draft.record(self.name, chunk.state, "hold", "the token budget of the step is spent")
                 continue
             draft.chunks[chunk.state.request_id] = chunk
-            budget -= chunk.num_tokens
+            token_budget -= chunk.num_tokens
         rows = view.num_free_rows + len(draft.preempted)
         computing = {s.request.group for s in draft.running if s.num_computed < s.num_prompt_tokens}
         for state in draft.waiting:
-            if budget < 1 or rows < 1:
+            if token_budget < 1 or rows < 1:
                 break
             group = state.request.group
             if group is not None and group in computing:
@@ -53,10 +53,10 @@ class ChunkedPrefillPass:
                     self.name, state, "wait", "another request of its group is computing the shared prompt"
                 )
                 continue
-            chunk = self._admit(draft, view, state, budget)
+            chunk = self._admit(draft, view, state, token_budget)
             if len(state.tokens) - chunk.start > view.kv.block_size:
                 computing.add(group)
-            budget -= chunk.num_tokens
+            token_budget -= chunk.num_tokens
             rows -= 1
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
@@ -64,23 +64,26 @@ class ChunkedPrefillPass:
 
         None if one of them has a prefix hit: pinning the hit in every step changes the index.
         """
-        budget, rows = draft.token_budget - draft.num_decodes, view.num_free_rows
-        if budget < 0:
+        token_budget, rows = draft.token_budget - draft.num_decodes, view.num_free_rows
+        if token_budget < 0:
             return None
         for chunk in draft.chunks.values():  # the only chunk; it uses the whole budget
-            if not 0 < budget < chunk.num_tokens or self._cut(chunk.num_tokens, budget) < budget:
+            if (
+                not 0 < token_budget < chunk.num_tokens
+                or self._cut(chunk.num_tokens, token_budget) < token_budget
+            ):
                 return None
-            chunk.num_tokens = budget
+            chunk.num_tokens = token_budget
             draft.waiting.clear()
             return ALWAYS_STABLE
         tried: list[RequestState] = []
         for state in draft.waiting:
-            if budget < 1 or len(tried) == rows:
+            if token_budget < 1 or len(tried) == rows:
                 break
             if state.request.group is not None or prefix_hit(draft, view, state).num_blocks:
                 return None
             tried.append(state)
-            budget -= self._cut(len(state.tokens), budget)
+            token_budget -= self._cut(len(state.tokens), token_budget)
         draft.waiting[:] = tried
         return ALWAYS_STABLE
 
@@ -93,15 +96,15 @@ class ChunkedPrefillPass:
             draft.record(self.name, state, "hold", "the token budget of the step is spent")
         return len(last)
 
-    def _admit(self, draft: Draft, view: SchedulingView, state: RequestState, budget: int) -> Chunk:
+    def _admit(self, draft: Draft, view: SchedulingView, state: RequestState, token_budget: int) -> Chunk:
         hit = prefix_hit(draft, view, state)
-        num_tokens = self._cut(len(state.tokens) - hit.num_tokens, budget)
+        num_tokens = self._cut(len(state.tokens) - hit.num_tokens, token_budget)
         chunk = draft.chunks[state.request_id] = Chunk(state, hit.num_tokens, num_tokens, hit)
         draft.record(self.name, state, "admit", f"{num_tokens} tokens from {hit.num_tokens} on")
         return chunk
 
-    def _cut(self, num_tokens: int, budget: int) -> int:
-        return min(num_tokens, budget, self.chunk_size or num_tokens)
+    def _cut(self, num_tokens: int, token_budget: int) -> int:
+        return min(num_tokens, token_budget, self.chunk_size or num_tokens)
 
 
 PLUGIN = ChunkedPrefillPass

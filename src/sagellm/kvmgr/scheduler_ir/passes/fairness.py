@@ -127,13 +127,13 @@ class FairnessPass:
         heap = [(self.counters.get(tenant, 0.0), tenant) for tenant in queues]
         heapify(heap)
         front: list[RequestState] = []
-        budget = 2 * draft.token_budget
-        while heap and budget > 0 and len(front) < view.num_free_rows + len(draft.preempted):
+        token_budget = 2 * draft.token_budget
+        while heap and token_budget > 0 and len(front) < view.num_free_rows + len(draft.preempted):
             counter, tenant = self._pick(heap, queues)
             state = queues[tenant].pop()
             front.append(state)
             num_tokens = num_to_compute(state, self._cached(state))
-            budget -= num_tokens
+            token_budget -= num_tokens
             if queues[tenant]:
                 heappush(heap, (counter + num_tokens / self.weights.get(tenant, 1.0), tenant))
         chosen = set(front)

@@ -62,9 +62,9 @@ class LifetimeAwarePass:
         self._num_running = 0
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
-        if draft.num_new_running or len(draft.running) != self._num_running:
+        if draft.step.num_new_running or len(draft.running) != self._num_running:
             self._num_running = len(draft.running)
-            self._teach(draft.now_s)
+            self._teach(draft.step.now_s)
         waiting, queue = draft.waiting, self._queue
         if not waiting and not queue.ranks:
             return
@@ -74,7 +74,7 @@ class LifetimeAwarePass:
             self._predict(state)
         queue.sort(waiting)
         self._guard.note(queue.arrived, queue.left)
-        self._guard.promote(waiting, draft.now_s)
+        self._guard.promote(waiting, draft.step.now_s)
         first = self._reservation.cut(draft, view, self.remaining) if self._reservation else None
         if first is not None:
             draft.record(self.name, first, "wait", "the memory reserved for all that run would not hold it")

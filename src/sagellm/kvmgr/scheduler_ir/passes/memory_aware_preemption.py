@@ -46,26 +46,26 @@ class MemoryAwarePreemptionPass:
         self.watermark, self.victims, self.swap = watermark, victims, swap
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
-        budget = view.kv.budget()
+        block_budget = view.kv.block_budget()
         for state in draft.preempted:  # by an earlier pass
-            budget.gain(state, view.kv.blocks_freed_by_preempting(state))
+            block_budget.gain(state, view.kv.blocks_freed_by_preempting(state))
         admits = any(chunk.admits for chunk in draft.chunks.values())
         decodes = draft.needing_block()
         chunks = [chunk for chunk in draft.chunks.values() if not chunk.admits]
         price = len(decodes) + sum(
             view.kv.blocks_to_append(chunk.state, chunk.num_tokens) for chunk in chunks
         )
-        if not budget.spend_together(price):
+        if not block_budget.spend_together(price):
             prices = {state.request_id: 1 for state in decodes}
             prices |= {
                 chunk.state.request_id: view.kv.blocks_to_append(chunk.state, chunk.num_tokens)
                 for chunk in chunks
             }
-            self._fit_running(draft, view, budget, prices)
+            self._fit_running(draft, view, block_budget, prices)
         if draft.preempted and self.swap != "never":
             self._swap_out(draft, view)
         if admits:
-            self._fit_admitted(draft, view, budget)
+            self._fit_admitted(draft, view, block_budget)
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
         """Stable while the first request that could be admitted does not fit.
@@ -75,17 +75,17 @@ class MemoryAwarePreemptionPass:
         """
         if not draft.waiting:
             return ALWAYS_STABLE
-        head, budget = draft.waiting[0], view.kv.budget()
+        head, block_budget = draft.waiting[0], view.kv.block_budget()
         hit = prefix_hit(draft, view, head)
         price = view.kv.blocks_to_admit(hit, len(head.tokens) - hit.num_tokens)
-        has_ceilings = budget.is_capped(head, view.kv.num_blocks + 1)
-        fits = price + self.watermark * len(draft.running) <= budget.available
+        has_ceilings = block_budget.is_capped(head, view.kv.num_blocks + 1)
+        fits = price + self.watermark * len(draft.running) <= block_budget.available
         return None if fits or has_ceilings else ALWAYS_STABLE
 
     # -- running requests
 
     def _fit_running(
-        self, draft: Draft, view: SchedulingView, budget: BlockBudget, prices: dict[str, int]
+        self, draft: Draft, view: SchedulingView, block_budget: BlockBudget, prices: dict[str, int]
     ) -> None:
         """Pay for each request in order, preempting later ones where blocks are short."""
         kept = [state for state in draft.running if state not in draft.preempted]
@@ -93,15 +93,15 @@ class MemoryAwarePreemptionPass:
             if state.request_id not in prices or not draft.computes(state):
                 continue
             price = prices[state.request_id]
-            while not budget.spend(state, price):
-                rivals = budget.competitors(state, price, kept)
+            while not block_budget.spend(state, price):
+                rivals = block_budget.competitors(state, price, kept)
                 victim = choose_victim(self.victims, rivals, state, view.kv)
                 if victim is None:
-                    self._hold(draft, state, price, budget.left(state), kept)
+                    self._hold(draft, state, price, block_budget.left(state), kept)
                     break
                 kept.remove(victim)
                 self._preempt(draft, victim, state)
-                budget.gain(victim, view.kv.blocks_freed_by_preempting(victim))
+                block_budget.gain(victim, view.kv.blocks_freed_by_preempting(victim))
 
     def _preempt(self, draft: Draft, victim: RequestState, winner: RequestState) -> None:
         draft.preempt(victim)
@@ -132,21 +132,21 @@ class MemoryAwarePreemptionPass:
     def _swap_out(self, draft: Draft, view: SchedulingView) -> None:
         """Have the KV of preempted requests saved, where it fits and pays."""
         num_taken = 0
-        for state in draft.preempted:
+        for state, is_saved in draft.preempted.items():
             cost = view.kv.resume_cost(state)
             cost = cost._replace(num_free=cost.num_free - num_taken)
-            if state.request_id in draft.swapped or not cost.fits:
+            if is_saved or not cost.fits:
                 continue
             if self.swap == "cost" and 0 < cost.recompute_s < cost.swap_s:
                 continue
             num_taken += cost.num_host_blocks
-            draft.swapped.append(state.request_id)
+            draft.preempted[state] = True
             times = f"{cost.swap_s * 1e3:.3g} ms to copy, {cost.recompute_s * 1e3:.3g} ms to compute again"
             draft.record(self.name, state, "swap", f"{cost.num_host_blocks} blocks to host memory: {times}")
 
     # -- admitted requests
 
-    def _fit_admitted(self, draft: Draft, view: SchedulingView, budget: BlockBudget) -> None:
+    def _fit_admitted(self, draft: Draft, view: SchedulingView, block_budget: BlockBudget) -> None:
         """Admit in order until one does not fit. A request that would not fit even alone is rejected."""
         running = [state for state in draft.running if state not in draft.preempted]
         closed = "the step preempts" if draft.preempted else ""
@@ -154,13 +154,13 @@ class MemoryAwarePreemptionPass:
             assert chunk.hit is not None
             state = chunk.state
             price = view.kv.blocks_to_admit(chunk.hit, len(state.tokens) - chunk.start)
-            capped, reserved = budget.is_capped(state, price), self.watermark * len(running)
-            fits = not capped and price + reserved <= budget.available
+            capped, reserved = block_budget.is_capped(state, price), self.watermark * len(running)
+            fits = not capped and price + reserved <= block_budget.available
             if fits and not closed:
-                budget.spend(state, price)
+                block_budget.spend(state, price)
                 running.append(state)
                 continue
-            left = budget.left(state)
+            left = block_budget.left(state)
             reason = f"its prompt needs {price} blocks, {left} are available"
             if price <= left:  # the watermark alone is in the way
                 reason += f", and {reserved} must be left for those that run"

@@ -130,7 +130,7 @@ class PDSeparationPass:
         decode = self._best_decode(state)
         if prefill != THIS_INSTANCE:
             site = self.sites[prefill]
-            site.free_at_s = max(site.free_at_s, draft.now_s) + site.token_s * num_tokens
+            site.free_at_s = max(site.free_at_s, draft.step.now_s) + site.token_s * num_tokens
             draft.record(self.name, state, "place", f"prefill on {prefill}: done in {prefill_s:.3f} s")
         if decode != THIS_INSTANCE:
             self.sites[decode].num_decodes += 1
@@ -142,7 +142,7 @@ class PDSeparationPass:
     def _best_prefill(self, draft: Draft, num_tokens: int) -> tuple[str, float]:
         ahead = self._num_queued_tokens + sum(chunk.num_tokens for chunk in draft.chunks.values())
         seconds = {
-            name: max(0.0, site.free_at_s - draft.now_s)
+            name: max(0.0, site.free_at_s - draft.step.now_s)
             + site.token_s * num_tokens
             + self._transfer_s(site, num_tokens)
             for name, site in self.sites.items()

@@ -87,7 +87,7 @@ class PrefixCacheAwarePass:
         self._release(draft, view)
         queue.sort(waiting)
         self._guard.note(queue.arrived, queue.left)
-        promoted = self._guard.promote(waiting, draft.now_s)
+        promoted = self._guard.promote(waiting, draft.step.now_s)
         if promoted is not None:
             self._deferred.pop(promoted, None)
         if self._deferred:
@@ -101,7 +101,7 @@ class PrefixCacheAwarePass:
         if view.kv.version != self._version or self._deferred or not queue.is_current(waiting):
             return None
         queue.sort(waiting)
-        until_s = self._guard.stable_until(waiting, draft.now_s)
+        until_s = self._guard.stable_until(waiting, draft.step.now_s)
         return None if until_s is None else Stability(until_s, same_cache=True)
 
     # -- look-ups
@@ -155,11 +155,11 @@ class PrefixCacheAwarePass:
         leader_work = leader.num_uncomputed + (rank[-1] if rank is not None else 0)
         num_shared = _num_common(leader, state)
         pays = num_shared - num_cached >= max(self.min_shared, self.worth * leader_work)
-        late = draft.now_s - self._since_s.get(state, draft.now_s) >= self.max_defer_s
+        late = draft.step.now_s - self._since_s.get(state, draft.step.now_s) >= self.max_defer_s
         may_lead = leader.request.priority >= state.request.priority and leader not in self._deferred
         if pays and may_lead and not late:
             self._deferred[state] = _Deferral(leader, num_shared, leader.num_preemptions)
-            self._since_s.setdefault(state, draft.now_s)
+            self._since_s.setdefault(state, draft.step.now_s)
 
     def _is_computing(self, leader: RequestState) -> bool:
         """Whether it is computing its prompt, or will, for the first time."""
@@ -174,7 +174,7 @@ class PrefixCacheAwarePass:
         if not self._deferred:
             return
         for state, deferral in list(self._deferred.items()):
-            late = draft.now_s - self._since_s[state] >= self.max_defer_s
+            late = draft.step.now_s - self._since_s[state] >= self.max_defer_s
             if not late and not deferral.is_over():
                 continue
             del self._deferred[state]

@@ -69,9 +69,9 @@ class PriorityBasedPass:
         if waiting or self._queue.ranks:
             has_changed = self._queue.update(waiting)
             for state in self._queue.arrived:
-                self._set_level(state, self.level(state, draft.now_s), draft.now_s)
+                self._set_level(state, self.level(state, draft.step.now_s), draft.step.now_s)
             self._remove_left()
-            has_changed |= self._raise_levels(draft.now_s)
+            has_changed |= self._raise_levels(draft.step.now_s)
         if self._shares is not None:
             arrived = self._queue.arrived if has_changed else ()
             has_changed |= self._shares.update(draft.running, arrived, view.max_num_seqs)
@@ -86,7 +86,7 @@ class PriorityBasedPass:
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
         """Stable until a request rises. None if the first waiting request may preempt."""
         waiting = draft.waiting
-        if draft.num_new_running or not self._queue.is_current(waiting):
+        if draft.step.num_new_running or not self._queue.is_current(waiting):
             return None
         if self._shares is not None and waiting and not self._shares.is_current(draft.running):
             return None
@@ -148,7 +148,7 @@ class PriorityBasedPass:
             return
         assert self._shares is not None
         if self._shared_order is None:
-            level = partial(self._shared_level, now_s=draft.now_s)
+            level = partial(self._shared_level, now_s=draft.step.now_s)
             self._shared_order = self._shares.arrange(draft.running, draft.waiting, level)
         draft.waiting[:] = self._shared_order
 
@@ -162,7 +162,7 @@ class PriorityBasedPass:
     def _sort_running(self, draft: Draft) -> None:
         """Sort the running requests. Only new ones, at the end, can be out of order."""
         running = draft.running
-        num_new = draft.num_new_running if self._has_sorted_running else len(running)
+        num_new = draft.step.num_new_running if self._has_sorted_running else len(running)
         if not num_new:
             return
         self._has_sorted_running = True
@@ -182,7 +182,9 @@ class PriorityBasedPass:
         computing = {s.request.group for s in draft.running if s.num_computed < s.num_prompt_tokens}
         if head.request.group is not None and head.request.group in computing:
             return  # it waits until its group has computed the shared prompt
-        lower = [state for state in reversed(draft.running) if self._ranks_below(state, head, draft.now_s)]
+        lower = [
+            state for state in reversed(draft.running) if self._ranks_below(state, head, draft.step.now_s)
+        ]
         if not lower:
             self._lowest_running = min(map(self.priority, draft.running))
             self._no_victim_for = head
@@ -243,7 +245,7 @@ class PriorityBasedPass:
         """
         lack = min(num_tokens, draft.token_budget - draft.num_decodes)
         lack -= draft.token_budget - draft.num_tokens
-        lower = [c for c in draft.chunks.values() if self._ranks_below(c.state, head, draft.now_s)]
+        lower = [c for c in draft.chunks.values() if self._ranks_below(c.state, head, draft.step.now_s)]
         for chunk in sorted(lower, key=lambda chunk: self.batch_key(chunk.state), reverse=True):
             cut = min(lack, chunk.num_tokens - 1)
             if cut > 0:

@@ -94,11 +94,11 @@ class SLOAwarePass:
         if waiting or queue.ranks:
             changed = queue.update(waiting)
             self._note(draft, view)
-            became_late = draft.now_s > self._due_s
+            became_late = draft.step.now_s > self._due_s
             if self._with_deadline and (changed or became_late):
                 self._rank(draft)
             queue.sort(waiting)
-            self._guard.promote(waiting, draft.now_s)
+            self._guard.promote(waiting, draft.step.now_s)
         if (waiting or draft.chunks) and draft.num_decodes:
             self._shorten_step(draft)
         else:
@@ -133,9 +133,11 @@ class SLOAwarePass:
 
     def _rank(self, draft: Draft) -> None:
         """Choose requests by deadline. Where one would be late, drop the longest chosen so far."""
-        now_s, candidates = draft.now_s, self._with_deadline
-        budget = draft.token_budget - draft.num_decodes if self._num_prefill is None else self._num_prefill
-        token_s = self.step_time.prefill_s(1, budget, draft.num_decodes)
+        now_s, candidates = draft.step.now_s, self._with_deadline
+        token_budget = (
+            draft.token_budget - draft.num_decodes if self._num_prefill is None else self._num_prefill
+        )
+        token_s = self.step_time.prefill_s(1, token_budget, draft.num_decodes)
         work_s = sum(chunk.num_tokens for chunk in draft.chunks.values()) * token_s
         chosen: list[tuple[float, int, RequestState]] = []
         self._due_s = NEVER_S
@@ -170,7 +172,7 @@ class SLOAwarePass:
 
     def _shorten_step(self, draft: Draft) -> None:
         goals, self._num_prefill = self._goals, None
-        while goals and not self._counts(goals[0][2], draft.now_s):
+        while goals and not self._counts(goals[0][2], draft.step.now_s):
             heappop(goals)
         if not goals or not self.step_time.is_known:
             return

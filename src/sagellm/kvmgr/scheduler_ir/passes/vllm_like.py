@@ -67,7 +67,7 @@ class VllmLikePass:
             return None
         hit = view.kv.match(head)
         needed = view.kv.blocks_to_admit(hit, len(head.tokens) - hit.num_tokens) + self.watermark
-        return ALWAYS_STABLE if needed > view.kv.budget().left(head) else None
+        return ALWAYS_STABLE if needed > view.kv.block_budget().left(head) else None
 
     def _max_chunk(self, draft: Draft) -> int:
         """Most tokens of one chunk. A request that is alone may use the whole budget."""
@@ -77,19 +77,19 @@ class VllmLikePass:
 
 @dataclass(slots=True)
 class _Step:
-    """The decisions of one step. `tokens` and `blocks` are left of its budgets."""
+    """The decisions of one step. The budgets are what is left of them."""
 
     draft: Draft
     view: SchedulingView
     max_chunk: int
-    tokens: int = field(init=False)
-    blocks: BlockBudget = field(init=False)
+    token_budget: int = field(init=False)
+    block_budget: BlockBudget = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tokens = self.draft.token_budget
-        self.blocks = self.view.kv.budget()
+        self.token_budget = self.draft.token_budget
+        self.block_budget = self.view.kv.block_budget()
         for state in self.draft.preempted:  # by an earlier pass
-            self.blocks.gain(state, self.view.kv.blocks_freed_by_preempting(state))
+            self.block_budget.gain(state, self.view.kv.blocks_freed_by_preempting(state))
 
     # -- running requests
 
@@ -101,7 +101,7 @@ class _Step:
         draft, price = self.draft, self.view.kv.blocks_to_append
         chunks = list(draft.chunks.values())
         wanted = [min(chunk.num_tokens, self.max_chunk) for chunk in chunks]
-        left = self.tokens - draft.num_decodes - sum(wanted)
+        left = self.token_budget - draft.num_decodes - sum(wanted)
         if left < 0:  # shorten the last chunk
             last = chunks[-1] if chunks else None
             if last is None or last.state is not draft.running[-1] or wanted[-1] + left < 1:
@@ -110,11 +110,11 @@ class _Step:
             left = 0
         blocks = len(draft.needing_block())
         blocks += sum(price(chunk.state, n) for chunk, n in zip(chunks, wanted, strict=True))
-        if not self.blocks.spend_together(blocks):
+        if not self.block_budget.spend_together(blocks):
             return False
         for chunk, num_tokens in zip(chunks, wanted, strict=True):
             chunk.num_tokens = num_tokens
-        self.tokens = left
+        self.token_budget = left
         return True
 
     def fit_running(self) -> None:
@@ -124,7 +124,7 @@ class _Step:
         batch = [state for state in draft.running if state.request_id not in gone]
         price = dict.fromkeys((state.request_id for state in draft.needing_block()), 1)
         done = 0
-        while done < len(batch) and self.tokens:
+        while done < len(batch) and self.token_budget:
             state = batch[done]
             if draft.computes(state) and not self._grant(state, batch, price.get(state.request_id, 0)):
                 break
@@ -142,21 +142,21 @@ class _Step:
         chunk = self.draft.chunks.get(state.request_id)
         take = 1
         if chunk is not None:
-            take = min(chunk.num_tokens, self.max_chunk, self.tokens)
+            take = min(chunk.num_tokens, self.max_chunk, self.token_budget)
             price = self.view.kv.blocks_to_append(state, take)
-        while not self.blocks.spend(state, price):
+        while not self.block_budget.spend(state, price):
             victim = batch.pop()
             self._preempt(victim, state)
             if victim is state:
                 return False
         if chunk is not None:
             chunk.num_tokens = take
-        self.tokens -= take
+        self.token_budget -= take
         return True
 
     def _preempt(self, victim: RequestState, winner: RequestState) -> None:
         self.draft.preempt(victim)
-        self.blocks.gain(victim, self.view.kv.blocks_freed_by_preempting(victim))
+        self.block_budget.gain(victim, self.view.kv.blocks_freed_by_preempting(victim))
         reason = f"{winner.request_id} comes first and needs its blocks"
         if victim is winner:
             reason = "it needs another block, and no request runs behind it"
@@ -169,21 +169,21 @@ class _Step:
         draft, kv = self.draft, self.view.kv
         rows, num_running, binds = self.view.num_free_rows, len(draft.running), True
         for state in list(draft.waiting):
-            if self.tokens < 1 or rows < 1:
+            if self.token_budget < 1 or rows < 1:
                 return
             binds = binds and self.view.bind_early(draft)  # what failed once fails with more requests, too
             if binds:
-                self.blocks = kv.budget()  # binding may have evicted the prefix of this request
+                self.block_budget = kv.block_budget()  # binding may have evicted the prefix of this request
             hit = kv.match(state)
             rest = len(state.tokens) - hit.num_tokens
             price = kv.blocks_to_admit(hit, rest)
             needed = price + (watermark if num_running else 0)
-            if needed <= self.blocks.left(state):
-                take = min(rest, self.max_chunk, self.tokens)
+            if needed <= self.block_budget.left(state):
+                take = min(rest, self.max_chunk, self.token_budget)
                 self._admit(state, hit, take, price if take == rest else kv.blocks_to_admit(hit, take))
                 rows, num_running = rows - 1, num_running + 1
                 continue
-            reason = f"its prompt needs {needed} blocks, {self.blocks.left(state)} are available"
+            reason = f"its prompt needs {needed} blocks, {self.block_budget.left(state)} are available"
             if num_running:
                 draft.record(NAME, state, "wait", reason)
                 return
@@ -192,10 +192,10 @@ class _Step:
 
     def _admit(self, state: RequestState, hit: PrefixHit, take: int, price: int) -> None:
         draft = self.draft
-        self.blocks.spend(state, price)
+        self.block_budget.spend(state, price)
         draft.chunks[state.request_id] = Chunk(state, hit.num_tokens, take, hit)
         draft.record(NAME, state, "admit", f"{take} tokens from {hit.num_tokens} on")
-        self.tokens -= take
+        self.token_budget -= take
 
 
 NAME = VllmLikePass.name
