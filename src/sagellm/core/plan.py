@@ -248,7 +248,7 @@ class StepStart:
 
 @dataclass(slots=True)
 class Draft:
-    """What a step could do, edited in place by passes; they only read `step` and `decodes`.
+    """What a step could do. Passes edit it in place; they only read `step` and `decodes`.
 
     `running` and `waiting` are in order of priority; passes may reorder both. A pass may take a request out
     of `waiting`: later passes do not see it, and it goes on waiting.

@@ -139,7 +139,7 @@ def _after_transfer(op: Operation, sent: dict[tuple[str, str], int]) -> Operatio
 
 
 def _record(op: Operation, kind: type[Record]) -> Record:
-    """The record of the plan that an operation was made from; their fields have the same names."""
+    """The record that an operation was made from. Their fields have the same names."""
     return kind(**{field.name: getattr(op, field.name) for field in fields(kind)})
 
 

@@ -346,14 +346,14 @@ class GraphReader:
 
 @dataclass(frozen=True, slots=True)
 class ValueForm:
-    """How values of one kind are written and read; `read` gets the line, and what to say is expected."""
+    """How values of one kind are written and read. `read` gets the line, and what an error expects."""
 
     write: Callable[[Any], str]
     read: Callable[[Line, str], Any]
 
 
 def _params_text(params: SamplingParams) -> str:
-    """The parameters that are not at their defaults, as JSON, which has lists for tuples and pairs."""
+    """The parameters that differ from their defaults. JSON has lists for tuples and pairs."""
     values = {name: getattr(params, name) for name in PARAM_NAMES}
     changed = {name: value for name, value in values.items() if value != getattr(DEFAULT_PARAMS, name)}
     return json.dumps(
@@ -405,9 +405,9 @@ REQUIRED = object()
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One field in the line of an operation: its keyword, if it has one, and its value.
+    """One field in the line of an operation: a keyword, or "", and the value.
 
-    `what` is the value's name in errors. A part with a default is left out where the field has it.
+    `what` names the value in errors. A part with a default is left out where the field has it.
     """
 
     keyword: str
@@ -426,7 +426,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class OperationForm:
-    """How operations of one kind are made from the parts of their lines, in order."""
+    """How operations of one kind are made, and the parts of their lines in order."""
 
     make: Callable[..., Operation]
     parts: tuple[Part, ...]
