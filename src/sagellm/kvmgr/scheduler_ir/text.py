@@ -405,7 +405,7 @@ REQUIRED = object()
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One field in the line of an operation: a keyword, or "", and the value.
+    """One field in an operation's line: a keyword, or "", and the value.
 
     `what` names the value in errors. A part with a default is left out where the field has it.
     """
@@ -426,7 +426,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class OperationForm:
-    """How operations of one kind are made, and the parts of their lines in order."""
+    """How operations of one kind are made, and the parts of their lines."""
 
     make: Callable[..., Operation]
     parts: tuple[Part, ...]
