@@ -119,41 +119,31 @@ def conversation_prompts(variant: ConversationMix, seed: int) -> list[list[int]]
 
     The harness that measures the peers draws from the same stream in the same order (lengths before tokens,
     answer before question, conversation after conversation, and the order of arrival at the end), so all
-    managers see the same tokens. A single prompt is a conversation without the draws that would follow it.
+    managers see the same tokens. The answer and question after the last turn are drawn but not sent. A single
+    prompt is a conversation without these draws.
     """
     random = Random(seed)
     system = _tokens(random, variant.system_tokens)
     num_conversations = variant.num_requests // variant.turns
     if variant.turns == 1:
         return [system + _tokens(random, FIRST_PROMPT.draw(random)) for _ in range(num_conversations)]
-    conversations = [_histories(random, system, variant.turns) for _ in range(num_conversations)]
-    return _interleaved(random, conversations)
+    conversations: list[list[list[int]]] = []
+    for _ in range(num_conversations):
+        history, prompts = system + _tokens(random, FIRST_PROMPT.draw(random)), []
+        for _ in range(variant.turns):
+            prompts.append(history)
+            history = history + _tokens(random, ANSWER.draw(random))
+            history += _tokens(random, NEXT_QUESTION.draw(random))
+        conversations.append(prompts)
+    order = []
+    while any(conversations):
+        chosen = random.choice([prompts for prompts in conversations if prompts])
+        order.append(chosen.pop(0))
+    return order
 
 
 def _tokens(random: Random, count: int) -> list[int]:
     return [random.randrange(FIRST_TOKEN, VOCAB_SIZE) for _ in range(count)]
-
-
-def _histories(random: Random, system: list[int], turns: int) -> list[list[int]]:
-    """Returns the prompt of each turn. The answer and question after the last turn are drawn but not sent."""
-    history, prompts = system + _tokens(random, FIRST_PROMPT.draw(random)), []
-    for _ in range(turns):
-        prompts.append(history)
-        history = history + _tokens(random, ANSWER.draw(random))
-        history += _tokens(random, NEXT_QUESTION.draw(random))
-    return prompts
-
-
-def _interleaved(random: Random, conversations: Sequence[Sequence[list[int]]]) -> list[list[int]]:
-    """Orders the prompts: each comes from a random conversation that has turns left."""
-    left = [iter(prompts) for prompts in conversations]
-    remaining = [len(prompts) for prompts in conversations]
-    order = []
-    while any(remaining):
-        chosen = random.choice([number for number, count in enumerate(remaining) if count])
-        remaining[chosen] -= 1
-        order.append(next(left[chosen]))
-    return order
 
 
 def replay(
@@ -162,23 +152,17 @@ def replay(
     """Sends the prompts through the manager, one second of the clock apart."""
     usages = []
     for number, prompt in enumerate(prompts):
+        num_tokens = len(prompt)
         request = Request(str(number), Tokens(prompt))
-        computed = RequestState(
-            request, Tokens(prompt), RequestStatus.RUNNING, num_prefilled=len(request.tokens)
-        )
-        usages.append(_serve(manager, computed, clock))
+        state = RequestState(request, Tokens(prompt), RequestStatus.RUNNING, num_prefilled=num_tokens)
+        hit = manager.quotes.match(state)
+        chunk = Chunk(state, hit.num_tokens, num_tokens - hit.num_tokens, hit)
+        manager.bind(Binding(Draft(StepStart(0, clock.now()), num_tokens, [], [], {state.request_id: chunk})))
+        manager.commit(state)
+        manager.release(state)
+        usages.append(PromptReuse(num_tokens, cdiv(num_tokens, manager.block_size), hit.num_blocks))
         clock.advance(SECONDS_BETWEEN_REQUESTS)
     return usages
-
-
-def _serve(manager: KVCacheManager, state: RequestState, clock: ManualClock) -> PromptReuse:
-    num_tokens = len(state.tokens)
-    hit = manager.quotes.match(state)
-    chunk = Chunk(state, hit.num_tokens, num_tokens - hit.num_tokens, hit)
-    manager.bind(Binding(Draft(StepStart(0, clock.now()), num_tokens, [], [], {state.request_id: chunk})))
-    manager.commit(state)
-    manager.release(state)
-    return PromptReuse(num_tokens, cdiv(num_tokens, manager.block_size), hit.num_blocks)
 
 
 def sharing(variant: str, pool_blocks: int, usages: Sequence[PromptReuse]) -> ConversationOutcome:
@@ -254,10 +238,10 @@ def as_table(outcomes: Sequence[ConversationOutcome], title: str) -> Table:
 
 def match_table(outcomes: Sequence[ConversationOutcome]) -> Table:
     """Returns the distribution of match lengths, one line per mix and pool."""
-    rows = [
-        [outcome.variant, f"{outcome.pool_blocks:,}", *map(str, outcome.match_lengths().values())]
-        for outcome in outcomes
-    ]
+    rows = []
+    for outcome in outcomes:
+        counts = map(str, outcome.match_lengths().values())
+        rows.append([outcome.variant, f"{outcome.pool_blocks:,}", *counts])
     columns = ("prompts", "pool", *outcomes[0].match_lengths())
     return Table("prompts by the number of tokens that they found in the cache", columns, rows, num_names=1)
 
@@ -265,9 +249,9 @@ def match_table(outcomes: Sequence[ConversationOutcome]) -> Table:
 def request_table(outcome: ConversationOutcome) -> Table:
     """Returns what each prompt found, in order of arrival."""
     columns = ("request", "tokens", "blocks", "reused", "new", "share")
-    rows = [
-        [str(number), *map(str, (usage.num_tokens, usage.num_blocks, usage.num_reused)),
-         str(usage.num_blocks - usage.num_reused), f"{usage.num_reused / usage.num_blocks:.2%}"]
-        for number, usage in enumerate(outcome.usages)
-    ]  # fmt: skip
+    rows = []
+    for number, usage in enumerate(outcome.usages):
+        counts = number, usage.num_tokens, usage.num_blocks, usage.num_reused
+        new = usage.num_blocks - usage.num_reused
+        rows.append([*map(str, (*counts, new)), f"{usage.num_reused / usage.num_blocks:.2%}"])
     return Table(f"{outcome.variant}, pool of {outcome.pool_blocks:,} blocks", columns, rows, num_names=1)

@@ -77,9 +77,8 @@ class FairnessOutcome:
     @property
     def hit_ratio(self) -> float:
         """Hit ratio of all tenants together."""
-        return sum(tenant.hit_blocks for tenant in self.tenants) / sum(
-            tenant.blocks for tenant in self.tenants
-        )
+        hits = sum(tenant.hit_blocks for tenant in self.tenants)
+        return hits / sum(tenant.blocks for tenant in self.tenants)
 
     @property
     def meets_target(self) -> bool | None:
@@ -116,9 +115,8 @@ def run(
         baseline: FairnessOutcome | None = None
         for name in names:
             on_case(f"{name} at {size.text}")
-            outcome = FairnessOutcome(
-                name, size, served(trace, _hits(trace, name, size.num_blocks)), 0.0, 1.0
-            )
+            tenants = served(trace, _hits(trace, name, size.num_blocks))
+            outcome = FairnessOutcome(name, size, tenants, 0.0, 1.0)
             baseline = baseline or outcome
             lost = baseline.hit_ratio - outcome.hit_ratio
             outcomes.append(replace(outcome, lost=lost, baseline_jain=baseline.jain))
@@ -166,10 +164,7 @@ def as_json(
         "format": FORMAT,
         "environment": dataclasses.asdict(environment),
         "settings": dict(settings),
-        "trace": {
-            "name": trace.name,
-            **trace.counts(),
-        },
+        "trace": {"name": trace.name, **trace.counts()},
         "target": {
             "baseline": BASELINE,
             "baseline_jain_below": UNFAIR,

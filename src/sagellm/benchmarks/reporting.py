@@ -8,7 +8,7 @@ import platform
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +50,11 @@ class Environment:
     clean: bool
 
 
-def environment(date: datetime) -> Environment:
-    """Describes this machine and this package at `date`."""
+def environment(date: datetime | None = None) -> Environment:
+    """Describes this machine and this package at `date`, now by default."""
     commit, clean = _checkout(Path(sagellm.__file__).parent)
     return Environment(
-        date=date.isoformat(timespec="seconds"),
+        date=(date or datetime.now(UTC)).isoformat(timespec="seconds"),
         cpu=cpu_model(CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""),
         cores=usable_cores(),
         system=platform.system(),
@@ -118,15 +118,6 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-
-
-def show(
-    tables: Iterable[Table], values: Mapping[str, Any], file: Path | None, *, markdown: bool = False
-) -> None:
-    """Writes the values to `file`, if given, then prints the tables. Raises as `write_json` does."""
-    if file is not None:
-        write_json(file, values)
-    print_tables(tables, markdown=markdown)
 
 
 # -- plots

@@ -41,37 +41,24 @@ def load_llm(
     set_up_logging(config.log.level, config.log.format)
     clock, events, name = clock or MonotonicClock(), events or EventBus(), config.model.name
     config = located(config)  # before our progress bar, since the hub's client shows its own
-    began_s, reading = clock.now(), _WeightReading(clock)
+    began_s = clock.now()
+    readings: list[tuple[float, int]] = []  # time and bytes of weights read so far
     with loading_bar(name or "the demo model") as progress:
-        llm = build_llm(config, events=events, progress=reading.measured(progress))
-    took = f"loaded in {clock.now() - began_s:.2f} s, of which {reading}"
+
+        def listen(done: int, total: int) -> None:
+            readings.append((clock.now(), done))
+            progress(done, total)
+
+        llm = build_llm(config, events=events, progress=listen)
+    took = f"loaded in {clock.now() - began_s:.2f} s"
+    if readings:
+        (first_s, _), (last_s, num_bytes) = readings[0], readings[-1]
+        took += f", of which {last_s - first_s:.2f} s for {as_text(num_bytes)} of weights"
     age_s = _process_age_s()
     log.log(log_level, took if age_s is None else f"{took}; {age_s:.2f} s after the start of the process")
     if log.isEnabledFor(log_level):
         _log_first_step(events, log_level)
     return llm
-
-
-class _WeightReading:
-    """Measures for how long weights are read."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._began_s = self._ended_s = 0.0
-        self._bytes = 0
-
-    def measured(self, progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        """`progress`, with a measurement at each call."""
-
-        def listen(done: int, total: int) -> None:
-            self._bytes, self._ended_s = done, self._clock.now()
-            self._began_s = self._began_s or self._ended_s
-            progress(done, total)
-
-        return listen
-
-    def __str__(self) -> str:
-        return f"{self._ended_s - self._began_s:.2f} s for {as_text(self._bytes)} of weights"
 
 
 def _log_first_step(events: EventBus, log_level: int) -> None:

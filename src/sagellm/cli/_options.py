@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Annotated, Any, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Self, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -27,8 +28,6 @@ from typer.core import TyperCommand, TyperGroup
 from sagellm.cli import EXIT_EXPLAINED
 from sagellm.core.errors import MissingExtraError, RequestError, SageError
 from sagellm.core.extras import EXTRA_OF
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def flag(names: str, text: str, **settings: Any) -> Any:
@@ -39,9 +38,9 @@ def flag(names: str, text: str, **settings: Any) -> Any:
     return typer.Option(*flags, metavar=metavar, help=text, **settings)
 
 
-_MODEL_HELP = "Folder or hub name of the model; default: the demo model."
-
-ModelOption = Annotated[str | None, flag("--model -m MODEL", _MODEL_HELP)]
+ModelOption = Annotated[
+    str | None, flag("--model -m MODEL", "Folder or hub name of the model; default: the demo model.")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class OptionGroup:
     """
 
     @classmethod
-    def parameters(cls) -> list[inspect.Parameter]:
+    def options(cls) -> list[inspect.Parameter]:
         """The options, as typer reads them."""
         declared, made = get_type_hints(cls, include_extras=True), []
         for field in fields(cls):
@@ -64,10 +63,18 @@ class OptionGroup:
         return made
 
     @classmethod
-    def take(cls, given: dict[str, Any]) -> Self:
-        """Remove this group's options from `given` and make the value."""
-        values = {field.name: given.pop(field.name) for field in fields(cls)}
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if v is not None})
+    def of(cls, given: dict[str, Any]) -> Self:
+        """The group of the options that were given, by name; repeated ones are lists."""
+        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+
+    def given(self) -> dict[str, Any]:
+        """The fields that have a value: neither None nor empty."""
+        return with_value(**{field.name: getattr(self, field.name) for field in fields(self)})
+
+
+def with_value(**values: Any) -> dict[str, Any]:
+    """Those of `values` that are neither None nor empty."""
+    return {name: value for name, value in values.items() if value not in (None, ())}
 
 
 def option(name: str, kind: Any, declared: Any) -> inspect.Parameter:
@@ -83,17 +90,16 @@ class Model(OptionGroup):
     name: str | None
 
     @classmethod
-    def parameters(cls) -> list[inspect.Parameter]:
+    def options(cls) -> list[inspect.Parameter]:
         argument = typer.Argument(metavar="MODEL", help="The same as -m MODEL.", show_default=False)
-        declared = flag("--model -m MODEL", _MODEL_HELP)
-        return [option("model_argument", str, argument), option("model", str, declared)]
+        return [option("model_argument", str, argument), option("model", *get_args(ModelOption))]
 
     @classmethod
-    def take(cls, given: dict[str, Any]) -> Self:
-        alone, named = given.pop("model_argument"), given.pop("model")
-        if alone is not None and named is not None and alone != named:
+    def of(cls, given: dict[str, Any]) -> Self:
+        if len(set(given.values())) > 1:
+            alone, named = given["model_argument"], given["model"]
             raise RequestError(f"two models, {alone} and {named}: name one", "model")
-        return cls(alone if named is None else named)
+        return cls(next(iter(given.values()), None))
 
 
 class Command(TyperCommand):
@@ -103,7 +109,7 @@ class Command(TyperCommand):
     """
 
     def get_short_help_str(self, limit: int = 0) -> str:
-        return super().get_short_help_str(_NO_LIMIT)
+        return super().get_short_help_str(10_000)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -124,7 +130,7 @@ class CommandGroup(TyperGroup):
     """
 
     def get_short_help_str(self, limit: int = 0) -> str:
-        return super().get_short_help_str(_NO_LIMIT)
+        return super().get_short_help_str(10_000)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         try:
@@ -142,11 +148,10 @@ class App(typer.Typer):
     def __init__(self, **settings: Any) -> None:
         super().__init__(cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None, **settings)
 
-    def command(self, name: str | None = None, **settings: Any) -> Callable[[Function], Function]:
-        return super().command(name, **{"cls": Command, **settings})
-
-
-_NO_LIMIT = 10_000
+    def add(self, *functions: Callable[..., None]) -> None:
+        """Add commands that are named as their functions."""
+        for function in functions:
+            self.command(function.__name__, cls=Command)(function)
 
 
 def completing(values: Iterable[str]) -> Callable[[str], list[str]]:
@@ -163,18 +168,19 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     own = inspect.signature(function, eval_str=True).parameters
     kinds = {name: parameter.annotation for name, parameter in own.items()}
     groups = {n: k for n, k in kinds.items() if isinstance(k, type) and issubclass(k, OptionGroup)}
+    options = {name: kind.options() for name, kind in groups.items()}
 
     @functools.wraps(function)
     def run(**given: Any) -> None:
         with explained(debug=bool(given.pop("debug"))):
             _check_encodable(given.values())
-            values = {name: kind.take(given) for name, kind in groups.items()}
-            function(**given, **values)
+            for name, kind in groups.items():
+                values = {option.name: given.pop(option.name) for option in options[name]}
+                given[name] = kind.of({k: v for k, v in values.items() if v not in (None, [])})
+            function(**given)
 
     parameters = [p for name, p in own.items() if name not in groups]
-    for kind in groups.values():
-        parameters += kind.parameters()
-    parameters.append(_DEBUG)
+    parameters += [*itertools.chain(*options.values()), _DEBUG]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run

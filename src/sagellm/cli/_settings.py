@@ -47,26 +47,24 @@ class Settings(OptionGroup):
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def parameters(cls) -> list[inspect.Parameter]:
-        preset_help = f"One of {', '.join(PRESETS)}."
+    def options(cls) -> list[inspect.Parameter]:
+        keys = completing(f"{key}=" for key in KEYS)
         return [
             option("config_file", Path, flag("--config -c FILE", _CONFIG_HELP)),
-            option("preset", str, flag("--preset NAME", preset_help, autocompletion=completing(PRESETS))),
-            option(
-                "assignments",
-                list[str],
-                flag("--set -s KEY=VALUE", _SET_HELP, autocompletion=completing(f"{key}=" for key in KEYS)),
-            ),
+            option("preset", str, flag("NAME", _PRESET_HELP, autocompletion=completing(PRESETS))),
+            option("assignments", list[str], flag("--set -s KEY=VALUE", _SET_HELP, autocompletion=keys)),
             option("offline", bool, flag("--offline", _OFFLINE_HELP)),
             *_flag_options(FLAGS),
         ]
 
     @classmethod
-    def take(cls, given: dict[str, Any]) -> Self:
-        config_file, preset = given.pop("config_file"), given.pop("preset")
-        assigned = dict(map(_assignment, given.pop("assignments") or ()))
-        offline = {"model.offline": True} if given.pop("offline") else {}
-        return cls(config_file, preset, {**assigned, **offline, **_take_flags(FLAGS, given)})
+    def of(cls, given: dict[str, Any]) -> Self:
+        config_file, preset = given.pop("config_file", None), given.pop("preset", None)
+        values = dict(map(_assignment, given.pop("assignments", ())))
+        if given.pop("offline", False):
+            values["model.offline"] = True
+        keys = {_option_name(key): key for key in (*FLAGS, *SERVER_FLAGS)}
+        return cls(config_file, preset, values | {keys[name]: text for name, text in given.items()})
 
     def load(self, *, model: str | None = None) -> Resolved:
         """The configuration with these options over all other layers."""
@@ -81,42 +79,30 @@ class ServerSettings(Settings):
     """`Settings` with the options that only a server reads."""
 
     @classmethod
-    def parameters(cls) -> list[inspect.Parameter]:
-        return [*_flag_options(SERVER_FLAGS), *Settings.parameters()]
-
-    @classmethod
-    def take(cls, given: dict[str, Any]) -> Self:
-        flags = _take_flags(SERVER_FLAGS, given)
-        rest = Settings.take(given)
-        return cls(rest.config_file, rest.preset, {**rest.values, **flags})
+    def options(cls) -> list[inspect.Parameter]:
+        return [*_flag_options(SERVER_FLAGS), *Settings.options()]
 
 
 _CONFIG_HELP = "YAML file with keys and values (also SAGELLM_CONFIG)."
 _OFFLINE_HELP = "Take hub models from the local cache only (also HF_HUB_OFFLINE=1)."
+_PRESET_HELP = f"One of {', '.join(PRESETS)}."
 _SET_HELP = "Set any key of the configuration; may be repeated."
 
 
 def _flag_options(flags: Mapping[str, tuple[str, str]]) -> list[inspect.Parameter]:
-    return [
-        option(
-            key.replace(".", "_"),
-            str,
-            flag(
-                f"{name} {metavar}",
-                f"{key}: {describe(key)}.",
-                autocompletion=completing(allowed_values(key)),
-            ),
-        )
-        for key, (name, metavar) in flags.items()
-    ]
+    made = []
+    for key, (name, metavar) in flags.items():
+        values = completing(allowed_values(key))
+        declared = flag(f"{name} {metavar}", f"{key}: {describe(key)}.", autocompletion=values)
+        made.append(option(_option_name(key), str, declared))
+    return made
 
 
-def _take_flags(flags: Mapping[str, tuple[str, str]], given: dict[str, Any]) -> dict[str, str]:
-    taken = {key: given.pop(key.replace(".", "_")) for key in flags}
-    return {key: text for key, text in taken.items() if text is not None}
+def _option_name(key: str) -> str:
+    return key.replace(".", "_")
 
 
-def _assignment(text: str) -> tuple[str, str]:
+def _assignment(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"--set {text!r}: write KEY=VALUE, for example --set kv.block_size=32")

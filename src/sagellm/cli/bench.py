@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,15 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from rich.console import Console
 
+from sagellm.benchmarks.reporting import Table, check_writable, environment, print_tables, write_json
 from sagellm.cli._options import App, Model, ModelOption, OptionGroup, command, flag
 from sagellm.cli._settings import Settings
 from sagellm.core.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
-    from sagellm.benchmarks.engine.run import EngineBenchReport
     from sagellm.benchmarks.engine.shapes import Shape
     from sagellm.benchmarks.micro.cases import MicroBenchmark
-    from sagellm.benchmarks.reporting import Table
     from sagellm.core.config import Config
 
 app = App(help="Measure this machine.")
@@ -45,16 +43,14 @@ class Output(OptionGroup):
 
     def check(self) -> None:
         """Raise `ConfigError` before a long measurement, if the file cannot be written."""
-        from sagellm.benchmarks.reporting import check_writable
-
         if self.json_file is not None:
             check_writable(self.json_file)
 
     def show(self, tables: Iterable[Table], values: Mapping[str, Any]) -> None:
         """Write the values, if a file is given, then print the tables."""
-        from sagellm.benchmarks.reporting import show
-
-        show(tables, values, self.json_file, markdown=self.markdown)
+        if self.json_file is not None:
+            write_json(self.json_file, values)
+        print_tables(tables, markdown=self.markdown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +87,8 @@ def _add_micro(name: str, choice: str, variants: str, text: str) -> None:
 
     measure.__doc__ = text
     measure.__annotations__["names"] = Annotated[str | None, flag(f"--{choice} NAMES", variants)]
-    micro.command(name)(command(measure))
+    measure.__name__ = name
+    micro.add(command(measure))
 
 
 _add_micro(
@@ -143,14 +140,11 @@ def _measure(benchmark: MicroBenchmark, names: str | None, given: MicroOptions, 
     from sagellm.benchmarks.micro.cases import MicroBenchPlan
     from sagellm.benchmarks.micro.peers import parse_peers
     from sagellm.benchmarks.micro.run import MicroBenchReport, run, tables
-    from sagellm.benchmarks.reporting import environment
 
     variants = _split(names) if names is not None else tuple(benchmark.known.names())
     plan = MicroBenchPlan(variants, policy=given.policy, repeats=given.repeats, seed=given.seed)
     output.check()
-    report = MicroBenchReport(
-        benchmark.name, environment(datetime.now(UTC)), plan.quick() if given.quick else plan
-    )
+    report = MicroBenchReport(benchmark.name, environment(), plan.quick() if given.quick else plan)
     sections = "".join(benchmark.sections) if given.sections is None else given.sections
     peers = parse_peers(given.peers, given.peer_script)
     try:
@@ -161,7 +155,6 @@ def _measure(benchmark: MicroBenchmark, names: str | None, given: MicroOptions, 
             output.show(tables(report), report.as_json())
 
 
-@app.command("engine")
 @command
 def engine(
     model: ModelOption = None,
@@ -184,39 +177,32 @@ def engine(
     processes took: compare rows only where it is near 0.
     """
     from sagellm.benchmarks.engine.peer_rows import read_peers
-    from sagellm.benchmarks.engine.run import EngineBenchPlan, EngineBenchReport, run
+    from sagellm.benchmarks.engine.run import EngineBenchPlan, EngineBenchReport, run, tables
+    from sagellm.benchmarks.engine.shapes import shape_named
     from sagellm.benchmarks.engine.workloads import chosen_names
-    from sagellm.benchmarks.reporting import environment
+    from sagellm.engines.native import DEMO_NAME
 
     names = chosen_names([word.strip() for word in only.split(",")] if only is not None else [])
-    random_shape, label = _model_or_shape(model, shape)
-    config = _configured(settings, model)
-    peers = read_peers(compare or [], label, EngineBenchPlan(config, label, names, repeats).threads)
+    if shape is not None and model is not None:
+        raise ConfigError("--shape makes a model of random weights: leave out --model, or --shape")
+    random_shape = None if shape is None else shape_named(shape)
+    label = random_shape.label if random_shape else Path(model).name if model else DEMO_NAME
+    plan = EngineBenchPlan(_with_threads(settings.load(model=model).config), label, names, repeats)
+    peers = read_peers(compare or [], label, plan.threads)
     output.check()
-    with Console(stderr=True).status("") as status, _model_on_disk(random_shape, config) as on_disk:
-        report = EngineBenchReport(
-            EngineBenchPlan(on_disk, label, names, repeats), environment(datetime.now(UTC)), peers
-        )
+    with _model_on_disk(random_shape, plan.config) as config:
+        report = EngineBenchReport(replace(plan, config=config), environment(), peers)
         try:
-            run(report, on_run=status.update)
+            with Console(stderr=True).status("") as status:
+                run(report, on_run=status.update)
         finally:
-            status.stop()
-            _show(report, output)
+            if report.measured:
+                output.show(tables(report), report.as_json())
+                for name, reason in report.left_out.items():
+                    print(f"left out: {name} {reason}")
     if only is not None and report.left_out:
         [(name, reason), *_] = report.left_out.items()
         raise ConfigError(f"{name} {reason}")
-
-
-def _model_or_shape(model: str | None, shape: str | None) -> tuple[Shape | None, str]:
-    """The shape, if one is asked for, and the model's name in rows."""
-    from sagellm.benchmarks.engine.shapes import shape_named
-    from sagellm.engines.native import DEMO_NAME
-
-    if shape is None:
-        return None, Path(model).name if model else DEMO_NAME
-    if model is not None:
-        raise ConfigError("--shape makes a model of random weights: leave out --model, or --shape")
-    return shape_named(shape), shape_named(shape).label
 
 
 @contextmanager
@@ -232,27 +218,15 @@ def _model_on_disk(shape: Shape | None, config: Config) -> Iterator[Config]:
         yield config.model_copy(update={"model": config.model.model_copy(update={"name": folder})})
 
 
-def _configured(settings: Settings, model: str | None) -> Config:
+def _with_threads(config: Config) -> Config:
     """The configuration, with every core unless it sets a number of threads."""
     from sagellm.core.cores import usable_cores
 
-    config = settings.load(model=model).config
     if config.engine.threads is not None:
         return config
     return config.model_copy(update={"engine": config.engine.model_copy(update={"threads": usable_cores()})})
 
 
-def _show(report: EngineBenchReport, output: Output) -> None:
-    from sagellm.benchmarks.engine.run import tables
-
-    if not report.measured:
-        return
-    output.show(tables(report), report.as_json())
-    for name, reason in report.left_out.items():
-        print(f"left out: {name} {reason}")
-
-
-@app.command("fairness")
 @command
 def fairness(
     policy: Annotated[list[str] | None, flag("NAME", "Beside lru; may be repeated; default: qos.")] = None,
@@ -273,7 +247,6 @@ def fairness(
     most 3 points of all hits.
     """
     from sagellm.benchmarks.fairness import CAPACITIES, POLICIES, as_json, as_table, run, tenants_trace
-    from sagellm.benchmarks.reporting import environment
 
     output.check()
     policies, capacities = policy or list(POLICIES), capacity or list(CAPACITIES)
@@ -282,11 +255,10 @@ def fairness(
         outcomes = run(trace, policies, capacities, on_case=status.update)
     title = f"{trace.name}: hit ratio of each tenant, in brackets divided by that of an infinite cache"
     settings = {"seed": seed, "policies": policies, "capacities": capacities}
-    values = as_json(outcomes, trace, environment(datetime.now(UTC)), settings)
+    values = as_json(outcomes, trace, environment(), settings)
     output.show([as_table(outcomes, title)], values)
 
 
-@app.command("http")
 @command
 def http(
     url: Annotated[
@@ -313,7 +285,6 @@ def http(
     The client is a process of its own. Use a tiny model, so that the figures are the server's.
     """
     from sagellm.benchmarks.http import run as bench
-    from sagellm.benchmarks.reporting import environment
 
     counts = [int(part) if part.strip().isdecimal() else 0 for part in concurrency.split(",")]
     plan = bench.HttpBenchPlan([part.strip() for part in kinds.split(",")], counts, requests, tokens, repeats)
@@ -326,7 +297,7 @@ def http(
     with Console(stderr=True).status("starting the server") as status, address as base:
         served_name = name or ("sagellm" if url is None else base)
         target = bench.HttpTarget(served_name, base, bench.served_model(base, headers), headers)
-        report = bench.HttpBenchReport(plan, target, environment(datetime.now(UTC)))
+        report = bench.HttpBenchReport(plan, target, environment())
         try:
             bench.run(report, on_run=status.update)
         finally:
@@ -335,7 +306,6 @@ def http(
                 output.show(report.tables(), report.as_json())
 
 
-@app.command("lifetime")
 @command
 def lifetime(
     traces: Annotated[
@@ -358,7 +328,6 @@ def lifetime(
     constant for the same requests, "skill" with their base rate; neither can be known beforehand.
     """
     from sagellm.benchmarks.lifetime.run import NAMES, LifetimeBenchPlan, run
-    from sagellm.benchmarks.reporting import environment
 
     plan = LifetimeBenchPlan(
         tuple(workload or NAMES), tuple(predictor or ("statistical",)), cast("Any", part), after
@@ -366,11 +335,10 @@ def lifetime(
     plan.check()
     output.check()
     with Console(stderr=True).status("") as status:
-        report = run(plan, traces, environment(datetime.now(UTC)), status.update)
+        report = run(plan, traces, environment(), status.update)
     output.show(report.tables(), report.as_json())
 
 
-@app.command("conversation")
 @command
 def conversation(
     policy: Annotated[str, flag("NAME", "Eviction policy.")] = "lru",
@@ -384,7 +352,6 @@ def conversation(
 ) -> None:
     """Count the KV that 100 prompts of conversations reuse, by size of the pool."""
     from sagellm.benchmarks import conversation as experiment
-    from sagellm.benchmarks.reporting import environment
 
     output.check()
     settings = {"policy": policy, "index": index, "seed": seed, "prefix_caching": not no_prefix_caching}
@@ -399,7 +366,10 @@ def conversation(
     title += ", no prefix caching" if no_prefix_caching else ""
     tables = [experiment.as_table(outcomes, title), experiment.match_table(outcomes)]
     tables += map(experiment.request_table, outcomes if per_request else ())
-    output.show(tables, experiment.as_json(outcomes, environment(datetime.now(UTC)), settings))
+    output.show(tables, experiment.as_json(outcomes, environment(), settings))
+
+
+app.add(engine, fairness, http, lifetime, conversation)
 
 
 def _split(text: str) -> tuple[str, ...]:

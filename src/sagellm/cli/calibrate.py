@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sagellm.benchmarks.reporting import Table, check_writable, print_tables, write_json
 from sagellm.cli._options import OptionGroup, command, flag
 from sagellm.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sagellm.benchmarks.reporting import Table
     from sagellm.core.clock import ManualClock
     from sagellm.core.events import EventBus
     from sagellm.core.protocols.engine import EngineCore, InferenceBackend
@@ -29,6 +29,8 @@ _BLOCKS_HELP = "KV blocks of the measured engine; default: what the device's mem
 _SEQS_HELP = "Requests that ran together at most, per data-parallel rank; default: 256."
 _BATCHED_HELP = "Tokens of one step at most, per data-parallel rank; default: 2048."
 _RANKS_HELP = "Ranks with requests of their own that shared the experts; default: 1."
+_MEMORY_HELP = "Share of the device's memory that it used; default: 0.9."
+_PRESET_HELP = "Preset whose scheduling it is like; default: vllm-like."
 _CACHING_HELP = "Whether it reused prefixes (of preempted requests, here); default: yes."
 
 
@@ -42,12 +44,8 @@ class MeasuredEngine(OptionGroup):
     max_batched_tokens: Annotated[int, flag("N", _BATCHED_HELP)] = 2048
     tensor_parallel: Annotated[int, flag("N", "Devices that shared each layer; default: 1.")] = 1
     data_parallel: Annotated[int, flag("N", _RANKS_HELP)] = 1
-    memory_utilization: Annotated[
-        float, flag("X", "Share of the device's memory that it used; default: 0.9.")
-    ] = 0.9
-    preset: Annotated[str, flag("NAME", "Preset whose scheduling it is like; default: vllm-like.")] = (
-        "vllm-like"
-    )
+    memory_utilization: Annotated[float, flag("X", _MEMORY_HELP)] = 0.9
+    preset: Annotated[str, flag("NAME", _PRESET_HELP)] = "vllm-like"
     prefix_caching: Annotated[bool, flag("--prefix-caching/--no-prefix-caching", _CACHING_HELP)] = True
 
     def __post_init__(self) -> None:
@@ -141,7 +139,6 @@ def calibrate(
 
     Serves the requests again in simulated time, and changes the coefficients until the latencies agree.
     """
-    from sagellm.benchmarks.reporting import check_writable, write_json
     from sagellm.engines.simulator.calibrate import calibrate as fitted
     from sagellm.engines.simulator.measured import read_measured, simulate
 
@@ -159,27 +156,15 @@ def calibrate(
 
     known = measured[:fit] if open_end else measured
     found = fitted(known, start, run, num_fitted=fit, open_end=open_end, rounds=rounds, priors=priors)
-    _show(found, measured, run(measured, found.cost_model))
-    origin = "as given" if instance.num_blocks else "as the device's memory leaves room for"
-    print(f"{sizes.num_blocks:,} blocks of {sizes.block_size} tokens, {origin}")
-    _check(found, max_error)
-    write_json(out_file, _record(found, instance, sizes, requests))
-    print(f"{out_file}: coefficients from {found.num_requests:,} requests, {found.num_rounds} simulations")
-
-
-def _show(found: Calibration, measured: Sequence[RequestTiming], run: SimulatedRun) -> None:
-    from sagellm.benchmarks.reporting import print_tables
-
-    print_tables(_tables(found, measured, run))
+    print_tables(_tables(found, measured, run(measured, found.cost_model)))
     for text, names in (
         ("not determined, so near what is usual", found.undetermined),
         ("on the bound of what is plausible, so doubtful", found.on_a_bound),
     ):
         if names:
             print(f"{text}: {', '.join(names)}")
-
-
-def _check(found: Calibration, max_error: float) -> None:
+    origin = "as given" if instance.num_blocks else "as the device's memory leaves room for"
+    print(f"{sizes.num_blocks:,} blocks of {sizes.block_size} tokens, {origin}")
     tpot, ttft = found.errors
     if not max(abs(tpot), abs(ttft)) <= max_error:
         raise ConfigError(
@@ -187,6 +172,8 @@ def _check(found: Calibration, max_error: float) -> None:
             "nothing is written. Check --device, --model, --max-num-seqs, --num-blocks, --tensor-parallel, "
             "--data-parallel; or allow it with --max-error"
         )
+    write_json(out_file, _record(found, instance, sizes, requests))
+    print(f"{out_file}: coefficients from {found.num_requests:,} requests, {found.num_rounds} simulations")
 
 
 def _from_prior(path: Path | None, start: CostModel) -> tuple[CostModel, Mapping[str, Prior]]:
@@ -200,43 +187,31 @@ def _from_prior(path: Path | None, start: CostModel) -> tuple[CostModel, Mapping
     coefficients, _ = read_coefficients(path, start)
     sigmas = json.loads(path.read_text(encoding="utf-8")).get("fitted", {}).get("log_sigmas", {})
     priors = narrowed(PRIORS, coefficients, sigmas)
-    return replace(
-        start, coefficients=Coefficients(**{name: found.mean for name, found in priors.items()})
-    ), priors
+    means = {name: found.mean for name, found in priors.items()}
+    return replace(start, coefficients=Coefficients(**means)), priors
 
 
 def _tables(found: Calibration, measured: Sequence[RequestTiming], run: SimulatedRun) -> list[Table]:
     """Coefficients, and latencies of the fitted requests and of any others."""
-    from sagellm.benchmarks.reporting import Table
     from sagellm.engines.simulator.measured import compare
 
-    values = found.cost_model.coefficients.as_dict()
-    rows = [
-        (name, f"{value:.4g}", f"{math.expm1(found.log_sigmas[name]):.0%}", _remark(found, name))
-        for name, value in values.items()
-    ]
-    tables = [Table("Coefficients", ("coefficient", "value", "known to", "remark"), rows, num_names=1)]
-    columns = ("latency", "", "measured s", "simulated s", "error")
+    coefficients = []
+    for name, value in found.cost_model.coefficients.as_dict().items():
+        remark = "not determined" if name in found.undetermined else ""
+        if name in found.on_a_bound:
+            remark = "on its bound"
+        coefficients.append((name, f"{value:.4g}", f"{math.expm1(found.log_sigmas[name]):.0%}", remark))
+    columns = ("coefficient", "value", "known to", "remark")
+    tables = [Table("Coefficients", columns, coefficients, num_names=1)]
+    latencies = ("latency", "", "measured s", "simulated s", "error")
     for part, title in ((slice(found.num_requests), "fitted"), (slice(found.num_requests, None), "judged")):
-        if measured[part]:
-            compared = [
-                (
-                    row.latency,
-                    row.statistic,
-                    f"{row.measured_s:.4f}",
-                    f"{row.simulated_s:.4f}",
-                    f"{row.error:+.1%}",
-                )
-                for row in compare(measured[part], run.timings[part])
-            ]
-            tables.append(Table(f"Requests that were {title}", columns, compared, num_names=2))
+        rows = []
+        for row in compare(measured[part], run.timings[part]) if measured[part] else ():
+            times = f"{row.measured_s:.4f}", f"{row.simulated_s:.4f}", f"{row.error:+.1%}"
+            rows.append((row.latency, row.statistic, *times))
+        if rows:
+            tables.append(Table(f"Requests that were {title}", latencies, rows, num_names=2))
     return tables
-
-
-def _remark(found: Calibration, name: str) -> str:
-    if name in found.on_a_bound:
-        return "on its bound"
-    return "not determined" if name in found.undetermined else ""
 
 
 def _record(found: Calibration, instance: MeasuredEngine, sizes: Sizes, path: Path) -> dict[str, Any]:

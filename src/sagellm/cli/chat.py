@@ -7,6 +7,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 from sagellm.cli._loading import load_llm
@@ -45,14 +46,14 @@ def chat(
 
     Ctrl-C stops an answer and not the program; /help lists the commands.
     """
-    llm = load_llm(settings.load(model=model.name).config)
-    try:
-        _import_line_editing()
+    with closing(load_llm(settings.load(model=model.name).config)) as llm:
+        with suppress(ImportError):  # a Python without readline edits lines as the terminal does
+            import readline
+
+            readline.set_history_length(1000)
         print(f"{llm.model_name}   /help  commands    Ctrl-D  leave", file=sys.stderr)
         dimmed = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        Conversation(llm, sampling.given, system, dimmed=dimmed).talk(input)
-    finally:
-        llm.close()
+        Conversation(llm, sampling.given(), system, dimmed=dimmed).talk(input)
 
 
 class Conversation:
@@ -172,9 +173,7 @@ def _read_text(read: Callable[[str], str]) -> str:
     A backslash continues a line; lines between two lines of quotes belong together. The end of input ends
     both.
     """
-    prompts = (
-        ("> ", ". ") if sys.stdin.isatty() else ("", "")
-    )  # with input from a pipe, stdout holds only answers
+    prompts = ("> ", ". ") if sys.stdin.isatty() else ("", "")  # from a pipe, stdout holds only answers
     lines = [read(prompts[0]).strip()]
     quoted = lines[0].startswith(QUOTES)
     lines[0] = lines[0].removeprefix(QUOTES)
@@ -187,15 +186,6 @@ def _read_text(read: Callable[[str], str]) -> str:
     if quoted:
         lines[-1] = lines[-1].partition(QUOTES)[0]
     return "\n".join(lines).strip()
-
-
-def _import_line_editing() -> None:
-    """Arrow keys and history in `input`, where Python has them."""
-    try:
-        import readline
-    except ImportError:  # a Python without readline edits lines as the terminal does
-        return
-    readline.set_history_length(1000)
 
 
 class DimmedReasoning:

@@ -30,25 +30,29 @@ app = App(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("run")(run.run)
-app.command("chat")(chat.chat)
-app.command("serve")(serve.serve)
-app.command("pull")(models.pull)
-app.command("models")(models.models)
-app.command("doctor")(doctor.doctor)
-app.add_typer(bench.app, name="bench")
-app.command("replay")(replay.replay)
-app.command("simulate")(simulate.simulate)
-app.command("calibrate")(calibrate.calibrate)
-app.command("explain")(explain.explain)
-app.add_typer(trace.app, name="trace")
-app.add_typer(config.app, name="config")
 
 
-@app.command("version")
 def version() -> None:
     """Print the versions of sageLLM and Python."""
     print(f"sagellm {__version__} (Python {platform.python_version()})")
+
+
+app.add(
+    run.run,
+    chat.chat,
+    serve.serve,
+    models.pull,
+    models.models,
+    doctor.doctor,
+    replay.replay,
+    simulate.simulate,
+    calibrate.calibrate,
+    explain.explain,
+    version,
+)
+app.add_typer(bench.app, name="bench")
+app.add_typer(trace.app, name="trace")
+app.add_typer(config.app, name="config")
 
 
 def _show_version(asked: bool) -> None:

@@ -17,7 +17,6 @@ def _group() -> None:
     """Look at the configuration."""
 
 
-@app.command("show")
 @command
 def show(
     model: ModelOption = None,
@@ -46,3 +45,6 @@ def _shown(key: str, value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+app.add(show)

@@ -63,9 +63,19 @@ def doctor(*, model: Model, settings: ServerSettings) -> None:
     cannot be served.
     """
     print(f"sagellm {__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
-    missing = [*_report_packages(), *_report_demo_model()]
+    missing = _report_packages()
+    folder = demo_model_folder()
+    whole = all((folder / name).is_file() for name in ("config.json", "tokenizer.json"))
+    whole = whole and any(folder.glob("*.safetensors"))
+    _line("demo model", "complete" if whole else f"missing in {folder}")
+    missing += [] if whole else ["the demo model"]
     found = devices(has_torch=not missing)
-    _report_machine(found)
+    print("\nmachine")
+    for device in found:
+        memory = f"{as_text(device.free_bytes)} of {as_text(device.total_bytes)} free"
+        _line(device.name, f"{device.description}, {memory}")
+    compilers = ", ".join(filter(shutil.which, COMPILERS))
+    _line("compilers", compilers or "none (only optional kernels need one)")
     if missing:
         extras = {EXTRA_OF.get(REQUIRED.get(name, ""), "") for name in missing} - {""}
         print(f"\ncannot serve: missing {', '.join(missing)}; {install_command(','.join(sorted(extras)))}")
@@ -93,7 +103,7 @@ def _report_packages() -> list[str]:
             state = f"{found} cannot be imported ({fault}): pip install --force-reinstall {name}"
         if name in REQUIRED and (found is None or fault is not None):
             missing.append(name)
-        print(f"  {name:<18} {state}{'' if name in REQUIRED else '  (optional)'}")
+        _line(name, state if name in REQUIRED else f"{state}  (optional)")
     return missing
 
 
@@ -121,21 +131,8 @@ def demo_model_folder() -> Path:
     return Path(package.origin).parent / "engines" / "native" / "demo_model"
 
 
-def _report_demo_model() -> list[str]:
-    folder = demo_model_folder()
-    whole = all((folder / name).is_file() for name in ("config.json", "tokenizer.json"))
-    whole = whole and any(folder.glob("*.safetensors"))
-    print(f"  {'demo model':<18} {'complete' if whole else f'missing in {folder}'}")
-    return [] if whole else ["the demo model"]
-
-
-def _report_machine(found: list[LocalDevice]) -> None:
-    print("\nmachine")
-    for device in found:
-        memory = f"{as_text(device.free_bytes)} of {as_text(device.total_bytes)} free"
-        print(f"  {device.name:<18} {device.description}, {memory}")
-    compilers = ", ".join(filter(shutil.which, COMPILERS)) or "none (only optional kernels need one)"
-    print(f"  {'compilers':<18} {compilers}")
+def _line(name: str, state: str) -> None:
+    print(f"  {name:<18} {state}")
 
 
 def _report_port(config: Config) -> None:
@@ -148,7 +145,7 @@ def _report_port(config: Config) -> None:
         except (OSError, ValueError, TypeError) as error:  # an odd host raises any of them
             reason = (isinstance(error, OSError) and error.strerror) or error
             state = f"not available ({reason}): choose another with --host and --port"
-    print(f"  {'address':<18} {where} {state}")
+    _line("address", f"{where} {state}")
 
 
 def _report_fit(config: Config, device: LocalDevice) -> SageError | None:
@@ -204,20 +201,15 @@ class LocalDevice:
 
 def devices(*, has_torch: bool) -> list[LocalDevice]:
     """The GPUs, then the CPU."""
-    return [*(_gpus() if has_torch else ()), _cpu(has_torch=has_torch)]
-
-
-def _gpus() -> list[LocalDevice]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return []
     found = []
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        name = torch.cuda.get_device_name(index)
-        found.append(LocalDevice(f"cuda:{index}", f"{name}, CUDA {torch.version.cuda}", total, free))
-    return found
+    if has_torch:
+        import torch
+
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+            free, total = torch.cuda.mem_get_info(index)
+            description = f"{torch.cuda.get_device_name(index)}, CUDA {torch.version.cuda}"
+            found.append(LocalDevice(f"cuda:{index}", description, total, free))
+    return [*found, _cpu(has_torch=has_torch)]
 
 
 def _cpu(*, has_torch: bool) -> LocalDevice:
@@ -229,12 +221,10 @@ def _cpu(*, has_torch: bool) -> LocalDevice:
 
         from sagellm.engines.native.memory import available_bytes
 
-        free = available_bytes(
-            torch.device("cpu")
-        )  # as the engine counts it: within the limits of control groups
-    return LocalDevice(
-        "cpu", f"{platform.processor() or platform.machine()}, {usable_cores()} cores", total, free
-    )
+        # as the engine counts it: within the limits of control groups
+        free = available_bytes(torch.device("cpu"))
+    name = platform.processor() or platform.machine()
+    return LocalDevice("cpu", f"{name}, {usable_cores()} cores", total, free)
 
 
 def read_meminfo(text: str) -> Mapping[str, int]:

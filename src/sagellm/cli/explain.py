@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,15 +19,11 @@ from sagellm.core.types import SLO, Namespace, Request, SamplingParams, Tokens
 
 if TYPE_CHECKING:
     from sagellm.core.config import Config
-    from sagellm.engines.engine import Engine
     from sagellm.kvmgr.scheduler_ir.explain import ScheduleLog, StepRecord
 
 FORM = "NAME=PROMPT+OUTPUT[,KEY=VALUE...]"
-WHOLE = ("at", "priority")
-SECONDS = ("ttft", "tpot")
-TEXTS = ("tenant", "class", "prefix")
+KEYS = ("at", "priority", "ttft", "tpot", "tenant", "class", "prefix")
 MOST_TOKENS = 1_000_000
-KEYS = (*WHOLE, *SECONDS, *TEXTS)
 MAX_STEPS = 100_000
 """Steps after which requests that do not end are an error."""
 _REQUESTS_HELP = f"{FORM}, lengths in tokens; keys: at (a step), priority, tenant, class, prefix, ttft, tpot."
@@ -100,22 +96,10 @@ def run_scenario(config: Config, scenario: Sequence[ScenarioRequest], step_s: fl
     clock, log = ManualClock(), ScheduleLog()
     engine = build_engine(config, backend, clock=clock)
     engine.scheduler.use(log.watch(engine.scheduler.order))
-    _run(engine, log, clock.advance, arrivals, step_s)
-    return log
-
-
-def _run(
-    engine: Engine,
-    log: ScheduleLog,
-    advance: Callable[[float], None],
-    arrivals: Sequence[tuple[int, Request]],
-    step_s: float,
-) -> None:
-    waiting, moment = list(arrivals), 0
-    budget = engine.max_batched_tokens
-    while waiting or engine.has_work():
-        arrived = [request for at, request in waiting if at <= moment]
-        waiting = [pair for pair in waiting if pair[0] > moment]
+    moment = 0
+    while arrivals or engine.has_work():
+        arrived = [request for at, request in arrivals if at <= moment]
+        arrivals = [pair for pair in arrivals if pair[0] > moment]
         for request in arrived:
             engine.add(request)
         if engine.has_work():
@@ -123,11 +107,12 @@ def _run(
             if plan is not None:
                 names = [request.request_id for request in arrived]
                 step = log.record(plan, moment * step_s, names, outputs, engine.stats())
-                _verify(step, engine.kv.block_size, budget)
+                _verify(step, engine.kv.block_size, engine.max_batched_tokens)
         moment += 1
-        advance(step_s)
+        clock.advance(step_s)
         if moment > MAX_STEPS:
             raise ConfigError(f"the requests have not ended after {MAX_STEPS:,} steps")
+    return log
 
 
 def _verify(step: StepRecord, block_size: int, budget: int) -> None:
@@ -208,7 +193,7 @@ def scenario_request(where: str, values: Mapping[str, Any]) -> ScenarioRequest:
         tenant=str(values.get("tenant", "")),
         service_class=str(values.get("class", "")),
         prefix=_prefix(where, str(values["prefix"])) if "prefix" in values else None,
-        slo=SLO(*(_seconds(where, key, values[key]) if key in values else None for key in SECONDS)),
+        slo=SLO(*(_seconds(where, key, values[key]) if key in values else None for key in ("ttft", "tpot"))),
         tokens=tokens,
     )
     if made.num_prompt + made.num_output > MOST_TOKENS:
@@ -226,10 +211,16 @@ def read_requests(path: Path, limit: int, step_s: float) -> list[ScenarioRequest
     It holds a JSON object per line with the fields of `scenario_request`, or any trace. Of a trace the first
     `limit` requests are taken, and a step lasts `step_s` seconds.
     """
-    first = _first_record(path)
+    try:
+        with path.open(encoding="utf-8") as lines:
+            first = json.loads(next((line for line in lines if line.strip()), "null"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the requests in {path}: {error.strerror}") from error
+    except ValueError:
+        first = None  # a compressed trace, or one of another format
     if isinstance(first, dict) and {"id", "prompt", "output"} <= first.keys():
-        lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        return [_from_line(f"{path}, line {number}", line) for number, line in lines if line.strip()]
+        numbered = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        return [_from_line(f"{path}, line {number}", line) for number, line in numbered if line.strip()]
     return _from_trace(path, limit, step_s)
 
 
@@ -255,31 +246,18 @@ def to_requests(scenario: Sequence[ScenarioRequest], step_s: float) -> list[tupl
         head = range(starts[label], starts[label] + shared) if shared else range(0)
         tail = range(fresh, fresh + request.num_prompt - shared)
         fresh += len(tail)
-        made.append((request.at, _engine_request(request, request.tokens or (*head, *tail), step_s)))
+        engine_request = Request(
+            request.name,
+            Tokens(request.tokens or (*head, *tail)),
+            SamplingParams(temperature=0.0, max_tokens=request.num_output),
+            arrival_s=request.at * step_s,
+            priority=request.priority,
+            namespace=Namespace(tenant=request.tenant),
+            slo=request.slo,
+            service_class=request.service_class,
+        )
+        made.append((request.at, engine_request))
     return sorted(made, key=lambda pair: pair[0])
-
-
-def _engine_request(request: ScenarioRequest, tokens: Iterable[int], step_s: float) -> Request:
-    return Request(
-        request.name,
-        Tokens(tokens),
-        SamplingParams(temperature=0.0, max_tokens=request.num_output),
-        arrival_s=request.at * step_s,
-        priority=request.priority,
-        namespace=Namespace(tenant=request.tenant),
-        slo=request.slo,
-        service_class=request.service_class,
-    )
-
-
-def _first_record(path: Path) -> Any:
-    try:
-        with path.open(encoding="utf-8") as lines:
-            return json.loads(next((line for line in lines if line.strip()), "null"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the requests in {path}: {error.strerror}") from error
-    except ValueError:
-        return None  # a compressed trace, or one of another format
 
 
 def _from_line(where: str, line: str) -> ScenarioRequest:

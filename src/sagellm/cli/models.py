@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sagellm.benchmarks.reporting import Table, print_tables
 from sagellm.cli._loading import as_text
 from sagellm.cli._options import Model, command
 from sagellm.cli._settings import Settings
@@ -30,7 +31,6 @@ def models(*, settings: Settings) -> None:
 
     The demo model comes with sageLLM; the others are those of the Hugging Face cache (HF_HOME, HF_HUB_CACHE).
     """
-    from sagellm.benchmarks.reporting import Table, print_tables
     from sagellm.engines.native import DEMO_MODEL, DEMO_NAME
     from sagellm.engines.native.hub import cached_models
 

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
+from rich.progress import Progress
 
+from sagellm.benchmarks.reporting import environment, print_tables
 from sagellm.cli._options import OptionGroup, command, flag
-from sagellm.cli.trace import BlockTokens, FileArgument, Reading, assignments
+from sagellm.cli.trace import BlockTokens, FileArgument, Reading
+from sagellm.core.cores import usable_cores
 from sagellm.core.errors import ConfigError
 from sagellm.core.registry import registry
 
 if TYPE_CHECKING:
-    from sagellm.benchmarks.replay.block_trace import BlockTrace
-    from sagellm.benchmarks.replay.sweep import ReplayResult, ReplaySweepPlan
+    from sagellm.benchmarks.replay.sweep import ReplaySweepPlan
 
 PREFERRED = ("lru", "adaptive")
 _POLICY_HELP = "A policy, or optimum, the offline bound; may be repeated; default: lru, adaptive, optimum."
 _CAPACITY_HELP = "Blocks, or a share of the unique ones as 1%; may be repeated; default: 0.5 1 2 5 10 25 %."
 _OPTION_HELP = "Set an option of a policy, such as s3fifo.small_share=0.2, or of the format (no dot)."
 _OUT_HELP = "Write a row per replay to this file: .json (with a manifest), .csv or .parquet."
-
-
 _WARMUP_HELP = "Requests that do not count: 10% of them, or those of the first 600s."
 _PREMATURE_HELP = (
     "With --causes: an eviction is premature if the block is missed within this time; default: 60."
@@ -58,7 +57,7 @@ class ReplayOptions(OptionGroup):
 
         known = registry("policy").names()
         default = (*(name for name in PREFERRED if name in known), OPTIMUM)
-        given = {name: value for name, value in asdict(self).items() if value not in (None, ())}
+        given = self.given()
         if self.seeds:
             given["seeds"] = tuple(map(_seed, self.seeds))
         return ReplaySweepPlan(**{"policies": default, "options": options, **given})
@@ -78,13 +77,12 @@ class ReplayReading(Reading):
     option: Annotated[tuple[str, ...], flag("--option KEY=VALUE", _OPTION_HELP)] = ()
 
     def format_options(self) -> dict[str, Any]:
-        options = assignments("--option", self.option)
-        return {key: value for key, value in options.items() if "." not in key}
+        return {key: value for key, value in Reading.format_options(self).items() if "." not in key}
 
     def policy_options(self) -> dict[str, dict[str, Any]]:
         """The options of policies, by name."""
         found: dict[str, dict[str, Any]] = {}
-        for key, value in assignments("--option", self.option).items():
+        for key, value in Reading.format_options(self).items():
             policy, dot, name = key.rpartition(".")
             if dot:
                 found.setdefault(policy, {})[name] = value
@@ -109,8 +107,7 @@ def replay(
     from sagellm.benchmarks.replay.block_trace import block_trace
     from sagellm.benchmarks.replay.outputs import check_out, headline, manifest, tables, write
     from sagellm.benchmarks.replay.plots import check_plots, draw
-    from sagellm.benchmarks.reporting import environment, print_tables
-    from sagellm.core.cores import usable_cores
+    from sagellm.benchmarks.replay.sweep import run_sweep
 
     jobs = usable_cores() if jobs is None else jobs
     if jobs < 1:
@@ -121,22 +118,13 @@ def replay(
         check_plots(plots)
     plan = replaying.plan(reading.policy_options())
     trace = block_trace(reading.read(file), block_tokens)
-    results = _sweep(trace, plan, jobs)
-    print(headline(trace))
-    print_tables(tables(results))
-    if out_file is not None:
-        write(out_file, manifest(trace, plan, environment(datetime.now(UTC))), results)
-    for path in draw(plots, trace, results) if plots is not None else ():
-        print(path)
-
-
-def _sweep(trace: BlockTrace, plan: ReplaySweepPlan, jobs: int) -> list[ReplayResult]:
-    """Run the replays, with a progress bar if stderr is a terminal."""
-    from rich.progress import Progress
-
-    from sagellm.benchmarks.replay.sweep import run_sweep
-
     terminal = Console(stderr=True)
     with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
         task = progress.add_task("replays", total=len(plan.cases(trace)))
-        return run_sweep(trace, plan, jobs=jobs, on_done=lambda: progress.advance(task))
+        results = run_sweep(trace, plan, jobs=jobs, on_done=lambda: progress.advance(task))
+    print(headline(trace))
+    print_tables(tables(results))
+    if out_file is not None:
+        write(out_file, manifest(trace, plan, environment()), results)
+    for path in draw(plots, trace, results) if plots is not None else ():
+        print(path)

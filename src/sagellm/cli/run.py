@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +20,6 @@ from sagellm.core.types import FinishReason
 
 if TYPE_CHECKING:
     from sagellm.core.protocols.tokenizer import Message
-    from sagellm.engines.llm import TextDelta, Usage
 
 EXIT_INTERRUPTED = 130
 
@@ -42,38 +41,26 @@ def run(
     text = _prompt_text(prompt)
     if raw and system is not None:
         raise RequestError("--raw has no system message: leave out --system", "system")
-    llm = load_llm(settings.load(model=model).config)
-    try:
-        deltas = llm.stream(text if raw else _messages(text, system), llm.sampling_params(**sampling.given))
-        usage, cut_off = _print_answer(deltas)
-    finally:
-        llm.close()
-    if cut_off and "max_tokens" not in sampling.given:
-        print("sagellm: the answer was cut off, the context is full", file=sys.stderr)
-    if stats and usage is not None:
-        cached = f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached)"
-        print(f"{cached}, {usage.completion_tokens} generated", file=sys.stderr)
-
-
-def _print_answer(deltas: Iterator[TextDelta]) -> tuple[Usage | None, bool]:
-    """Write the text as it comes, then a line break.
-
-    Ctrl-C ends the program after the step that runs. Returns the usage, and whether the answer was cut off.
-    """
-    usage, cut_off = None, False
-    with interrupts_delayed() as interrupted:
-        for delta in deltas:
-            if delta.error:
-                raise RequestError(delta.error)
-            sys.stdout.write(delta.text)
-            sys.stdout.flush()
-            usage, cut_off = delta.usage, delta.finish_reason is FinishReason.LENGTH
+    last = None
+    with closing(load_llm(settings.load(model=model).config)) as llm:
+        deltas = llm.stream(text if raw else _messages(text, system), llm.sampling_params(**sampling.given()))
+        with interrupts_delayed() as interrupted:
+            for last in deltas:
+                if last.error:
+                    raise RequestError(last.error)
+                print(last.text, end="", flush=True)
+                if interrupted():
+                    break
+            print()
             if interrupted():
-                break
-        sys.stdout.write("\n")
-        if interrupted():
-            raise typer.Exit(EXIT_INTERRUPTED)
-    return usage, cut_off
+                raise typer.Exit(EXIT_INTERRUPTED)
+    if last is None:
+        return
+    if last.finish_reason is FinishReason.LENGTH and "max_tokens" not in sampling.given():
+        print("sagellm: the answer was cut off, the context is full", file=sys.stderr)
+    if stats:
+        prompt_tokens = f"{last.usage.prompt_tokens} prompt tokens ({last.usage.cached_tokens} cached)"
+        print(f"{prompt_tokens}, {last.usage.completion_tokens} generated", file=sys.stderr)
 
 
 def _prompt_text(prompt: str | None) -> str:

@@ -59,9 +59,8 @@ def serve(
             )
     except KeyboardInterrupt:
         print("sagellm: ended at once by Ctrl-C", file=sys.stderr)
-        os._exit(
-            EXIT_INTERRUPTED
-        )  # Python's own end would crash a thread that is within a step of the engine
+        # Python's own end would crash a thread that is within a step of the engine
+        os._exit(EXIT_INTERRUPTED)
 
 
 @contextmanager

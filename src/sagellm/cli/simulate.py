@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 
-from sagellm.cli._options import OptionGroup, command, flag
-from sagellm.cli.trace import Reading
+from sagellm.benchmarks.reporting import environment, print_tables
+from sagellm.cli._options import OptionGroup, command, flag, with_value
+from sagellm.cli.trace import Reading, assignments
 from sagellm.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,11 +29,6 @@ DEFAULT_PRESETS = ("default",)
 _ROUTER_HELP = "round-robin, least-loaded or prefix-aware; default: prefix-aware."
 _BELOW_HELP = "Uncached tokens below which a request is small; default: 2000."
 _SLO_HELP = "Goodput under seconds, milliseconds; repeatable; default: 1,100 and 10,30."
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    """The values of options that were given: neither None nor empty."""
-    return {name: value for name, value in values.items() if value not in (None, ())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +54,14 @@ class MachineOptions(OptionGroup):
         from sagellm.benchmarks.simulate.experiment import SimulationSetup
         from sagellm.benchmarks.simulate.hardware import hardware
         from sagellm.benchmarks.simulate.simulation import ClusterLayout, parse_disaggregate
-        from sagellm.cli.trace import assignments
 
         if self.disaggregate is not None and self.instances is not None:
             raise ConfigError("--instances and --disaggregate exclude each other: 1:1 are two instances")
-        machine = hardware(
-            "h100-80g" if self.device is None else self.device,
-            "llama-3.1-8b" if self.model is None else self.model,
-            cost_file=self.cost,
-            **_given(tensor_parallel=self.tensor_parallel, data_parallel=self.data_parallel),
-        )
-        layout = _given(
+        device = "h100-80g" if self.device is None else self.device
+        model = "llama-3.1-8b" if self.model is None else self.model
+        ranks = with_value(tensor_parallel=self.tensor_parallel, data_parallel=self.data_parallel)
+        machine = hardware(device, model, cost_file=self.cost, **ranks)
+        layout = with_value(
             disaggregate=None if self.disaggregate is None else parse_disaggregate(self.disaggregate),
             network_bytes_per_s=None if self.network is None else self.network * 1e9,
             instances=self.instances,
@@ -109,10 +101,10 @@ class LoadOptions(OptionGroup):
         if self.think is not None and not self.closed_loop:
             raise ConfigError("--think is the pause of a closed loop: give --closed-loop too")
         return WorkloadSpec(
-            arrivals=Arrivals(**_given(process=self.arrivals, rate=self.rate, cv=self.cv)),
+            arrivals=Arrivals(**with_value(process=self.arrivals, rate=self.rate, cv=self.cv)),
             turns=ClosedLoop(self.think) if self.closed_loop else None,
-            high=HighPriority(**_given(share=self.high_priority_share, below=self.high_priority_below)),
-            **_given(max_requests=self.requests, seed=self.seed),
+            high=HighPriority(**with_value(share=self.high_priority_share, below=self.high_priority_below)),
+            **with_value(max_requests=self.requests, seed=self.seed),
         )
 
 
@@ -139,7 +131,7 @@ class GoalOptions(OptionGroup):
         from sagellm.benchmarks.simulate.simulation import ServiceGoals
 
         slos = tuple(dict.fromkeys(map(parse_slo, self.slo)))
-        return ServiceGoals(**_given(slos=slos, price_per_hour=self.price, until_s=self.until))
+        return ServiceGoals(**with_value(slos=slos, price_per_hour=self.price, until_s=self.until))
 
 
 @command
@@ -171,6 +163,7 @@ def simulate(
 
     Scheduler, KV cache and policies are the real ones; only the device is a cost model.
     """
+    from sagellm.benchmarks.simulate import experiment
     from sagellm.benchmarks.simulate.outputs import check_writable_folder
     from sagellm.benchmarks.simulate.plots import check_plots
 
@@ -179,55 +172,33 @@ def simulate(
     if out_folder is not None:
         (check_plots if plots else check_writable_folder)(out_folder)
     if setting is not None:
-        if trace is not None or _given(**asdict(load_options), **asdict(goal_options)):
+        if trace is not None or load_options.given() or goal_options.given():
             raise ConfigError(
                 "--setting fixes traces, rates and goals: beside it --preset, --cost, --out, ..."
             )
-        ran = _run_setting(setting, traces, preset or (), machine_options)
+        setup, results, capacities, fixed = _run_setting(setting, traces, preset or (), machine_options)
     elif trace is not None:
-        groups = load_options, machine_options, goal_options, reading
-        ran = _run_trace(tuple(dict.fromkeys(preset or DEFAULT_PRESETS)), trace, groups, capacity=capacity)
+        presets = tuple(dict.fromkeys(preset or DEFAULT_PRESETS))
+        scales, spec, setup = load_options.scales, load_options.spec(), machine_options.setup(goal_options)
+        for name in presets:
+            setup.config(name)
+        requests = reading.read(trace)
+        capacities = {
+            name: experiment.capacity(setup, requests, spec, name, presets, _say)
+            for name in (presets if capacity else ())
+        }
+        results, fixed = experiment.run_rates(setup, requests, spec, presets, scales, _say), None
     else:
         raise ConfigError("name what to simulate: --trace FILE, or --setting FILE")
-    _report(ran, out_folder, plots=plots)
-
-
-@dataclass(frozen=True, slots=True)
-class _Simulated:
-    """What was simulated, and the results. `capacities`: sustained rates by preset."""
-
-    setup: SimulationSetup
-    results: Sequence[SimulationResult]
-    capacities: Mapping[str, SustainedRate]
-    setting: ExperimentSetting | None = None
-
-
-def _run_trace(
-    presets: Sequence[str],
-    file: Path,
-    groups: tuple[LoadOptions, MachineOptions, GoalOptions, Reading],
-    *,
-    capacity: bool,
-) -> _Simulated:
-    from sagellm.benchmarks.simulate import experiment
-
-    load_options, machine_options, goal_options, reading = groups
-    scales, spec, setup = load_options.scales, load_options.spec(), machine_options.setup(goal_options)
-    for name in presets:
-        setup.config(name)
-    trace, capacities = reading.read(file), {}
-    for name in presets if capacity else ():
-        capacities[name] = experiment.capacity(setup, trace, spec, name, presets, _say)
-    results = experiment.run_rates(setup, trace, spec, presets, scales, _say)
-    return _Simulated(setup, results, capacities)
+    _report(setup, results, capacities, fixed, out_folder, plots=plots)
 
 
 def _run_setting(
     file: Path, folder: Path | None, presets: Sequence[str], machine_options: MachineOptions
-) -> _Simulated:
+) -> tuple[SimulationSetup, list[SimulationResult], dict[str, SustainedRate], ExperimentSetting | None]:
     from sagellm.benchmarks.simulate.experiment import build_setup, read_setting, run_setting
 
-    others = sorted(_given(**asdict(machine_options)).keys() - {"cost"})
+    others = sorted(machine_options.given().keys() - {"cost"})
     if others:
         raise ConfigError(f"--setting fixes the machine: leave out {', '.join(others)}, or change the file")
     where = folder or (Path(os.environ[TRACES]) if os.environ.get(TRACES) else None)
@@ -237,7 +208,7 @@ def _run_setting(
         )
     setting, cost = read_setting(file), machine_options.cost
     made = run_setting(setting, where, presets=presets, cost_file=cost, say=_say)
-    return _Simulated(build_setup(setting, cost), made.results, made.capacities, setting)
+    return build_setup(setting, cost), made.results, made.capacities, setting
 
 
 def _say(text: str) -> None:
@@ -247,20 +218,27 @@ def _say(text: str) -> None:
         terminal.print(text, style="dim", highlight=False)
 
 
-def _report(ran: _Simulated, out_folder: Path | None, *, plots: bool) -> None:
-    from sagellm.benchmarks.reporting import environment, print_tables
+def _report(
+    setup: SimulationSetup,
+    results: Sequence[SimulationResult],
+    capacities: Mapping[str, SustainedRate],
+    setting: ExperimentSetting | None,
+    out_folder: Path | None,
+    *,
+    plots: bool,
+) -> None:
     from sagellm.benchmarks.simulate.outputs import headlines, manifest, tables, write
     from sagellm.benchmarks.simulate.plots import draw
 
-    for line in headlines(ran.setup, ran.results):
+    for line in headlines(setup, results):
         print(line)
-    for name, found in ran.capacities.items():
+    for name, found in capacities.items():
         print(f"capacity, {name}: {found.rate:.3g} requests/s")
-    slos = ran.setup.goals.slos
-    print_tables(tables(ran.results, slos))
+    slos = setup.goals.slos
+    print_tables(tables(results, slos))
     if out_folder is None:
         return
-    made_by = manifest(ran.setup, ran.results, environment(datetime.now(UTC)), ran.setting, ran.capacities)
-    drawn = draw(out_folder, ran.results, slos) if plots else ()
-    for path in (*write(out_folder, made_by, ran.results), *drawn):
+    made_by = manifest(setup, results, environment(), setting, capacities)
+    drawn = draw(out_folder, results, slos) if plots else ()
+    for path in (*write(out_folder, made_by, results), *drawn):
         print(path)

@@ -6,19 +6,22 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from sagellm.cli._options import App, ModelOption, OptionGroup, command, flag
+from sagellm.benchmarks.reporting import check_writable, print_tables, write_json
+from sagellm.cli._loading import load_llm
+from sagellm.cli._options import App, ModelOption, OptionGroup, command, flag, with_value
 from sagellm.cli._settings import Settings
 from sagellm.core.errors import ConfigError, RequestError
+from sagellm.core.events import EventBus
 
 if TYPE_CHECKING:
     from sagellm.benchmarks.traces import Trace
-    from sagellm.engines.llm import LLM
     from sagellm.engines.llm.llm import Prompt
 
 app = App(help="Look into traces, convert, generate, record.")
@@ -80,7 +83,6 @@ def _value(text: str) -> Any:
         return text
 
 
-@app.command("info")
 @command
 def info(
     file: FileArgument,
@@ -90,7 +92,6 @@ def info(
     reading: Reading,
 ) -> None:
     """Count requests, tokens, sessions and blocks, and what an infinite cache would find."""
-    from sagellm.benchmarks.reporting import check_writable, print_tables, write_json
     from sagellm.benchmarks.traces.summary import as_table, summarize
 
     if out_file is not None:
@@ -101,7 +102,6 @@ def info(
         write_json(out_file, dataclasses.asdict(summary))
 
 
-@app.command("convert")
 @command
 def convert(
     file: FileArgument,
@@ -114,17 +114,14 @@ def convert(
     reading: Reading,
 ) -> None:
     """Write a trace in another format. Mooncake's loses sessions, tenants and the size of a block."""
-    from sagellm.benchmarks.reporting import check_writable
     from sagellm.benchmarks.traces import write_trace
 
     check_writable(out_file)
     trace = reading.read(file)
-    given = {} if block_tokens is None else {"block_tokens": block_tokens}
-    write_trace(trace, out_file, to, **given)
+    write_trace(trace, out_file, to, **with_value(block_tokens=block_tokens))
     print(f"{out_file}: {len(trace.requests):,} requests, {to}")
 
 
-@app.command("synth")
 @command
 def synth(
     out_file: OutOption,
@@ -139,7 +136,6 @@ def synth(
     to: Annotated[str, flag("NAME", "sagellm or mooncake.")] = "sagellm",
 ) -> None:
     """Generate a trace: Poisson arrivals of sessions whose prompts grow turn by turn."""
-    from sagellm.benchmarks.reporting import check_writable
     from sagellm.benchmarks.traces import write_trace
     from sagellm.benchmarks.traces.synth import synthesize
 
@@ -163,7 +159,6 @@ def _shares(text: str | None) -> list[float] | None:
         raise ConfigError(f"--tenants {text!r}: write shares, for example 8,1,1") from error
 
 
-@app.command("record")
 @command
 def record(
     prompts: Annotated[
@@ -185,27 +180,18 @@ def record(
 
     A server records with serve --record-trace.
     """
-    from sagellm.benchmarks.reporting import check_writable
     from sagellm.benchmarks.traces.recorder import TraceRecorder
-    from sagellm.cli._loading import load_llm
-    from sagellm.core.events import EventBus
 
     check_writable(out_file)
     asked, config, events = read_prompts(prompts), settings.load(model=model).config, EventBus()
-    llm = load_llm(config, events)
-    block_tokens = config.kv.block_size
-    try:
-        with TraceRecorder(out_file, events, block_tokens=block_tokens, keep_tokens=tokens) as recorder:
-            _answer(llm, asked, max_tokens)
-    finally:
-        llm.close()
+    with (
+        closing(load_llm(config, events)) as llm,
+        TraceRecorder(out_file, events, block_tokens=config.kv.block_size, keep_tokens=tokens) as recorder,
+    ):
+        for completion in llm.generate(asked, llm.sampling_params(max_tokens=max_tokens)):
+            if completion.error:
+                raise RequestError(completion.error)
     print(f"{out_file}: {recorder.num_requests:,} requests, sagellm")
-
-
-def _answer(llm: LLM, prompts: Sequence[Prompt], max_tokens: int) -> None:
-    for completion in llm.generate(prompts, llm.sampling_params(max_tokens=max_tokens)):
-        if completion.error:
-            raise RequestError(completion.error)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -228,3 +214,6 @@ def _prompt(where: str, line: str) -> Prompt:
     if not isinstance(prompt, str | list) or not prompt:
         raise ConfigError(f'{where}: a JSON line has a "prompt" (a text) or "messages" (a list)')
     return cast("Prompt", prompt)
+
+
+app.add(info, convert, synth, record)

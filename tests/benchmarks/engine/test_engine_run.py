@@ -15,11 +15,14 @@ from sagellm.benchmarks.engine.peer_rows import read_peers
 from sagellm.benchmarks.engine.run import EngineBenchPlan, EngineBenchReport, run, tables
 from sagellm.benchmarks.engine.shapes import SHAPES, write_model
 from sagellm.benchmarks.engine.workloads import (
-    DecodeWorkload,
-    LongContextWorkload,
+    DECODE,
+    LONG_CONTEXT,
+    OFFLINE,
+    PREFILL,
+    SECONDS,
+    EqualWorkload,
+    MixedWorkload,
     MultiTurnWorkload,
-    OfflineWorkload,
-    PrefillWorkload,
     ThroughputWorkload,
 )
 from sagellm.benchmarks.reporting import environment
@@ -29,12 +32,12 @@ from sagellm.core.errors import ConfigError, SageError
 from sagellm.engines.build import load_config
 
 SMALL = (
-    PrefillWorkload("prefill-40", "a40", 40),
-    DecodeWorkload("decode-8", "b8", 8, 12, 6),
-    OfflineWorkload("offline", "c", 5, prompt_tokens=(5, 20), output_tokens=(2, 9)),
-    MultiTurnWorkload("multi-turn", "d", waves=2, together=2, turns=3, new_tokens=(20, 30), num_outputs=4),
-    ThroughputWorkload("throughput", "t", 4, (5, 20)),
-    LongContextWorkload("long-context", "e", 500, 3),
+    EqualWorkload("prefill-40", "a40", *PREFILL, 40, 1),
+    EqualWorkload("decode-8", "b8", *DECODE, 12, 6, batch=8),
+    MixedWorkload("offline", "c", *OFFLINE, 5, prompt_tokens=(5, 20), output_tokens=(2, 9)),
+    MultiTurnWorkload("multi-turn", "d", SECONDS, 2, together=2, turns=3, new_tokens=(20, 30), num_outputs=4),
+    ThroughputWorkload("throughput", "t", *OFFLINE, 4, (5, 20)),
+    EqualWorkload("long-context", "e", *LONG_CONTEXT, 500, 3),
 )
 NAMES = [workload.name for workload in SMALL]
 

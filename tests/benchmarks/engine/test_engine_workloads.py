@@ -11,9 +11,9 @@ import pytest
 
 from sagellm.benchmarks.engine.session import PromptAnswer, PromptJob, Session
 from sagellm.benchmarks.engine.workloads import (
+    DECODE,
     WORKLOADS,
-    DecodeWorkload,
-    ThroughputWorkload,
+    EqualWorkload,
     TokenDraws,
     chosen_names,
 )
@@ -95,7 +95,7 @@ def test_repeats_differ_and_one_repeat_does_not() -> None:
     found = []
     for repeat in (0, 0, 1):
         session = RuledSession()
-        DecodeWorkload("decode-2", "b2", 2).run(session, repeat)
+        EqualWorkload("decode-2", "b2", *DECODE, 128, 64, batch=2).run(session, repeat)
         found.append(digest(session.batches))
     assert found[0] == found[1] != found[2]
 
@@ -131,7 +131,7 @@ class WideSession(RuledSession):
 def test_throughput_is_the_known_workload_and_runs_by_name_only() -> None:
     """133,966 output tokens is what nano-vllm's README says of its benchmark."""
     session = WideSession()
-    values = ThroughputWorkload("throughput", "t").run(session, 0)
+    values = WORKLOADS[-1].run(session, 0)
     assert (len(session.batches[0]), values["out_tokens"]) == (256, 133_966)
     assert "throughput" not in chosen_names([])
     assert chosen_names(["throughput"]) == ["throughput"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from statistics import median
@@ -45,7 +45,6 @@ SETTINGS = ("model.", "kv.", "scheduler.", "engine.")
 RESIDENT = ("resident memory after decode-8", "b8")
 NUM_PROMPTS, NUM_TOKENS = 64, 32
 LOGIT_ERROR, LOGIT_ERROR_CODE = "logit-error", "q"
-Logits = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +71,12 @@ class EngineBenchPlan:
     def engine(self) -> str:
         """Our name in rows; a quantized model has another name than a plain one."""
         return f"sagellm-{self.config.model.quantization}" if self.is_quantized else "sagellm"
+
+    def changed_settings(self) -> dict[str, Any]:
+        """Returns the engine settings that differ from the defaults, without the model's path."""
+        default, given = Config().flat(), self.config.flat()
+        keys = [key for key in given if key.startswith(SETTINGS) and key != "model.name"]
+        return {key: given[key] for key in keys if given[key] != default[key]}
 
     @property
     def threads(self) -> int:
@@ -121,11 +126,10 @@ class EngineBenchReport:
         figures = []
         for name, runs in self.by_workload().items():
             metric, value = runs[0].metric, median(run.value for run in runs)
-            figures.append(
-                EngineFigure(name, runs[0].code, metric.key, metric.unit, value, metric.higher_is_better)
-            )
+            better = metric.higher_is_better
+            figures.append(EngineFigure(name, runs[0].code, metric.key, metric.unit, value, better))
         title, code = RESIDENT
-        resident = _resident_mb([measurement for measurement in self.measured if measurement.code == code])
+        resident = _resident_mb([run for run in self.measured if run.code == code])
         if resident is not None:
             figures.append(EngineFigure(title, code, "rss_mb", "MB", resident, higher_is_better=False))
         return figures
@@ -135,7 +139,24 @@ class EngineBenchReport:
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per repeat in the harness's form, for comparison with a later run."""
-        return [_harness_row(self.plan, measurement) for measurement in self.measured]
+        rows = []
+        for measurement in self.measured:
+            row: dict[str, Any] = {
+                "engine": self.plan.engine,
+                "model": self.plan.label,
+                "threads": self.plan.threads,
+                "workload": measurement.code,
+                "rep": measurement.repeat,
+                **{key: round(value, 5) for key, value in measurement.values.items()},
+            }
+            if measurement.resident_bytes is not None:
+                row["rss_mb"] = round(measurement.resident_bytes / MB)
+            for key in ("others", "overhead", "roofline", "num_steps"):
+                value = getattr(measurement, key)
+                if value is not None:
+                    row[key] = round(value, 4)
+            rows.append(row)
+        return rows
 
     def as_json(self) -> dict[str, Any]:
         """Returns the report as JSON values of form `FORMAT`."""
@@ -144,7 +165,7 @@ class EngineBenchReport:
             "environment": dataclasses.asdict(self.environment),
             "model": self.plan.label,
             "threads": self.plan.threads,
-            "settings": _changed(self.plan.config),
+            "settings": self.plan.changed_settings(),
             "capability": self.capability,
             "figures": [dataclasses.asdict(figure) for figure in self.figures()],
             "comparisons": [dataclasses.asdict(comparison) for comparison in self.comparisons()],
@@ -178,7 +199,17 @@ def run(
     on_run("loading the model")
     engine = build_engine(plan.config)
     capability = engine.capability()
-    report.capability = _facts(capability)
+    schema = capability.kv_schema
+    report.capability = {
+        "device": capability.device,
+        "dtype": capability.dtype,
+        "kv_dtype": None if schema is None else schema.dtype,
+        "block_size": capability.block_size,
+        "num_blocks": capability.num_blocks,
+        "max_num_seqs": capability.max_num_seqs,
+        "max_model_len": capability.max_model_len,
+        "weight_bytes": capability.weight_bytes,
+    }
     try:
         bandwidth = read_bandwidth(capability.device)
         report.capability["read_GBs"] = round(bandwidth / 1e9, 1)
@@ -194,30 +225,6 @@ def run(
                 report.measured.append(_measure(workload, session, repeat, capability, bandwidth))
     finally:
         engine.close()
-
-
-def _facts(capability: CapabilityDescriptor) -> dict[str, Any]:
-    schema = capability.kv_schema
-    return {
-        "device": capability.device,
-        "dtype": capability.dtype,
-        "kv_dtype": None if schema is None else schema.dtype,
-        "block_size": capability.block_size,
-        "num_blocks": capability.num_blocks,
-        "max_num_seqs": capability.max_num_seqs,
-        "max_model_len": capability.max_model_len,
-        "weight_bytes": capability.weight_bytes,
-    }
-
-
-def _changed(config: Config) -> dict[str, Any]:
-    """Returns the engine settings that differ from the defaults, without the model's path."""
-    default = Config().flat()
-    return {
-        key: value
-        for key, value in config.flat().items()
-        if key.startswith(SETTINGS) and key != "model.name" and value != default[key]
-    }
 
 
 def _measure(
@@ -244,24 +251,6 @@ def _measure_cold(plan: EngineBenchPlan, repeat: int, clock: Clock) -> EngineMea
     return EngineMeasurement(COLD_START, COLD_CODE, SECONDS, repeat, values, resident or None, others)
 
 
-def _harness_row(plan: EngineBenchPlan, measurement: EngineMeasurement) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "engine": plan.engine,
-        "model": plan.label,
-        "threads": plan.threads,
-        "workload": measurement.code,
-        "rep": measurement.repeat,
-        **{key: round(value, 5) for key, value in measurement.values.items()},
-    }
-    if measurement.resident_bytes is not None:
-        row["rss_mb"] = round(measurement.resident_bytes / MB)
-    for key in ("others", "overhead", "roofline", "num_steps"):
-        value = getattr(measurement, key)
-        if value is not None:
-            row[key] = round(value, 4)
-    return row
-
-
 def tables(report: EngineBenchReport) -> Iterator[Table]:
     """Returns our medians and, if there are any, each peer's medians with the ratio."""
     plan = report.plan
@@ -278,32 +267,31 @@ def tables(report: EngineBenchReport) -> Iterator[Table]:
 
 def _line(runs: Sequence[EngineMeasurement]) -> list[str]:
     values = [run.value for run in runs]
-    rates = [format_number(value) for value in (median(values), min(values), max(values))]
-    first = _median_of([run.values.get("ttft") for run in runs])
-    overhead, roofline, others = (
-        _median_of([getattr(run, name) for run in runs]) for name in ("overhead", "roofline", "others")
-    )
-    resident = _resident_mb(runs)
+    middle, least, most = (format_number(value) for value in (median(values), min(values), max(values)))
     return [
-        runs[0].name, rates[0], runs[0].metric.unit, *rates[1:],
-        format_number(first),
-        "" if overhead is None else f"{overhead:.1%}",
-        "" if roofline is None else f"{roofline:.0%}",
-        format_number(resident),
-        "" if others is None else f"{others:.0%}",
+        runs[0].name,
+        middle,
+        runs[0].metric.unit,
+        least,
+        most,
+        _median_of((run.values.get("ttft") for run in runs), format_number),
+        _median_of((run.overhead for run in runs), "{:.1%}".format),
+        _median_of((run.roofline for run in runs), "{:.0%}".format),
+        format_number(_resident_mb(runs)),
+        _median_of((run.others for run in runs), "{:.0%}".format),
         str(len(runs)),
-    ]  # fmt: skip
+    ]
+
+
+def _median_of(values: Iterable[float | None], form: Callable[[float], str]) -> str:
+    """Returns the median of the values that are known, or nothing."""
+    known = [value for value in values if value is not None]
+    return form(median(known)) if known else ""
 
 
 def _resident_mb(runs: Sequence[EngineMeasurement]) -> float | None:
     """Returns the largest resident memory after any of these runs."""
-    known = [run.resident_bytes / MB for run in runs if run.resident_bytes]
-    return max(known, default=None)
-
-
-def _median_of(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+    return max((run.resident_bytes / MB for run in runs if run.resident_bytes), default=None)
 
 
 def _comparison_table(comparisons: Sequence[EnginePeerComparison]) -> Table:
@@ -311,9 +299,8 @@ def _comparison_table(comparisons: Sequence[EnginePeerComparison]) -> Table:
     rows: dict[str, list[str]] = {}
     for comparison in comparisons:
         ours, ratio = comparison.figure, comparison.ratio
-        row = rows.setdefault(
-            ours.title, [ours.title, ours.unit, format_number(ours.value), *("-" for _ in peers)]
-        )
+        empty = [ours.title, ours.unit, format_number(ours.value), *("-" for _ in peers)]
+        row = rows.setdefault(ours.title, empty)
         shown = "" if ratio is None else f" ({ratio:.2f})"
         row[3 + peers.index(comparison.peer)] = format_number(comparison.peer_value) + shown
     title = "beside peers: their median (how many times better ours is; below 1: worse)"
@@ -322,27 +309,20 @@ def _comparison_table(comparisons: Sequence[EnginePeerComparison]) -> Table:
 
 def logit_error(config: Config) -> float:
     """Relative L2 distance between the logits of the quantized and the unquantized model. The distance is
-    over all prompts together. One model is in memory at a time."""
-    stored = config.model_copy(update={"model": config.model.model_copy(update={"quantization": "none"})})
-    expected, found = _logits(stored), _logits(config)
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-
-
-def prompts(vocab_size: int) -> list[list[int]]:
-    """Returns the same prompts as `benchmarks/peers_quantized.py` draws."""
-    return [
-        TokenDraws(Random(f"{LOGIT_ERROR_CODE}/{i}"), vocab_size).tokens(NUM_TOKENS)
-        for i in range(NUM_PROMPTS)
-    ]
-
-
-def _logits(config: Config) -> Logits:
+    over all prompts together, those of `benchmarks/peers_quantized.py`. One model is in memory at a time."""
     from sagellm.engines.native.backend import NativeBackend
 
-    backend = build_backend(config)
-    assert isinstance(backend, NativeBackend)
-    try:
-        vocab_size = backend.capability().vocab_size
-        return np.stack([backend.prompt_logits(prompt).numpy() for prompt in prompts(vocab_size)])
-    finally:
-        backend.close()
+    logits = []
+    for quantization in ("none", config.model.quantization):
+        model = config.model.model_copy(update={"quantization": quantization})
+        backend = build_backend(config.model_copy(update={"model": model}))
+        assert isinstance(backend, NativeBackend)
+        try:
+            vocab_size = backend.capability().vocab_size
+            draws = [TokenDraws(Random(f"{LOGIT_ERROR_CODE}/{i}"), vocab_size) for i in range(NUM_PROMPTS)]
+            prompts = [draw.tokens(NUM_TOKENS) for draw in draws]
+            logits.append(np.stack([backend.prompt_logits(prompt).numpy() for prompt in prompts]))
+        finally:
+            backend.close()
+    expected, found = logits
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import fmean
-from typing import ClassVar
 
 from sagellm.benchmarks.engine.session import PromptAnswer, PromptJob, Session
 from sagellm.core.errors import ConfigError
@@ -45,20 +44,24 @@ class TokenDraws:
     random: Random
     vocab_size: int
 
+    @property
+    def first_token(self) -> int:
+        return min(FIRST_TOKEN, self.vocab_size // 2)
+
     def tokens(self, count: int) -> list[int]:
-        first = min(FIRST_TOKEN, self.vocab_size // 2)
-        return [self.random.randrange(first, self.vocab_size) for _ in range(count)]
+        return [self.random.randrange(self.first_token, self.vocab_size) for _ in range(count)]
 
     def between(self, bounds: tuple[int, int]) -> int:
         return self.random.randint(*bounds)
 
 
+@dataclass(frozen=True)
 class EngineWorkload(ABC):
     """Requests to send to an engine. `code` is the harness's name."""
 
     name: str
     code: str
-    metric: ClassVar[Metric]
+    metric: Metric
 
     @property
     @abstractmethod
@@ -69,116 +72,132 @@ class EngineWorkload(ABC):
     def send(self, session: Session, draws: TokenDraws) -> Values:
         """Runs the workload once."""
 
+    def seed(self, repeat: int) -> int | str:
+        """Returns the seed of a repeat: the same number gives the same prompts."""
+        return f"{self.code}/{repeat}"
+
     def run(self, session: Session, repeat: int) -> Values:
-        """Runs one repeat with an empty cache; the same number gives the same prompts."""
+        """Runs one repeat with an empty cache."""
         session.begin()
-        return self.send(session, TokenDraws(Random(f"{self.code}/{repeat}"), session.vocab_size))
+        return self.send(session, TokenDraws(Random(self.seed(repeat)), session.vocab_size))
 
 
 @dataclass(frozen=True)
-class PrefillWorkload(EngineWorkload):
-    """One prompt and one token: the time to first token."""
+class BatchWorkload(EngineWorkload):
+    """Requests that are sent together. `figures` names what a row has."""
 
-    name: str
-    code: str
-    num_tokens: int
-    metric: ClassVar[Metric] = PREFILL_RATE
+    figures: Sequence[str]
 
-    @property
-    def longest(self) -> int:
-        return self.num_tokens + 1
+    @abstractmethod
+    def jobs(self, draws: TokenDraws) -> list[PromptJob]:
+        """Draws the requests of one repeat."""
 
     def send(self, session: Session, draws: TokenDraws) -> Values:
-        [answer] = session.run([PromptJob(draws.tokens(self.num_tokens), 1)])
-        return {"ttft": answer.first_s, "prefill_tps": self.num_tokens / answer.first_s}
-
-
-@dataclass(frozen=True)
-class LongContextWorkload(EngineWorkload):
-    """One long prompt, then tokens that each read all of its KV."""
-
-    name: str
-    code: str
-    num_tokens: int
-    num_outputs: int
-    metric: ClassVar[Metric] = SECONDS
-
-    @property
-    def longest(self) -> int:
-        return self.num_tokens + self.num_outputs
-
-    def send(self, session: Session, draws: TokenDraws) -> Values:
-        [answer] = session.run([PromptJob(draws.tokens(self.num_tokens), self.num_outputs)])
-        return {
-            "ttft": answer.first_s,
-            "prefill_tps": self.num_tokens / answer.first_s,
-            "total": answer.last_s,
-            "decode_tps": _decode_rate([answer]),
-        }
-
-
-@dataclass(frozen=True)
-class DecodeWorkload(EngineWorkload):
-    """Equal prompts sent together; counts tokens after the last request's first token."""
-
-    name: str
-    code: str
-    batch: int
-    num_tokens: int = 128
-    num_outputs: int = 64
-    metric: ClassVar[Metric] = DECODE_RATE
-
-    @property
-    def longest(self) -> int:
-        return self.num_tokens + self.num_outputs
-
-    def send(self, session: Session, draws: TokenDraws) -> Values:
-        jobs = [PromptJob(draws.tokens(self.num_tokens), self.num_outputs) for _ in range(self.batch)]
+        jobs = self.jobs(draws)
         answers = session.run(jobs)
+        first_s = fmean(answer.first_s for answer in answers)
         total_s = max(answer.last_s for answer in answers)
-        return {
+        num_prompt, num_outputs = sum(len(job.prompt) for job in jobs), sum(job.num_outputs for job in jobs)
+        values = {
+            "ttft": first_s,
+            "prefill_tps": num_prompt / first_s,
             "decode_tps": _decode_rate(answers),
             "total": total_s,
-            "total_tps": self.batch * self.num_outputs / total_s,
-            "ttft": fmean(answer.first_s for answer in answers),
+            "total_tps": num_outputs / total_s,
+            "out_tps": num_outputs / total_s,
+            "out_tokens": num_outputs,
+            "prompt_tokens": num_prompt,
         }
+        return {name: values[name] for name in self.figures}
+
+
+def _decode_rate(answers: Sequence[PromptAnswer]) -> float:
+    """Returns tokens per second after every request has its first token. 0 if none follow."""
+    begin_s = max(answer.first_s for answer in answers)
+    end_s = max(answer.last_s for answer in answers)
+    count = sum(time_s > begin_s for answer in answers for time_s in answer.times_s)
+    return count / (end_s - begin_s) if count else 0.0
+
+
+PREFILL = PREFILL_RATE, ("ttft", "prefill_tps")
+"""One prompt and one token: the time to first token."""
+DECODE = DECODE_RATE, ("decode_tps", "total", "total_tps", "ttft")
+"""Several prompts; counts tokens after the last request's first token."""
+LONG_CONTEXT = SECONDS, ("ttft", "prefill_tps", "total", "decode_tps")
+"""One long prompt, then tokens that each read all of its KV."""
+OFFLINE = OUTPUT_RATE, ("out_tps", "total", "out_tokens", "prompt_tokens", "ttft")
+"""Prompts and outputs of mixed lengths: generated tokens per second."""
 
 
 @dataclass(frozen=True)
-class OfflineWorkload(EngineWorkload):
-    """Prompts and outputs of mixed lengths sent together: generated tokens per second."""
+class EqualWorkload(BatchWorkload):
+    """Prompts of one length with outputs of one length."""
 
-    name: str
-    code: str
+    num_tokens: int
+    num_outputs: int
+    batch: int = 1
+
+    @property
+    def longest(self) -> int:
+        return self.num_tokens + self.num_outputs
+
+    def jobs(self, draws: TokenDraws) -> list[PromptJob]:
+        return [PromptJob(draws.tokens(self.num_tokens), self.num_outputs) for _ in range(self.batch)]
+
+
+@dataclass(frozen=True)
+class MixedWorkload(BatchWorkload):
+    """Prompts and outputs of mixed lengths."""
+
     num_requests: int
     prompt_tokens: tuple[int, int]
     output_tokens: tuple[int, int]
-    metric: ClassVar[Metric] = OUTPUT_RATE
 
     @property
     def longest(self) -> int:
         return self.prompt_tokens[1] + self.output_tokens[1]
 
-    def send(self, session: Session, draws: TokenDraws) -> Values:
+    def jobs(self, draws: TokenDraws) -> list[PromptJob]:
         jobs = []
         for _ in range(self.num_requests):
             prompt = draws.tokens(draws.between(self.prompt_tokens))
             jobs.append(PromptJob(prompt, draws.between(self.output_tokens)))
-        return _offline(session, jobs)
+        return jobs
+
+
+@dataclass(frozen=True)
+class ThroughputWorkload(BatchWorkload):
+    """The offline benchmark of nano-vllm (`bench.py`). Repeat 0 has its random prompts and output lengths,
+    from the same seed. It is greedy here; a forward pass costs the same."""
+
+    num_requests: int
+    tokens: tuple[int, int]
+
+    @property
+    def longest(self) -> int:
+        return 2 * self.tokens[1]
+
+    def seed(self, repeat: int) -> int | str:
+        return repeat
+
+    def jobs(self, draws: TokenDraws) -> list[PromptJob]:
+        largest = min(10_000, draws.vocab_size - 1)
+        prompts = []
+        for _ in range(self.num_requests):
+            length = draws.between(self.tokens)
+            prompts.append([draws.between((0, largest)) for _ in range(length)])
+        return [PromptJob(prompt, draws.between(self.tokens)) for prompt in prompts]
 
 
 @dataclass(frozen=True)
 class MultiTurnWorkload(EngineWorkload):
     """Conversations, some at a time in lock step. Each turn sends the whole history plus new tokens."""
 
-    name: str
-    code: str
     waves: int
     together: int
     turns: int
     new_tokens: tuple[int, int]
     num_outputs: int
-    metric: ClassVar[Metric] = SECONDS
 
     @property
     def longest(self) -> int:
@@ -198,7 +217,8 @@ class MultiTurnWorkload(EngineWorkload):
                 sent += sum(map(len, histories))
                 cached += sum(answer.num_cached for answer in answers)
                 for history, answer in zip(histories, answers, strict=True):
-                    history += _spoken(answer, draws.vocab_size)
+                    # as in the harness, smaller ids are replaced by the smallest prompt token
+                    history += [max(draws.first_token, token_id) for token_id in answer.token_ids]
         return {
             "total": total_s,
             "ttft": fmean(first_s[-1]),
@@ -209,73 +229,19 @@ class MultiTurnWorkload(EngineWorkload):
         }
 
 
-def _offline(session: Session, jobs: Sequence[PromptJob]) -> Values:
-    answers = session.run(jobs)
-    total_s = max(answer.last_s for answer in answers)
-    num_outputs = sum(job.num_outputs for job in jobs)
-    return {
-        "out_tps": num_outputs / total_s,
-        "total": total_s,
-        "out_tokens": num_outputs,
-        "prompt_tokens": sum(len(job.prompt) for job in jobs),
-        "ttft": fmean(answer.first_s for answer in answers),
-    }
-
-
-def _spoken(answer: PromptAnswer, vocab_size: int) -> list[int]:
-    """Returns the answer as history. Token ids below the smallest prompt token are replaced by it, as in
-    the harness."""
-    first = min(FIRST_TOKEN, vocab_size // 2)
-    return [max(first, token_id) for token_id in answer.token_ids]
-
-
-def _decode_rate(answers: Sequence[PromptAnswer]) -> float:
-    """Returns tokens per second after every request has its first token. 0 if none follow."""
-    begin_s = max(answer.first_s for answer in answers)
-    end_s = max(answer.last_s for answer in answers)
-    count = sum(time_s > begin_s for answer in answers for time_s in answer.times_s)
-    return count / (end_s - begin_s) if count else 0.0
-
-
-@dataclass(frozen=True)
-class ThroughputWorkload(EngineWorkload):
-    """The offline benchmark of nano-vllm (`bench.py`). Repeat 0 has its random prompts and output lengths,
-    from the same seed. It is greedy here; a forward pass costs the same."""
-
-    name: str
-    code: str
-    num_requests: int = 256
-    tokens: tuple[int, int] = (100, 1024)
-    metric: ClassVar[Metric] = OUTPUT_RATE
-
-    @property
-    def longest(self) -> int:
-        return 2 * self.tokens[1]
-
-    def run(self, session: Session, repeat: int) -> Values:
-        session.begin()
-        return self.send(session, TokenDraws(Random(repeat), session.vocab_size))
-
-    def send(self, session: Session, draws: TokenDraws) -> Values:
-        largest = min(10_000, draws.vocab_size - 1)
-        prompts = []
-        for _ in range(self.num_requests):
-            length = draws.between(self.tokens)
-            prompts.append([draws.between((0, largest)) for _ in range(length)])
-        return _offline(session, [PromptJob(prompt, draws.between(self.tokens)) for prompt in prompts])
-
-
 WORKLOADS: tuple[EngineWorkload, ...] = (
-    PrefillWorkload("prefill-512", "a512", 512),
-    PrefillWorkload("prefill-2048", "a2048", 2048),
-    PrefillWorkload("prefill-8192", "a8192", 8192),
-    DecodeWorkload("decode-1", "b1", 1),
-    DecodeWorkload("decode-8", "b8", 8),
-    DecodeWorkload("decode-32", "b32", 32),
-    OfflineWorkload("offline", "c", 48, prompt_tokens=(50, 300), output_tokens=(50, 200)),
-    MultiTurnWorkload("multi-turn", "d", waves=3, together=4, turns=4, new_tokens=(100, 200), num_outputs=32),
-    LongContextWorkload("long-context", "e", 16_384, 64),
-    ThroughputWorkload("throughput", "t"),
+    EqualWorkload("prefill-512", "a512", *PREFILL, 512, 1),
+    EqualWorkload("prefill-2048", "a2048", *PREFILL, 2048, 1),
+    EqualWorkload("prefill-8192", "a8192", *PREFILL, 8192, 1),
+    EqualWorkload("decode-1", "b1", *DECODE, 128, 64),
+    EqualWorkload("decode-8", "b8", *DECODE, 128, 64, batch=8),
+    EqualWorkload("decode-32", "b32", *DECODE, 128, 64, batch=32),
+    MixedWorkload("offline", "c", *OFFLINE, 48, prompt_tokens=(50, 300), output_tokens=(50, 200)),
+    MultiTurnWorkload(
+        "multi-turn", "d", SECONDS, 3, together=4, turns=4, new_tokens=(100, 200), num_outputs=32
+    ),
+    EqualWorkload("long-context", "e", *LONG_CONTEXT, 16_384, 64),
+    ThroughputWorkload("throughput", "t", *OFFLINE, 256, tokens=(100, 1024)),
 )
 BY_NAME_ONLY = frozenset({"throughput"})
 """Runs only when named: it takes minutes on a GPU and hours on a CPU."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 TIMEOUT_S = 120.0
 _END = b"data: [DONE]"
@@ -49,6 +49,12 @@ class HttpSample:
     error: str = ""
 
 
+def connect(server: SplitResult, timeout_s: float) -> http.client.HTTPConnection:
+    """Returns a connection that opens with its first request."""
+    made = http.client.HTTPSConnection if server.scheme == "https" else http.client.HTTPConnection
+    return made(server.hostname or "", server.port, timeout=timeout_s)
+
+
 class HttpSender:
     """Sends requests over one connection, or over a new one for each."""
 
@@ -56,10 +62,8 @@ class HttpSender:
         self._job = job
         self._content = None if job.body is None else json.dumps(job.body).encode()
         self._connection: http.client.HTTPConnection | None = None
-        parts = urlsplit(job.url)
-        made = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._made, self._host, self._port = made, parts.hostname or "", parts.port
-        self._path = parts.path.rstrip("/") + job.path
+        self._server = urlsplit(job.url)
+        self._path = self._server.path.rstrip("/") + job.path
         self._headers = {**job.headers, **({} if job.keep_alive else {"Connection": "close"})}
         if job.body is not None:
             self._headers["Content-Type"] = "application/json"
@@ -86,7 +90,7 @@ class HttpSender:
     def _exchange(self) -> tuple[float, int]:
         """Returns the time of the first content and the number of events."""
         if self._connection is None:
-            self._connection = self._made(self._host, self._port, timeout=TIMEOUT_S)
+            self._connection = connect(self._server, TIMEOUT_S)
         method = "GET" if self._content is None else "POST"
         self._connection.request(method, self._path, self._content, self._headers)
         answer = self._connection.getresponse()

@@ -17,7 +17,7 @@ from tempfile import TemporaryFile
 from typing import Any
 from urllib.parse import urlsplit
 
-from sagellm.benchmarks.http.client import HttpJob, HttpSample
+from sagellm.benchmarks.http.client import HttpJob, HttpSample, connect
 from sagellm.benchmarks.process import child_environment, run_module
 from sagellm.benchmarks.reporting import Environment, Table, format_number
 from sagellm.core.errors import ConfigError, SageError
@@ -193,16 +193,16 @@ def our_server(arguments: Sequence[str]) -> Iterator[str]:
         probe.bind((LOOPBACK, 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "sagellm", "serve", "--host", LOOPBACK, "--port", str(port), *arguments]
+    url = f"http://{LOOPBACK}:{port}"
     with TemporaryFile("w+") as log:
         process = subprocess.Popen(command, env=child_environment(), stdout=log, stderr=subprocess.STDOUT)
         try:
-            url = f"http://{LOOPBACK}:{port}"
-            _wait_until_ready(process, url)
+            problem = _why_not_ready(process, url)
+            if problem is not None:
+                log.seek(0)
+                last = log.read().strip().splitlines()[-1:]
+                raise SageError(f"the server did not start: {' '.join(last) or problem}")
             yield url
-        except _EndedError as error:
-            log.seek(0)
-            last = log.read().strip().splitlines()[-1:]
-            raise SageError(f"the server did not start: {' '.join(last) or error}") from error
         finally:
             process.terminate()
             try:
@@ -212,30 +212,26 @@ def our_server(arguments: Sequence[str]) -> Iterator[str]:
                 process.wait()
 
 
-class _EndedError(Exception):
-    """The server's process has ended or takes too long."""
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes] | subprocess.Popen[str], url: str) -> None:
+def _why_not_ready(process: subprocess.Popen[bytes], url: str) -> str | None:
+    """Waits until the server is ready. Returns why it is not, if its process ends or takes too long."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
-            raise _EndedError(f"exit status {process.returncode}")
+            return f"exit status {process.returncode}"
         try:
             get(url, "/ready", {})
         except (OSError, http.client.HTTPException, ConfigError):
             time.sleep(0.1)
         else:
-            return
-    raise _EndedError(f"not ready after {START_TIMEOUT_S:g} s")
+            return None
+    return f"not ready after {START_TIMEOUT_S:g} s"
 
 
 def get(url: str, path: str, headers: Mapping[str, str]) -> bytes:
     """Returns the body of one GET. Raises `ConfigError` for another status than 200, else as `http.client`
     does."""
     parts = urlsplit(url)
-    made = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = made(parts.hostname or "", parts.port, timeout=10)
+    connection = connect(parts, timeout_s=10)
     try:
         connection.request("GET", parts.path.rstrip("/") + path, headers=dict(headers))
         answer = connection.getresponse()
