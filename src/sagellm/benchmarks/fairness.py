@@ -58,6 +58,10 @@ class TenantHits:
         """Share of the possible hits that the tenant had, 0 to 1."""
         return self.hit_blocks / self.bound_blocks
 
+    def as_json(self) -> dict[str, Any]:
+        ratios = ("hit_ratio", "infinite_ratio", "normalised")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in ratios}
+
 
 @dataclass(frozen=True, slots=True)
 class FairnessOutcome:
@@ -171,23 +175,18 @@ def as_json(
             "jain_from": FAIR,
             "most_lost": MOST_LOST,
         },
-        "outcomes": [_values(outcome) for outcome in outcomes],
-    }
-
-
-def _values(outcome: FairnessOutcome) -> dict[str, Any]:
-    ratios = ("hit_ratio", "infinite_ratio", "normalised")
-    return {
-        "policy": outcome.policy,
-        "capacity": outcome.capacity.text,
-        "capacity_blocks": outcome.capacity.num_blocks,
-        "jain": outcome.jain,
-        "hit_ratio": outcome.hit_ratio,
-        "lost": outcome.lost,
-        "meets_target": outcome.meets_target,
-        "tenants": [
-            dataclasses.asdict(tenant) | {name: getattr(tenant, name) for name in ratios}
-            for tenant in outcome.tenants
+        "outcomes": [
+            {
+                "policy": outcome.policy,
+                "capacity": outcome.capacity.text,
+                "capacity_blocks": outcome.capacity.num_blocks,
+                "jain": outcome.jain,
+                "hit_ratio": outcome.hit_ratio,
+                "lost": outcome.lost,
+                "meets_target": outcome.meets_target,
+                "tenants": [tenant.as_json() for tenant in outcome.tenants],
+            }
+            for outcome in outcomes
         ],
     }
 

@@ -1,13 +1,14 @@
-"""How commands share options and report errors.
+"""How commands declare and share options, and report errors.
 
-A command takes a group of options as one parameter, and `command` turns it into the options of the group:
+An option is the default of a parameter. A command takes a group of options as one parameter, and `command`
+turns it into the options of the group:
 
     @dataclass(frozen=True, slots=True)
     class Sizes(OptionGroup):
-        rows: Annotated[int, flag("--rows N", "Rows; default: 3.")] = 3
+        rows: int = flag("--rows N", "Rows; default: 3.", 3)
 
     @command
-    def show(*, sizes: Sizes, settings: Settings) -> None: ...
+    def show(out: Path = flag("--out -o FILE", "Where to.", ...), *, sizes: Sizes) -> None: ...
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Annotated, Any, Self, get_args, get_origin, get_type_hints
 
@@ -30,17 +31,26 @@ from sagellm.core.errors import MissingExtraError, RequestError, SageError
 from sagellm.core.extras import EXTRA_OF
 
 
-def flag(names: str, text: str, **settings: Any) -> Any:
-    """A typer option from its names and metavar (`--out -o FILE`) and its help."""
+def flag(names: str, text: str, default: Any = None, **settings: Any) -> Any:
+    """An option from its names and metavar (`--out -o FILE`), its help and its default.
+
+    Without names it is called as its parameter or field. The default `...` makes it required. The result is a
+    dataclass's field, so that groups declare their options as commands do.
+    """
     parts = names.split()
     flags = [part for part in parts if part.startswith("-")]
     metavar = parts[-1] if len(parts) > len(flags) else None
-    return typer.Option(*flags, metavar=metavar, help=text, **settings)
+    declared = typer.Option(*flags, metavar=metavar, help=text, **settings)
+    return field(default=default, metadata={"typer": declared})
 
 
-ModelOption = Annotated[
-    str | None, flag("--model -m MODEL", "Folder or hub name of the model; default: the demo model.")
-]
+def argument(metavar: str, text: str, default: Any = None, **settings: Any) -> Any:
+    """A positional argument; otherwise as `flag`."""
+    declared = typer.Argument(metavar=metavar, help=text, **settings)
+    return field(default=default, metadata={"typer": declared})
+
+
+MODEL = flag("--model -m MODEL", "Folder or hub name of the model; default: the demo model.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +64,12 @@ class OptionGroup:
     @classmethod
     def options(cls) -> list[inspect.Parameter]:
         """The options, as typer reads them."""
-        declared, made = get_type_hints(cls, include_extras=True), []
-        for field in fields(cls):
-            kind, [declaration] = declared[field.name].__origin__, declared[field.name].__metadata__
+        kinds, made = get_type_hints(cls), []
+        for declared in fields(cls):
+            kind = kinds[declared.name]
             if get_origin(kind) is tuple:
                 kind = list[get_args(kind)[0]]  # type: ignore[misc] # known only now
-            made.append(option(field.name, kind, declaration))
+            made.append(option(declared.name, kind, declared))
         return made
 
     @classmethod
@@ -69,7 +79,7 @@ class OptionGroup:
 
     def given(self) -> dict[str, Any]:
         """The fields that have a value: neither None nor empty."""
-        return with_value(**{field.name: getattr(self, field.name) for field in fields(self)})
+        return with_value(**{each.name: getattr(self, each.name) for each in fields(self)})
 
 
 def with_value(**values: Any) -> dict[str, Any]:
@@ -77,10 +87,12 @@ def with_value(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in (None, ())}
 
 
-def option(name: str, kind: Any, declared: Any) -> inspect.Parameter:
-    """An optional keyword parameter whose typer declaration is `declared`."""
-    annotation = Annotated[kind | None, declared]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+def option(name: str, kind: Any, declared: Any, default: Any = None) -> inspect.Parameter:
+    """A parameter as typer reads it; `declared` comes from `flag` or `argument`."""
+    kind = kind | None if default is None else kind
+    annotation = Annotated[kind, declared.metadata["typer"]]
+    given = inspect.Parameter.empty if default is ... else default
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=given, annotation=annotation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +103,8 @@ class Model(OptionGroup):
 
     @classmethod
     def options(cls) -> list[inspect.Parameter]:
-        argument = typer.Argument(metavar="MODEL", help="The same as -m MODEL.", show_default=False)
-        return [option("model_argument", str, argument), option("model", *get_args(ModelOption))]
+        alone = argument("MODEL", "The same as -m MODEL.", show_default=False)
+        return [option("model_argument", str, alone), option("model", str, MODEL)]
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Self:
@@ -165,10 +177,13 @@ _DEBUG = option("debug", bool, flag("--debug", "Show the traceback of an error."
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """A command whose option groups are spread into options, with `--debug` and explained errors."""
-    own = inspect.signature(function, eval_str=True).parameters
-    kinds = {name: parameter.annotation for name, parameter in own.items()}
-    groups = {n: k for n, k in kinds.items() if isinstance(k, type) and issubclass(k, OptionGroup)}
-    options = {name: kind.options() for name, kind in groups.items()}
+    groups, options, parameters = {}, {}, []
+    for name, own in inspect.signature(function, eval_str=True).parameters.items():
+        if isinstance(own.annotation, type) and issubclass(own.annotation, OptionGroup):
+            groups[name], options[name] = own.annotation, own.annotation.options()
+        else:
+            parameters.append(option(name, own.annotation, own.default, own.default.default))
+    parameters += [*itertools.chain(*options.values()), _DEBUG]
 
     @functools.wraps(function)
     def run(**given: Any) -> None:
@@ -179,8 +194,6 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 given[name] = kind.of({k: v for k, v in values.items() if v not in (None, [])})
             function(**given)
 
-    parameters = [p for name, p in own.items() if name not in groups]
-    parameters += [*itertools.chain(*options.values()), _DEBUG]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run

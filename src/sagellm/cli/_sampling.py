@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from sagellm.cli._options import OptionGroup, flag
 from sagellm.core.errors import RequestError, nearest
@@ -13,21 +13,13 @@ from sagellm.core.errors import RequestError, nearest
 class Sampling(OptionGroup):
     """Sampling parameters by the names of `SamplingParams`."""
 
-    max_tokens: Annotated[
-        int | None, flag("N", "Longest answer in tokens; default: what the context holds.")
-    ] = None
-    temperature: Annotated[
-        float | None, flag("X", "0: always the likeliest token; default: the model's own.")
-    ] = None
-    top_k: Annotated[int | None, flag("N", "Choose among the k likeliest tokens.")] = None
-    top_p: Annotated[
-        float | None, flag("X", "Choose among the likeliest tokens that together have this probability.")
-    ] = None
-    min_p: Annotated[
-        float | None, flag("X", "Leave out tokens less likely than this share of the likeliest.")
-    ] = None
-    seed: Annotated[int | None, flag("N", "Makes the answer repeatable.")] = None
-    stop: Annotated[tuple[str, ...], flag("TEXT", "End the answer before this text; may be repeated.")] = ()
+    max_tokens: int | None = flag("N", "Longest answer in tokens; default: what the context holds.")
+    temperature: float | None = flag("X", "0: always the likeliest token; default: the model's own.")
+    top_k: int | None = flag("N", "Choose among the k likeliest tokens.")
+    top_p: float | None = flag("X", "Choose among the likeliest tokens that together have this probability.")
+    min_p: float | None = flag("X", "Leave out tokens less likely than this share of the likeliest.")
+    seed: int | None = flag("N", "Makes the answer repeatable.")
+    stop: tuple[str, ...] = flag("TEXT", "End the answer before this text; may be repeated.", ())
 
 
 def parse_value(name: str, text: str) -> Any:

@@ -85,7 +85,9 @@ class ServerSettings(Settings):
 
 _CONFIG_HELP = "YAML file with keys and values (also SAGELLM_CONFIG)."
 _OFFLINE_HELP = "Take hub models from the local cache only (also HF_HUB_OFFLINE=1)."
-_PRESET_HELP = f"One of {', '.join(PRESETS)}."
+_STRATEGIES = [name for name, keys in PRESETS.items() if keys.get("scheduler.strategy") == name]
+_OTHERS = [name for name in PRESETS if name not in _STRATEGIES]
+_PRESET_HELP = f"One of {', '.join(_OTHERS)}; or with the strategy of its name: {', '.join(_STRATEGIES)}."
 _SET_HELP = "Set any key of the configuration; may be repeated."
 
 

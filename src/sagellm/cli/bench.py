@@ -9,13 +9,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 
 from sagellm.benchmarks.reporting import Table, check_writable, environment, print_tables, write_json
-from sagellm.cli._options import App, Model, ModelOption, OptionGroup, command, flag
+from sagellm.cli._options import MODEL, App, Model, OptionGroup, command, flag
 from sagellm.cli._settings import Settings
+from sagellm.core.cores import usable_cores
 from sagellm.core.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ app.add_typer(micro, name="micro")
 
 REPEATS = 100
 _PEER_HELP = "Also measure vllm, sglang or lmdeploy, with the Python of its environment; may be repeated."
+_SCRIPT_HELP = "The script that measures a peer in its environment."
 _ONLY_HELP = (
     "Only these workloads, as a,b; prefill and decode mean all sizes of one; default: all but throughput."
 )
@@ -38,8 +40,8 @@ _ONLY_HELP = (
 class Output(OptionGroup):
     """`--out` and `--markdown`."""
 
-    json_file: Annotated[Path | None, flag("--out -o FILE", "Write the results to this file as JSON.")] = None
-    markdown: Annotated[bool, flag("--markdown", "Print the tables as Markdown.")] = False
+    json_file: Path | None = flag("--out -o FILE", "Write the results to this file as JSON.")
+    markdown: bool = flag("--markdown", "Print the tables as Markdown.", False)
 
     def check(self) -> None:
         """Raise `ConfigError` before a long measurement, if the file cannot be written."""
@@ -57,20 +59,13 @@ class Output(OptionGroup):
 class MicroOptions(OptionGroup):
     """What `bench micro` measures, how often, and beside which peers."""
 
-    sections: Annotated[str | None, flag("LETTERS", "Only these; default: all.")] = None
-    policy: Annotated[str, flag("NAME", "Eviction policy; default: lru.")] = "lru"
-    repeats: Annotated[int, flag("N", f"Samples per row; default: {REPEATS}.")] = REPEATS
-    seed: Annotated[int, flag("N", "Seed of the random tokens; default: 0.")] = 0
-    quick: Annotated[bool, flag("--quick", "Small sizes and few samples.")] = False
-    peers: Annotated[tuple[str, ...], flag("--peer NAME=PYTHON", _PEER_HELP)] = ()
-    peer_script: Annotated[
-        Path | None,
-        flag(
-            "--peer-script FILE",
-            "The script that measures a peer in its environment.",
-            envvar="SAGELLM_PEER_SCRIPT",
-        ),
-    ] = None
+    sections: str | None = flag("LETTERS", "Only these; default: all.")
+    policy: str = flag("NAME", "Eviction policy; default: lru.", "lru")
+    repeats: int = flag("N", f"Samples per row; default: {REPEATS}.", REPEATS)
+    seed: int = flag("N", "Seed of the random tokens; default: 0.", 0)
+    quick: bool = flag("--quick", "Small sizes and few samples.", False)
+    peers: tuple[str, ...] = flag("--peer NAME=PYTHON", _PEER_HELP, ())
+    peer_script: Path | None = flag("--peer-script FILE", _SCRIPT_HELP, envvar="SAGELLM_PEER_SCRIPT")
 
 
 def _add_micro(name: str, choice: str, variants: str, text: str) -> None:
@@ -79,14 +74,30 @@ def _add_micro(name: str, choice: str, variants: str, text: str) -> None:
     `variants` is the help of that option, `text` the help of the command.
     """
 
-    def measure(names: str | None = None, *, measuring: MicroOptions, output: Output) -> None:
+    def measure(
+        names: str | None = flag(f"--{choice} NAMES", variants), *, given: MicroOptions, output: Output
+    ) -> None:
         if name == "fusion" and find_spec("torch") is None:
             raise MissingExtraError("bench micro fusion", "native")
-        benchmark = import_module(f"sagellm.benchmarks.micro.{name}").BENCHMARK
-        _measure(benchmark, names, measuring, output)
+        from sagellm.benchmarks.micro.cases import MicroBenchPlan
+        from sagellm.benchmarks.micro.peers import parse_peers
+        from sagellm.benchmarks.micro.run import MicroBenchReport, run, tables
+
+        benchmark: MicroBenchmark = import_module(f"sagellm.benchmarks.micro.{name}").BENCHMARK
+        chosen = _split(names) if names is not None else tuple(benchmark.known.names())
+        plan = MicroBenchPlan(chosen, policy=given.policy, repeats=given.repeats, seed=given.seed)
+        output.check()
+        report = MicroBenchReport(benchmark.name, environment(), plan.quick() if given.quick else plan)
+        sections = "".join(benchmark.sections) if given.sections is None else given.sections
+        peers = parse_peers(given.peers, given.peer_script)
+        try:
+            with Console(stderr=True).status("") as status:
+                run(benchmark, report, sections, peers=peers, quick=given.quick, on_section=status.update)
+        finally:
+            if report.rows:
+                output.show(tables(report), report.as_json())
 
     measure.__doc__ = text
-    measure.__annotations__["names"] = Annotated[str | None, flag(f"--{choice} NAMES", variants)]
     measure.__name__ = name
     micro.add(command(measure))
 
@@ -135,37 +146,13 @@ _add_micro(
 )
 
 
-def _measure(benchmark: MicroBenchmark, names: str | None, given: MicroOptions, output: Output) -> None:
-    """Run and show the results, also those from before an error."""
-    from sagellm.benchmarks.micro.cases import MicroBenchPlan
-    from sagellm.benchmarks.micro.peers import parse_peers
-    from sagellm.benchmarks.micro.run import MicroBenchReport, run, tables
-
-    variants = _split(names) if names is not None else tuple(benchmark.known.names())
-    plan = MicroBenchPlan(variants, policy=given.policy, repeats=given.repeats, seed=given.seed)
-    output.check()
-    report = MicroBenchReport(benchmark.name, environment(), plan.quick() if given.quick else plan)
-    sections = "".join(benchmark.sections) if given.sections is None else given.sections
-    peers = parse_peers(given.peers, given.peer_script)
-    try:
-        with Console(stderr=True).status("") as status:
-            run(benchmark, report, sections, peers=peers, quick=given.quick, on_section=status.update)
-    finally:
-        if report.rows:
-            output.show(tables(report), report.as_json())
-
-
 @command
 def engine(
-    model: ModelOption = None,
-    shape: Annotated[
-        str | None, flag("NAME", "Random weights instead of a model: S (184 M), M (596 M), 8B, tiny.")
-    ] = None,
-    only: Annotated[str | None, flag("NAMES", _ONLY_HELP)] = None,
-    repeats: Annotated[int, flag("N", "Times that each workload runs.")] = 3,
-    compare: Annotated[
-        list[Path] | None, flag("FILE", "Rows of the peers' harness to stand beside; may be repeated.")
-    ] = None,
+    model: str | None = MODEL,
+    shape: str | None = flag("NAME", "Random weights instead of a model: S (184 M), M (596 M), 8B, tiny."),
+    only: str | None = flag("NAMES", _ONLY_HELP),
+    repeats: int = flag("N", "Times that each workload runs.", 3),
+    compare: list[Path] | None = flag("FILE", "Rows of the peers' harness to stand beside; may be repeated."),
     *,
     settings: Settings,
     output: Output,
@@ -187,10 +174,14 @@ def engine(
         raise ConfigError("--shape makes a model of random weights: leave out --model, or --shape")
     random_shape = None if shape is None else shape_named(shape)
     label = random_shape.label if random_shape else Path(model).name if model else DEMO_NAME
-    plan = EngineBenchPlan(_with_threads(settings.load(model=model).config), label, names, repeats)
+    config = settings.load(model=model).config
+    if config.engine.threads is None:
+        every_core = config.engine.model_copy(update={"threads": usable_cores()})
+        config = config.model_copy(update={"engine": every_core})
+    plan = EngineBenchPlan(config, label, names, repeats)
     peers = read_peers(compare or [], label, plan.threads)
     output.check()
-    with _model_on_disk(random_shape, plan.config) as config:
+    with _model_on_disk(random_shape, config) as config:
         report = EngineBenchReport(replace(plan, config=config), environment(), peers)
         try:
             with Console(stderr=True).status("") as status:
@@ -218,25 +209,13 @@ def _model_on_disk(shape: Shape | None, config: Config) -> Iterator[Config]:
         yield config.model_copy(update={"model": config.model.model_copy(update={"name": folder})})
 
 
-def _with_threads(config: Config) -> Config:
-    """The configuration, with every core unless it sets a number of threads."""
-    from sagellm.core.cores import usable_cores
-
-    if config.engine.threads is not None:
-        return config
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"threads": usable_cores()})})
-
-
 @command
 def fairness(
-    policy: Annotated[list[str] | None, flag("NAME", "Beside lru; may be repeated; default: qos.")] = None,
-    capacity: Annotated[
-        list[str] | None,
-        flag(
-            "SIZE", "In blocks, or as a share of the unique ones as 1%; may be repeated; default: 0.5% to 5%."
-        ),
-    ] = None,
-    seed: Annotated[int, flag("N", "Seed of the trace.")] = 0,
+    policy: list[str] | None = flag("NAME", "Beside lru; may be repeated; default: qos."),
+    capacity: list[str] | None = flag(
+        "SIZE", "In blocks, or as a share of the unique ones as 1%; may be repeated; default: 0.5% to 5%."
+    ),
+    seed: int = flag("N", "Seed of the trace.", 0),
     *,
     output: Output,
 ) -> None:
@@ -261,20 +240,16 @@ def fairness(
 
 @command
 def http(
-    url: Annotated[
-        str | None, flag("URL", "A server that runs already; default: ours, started for this.")
-    ] = None,
-    key: Annotated[
-        str | None, flag("--key KEY", "API key of that server.", envvar="OPENAI_API_KEY", show_envvar=True)
-    ] = None,
-    name: Annotated[str | None, flag("NAME", "Name of the server in the report.")] = None,
-    kinds: Annotated[
-        str, flag("--answers NAMES", "Only these, as a,b: list, one-token, stream.")
-    ] = "list,one-token,stream",
-    concurrency: Annotated[str, flag("COUNTS", "Requests at a time, as 1,8,32.")] = "1,8,32",
-    requests: Annotated[int, flag("N", "Requests in each run; of streams 1/8.")] = 400,
-    tokens: Annotated[int, flag("N", "Tokens of a stream.")] = 64,
-    repeats: Annotated[int, flag("N", "Times that each case runs.")] = 3,
+    url: str | None = flag("URL", "A server that runs already; default: ours, started for this."),
+    key: str | None = flag("--key KEY", "API key of that server.", envvar="OPENAI_API_KEY", show_envvar=True),
+    name: str | None = flag("NAME", "Name of the server in the report."),
+    kinds: str = flag(
+        "--answers NAMES", "Only these, as a,b: list, one-token, stream.", "list,one-token,stream"
+    ),
+    concurrency: str = flag("COUNTS", "Requests at a time, as 1,8,32.", "1,8,32"),
+    requests: int = flag("N", "Requests in each run; of streams 1/8.", 400),
+    tokens: int = flag("N", "Tokens of a stream.", 64),
+    repeats: int = flag("N", "Times that each case runs.", 3),
     *,
     model: Model,
     output: Output,
@@ -308,17 +283,11 @@ def http(
 
 @command
 def lifetime(
-    traces: Annotated[
-        Path | None, flag("FOLDER", "The folder that holds the traces.", envvar="SAGELLM_TRACES")
-    ] = None,
-    workload: Annotated[
-        list[str] | None, flag("NAME", "Only this one; may be repeated; default: all.")
-    ] = None,
-    predictor: Annotated[
-        list[str] | None, flag("NAME", "Of lengths; may be repeated; default: statistical.")
-    ] = None,
-    part: Annotated[str, flag("PART", "test; or validation, to choose settings by.")] = "test",
-    after: Annotated[int, flag("N", "Ask for lengths when N tokens are generated.")] = 0,
+    traces: Path | None = flag("FOLDER", "The folder that holds the traces.", envvar="SAGELLM_TRACES"),
+    workload: list[str] | None = flag("NAME", "Only this one; may be repeated; default: all."),
+    predictor: list[str] | None = flag("NAME", "Of lengths; may be repeated; default: statistical."),
+    part: str = flag("PART", "test; or validation, to choose settings by.", "test"),
+    after: int = flag("N", "Ask for lengths when N tokens are generated.", 0),
     *,
     output: Output,
 ) -> None:
@@ -329,9 +298,8 @@ def lifetime(
     """
     from sagellm.benchmarks.lifetime.run import NAMES, LifetimeBenchPlan, run
 
-    plan = LifetimeBenchPlan(
-        tuple(workload or NAMES), tuple(predictor or ("statistical",)), cast("Any", part), after
-    )
+    predictors = tuple(predictor or ("statistical",))
+    plan = LifetimeBenchPlan(tuple(workload or NAMES), predictors, cast("Any", part), after)
     plan.check()
     output.check()
     with Console(stderr=True).status("") as status:
@@ -341,27 +309,23 @@ def lifetime(
 
 @command
 def conversation(
-    policy: Annotated[str, flag("NAME", "Eviction policy.")] = "lru",
-    index: Annotated[str, flag("NAME", "Prefix index.")] = "radix",
-    blocks: Annotated[str, flag("COUNTS", "Sizes of the pool in blocks.")] = "10000,1000,500",
-    seed: Annotated[int, flag("N", "Seed of the trace.")] = 0,
+    policy: str = flag("NAME", "Eviction policy.", "lru"),
+    index: str = flag("NAME", "Prefix index.", "radix"),
+    blocks: str = flag("COUNTS", "Sizes of the pool in blocks.", "10000,1000,500"),
+    seed: int = flag("N", "Seed of the trace.", 0),
     *,
-    no_prefix_caching: Annotated[bool, flag("--no-prefix-caching", "Reuse nothing, as a baseline.")] = False,
-    per_request: Annotated[bool, flag("--per-request", "Also print what each prompt found.")] = False,
+    no_prefix_caching: bool = flag("--no-prefix-caching", "Reuse nothing, as a baseline.", False),
+    per_request: bool = flag("--per-request", "Also print what each prompt found.", False),
     output: Output,
 ) -> None:
     """Count the KV that 100 prompts of conversations reuse, by size of the pool."""
     from sagellm.benchmarks import conversation as experiment
 
     output.check()
-    settings = {"policy": policy, "index": index, "seed": seed, "prefix_caching": not no_prefix_caching}
-    outcomes = experiment.run(
-        policy=policy,
-        index=index,
-        pools=_numbers("--blocks", blocks),
-        seed=seed,
-        prefix_caching=not no_prefix_caching,
-    )
+    settings: dict[str, Any] = {"policy": policy, "index": index, "seed": seed}
+    settings["prefix_caching"] = not no_prefix_caching
+    pools = _numbers("--blocks", blocks)
+    outcomes = experiment.run(pools=pools, **settings)
     title = f"conversation experiment: index {index}, policy {policy}, block {experiment.BLOCK_SIZE}"
     title += ", no prefix caching" if no_prefix_caching else ""
     tables = [experiment.as_table(outcomes, title), experiment.match_table(outcomes)]

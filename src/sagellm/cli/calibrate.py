@@ -9,12 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from sagellm.benchmarks.reporting import Table, check_writable, print_tables, write_json
-from sagellm.cli._options import OptionGroup, command, flag
+from sagellm.cli._options import OptionGroup, argument, command, flag
 from sagellm.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,15 +36,15 @@ _CACHING_HELP = "Whether it reused prefixes (of preempted requests, here); defau
 class MeasuredEngine(OptionGroup):
     """How the measured engine was set up."""
 
-    num_blocks: Annotated[int | None, flag("N", _BLOCKS_HELP)] = None
-    block_size: Annotated[int, flag("N", "Tokens per KV block; default: 16.")] = 16
-    max_num_seqs: Annotated[int, flag("N", _SEQS_HELP)] = 256
-    max_batched_tokens: Annotated[int, flag("N", _BATCHED_HELP)] = 2048
-    tensor_parallel: Annotated[int, flag("N", "Devices that shared each layer; default: 1.")] = 1
-    data_parallel: Annotated[int, flag("N", _RANKS_HELP)] = 1
-    memory_utilization: Annotated[float, flag("X", _MEMORY_HELP)] = 0.9
-    preset: Annotated[str, flag("NAME", _PRESET_HELP)] = "vllm-like"
-    prefix_caching: Annotated[bool, flag("--prefix-caching/--no-prefix-caching", _CACHING_HELP)] = True
+    num_blocks: int | None = flag("N", _BLOCKS_HELP)
+    block_size: int = flag("N", "Tokens per KV block; default: 16.", 16)
+    max_num_seqs: int = flag("N", _SEQS_HELP, 256)
+    max_batched_tokens: int = flag("N", _BATCHED_HELP, 2048)
+    tensor_parallel: int = flag("N", "Devices that shared each layer; default: 1.", 1)
+    data_parallel: int = flag("N", _RANKS_HELP, 1)
+    memory_utilization: float = flag("X", _MEMORY_HELP, 0.9)
+    preset: str = flag("NAME", _PRESET_HELP, "vllm-like")
+    prefix_caching: bool = flag("--prefix-caching/--no-prefix-caching", _CACHING_HELP, True)
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -110,29 +108,19 @@ class MeasuredEngine(OptionGroup):
 
 @command
 def calibrate(
-    requests: Annotated[
-        Path, typer.Argument(metavar="REQUESTS", help="Measured requests, a JSON object per line; or .xz.")
-    ],
-    device: Annotated[str, flag("NAME", "The device, as rtx4090 or h100-80g.")],
-    model: Annotated[str, flag("--model -m NAME", "A model shape, or where a config.json is.")],
-    out_file: Annotated[Path, flag("--out -o FILE", "Write the coefficients there.")],
-    fit: Annotated[
-        int | None, flag("N", "Fit to the first N by arrival, judge the rest; default: all.")
-    ] = None,
-    rounds: Annotated[int, flag("N", "Simulations at most.")] = 12,
-    prior: Annotated[
-        Path | None, flag("FILE", "Another calibration of this device, to start from and stay near.")
-    ] = None,
-    max_error: Annotated[
-        float, flag("X", "Write nothing if mean TPOT or TTFT of the fitted is off by more.")
-    ] = 0.25,
+    requests: Path = argument("REQUESTS", "Measured requests, a JSON object per line; or .xz.", ...),
+    device: str = flag("NAME", "The device, as rtx4090 or h100-80g.", ...),
+    model: str = flag("--model -m NAME", "A model shape, or where a config.json is.", ...),
+    out_file: Path = flag("--out -o FILE", "Write the coefficients there.", ...),
+    fit: int | None = flag("N", "Fit to the first N by arrival, judge the rest; default: all."),
+    rounds: int = flag("N", "Simulations at most.", 12),
+    prior: Path | None = flag("FILE", "Another calibration of this device, to start from and stay near."),
+    max_error: float = flag("X", "Write nothing if mean TPOT or TTFT of the fitted is off by more.", 0.25),
     *,
-    open_end: Annotated[
-        bool, flag("--open-end", "Unknown others arrived after those that are fitted.")
-    ] = False,
-    synchronous: Annotated[
-        bool, flag("--synchronous", "The engine did not plan a step while the last one ran.")
-    ] = False,
+    open_end: bool = flag("--open-end", "Unknown others arrived after those that are fitted.", False),
+    synchronous: bool = flag(
+        "--synchronous", "The engine did not plan a step while the last one ran.", False
+    ),
     instance: MeasuredEngine,
 ) -> None:
     """Fit a cost model for `simulate` to measured requests.

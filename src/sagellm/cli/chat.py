@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from sagellm.cli._loading import load_llm
 from sagellm.cli._options import Model, command, flag
@@ -36,7 +36,7 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 @command
 def chat(
-    system: Annotated[str | None, flag("TEXT", "System message.")] = None,
+    system: str | None = flag("TEXT", "System message."),
     *,
     model: Model,
     sampling: Sampling,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from typing import Annotated
 
 import typer
 
@@ -22,7 +21,7 @@ from sagellm.cli import (
     simulate,
     trace,
 )
-from sagellm.cli._options import App, flag
+from sagellm.cli._options import App
 
 app = App(
     name="sagellm",
@@ -64,9 +63,8 @@ def _show_version(asked: bool) -> None:
 @app.callback()
 def _root(
     *,
-    show_version: Annotated[
-        bool,
-        flag("--version", "Show the version and exit.", callback=_show_version, is_eager=True),
-    ] = False,
+    show_version: bool = typer.Option(
+        False, "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+    ),
 ) -> None:
     """Options before the command."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from sagellm.cli._options import App, ModelOption, command, flag
+from sagellm.cli._options import MODEL, App, command, flag
 from sagellm.cli._settings import ServerSettings
 from sagellm.core.config import SECRET_KEYS
 from sagellm.core.config_layers import describe
@@ -19,10 +19,10 @@ def _group() -> None:
 
 @command
 def show(
-    model: ModelOption = None,
+    model: str | None = MODEL,
     *,
-    origin: Annotated[bool, flag("--origin", "Also the layer that each value comes from.")] = False,
-    meaning: Annotated[bool, flag("--meaning", "Also what each key means.")] = False,
+    origin: bool = flag("--origin", "Also the layer that each value comes from.", False),
+    meaning: bool = flag("--meaning", "Also what each key means.", False),
     settings: ServerSettings,
 ) -> None:
     """Print every key with its value. Later layers win: default, preset, file, environment, command line."""

@@ -9,7 +9,7 @@ import platform
 import re
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -164,7 +164,7 @@ def _report_fit(config: Config, device: LocalDevice) -> SageError | None:
     config = config.model_copy(update={"model": config.model.model_copy(update=found)})
     try:
         size = model_footprint(config)
-        print(*(f"  {line}" for line in _size_lines(shown, size)), sep="\n")
+        _print_size(shown, size)
         blocks = num_pool_blocks(config, size, device.name, device.free_bytes)
     except SageError as error:
         print(f"    does not fit: {error}" if isinstance(error, CapacityError) else f"  {shown}: {error}")
@@ -178,15 +178,15 @@ def _report_fit(config: Config, device: LocalDevice) -> SageError | None:
     return None
 
 
-def _size_lines(name: str, size: Footprint) -> Iterator[str]:
+def _print_size(name: str, size: Footprint) -> None:
     computed = "" if size.compute_dtype == size.dtype else f", computed in {size.compute_dtype}"
     form = size.dtype + computed
     if size.codes:
         form = f"{size.method} ({', '.join(map(str, size.codes))}), all else {form}"
     weights = f"{as_text(size.weight_bytes)} as {form}"
-    yield f"{name}: {size.num_parameters / 1e6:.1f} M parameters, {weights}"
+    print(f"  {name}: {size.num_parameters / 1e6:.1f} M parameters, {weights}")
     if size.obstacle:
-        yield f"  held dequantized, in part or whole: {size.obstacle}"
+        print(f"    held dequantized, in part or whole: {size.obstacle}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from sagellm.cli._options import command, flag
+from sagellm.cli._options import argument, command, flag
 from sagellm.cli._settings import Settings
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError, nearest
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
 FORM = "NAME=PROMPT+OUTPUT[,KEY=VALUE...]"
 KEYS = ("at", "priority", "ttft", "tpot", "tenant", "class", "prefix")
 MOST_TOKENS = 1_000_000
+LARGEST_TOKEN = (1 << 24) - 1
 MAX_STEPS = 100_000
 """Steps after which requests that do not end are an error."""
 _REQUESTS_HELP = f"{FORM}, lengths in tokens; keys: at (a step), priority, tenant, class, prefix, ttft, tpot."
@@ -34,15 +33,15 @@ _STEP_MS_HELP = "Duration of a step on the simulated clock."
 
 @command
 def explain(
-    requests: Annotated[list[str] | None, typer.Argument(metavar="[REQUEST]...", help=_REQUESTS_HELP)] = None,
-    file: Annotated[Path | None, flag("--requests -r FILE", _FILE_HELP)] = None,
-    limit: Annotated[int, flag("N", "Requests taken from a trace.")] = 32,
-    steps: Annotated[int, flag("N", "Steps shown.")] = 20,
-    first: Annotated[int, flag("--from N", "The first step shown.")] = 0,
-    step_ms: Annotated[float, flag("MS", _STEP_MS_HELP)] = 50.0,
-    story: Annotated[list[str] | None, flag("--request ID", _STORY_HELP)] = None,
+    requests: list[str] | None = argument("[REQUEST]...", _REQUESTS_HELP),
+    file: Path | None = flag("--requests -r FILE", _FILE_HELP),
+    limit: int = flag("N", "Requests taken from a trace.", 32),
+    steps: int = flag("N", "Steps shown.", 20),
+    first: int = flag("--from N", "The first step shown.", 0),
+    step_ms: float = flag("MS", _STEP_MS_HELP, 50.0),
+    story: list[str] | None = flag("--request ID", _STORY_HELP),
     *,
-    diff: Annotated[bool, flag("--diff", "Show how each step differs from the one before it.")] = False,
+    diff: bool = flag("--diff", "Show how each step differs from the one before it.", False),
     settings: Settings,
 ) -> None:
     """Schedule a few requests without a model, and show plans and reasons.
@@ -183,7 +182,10 @@ def scenario_request(where: str, values: Mapping[str, Any]) -> ScenarioRequest:
         if key not in values:
             raise ConfigError(f"{where}: {key!r} is missing")
     prompt = values["prompt"]
-    tokens = _tokens(where, prompt) if isinstance(prompt, list) else ()
+    tokens = tuple(prompt) if isinstance(prompt, list) else ()
+    valid = all(type(token) is int and 0 <= token <= LARGEST_TOKEN for token in tokens)
+    if isinstance(prompt, list) and not (tokens and valid):
+        raise ConfigError(f"{where}: prompt must hold token ids from 0 to {LARGEST_TOKEN}, at least one")
     made = ScenarioRequest(
         name=str(values["id"]),
         num_prompt=len(tokens) or _whole(where, "prompt", prompt, least=1),
@@ -319,9 +321,3 @@ def _prefix(where: str, text: str) -> tuple[str, int]:
     if not label:
         raise ConfigError(f"{where}: prefix is {text!r}; write NAME:TOKENS, for example system:16")
     return label, _whole(where, "the prefix's length", length, least=1)
-
-
-def _tokens(where: str, values: Sequence[Any]) -> tuple[int, ...]:
-    if not values or not all(type(token) is int and 0 <= token < 1 << 24 for token in values):
-        raise ConfigError(f"{where}: prompt must hold token ids from 0 to {(1 << 24) - 1}, at least one")
-    return tuple(values)

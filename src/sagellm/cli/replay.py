@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress
 
 from sagellm.benchmarks.reporting import environment, print_tables
 from sagellm.cli._options import OptionGroup, command, flag
-from sagellm.cli.trace import BlockTokens, FileArgument, Reading
+from sagellm.cli.trace import BLOCK_TOKENS, TRACE_FILE, Reading
 from sagellm.core.cores import usable_cores
 from sagellm.core.errors import ConfigError
 from sagellm.core.registry import registry
@@ -36,20 +36,14 @@ _PER_TOKEN_HELP = "Seconds of prefill per token, for saved seconds; default: 5e-
 class ReplayOptions(OptionGroup):
     """What is replayed, and how it is counted: fields of `ReplaySweepPlan`."""
 
-    policies: Annotated[tuple[str, ...], flag("--policy NAME", _POLICY_HELP)] = ()
-    capacities: Annotated[tuple[str, ...], flag("--capacity SIZE", _CAPACITY_HELP)] = ()
-    seeds: Annotated[
-        tuple[str, ...], flag("--seed N", "For policies that take one; may be repeated; default: 0.")
-    ] = ()
-    warmup: Annotated[str | None, flag("SPAN", _WARMUP_HELP)] = None
-    causes: Annotated[
-        bool | None, flag("--causes", "Also say why blocks were missing; no speed is measured then.")
-    ] = None
-    premature_s: Annotated[float | None, flag("SECONDS", _PREMATURE_HELP)] = None
-    seconds_per_token: Annotated[float | None, flag("X", _PER_TOKEN_HELP)] = None
-    seconds_per_token_squared: Annotated[
-        float | None, flag("X", "The same per token and position; default: 1.6e-9.")
-    ] = None
+    policies: tuple[str, ...] = flag("--policy NAME", _POLICY_HELP, ())
+    capacities: tuple[str, ...] = flag("--capacity SIZE", _CAPACITY_HELP, ())
+    seeds: tuple[str, ...] = flag("--seed N", "For policies that take one; may be repeated; default: 0.", ())
+    warmup: str | None = flag("SPAN", _WARMUP_HELP)
+    causes: bool | None = flag("--causes", "Also say why blocks were missing; no speed is measured then.")
+    premature_s: float | None = flag("SECONDS", _PREMATURE_HELP)
+    seconds_per_token: float | None = flag("X", _PER_TOKEN_HELP)
+    seconds_per_token_squared: float | None = flag("X", "The same per token and position; default: 1.6e-9.")
 
     def plan(self, options: Mapping[str, Mapping[str, Any]]) -> ReplaySweepPlan:
         """What is to be replayed; `options` are those of policies, by name."""
@@ -74,7 +68,7 @@ def _seed(text: str) -> int:
 class ReplayReading(Reading):
     """How the trace of a replay is read; `--option` also takes `policy.name=value`."""
 
-    option: Annotated[tuple[str, ...], flag("--option KEY=VALUE", _OPTION_HELP)] = ()
+    option: tuple[str, ...] = flag("--option KEY=VALUE", _OPTION_HELP, ())
 
     def format_options(self) -> dict[str, Any]:
         return {key: value for key, value in Reading.format_options(self).items() if "." not in key}
@@ -91,11 +85,11 @@ class ReplayReading(Reading):
 
 @command
 def replay(
-    file: FileArgument,
-    jobs: Annotated[int | None, flag("--jobs -j N", "Processes; default: one per core.")] = None,
-    block_tokens: BlockTokens = None,
-    out_file: Annotated[Path | None, flag("--out -o FILE", _OUT_HELP)] = None,
-    plots: Annotated[Path | None, flag("FOLDER", "Draw there as PNG; needs the extra plots.")] = None,
+    file: Path = TRACE_FILE,
+    jobs: int | None = flag("--jobs -j N", "Processes; default: one per core."),
+    block_tokens: int | None = BLOCK_TOKENS,
+    out_file: Path | None = flag("--out -o FILE", _OUT_HELP),
+    plots: Path | None = flag("FOLDER", "Draw there as PNG; needs the extra plots."),
     *,
     replaying: ReplayOptions,
     reading: ReplayReading,

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from sagellm.cli._loading import load_llm
-from sagellm.cli._options import ModelOption, command, flag
+from sagellm.cli._options import MODEL, argument, command, flag
 from sagellm.cli._sampling import Sampling
 from sagellm.cli._settings import Settings
 from sagellm.core.errors import RequestError
@@ -26,14 +26,12 @@ EXIT_INTERRUPTED = 130
 
 @command
 def run(
-    prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The prompt; - or nothing: read it from stdin.")
-    ] = None,
-    model: ModelOption = None,
-    system: Annotated[str | None, flag("TEXT", "System message.")] = None,
+    prompt: str | None = argument("PROMPT", "The prompt; - or nothing: read it from stdin."),
+    model: str | None = MODEL,
+    system: str | None = flag("TEXT", "System message."),
     *,
-    raw: Annotated[bool, flag("--raw", "Continue the text: no chat template.")] = False,
-    stats: Annotated[bool, flag("--stats", "Tokens, also cached ones, on stderr.")] = False,
+    raw: bool = flag("--raw", "Continue the text: no chat template.", False),
+    stats: bool = flag("--stats", "Tokens, also cached ones, on stderr.", False),
     sampling: Sampling,
     settings: Settings,
 ) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from sagellm.cli._loading import load_llm
 from sagellm.cli._options import Model, command, flag
@@ -26,9 +26,7 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 @command
 def serve(
-    record_trace: Annotated[
-        Path | None, flag("--record-trace FILE", "Record requests, as ids of their blocks.")
-    ] = None,
+    record_trace: Path | None = flag("--record-trace FILE", "Record requests, as ids of their blocks."),
     *,
     model: Model,
     settings: ServerSettings,

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -35,20 +35,16 @@ _SLO_HELP = "Goodput under seconds, milliseconds; repeatable; default: 1,100 and
 class MachineOptions(OptionGroup):
     """What requests run on."""
 
-    device: Annotated[str | None, flag("NAME", "Device; default: h100-80g.")] = None
-    model: Annotated[
-        str | None, flag("--model -m NAME", "Model, or a config.json; default: llama-3.1-8b.")
-    ] = None
-    tensor_parallel: Annotated[int | None, flag("N", "Devices per instance; default: 1.")] = None
-    data_parallel: Annotated[int | None, flag("N", "Groups of them that share experts; default: 1.")] = None
-    cost: Annotated[Path | None, flag("FILE", "Coefficients that `calibrate` wrote.")] = None
-    assignments: Annotated[
-        tuple[str, ...], flag("--set -s KEY=VALUE", "Set a key of every preset; repeatable.")
-    ] = ()
-    instances: Annotated[int | None, flag("N", "Instances that do both phases; default: 1.")] = None
-    disaggregate: Annotated[str | None, flag("P:D", "P instances for prefill, D for decode.")] = None
-    router: Annotated[str | None, flag("NAME", _ROUTER_HELP)] = None
-    network: Annotated[float | None, flag("GB/S", "Of one instance; default: the device's.")] = None
+    device: str | None = flag("NAME", "Device; default: h100-80g.")
+    model: str | None = flag("--model -m NAME", "Model, or a config.json; default: llama-3.1-8b.")
+    tensor_parallel: int | None = flag("N", "Devices per instance; default: 1.")
+    data_parallel: int | None = flag("N", "Groups of them that share experts; default: 1.")
+    cost: Path | None = flag("FILE", "Coefficients that `calibrate` wrote.")
+    assignments: tuple[str, ...] = flag("--set -s KEY=VALUE", "Set a key of every preset; repeatable.", ())
+    instances: int | None = flag("N", "Instances that do both phases; default: 1.")
+    disaggregate: str | None = flag("P:D", "P instances for prefill, D for decode.")
+    router: str | None = flag("NAME", _ROUTER_HELP)
+    network: float | None = flag("GB/S", "Of one instance; default: the device's.")
 
     def setup(self, goal_options: GoalOptions) -> SimulationSetup:
         from sagellm.benchmarks.simulate.experiment import SimulationSetup
@@ -75,18 +71,16 @@ class MachineOptions(OptionGroup):
 class LoadOptions(OptionGroup):
     """Which requests arrive, and when."""
 
-    rate_scale: Annotated[tuple[str, ...], flag("X", "Times the trace's rate; repeatable; default: 1.")] = ()
-    rate: Annotated[float | None, flag("X", "Mean requests per second, in place of a scale.")] = None
-    arrivals: Annotated[str | None, flag("NAME", "trace, poisson or bursty; default: trace.")] = None
-    cv: Annotated[float | None, flag("X", "Variation of bursty gaps; default: 3.")] = None
-    closed_loop: Annotated[bool | None, flag("--closed-loop", "A turn waits for the answer before it.")] = (
-        None
-    )
-    think: Annotated[float | None, flag("SECONDS", "Mean pause between turns; default: the trace's.")] = None
-    requests: Annotated[int | None, flag("N", "Only the first of the trace.")] = None
-    high_priority_share: Annotated[float | None, flag("X", "Share of small ones that go first.")] = None
-    high_priority_below: Annotated[int | None, flag("N", _BELOW_HELP)] = None
-    seed: Annotated[int | None, flag("N", "Of everything that is drawn; default: 0.")] = None
+    rate_scale: tuple[str, ...] = flag("X", "Times the trace's rate; repeatable; default: 1.", ())
+    rate: float | None = flag("X", "Mean requests per second, in place of a scale.")
+    arrivals: str | None = flag("NAME", "trace, poisson or bursty; default: trace.")
+    cv: float | None = flag("X", "Variation of bursty gaps; default: 3.")
+    closed_loop: bool | None = flag("--closed-loop", "A turn waits for the answer before it.")
+    think: float | None = flag("SECONDS", "Mean pause between turns; default: the trace's.")
+    requests: int | None = flag("N", "Only the first of the trace.")
+    high_priority_share: float | None = flag("X", "Share of small ones that go first.")
+    high_priority_below: int | None = flag("N", _BELOW_HELP)
+    seed: int | None = flag("N", "Of everything that is drawn; default: 0.")
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -122,9 +116,9 @@ def _scale(text: str) -> float:
 class GoalOptions(OptionGroup):
     """The goals that results are measured by."""
 
-    slo: Annotated[tuple[str, ...], flag("--slo TTFT,TPOT", _SLO_HELP)] = ()
-    price: Annotated[float | None, flag("X", "Per device hour, for the cost of tokens.")] = None
-    until: Annotated[float | None, flag("SECONDS", "Stop there; default: when all have ended.")] = None
+    slo: tuple[str, ...] = flag("--slo TTFT,TPOT", _SLO_HELP, ())
+    price: float | None = flag("X", "Per device hour, for the cost of tokens.")
+    until: float | None = flag("SECONDS", "Stop there; default: when all have ended.")
 
     def goals(self) -> ServiceGoals:
         from sagellm.benchmarks.simulate.metrics import parse_slo
@@ -136,23 +130,13 @@ class GoalOptions(OptionGroup):
 
 @command
 def simulate(
-    preset: Annotated[
-        list[str] | None, flag("--preset NAME", "A preset; repeatable; default: default.")
-    ] = None,
-    trace: Annotated[Path | None, flag("FILE", "The trace; .xz, .gz and .zst are read as they are.")] = None,
-    setting: Annotated[Path | None, flag("FILE", "An experiment, in place of everything else.")] = None,
-    traces: Annotated[
-        Path | None, flag("FOLDER", f"Where a setting's traces are; default: {TRACES}.")
-    ] = None,
-    capacity: Annotated[  # noqa: FBT002 - an option of the command line
-        bool, flag("--capacity", "First find the highest rate that each preset keeps up with.")
-    ] = False,
-    out_folder: Annotated[
-        Path | None, flag("--out -o FOLDER", "Write results.json and requests.csv there.")
-    ] = None,
-    plots: Annotated[  # noqa: FBT002 - an option of the command line
-        bool, flag("--plots", "Draw into the folder of --out; needs the extra plots.")
-    ] = False,
+    preset: list[str] | None = flag("--preset NAME", "A preset; repeatable; default: default."),
+    trace: Path | None = flag("FILE", "The trace; .xz, .gz and .zst are read as they are."),
+    setting: Path | None = flag("FILE", "An experiment, in place of everything else."),
+    traces: Path | None = flag("FOLDER", f"Where a setting's traces are; default: {TRACES}."),
+    capacity: bool = flag("--capacity", "First find the highest rate that each preset keeps up with.", False),
+    out_folder: Path | None = flag("--out -o FOLDER", "Write results.json and requests.csv there."),
+    plots: bool = flag("--plots", "Draw into the folder of --out; needs the extra plots.", False),
     *,
     load_options: LoadOptions,
     machine_options: MachineOptions,

@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
-
-import typer
+from typing import TYPE_CHECKING, Any, cast
 
 from sagellm.benchmarks.reporting import check_writable, print_tables, write_json
 from sagellm.cli._loading import load_llm
-from sagellm.cli._options import App, ModelOption, OptionGroup, command, flag, with_value
+from sagellm.cli._options import MODEL, App, OptionGroup, argument, command, flag, with_value
 from sagellm.cli._settings import Settings
 from sagellm.core.errors import ConfigError, RequestError
 from sagellm.core.events import EventBus
@@ -26,11 +24,9 @@ if TYPE_CHECKING:
 
 app = App(help="Look into traces, convert, generate, record.")
 
-FileArgument = Annotated[
-    Path, typer.Argument(metavar="FILE", help="The trace; .xz, .gz and .zst are read as they are.")
-]
-OutOption = Annotated[Path, flag("--out -o FILE", "Where to write it.")]
-BlockTokens = Annotated[int | None, flag("N", "Tokens per block, for a trace of tokens; default: 16.")]
+TRACE_FILE = argument("FILE", "The trace; .xz, .gz and .zst are read as they are.", ...)
+BLOCK_TOKENS = flag("N", "Tokens per block, for a trace of tokens; default: 16.")
+_OUT_FILE = flag("--out -o FILE", "Where to write it.", ...)
 MAX_SHOWN_LINES = 10
 
 
@@ -41,13 +37,11 @@ _ON_ERROR_HELP = "A broken line is the end (fail) or left out and listed (skip);
 class Reading(OptionGroup):
     """How a trace is read."""
 
-    format: Annotated[
-        str | None, flag("NAME", "Format of the trace; default: what its first lines show.")
-    ] = None
-    on_error: Annotated[str, flag("HOW", _ON_ERROR_HELP)] = "fail"
-    option: Annotated[
-        tuple[str, ...], flag("KEY=VALUE", "Set an option of the format, such as every=1; may be repeated.")
-    ] = ()
+    format: str | None = flag("NAME", "Format of the trace; default: what its first lines show.")
+    on_error: str = flag("HOW", _ON_ERROR_HELP, "fail")
+    option: tuple[str, ...] = flag(
+        "KEY=VALUE", "Set an option of the format, such as every=1; may be repeated.", ()
+    )
 
     def read(self, path: Path) -> Trace:
         """The trace. Skipped lines are listed on stderr."""
@@ -85,9 +79,9 @@ def _value(text: str) -> Any:
 
 @command
 def info(
-    file: FileArgument,
-    block_tokens: BlockTokens = None,
-    out_file: Annotated[Path | None, flag("--out -o FILE", "Write the figures there as JSON.")] = None,
+    file: Path = TRACE_FILE,
+    block_tokens: int | None = BLOCK_TOKENS,
+    out_file: Path | None = flag("--out -o FILE", "Write the figures there as JSON."),
     *,
     reading: Reading,
 ) -> None:
@@ -104,12 +98,10 @@ def info(
 
 @command
 def convert(
-    file: FileArgument,
-    out_file: OutOption,
-    to: Annotated[str, flag("NAME", "sagellm or mooncake.")] = "sagellm",
-    block_tokens: Annotated[
-        int | None, flag("N", "Tokens per block where a trace of tokens is cut; default: 512.")
-    ] = None,
+    file: Path = TRACE_FILE,
+    out_file: Path = _OUT_FILE,
+    to: str = flag("NAME", "sagellm or mooncake.", "sagellm"),
+    block_tokens: int | None = flag("N", "Tokens per block where a trace of tokens is cut; default: 512."),
     *,
     reading: Reading,
 ) -> None:
@@ -124,16 +116,14 @@ def convert(
 
 @command
 def synth(
-    out_file: OutOption,
-    kind: Annotated[str, flag("NAME", "chat, agents, shared_prompts or tenants.")] = "chat",
-    seed: Annotated[int, flag("N", "The same seed gives the same trace.")] = 0,
-    duration: Annotated[float, flag("SECONDS", "Span of the arrivals.")] = 3600.0,
-    block_tokens: Annotated[int, flag("N", "Prompt tokens per block id.")] = 64,
-    tenants: Annotated[str | None, flag("SHARES", "Their rates, one to another, as 8,1,1.")] = None,
-    fields: Annotated[
-        list[str] | None, flag("--set -s KEY=VALUE", "Change the kind's profile; may be repeated.")
-    ] = None,
-    to: Annotated[str, flag("NAME", "sagellm or mooncake.")] = "sagellm",
+    out_file: Path = _OUT_FILE,
+    kind: str = flag("NAME", "chat, agents, shared_prompts or tenants.", "chat"),
+    seed: int = flag("N", "The same seed gives the same trace.", 0),
+    duration: float = flag("SECONDS", "Span of the arrivals.", 3600.0),
+    block_tokens: int = flag("N", "Prompt tokens per block id.", 64),
+    tenants: str | None = flag("SHARES", "Their rates, one to another, as 8,1,1."),
+    fields: list[str] | None = flag("--set -s KEY=VALUE", "Change the kind's profile; may be repeated."),
+    to: str = flag("NAME", "sagellm or mooncake.", "sagellm"),
 ) -> None:
     """Generate a trace: Poisson arrivals of sessions whose prompts grow turn by turn."""
     from sagellm.benchmarks.traces import write_trace
@@ -143,37 +133,27 @@ def synth(
     changes = assignments("--set", fields or ())
     for name in {"kind", "seed", "duration_s", "block_tokens", "tenants"} & changes.keys():
         raise ConfigError(f"--set '{name}={changes[name]}': it has an option of its own")
+    try:
+        shares = None if tenants is None else [float(part) for part in tenants.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--tenants {tenants!r}: write shares, for example 8,1,1") from error
     trace = synthesize(
-        kind, seed=seed, duration_s=duration, block_tokens=block_tokens, tenants=_shares(tenants), **changes
+        kind, seed=seed, duration_s=duration, block_tokens=block_tokens, tenants=shares, **changes
     )
     write_trace(trace, out_file, to)
     print(f"{out_file}: {len(trace.requests):,} requests, {to}")
 
 
-def _shares(text: str | None) -> list[float] | None:
-    if text is None:
-        return None
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--tenants {text!r}: write shares, for example 8,1,1") from error
-
-
 @command
 def record(
-    prompts: Annotated[
-        Path,
-        typer.Argument(
-            metavar="PROMPTS", help='One prompt per line: a text, {"prompt": text} or {"messages": [...]}.'
-        ),
-    ],
-    out_file: OutOption,
-    model: ModelOption = None,
-    max_tokens: Annotated[int, flag("N", "Longest answer in tokens.")] = 128,
+    prompts: Path = argument(
+        "PROMPTS", 'One prompt per line: a text, {"prompt": text} or {"messages": [...]}.', ...
+    ),
+    out_file: Path = _OUT_FILE,
+    model: str | None = MODEL,
+    max_tokens: int = flag("N", "Longest answer in tokens.", 128),
     *,
-    tokens: Annotated[
-        bool, flag("--tokens", "Keep the prompts' tokens, not only ids of their blocks.")
-    ] = False,
+    tokens: bool = flag("--tokens", "Keep the prompts' tokens, not only ids of their blocks.", False),
     settings: Settings,
 ) -> None:
     """Answer prompts, all at once, and record the requests.
