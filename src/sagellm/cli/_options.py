@@ -32,7 +32,7 @@ from sagellm.core.extras import EXTRA_OF
 
 
 def flag(names: str, text: str, default: Any = None, **settings: Any) -> Any:
-    """An option from its names and metavar (`--out -o FILE`), its help and its default.
+    """An option: names and metavar (`--out -o FILE`), help and default.
 
     Without names it is called as its parameter or field. The default `...` makes it required. The result is a
     dataclass's field, so that groups declare their options as commands do.
