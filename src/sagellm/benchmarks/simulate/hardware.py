@@ -12,13 +12,10 @@ from sagellm.benchmarks.simulate.instance import InstanceClock
 from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.engine import InferenceBackend
-from sagellm.engines.simulator.backend import SimulatedBackend
+from sagellm.engines.simulator.backend import configured_backend, configured_blocks
 from sagellm.engines.simulator.cost_model import Coefficients, CostModel
 from sagellm.engines.simulator.devices import device
-from sagellm.engines.simulator.models import MODELS, model, num_kv_blocks
-
-UTILIZATION = 0.9
-"""Default share of the device's memory for weights, activations and KV."""
+from sagellm.engines.simulator.models import MODELS, model
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,30 +46,10 @@ class Hardware:
         return min(context, self.num_blocks(config) * config.kv.block_size)
 
     def num_blocks(self, config: Config) -> int:
-        """`kv.num_blocks`, or what memory leaves; raises `CapacityError` if that is nothing."""
-        if config.kv.num_blocks is not None:
-            return config.kv.num_blocks
-        return num_kv_blocks(
-            self.cost_model.device,
-            self.cost_model.model,
-            block_size=config.kv.block_size,
-            tensor_parallel=self.cost_model.tensor_parallel,
-            data_parallel=self.cost_model.data_parallel,
-            utilization=config.kv.memory_fraction or UTILIZATION,
-            max_batched_tokens=config.scheduler.max_batched_tokens,
-            max_num_seqs=config.scheduler.max_num_seqs,
-        )
+        return configured_blocks(self.cost_model, config)
 
     def backend(self, clock: InstanceClock, config: Config) -> InferenceBackend:
-        return SimulatedBackend(
-            self.cost_model,
-            clock,
-            num_blocks=self.num_blocks(config),
-            block_size=config.kv.block_size,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_model_len=config.model.max_model_len,
-            host_memory_bytes=config.kv.swap_space_bytes,
-        )
+        return configured_backend(self.cost_model, config, clock)
 
     def described(self) -> dict[str, Any]:
         """Describes the hardware for a manifest."""

@@ -15,7 +15,7 @@ from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, TokenLogprob
 from sagellm.engines.simulator.cost_model import CostModel, StepShape
 from sagellm.engines.simulator.devices import device
 from sagellm.engines.simulator.fast_forward import SimulatedEngine
-from sagellm.engines.simulator.models import model, num_kv_blocks
+from sagellm.engines.simulator.models import UTILIZATION, model, num_kv_blocks
 
 StepListener = Callable[[StepShape, float], None]
 """Called with the shape of each step and its seconds, before the clock moves."""
@@ -65,7 +65,9 @@ class SimulatedBackend:
             model.kv_schema(block_size),
             memory_bytes=cost_model.device.memory_bytes,
             num_host_blocks=host_memory_bytes // self._bytes_per_block,
-            host_copy_s=cost_model.moves_s({(Tier.HBM, Tier.DRAM): self._bytes_per_block}),
+            host_copy_s=cost_model.moves_s(
+                StepShape(bytes_copied={(Tier.HBM, Tier.DRAM): self._bytes_per_block})
+            ),
             prefill_token_s=prefill_s / LONG_PROMPT,
             prefill_token_squared_s=(behind_s - prefill_s) / LONG_PROMPT**2,
         )
@@ -95,7 +97,10 @@ class SimulatedBackend:
         self.clock.advance(seconds)
         tokens = self._tokens
         drawn = tuple([tokens[row] for row in plan.sample_rows])
-        return StepResult(plan.step, drawn, self._logprobs(plan) if self._wants_logprobs else {})
+        if not self._wants_logprobs:
+            return StepResult(plan.step, drawn, {})
+        rows = self._wants_logprobs.intersection(plan.sample_rows)
+        return StepResult(plan.step, drawn, {row: TokenLogprob(tokens[row], 0.0) for row in rows})
 
     def price_decodes(self, positions: Sequence[int], num_steps: int) -> list[float]:
         """Seconds of each of the next `num_steps` steps, which only decode.
@@ -143,10 +148,6 @@ class SimulatedBackend:
         first = int.from_bytes(digest, "little") % size
         return next(token for token in ((first + i) % size for i in range(size)) if token not in ends)
 
-    def _logprobs(self, plan: ExecutionPlan) -> dict[int, TokenLogprob]:
-        rows = self._wants_logprobs.intersection(plan.sample_rows)
-        return {row: TokenLogprob(self._tokens[row], 0.0) for row in rows}
-
 
 def simulated_backend(
     config: Config,
@@ -163,22 +164,32 @@ def simulated_backend(
     """
     if clock is not None and not isinstance(clock, ManualClock):
         raise ConfigError(f"a simulated backend moves its clock: give a ManualClock, not {clock!r}")
-    kv, scheduler = config.kv, config.scheduler
     cost_model = CostModel(device(hardware), model(shape), tensor_parallel=tensor_parallel)
-    num_blocks = kv.num_blocks or num_kv_blocks(
-        cost_model.device,
-        cost_model.model,
-        block_size=kv.block_size,
-        tensor_parallel=tensor_parallel,
-        max_batched_tokens=scheduler.max_batched_tokens,
-        max_num_seqs=scheduler.max_num_seqs,
-    )
+    return configured_backend(cost_model, config, clock or ManualClock())
+
+
+def configured_backend(cost_model: CostModel, config: Config, clock: ManualClock) -> SimulatedBackend:
+    """The backend of an instance with this configuration."""
     return SimulatedBackend(
         cost_model,
-        clock or ManualClock(),
-        num_blocks=num_blocks,
-        block_size=kv.block_size,
-        max_num_seqs=scheduler.max_num_seqs,
+        clock,
+        num_blocks=configured_blocks(cost_model, config),
+        block_size=config.kv.block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=config.model.max_model_len,
-        host_memory_bytes=kv.swap_space_bytes,
+        host_memory_bytes=config.kv.swap_space_bytes,
+    )
+
+
+def configured_blocks(cost_model: CostModel, config: Config) -> int:
+    """`kv.num_blocks`, or what memory leaves; raises `CapacityError` if that is nothing."""
+    return config.kv.num_blocks or num_kv_blocks(
+        cost_model.device,
+        cost_model.model,
+        block_size=config.kv.block_size,
+        tensor_parallel=cost_model.tensor_parallel,
+        data_parallel=cost_model.data_parallel,
+        utilization=config.kv.memory_fraction or UTILIZATION,
+        max_batched_tokens=config.scheduler.max_batched_tokens,
+        max_num_seqs=config.scheduler.max_num_seqs,
     )

@@ -163,10 +163,11 @@ def calibrate(
         if best is None or found.score < best.score:
             best = replace(found, log_sigmas=problem.log_sigmas())
         loss_of = _huber if number < ROUGH_ROUNDS else _cauchy
-        moved = replace(model, coefficients=problem.solve(loss_of))
-        if _close(moved.coefficients, model.coefficients):
+        moved = problem.solve(loss_of)
+        pairs = zip(moved.as_dict().values(), model.coefficients.as_dict().values(), strict=True)
+        if all(abs(new - old) <= 1e-3 * max(new, old) for new, old in pairs):
             break
-        model = moved
+        model = replace(model, coefficients=moved)
     assert best is not None
     return replace(best, num_rounds=number + 1)
 
@@ -226,8 +227,7 @@ class Problem:
     ) -> None:
         self._model, self._spans, self._names = model, spans, tuple(priors)
         self._columns = np.array([model.columns(shape) for shape in shapes], dtype=np.float64).T
-        moves_s = [model.moves_s(shape.bytes_copied, shape.bytes_transferred) for shape in shapes]
-        self._moves_s = np.array(moves_s)
+        self._moves_s = np.array([model.moves_s(shape) for shape in shapes])
         self._means = np.log([prior.mean for prior in priors.values()])
         self._sigmas = np.array([prior.log_sigma for prior in priors.values()])
         self._lows = np.log([prior.low for prior in priors.values()])
@@ -307,8 +307,3 @@ def _cauchy(deviations: Floats) -> tuple[Floats, Floats]:
     """Cauchy's loss, which nearly ignores outliers, and the weights."""
     ratio = (deviations / OUTLIER) ** 2
     return OUTLIER**2 / 2 * np.log1p(ratio), 1.0 / (1.0 + ratio)
-
-
-def _close(first: Coefficients, second: Coefficients) -> bool:
-    pairs = zip(first.as_dict().values(), second.as_dict().values(), strict=True)
-    return all(abs(a - b) <= 1e-3 * max(a, b) for a, b in pairs)

@@ -135,7 +135,7 @@ class CostModel:
             fixed = self._rows_s(num_decodes)
         seconds = fixed + self._kv_s() / self.data_parallel * shape.decode_context
         if shape.bytes_copied or shape.bytes_transferred:
-            seconds += self.moves_s(shape.bytes_copied, shape.bytes_transferred)
+            seconds += self.moves_s(shape)
         return seconds
 
     def decode_steps_s(self, shape: StepShape, k: int) -> Floats:
@@ -150,10 +150,24 @@ class CostModel:
         steps_s: Floats = self._rows_s(shape.num_decodes) + self._kv_s() / self.data_parallel * contexts
         return steps_s
 
-    def moves_s(self, bytes_copied: Mapping[tuple[str, str], int], bytes_transferred: int = 0) -> float:
-        """Seconds of copies between tiers, one after the other, and of transfers."""
-        copies = sum(number / self._path(*pair) for pair, number in bytes_copied.items())
-        return copies + bytes_transferred / self.device.network
+    def moves_s(self, shape: StepShape) -> float:
+        """Seconds of copies between tiers, one after the other, and of transfers.
+
+        The slower tier determines the speed of a copy.
+        """
+        device = self.device
+        speeds: Mapping[str, float] = {
+            Tier.HBM: device.bandwidth / 2,
+            Tier.DRAM: device.pcie,
+            Tier.NVME: device.nvme,
+        }
+        copies_s = []
+        for pair, num_bytes in shape.bytes_copied.items():
+            for tier in pair:
+                if tier not in speeds:
+                    raise ConfigError(f"no tier {tier!r}; tiers are {', '.join(speeds)}")
+            copies_s.append(num_bytes / min(speeds[tier] for tier in pair))
+        return sum(copies_s) + shape.bytes_transferred / device.network
 
     def columns(self, shape: StepShape) -> tuple[float, float, float, float, float, float, float]:
         """The arguments of `compute_s`: the work of the data-parallel group with most work.
@@ -189,10 +203,12 @@ class CostModel:
         """
         rows = num_decodes + num_chunks
         has_chunks = num_chunks / (num_chunks + 1e-300)
+        reached = self.coefficients
+        row_s = reached.row_s + (reached.expert_row_s if self.model.num_experts else 0.0)
         fixed = self._linear_s(num_decodes + chunk_tokens, rows, all_tokens)
-        fixed = fixed + self._chunk_attention_s(chunk_keys, chunk_pairs) + self._row_s() * rows
+        fixed = fixed + self._chunk_attention_s(chunk_keys, chunk_pairs) + row_s * rows
         layers = self.model.num_layers / LAYERS
-        fixed = fixed + self.coefficients.step_s + self.coefficients.chunk_step_s * layers * has_chunks
+        fixed = fixed + reached.step_s + reached.chunk_step_s * layers * has_chunks
         return fixed + self._kv_s() * decode_context
 
     def _rows_s(self, num_decodes: int) -> float:
@@ -214,23 +230,16 @@ class CostModel:
             expert_bytes = model.expert_params * model.itemsize / self.num_devices
             visits = 2 * model.experts_per_token * model.expert_params * all_tokens / self.num_devices
             visit_s = visits / (peak * reached.expert_compute)
+            missed = 1.0 - model.experts_per_token / model.num_experts
+            met = model.num_experts * (1.0 - missed**all_tokens)  # expected, all being equally likely
             bandwidth = device.bandwidth * reached.expert_bandwidth
-            total = total + self._overlapped(
-                expert_bytes * self._experts_met(all_tokens) / bandwidth, visit_s
-            )
+            total = total + self._overlapped(expert_bytes * met / bandwidth, visit_s)
         return total + self._collectives_s(tokens, all_tokens)
 
     def _overlapped(self, read_s: Number | float, multiply_s: Number) -> Number:
         exponent = self.coefficients.overlap
         joined: Number = (read_s**exponent + multiply_s**exponent) ** (1 / exponent)
         return joined
-
-    def _experts_met(self, tokens: Number) -> Number:
-        """Expected experts of a layer that any token visits, all being equally likely."""
-        model = self.model
-        missed = 1.0 - model.experts_per_token / model.num_experts
-        met: Number = model.num_experts * (1.0 - missed**tokens)
-        return met
 
     def _collectives_s(self, tokens: Number, all_tokens: Number) -> Number:
         """Seconds of collectives: two per layer.
@@ -252,25 +261,8 @@ class CostModel:
         read_s, multiply_s = self._kv_s() * keys, flops / peak
         return (read_s + multiply_s + abs(read_s - multiply_s)) / 2  # their maximum, for arrays too
 
-    def _row_s(self) -> float:
-        reached = self.coefficients
-        return reached.row_s + (reached.expert_row_s if self.model.num_experts else 0.0)
-
     def _kv_s(self) -> float:
         """Seconds to read the KV of one token."""
         shards = min(self.tensor_parallel, self.model.num_kv_heads)
         reached = self.device.bandwidth * self.coefficients.kv_bandwidth
         return self.model.kv_bytes_per_token / shards / reached
-
-    def _path(self, source: str, target: str) -> float:
-        """Bytes per second between two tiers, by the slowest part of the path."""
-        device = self.device
-        speeds: dict[str, float] = {
-            Tier.HBM: device.bandwidth / 2,
-            Tier.DRAM: device.pcie,
-            Tier.NVME: device.nvme,
-        }
-        for tier in (source, target):
-            if tier not in speeds:
-                raise ConfigError(f"no tier {tier!r}; tiers are {', '.join(speeds)}")
-        return min(speeds[source], speeds[target])

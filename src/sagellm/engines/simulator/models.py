@@ -78,11 +78,6 @@ class ModelShape:
         return self.always_read_params + routed + self.head_params * (1 if self.tied_embeddings else 2)
 
     @property
-    def active_params(self) -> int:
-        """Weights of linear layers that one token visits, without the output projection."""
-        return self.always_read_params + self.experts_per_token * self.expert_params
-
-    @property
     def weight_bytes(self) -> int:
         return self.num_params * self.itemsize
 
@@ -139,7 +134,13 @@ def model(name: str | Path) -> ModelShape:
     if path.is_dir():
         path /= "config.json"
     if path.is_file():
-        return _read(path)
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ModelError(f"cannot read the model configuration {path}: {error}") from error
+        if not isinstance(config, dict):
+            raise ModelError(f"{path} must hold the keys and values of a model, as config.json of a HF model")
+        return from_config(config, path.parent.name or str(path))
     shape = MODELS.get(_canonical_model(str(name)))
     if shape is None:
         hint = nearest(str(name), MODELS)
@@ -153,16 +154,6 @@ def _canonical_model(name: str) -> str:
     for suffix in ("-2507", "-instruct", "-chat", "-base", "-hf"):
         short = short.removesuffix(suffix)
     return short
-
-
-def _read(path: Path) -> ModelShape:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read the model configuration {path}: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} must hold the keys and values of a model, as config.json of a HF model")
-    return from_config(config, path.parent.name or str(path))
 
 
 def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
@@ -197,6 +188,8 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
 
 # -- memory on a device
 
+UTILIZATION = 0.9
+"""Default share of the device's memory for weights, activations and KV."""
 RUNTIME_BYTES = GIB // 5
 """Memory that libraries and communication hold outside the allocator of tensors."""
 SAMPLER_BYTES = 24
@@ -225,7 +218,7 @@ def num_kv_blocks(
     block_size: int = 16,
     tensor_parallel: int = 1,
     data_parallel: int = 1,
-    utilization: float = 0.9,
+    utilization: float = UTILIZATION,
     max_batched_tokens: int = 2048,
     max_num_seqs: int = 256,
 ) -> int:
