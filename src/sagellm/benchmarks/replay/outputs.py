@@ -26,6 +26,12 @@ from sagellm.core.protocols.prefix_cache import MissCounts
 FORMAT = "sagellm-replay/1"
 
 CAUSES = MissCounts._fields
+TEXTS = ("policy", "capacity")
+REALS = (
+    "prefill_s", "saved_s", "block_ratio", "token_ratio", "request_ratio", "saved_ratio", "of_gap",
+    "cpu_s", "us_per_evicted", "us_in_evict", "accesses_per_s",
+)  # fmt: skip
+"""Types of columns in Parquet files, where a column may be empty in every row; the others are counts."""
 
 
 def as_row(result: ReplayResult) -> dict[str, Any]:
@@ -101,23 +107,10 @@ def _write_csv(path: Path, made_by: Mapping[str, Any], rows: Sequence[Mapping[st
 def _write_parquet(path: Path, made_by: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     pyarrow, parquet = _pyarrow("pyarrow"), _pyarrow("pyarrow.parquet")
     described = json.dumps({"format": FORMAT, "manifest": made_by})
-    columns = [pyarrow.field(name, getattr(pyarrow, kind)()) for name, kind in _column_types().items()]
+    types = dict.fromkeys(TEXTS, pyarrow.string()) | dict.fromkeys(REALS, pyarrow.float64())
+    columns = [(name, types.get(name, pyarrow.int64())) for name in rows[0]]
     made = pyarrow.Table.from_pylist(list(rows), pyarrow.schema(columns, {"sagellm": described}))
     parquet.write_table(made, path)
-
-
-def _column_types() -> dict[str, str]:
-    """The Parquet type of each column. A column may be empty in every row."""
-    texts = dict.fromkeys(("policy", "capacity"), "string")
-    counts = (
-        "capacity_blocks", "seed", "requests", "hit_requests", "blocks", "hit_blocks", "bound_blocks",
-        "tokens", "hit_tokens", "evicted", *(f"missed_{cause}" for cause in CAUSES),
-    )  # fmt: skip
-    reals = (
-        "prefill_s", "saved_s", "block_ratio", "token_ratio", "request_ratio", "saved_ratio", "of_gap",
-        "cpu_s", "us_per_evicted", "us_in_evict", "accesses_per_s",
-    )  # fmt: skip
-    return texts | dict.fromkeys(counts, "int64") | dict.fromkeys(reals, "float64")
 
 
 def _pyarrow(name: str) -> Any:
@@ -173,13 +166,8 @@ def _hits(results: Sequence[ReplayResult]) -> tuple[tuple[str, ...], list[tuple[
         row = [case.policy, case.capacity.text]
         row += [_number(case.seed)] if seeds else []
         row += [_number(case.capacity.num_blocks), _percent(result.block_ratio)]
-        row += [
-            _percent(result.of_gap, digits=0),
-            _percent(result.token_ratio),
-            _percent(result.request_ratio),
-            _percent(result.saved_ratio),
-        ]
-        row += [_number(result.num_evicted)]
+        row += [_percent(result.of_gap, digits=0), _percent(result.token_ratio)]
+        row += [_percent(result.request_ratio), _percent(result.saved_ratio), _number(result.num_evicted)]
         if timed:
             speed = result.accesses_per_s
             row += [format_number(result.us_per_evicted, "-"), format_number(result.us_in_evict, "-")]

@@ -49,11 +49,12 @@ def miss_ratio(trace: BlockTrace, results: Sequence[ReplayResult]) -> Figure:
     """Missed blocks by capacity, one line per policy. Of several seeds the mean and range."""
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
+    percents = _hit_percents(results)
     colors = iter(range(len(results)))
     for policy in _policies(results):
-        capacities = _capacities([result for result in results if result.case.policy == policy])
+        capacities = [size for size in _capacities(results) if (policy, size) in percents]
         shares = [100 * size.num_blocks / trace.num_unique for size in capacities]
-        missed = [[100 - value for value in _hit_percents(results, policy, size)] for size in capacities]
+        missed = [[100 - value for value in percents[policy, size]] for size in capacities]
         style: dict[str, Any] = {"color": INK, "linestyle": "--"}
         if policy != OPTIMUM:
             number = next(colors)
@@ -83,8 +84,10 @@ def miss_ratio(trace: BlockTrace, results: Sequence[ReplayResult]) -> Figure:
 
 def heat_map(trace: BlockTrace, results: Sequence[ReplayResult]) -> Figure:
     """Hit blocks in %, policies by capacities; the mean over seeds."""
-    policies, capacities = _policies(results), _capacities(results)
-    values = np.array([[_mean_hit(results, policy, size) for size in capacities] for policy in policies])
+    policies, capacities, percents = _policies(results), _capacities(results), _hit_percents(results)
+    values = np.array(
+        [[np.mean(percents.get((policy, size), np.nan)) for size in capacities] for policy in policies]
+    )
     figure = new_figure(2.6 + 0.8 * len(capacities), 1.4 + 0.36 * len(policies))
     axes = figure.subplots()
     axes.imshow(values, cmap="Blues", aspect="auto", vmin=0.0)
@@ -139,23 +142,15 @@ def miss_causes(trace: BlockTrace, results: Sequence[ReplayResult]) -> Figure:
     size = sizes[(len(sizes) - 1) // 2]
     panels = {result.case.policy: result for result in reversed(shown) if result.case.capacity == size}
     names = [name for name in _policies(shown) if name in panels]
-    causes = [
-        number
-        for number in range(len(CAUSES))
-        if any(result.misses and result.misses[number] for result in shown)
-    ]
-    labels = [CAUSES[number] for number in causes]
-    colors = [CAUSE_COLORS[number] for number in causes]
-    start_s, end_s = trace.requests[0].time_s, trace.requests[-1].time_s
+    happened = np.sum([result.misses for result in shown if result.misses], axis=0) > 0
+    labels = [cause for cause, some in zip(CAUSES, happened, strict=True) if some]
+    colors = [color for color, some in zip(CAUSE_COLORS, happened, strict=True) if some]
     figure = new_figure(7.0, 1.2 + 1.5 * len(names))
     grid = figure.subplots(len(names), 1, sharex=True, sharey=True, squeeze=False)
-    borders = np.linspace(start_s, end_s, NUM_MOMENTS + 1)
+    borders = np.linspace(trace.requests[0].time_s, trace.requests[-1].time_s, NUM_MOMENTS + 1)
     for axes, name in zip(grid[:, 0], names, strict=True):
-        misses_over_time = (
-            *panels[name].misses_over_time,
-            panels[name].misses_over_time[-1],
-        )  # draws the last interval to the end
-        missed = [[moment[number] for moment in misses_over_time] for number in causes]
+        moments = panels[name].misses_over_time
+        missed = np.array([*moments, moments[-1]]).T[happened]  # draws the last interval to the end
         axes.stackplot(borders, *missed, labels=labels, colors=colors, step="post")
         axes.set_title(f"{name}, {size.text}", loc="left", fontsize=9)
         axes.set_ylabel("blocks", fontsize=8)
@@ -174,14 +169,10 @@ def _capacities(results: Sequence[ReplayResult]) -> list[CacheCapacity]:
     return sorted({result.case.capacity for result in results}, key=lambda size: size.num_blocks)
 
 
-def _hit_percents(results: Sequence[ReplayResult], policy: str, size: CacheCapacity) -> list[float]:
-    return [
-        100 * result.block_ratio
-        for result in results
-        if (result.case.policy, result.case.capacity) == (policy, size)
-    ]
-
-
-def _mean_hit(results: Sequence[ReplayResult], policy: str, size: CacheCapacity) -> float:
-    found = _hit_percents(results, policy, size)
-    return sum(found) / len(found) if found else float("nan")
+def _hit_percents(results: Sequence[ReplayResult]) -> dict[tuple[str, CacheCapacity], list[float]]:
+    """Hit blocks in % by policy and capacity, one figure per seed."""
+    percents: dict[tuple[str, CacheCapacity], list[float]] = {}
+    for result in results:
+        place = result.case.policy, result.case.capacity
+        percents.setdefault(place, []).append(100 * result.block_ratio)
+    return percents

@@ -128,20 +128,15 @@ def first_counted(trace: BlockTrace, warmup: str) -> int:
     or if no request is left."""
     requests = trace.requests
     try:
+        amount = float(warmup[:-1] if warmup.endswith(("%", "s")) else warmup)
+        if not amount >= 0:
+            raise ValueError
         if warmup.endswith("%"):
-            first = int(len(requests) * _not_negative(warmup.removesuffix("%")) / 100)
+            first = int(len(requests) * amount / 100)
         else:
-            end_s = requests[0].time_s + _not_negative(warmup.removesuffix("s"))
-            first = sum(request.time_s < end_s for request in requests)
+            first = sum(request.time_s < requests[0].time_s + amount for request in requests)
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"warm-up {warmup!r}: write a share of the requests as 10%, or seconds") from error
     if first >= len(requests):
         raise ConfigError(f"warm-up {warmup!r} leaves none of {len(requests)} requests to be counted")
     return first
-
-
-def _not_negative(text: str) -> float:
-    value = float(text)
-    if not value >= 0:
-        raise ValueError(text)
-    return value

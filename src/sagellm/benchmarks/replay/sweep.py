@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -179,14 +179,15 @@ class ReplayResult:
     @property
     def us_per_evicted(self) -> float | None:
         """CPU time in µs of the whole replay, look-ups included, per evicted block."""
-        return 1e6 * self.cpu_s / self.num_evicted if self.cpu_s is not None and self.num_evicted else None
+        return self._us_per_evicted(self.cpu_s)
 
     @property
     def us_in_evict(self) -> float | None:
         """CPU time in µs inside the index's `evict`, per evicted block."""
-        return (
-            1e6 * self.evict_s / self.num_evicted if self.evict_s is not None and self.num_evicted else None
-        )
+        return self._us_per_evicted(self.evict_s)
+
+    def _us_per_evicted(self, seconds: float | None) -> float | None:
+        return None if seconds is None or not self.num_evicted else 1e6 * seconds / self.num_evicted
 
     @property
     def accesses_per_s(self) -> float | None:
@@ -200,27 +201,35 @@ def run_sweep(
     """Returns the results in the order of `plan.cases(trace)`; calls `on_done` after each. With more than
     one job, replays run in child processes, each of which gets the trace once. Raises `CapacityError` if a
     child process dies."""
-    cases, worker = plan.cases(trace), _SweepWorker(trace, plan)
-    if min(jobs, len(cases)) <= 1:
-        results = []
-        for case in cases:
-            results.append(worker.run(case))
-            on_done()
-        return with_gaps(results)
-    with ProcessPoolExecutor(
-        min(jobs, len(cases)), get_context("spawn"), initializer=_set_worker, initargs=(worker,)
-    ) as pool:
-        futures = [pool.submit(_run_in_pool, case) for case in cases]
+    cases, run = plan.cases(trace), partial(run_case, trace, plan)
+    jobs = min(jobs, len(cases))
+    if jobs <= 1:
+        return with_gaps(_collected(map(run, cases), on_done))
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _set_run, (run,)) as pool:
         try:
-            for done in as_completed(futures):
-                done.result()
-                on_done()
+            return with_gaps(_collected(pool.map(_run_in_pool, cases), on_done))
         except BrokenProcessPool as error:
             raise CapacityError("a process of the sweep died, maybe of memory: try fewer jobs") from error
-        finally:
-            for future in futures:
-                future.cancel()
-        return with_gaps([future.result() for future in futures])
+
+
+def _collected(results: Iterable[ReplayResult], on_done: Callable[[], None]) -> list[ReplayResult]:
+    collected = []
+    for result in results:
+        collected.append(result)
+        on_done()
+    return collected
+
+
+# Each process of the pool gets the trace once; functions that the pool calls can only find it in a global.
+_runs: list[Callable[[ReplayCase], ReplayResult]] = []
+
+
+def _set_run(run: Callable[[ReplayCase], ReplayResult]) -> None:
+    _runs.append(run)
+
+
+def _run_in_pool(case: ReplayCase) -> ReplayResult:
+    return _runs[-1](case)
 
 
 def with_gaps(results: Sequence[ReplayResult]) -> list[ReplayResult]:
@@ -235,79 +244,68 @@ def with_gaps(results: Sequence[ReplayResult]) -> list[ReplayResult]:
     return placed
 
 
-class _SweepWorker:
-    """Replays cases of one plan on one trace. Each process of a sweep has one."""
-
-    def __init__(self, trace: BlockTrace, plan: ReplaySweepPlan) -> None:
-        self.trace = trace
-        self.plan = plan
-
-    def run(self, case: ReplayCase) -> ReplayResult:
-        capacity, trace = case.capacity.num_blocks, self.trace
-        first = first_counted(trace, self.plan.warmup)
-        if case.policy == OPTIMUM:
-            hits = optimum(trace.requests, capacity)
-            check_bound(hits, trace.bound_at(capacity))
-            return ReplayResult(case, measure(trace, hits, first, self.plan.cost()))
-        replayed = self._replay(case)
-        check_bound(replayed.hits, trace.bound_at(capacity))
-        result = ReplayResult(
-            case, measure(trace, replayed.hits, first, self.plan.cost()), replayed.num_evicted
-        )
-        if self.plan.causes:
-            self._check_causes(replayed, capacity)
-            return replace(
-                result,
-                misses=total(replayed.misses[first:]),
-                misses_over_time=self._misses_over_time(replayed),
-            )
+def run_case(trace: BlockTrace, plan: ReplaySweepPlan, case: ReplayCase) -> ReplayResult:
+    """Replays one case; checks the hits and the causes. `of_gap` needs other cases and stays None."""
+    capacity, first = case.capacity.num_blocks, first_counted(trace, plan.warmup)
+    bound = trace.bound_at(capacity)
+    if case.policy == OPTIMUM:
+        hits = optimum(trace.requests, capacity)
+        check_bound(hits, bound)
+        return ReplayResult(case, measure(trace, hits, first, plan.cost()))
+    replayed = _replay(trace, plan, case)
+    check_bound(replayed.hits, bound)
+    result = ReplayResult(case, measure(trace, replayed.hits, first, plan.cost()), replayed.num_evicted)
+    if not plan.causes:
         return replace(result, cpu_s=replayed.cpu_s, evict_s=replayed.evict_s, accesses=trace.num_blocks)
+    _check_causes(trace, replayed, bound, capacity)
+    over_time = _misses_over_time(trace, replayed)
+    return replace(result, misses=total(replayed.misses[first:]), misses_over_time=over_time)
 
-    def _replay(self, case: ReplayCase) -> Replayed:
-        clock, events = ManualClock(self.trace.requests[0].time_s), EventBus()
-        causes = None
-        if self.plan.causes:
-            causes = MissAttribution(
-                events,
-                clock,
-                premature_s=self.plan.premature_s,
-                max_ghosts=None,
-                across_namespaces=self.trace.across_namespaces,
+
+def _replay(trace: BlockTrace, plan: ReplaySweepPlan, case: ReplayCase) -> Replayed:
+    clock, events, causes = ManualClock(trace.requests[0].time_s), EventBus(), None
+    if plan.causes:
+        causes = MissAttribution(
+            events,
+            clock,
+            premature_s=plan.premature_s,
+            max_ghosts=None,
+            across_namespaces=trace.across_namespaces,
+        )
+    capacity, options = case.capacity.num_blocks, dict(plan.options.get(case.policy, {}))
+    if "model" in registry("policy").options(case.policy):
+        options.setdefault("model", plan.cost(trace.block_tokens))
+
+    def policy() -> EvictionPolicy:
+        return make_policy(case.policy, capacity=capacity, clock=clock, seed=case.seed or 0, **options)
+
+    index: PrefixReuseIndex = registry("index").create(
+        "radix", block_size=1, policy_factory=policy, events=events, clock=clock
+    )
+    return replay(trace.requests, index, clock, capacity, causes)
+
+
+def _check_causes(trace: BlockTrace, replayed: Replayed, bound: Sequence[int], capacity: int) -> None:
+    """Checks that every missing block has a cause and no known block is cold."""
+    for number, (request, misses) in enumerate(zip(trace.requests, replayed.misses, strict=True)):
+        hit = replayed.hits[number]
+        missing, known = min(len(request.ids), capacity) - hit, bound[number] - hit
+        if sum(misses) != missing or missing - misses.cold - misses.namespace != known:
+            raise BookkeepingError(
+                f"request {number} misses {missing} blocks, {known} of which were computed before; "
+                f"their causes are {misses}"
             )
-        capacity, options = case.capacity.num_blocks, dict(self.plan.options.get(case.policy, {}))
-        if "model" in registry("policy").options(case.policy):
-            options.setdefault("model", self.plan.cost(self.trace.block_tokens))
 
-        def policy() -> EvictionPolicy:
-            return make_policy(case.policy, capacity=capacity, clock=clock, seed=case.seed or 0, **options)
 
-        index: PrefixReuseIndex = registry("index").create(
-            "radix", block_size=1, policy_factory=policy, events=events, clock=clock
-        )
-        return replay(self.trace.requests, index, clock, capacity, causes)
-
-    def _check_causes(self, replayed: Replayed, capacity: int) -> None:
-        """Checks that every missing block has a cause and no known block is cold."""
-        bound = self.trace.bound_at(capacity)
-        for number, (request, misses) in enumerate(zip(self.trace.requests, replayed.misses, strict=True)):
-            hit = replayed.hits[number]
-            missing, known = min(len(request.ids), capacity) - hit, bound[number] - hit
-            if sum(misses) != missing or missing - misses.cold - misses.namespace != known:
-                raise BookkeepingError(
-                    f"request {number} misses {missing} blocks, {known} of which were computed before; "
-                    f"their causes are {misses}"
-                )
-
-    def _misses_over_time(self, replayed: Replayed) -> tuple[MissCounts, ...]:
-        """Sums the misses of each interval of the trace's time."""
-        times = [request.time_s for request in self.trace.requests]
-        borders = array(
-            "d", [times[0] + part * (times[-1] - times[0]) / NUM_MOMENTS for part in range(NUM_MOMENTS)]
-        )
-        stretches: list[list[MissCounts]] = [[] for _ in range(NUM_MOMENTS)]
-        for time_s, misses in zip(times, replayed.misses, strict=True):
-            stretches[bisect_right(borders, time_s) - 1].append(misses)
-        return tuple(map(total, stretches))
+def _misses_over_time(trace: BlockTrace, replayed: Replayed) -> tuple[MissCounts, ...]:
+    """Sums the misses of each interval of the trace's time."""
+    times = [request.time_s for request in trace.requests]
+    span_s = times[-1] - times[0]
+    borders = [times[0] + part * span_s / NUM_MOMENTS for part in range(NUM_MOMENTS)]
+    intervals: list[list[MissCounts]] = [[] for _ in borders]
+    for time_s, misses in zip(times, replayed.misses, strict=True):
+        intervals[bisect_right(borders, time_s) - 1].append(misses)
+    return tuple(map(total, intervals))
 
 
 def total(counts: Sequence[MissCounts]) -> MissCounts:
@@ -317,15 +315,3 @@ def total(counts: Sequence[MissCounts]) -> MissCounts:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-# Each process of the pool gets its worker once; functions that the pool calls can only find it in a global.
-_workers: list[_SweepWorker] = []
-
-
-def _set_worker(worker: _SweepWorker) -> None:
-    _workers.append(worker)
-
-
-def _run_in_pool(case: ReplayCase) -> ReplayResult:
-    return _workers[-1].run(case)
