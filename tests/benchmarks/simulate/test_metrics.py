@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sagellm.benchmarks.simulate.instance import token_gaps_of
-from sagellm.benchmarks.simulate.metrics import SLOPair, latency_figures, parse_slo
-from sagellm.benchmarks.simulate.simulation import ClusterLayout, ServiceGoals
-from sagellm.benchmarks.simulate.workload import HighPriority, WorkloadSpec
+from sagellm.benchmarks.simulate.metrics import SLOPair, latency_figures, parse_slo, token_gaps
+from sagellm.benchmarks.simulate.simulation import ClusterLayout, ServiceGoals, build_cluster
+from sagellm.benchmarks.simulate.workload import HighPriority, RequestMaker, WorkloadSpec, workload
 from sagellm.core.errors import BookkeepingError, ConfigError
-from tests.benchmarks.simulate.stand_in import StandIn, request, served, trace
+from tests.benchmarks.simulate.stand_in import VOCAB, StandIn, config, request, served, trace
 
 near: Any = pytest.approx
 
@@ -89,8 +88,13 @@ def test_the_span_begins_with_the_first_arrival() -> None:
 
 
 def test_other_tokens_than_the_plans_have_are_an_error() -> None:
-    with pytest.raises(BookkeepingError, match="request 1 drew 3 tokens, the steps' plans have 2"):
-        token_gaps_of({"1": np.array([0.1, 0.2])}, {"1": 3})
+    chosen, machine = config(), StandIn()
+    work = workload(trace(request(0, 8, 2)), WorkloadSpec(), machine.max_model_len(chosen))
+    cluster = build_cluster(chosen, machine, ClusterLayout())
+    [one] = cluster.run(work, RequestMaker(work, VOCAB))
+    one.num_output_tokens = 3
+    with pytest.raises(BookkeepingError, match="request 0 drew 3 tokens, the steps' plans have 2"):
+        token_gaps(cluster.instances, [one])
 
 
 @pytest.mark.parametrize("text", ["", "1", "1,2,3", "a,1", "0,1", "1,-1", "inf,1", "nan,1"])

@@ -24,7 +24,6 @@ from sagellm.benchmarks.simulate.outputs import (
     check_writable_folder,
     headlines,
     manifest,
-    request_columns,
     tables,
     write,
 )
@@ -35,6 +34,11 @@ from sagellm.core.errors import ConfigError, MissingExtraError, UnknownNameError
 from tests.benchmarks.simulate.stand_in import StandIn, request, served, trace
 
 SLOS = (SLOPair(0.05, 11), SLOPair(1, 100))
+COLUMNS = (
+    "trace", "preset", "rate", "request", "session", "tenant", "priority", "prompt_tokens", "arrival_s",
+    "outcome", "reason", "prefill", "decode", "num_output_tokens", "num_cached", "num_preemptions",
+    "scheduled_s", "first_token_s", "ready_s", "finished_s", "ttft_s", "tpot_s", "e2e_s",
+)  # fmt: skip
 BENCH = SimulationSetup(StandIn(), goals=ServiceGoals(SLOS, price_per_hour=2.0))
 
 
@@ -85,7 +89,7 @@ def test_files(results: list[SimulationResult], made_by: dict[str, Any], tmp_pat
     with paths[1].open(newline="") as lines:
         rows = list(csv.DictReader(lines))
     assert len(rows) == 16
-    assert tuple(rows[0]) == request_columns()
+    assert tuple(rows[0]) == COLUMNS
     assert (rows[0]["request"], rows[0]["outcome"], rows[0]["session"]) == ("0", "finished", "a")
     assert float(rows[0]["ttft_s"]) == pytest.approx(0.01)
     assert rows[2]["tpot_s"] == "", "an answer of one token has none"

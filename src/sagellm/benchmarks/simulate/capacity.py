@@ -50,11 +50,7 @@ def growth(served: Sequence[ServedRequest]) -> float:
     """Seconds by which waiting (arrival to first schedule) grows per second of arrivals. Requests that
     were never scheduled do not count. Raises `ConfigError` if fewer than `FEWEST` are left or all came at
     once."""
-    times = [
-        (request.arrival_s, request.scheduled_s - request.arrival_s)
-        for request in served
-        if request.arrival_s is not None and request.scheduled_s is not None
-    ]
+    times = [(request.arrival_s, request.wait_s) for request in served if request.wait_s is not None]
     if len(times) < FEWEST:
         raise ConfigError(
             f"a capacity needs at least {FEWEST} requests that were scheduled, got {len(times)}: take more "
@@ -68,9 +64,7 @@ def growth(served: Sequence[ServedRequest]) -> float:
     return float(centred @ (wait - wait.mean())) / spread
 
 
-def find_capacity(
-    run: Callable[[float], Sequence[ServedRequest]], start: float, *, precision: float = PRECISION
-) -> SustainedRate:
+def find_capacity(run: Callable[[float], Sequence[ServedRequest]], start: float) -> SustainedRate:
     """Searches for the capacity from the rate `start` on. `run(rate)` serves the workload at that mean
     rate. Raises `ConfigError` if no rate was sustained."""
     low, high, rate = 0.0, math.inf, start
@@ -84,8 +78,11 @@ def find_capacity(
         else:
             high = min(high, rate)
             served = rate / (1 + probe.growth)
-            rate = served if low < served < high / (1 + precision) else _between(low, high, precision)
-        if low and high / low <= 1 + precision:
+            if low < served < high / (1 + PRECISION):
+                rate = served
+            else:
+                rate = math.sqrt(low * high) if low else high / (1 + PRECISION) ** 2
+        if low and high / low <= 1 + PRECISION:
             break
     if not low:
         raise ConfigError(
@@ -93,8 +90,3 @@ def find_capacity(
             f"{MAX_RUNS} runs: the workload is too short, or no request of it can be served in time"
         )
     return SustainedRate(low, tuple(probes))
-
-
-def _between(low: float, high: float, precision: float) -> float:
-    """Returns the geometric middle, or a step below `high` if `low` is unknown."""
-    return math.sqrt(low * high) if low else high / (1 + precision) ** 2

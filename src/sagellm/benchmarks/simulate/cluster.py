@@ -56,6 +56,29 @@ class ServedRequest:
     ready_s: float | None = None
     finished_s: float | None = None
 
+    @property
+    def wait_s(self) -> float | None:
+        """From arrival to first schedule."""
+        return _between(self.arrival_s, self.scheduled_s)
+
+    @property
+    def ttft_s(self) -> float | None:
+        return _between(self.arrival_s, self.first_token_s)
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean per token after the first; None for an answer of one token."""
+        decode_s, later = _between(self.first_token_s, self.finished_s), self.num_output_tokens - 1
+        return decode_s / later if decode_s is not None and later else None
+
+    @property
+    def e2e_s(self) -> float | None:
+        return _between(self.arrival_s, self.finished_s)
+
+
+def _between(begin_s: float | None, end_s: float | None) -> float | None:
+    return None if begin_s is None or end_s is None else end_s - begin_s
+
 
 class Cluster:
     """Instances with a router. Those of role `prefill` send KV to those of role `decode`. `run` serves a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import sub
 from typing import Literal
 
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from sagellm.core.clock import Clock, ManualClock
 from sagellm.core.config import Config
-from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import EventBus, RequestFinished, RequestPreempted, RequestScheduled, StepDone
 from sagellm.core.plan import ExecutionPlan, Prefill
 from sagellm.core.protocols.engine import InferenceBackend
@@ -131,13 +130,13 @@ class TokenTimes:
         return not self._held
 
     def observe(self, step: int, plan: ExecutionPlan) -> None:
-        """Observes the plan of an executed step. Call it before `ended`."""
+        """Observes the plan of an executed step. Call it before `end`."""
         began, new = self._began, 0
         unchanged = not (plan.prefills or plan.preempted or plan.joined or self._held)
         if unchanged and len(plan.decode_rows) == len(began):
             return
         for name in plan.preempted:
-            self._stop(name, step)
+            self.end(name, step)
         for join in plan.joined:
             self._names[join.row] = join.request_id
         for op in plan.prefills:
@@ -153,41 +152,23 @@ class TokenTimes:
         names = self._names
         present = {names[row] for row in plan.decode_rows}
         for name in [name for name, began in self._began.items() if began < step and name not in present]:
-            self._stop(name, step)
+            self.end(name, step)
             self._held.add(name)
         for name in present - self._began.keys():
             self._began[name] = step
             self._held.discard(name)
 
-    def _stop(self, name: str, step: int) -> None:
+    def end(self, name: str, step: int) -> None:
+        """Ends the request's run before step number `step`."""
         began = self._began.pop(name, None)
         self._held.discard(name)
         if began is not None and began < step:
             self._runs.setdefault(name, []).append((began, step))
 
-    def ended(self, name: str, step: int) -> None:
-        """Ends the request's run before step number `step`."""
-        self._stop(name, step)
-
     def of(self, name: str, ends_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns the moments of the request's tokens; `ends_s` are the ends of all steps."""
-        runs = self._runs.get(name, ())
-        parts = [ends_s[begin:end] for begin, end in runs]
+        """When the request got its tokens; `ends_s` are the ends of all steps."""
+        parts = [ends_s[begin:end] for begin, end in self._runs.get(name, ())]
         return np.concatenate(parts) if parts else np.empty(0)
-
-
-def token_gaps_of(
-    moments: Mapping[str, NDArray[np.float64]], expected: Mapping[str, int]
-) -> NDArray[np.float64]:
-    """Returns the seconds from each token to the next of its request. Raises `BookkeepingError` if a
-    request has another number of tokens than `expected`."""
-    for name, times in moments.items():
-        if len(times) != expected[name]:
-            raise BookkeepingError(
-                f"request {name} drew {expected[name]} tokens, the steps' plans have {len(times)} of them"
-            )
-    found = [np.diff(times) for times in moments.values()]
-    return np.concatenate(found) if found else np.empty(0)
 
 
 class InstanceClock(ManualClock):
@@ -253,7 +234,7 @@ class Instance:
             if ended or now() >= until_s or self.stalled or not engine.has_work():
                 break
         for event in ended:
-            self.token_times.ended(event.request_id, len(self.step_log))
+            self.token_times.end(event.request_id, len(self.step_log))
 
     def _step(self, next_event_s: float) -> None:
         engine, step_log, number = self.engine, self.step_log, len(self.step_log)
@@ -287,12 +268,9 @@ class Instance:
         errors = [output.error for output in self.outputs if output.request_id == request_id and output.error]
         return errors[-1] if errors else "the engine gave no reason"
 
-    def load(self, request: Request | None = None) -> InstanceLoad:
-        """Returns the load for a router. With a request, also how many of its blocks are cached."""
-        stats, cached = self.engine.stats(), 0
-        if request is not None:
-            kv = self.engine.kv
-            namespace = kv.namespace_of(request.namespace)
-            cached = kv.index.lookup(request.tokens, namespace).num_blocks
+    def load(self, request: Request) -> InstanceLoad:
+        """The load for a router, and how many blocks of the request are cached."""
+        stats, kv = self.engine.stats(), self.engine.kv
+        cached = kv.index.lookup(request.tokens, kv.namespace_of(request.namespace)).num_blocks
         free = stats.blocks_free + stats.blocks_cached
         return InstanceLoad(self.name, stats.num_waiting, stats.num_running, free, cached)

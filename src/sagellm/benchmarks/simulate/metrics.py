@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sagellm.benchmarks.simulate.cluster import RequestOutcome, ServedRequest
-from sagellm.benchmarks.simulate.instance import Instance, token_gaps_of
+from sagellm.benchmarks.simulate.instance import Instance
 from sagellm.benchmarks.simulate.workload import SimulatedWorkload
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import BookkeepingError, ConfigError
 
 Floats = NDArray[np.float64]
 PERCENTILES = (50, 90, 95, 99)
@@ -29,6 +29,11 @@ class SLOPair:
     @property
     def name(self) -> str:
         return f"{self.ttft_s:g}s_{self.tpot_ms:g}ms"
+
+    def is_met_by(self, request: ServedRequest) -> bool:
+        """Whether a finished request met both. The second does not apply to an answer of one token."""
+        assert request.ttft_s is not None
+        return request.ttft_s <= self.ttft_s and (request.tpot_s or 0.0) * 1000 <= self.tpot_ms
 
 
 def parse_slo(text: str) -> SLOPair:
@@ -46,66 +51,43 @@ def parse_slo(text: str) -> SLOPair:
     return SLOPair(ttft_s, tpot_ms)
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyColumns:
-    """Finished requests as columns of equal length. `tpot_s` is NaN for an answer of one token."""
+def finished(served: Sequence[ServedRequest]) -> list[ServedRequest]:
+    """The requests that got all their tokens."""
+    return [request for request in served if request.outcome is RequestOutcome.FINISHED]
 
-    number: NDArray[np.int64]
-    arrival_s: Floats
-    wait_s: Floats
-    ttft_s: Floats
-    tpot_s: Floats
-    e2e_s: Floats
-    high: NDArray[np.bool_]
 
-    @classmethod
-    def of(cls, served: Sequence[ServedRequest], workload: SimulatedWorkload) -> LatencyColumns:
-        done = [request for request in served if request.outcome is RequestOutcome.FINISHED]
-        number = np.array([request.number for request in done], dtype=np.int64)
-        arrival, scheduled, first, finished = (
-            np.array([getattr(request, name) for request in done], dtype=np.float64)
-            for name in ("arrival_s", "scheduled_s", "first_token_s", "finished_s")
-        )
-        later = np.array([request.num_output_tokens - 1 for request in done], dtype=np.float64)
-        tpot = np.full(len(done), np.nan)
-        np.divide(finished - first, later, out=tpot, where=later > 0)
-        priorities = np.array(workload.priorities, dtype=np.int64)
-        high = priorities[number] > 0
-        return cls(number, arrival, scheduled - arrival, first - arrival, tpot, finished - arrival, high)
-
-    def meets(self, slo: SLOPair) -> NDArray[np.bool_]:
-        """Marks requests that met both goals. The second does not apply to an answer of one token."""
-        quick = np.isnan(self.tpot_s) | (self.tpot_s * 1000 <= slo.tpot_ms)
-        return (self.ttft_s <= slo.ttft_s) & quick
+def latencies(requests: Sequence[ServedRequest], name: str) -> Floats:
+    """One latency of each request; NaN where it has none."""
+    return np.array([getattr(request, name) for request in requests], dtype=np.float64)
 
 
 def latency_figures(name: str, values: Floats) -> dict[str, float | None]:
     """Mean and percentiles (linear between ranks), None if there are no values."""
+    names = (f"{name}_mean", *(f"{name}_p{percentile}" for percentile in PERCENTILES))
     known = values[~np.isnan(values)]
     if not len(known):
-        return {
-            f"{name}_{kind}": None for kind in ("mean", *(f"p{percentile}" for percentile in PERCENTILES))
-        }
-    ranked = np.percentile(known, PERCENTILES)
-    percentiles = {
-        f"{name}_p{percentile}": float(value) for percentile, value in zip(PERCENTILES, ranked, strict=True)
-    }
-    return {f"{name}_mean": float(known.mean()), **percentiles}
+        return dict.fromkeys(names)
+    found = (known.mean(), *np.percentile(known, PERCENTILES))
+    return dict(zip(names, map(float, found), strict=True))
 
 
 def token_gaps(instances: Sequence[Instance], served: Sequence[ServedRequest]) -> Floats:
-    """Seconds between the tokens of finished requests, all together."""
+    """Seconds from each token of a finished request to its next, of all requests. Raises
+    `BookkeepingError` if the steps of a request have another number of tokens than it drew."""
     ends = {instance.name: np.frombuffer(instance.step_log.ends_s, np.float64) for instance in instances}
     token_times = {instance.name: instance.token_times for instance in instances}
-    moments, expected = {}, {}
-    for request in served:
-        if request.outcome is not RequestOutcome.FINISHED:
-            continue
-        name, places = str(request.number), dict.fromkeys((request.prefill, request.decode))
-        parts = [token_times[place].of(name, ends[place]) for place in places]
-        moments[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        expected[name] = request.num_output_tokens
-    return token_gaps_of(moments, expected)
+    gaps = [np.empty(0)]
+    for request in finished(served):
+        places = dict.fromkeys((request.prefill, request.decode))
+        parts = [token_times[place].of(str(request.number), ends[place]) for place in places]
+        times = np.concatenate(parts)
+        if len(times) != request.num_output_tokens:
+            raise BookkeepingError(
+                f"request {request.number} drew {request.num_output_tokens} tokens, the steps' plans have "
+                f"{len(times)} of them"
+            )
+        gaps.append(np.diff(times))
+    return np.concatenate(gaps)
 
 
 def figures(
@@ -118,7 +100,7 @@ def figures(
     """Returns every figure by name, in order; None for a missing figure. Units are seconds, tokens, and
     ratios from 0 to 1. `price_per_hour` is that of one instance. Time runs from the first arrival to the
     end of the last step, on all instances."""
-    columns = LatencyColumns.of(served, workload)
+    done = finished(served)
     began_s = min((request.arrival_s for request in served if request.arrival_s is not None), default=0.0)
     ends_s = [instance.step_log.ends_s[-1] for instance in instances if len(instance.step_log)]
     span_s = max(0.0, max(ends_s, default=began_s) - began_s)
@@ -128,14 +110,14 @@ def figures(
     }
     made["duration_s"] = span_s
     for name in ("ttft_s", "tpot_s", "e2e_s", "wait_s"):
-        made |= latency_figures(name, getattr(columns, name))
+        made |= latency_figures(name, latencies(done, name))
     made |= latency_figures("itl_s", token_gaps(instances, served))
-    made |= latency_figures("ttft_s_high", columns.ttft_s[columns.high])
+    high = [request for request in done if workload.priorities[request.number] > 0]
+    made |= latency_figures("ttft_s_high", latencies(high, "ttft_s"))
     for slo in slos:
-        met = int(columns.meets(slo).sum())
+        met = sum(map(slo.is_met_by, done))
         made[f"goodput_{slo.name}"] = _per(met, span_s)
         made[f"attained_{slo.name}"] = _per(met, len(served))
-    done = [request for request in served if request.outcome is RequestOutcome.FINISHED]
     prompt = sum(workload.requests[request.number].num_input_tokens for request in done)
     output = sum(request.num_output_tokens for request in done)
     made |= {

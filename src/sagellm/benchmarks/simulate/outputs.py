@@ -91,7 +91,7 @@ def write(folder: Path, made_by: Mapping[str, Any], results: Sequence[Simulation
     try:
         folder.mkdir(exist_ok=True)
         with requests_file.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, list(request_columns()))
+            writer = csv.DictWriter(file, list(next(request_rows(results[0]))))
             writer.writeheader()
             for result in results:
                 writer.writerows(request_rows(result))
@@ -101,12 +101,6 @@ def write(folder: Path, made_by: Mapping[str, Any], results: Sequence[Simulation
         results_file, {"format": FORMAT, "manifest": made_by, "rows": [as_row(result) for result in results]}
     )
     return [results_file, requests_file]
-
-
-def request_columns() -> tuple[str, ...]:
-    """Returns the columns of the CSV."""
-    ran = ("trace", "preset", "rate", "request", "session", "tenant", "priority", "prompt_tokens")
-    return (*ran, *_FIELDS, "ttft_s", "tpot_s", "e2e_s")
 
 
 def request_rows(result: SimulationResult) -> Iterator[dict[str, Any]]:
@@ -119,21 +113,11 @@ def request_rows(result: SimulationResult) -> Iterator[dict[str, Any]]:
             "session": request.session, "tenant": request.tenant, "priority": work.priorities[served.number],
             "prompt_tokens": request.num_input_tokens,
             **{name: getattr(served, name) for name in _FIELDS}, "outcome": served.outcome.value,
-            **_latencies(served),
+            "ttft_s": served.ttft_s, "tpot_s": served.tpot_s, "e2e_s": served.e2e_s,
         }  # fmt: skip
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(ServedRequest) if field.name != "number")
-
-
-def _latencies(served: ServedRequest) -> dict[str, float | None]:
-    arrival, first, finished = served.arrival_s, served.first_token_s, served.finished_s
-    later = served.num_output_tokens - 1
-    return {
-        "ttft_s": None if arrival is None or first is None else first - arrival,
-        "tpot_s": None if first is None or finished is None or not later else (finished - first) / later,
-        "e2e_s": None if arrival is None or finished is None else finished - arrival,
-    }
 
 
 # -- tables

@@ -10,7 +10,7 @@ import numpy as np
 
 from sagellm.benchmarks.reporting import PLOT_COLORS, new_figure, save_figures
 from sagellm.benchmarks.simulate.instance import StepLog
-from sagellm.benchmarks.simulate.metrics import LatencyColumns, SLOPair
+from sagellm.benchmarks.simulate.metrics import SLOPair, finished, latencies
 from sagellm.benchmarks.simulate.outputs import check_writable_folder
 from sagellm.benchmarks.simulate.simulation import SimulationResult
 
@@ -58,7 +58,7 @@ def latency_cdf(results: Sequence[SimulationResult]) -> Figure:
     grid = figure.subplots(1, len(PANELS), sharey=True)
     for axes, (name, label) in zip(grid, PANELS.items(), strict=True):
         for number, result in enumerate(results):
-            values = getattr(LatencyColumns.of(result.served, result.workload), name)
+            values = latencies(finished(result.served), name)
             values = np.sort(values[~np.isnan(values)])
             shares = 100 * np.arange(1, len(values) + 1) / max(len(values), 1)
             keep = _thin(len(values))
