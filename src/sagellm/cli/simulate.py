@@ -90,15 +90,20 @@ class LoadOptions(OptionGroup):
         return scales
 
     def spec(self) -> WorkloadSpec:
-        from sagellm.benchmarks.simulate.workload import Arrivals, ClosedLoop, HighPriority, WorkloadSpec
+        from sagellm.benchmarks.simulate.workload import Arrivals, WorkloadSpec
 
         if self.think is not None and not self.closed_loop:
             raise ConfigError("--think is the pause of a closed loop: give --closed-loop too")
         return WorkloadSpec(
             arrivals=Arrivals(**with_value(process=self.arrivals, rate=self.rate, cv=self.cv)),
-            turns=ClosedLoop(self.think) if self.closed_loop else None,
-            high=HighPriority(**with_value(share=self.high_priority_share, below=self.high_priority_below)),
-            **with_value(max_requests=self.requests, seed=self.seed),
+            **with_value(
+                closed_loop=self.closed_loop,
+                think_s=self.think,
+                high_priority_share=self.high_priority_share,
+                high_priority_below=self.high_priority_below,
+                max_requests=self.requests,
+                seed=self.seed,
+            ),
         )
 
 

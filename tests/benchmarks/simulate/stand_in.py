@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from sagellm.benchmarks.simulate.hardware import Hardware
 from sagellm.benchmarks.simulate.instance import InstanceClock
 from sagellm.benchmarks.simulate.simulation import ClusterLayout, ServiceGoals, SimulationResult, simulate
 from sagellm.benchmarks.simulate.workload import WorkloadSpec, workload
@@ -15,6 +16,9 @@ from sagellm.core.config_layers import given_layer, resolve
 from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, Namespace, Tokens
+from sagellm.engines.simulator.cost_model import CostModel
+from sagellm.engines.simulator.devices import device
+from sagellm.engines.simulator.models import model
 
 VOCAB = 70_000
 STEP_S = 0.01
@@ -48,10 +52,11 @@ class FixedStepBackend:
         """Holds nothing."""
 
 
-@dataclass
-class StandIn:
-    """A machine of `blocks` KV blocks; 2 bytes of KV per token."""
+@dataclass(frozen=True)
+class StandIn(Hardware):
+    """A machine of `blocks` KV blocks; 2 bytes of KV per token. Nothing asks its cost model."""
 
+    cost_model: CostModel = field(default_factory=lambda: CostModel(device("l4"), model("llama-3.2-1b")))
     blocks: int = 1000
     step_s: StepTime = lambda plan: STEP_S
     network_bytes_per_s: float = 1000.0

@@ -17,7 +17,6 @@ from sagellm.benchmarks.simulate.routers import RoundRobinRouter
 from sagellm.benchmarks.simulate.simulation import ClusterLayout, ServiceGoals, build_cluster, simulate
 from sagellm.benchmarks.simulate.workload import (
     Arrivals,
-    ClosedLoop,
     RequestMaker,
     SimulatedWorkload,
     WorkloadSpec,
@@ -130,7 +129,7 @@ def test_the_next_turn_comes_after_the_answer_and_a_pause() -> None:
         request(0.001, 8, 1, session="a", meta={"think_time": 1.5}),
         request(0.002, 8, 1, session="a"),
     )
-    first, second, third = served(made, spec=WorkloadSpec(turns=ClosedLoop())).served
+    first, second, third = served(made, spec=WorkloadSpec(closed_loop=True)).served
     assert first.finished_s == near(0.02)
     assert (second.arrival_s, second.finished_s) == (near(1.52), near(1.53))
     assert third.arrival_s == second.finished_s
@@ -146,7 +145,7 @@ def test_until_sets_the_state_of_every_request() -> None:
     )
     result = served(
         made,
-        spec=WorkloadSpec(turns=ClosedLoop()),
+        spec=WorkloadSpec(closed_loop=True),
         goals=ServiceGoals(until_s=0.2),
         scheduler__max_num_seqs=2,
     )
@@ -170,7 +169,9 @@ def test_what_the_engine_refuses_is_rejected_with_its_reason() -> None:
             return 10_000
 
     made = trace(request(0, 50, 1, session="a"), request(0, 8, 1, session="a"))
-    first, second = served(made, machine=Boastful(blocks=10), spec=WorkloadSpec(turns=ClosedLoop(0.0))).served
+    first, second = served(
+        made, machine=Boastful(blocks=10), spec=WorkloadSpec(closed_loop=True, think_s=0.0)
+    ).served
     assert first.outcome is RequestOutcome.REJECTED
     assert "maximum context length is 40 tokens, but the prompt has 50" in first.reason
     assert second.outcome is RequestOutcome.FINISHED, "the session goes on"

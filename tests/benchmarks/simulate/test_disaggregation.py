@@ -14,7 +14,7 @@ from sagellm.benchmarks.simulate.simulation import (
     SimulationResult,
     parse_disaggregate,
 )
-from sagellm.benchmarks.simulate.workload import ClosedLoop, WorkloadSpec
+from sagellm.benchmarks.simulate.workload import WorkloadSpec
 from sagellm.benchmarks.traces import Trace
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import Request, Tokens
@@ -83,7 +83,7 @@ def test_turns_and_pools_of_several() -> None:
     result = served(
         made,
         layout=ClusterLayout(disaggregate=(2, 2), router="least-loaded"),
-        spec=WorkloadSpec(turns=ClosedLoop(0.01)),
+        spec=WorkloadSpec(closed_loop=True, think_s=0.01),
     )
     assert result.figures["requests_finished"] == 12
     assert {one.prefill for one in result.served} == {"prefill-1", "prefill-2"}

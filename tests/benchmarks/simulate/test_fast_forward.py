@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sagellm.benchmarks.simulate.cluster import Cluster
 from sagellm.benchmarks.simulate.hardware import hardware
 from sagellm.benchmarks.simulate.simulation import ClusterLayout, build_cluster
-from sagellm.benchmarks.simulate.workload import Arrivals, HighPriority, RequestMaker, WorkloadSpec, workload
+from sagellm.benchmarks.simulate.workload import Arrivals, RequestMaker, WorkloadSpec, workload
 from sagellm.benchmarks.traces import Trace
 from sagellm.core.config import Config
 from sagellm.core.events import BlocksRemoved, RequestFinished, RequestPreempted, RequestScheduled
@@ -63,7 +63,7 @@ def run(
             prefills.extend(done.prefills)
         return done
 
-    spec = WorkloadSpec(Arrivals("bursty", rate=rate), high=HighPriority(0.3))
+    spec = WorkloadSpec(Arrivals("bursty", rate=rate), high_priority_share=0.3)
     work = workload(made, spec, MACHINE.max_model_len(chosen))
     cluster = build_cluster(chosen, MACHINE, ClusterLayout())
     events = listen(cluster)

@@ -10,7 +10,7 @@ import pytest
 
 from sagellm.benchmarks.simulate.metrics import SLOPair, latency_figures, parse_slo, token_gaps
 from sagellm.benchmarks.simulate.simulation import ClusterLayout, ServiceGoals, build_cluster
-from sagellm.benchmarks.simulate.workload import HighPriority, RequestMaker, WorkloadSpec, workload
+from sagellm.benchmarks.simulate.workload import RequestMaker, WorkloadSpec, workload
 from sagellm.core.errors import BookkeepingError, ConfigError
 from tests.benchmarks.simulate.stand_in import VOCAB, StandIn, config, request, served, trace
 
@@ -77,7 +77,7 @@ def test_instances_share_time_and_cost() -> None:
 
 def test_high_priority_has_figures_of_its_own() -> None:
     made = trace(request(0, 100, 1), request(0, 8, 1))
-    spec = WorkloadSpec(high=HighPriority(1.0, 50))
+    spec = WorkloadSpec(high_priority_share=1.0, high_priority_below=50)
     found = served(made, spec=spec, scheduler__passes=("priority_based",)).figures
     assert found["ttft_s_high_mean"] == near(0.01)
     assert found["ttft_s_mean"] > 0.03

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from sagellm.benchmarks.reporting import environment
 from sagellm.benchmarks.simulate.capacity import RateProbe, SustainedRate
-from sagellm.benchmarks.simulate.experiment import SimulationSetup, preset_config, preset_names
+from sagellm.benchmarks.simulate.experiment import SimulationSetup, preset_config
 from sagellm.benchmarks.simulate.hardware import hardware
 from sagellm.benchmarks.simulate.metrics import SLOPair
 from sagellm.benchmarks.simulate.outputs import (
@@ -29,7 +29,8 @@ from sagellm.benchmarks.simulate.outputs import (
 )
 from sagellm.benchmarks.simulate.plots import check_plots, draw
 from sagellm.benchmarks.simulate.simulation import ClusterLayout, ServiceGoals, SimulationResult
-from sagellm.benchmarks.simulate.workload import Arrivals, HighPriority, WorkloadSpec
+from sagellm.benchmarks.simulate.workload import Arrivals, WorkloadSpec
+from sagellm.core.config import PRESETS
 from sagellm.core.errors import ConfigError, MissingExtraError, UnknownNameError
 from tests.benchmarks.simulate.stand_in import StandIn, request, served, trace
 
@@ -46,7 +47,7 @@ def result(rate: float, preset: str, **given: Any) -> SimulationResult:
     made = trace(
         request(0, 8, 3, [1], session="a"), request(1, 20, 2, [1, 2, 3]), request(2, 8, 1), request(3, 9, 4)
     )
-    spec = WorkloadSpec(Arrivals(rate=rate), high=HighPriority(0.5))
+    spec = WorkloadSpec(Arrivals(rate=rate), high_priority_share=0.5)
     return served(made, spec=spec, goals=BENCH.goals, preset=preset, **given)
 
 
@@ -157,7 +158,7 @@ def test_folders_that_cannot_be(tmp_path: Path) -> None:
 
 
 def test_presets_are_configurations() -> None:
-    assert "throughput" in preset_names()
+    assert "throughput" in PRESETS
     chosen = preset_config("low_latency", {"kv.block_size": 32})
     assert (chosen.scheduler.max_num_seqs, chosen.kv.block_size) == (16, 32)
     assert preset_config("default").scheduler.max_num_seqs == 1024

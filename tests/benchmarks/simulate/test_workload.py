@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from sagellm.benchmarks.simulate.workload import (
     Arrivals,
-    ClosedLoop,
-    HighPriority,
     PromptContent,
     RequestMaker,
     WorkloadSpec,
@@ -150,19 +148,25 @@ def test_specs_out_of_range(changes: dict[str, int]) -> None:
 
 def test_high_priority_is_a_share_of_the_small_ones() -> None:
     requests = [request(float(at), 2000 if at % 2 else 100, 1) for at in range(100)]
-    work = workload(trace(*requests), WorkloadSpec(high=HighPriority(0.2, 1000), seed=4), LONG)
+    work = workload(
+        trace(*requests), WorkloadSpec(high_priority_share=0.2, high_priority_below=1000, seed=4), LONG
+    )
     high = [number for number, one in enumerate(work.priorities) if one]
     assert len(high) == 10
     assert all(number % 2 == 0 for number in high)
-    again = workload(trace(*requests), WorkloadSpec(high=HighPriority(0.2, 1000), seed=4), LONG)
-    other = workload(trace(*requests), WorkloadSpec(high=HighPriority(0.2, 1000), seed=5), LONG)
+    again = workload(
+        trace(*requests), WorkloadSpec(high_priority_share=0.2, high_priority_below=1000, seed=4), LONG
+    )
+    other = workload(
+        trace(*requests), WorkloadSpec(high_priority_share=0.2, high_priority_below=1000, seed=5), LONG
+    )
     assert again.priorities == work.priorities != other.priorities
 
 
 @pytest.mark.parametrize(("share", "below"), [(-0.1, 1), (1.1, 1), (0.5, -1)])
 def test_high_priority_out_of_range(share: float, below: int) -> None:
     with pytest.raises(ConfigError, match="high priority"):
-        HighPriority(share, below)
+        WorkloadSpec(high_priority_share=share, high_priority_below=below)
 
 
 # -- turns
@@ -176,7 +180,7 @@ def test_turns_follow_each_other() -> None:
         request(3, 8, 1),
         request(4, 8, 1, session="a"),
     )
-    work = workload(made, WorkloadSpec(Arrivals(rate_scale=2), ClosedLoop()), LONG)
+    work = workload(made, WorkloadSpec(Arrivals(rate_scale=2), closed_loop=True), LONG)
     assert work.follows == {0: 2, 2: 4}
     assert work.first() == [(0.0, 0), (0.5, 1), (1.5, 3)]
     assert (work.times_s[2], work.times_s[4]) == (1.5, 0.0)
@@ -184,7 +188,7 @@ def test_turns_follow_each_other() -> None:
 
 def test_time_to_think_is_drawn() -> None:
     requests = [request(float(at), 8, 1, session=str(at % 10)) for at in range(2000)]
-    work = workload(trace(*requests), WorkloadSpec(turns=ClosedLoop(3.0)), LONG)
+    work = workload(trace(*requests), WorkloadSpec(closed_loop=True, think_s=3.0), LONG)
     pauses = [work.times_s[number] for number in work.follows.values()]
     assert len(pauses) == 1990
     assert np.mean(pauses) == pytest.approx(3.0, rel=0.1)
@@ -192,14 +196,14 @@ def test_time_to_think_is_drawn() -> None:
 
 def test_a_closed_loop_needs_sessions() -> None:
     with pytest.raises(ConfigError, match="needs a trace with sessions"):
-        workload(trace(request(0, 8, 1)), WorkloadSpec(turns=ClosedLoop()), LONG)
+        workload(trace(request(0, 8, 1)), WorkloadSpec(closed_loop=True), LONG)
     with pytest.raises(ConfigError, match="0 or more seconds"):
-        ClosedLoop(-1.0)
+        WorkloadSpec(closed_loop=True, think_s=-1.0)
 
 
 def test_requests_have_the_lengths_of_the_trace() -> None:
     made = trace(request(0, 20, 7, [1, 2], session="s", namespace="n"))
-    work = workload(made, WorkloadSpec(high=HighPriority(1.0)), LONG)
+    work = workload(made, WorkloadSpec(high_priority_share=1.0), LONG)
     one = RequestMaker(work, VOCAB).make(0, 3.5, 7)
     assert (len(one.tokens), one.scripted_output, one.params.max_tokens) == (20, 7, None)
     assert (one.arrival_s, one.priority, one.namespace.tenant, one.session_id) == (3.5, 1, "n", "s")
@@ -210,7 +214,7 @@ def test_a_published_trace() -> None:
     if "SAGELLM_TRACES" not in os.environ:
         pytest.skip("SAGELLM_TRACES names no collection of traces")
     read = read_trace(Path(os.environ["SAGELLM_TRACES"]) / "mooncake_conversation_first_half.jsonl.xz")
-    work = workload(read, WorkloadSpec(Arrivals(rate=2.0), high=HighPriority(0.1)), 131_072)
+    work = workload(read, WorkloadSpec(Arrivals(rate=2.0), high_priority_share=0.1), 131_072)
     maker = RequestMaker(work, 128_256)
     assert len(work.requests) == 5606
     assert work.times_s[-1] == pytest.approx(5605 / 2.0)

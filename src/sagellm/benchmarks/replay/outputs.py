@@ -107,8 +107,9 @@ def _write_csv(path: Path, made_by: Mapping[str, Any], rows: Sequence[Mapping[st
 def _write_parquet(path: Path, made_by: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     pyarrow, parquet = _pyarrow("pyarrow"), _pyarrow("pyarrow.parquet")
     described = json.dumps({"format": FORMAT, "manifest": made_by})
-    types = dict.fromkeys(TEXTS, pyarrow.string()) | dict.fromkeys(REALS, pyarrow.float64())
-    columns = [(name, types.get(name, pyarrow.int64())) for name in rows[0]]
+    counts = [name for name in rows[0] if name not in (*TEXTS, *REALS)]
+    types = {pyarrow.string(): TEXTS, pyarrow.int64(): counts, pyarrow.float64(): REALS}
+    columns = [(name, kind) for kind, names in types.items() for name in names]
     made = pyarrow.Table.from_pylist(list(rows), pyarrow.schema(columns, {"sagellm": described}))
     parquet.write_table(made, path)
 

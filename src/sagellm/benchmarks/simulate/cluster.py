@@ -211,7 +211,7 @@ class Cluster:
         request = replace(prompt, tokens=tokens)
         target = self._place(self._decode_router, self._decoders, request)
         served.decode, served.outcome = target.name, RequestOutcome.SENDING
-        self._links.send(PromptTransfer(request, len(prompt.tokens), source, target, now_s))
+        self._links.send(PromptTransfer(request, len(prompt.tokens), source, target))
         self._start_transfers(target, now_s)
 
     def _start_transfers(self, target: Instance, now_s: float) -> None:

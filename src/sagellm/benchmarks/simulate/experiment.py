@@ -14,23 +14,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sagellm.benchmarks.simulate.capacity import SustainedRate, find_capacity
 from sagellm.benchmarks.simulate.cluster import ServedRequest
-from sagellm.benchmarks.simulate.hardware import hardware
+from sagellm.benchmarks.simulate.hardware import Hardware, hardware
 from sagellm.benchmarks.simulate.metrics import SLOPair
 from sagellm.benchmarks.simulate.simulation import (
     ClusterLayout,
-    Machine,
     ServiceGoals,
     SimulationResult,
     parse_disaggregate,
     simulate,
 )
-from sagellm.benchmarks.simulate.workload import (
-    ClosedLoop,
-    HighPriority,
-    SimulatedWorkload,
-    WorkloadSpec,
-    workload,
-)
+from sagellm.benchmarks.simulate.workload import SimulatedWorkload, WorkloadSpec, workload
 from sagellm.benchmarks.traces import Trace, read_trace
 from sagellm.core.config import PRESETS, Config
 from sagellm.core.config_layers import Layer, given_layer, preset_layer, resolve
@@ -44,18 +37,13 @@ Say = Callable[[str], None]
 """Called with a description before each simulation."""
 
 
-def preset_names() -> Sequence[str]:
-    """Returns every name that `preset_config` takes."""
-    return list(PRESETS)
-
-
 def preset_config(name: str, settings: Mapping[str, Any] | None = None) -> Config:
     """Returns the configuration of a preset: `SIZES` below it, `settings` (dotted keys) above it. The
     environment and configuration files do not count: the manifest describes all of a simulation. Raises
     `UnknownNameError` with the known names, `ConfigError` for an unknown setting."""
-    if name not in preset_names():
-        known = ", ".join(preset_names())
-        raise UnknownNameError(f"unknown preset {name!r}.{nearest(name, preset_names())} There are: {known}.")
+    if name not in PRESETS:
+        known = ", ".join(PRESETS)
+        raise UnknownNameError(f"unknown preset {name!r}.{nearest(name, PRESETS)} There are: {known}.")
     layers = [Layer("simulation", SIZES), preset_layer(name), given_layer(settings or {}, "settings")]
     return resolve(layers).config
 
@@ -135,8 +123,10 @@ class ExperimentSetting(_Part):
     def spec(self, trace: TraceSetting) -> WorkloadSpec:
         """Returns the workload of one of its traces, at the trace's own rate."""
         return WorkloadSpec(
-            turns=ClosedLoop(trace.think_s) if trace.closed_loop else None,
-            high=HighPriority(self.high_priority.share, self.high_priority.uncached_below),
+            closed_loop=trace.closed_loop,
+            think_s=trace.think_s,
+            high_priority_share=self.high_priority.share,
+            high_priority_below=self.high_priority.uncached_below,
             max_requests=trace.max_requests,
             seed=self.seed,
         )
@@ -160,7 +150,7 @@ def read_setting(path: Path) -> ExperimentSetting:
     bad += [value for pair in made.slos for value in pair if not 0 < value < float("inf")]
     if bad:
         raise ConfigError(f"{path}: loads and SLOs are numbers above 0, got {bad[0]}")
-    taken = sorted(made.variants.keys() & set(preset_names()))
+    taken = sorted(made.variants.keys() & PRESETS.keys())
     if taken:
         raise ConfigError(f"{path}: variants: {taken[0]} is a preset, give the variant another name")
     return made
@@ -171,7 +161,7 @@ class SimulationSetup:
     """Where simulations run: hardware, instances, goals, and settings above every preset. `settings` has
     dotted keys. The name of a variant may stand for a preset's name."""
 
-    machine: Machine
+    machine: Hardware
     layout: ClusterLayout = field(default_factory=ClusterLayout)
     goals: ServiceGoals = field(default_factory=ServiceGoals)
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -182,8 +172,8 @@ class SimulationSetup:
         variant = self.variants.get(preset)
         if variant is not None:
             return preset_config(variant.preset, {**self.settings, **variant.config})
-        if self.variants and preset not in preset_names():
-            known = (*preset_names(), *self.variants)
+        if self.variants and preset not in PRESETS:
+            known = (*PRESETS, *self.variants)
             problem = f"unknown preset or variant {preset!r}.{nearest(preset, known)}"
             raise UnknownNameError(f"{problem} There are: {', '.join(known)}.")
         return preset_config(preset, self.settings)

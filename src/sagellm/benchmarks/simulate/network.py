@@ -43,9 +43,7 @@ class PromptTransfer:
     num_prompt_tokens: int
     source: Instance
     target: Instance
-    ready_s: float
     num_blocks: int = 0
-    start_s: float = 0.0
     end_s: float = 0.0
 
 
@@ -65,7 +63,7 @@ class Links:
         self._queues.setdefault(transfer.target.name, deque()).append(transfer)
 
     def start(self, target: Instance, now_s: float) -> list[PromptTransfer]:
-        """Starts transfers for which the target has room; sets their `start_s` and `end_s`."""
+        """Starts transfers for which the target has room; sets their `end_s`."""
         queue, begun = self._queues.get(target.name, deque()), []
         while queue and self._has_room(queue[0]):
             transfer = queue.popleft()
@@ -74,26 +72,18 @@ class Links:
             begun.append(transfer)
         return begun
 
-    def arrive(self, transfer: PromptTransfer) -> int:
-        """Registers the KV at the target. Returns how many of its tokens are cached there."""
+    def arrive(self, transfer: PromptTransfer) -> None:
+        """Registers the KV at the target."""
         self._promised[transfer.target.name].remove(transfer)
-        kv, request = transfer.target.engine.kv, transfer.request
-        return receive(kv, request, transfer.num_prompt_tokens)
-
-    @property
-    def queued(self) -> list[PromptTransfer]:
-        """Transfers that have not started."""
-        return [transfer for queue in self._queues.values() for transfer in queue]
+        receive(transfer.target.engine.kv, transfer.request, transfer.num_prompt_tokens)
 
     def _schedule(self, transfer: PromptTransfer, now_s: float) -> None:
         outgoing, incoming = f"{transfer.source.name} out", f"{transfer.target.name} in"
-        kv = transfer.target.engine.kv
-        cached = _cached_tokens(kv, transfer)
-        schema = transfer.target.engine.backend.get_kv_schema()
-        num_bytes = (transfer.num_prompt_tokens - cached) * schema.bytes_per_token
-        ready_s = max(transfer.ready_s, now_s)
-        transfer.start_s = max(ready_s, self._free_s.get(outgoing, 0.0), self._free_s.get(incoming, 0.0))
-        transfer.end_s = transfer.start_s + self.network.seconds(num_bytes)
+        engine = transfer.target.engine
+        num_tokens = transfer.num_prompt_tokens - _cached_tokens(engine.kv, transfer)
+        num_bytes = num_tokens * engine.backend.get_kv_schema().bytes_per_token
+        start_s = max(now_s, self._free_s.get(outgoing, 0.0), self._free_s.get(incoming, 0.0))
+        transfer.end_s = start_s + self.network.seconds(num_bytes)
         self._free_s[outgoing] = self._free_s[incoming] = transfer.end_s
 
     def _has_room(self, transfer: PromptTransfer) -> bool:

@@ -5,42 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from sagellm.benchmarks.simulate.cluster import Cluster, ServedRequest
-from sagellm.benchmarks.simulate.instance import Instance, InstanceClock, Role, StepLog
+from sagellm.benchmarks.simulate.hardware import Hardware
+from sagellm.benchmarks.simulate.instance import Instance, Role, StepLog
 from sagellm.benchmarks.simulate.metrics import SLOPair, figures
 from sagellm.benchmarks.simulate.network import NetworkSpec
 from sagellm.benchmarks.simulate.routers import make_router
 from sagellm.benchmarks.simulate.workload import RequestMaker, SimulatedWorkload
 from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError
-from sagellm.core.protocols.engine import InferenceBackend
 from sagellm.core.types import SLO
-
-
-class Machine(Protocol):
-    """What a simulation needs to know of hardware: `hardware.Hardware`, or a stand-in for tests."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of one instance."""
-        ...
-
-    @property
-    def network_bytes_per_s(self) -> float: ...
-
-    def max_model_len(self, config: Config) -> int: ...
-
-    def num_blocks(self, config: Config) -> int: ...
-
-    def backend(self, clock: InstanceClock, config: Config) -> InferenceBackend: ...
-
-    def described(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +100,13 @@ class SimulationResult:
     wall_s: float
     cpu_s: float
     load: float | None = None
-    notes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def requests_per_wall_s(self) -> float:
         return len(self.served) / self.wall_s if self.wall_s else math.inf
 
 
-def build_cluster(config: Config, machine: Machine, layout: ClusterLayout) -> Cluster:
+def build_cluster(config: Config, machine: Hardware, layout: ClusterLayout) -> Cluster:
     """Returns new instances with empty caches, and new routers."""
     instances = [Instance(name, config, machine.backend, role) for name, role in layout.roles.items()]
     network = layout.network(machine.network_bytes_per_s)
@@ -141,7 +117,7 @@ def simulate(
     preset: str,
     config: Config,
     workload: SimulatedWorkload,
-    machine: Machine,
+    machine: Hardware,
     layout: ClusterLayout | None = None,
     goals: ServiceGoals | None = None,
 ) -> SimulationResult:

@@ -53,16 +53,11 @@ class Arrivals:
         if not math.isfinite(self.cv):
             raise ConfigError(f"cv must be a finite number, got {self.cv}")
 
-    def scale(self, times_s: Sequence[float]) -> float:
-        """How many times faster than in the trace requests come. Infinite if all come at once."""
-        if self.rate is None:
-            return self.rate_scale
-        return self.rate / self._own_rate(times_s)
-
     def times(self, times_s: Sequence[float], seed: int) -> list[float]:
         """Returns arrival times from 0 s on. In the trace, they are `times_s` (ascending)."""
         if self.process == "trace":
-            scale, start_s = self.scale(times_s), times_s[0] if times_s else 0.0
+            scale = self.rate_scale if self.rate is None else self.rate / self._own_rate(times_s)
+            start_s = times_s[0] if times_s else 0.0
             return [(time_s - start_s) / scale for time_s in times_s]
         rate = self.rate or self._own_rate(times_s) * self.rate_scale
         count, random = len(times_s), np.random.default_rng([seed, 1])
@@ -156,44 +151,32 @@ def uncached_tokens(requests: tuple[TraceRequest, ...], block_tokens: int) -> ND
 
 
 @dataclass(frozen=True, slots=True)
-class ClosedLoop:
-    """The next turn of a session comes a pause after the last answer. The pause is the trace's
-    (`meta["think_time"]`, seconds) or, with `think_s`, exponential with that mean; 0 is no pause."""
-
-    think_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.think_s is not None and not (self.think_s >= 0 and math.isfinite(self.think_s)):
-            raise ConfigError(f"the time to think must be 0 or more seconds, got {self.think_s}")
-
-
-@dataclass(frozen=True, slots=True)
-class HighPriority:
-    """A `share` of the requests with fewer than `below` uncached tokens, drawn by seed. See
-    `uncached_tokens`."""
-
-    share: float = 0.0
-    below: int = 2000
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ConfigError(f"the share of high priority must be 0 to 1, got {self.share}")
-        if self.below < 0:
-            raise ConfigError(f"high priority needs a number of uncached tokens from 0 on, got {self.below}")
-
-
-@dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """How a trace becomes a workload. `max_requests`: only the first requests of the trace. `turns`:
-    sessions are closed loops; None keeps every arrival time."""
+    """How a trace becomes a workload.
+
+    `closed_loop`: the next turn of a session comes a pause after the last answer, without it at the trace's
+    time. The pause is the trace's (`meta["think_time"]`, seconds) or, with `think_s`, exponential with that
+    mean; 0 is no pause. High priority has a share, drawn by seed, of the requests with fewer than
+    `high_priority_below` uncached tokens (see `uncached_tokens`).
+    `max_requests`: only the first of the trace.
+    """
 
     arrivals: Arrivals = field(default_factory=Arrivals)
-    turns: ClosedLoop | None = None
-    high: HighPriority = field(default_factory=HighPriority)
+    closed_loop: bool = False
+    think_s: float | None = None
+    high_priority_share: float = 0.0
+    high_priority_below: int = 2000
     max_requests: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
+        share, below = self.high_priority_share, self.high_priority_below
+        if self.think_s is not None and not (self.think_s >= 0 and math.isfinite(self.think_s)):
+            raise ConfigError(f"the time to think must be 0 or more seconds, got {self.think_s}")
+        if not 0 <= share <= 1:
+            raise ConfigError(f"the share of high priority must be 0 to 1, got {share}")
+        if below < 0:
+            raise ConfigError(f"high priority needs a number of uncached tokens from 0 on, got {below}")
         if self.max_requests is not None and self.max_requests < 1:
             raise ConfigError(f"at least one request must be left, got {self.max_requests}")
         if self.seed < 0:
@@ -233,9 +216,8 @@ class SimulatedWorkload:
             "left_out": dict(self.left_out), "arrivals": spec.arrivals.process,
             "cv": spec.arrivals.cv if spec.arrivals.process == "bursty" else None,
             "rate": _finite(self.rate), "rate_scale": _finite(self.rate_scale),
-            "closed_loop": spec.turns is not None,
-            "think_s": spec.turns.think_s if spec.turns is not None else None,
-            "high_priority_share": spec.high.share, "high_priority_below": spec.high.below,
+            "closed_loop": spec.closed_loop, "think_s": spec.think_s if spec.closed_loop else None,
+            "high_priority_share": spec.high_priority_share, "high_priority_below": spec.high_priority_below,
             "high_priority_requests": sum(self.priorities), "seed": spec.seed,
             "prompt_tokens": sum(request.num_input_tokens for request in self.requests),
             "output_tokens": sum(output_tokens(request) for request in self.requests),
@@ -264,13 +246,12 @@ def workload(trace: Trace, spec: WorkloadSpec, max_model_len: int) -> SimulatedW
             f"nothing is left of trace {trace.name!r}: of {len(asked)} requests none has a prompt and fits "
             f"with its answer into a context of {max_model_len} tokens"
         )
-    follows = _turns(requests) if spec.turns is not None else {}
+    follows = _turns(requests) if spec.closed_loop else {}
     later = set(follows.values())
     roots = [number for number in range(len(requests)) if number not in later]
     own_s = [requests[number].time_s for number in roots]
     times = dict(zip(roots, spec.arrivals.times(own_s, spec.seed), strict=True))
-    if spec.turns is not None:
-        times |= _pauses(requests, sorted(later), spec.turns, spec.seed)
+    times |= _pauses(requests, sorted(later), spec)
     made = [times[number] for number in range(len(requests))]
     rate = mean_rate([times[number] for number in roots])
     own = mean_rate(own_s)
@@ -299,20 +280,18 @@ def _turns(requests: Sequence[TraceRequest]) -> dict[int, int]:
     return {turn: after for numbers in sessions.values() for turn, after in pairwise(numbers)}
 
 
-def _pauses(
-    requests: Sequence[TraceRequest], later: Sequence[int], turns: ClosedLoop, seed: int
-) -> dict[int, float]:
-    if turns.think_s is not None:
-        drawn = np.random.default_rng([seed, 2]).exponential(1.0, len(later)) * turns.think_s
+def _pauses(requests: Sequence[TraceRequest], later: Sequence[int], spec: WorkloadSpec) -> dict[int, float]:
+    if spec.think_s is not None:
+        drawn = np.random.default_rng([spec.seed, 2]).exponential(1.0, len(later)) * spec.think_s
         return {number: float(pause_s) for number, pause_s in zip(later, drawn, strict=True)}
     return {number: max(0.0, float(requests[number].meta.get("think_time") or 0.0)) for number in later}
 
 
 def _priorities(trace: Trace, requests: tuple[TraceRequest, ...], spec: WorkloadSpec) -> tuple[int, ...]:
     made = np.zeros(len(requests), dtype=np.int64)
-    if spec.high.share:
-        small = np.flatnonzero(uncached_tokens(requests, trace.block_tokens) < spec.high.below)
-        count = round(spec.high.share * len(small))
+    if spec.high_priority_share:
+        small = np.flatnonzero(uncached_tokens(requests, trace.block_tokens) < spec.high_priority_below)
+        count = round(spec.high_priority_share * len(small))
         made[np.random.default_rng([spec.seed, 3]).choice(small, count, replace=False)] = HIGH
     return tuple(made.tolist())
 
