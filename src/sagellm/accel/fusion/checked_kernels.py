@@ -38,7 +38,7 @@ class CheckedKernel(ABC):
         return self._compute(*inputs)
 
     @abstractmethod
-    def reference(self, *inputs: Any) -> Any:
+    def reference(self, *inputs: Any, **_: Any) -> Any:
         """The slow twin."""
 
     @abstractmethod
@@ -112,8 +112,12 @@ class AddRmsNorm(GlueKernel):
 
     name = "add_rms_norm"
 
-    def reference(self, *inputs: Any) -> torch.Tensor:
-        return add_rms_norm(*inputs)
+    def reference(
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        if delta is not None:
+            x.add_(delta)
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
 
     def _obstacle(self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> str:
         dtype, shape = x.dtype, x.shape
@@ -142,8 +146,25 @@ class RopeToCache(GlueKernel):
 
     name = "rope_to_cache"
 
-    def reference(self, *inputs: Any) -> None:
-        rope_to_cache(*inputs)
+    def reference(
+        self, heads: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
+        query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, eps: float, slots: torch.Tensor,
+        keys: torch.Tensor, values: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """The slow twin, in float64."""
+        kv_heads, half = keys.shape[2], heads.shape[2] // 2
+        query, key, value = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        for part, weight in ((query, query_weight), (key, key_weight)):
+            rotated = part.double()
+            if weight is not None:
+                rotated = F.rms_norm(rotated, rotated.shape[-1:], weight.double(), eps)
+            if cos is not None and sin is not None:
+                c, s = cos.double()[:, None], sin.double()[:, None]
+                first, second = rotated[..., :half], rotated[..., half:]
+                rotated = torch.cat([first * c - second * s, second * c + first * s], dim=-1)
+            part.copy_(rotated)
+        keys[slots // keys.shape[1], slots % keys.shape[1]] = key.to(keys.dtype)
+        values[slots // keys.shape[1], slots % keys.shape[1]] = value.to(values.dtype)
 
     def _obstacle(self, *inputs: Any) -> str:
         heads, cos, sin, query_weight, key_weight, _, slots, keys, values = inputs
@@ -194,8 +215,9 @@ class SiluAndMul(GlueKernel):
 
     name = "silu_and_mul"
 
-    def reference(self, *inputs: Any) -> torch.Tensor:
-        return silu_and_mul(*inputs)
+    def reference(self, wide: torch.Tensor) -> torch.Tensor:
+        gate, up = wide.chunk(2, dim=-1)
+        return F.silu(gate) * up
 
     def _obstacle(self, wide: torch.Tensor) -> str:
         if wide.dtype not in DTYPES:
@@ -203,39 +225,3 @@ class SiluAndMul(GlueKernel):
         if wide.ndim != 2 or wide.shape[1] % 2:
             return f"{list(wide.shape)} are no rows of gate and up"
         return self._device_obstacle(wide)
-
-
-def add_rms_norm(
-    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """Slow twin of `AddRmsNorm`."""
-    if delta is not None:
-        x.add_(delta)
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-def rope_to_cache(
-    heads: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
-    query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, eps: float, slots: torch.Tensor,
-    keys: torch.Tensor, values: torch.Tensor,
-) -> None:  # fmt: skip
-    """Slow twin of `RopeToCache`, in float64."""
-    kv_heads, half = keys.shape[2], heads.shape[2] // 2
-    query, key, value = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    for part, weight in ((query, query_weight), (key, key_weight)):
-        rotated = part.double()
-        if weight is not None:
-            rotated = F.rms_norm(rotated, rotated.shape[-1:], weight.double(), eps)
-        if cos is not None and sin is not None:
-            c, s = cos.double()[:, None], sin.double()[:, None]
-            first, second = rotated[..., :half], rotated[..., half:]
-            rotated = torch.cat([first * c - second * s, second * c + first * s], dim=-1)
-        part.copy_(rotated)
-    keys[slots // keys.shape[1], slots % keys.shape[1]] = key.to(keys.dtype)
-    values[slots // keys.shape[1], slots % keys.shape[1]] = value.to(values.dtype)
-
-
-def silu_and_mul(wide: torch.Tensor) -> torch.Tensor:
-    """Slow twin of `SiluAndMul`."""
-    gate, up = wide.chunk(2, dim=-1)
-    return F.silu(gate) * up

@@ -1,13 +1,11 @@
 """Paged attention by the C++ kernel of this folder.
 
 One call computes all sequences of a step, decode rows and prefill chunks. K and V are read where they lie.
-`paged_attention` is the slow twin.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 
@@ -47,8 +45,26 @@ class CpuPagedAttention(CpuKernel, PagedAttention):
 
     c_name = "sagellm_paged_attention"
 
-    def reference(self, *inputs: Any) -> torch.Tensor:
-        return paged_attention(*inputs)
+    def reference(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor,
+        tables: torch.Tensor, window: int | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The slow twin, token by token, in the wider of both dtypes. Rows outside every span are NaN."""
+        output = torch.full_like(query, torch.nan)
+        dtype = torch.promote_types(query.dtype, keys.dtype)
+        block_size, group = keys.shape[1], query.shape[1] // keys.shape[2]
+        for first_row, num_tokens, start, first_entry in spans.tolist():
+            for i in range(num_tokens):
+                position = start + i
+                seen = torch.arange(max(0, position + 1 - window) if window else 0, position + 1)
+                slots = (tables[first_entry + seen // block_size].long(), seen % block_size)
+                k = keys[slots].to(dtype).repeat_interleave(group, dim=1)
+                v = values[slots].to(dtype).repeat_interleave(group, dim=1)
+                scores = (
+                    torch.einsum("hd,lhd->hl", query[first_row + i].to(dtype), k) * query.shape[2] ** -0.5
+                )
+                output[first_row + i] = torch.einsum("hl,lhd->hd", scores.softmax(-1), v).to(query.dtype)
+        return output
 
     def _compute(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor,
@@ -66,23 +82,3 @@ class CpuPagedAttention(CpuKernel, PagedAttention):
         )  # fmt: skip
         self._call(self.name, self._function, job, query, keys, values, spans, tables, output)
         return output
-
-
-def paged_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor, tables: torch.Tensor,
-    window: int | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Slow twin, token by token, in the wider of both dtypes. Rows outside every span are NaN."""
-    output = torch.full_like(query, torch.nan)
-    dtype = torch.promote_types(query.dtype, keys.dtype)
-    block_size, group = keys.shape[1], query.shape[1] // keys.shape[2]
-    for first_row, num_tokens, start, first_entry in spans.tolist():
-        for i in range(num_tokens):
-            position = start + i
-            seen = torch.arange(max(0, position + 1 - window) if window else 0, position + 1)
-            slots = (tables[first_entry + seen // block_size].long(), seen % block_size)
-            k = keys[slots].to(dtype).repeat_interleave(group, dim=1)
-            v = values[slots].to(dtype).repeat_interleave(group, dim=1)
-            scores = torch.einsum("hd,lhd->hl", query[first_row + i].to(dtype), k) * query.shape[2] ** -0.5
-            output[first_row + i] = torch.einsum("hl,lhd->hd", scores.softmax(-1), v).to(query.dtype)
-    return output

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -127,8 +126,19 @@ class CpuQuantizedLinear(CpuKernel):
             matrix.bits, matrix.activation_bits, matrix.group_size, outputs, inputs,
         )  # fmt: skip
 
-    def reference(self, *inputs: Any) -> torch.Tensor:
-        return quantized_linear(*inputs)
+    def reference(
+        self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The slow twin, in float64: the product of the values of both sides' codes."""
+        matrix = weight.unpacked()
+        ordered = x if matrix.order is None else x[:, matrix.order]
+        whole, scales = quantized_rows(ordered, matrix.activation_bits)
+        rows = (whole * scales.double()).flatten(1)[:, : weight.inputs]
+        in_place = QuantizedMatrix(matrix.codes, matrix.scales, matrix.bits, matrix.group_size, matrix.zeros)
+        product = F.linear(rows, in_place.values().double())
+        product = product if bias is None else product + bias.double()
+        return product.to(x.dtype) if output is None else output.copy_(product)
 
     def _obstacle(
         self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None,
@@ -192,20 +202,3 @@ def quantized_rows(x: torch.Tensor, bits: int = 8) -> tuple[torch.Tensor, torch.
     whole = torch.round(groups * inverse)
     finite = most.isfinite()
     return torch.where(finite, whole, 0.0), torch.where(finite, most / steps, torch.nan)
-
-
-def quantized_linear(
-    x: torch.Tensor,
-    weight: PackedWeight,
-    bias: torch.Tensor | None = None,
-    output: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Slow twin, in float64: the product of the values of both sides' codes."""
-    matrix = weight.unpacked()
-    ordered = x if matrix.order is None else x[:, matrix.order]
-    whole, scales = quantized_rows(ordered, matrix.activation_bits)
-    rows = (whole * scales.double()).flatten(1)[:, : weight.inputs]
-    in_place = QuantizedMatrix(matrix.codes, matrix.scales, matrix.bits, matrix.group_size, matrix.zeros)
-    product = F.linear(rows, in_place.values().double())
-    product = product if bias is None else product + bias.double()
-    return product.to(x.dtype) if output is None else output.copy_(product)
