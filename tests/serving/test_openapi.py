@@ -18,14 +18,14 @@ from sagellm.engines.build import load
 from sagellm.engines.native import DEMO_MODEL
 from sagellm.serving import create_app
 from sagellm.serving.answers import ErrorAnswer
-from sagellm.serving.openapi import ENDPOINTS, Endpoint, numbers_below
+from sagellm.serving.openapi import ENDPOINTS, FOR_ALL, FOR_CLIENTS, FOR_OPERATORS, Endpoint, numbers_below
 from sagellm.serving.schema import NEUTRAL
 from tests.scripted_engine import scripted_llm
 from tests.serving.live import Live, serving
 
-POSTS = {path: one for (_, path), one in ENDPOINTS.items() if one.request is not None and not one.is_admin}
+POSTS = {path: one for (_, path), one in FOR_CLIENTS.items() if one.request is not None}
 ADMIN_EXAMPLES = [
-    (method, path, name) for (method, path), one in ENDPOINTS.items() if one.is_admin for name in one.examples
+    (method, path, name) for (method, path), one in FOR_OPERATORS.items() for name in one.examples
 ]
 KEY, ADMIN_KEY = "a key", "an admin key"
 
@@ -69,7 +69,7 @@ def test_a_route_has_answers_errors_and_a_body(described: dict[str, Any], method
         assert schema["additionalProperties"] is False
         assert {"400", "401", "404", "408", "413"} <= operation["responses"].keys()
         assert operation["requestBody"]["content"]["application/json"]["examples"]
-    is_open = ENDPOINTS[(method, path)].is_open
+    is_open = (method, path) in FOR_ALL
     assert ("security" in operation) == ("401" in operation["responses"]) == (not is_open)
 
 
@@ -132,11 +132,7 @@ def check_answer(operation: Endpoint, text: str, *, streamed: bool) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [
-        path
-        for (method, path), one in ENDPOINTS.items()
-        if method == "GET" and one.answer and not one.is_admin
-    ],
+    [path for (method, path), one in (FOR_ALL | FOR_CLIENTS).items() if method == "GET" and one.answer],
 )
 def test_what_is_read_is_answered_as_it_says(live: Live, path: str) -> None:
     answer = ENDPOINTS[("GET", path)].answer

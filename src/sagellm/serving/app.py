@@ -25,7 +25,7 @@ from sagellm.serving.access_log import REQUEST_ID_HEADER, AccessLog, Refusals
 from sagellm.serving.admin import AdminRoutes, SchedulingInUse
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.generate import GenerationRoutes
-from sagellm.serving.openapi import ENDPOINTS, document
+from sagellm.serving.openapi import ENDPOINTS, FOR_ALL, FOR_OPERATORS, document
 from sagellm.serving.prompts import PromptEncoder
 from sagellm.serving.reader import RequestReader
 from sagellm.serving.schema import IGNORED_HEADER, DetokenizeRequest, HintRequest, TokenizeRequest
@@ -228,11 +228,12 @@ def _add_routes(
     app.add_api_route(
         "/v1/models/", models, methods=["GET", "HEAD"], dependencies=for_clients, include_in_schema=False
     )
-    for (method, path), endpoint in ENDPOINTS.items():
-        checks = [] if endpoint.is_open else for_operators if endpoint.is_admin else for_clients
+    for method, path in ENDPOINTS:
+        is_admin = (method, path) in FOR_OPERATORS
+        checks = [] if (method, path) in FOR_ALL else for_operators if is_admin else for_clients
         pattern, handler = path.replace("{model}", "{model:path}"), handlers[method, path]
         app.add_api_route(pattern, handler, methods=[method], dependencies=checks)
-        if method == "GET" and not endpoint.is_admin:  # the HTTP server leaves out the body of the answer
+        if method == "GET" and not is_admin:  # the HTTP server leaves out the body of the answer
             app.add_api_route(
                 pattern, handler, methods=["HEAD"], dependencies=checks, include_in_schema=False
             )

@@ -51,6 +51,7 @@ RUNNING = (429, 500, 503)
 """Statuses of requests that the engine serves."""
 
 NULL: Schema = {"type": "null"}
+TEXT: Schema = {"type": "string", "minLength": 1}
 BEYOND_SCHEMA = (
     " Beside what this schema says: the prompt and max_tokens must fit into the context together, min_tokens "
     "must not exceed max_tokens, and fields that say one thing twice must agree."
@@ -76,8 +77,8 @@ class Limits:
 class Endpoint:
     """A route with its `answer` (None: plain text).
 
-    `chunk`: the data of an event, where the route streams. `examples`: bodies that are accepted. An `is_open`
-    route wants no key.
+    `chunk`: the data of an event, where the route streams. `examples`: bodies that are accepted. `statuses`:
+    those of errors, beside the ones that follow from its key and its body.
     """
 
     summary: str
@@ -86,31 +87,20 @@ class Endpoint:
     chunk: type[BaseModel] | None = None
     examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     statuses: tuple[int, ...] = ()
-    is_open: bool = False
-    is_admin: bool = False
 
 
-def admin(
-    summary: str,
-    answer: type[BaseModel],
-    request: type[BaseModel] | None = None,
-    examples: Mapping[str, Mapping[str, Any]] | None = None,
-    statuses: tuple[int, ...] = (),
-) -> Endpoint:
-    """A route that wants the admin key."""
-    errors = (403, 429, 500, 503, *statuses)
-    return Endpoint(summary, answer, request, examples=examples or {}, statuses=errors, is_admin=True)
+Endpoints = Mapping[tuple[str, str], Endpoint]
+"""By method and path."""
 
+FOR_ALL: Endpoints = {
+    ("GET", "/health"): Endpoint("Whether the engine works", answers.ServerStatus, statuses=(503,)),
+    ("GET", "/ready"): Endpoint("Whether requests are served", answers.ServerStatus, statuses=(503,)),
+    ("GET", "/version"): Endpoint("The version of sageLLM", answers.ServerVersion),
+    ("GET", "/metrics"): Endpoint("Metrics in Prometheus' text format", None),
+}
+"""These want no key."""
 
-ENDPOINTS: Mapping[tuple[str, str], Endpoint] = {
-    ("GET", "/health"): Endpoint(
-        "Whether the engine works", answers.ServerStatus, statuses=(503,), is_open=True
-    ),
-    ("GET", "/ready"): Endpoint(
-        "Whether requests are served", answers.ServerStatus, statuses=(503,), is_open=True
-    ),
-    ("GET", "/version"): Endpoint("The version of sageLLM", answers.ServerVersion, is_open=True),
-    ("GET", "/metrics"): Endpoint("Metrics in Prometheus' text format", None, is_open=True),
+FOR_CLIENTS: Endpoints = {
     ("GET", "/v1/models"): Endpoint("The models that are served", answers.ModelList),
     ("GET", "/v1/models/{model}"): Endpoint("One model", answers.ModelCard, statuses=(404,)),
     ("POST", "/v1/chat/completions"): Endpoint(
@@ -168,37 +158,44 @@ ENDPOINTS: Mapping[tuple[str, str], Endpoint] = {
         examples={"tokens": {"tokens": [1, 2, 3]}},
         statuses=(500,),
     ),
-    ("POST", "/v1/admin/pins"): admin(
+}
+"""These want a client's key, if the server has any."""
+
+FOR_OPERATORS: Endpoints = {
+    ("POST", "/v1/admin/pins"): Endpoint(
         "Compute a prompt and keep its KV",
         answers.Pin,
         PinRequest,
-        {
+        examples={
             "text": {"prompt": "A text of several blocks of 16 tokens, such as the rules of an assistant."},
             "chat": {"messages": [{"role": "user", "content": "1 + 1 = 2, " * 4}], "cache_salt": "a"},
         },
-        (409,),
+        statuses=(409,),
     ),
-    ("GET", "/v1/admin/pins"): admin("The pinned prompts", answers.PinList),
-    ("DELETE", "/v1/admin/pins/{pin_id}"): admin("Unpin a prompt", answers.PinDeleted, statuses=(404,)),
-    ("GET", "/v1/admin/eviction_policy"): admin("The eviction policy in use", answers.CurrentPolicy),
-    ("GET", "/v1/admin/scheduling_strategy"): admin(
+    ("GET", "/v1/admin/pins"): Endpoint("The pinned prompts", answers.PinList),
+    ("DELETE", "/v1/admin/pins/{pin_id}"): Endpoint("Unpin a prompt", answers.PinDeleted, statuses=(404,)),
+    ("GET", "/v1/admin/eviction_policy"): Endpoint("The eviction policy in use", answers.CurrentPolicy),
+    ("GET", "/v1/admin/scheduling_strategy"): Endpoint(
         "The scheduling strategy in use", answers.CurrentStrategy
     ),
-    ("PUT", "/v1/admin/eviction_policy"): admin(
+    ("PUT", "/v1/admin/eviction_policy"): Endpoint(
         "Replace the eviction policy",
         PolicyRequest,
         PolicyRequest,
-        {"adaptive": {"policy": "adaptive", "options": {"max_regret": 0.001}}},
+        examples={"adaptive": {"policy": "adaptive", "options": {"max_regret": 0.001}}},
     ),
-    ("PUT", "/v1/admin/scheduling_strategy"): admin(
+    ("PUT", "/v1/admin/scheduling_strategy"): Endpoint(
         "Replace the scheduling strategy",
         StrategyRequest,
         StrategyRequest,
-        {"fair": {"strategy": "fair", "options": {"fairness": {"weights": {"a": 2}}}}},
+        examples={"fair": {"strategy": "fair", "options": {"fairness": {"weights": {"a": 2}}}}},
     ),
-    ("POST", "/reset_prefix_cache"): admin("Clear the prefix cache", answers.CacheCleared),
-    ("POST", "/flush_cache"): admin("The same, by SGLang's name", answers.CacheCleared),
+    ("POST", "/reset_prefix_cache"): Endpoint("Clear the prefix cache", answers.CacheCleared),
+    ("POST", "/flush_cache"): Endpoint("The same, by SGLang's name", answers.CacheCleared),
 }
+"""These want the admin key."""
+
+ENDPOINTS: Endpoints = {**FOR_ALL, **FOR_CLIENTS, **FOR_OPERATORS}
 
 
 def document(gateway: Gateway, model_name: str, *, wants_key: bool) -> Schema:
@@ -212,11 +209,13 @@ def document(gateway: Gateway, model_name: str, *, wants_key: bool) -> Schema:
         attributes_misses=gateway.attributes_misses,
     )
     paths: Schema = {}
-    for (method, path), endpoint in ENDPOINTS.items():
-        described = _endpoint(path, endpoint, limits, wants_key=wants_key)
-        if endpoint.is_admin:
-            described["operationId"] = f"{method.lower()}_{described['operationId']}"
-        paths.setdefault(path, {})[method.lower()] = described
+    groups = ((FOR_ALL, ""), (FOR_CLIENTS, "key" if wants_key else ""), (FOR_OPERATORS, "admin_key"))
+    for endpoints, key in groups:
+        for (method, path), endpoint in endpoints.items():
+            described = _endpoint(path, endpoint, key, model_name)
+            if endpoints is FOR_OPERATORS:
+                described["operationId"] = f"{method.lower()}_{described['operationId']}"
+            paths.setdefault(path, {})[method.lower()] = described
     text = (
         "1 to 128 letters, digits and ._~:/+=@-; anything else is replaced. It is in the answer and the log."
     )
@@ -246,24 +245,22 @@ def _schemas(limits: Limits) -> Schema:
     return schemas
 
 
-def _endpoint(path: str, endpoint: Endpoint, limits: Limits, *, wants_key: bool) -> Schema:
+def _endpoint(path: str, endpoint: Endpoint, key: str, model_name: str) -> Schema:
+    """The description of a route that wants this key."""
     found: Schema = {
         "operationId": path.strip("/").translate(str.maketrans("/{}", "___")).replace("__", "_"),
         "summary": endpoint.summary,
-        "responses": _responses(endpoint, wants_key=wants_key),
+        "responses": _responses(endpoint, key),
     }
-    if endpoint.is_admin:
-        found["security"] = [{"admin_key": []}]
-    elif wants_key and not endpoint.is_open:
-        found["security"] = [{"key": []}]
+    if key:
+        found["security"] = [{key: []}]
     found["parameters"] = [{"$ref": "#/components/parameters/request_id"}]
+    in_path = {"in": "path", "name": "pin_id", "required": True, "schema": {"type": "string"}}
     if "{pin_id}" in path:
-        pin = {"in": "path", "name": "pin_id", "required": True, "schema": {"type": "string"}}
-        found["parameters"].append(pin)
+        found["parameters"].append(in_path)
     if "{model}" in path:
-        name = {"type": "string", "minLength": 1}
-        path_model = {"in": "path", "name": "model", "required": True, "schema": name}
-        found["parameters"].append(path_model | {"example": limits.model_name})
+        named = {"name": "model", "schema": TEXT, "example": model_name}
+        found["parameters"].append(in_path | named)
     if endpoint.request is not None:
         shown = {name: {"value": dict(body)} for name, body in endpoint.examples.items()}
         content = {"schema": _reference(endpoint.request), "examples": shown}
@@ -271,12 +268,14 @@ def _endpoint(path: str, endpoint: Endpoint, limits: Limits, *, wants_key: bool)
     return found
 
 
-def _responses(endpoint: Endpoint, *, wants_key: bool) -> Schema:
+def _responses(endpoint: Endpoint, key: str) -> Schema:
     statuses = {*endpoint.statuses}
     if endpoint.request is not None:
         statuses |= {400, 404, 408, 413}
-    if endpoint.is_admin or (wants_key and not endpoint.is_open):
+    if key:
         statuses.add(401)
+    if key == "admin_key":
+        statuses |= {403, *RUNNING}
     found: Schema = {"200": _success(endpoint)}
     for status in sorted(statuses):
         found[str(status)] = {
@@ -324,7 +323,7 @@ def _reference(model: type[BaseModel]) -> Schema:
 
 def request_schema(model: type[BaseModel], limits: Limits) -> Schema:
     """The schema of a request's body, an object without other fields."""
-    found = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    found = model.model_json_schema(ref_template=REFERENCE)
     properties: Schema = {
         name: found["properties"][name] | {"title": name} for name in model.model_fields
     } | _fields_of(model, limits)
@@ -360,7 +359,7 @@ def _fields_of(model: type[BaseModel], limits: Limits) -> Schema:
         fields["max_tokens"] = _or_null(_integer(0, limits.max_model_len - 1))
         fields["logprobs"] = _or_null(_in_range("logprobs", whole=True))
     elif model is PinRequest:
-        fields["prompt"] = _or_null(_text(min_length=1), tokens | {"minItems": 1})
+        fields["prompt"] = _or_null(TEXT, tokens | {"minItems": 1})
         fields["messages"] = _or_null(_messages())
     elif model is TokenizeRequest:
         fields["messages"] = _or_null(_messages())
@@ -373,7 +372,7 @@ def _fields_of(model: type[BaseModel], limits: Limits) -> Schema:
     elif model is HintRequest:
         fields["kv_hints"] = _kv_hints()
     if "cache_salt" in model.model_fields:
-        fields["cache_salt"] = _or_null(_text(max_length=2**16, pattern="^[^\\u0000]*$"))
+        fields["cache_salt"] = _or_null({"type": "string", "maxLength": 2**16, "pattern": "^[^\\u0000]*$"})
     return fields
 
 
@@ -382,7 +381,7 @@ def _generation_fields(limits: Limits) -> Schema:
         name: _or_null(_in_range(name, whole=False))
         for name in ("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     }
-    stop = _text(max_length=MAX_STOP_LENGTH, min_length=1)
+    stop = TEXT | {"maxLength": MAX_STOP_LENGTH}
     flags: Schema = {
         name: {"type": ["boolean", "null"]} for name in ("include_usage", "continuous_usage_stats")
     }
@@ -445,7 +444,7 @@ def _messages() -> Schema:
 
 
 def _prompt(tokens: Schema) -> Schema:
-    text = _text(min_length=1)
+    text = TEXT
     mixed = {"type": "array", "items": {"anyOf": [text, tokens]}, "minItems": 1}
     return {"anyOf": [text, tokens, mixed], "description": "A text, token ids, or several of either."}
 
@@ -455,7 +454,7 @@ def _kv_hints() -> Schema:
         "type": "object",
         "properties": {
             "action_id": {"type": "string"},
-            "action_type": _text(min_length=1),
+            "action_type": TEXT,
             "action_version": {"type": "string"},
             "payload": {"type": "object"},
         },
@@ -465,7 +464,7 @@ def _kv_hints() -> Schema:
     return {
         "type": "object",
         "properties": {
-            "protocol_version": _text(pattern=f"^{major}(\\..*)?$"),
+            "protocol_version": {"type": "string", "pattern": f"^{major}(\\..*)?$"},
             "message_id": {"type": "string"},
             "actions": {"type": "array", "items": action, "maxItems": MAX_ACTIONS},
         },
@@ -479,9 +478,9 @@ def _rules(model: type[BaseModel]) -> Schema:
         return {"oneOf": [_given("prompt", prompt), _given("messages", messages)]}
     if not issubclass(model, GenerationFields):
         return {}
-    rules = [{"anyOf": [_absent("stream_options"), _given("stream", {"const": True})]}]
+    rules = [{"anyOf": [{"properties": {"stream_options": NULL}}, _given("stream", {"const": True})]}]
     if issubclass(model, ChatRequest):
-        rules.append({"anyOf": [_absent("top_logprobs"), _given("logprobs", {"const": True})]})
+        rules.append({"anyOf": [{"properties": {"top_logprobs": NULL}}, _given("logprobs", {"const": True})]})
     else:
         some = {"properties": {"max_tokens": _or_null({"minimum": 1})}}
         rules.append({"anyOf": [some, _given("echo", {"const": True})]})
@@ -490,10 +489,6 @@ def _rules(model: type[BaseModel]) -> Schema:
 
 def _given(name: str, schema: Schema) -> Schema:
     return {"properties": {name: schema}, "required": [name]}
-
-
-def _absent(name: str) -> Schema:
-    return {"properties": {name: NULL}}
 
 
 def _in_range(name: str, *, whole: bool) -> Schema:
@@ -505,11 +500,6 @@ def _in_range(name: str, *, whole: bool) -> Schema:
 
 def _integer(low: int, high: int) -> Schema:
     return {"type": "integer", "minimum": low, "maximum": high}
-
-
-def _text(*, min_length: int = 0, max_length: int | None = None, pattern: str | None = None) -> Schema:
-    limits = {"minLength": min_length or None, "maxLength": max_length, "pattern": pattern}
-    return {"type": "string"} | {name: value for name, value in limits.items() if value is not None}
 
 
 def _or_null(*schemas: Mapping[str, Any]) -> Schema:
