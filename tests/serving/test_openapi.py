@@ -132,7 +132,7 @@ def check_answer(operation: Endpoint, text: str, *, streamed: bool) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [path for (method, path), one in (FOR_ALL | FOR_CLIENTS).items() if method == "GET" and one.answer],
+    [path for (method, path), one in {**FOR_ALL, **FOR_CLIENTS}.items() if method == "GET" and one.answer],
 )
 def test_what_is_read_is_answered_as_it_says(live: Live, path: str) -> None:
     answer = ENDPOINTS[("GET", path)].answer
