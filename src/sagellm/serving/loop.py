@@ -1,10 +1,4 @@
-"""The engine loop: one thread that owns the `LLM`. Commands come by a queue, events leave by a callback.
-
-When an SSE client disconnects (`sse.py`), the gateway calls `EngineLoop.abort` for each request that is still
-open. Before its next step the loop calls `LLM.abort`. That aborts the engine requests of all choices: they
-leave the table of requests, their blocks are released, and no delta of them follows. A step that already runs
-is not interrupted; the gateway drops deltas that were on their way.
-"""
+"""The engine loop: one thread that owns the `LLM`. Commands come by a queue, events leave by a callback."""
 
 from __future__ import annotations
 
@@ -94,7 +88,7 @@ class EngineLoop:
         self._commands.put(submit)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request. No event of it follows."""
+        """Drop a request before the next step. A delta of the step that runs may still come."""
 
         def abort() -> None:
             self._llm.abort(request_id)

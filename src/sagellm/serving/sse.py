@@ -1,15 +1,4 @@
-"""Server-sent events: one generation as a stream of JSON chunks.
-
-When the client of a stream disconnects:
-
-1. the HTTP server passes `http.disconnect` to `closed_on_disconnect` below, which calls `Generation.close`;
-2. `Gateway.abort` (gateway.py) tells the engine loop to abort each prompt that still runs. It also
-   subtracts the request from the client's waiting sequences and tokens;
-3. before its next step the engine loop calls `LLM.abort` (`loop.py` says what follows): blocks are released;
-4. the iteration over the generation ends, `EventStream` returns, and `AccessLog` writes the request's line.
-
-A whole answer (`generate.py`) and a prompt to be pinned (`admin.py`) end in the same way.
-"""
+"""Server-sent events: one generation as a stream of JSON chunks. README.md says what a disconnect does."""
 
 from __future__ import annotations
 
