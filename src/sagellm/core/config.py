@@ -7,7 +7,7 @@ plug-in (`kv.eviction`, `scheduler.passes`, ...) is looked up when the engine is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -17,6 +17,18 @@ from sagellm.core.types import MAX_N
 ORIGIN = r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$"
 GPU_MEMORY_SHARE = 0.8
 CPU_MEMORY_SHARE = 0.25
+
+T = TypeVar("T")
+Word: TypeAlias = Annotated[str, Field(min_length=1)]
+Positive: TypeAlias = Annotated[int, Field(ge=1)]
+Fraction: TypeAlias = Annotated[float, Field(ge=0.0, le=1.0)]
+Seconds: TypeAlias = Annotated[float, Field(gt=0.0, le=86400.0)]
+
+
+def key(default: T, meaning: str, **limits: Any) -> T:
+    """A key of a section. `limits` are those of pydantic's `Field`."""
+    field: T = Field(default=default, description=meaning, **limits)
+    return field
 
 
 class Section(BaseModel):
@@ -37,47 +49,33 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which model, and how it is held."""
 
-    name: str | None = Field(
-        default=None, description="folder or hub name of the model; none: the demo model"
+    name: str | None = key(None, "folder or hub name of the model; none: the demo model")
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = key(
+        "auto", "number format of weights and KV; auto: what the model's config.json says"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
-        default="auto", description="number format of weights and KV; auto: what the model's config.json says"
+    quantization: Literal["none", "int8", "int4"] = key(
+        "none", "weights in fewer bits, made when they are loaded; a quantized checkpoint needs none"
     )
-    quantization: Literal["none", "int8", "int4"] = Field(
-        default="none",
-        description="weights in fewer bits, made when they are loaded; a quantized checkpoint needs none",
+    device: str = key(
+        "auto", "auto, cpu, cuda or cuda:N; auto: a GPU where there is one", pattern=r"^[a-z]+(:\d+)?$"
     )
-    device: str = Field(
-        default="auto",
-        pattern=r"^[a-z]+(:\d+)?$",
-        description="auto, cpu, cuda or cuda:N; auto: a GPU where there is one",
+    chat_template: Word | None = key(None, "file with a chat template (Jinja); none: the model's own")
+    special_tokens_in_messages: bool = key(
+        False, "special tokens that a chat message spells are those tokens; off: they are text"
     )
-    chat_template: str | None = Field(
-        default=None, min_length=1, description="file with a chat template (Jinja); none: the model's own"
+    max_model_len: int | None = key(
+        None, "longest prompt plus output in tokens; none: what the model was made for", ge=2
     )
-    special_tokens_in_messages: bool = Field(
-        default=False,
-        description="special tokens that a chat message spells are those tokens; off: they are text",
-    )
-    max_model_len: int | None = Field(
-        default=None,
-        ge=2,
-        description="longest prompt plus output in tokens; none: what the model was made for",
-    )
-    revision: str | None = Field(default=None, description="branch, tag or commit on the hub")
-    offline: bool = Field(default=False, description="take hub models from the local cache only")
-    served_name: str | None = Field(
-        default=None, description="the name that clients use; none: the model's own"
-    )
+    revision: str | None = key(None, "branch, tag or commit on the hub")
+    offline: bool = key(False, "take hub models from the local cache only")
+    served_name: str | None = key(None, "the name that clients use; none: the model's own")
 
 
 class ShareConfig(Section):
     """Fractions of the KV pool for one tenant or one class of service."""
 
-    guaranteed: float = Field(default=0.0, ge=0.0, le=1.0, description="what it can always have")
-    ceiling: float | None = Field(
-        default=None, gt=0.0, le=1.0, description="what it can never exceed; none: all"
-    )
+    guaranteed: Fraction = key(0.0, "what it can always have")
+    ceiling: float | None = key(None, "what it can never exceed; none: all", gt=0.0, le=1.0)
 
     @model_validator(mode="after")
     def _ceiling_covers_guarantee(self) -> ShareConfig:
@@ -89,48 +87,37 @@ class ShareConfig(Section):
 class KVConfig(Section):
     """The KV cache: size, index, pool, eviction."""
 
-    block_size: int = Field(default=16, ge=1, le=1024, description="tokens per block")
-    num_blocks: int | None = Field(
-        default=None, ge=1, le=2**31 - 1, description="blocks in the pool; none: by memory_fraction"
-    )
-    memory_fraction: float | None = Field(
-        default=None,
+    block_size: int = key(16, "tokens per block", ge=1, le=1024)
+    num_blocks: int | None = key(None, "blocks in the pool; none: by memory_fraction", ge=1, le=2**31 - 1)
+    memory_fraction: float | None = key(
+        None,
+        f"share of the device's free memory for KV; none: {GPU_MEMORY_SHARE} on a GPU, "
+        f"{CPU_MEMORY_SHARE} on a CPU",
         gt=0.0,
         lt=1.0,
-        description=f"share of the device's free memory for KV; none: {GPU_MEMORY_SHARE} on a GPU, "
-        f"{CPU_MEMORY_SHARE} on a CPU",
     )
-    swap_space_gb: float = Field(
-        default=0.0,
+    swap_space_gb: float = key(
+        0.0,
+        "host memory (GiB) for the KV of preempted requests; vllm-like computes it again",
         ge=0.0,
         le=16384.0,
-        description="host memory (GiB) for the KV of preempted requests; vllm-like computes it again",
     )
-    index: str = Field(default="radix", min_length=1, description="prefix index")
-    pool: str = Field(default="free_list", min_length=1, description="block pool")
-    eviction: str = Field(default="adaptive", min_length=1, description="eviction policy")
-    eviction_options: dict[str, Any] = Field(default_factory=dict, description="options of that policy")
-    miss_attribution: bool = Field(
-        default=False, description="count why blocks had to be computed; hashes every evicted block"
+    index: Word = key("radix", "prefix index")
+    pool: Word = key("free_list", "block pool")
+    eviction: Word = key("adaptive", "eviction policy")
+    eviction_options: dict[str, Any] = key({}, "options of that policy")
+    miss_attribution: bool = key(False, "count why blocks had to be computed; hashes every evicted block")
+    prefix_caching: bool = key(True, "reuse the KV of earlier requests with the same prefix")
+    index_as_computed: bool = key(
+        False, "cache a prompt's blocks chunk by chunk, not once all of it is computed"
     )
-    prefix_caching: bool = Field(
-        default=True, description="reuse the KV of earlier requests with the same prefix"
+    max_pinned_share: Fraction = key(0.25, "share of the pool that pinned prefixes may hold")
+    tenant_shares: dict[str, ShareConfig] = key(
+        {}, "KV quotas by tenant: guaranteed and ceiling, shares of the pool"
     )
-    index_as_computed: bool = Field(
-        default=False,
-        description="cache a prompt's blocks chunk by chunk, not once all of it is computed",
-    )
-    max_pinned_share: float = Field(
-        default=0.25, ge=0.0, le=1.0, description="share of the pool that pinned prefixes may hold"
-    )
-    tenant_shares: dict[str, ShareConfig] = Field(
-        default_factory=dict, description="KV quotas by tenant: guaranteed and ceiling, shares of the pool"
-    )
-    class_shares: dict[str, ShareConfig] = Field(
-        default_factory=dict, description="KV quotas by class of service, the same way"
-    )
-    sharing_groups: dict[str, tuple[str, ...]] = Field(
-        default_factory=dict, description="group: tenants that share cached prefixes with each other"
+    class_shares: dict[str, ShareConfig] = key({}, "KV quotas by class of service, the same way")
+    sharing_groups: dict[str, tuple[str, ...]] = key(
+        {}, "group: tenants that share cached prefixes with each other"
     )
 
     @field_validator("tenant_shares", "class_shares")
@@ -168,19 +155,11 @@ class KVConfig(Section):
 class SchedulerConfig(Section):
     """How a step is planned."""
 
-    max_num_seqs: int = Field(
-        default=64, ge=1, le=65536, description="rows of the batch: requests that run together"
-    )
-    max_batched_tokens: int = Field(
-        default=2048, ge=1, description="tokens computed in one step, prefill and decode"
-    )
-    strategy: str = Field(default="priority", min_length=1, description="scheduling passes, by a name")
-    passes: tuple[str, ...] | None = Field(
-        default=None, description="scheduling passes in order; none: those of the strategy"
-    )
-    pass_options: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="options by name of pass"
-    )
+    max_num_seqs: int = key(64, "rows of the batch: requests that run together", ge=1, le=65536)
+    max_batched_tokens: Positive = key(2048, "tokens computed in one step, prefill and decode")
+    strategy: Word = key("priority", "scheduling passes, by a name")
+    passes: tuple[str, ...] | None = key(None, "scheduling passes in order; none: those of the strategy")
+    pass_options: dict[str, dict[str, Any]] = key({}, "options by name of pass")
 
     @model_validator(mode="after")
     def _budget_covers_rows(self) -> SchedulerConfig:
@@ -195,121 +174,79 @@ class SchedulerConfig(Section):
 class EngineConfig(Section):
     """The loop and its machine."""
 
-    backend: str = Field(default="native", min_length=1, description="what computes the steps")
-    backend_options: dict[str, Any] = Field(default_factory=dict, description="options of that backend")
-    threads: int | None = Field(
-        default=None,
-        ge=1,
-        le=4096,
-        description="CPU threads; none: by model size, one per physical core at most",
+    backend: Word = key("native", "what computes the steps")
+    backend_options: dict[str, Any] = key({}, "options of that backend")
+    threads: int | None = key(
+        None, "CPU threads; none: by model size, one per physical core at most", ge=1, le=4096
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of requests that bring none")
-    kernels: Literal["auto", "off"] = Field(
-        default="auto", description="kernels, compiled when first needed; off: torch alone"
+    seed: int = key(0, "seed of requests that bring none", ge=0, lt=2**63)
+    kernels: Literal["auto", "off"] = key("auto", "kernels, compiled when first needed; off: torch alone")
+    recorded_steps: bool = key(
+        True, "record decode steps and replay them (with kernels; on CPUs up to 8 rows)"
     )
-    recorded_steps: bool = Field(
-        default=True, description="record decode steps and replay them (with kernels; on CPUs up to 8 rows)"
-    )
-    overlap: bool = Field(default=False, description="plan the next step while one computes")
+    overlap: bool = key(False, "plan the next step while one computes")
 
 
 class ServerConfig(Section):
     """The HTTP server."""
 
-    host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0: all")
-    port: int = Field(default=int(SagePorts.HTTP), ge=0, le=65535, description="TCP port; 0: a free one")
-    api_key: str | None = Field(
-        default=None, min_length=1, repr=False, description="key that clients must send"
+    host: Word = key("127.0.0.1", "address to listen on; 0.0.0.0: all")
+    port: int = key(int(SagePorts.HTTP), "TCP port; 0: a free one", ge=0, le=65535)
+    api_key: Word | None = key(None, "key that clients must send", repr=False)
+    admin_key: Word | None = key(
+        None, "key for /v1/admin: pins, cache, policy, strategy; none: answered 403", repr=False
     )
-    admin_key: str | None = Field(
-        default=None,
-        min_length=1,
-        repr=False,
-        description="key for /v1/admin: pins, cache, policy, strategy; none: answered 403",
+    client_keys: dict[str, Word] = key({}, "further keys, by the name of the client that has it", repr=False)
+    trust_user: bool = key(
+        False, "a request's user is its client (behind a gateway); false: its key's name, or address"
     )
-    client_keys: dict[str, Annotated[str, Field(min_length=1)]] = Field(
-        default_factory=dict, repr=False, description="further keys, by the name of the client that has it"
+    max_waiting: Positive = key(1024, "sequences that may wait; more are answered 429")
+    client_waiting_share: float = key(
+        0.75, "share of max_waiting, as far as others leave it, that one client may fill", gt=0.0, le=1.0
     )
-    trust_user: bool = Field(
-        default=False,
-        description="a request's user is its client (behind a gateway); false: its key's name, or address",
+    max_n: int = key(MAX_N, "most choices (n) of one request", ge=1, le=MAX_N)
+    max_request_tokens: Positive | None = key(
+        2**20, "most tokens of one request, prompts and n x max_tokens; one whole context always may"
     )
-    max_waiting: int = Field(default=1024, ge=1, description="sequences that may wait; more are answered 429")
-    client_waiting_share: float = Field(
-        default=0.75,
-        gt=0.0,
-        le=1.0,
-        description="share of max_waiting, as far as others leave it, that one client may fill",
+    max_client_tokens: Positive | None = key(
+        None, "the same of all open requests of one client; more are answered 429"
     )
-    max_n: int = Field(default=MAX_N, ge=1, le=MAX_N, description="most choices (n) of one request")
-    max_request_tokens: int | None = Field(
-        default=2**20,
-        ge=1,
-        description="most tokens of one request, prompts and n x max_tokens; one whole context always may",
+    max_priority: int | None = key(
+        0, "highest priority that a request may ask for (any may ask for less); none: any"
     )
-    max_client_tokens: int | None = Field(
-        default=None, ge=1, description="the same of all open requests of one client; more are answered 429"
+    tier_priorities: dict[str, int] = key(
+        {"priority": 1, "flex": -1}, "what a request's service_tier adds to its priority"
     )
-    max_priority: int | None = Field(
-        default=0, description="highest priority that a request may ask for (any may ask for less); none: any"
+    max_body_bytes: int = key(32 * 2**20, "largest request body; larger ones are answered 413", ge=1024)
+    max_connections: int = key(2048, "open connections; more are answered 503 and closed", ge=1, le=2**20)
+    header_timeout_s: Seconds = key(10.0, "seconds in which a request's headers must arrive")
+    body_timeout_s: Seconds = key(60.0, "seconds in which a request's body must arrive")
+    send_timeout_s: Seconds = key(
+        60.0, "seconds after which a client that reads nothing of its answer is cut off"
     )
-    tier_priorities: dict[str, int] = Field(
-        default_factory=lambda: {"priority": 1, "flex": -1},
-        description="what a request's service_tier adds to its priority",
+    keep_alive_timeout_s: Seconds = key(30.0, "seconds that a connection stays open between requests")
+    shutdown_grace_s: float = key(
+        20.0, "seconds that running requests have to end at shutdown; the rest is cut off", ge=0.0, le=86400.0
     )
-    max_body_bytes: int = Field(
-        default=32 * 2**20, ge=1024, description="largest request body; larger ones are answered 413"
-    )
-    max_connections: int = Field(
-        default=2048, ge=1, le=2**20, description="open connections; more are answered 503 and closed"
-    )
-    header_timeout_s: float = Field(
-        default=10.0, gt=0.0, le=86400.0, description="seconds in which a request's headers must arrive"
-    )
-    body_timeout_s: float = Field(
-        default=60.0, gt=0.0, le=86400.0, description="seconds in which a request's body must arrive"
-    )
-    send_timeout_s: float = Field(
-        default=60.0,
-        gt=0.0,
-        le=86400.0,
-        description="seconds after which a client that reads nothing of its answer is cut off",
-    )
-    keep_alive_timeout_s: float = Field(
-        default=30.0,
-        gt=0.0,
-        le=86400.0,
-        description="seconds that a connection stays open between requests",
-    )
-    shutdown_grace_s: float = Field(
-        default=20.0,
-        ge=0.0,
-        le=86400.0,
-        description="seconds that running requests have to end at shutdown; the rest is cut off",
-    )
-    cors_origins: tuple[Annotated[str, Field(pattern=ORIGIN)], ...] = Field(
-        default=(), description="origins whose pages may call the server, as https://host:port; *: all"
+    cors_origins: tuple[Annotated[str, Field(pattern=ORIGIN)], ...] = key(
+        (), "origins whose pages may call the server, as https://host:port; *: all"
     )
 
 
 class EventsConfig(Section):
     """KV events for routers, in vLLM's wire form over ZeroMQ (extra `events`)."""
 
-    endpoint: str | None = Field(
-        default=None,
-        min_length=1,
-        description=f"where to publish, as tcp://*:{int(SagePorts.KV_EVENTS)}; none: nowhere",
+    endpoint: Word | None = key(
+        None, f"where to publish, as tcp://*:{int(SagePorts.KV_EVENTS)}; none: nowhere"
     )
-    replay_endpoint: str | None = Field(
-        default=None,
-        min_length=1,
-        description=f"where readers ask for what they missed, as tcp://*:{int(SagePorts.KV_EVENTS_REPLAY)}",
+    replay_endpoint: Word | None = key(
+        None, f"where readers ask for what they missed, as tcp://*:{int(SagePorts.KV_EVENTS_REPLAY)}"
     )
-    topic: str = Field(default="", description="topic of the messages; llm-d reads kv@POD@MODEL")
-    hash_form: Literal["int64", "bytes"] = Field(
-        default="int64", description="form of block hashes: 64-bit numbers (all readers) or whole"
+    topic: str = key("", "topic of the messages; llm-d reads kv@POD@MODEL")
+    hash_form: Literal["int64", "bytes"] = key(
+        "int64", "form of block hashes: 64-bit numbers (all readers) or whole"
     )
-    buffer_steps: int = Field(default=10_000, ge=1, le=10_000_000, description="batches kept for replay")
+    buffer_steps: int = key(10_000, "batches kept for replay", ge=1, le=10_000_000)
 
     @field_validator("endpoint", "replay_endpoint")
     @classmethod
@@ -329,15 +266,9 @@ class EventsConfig(Section):
 class LogConfig(Section):
     """What is written to stderr."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="least level that is shown"
-    )
-    format: Literal["text", "json"] = Field(
-        default="text", description="form of the lines; json: an object a line"
-    )
-    requests: bool = Field(
-        default=True, description="a line for each HTTP request, without its prompt (level info)"
-    )
+    level: Literal["debug", "info", "warning", "error"] = key("info", "least level that is shown")
+    format: Literal["text", "json"] = key("text", "form of the lines; json: an object a line")
+    requests: bool = key(True, "a line for each HTTP request, without its prompt (level info)")
 
 
 class Config(Section):

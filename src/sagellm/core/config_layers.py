@@ -105,11 +105,8 @@ def env_layer(environ: Mapping[str, str]) -> Layer:
         if not name.startswith(ENV_PREFIX) or name in RESERVED_ENV or _is_of_kubernetes(name, environ):
             continue
         if name not in by_name:
-            same_end = [
-                variable
-                for variable in by_name
-                if variable.endswith(name.removeprefix(ENV_PREFIX.rstrip("_")))
-            ]
+            end = name.removeprefix(ENV_PREFIX.rstrip("_"))
+            same_end = [variable for variable in by_name if variable.endswith(end)]
             guess = nearest(name, same_end or [*by_name, *RESERVED_ENV])
             log.warning("unknown environment variable %s is ignored.%s", name, guess)
             continue
@@ -132,12 +129,11 @@ def _is_of_kubernetes(name: str, environ: Mapping[str, str]) -> bool:
 
 def given_layer(values: Mapping[str, Any], where: str = COMMAND_LINE) -> Layer:
     """Settings from code or the command line, by dotted key. Texts are parsed like environment variables."""
-    flat = flatten(values, where)
-    return Layer(where, {key: _read(key, value) for key, value in flat.items()})
-
-
-def _read(key: str, value: Any) -> Any:
-    return parse_text(key, value) if isinstance(value, str) else value
+    read = {
+        key: parse_text(key, value) if isinstance(value, str) else value
+        for key, value in flatten(values, where).items()
+    }
+    return Layer(where, read)
 
 
 def parse_text(key: str, text: str) -> Any:
@@ -145,37 +141,25 @@ def parse_text(key: str, text: str) -> Any:
 
     `none` is None where the key allows it; commas separate the items of a list. Numbers and booleans stay
     text, which pydantic reads and checks. A secret is always the text itself."""
-    _check_encodable(key, text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # surrogate halves: Python's form of bytes that are not UTF-8
+        raise ConfigError(f"{key}: {text!a} is not UTF-8 text") from None
     kind = _FIELDS[key][1]
+    is_none = text.strip().lower() in _NONE_TEXTS
     if get_origin(kind) is dict:
-        return _parse_mapping(key, text)
+        try:
+            return {} if is_none else json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f'{key}: a mapping is given as JSON, as in {{"name": ...}}: {error}') from None
     if key in SECRET_KEYS:
         return text
-    is_none = text.strip().lower() in _NONE_TEXTS
-    union = get_origin(kind) in (Union, types.UnionType)
-    kinds = get_args(kind) if union else (kind,)
+    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     if is_none and type(None) in kinds:
         return None
     if any(get_origin(kind) is tuple for kind in kinds):
         return () if is_none else tuple(part.strip() for part in text.split(",") if part.strip())
     return text
-
-
-def _parse_mapping(key: str, text: str) -> Any:
-    if text.strip().lower() in _NONE_TEXTS:
-        return {}
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f'{key}: a mapping is given as JSON, as in {{"name": ...}}: {error}') from None
-
-
-def _check_encodable(key: str, text: str) -> None:
-    """Refuse surrogate halves, Python's form of bytes that are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{key}: {text!a} is not UTF-8 text") from None
 
 
 def flatten(values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -187,59 +171,41 @@ def flatten(values: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise ConfigError(f"unknown key {key!r} in {where}.{nearest(key, KEYS)}")
         if key in flat:
             raise ConfigError(f"{key} is given twice in {where}, nested and dotted: keep one")
-        if key in SECRET_KEYS:
-            _check_secret(key, value, where)
+        is_empty = value is None or (isinstance(value, str) and not value.strip())
+        if key in SECRET_KEYS and is_empty:  # it comes from an unset variable
+            raise ConfigError(f"{key} in {where} is empty: give it a value, or leave it out to have none")
         flat[key] = value
     return flat
 
 
-def _check_secret(key: str, value: Any, where: str) -> None:
-    """Refuse an empty secret: it comes from an unset variable."""
-    if value is None or (isinstance(value, str) and not value.strip()):
-        raise ConfigError(f"{key} in {where} is empty: give it a value, or leave it out to have none")
-
-
 def _walk(values: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
+    """Dotted keys; also of an unknown section, so that the error can name the nearest."""
     for name, value in values.items():
-        if name not in Config.model_fields:
-            yield from _below(str(name), value)
-        elif isinstance(value, Mapping):
+        is_section = name in Config.model_fields
+        if isinstance(value, Mapping) and (is_section or (value and name not in _FIELDS)):
             yield from ((f"{name}.{key}", inner) for key, inner in value.items())
+        elif not is_section:
+            yield str(name), value
         elif value is not None:  # an empty section of a YAML file reads as none
             keys = ", ".join(key for key in KEYS if key.startswith(f"{name}."))
             raise ConfigError(f"{name!r} in {where} is a section, not a value; its keys are {keys}")
 
 
-def _below(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Full keys under an unknown section, so that the error can name the nearest."""
-    if isinstance(value, Mapping) and value and name not in _FIELDS:
-        yield from ((f"{name}.{key}", inner) for key, inner in value.items())
-    else:
-        yield name, value
-
-
 def resolve(layers: Sequence[Layer]) -> Resolved:
     """Merge layers, the later over the earlier, over the defaults. Raises `ConfigError` naming key, value and
     layer."""
-    merged: dict[str, Any] = {}
+    merged: dict[str, dict[str, Any]] = {}
     origins = dict.fromkeys(KEYS, DEFAULT_ORIGIN)
     for layer in layers:
         for key, value in flatten(layer.values, layer.name).items():
-            merged[key] = value
+            section, _, name = key.partition(".")
+            merged.setdefault(section, {})[name] = value
             origins[key] = layer.origin(key)
     try:
-        config = Config.model_validate(_nest(merged))
+        config = Config.model_validate(merged)
     except ValidationError as error:
         raise ConfigError(_explain(error, origins)) from None
     return Resolved(config, origins)
-
-
-def _nest(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    nested: dict[str, dict[str, Any]] = {}
-    for key, value in flat.items():
-        section, _, name = key.partition(".")
-        nested.setdefault(section, {})[name] = value
-    return nested
 
 
 def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
