@@ -15,7 +15,7 @@ from sagellm.core.errors import ConfigError, UnknownNameError
 from sagellm.core.protocols.collectives import CommBackendProtocol
 from sagellm.core.protocols.interconnect import DomesticCommBackend
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
-from sagellm.core.registry import CONTRACTS, KINDS, Registry, members, registry
+from sagellm.core.registry import KINDS, Registry, members, registry
 
 LRU = """
 class Lru:
@@ -182,7 +182,6 @@ def test_members_are_those_of_the_protocol_and_its_bases() -> None:
     assert members(None) == []
 
 
-@pytest.mark.parametrize("kind", CONTRACTS)
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"trace_format"}))
 def test_every_contract_has_members(kind: str) -> None:
-    assert kind in KINDS
-    assert members(CONTRACTS[kind])
+    assert members(KINDS[kind][2])

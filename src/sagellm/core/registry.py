@@ -34,32 +34,20 @@ T = TypeVar("T")
 
 _PLUGIN_LINE = re.compile(r"^PLUGIN\b\s*[:=]", re.MULTILINE)
 
-KINDS: Mapping[str, tuple[str, str]] = {
-    "policy": ("sagellm.kvmgr.eviction", "sagellm.policies"),
-    "pass": ("sagellm.kvmgr.scheduler_ir.passes", "sagellm.passes"),
-    "predictor": ("sagellm.kvmgr.lifetime", "sagellm.predictors"),
-    "reuse_predictor": ("sagellm.kvmgr.lifetime.reuse", "sagellm.reuse_predictors"),
-    "index": ("sagellm.kvmgr.prefix_cache", "sagellm.indexes"),
-    "pool": ("sagellm.kvmgr.kv_pool", "sagellm.pools"),
-    "backend": ("sagellm.engines", "sagellm.backends"),
-    "weight_format": ("sagellm.accel.quantization.formats", "sagellm.weight_formats"),
-    "interconnect": ("sagellm.comm.interconnect", "sagellm.interconnects"),
-    "trace_format": ("sagellm.benchmarks.traces", "sagellm.trace_formats"),
+KINDS: Mapping[str, tuple[str, str, type | None]] = {
+    "policy": ("sagellm.kvmgr.eviction", "sagellm.policies", EvictionPolicy),
+    "pass": ("sagellm.kvmgr.scheduler_ir.passes", "sagellm.passes", SchedulerPass),
+    "predictor": ("sagellm.kvmgr.lifetime", "sagellm.predictors", LifetimePredictor),
+    "reuse_predictor": ("sagellm.kvmgr.lifetime.reuse", "sagellm.reuse_predictors", ReusePredictor),
+    "index": ("sagellm.kvmgr.prefix_cache", "sagellm.indexes", PrefixReuseIndex),
+    "pool": ("sagellm.kvmgr.kv_pool", "sagellm.pools", KVPool),
+    "backend": ("sagellm.engines", "sagellm.backends", InferenceBackend),
+    "weight_format": ("sagellm.accel.quantization.formats", "sagellm.weight_formats", WeightFormat),
+    "interconnect": ("sagellm.comm.interconnect", "sagellm.interconnects", DomesticCommBackend),
+    "trace_format": ("sagellm.benchmarks.traces", "sagellm.trace_formats", None),
 }
-"""Every kind of plug-in: the package that holds ours, and the entry point group for those of others."""
-
-CONTRACTS: Mapping[str, type] = {
-    "policy": EvictionPolicy,
-    "pass": SchedulerPass,
-    "predictor": LifetimePredictor,
-    "reuse_predictor": ReusePredictor,
-    "index": PrefixReuseIndex,
-    "pool": KVPool,
-    "backend": InferenceBackend,
-    "weight_format": WeightFormat,
-    "interconnect": DomesticCommBackend,
-}
-"""The protocol whose members a plug-in of that kind must have."""
+"""Every kind of plug-in: the package that holds ours, the entry point group for those of others, and the
+protocol whose members a plug-in of that kind must have."""
 
 
 class Registry(Generic[T]):
@@ -75,11 +63,11 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """Every known name, sorted: files of the package and entry points. Imports no plug-in."""
-        return sorted({*self._own_names(), *self._entry_points()})
+        return sorted({*self.own_names(), *self._entry_points()})
 
     def own_names(self) -> list[str]:
         """The names of the package's own plug-ins, sorted."""
-        return sorted(self._own_names())
+        return sorted({name for name, path in self._files() if _is_plugin(path)})
 
     def get(self, name: str) -> Callable[..., T]:
         """The class (or factory) of that name; raises `UnknownNameError` with the list of names."""
@@ -98,7 +86,12 @@ class Registry(Generic[T]):
         plugin = self.get(name)
         self._check_options(name, self.options(name), options)
         made = plugin(**options)
-        self._check_contract(name, made)
+        missing = [member for member in members(self.contract) if not hasattr(made, member)]
+        if self.contract is not None and missing:
+            raise UnknownNameError(
+                f"{self.kind} {name!r} makes a {type(made).__name__}, which has no {', '.join(missing)}: "
+                f"it is no {self.contract.__name__} ({self.contract.__module__})"
+            )
         return made
 
     def create_from(self, value: Any) -> T:
@@ -141,11 +134,11 @@ class Registry(Generic[T]):
             return self._from_path(plugin) if isinstance(plugin, str) else plugin
         entry = self._entry_points().get(name)
         if entry is None:
-            raise UnknownNameError(self._unknown(name))
+            known = self.names()
+            listed = f" Known: {', '.join(known) or 'none'}."
+            guess = nearest(name, known).replace(listed, "")
+            raise UnknownNameError(f"unknown {self.kind} {name!r}.{guess}{listed}")
         return entry.load()
-
-    def _own_names(self) -> set[str]:
-        return {name for name, path in self._files() if _is_plugin(path)}
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         spec = importlib.util.find_spec(self.package)
@@ -175,20 +168,6 @@ class Registry(Generic[T]):
                 f"{self.kind} {path!r}: {module_name} has no {attribute!r}.{nearest(attribute, public)}"
             )
         return getattr(module, attribute)
-
-    def _unknown(self, name: str) -> str:
-        known = self.names()
-        listed = f" Known: {', '.join(known) or 'none'}."
-        guess = nearest(name, known)
-        return f"unknown {self.kind} {name!r}.{guess if guess != listed else ''}{listed}"
-
-    def _check_contract(self, name: str, made: T) -> None:
-        missing = [name for name in members(self.contract) if not hasattr(made, name)]
-        if self.contract is not None and missing:
-            raise UnknownNameError(
-                f"{self.kind} {name!r} makes a {type(made).__name__}, which has no {', '.join(missing)}: "
-                f"it is no {self.contract.__name__} ({self.contract.__module__})"
-            )
 
     def _check_options(
         self, name: str, parameters: Mapping[str, inspect.Parameter], options: Mapping[str, Any]
@@ -259,5 +238,4 @@ def registry(kind: str) -> Registry[Any]:
     """The registry of one of `KINDS`."""
     if kind not in KINDS:
         raise UnknownNameError(f"unknown kind of plug-in {kind!r}.{nearest(kind, KINDS)}")
-    package, group = KINDS[kind]
-    return Registry(kind, package, group, CONTRACTS.get(kind))
+    return Registry(kind, *KINDS[kind])
