@@ -99,8 +99,9 @@ class MatchReport:
 class PrefixReuseSnapshot:
     """The numbers at one moment. Ratios are 0 to 1, and 0 where nothing was counted.
 
-    `match_buckets`: pairs of an upper end in seconds and the number of matches at or under it, the last end
-    infinite: the cumulative form that Prometheus reads.
+    `sharing`: the sum over all requests of the fraction of their blocks that was resident. `match_buckets`:
+    pairs of an upper end in seconds and the number of look-ups at or under it, the last end infinite: the
+    cumulative form that Prometheus reads.
     """
 
     num_requests: int
@@ -109,13 +110,30 @@ class PrefixReuseSnapshot:
     num_hit_tokens: int
     num_blocks: int
     num_hit_blocks: int
-    request_hit_ratio: float
-    token_hit_ratio: float
-    block_hit_ratio: float
-    mean_sharing: float
-    num_matches: int
+    sharing: float
     match_sum_s: float
     match_buckets: tuple[tuple[float, int], ...]
+
+    @property
+    def request_hit_ratio(self) -> float:
+        """Requests that reused any token, over all requests."""
+        return self.num_hit_requests / self.num_requests if self.num_requests else 0.0
+
+    @property
+    def token_hit_ratio(self) -> float:
+        return self.num_hit_tokens / self.num_tokens if self.num_tokens else 0.0
+
+    @property
+    def block_hit_ratio(self) -> float:
+        return self.num_hit_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def mean_sharing(self) -> float:
+        return self.sharing / self.num_requests if self.num_requests else 0.0
+
+    @property
+    def num_matches(self) -> int:
+        return self.match_buckets[-1][1]
 
 
 class TenantReuse(NamedTuple):
