@@ -6,8 +6,8 @@ import math
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -246,10 +246,17 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _as_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _as_token_ids(self.stop_token_ids))
+        stop: Any = self.stop
+        several = (stop,) if isinstance(stop, str) else stop
+        texts = _as_tuple("stop", "a string or several", several, lambda value: isinstance(value, str))
+        object.__setattr__(self, "stop", texts)
+        stop_ids = _as_tuple("stop_token_ids", "several token ids", self.stop_token_ids, _is_integer)
+        object.__setattr__(self, "stop_token_ids", stop_ids)
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
-        _check_types(self)
+        for wanted, is_right, names in _FIELD_TYPES:
+            for name in names:
+                if not is_right(value := getattr(self, name)):
+                    raise _wrong_type(name, wanted, value)
         _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         for name, (low, high) in SAMPLING_RANGES.items():
             if (value := getattr(self, name)) is not None:
@@ -277,55 +284,45 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    def with_seed(self, seed: int) -> SamplingParams:
-        return replace(self, seed=seed)
+
+def _is_number(value: object) -> bool:
+    # Plain types first: a check against an abstract type takes ten times as long.
+    return type(value) in (int, float) or (isinstance(value, Real) and not isinstance(value, bool))
 
 
-_NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
+def _is_integer(value: object) -> bool:
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+_FIELD_TYPES: tuple[tuple[str, Callable[[object], bool], tuple[str, ...]], ...] = (
+    (
+        "a number",
+        _is_number,
+        ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    ),
+    ("an integer", _is_integer, ("top_k", "n", "min_tokens")),
+    (
+        "an integer or None",
+        lambda value: value is None or _is_integer(value),
+        ("seed", "logprobs", "prompt_logprobs", "max_tokens"),
+    ),
+    (
+        "True or False",
+        lambda value: isinstance(value, bool),
+        ("include_stop_str_in_output", "ignore_eos"),
+    ),
 )
-_INTEGERS = ("top_k", "n", "min_tokens")
-_INTEGERS_OR_NONE = ("seed", "logprobs", "prompt_logprobs", "max_tokens")
-_FLAGS = ("include_stop_str_in_output", "ignore_eos")
-
-_PLAIN_NUMBERS = (int, float)
-"""Tried first: a check against an abstract type takes ten times as long."""
+"""What a field of `SamplingParams` must be, in words and as a check, and the fields."""
 
 
-def _check_types(params: Any) -> None:
-    """Raise `RequestError` for a field of `SamplingParams` whose value is of another type."""
-    for name in _NUMBERS:
-        if not _is_number(value := getattr(params, name)):
-            raise _wrong_type(name, "a number", value)
-    for name in _INTEGERS:
-        if not _is_integer(value := getattr(params, name)):
-            raise _wrong_type(name, "an integer", value)
-    for name in _INTEGERS_OR_NONE:
-        value = getattr(params, name)
-        if value is not None and not _is_integer(value):
-            raise _wrong_type(name, "an integer or None", value)
-    for name in _FLAGS:
-        if not isinstance(value := getattr(params, name), bool):
-            raise _wrong_type(name, "True or False", value)
-
-
-def _as_strings(stop: Any) -> tuple[str, ...]:
-    """A tuple of stop strings; one string is one stop string, None is none."""
-    found = (stop,) if isinstance(stop, str) else _as_tuple("stop", "a string or several", stop)
-    if wrong := [value for value in found if not isinstance(value, str)]:
-        raise _wrong_type("stop", "a string or several", wrong[0])
-    return found
-
-
-def _as_token_ids(ids: Any) -> tuple[int, ...]:
-    found = _as_tuple("stop_token_ids", "several token ids", ids)
-    if wrong := [value for value in found if not _is_integer(value)]:
-        raise _wrong_type("stop_token_ids", "several token ids", wrong[0])
+def _as_tuple(name: str, wanted: str, values: Any, is_right: Callable[[object], bool]) -> tuple[Any, ...]:
+    """A tuple of the values; None is none."""
+    if values is not None and not isinstance(values, Iterable):
+        raise _wrong_type(name, wanted, values)
+    found = tuple(values or ())
+    for value in found:
+        if not is_right(value):
+            raise _wrong_type(name, wanted, value)
     return found
 
 
@@ -341,22 +338,6 @@ def _as_bias(bias: Any) -> Mapping[int, float]:
         if not (_is_integer(token_id) and _is_number(value)):
             raise _wrong_type("logit_bias", wanted, {token_id: value})
     return found
-
-
-def _as_tuple(name: str, wanted: str, values: Any) -> tuple[Any, ...]:
-    if type(values) is tuple:
-        return values
-    if not isinstance(values, Iterable) and values is not None:
-        raise _wrong_type(name, wanted, values)
-    return tuple(values or ())
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in _PLAIN_NUMBERS or (isinstance(value, Real) and not isinstance(value, bool))
-
-
-def _is_integer(value: object) -> bool:
-    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def _wrong_type(name: str, wanted: str, value: object) -> RequestError:
