@@ -15,7 +15,7 @@ from rich.console import Console
 
 from sagellm.benchmarks import process
 from sagellm.benchmarks.micro import kv_pool, memory, prefix_cache, scheduler_ir
-from sagellm.benchmarks.micro._kv import Prompts, cached_prompt, pool_and_index
+from sagellm.benchmarks.micro._kv import Prompts, allocate, cached_prompt, pool_and_index
 from sagellm.benchmarks.micro.cases import (
     MicroBenchCell,
     MicroBenchmark,
@@ -212,7 +212,7 @@ def test_a_pool_that_is_too_small_is_an_error() -> None:
     with pytest.raises(CapacityError, match="3 blocks to evict, 0 evictable"):
         kv.evict(3)
     with pytest.raises(CapacityError, match="the pool has 2 free blocks, not 3"):
-        kv.allocate(3)
+        allocate(kv.pool, 3)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def _add_micro(name: str, choice: str, variants: str, text: str) -> None:
         from sagellm.benchmarks.micro.run import MicroBenchReport, run, tables
 
         benchmark: MicroBenchmark = import_module(f"sagellm.benchmarks.micro.{name}").BENCHMARK
-        chosen = _split(names) if names is not None else tuple(benchmark.known.names())
+        chosen = _split(names) if names is not None else tuple(benchmark.names())
         plan = MicroBenchPlan(chosen, policy=given.policy, repeats=given.repeats, seed=given.seed)
         output.check()
         report = MicroBenchReport(benchmark.name, environment(), plan.quick() if given.quick else plan)

@@ -11,7 +11,7 @@ from sagellm.core.errors import CapacityError
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
 from sagellm.core.registry import registry
-from sagellm.core.types import NO_ACCOUNT, Tokens
+from sagellm.core.types import NO_ACCOUNT, Account, Tokens
 from sagellm.kvmgr.manager import BlockAllocator
 
 HOLDER = "prefix index"
@@ -36,6 +36,14 @@ class Prompts:
         return tokens
 
 
+def allocate(pool: KVPool, num_blocks: int, account: Account = NO_ACCOUNT) -> Allocation:
+    """Raises `CapacityError` if too few blocks are free."""
+    allocation = pool.allocate(num_blocks, OWNER, account)
+    if allocation is None:
+        raise CapacityError(f"the pool has {pool.num_free} free blocks, not {num_blocks}")
+    return allocation
+
+
 @dataclass(frozen=True, slots=True)
 class PoolAndIndex:
     """A pool, and the prefix index that holds blocks of it."""
@@ -51,23 +59,17 @@ class PoolAndIndex:
             raise CapacityError(f"{num_blocks} blocks to evict, {self.index.num_evictable} evictable")
         self.pool.take_back(HOLDER, evicted)
 
-    def allocate(self, num_blocks: int) -> Allocation:
-        allocation = self.pool.allocate(num_blocks, OWNER)
-        if allocation is None:
-            raise CapacityError(f"the pool has {self.pool.num_free} free blocks, not {num_blocks}")
-        return allocation
-
     def exchange(self, num_blocks: int) -> Allocation:
         """Allocates from a full pool; evicts as the manager does."""
         self.allocator.make_room(num_blocks, NO_ACCOUNT)
-        return self.allocate(num_blocks)
+        return allocate(self.pool, num_blocks)
 
     def take(self, num_blocks: int) -> Allocation:
         """Allocates, after evicting what is missing."""
         short = num_blocks - self.pool.num_free
         if short > 0:
             self.evict(short)
-        return self.allocate(num_blocks)
+        return allocate(self.pool, num_blocks)
 
     def store(self, tokens: Tokens) -> Allocation:
         """Allocates the blocks of a prompt and hands them to the index. The allocation keeps none."""

@@ -8,10 +8,9 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from sagellm.core.errors import ConfigError
 
@@ -88,11 +87,11 @@ class Stopwatch:
         self._cpu_ns = cpu_ns
         self._wall_ns = wall_ns
 
-    def time(self, prepare: Prepare, *, in_a_row: bool = False) -> Timing:
-        """Times an operation over `repeats` samples. `in_a_row`: always time many calls per sample."""
-        if in_a_row:
-            cpu, wall = self._spreads(prepare, CALLS_OF_SHORT)
-            return Timing(self.repeats, CALLS_OF_SHORT, cpu, wall, cpu.median)
+    def time(self, prepare: Prepare, *, calls: int | None = None) -> Timing:
+        """Times an operation over `repeats` samples of so many calls; None: many if they are short."""
+        if calls is not None:
+            cpu, wall = self._spreads(prepare, calls)
+            return Timing(self.repeats, calls, cpu, wall, cpu.median)
         single_cpu, single_wall = self._spreads(prepare, 1)
         single = single_cpu.median
         if single < _MAYBE_SHORT_US:
@@ -106,8 +105,12 @@ class Stopwatch:
         operation = prepare(calls)
         for _ in range(_WARM_UP):
             self._sample(operation, calls)
-        with garbage_frozen():
+        gc.collect()
+        gc.freeze()
+        try:
             samples = [self._sample(operation, calls) for _ in range(self.repeats)]
+        finally:
+            gc.unfreeze()
         cpu, wall = (_spread(clock, calls) for clock in zip(*samples, strict=True))
         return cpu, wall
 
@@ -133,17 +136,6 @@ def _spread(samples: Sequence[tuple[int, int]], calls: int) -> Spread:
     """µs per call, from samples of one clock as `_sample` returns them."""
     overhead_ns = statistics.median(none for _, none in samples)
     return Spread.of([max(0.0, spent - overhead_ns) / calls / 1000 for spent, _ in samples])
-
-
-@contextmanager
-def garbage_frozen() -> Iterator[None]:
-    """Collects garbage, then hides all living objects from the collector."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _at(ordered: Sequence[float], share: float) -> float:
@@ -238,34 +230,27 @@ Build: TypeAlias = Callable[[MicroBenchCell, int], TimedOperation]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A case at several sizes. `in_a_row`: the cost of a call depends on the calls before it, so only the
-    mean over many in a row is meaningful."""
+    """A case at several sizes. `calls` per sample, None: as the stopwatch decides. Where the cost of a call
+    depends on the calls before it, only the mean over many in a row is meaningful."""
 
     case: str
     build: Build
     sizes: Callable[[MicroBenchPlan], tuple[int, ...]] = lambda plan: plan.sizes
-    in_a_row: bool = False
+    calls: int | None = None
 
 
 Section: TypeAlias = Callable[[MicroBenchPlan, Stopwatch], Iterator[MicroBenchRow]]
 """Measures one section of a benchmark, row by row."""
 
 
-class NamedImplementations(Protocol):
-    """Implementations by name; `get` raises `UnknownNameError` for an unknown name."""
-
-    def names(self) -> Sequence[str]: ...
-
-    def get(self, name: str) -> object: ...
-
-
 @dataclass(frozen=True, slots=True)
 class MicroBenchmark:
-    """A benchmark and its sections by letter, which are those of the peers' harness. `known` holds the
-    names of the variants."""
+    """A benchmark and its sections by letter, which are those of the peers' harness. `names` gives the
+    variants; `check` raises `UnknownNameError` for another name."""
 
     name: str
-    known: NamedImplementations
+    names: Callable[[], Sequence[str]]
+    check: Callable[[str], object]
     sections: dict[str, Section]
 
     def check_sections(self, letters: str) -> None:
@@ -284,7 +269,7 @@ def timed(letter: str, *recipes: Recipe) -> Section:
             for recipe in recipes:
                 for size in recipe.sizes(plan):
                     prepare = partial(recipe.build, MicroBenchCell(plan, variant, size))
-                    timing = stopwatch.time(prepare, in_a_row=recipe.in_a_row)
+                    timing = stopwatch.time(prepare, calls=recipe.calls)
                     yield MicroBenchRow(
                         letter, recipe.case, size, variant, MICROSECONDS, timing.cpu.median, timing
                     )

@@ -68,7 +68,8 @@ def _few(plan: MicroBenchPlan) -> tuple[int, ...]:
 
 BENCHMARK = MicroBenchmark(
     "eviction",
-    registry("policy"),
+    registry("policy").names,
+    registry("policy").get,
     {
         "u": timed("u", Recipe(USE, _use, _few)),
         "n": timed("n", Recipe(ENTER, _enter, _few)),

@@ -6,7 +6,7 @@ is that of the calling thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -26,7 +26,7 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError, UnknownNameError, nearest
 from sagellm.core.protocols.fusion import KernelSet
 
-KERNELS, TORCH = "kernels", "torch"
+KERNELS, TORCH = WAYS = ("kernels", "torch")
 MATRICES = "all matrices of the layers, and the output"
 ATTENTION = "attention of one token, 8 sequences of so many"
 PROMPT = "attention of a prompt"
@@ -41,16 +41,9 @@ _EPS = 1e-6
 _DTYPE = torch.bfloat16
 
 
-class _Ways:
-    """The names of both implementations."""
-
-    def names(self) -> Sequence[str]:
-        return (KERNELS, TORCH)
-
-    def get(self, name: str) -> object:
-        if name not in self.names():
-            raise UnknownNameError(f"unknown way to compute {name!r}.{nearest(name, self.names())}")
-        return name
+def _check_way(name: str) -> None:
+    if name not in WAYS:
+        raise UnknownNameError(f"unknown way to compute {name!r}.{nearest(name, WAYS)}")
 
 
 @cache
@@ -149,7 +142,8 @@ def _way(cell: MicroBenchCell, kernel: Any) -> Callable[..., Any]:
 _rows, _lengths = attrgetter("rows"), attrgetter("lengths")
 BENCHMARK = MicroBenchmark(
     "fusion",
-    _Ways(),
+    lambda: WAYS,
+    _check_way,
     {
         "m": timed("m", Recipe(MATRICES, _matrices, _rows)),
         "a": timed(

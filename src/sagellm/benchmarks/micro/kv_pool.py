@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
 
-from sagellm.benchmarks.micro._kv import OWNER, PROMPT_BLOCKS, Prompts, pool_and_index
+from sagellm.benchmarks.micro._kv import OWNER, PROMPT_BLOCKS, Prompts, allocate, pool_and_index
 from sagellm.benchmarks.micro.cases import (
     BLOCK_SIZE,
+    CALLS_OF_SHORT,
     MicroBenchCell,
     MicroBenchmark,
     Recipe,
@@ -17,8 +17,7 @@ from sagellm.benchmarks.micro.cases import (
     timed,
 )
 from sagellm.core.blocks import cdiv
-from sagellm.core.errors import CapacityError
-from sagellm.core.protocols.kv_pool import Allocation, KVPool
+from sagellm.core.protocols.kv_pool import KVPool
 from sagellm.core.registry import registry
 from sagellm.core.types import NO_ACCOUNT, Account
 from sagellm.kvmgr.kv_pool.quota import QuotaManager, Share
@@ -34,20 +33,8 @@ _MORE_BLOCKS = 1024
 _PAYER = Account("tenant", "class")
 
 
-class _HalfFullPool(NamedTuple):
-    """A half-full pool, and the account that pays."""
-
-    pool: KVPool
-    account: Account
-
-    def allocate(self, num_blocks: int) -> Allocation:
-        allocation = self.pool.allocate(num_blocks, OWNER, self.account)
-        if allocation is None:
-            raise CapacityError(f"the pool has {self.pool.num_free} free blocks, not {num_blocks}")
-        return allocation
-
-
-def _half_full(cell: MicroBenchCell, calls: int, *, quota: bool) -> _HalfFullPool:
+def _half_full(cell: MicroBenchCell, calls: int, *, quota: bool) -> tuple[KVPool, Account]:
+    """Returns a half-full pool, and the account that pays."""
     total = 4 * cell.size * calls
     share = Share(total // 2, total)  # quotas in both dimensions, with ceilings that are never reached
     manager = QuotaManager(total, {_PAYER.tenant: share}, {_PAYER.service_class: share})
@@ -57,28 +44,28 @@ def _half_full(cell: MicroBenchCell, calls: int, *, quota: bool) -> _HalfFullPoo
         block_size=BLOCK_SIZE,
         quota=manager if quota else None,
     )
-    half_full = _HalfFullPool(pool, _PAYER if quota else NO_ACCOUNT)
-    half_full.allocate(total // 2)
-    return half_full
+    account = _PAYER if quota else NO_ACCOUNT
+    allocate(pool, total // 2, account)
+    return pool, account
 
 
 def _allocate(cell: MicroBenchCell, calls: int, *, quota: bool) -> TimedOperation:
-    (pool, account), size = _half_full(cell, calls, quota=quota), cell.size
+    pool, account = _half_full(cell, calls, quota=quota)
     return TimedOperation(
-        run=lambda _: pool.allocate(size, OWNER, account),
+        run=lambda _: pool.allocate(cell.size, OWNER, account),
         teardown=lambda _, allocation: pool.free(allocation),
     )
 
 
 def _free(cell: MicroBenchCell, calls: int, *, quota: bool) -> TimedOperation:
-    half_full = _half_full(cell, calls, quota=quota)
-    return TimedOperation(run=half_full.pool.free, setup=lambda: half_full.allocate(cell.size))
+    pool, account = _half_full(cell, calls, quota=quota)
+    return TimedOperation(run=pool.free, setup=lambda: allocate(pool, cell.size, account))
 
 
 def _grow(cell: MicroBenchCell, calls: int, *, quota: bool) -> TimedOperation:
     """Appends one block to `size` blocks, as decoding does at a block boundary."""
-    half_full = _half_full(cell, calls, quota=quota)
-    pool, allocation = half_full.pool, half_full.allocate(cell.size)
+    pool, account = _half_full(cell, calls, quota=quota)
+    allocation = allocate(pool, cell.size, account)
     return TimedOperation(
         run=lambda _: pool.append_blocks(allocation, 1), teardown=lambda *_: pool.shrink(allocation, 1)
     )
@@ -101,7 +88,8 @@ def _evict_and_allocate(cell: MicroBenchCell, calls: int, *, large: bool) -> Tim
 _allocations, _evictions = attrgetter("allocations"), attrgetter("evictions")
 BENCHMARK = MicroBenchmark(
     "kv_pool",
-    registry("pool"),
+    registry("pool").names,
+    registry("pool").get,
     {
         "d": timed(
             "d",
@@ -111,7 +99,7 @@ BENCHMARK = MicroBenchmark(
                 for quota in (False, True)
             ),
             Recipe(EVICT, partial(_evict_and_allocate, large=False), _allocations),
-            Recipe(EVICT_LARGE, partial(_evict_and_allocate, large=True), _evictions, in_a_row=True),
+            Recipe(EVICT_LARGE, partial(_evict_and_allocate, large=True), _evictions, calls=CALLS_OF_SHORT),
         )
     },
 )

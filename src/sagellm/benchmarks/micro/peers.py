@@ -16,7 +16,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -97,26 +97,21 @@ class Peer:
                 errors="replace",
                 check=False,
             )
+            name = f"peer {self.name}, section {section} of {self.script.name},"
+            lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+            said = " | ".join(lines[-_SHOWN_LINES:]) or "it wrote nothing"
             if done.returncode:
-                raise PeerError(
-                    f"{self._what(section)} exit status {done.returncode}: {_last_lines(done.stdout)}"
-                )
-            return self._read(result, section, turn, done.stdout)
-
-    def _read(self, result: Path, section: str, turn: int, said: str) -> list[MicroPeerRow]:
-        try:
-            found = json.loads(result.read_text(encoding="utf-8"))
-            label = f"{self.name} {found.get('version', '')}".strip()
-            rows = [_peer_row(label, row, turn) for row in found["rows"] if row["section"] == section]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise PeerError(f"{self._what(section)} wrote no rows ({what}): {_last_lines(said)}") from error
+                raise PeerError(f"{name} exit status {done.returncode}: {said}")
+            try:
+                found = json.loads(result.read_text(encoding="utf-8"))
+                label = f"{self.name} {found.get('version', '')}".strip()
+                rows = [_peer_row(label, row, turn) for row in found["rows"] if row["section"] == section]
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                what = f"{type(error).__name__}: {error}"
+                raise PeerError(f"{name} wrote no rows ({what}): {said}") from error
         if not rows:
-            raise PeerError(f"{self._what(section)} measured nothing: {_last_lines(said)}")
+            raise PeerError(f"{name} measured nothing: {said}")
         return rows
-
-    def _what(self, section: str) -> str:
-        return f"peer {self.name}, section {section} of {self.script.name},"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,30 +152,33 @@ def compare(rows: Iterable[MicroBenchRow], peer_rows: Iterable[MicroPeerRow]) ->
         for row in rows
     }
     comparisons = []
-    for peer, variant in product(peer_rows, dict.fromkeys(key[2] for key in ours)):
-        for comparable in comparables(peer.peer.partition(" ")[0], peer.section, peer.case):
-            turns = [
-                [ours.get((case, peer.size, variant, turn)) for case in comparable.ours]
-                for turn in (peer.turn, peer.turn + 1)
-            ]
-            sums = [sum(value for value in turn if value is not None) for turn in turns if None not in turn]
-            if not sums:
-                continue
-            mean = sum(sums) / len(sums)
-            comparisons.append(
-                MicroPeerComparison(
-                    section=peer.section,
-                    size=peer.size,
-                    variant=variant,
-                    ours=comparable.ours,
-                    value=round(mean, 3),
-                    drift=round((max(sums) - min(sums)) / mean, 3) if mean else 0.0,
-                    peer=peer.peer,
-                    case=peer.case,
-                    peer_value=peer.value,
-                    ratio=round(mean / peer.value, 4) if peer.value else None,
-                )
+    variants = dict.fromkeys(key[2] for key in ours)
+    for peer, variant, (name, section, case, cases) in product(peer_rows, variants, COMPARABLE):
+        same_peer = peer.peer.partition(" ")[0] == name and peer.section == section
+        if not (same_peer and peer.case.startswith(case)):
+            continue
+        turns = [
+            [ours.get((case, peer.size, variant, turn)) for case in cases]
+            for turn in (peer.turn, peer.turn + 1)
+        ]
+        sums = [sum(value for value in turn if value is not None) for turn in turns if None not in turn]
+        if not sums:
+            continue
+        mean = sum(sums) / len(sums)
+        comparisons.append(
+            MicroPeerComparison(
+                section=section,
+                size=peer.size,
+                variant=variant,
+                ours=cases,
+                value=round(mean, 3),
+                drift=round((max(sums) - min(sums)) / mean, 3) if mean else 0.0,
+                peer=peer.peer,
+                case=peer.case,
+                peer_value=peer.value,
+                ratio=round(mean / peer.value, 4) if peer.value else None,
             )
+        )
     return comparisons
 
 
@@ -201,11 +199,6 @@ def _peer_row(label: str, row: Mapping[str, Any], turn: int) -> MicroPeerRow:
     impl = f" {row['impl']}" if row.get("impl") else ""
     value = float(row.get("cpu50", row["p50"]))
     return MicroPeerRow(label + impl, row["section"], row["case"], int(row["size"]), value, turn)
-
-
-def _last_lines(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " | ".join(lines[-_SHOWN_LINES:]) or "it wrote nothing"
 
 
 class Comparable(NamedTuple):
@@ -259,12 +252,3 @@ COMPARABLE = (
     Comparable("lmdeploy", "f", "bytes/block rss: pool", (memory.EMPTY,)),
     Comparable("lmdeploy", "f", "bytes/block rss: cached metadata", (memory.CACHED,)),
 )
-
-
-def comparables(peer: str, section: str, case: str) -> Iterator[Comparable]:
-    """Yields what the peer's row may be compared with."""
-    return (
-        comparable
-        for comparable in COMPARABLE
-        if (comparable.peer, comparable.section) == (peer, section) and case.startswith(comparable.case)
-    )

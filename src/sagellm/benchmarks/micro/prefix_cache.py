@@ -106,7 +106,8 @@ def _insert_evicting(cell: MicroBenchCell, calls: int) -> TimedOperation:
 
 BENCHMARK = MicroBenchmark(
     "prefix_cache",
-    registry("index"),
+    registry("index").names,
+    registry("index").get,
     {
         "a": timed(
             "a",

@@ -55,7 +55,7 @@ def check_names(benchmark: MicroBenchmark, plan: MicroBenchPlan, sections: str) 
     benchmark.check_sections(sections)
     registry("policy").get(plan.policy)
     for variant in plan.variants:
-        benchmark.known.get(variant)
+        benchmark.check(variant)
 
 
 def run(

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import gc
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
-from statistics import median
+from collections.abc import Iterator
+from functools import partial
+from operator import attrgetter
 
 from sagellm.benchmarks.micro.cases import (
     BLOCK_SIZE,
-    MICROSECONDS,
+    MicroBenchCell,
     MicroBenchmark,
     MicroBenchPlan,
     MicroBenchRow,
-    Spread,
+    Recipe,
     Stopwatch,
-    Timing,
-    garbage_frozen,
+    TimedOperation,
+    timed,
 )
 from sagellm.core.config import Config
 from sagellm.core.errors import CapacityError
@@ -37,7 +37,6 @@ READ = "the same, outputs looked at"
 BUILD = "new requests: draft + passes + verify"
 ADMIT = "new requests: whole step"
 PROMPT, VOCAB, LONGEST = 512, 32_000, 4096
-MANY = 1024
 
 
 class _Scripted:
@@ -64,9 +63,10 @@ class _Scripted:
         return None
 
 
-def _engine(plan: MicroBenchPlan, preset: str, num_requests: int) -> tuple[Engine, _Scripted]:
-    """Returns an engine with that many waiting requests. Its blocks suffice for all tokens of all
+def _engine(cell: MicroBenchCell) -> tuple[Engine, _Scripted]:
+    """Returns an engine with `cell.size` waiting requests. Its blocks suffice for all tokens of all
     requests, plus 1 in 16, since a strategy that admits by predicted memory keeps some blocks free."""
+    plan, preset, num_requests = cell.plan, cell.variant, cell.size
     num_blocks = num_requests * ((PROMPT + LONGEST) // BLOCK_SIZE) * 17 // 16 + 64
     backend = _Scripted(num_blocks, num_requests)
     settings = Config.model_validate(
@@ -84,6 +84,7 @@ def _engine(plan: MicroBenchPlan, preset: str, num_requests: int) -> tuple[Engin
         }
     )
     engine = build_engine(settings, backend)
+    backend.token_ids = (7,) * num_requests
     draw = random.Random(plan.seed)
     params = SamplingParams(max_tokens=LONGEST, ignore_eos=True)
     for i in range(num_requests):
@@ -92,84 +93,65 @@ def _engine(plan: MicroBenchPlan, preset: str, num_requests: int) -> tuple[Engin
     return engine, backend
 
 
-def _in_decode(plan: MicroBenchPlan, preset: str, num_requests: int) -> tuple[Engine, _Scripted]:
-    engine, backend = _engine(plan, preset, num_requests)
-    backend.token_ids = (7,) * num_requests
-    for _ in range(10 * num_requests):
+def _num_decodes(engine: Engine) -> int:
+    return len(engine.last_plan.decode_rows) if engine.last_plan is not None else 0
+
+
+def _step(cell: MicroBenchCell, calls: int, *, look: bool) -> TimedOperation:
+    """A step of requests that all decode. `look`: at the outputs, which are made on first access."""
+    engine, backend = _engine(cell)
+    for _ in range(10 * cell.size):
         engine.step()
-        if engine.last_plan is not None and len(engine.last_plan.decode_rows) == num_requests:
-            return engine, backend
-    raise CapacityError(f"{preset} does not run {num_requests} requests together")
+        if _num_decodes(engine) == cell.size:
+            break
+    draw = random.Random(5)
+
+    def draw_tokens() -> None:
+        backend.token_ids = tuple(draw.randrange(3, VOCAB) for _ in range(cell.size))
+
+    def run(_: object) -> None:
+        outputs = engine.step()
+        if look:
+            list(outputs)
+
+    def check(_: object, result: object) -> None:
+        if _num_decodes(engine) != cell.size:
+            raise CapacityError(f"{cell.variant} does not run {cell.size} requests together")
+
+    return TimedOperation(run, draw_tokens, check)
 
 
-def _decode(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
-    for preset in plan.variants:
-        for size in plan.running:
-            steps = min(2 * stopwatch.repeats, 60) if size >= MANY else 2 * stopwatch.repeats
-            engine, backend = _in_decode(plan, preset, size)
-            draw = random.Random(5)
-            for case, look in ((STEP, False), (READ, True)):
-                timing = _time_steps(engine, backend, size, steps, draw, look=look)
-                yield MicroBenchRow("e", case, size, preset, MICROSECONDS, timing.cpu.median, timing)
+def _admission(cell: MicroBenchCell, calls: int, *, whole_step: bool) -> TimedOperation:
+    def fresh_engine() -> Engine:
+        engine, _ = _engine(cell)
+        gc.collect()
+        return engine
+
+    return TimedOperation(run=Engine.step if whole_step else Engine.draft, setup=fresh_engine)
 
 
-def _time_steps(
-    engine: Engine, backend: _Scripted, size: int, steps: int, draw: random.Random, *, look: bool
-) -> Timing:
-    overhead_us = _overhead_us()
-    cpu_us, wall_us = [], []
-    with garbage_frozen():
-        for _ in range(steps):
-            backend.token_ids = tuple(draw.randrange(3, VOCAB) for _ in range(size))
-            cpu_start, wall_start = time.thread_time_ns(), time.perf_counter_ns()
-            outputs = engine.step()
-            if look:
-                list(outputs)
-            wall_end, cpu_end = time.perf_counter_ns(), time.thread_time_ns()
-            if len(engine.last_plan.decode_rows if engine.last_plan else ()) != size:
-                raise CapacityError(f"not all of {size} requests took part in a step")
-            cpu_us.append(max(0.0, (cpu_end - cpu_start) / 1000 - overhead_us))
-            wall_us.append((wall_end - wall_start) / 1000)
-    return Timing(steps, 1, Spread.of(cpu_us), Spread.of(wall_us), round(median(cpu_us), 3))
+def _admissions(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
+    """Fewer samples: each needs a new engine."""
+    new = attrgetter("new")
+    section = timed(
+        "n",
+        Recipe(BUILD, partial(_admission, whole_step=False), new, calls=1),
+        Recipe(ADMIT, partial(_admission, whole_step=True), new, calls=1),
+    )
+    yield from section(plan, Stopwatch(max(3, stopwatch.repeats // 5)))
 
 
-def _overhead_us() -> float:
-    """Returns the cost of reading the clocks."""
-    samples = []
-    for _ in range(1000):
-        start, _, _ = time.thread_time_ns(), time.perf_counter_ns(), time.perf_counter_ns()
-        samples.append((time.thread_time_ns() - start) / 1000)
-    return median(samples)
-
-
-def _new(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
-    overhead_us = _overhead_us()
-    for preset in plan.variants:
-        for size in plan.new:
-            spent: dict[str, list[float]] = {BUILD: [], ADMIT: []}
-            for _ in range(max(3, stopwatch.repeats // 5)):
-                for case, samples in spent.items():
-                    engine, backend = _engine(plan, preset, size)
-                    backend.token_ids = (7,) * size
-                    run: Callable[[], object] = engine.draft if case == BUILD else engine.step
-                    gc.collect()
-                    start = time.thread_time_ns()
-                    run()
-                    samples.append((time.thread_time_ns() - start) / 1000 - overhead_us)
-            for case, samples in spent.items():
-                spread = Spread.of(samples)
-                timing = Timing(len(samples), 1, spread, spread, spread.median)
-                yield MicroBenchRow("n", case, size, preset, MICROSECONDS, spread.median, timing)
-
-
-class _Strategies:
-    """The scheduler's presets by name."""
-
-    def names(self) -> Sequence[str]:
-        return tuple(strategies.STRATEGIES)
-
-    def get(self, name: str) -> object:
-        return strategies.make(name)
-
-
-BENCHMARK = MicroBenchmark("scheduler_ir", _Strategies(), {"e": _decode, "n": _new})
+_running = attrgetter("running")
+BENCHMARK = MicroBenchmark(
+    "scheduler_ir",
+    lambda: tuple(strategies.STRATEGIES),
+    strategies.make,
+    {
+        "e": timed(
+            "e",
+            Recipe(STEP, partial(_step, look=False), _running, calls=1),
+            Recipe(READ, partial(_step, look=True), _running, calls=1),
+        ),
+        "n": _admissions,
+    },
+)
