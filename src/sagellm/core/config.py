@@ -319,11 +319,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "slo": {"scheduler.strategy": "slo"},
     "fair": {"scheduler.strategy": "fair"},
     "adaptive": {"scheduler.strategy": "adaptive"},
-    "vllm-like": {
-        "scheduler.strategy": "vllm-like",
-        "kv.eviction": "lru",
-        "kv.index_as_computed": True,
-    },
+    "vllm-like": {"scheduler.strategy": "vllm-like", "kv.eviction": "lru", "kv.index_as_computed": True},
 }
 """Starting points by name: what to trade for what.
 

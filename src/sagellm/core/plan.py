@@ -16,14 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, overload
 
 from sagellm.core.protocols.prefix_cache import MissCounts, PrefixHit
-from sagellm.core.types import (
-    FinishReason,
-    Request,
-    RequestStatus,
-    SamplingParams,
-    TokenLogprob,
-    Tokens,
-)
+from sagellm.core.types import FinishReason, Request, RequestStatus, SamplingParams, TokenLogprob, Tokens
 
 NO_ROW = -1
 

@@ -306,11 +306,7 @@ _FIELD_TYPES: tuple[tuple[str, Callable[[object], bool], tuple[str, ...]], ...] 
         lambda value: value is None or _is_integer(value),
         ("seed", "logprobs", "prompt_logprobs", "max_tokens"),
     ),
-    (
-        "True or False",
-        lambda value: isinstance(value, bool),
-        ("include_stop_str_in_output", "ignore_eos"),
-    ),
+    ("True or False", lambda value: isinstance(value, bool), ("include_stop_str_in_output", "ignore_eos")),
 )
 """What a field of `SamplingParams` must be, in words and as a check, and the fields."""
 

@@ -15,13 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from sagellm.accel.fusion.cpu import cpu_kernels
-from sagellm.benchmarks.micro.cases import (
-    MicroBenchCell,
-    MicroBenchmark,
-    Recipe,
-    TimedOperation,
-    timed,
-)
+from sagellm.benchmarks.micro.cases import MicroBenchCell, MicroBenchmark, Recipe, TimedOperation, timed
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError, UnknownNameError, nearest
 from sagellm.core.protocols.fusion import KernelSet

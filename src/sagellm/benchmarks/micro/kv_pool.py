@@ -39,10 +39,7 @@ def _half_full(cell: MicroBenchCell, calls: int, *, quota: bool) -> tuple[KVPool
     share = Share(total // 2, total)  # quotas in both dimensions, with ceilings that are never reached
     manager = QuotaManager(total, {_PAYER.tenant: share}, {_PAYER.service_class: share})
     pool = registry("pool").create(
-        cell.variant,
-        total_blocks=total,
-        block_size=BLOCK_SIZE,
-        quota=manager if quota else None,
+        cell.variant, total_blocks=total, block_size=BLOCK_SIZE, quota=manager if quota else None
     )
     account = _PAYER if quota else NO_ACCOUNT
     allocate(pool, total // 2, account)

@@ -27,9 +27,7 @@ from sagellm.benchmarks.micro.cases import MicroBenchRow
 from sagellm.core.errors import ConfigError, SageError, nearest
 
 SCRIPT_VARIABLE = "SAGELLM_PEER_SCRIPT"
-ENVIRONMENTS: Mapping[tuple[str, str], Mapping[str, str]] = {
-    ("sglang", "f"): {"BENCH_IMPL": "Unified:rust"},
-}
+ENVIRONMENTS: Mapping[tuple[str, str], Mapping[str, str]] = {("sglang", "f"): {"BENCH_IMPL": "Unified:rust"}}
 """Variables for one section of one peer: trees in one process would also share its freed memory."""
 
 MODEL = "tiny_llama"

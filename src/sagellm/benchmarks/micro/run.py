@@ -50,14 +50,6 @@ class MicroBenchReport:
         }
 
 
-def check_names(benchmark: MicroBenchmark, plan: MicroBenchPlan, sections: str) -> None:
-    """Raises the error of an unknown section, implementation or policy before measuring."""
-    benchmark.check_sections(sections)
-    registry("policy").get(plan.policy)
-    for variant in plan.variants:
-        benchmark.check(variant)
-
-
 def run(
     benchmark: MicroBenchmark,
     report: MicroBenchReport,
@@ -70,9 +62,13 @@ def run(
 ) -> None:
     """Measures the sections into `report`; rows before an error are kept. With peers, each section runs in
     turns: ours, a peer's, ours again, so that other load of the machine affects both. `on_section` is
-    called with the name of what begins."""
+    called with the name of what begins. Raises the error of an unknown section, implementation or policy
+    before it measures."""
     plan = report.plan
-    check_names(benchmark, plan, sections)
+    benchmark.check_sections(sections)
+    registry("policy").get(plan.policy)
+    for variant in plan.variants:
+        benchmark.check(variant)
     stopwatch = stopwatch or Stopwatch(plan.repeats)
 
     def ours(letter: str, turn: int) -> None:
@@ -108,22 +104,7 @@ def _row(row: MicroBenchRow) -> list[str]:
     return [*names, *map(format_number, figures), row.unit, calls]
 
 
-def _comparison(comparison: MicroPeerComparison) -> list[str]:
-    names = [
-        comparison.section,
-        " + ".join(comparison.ours),
-        comparison.variant,
-        comparison.peer,
-        comparison.case,
-    ]
-    figures = [
-        format_number(comparison.value),
-        f"{comparison.drift:.0%}",
-        format_number(comparison.peer_value),
-    ]
-    return [
-        *names,
-        f"{comparison.size:,}",
-        *figures,
-        "" if comparison.ratio is None else f"{comparison.ratio:.2f}",
-    ]
+def _comparison(row: MicroPeerComparison) -> list[str]:
+    names = [row.section, " + ".join(row.ours), row.variant, row.peer, row.case, f"{row.size:,}"]
+    ours, drift, peers = format_number(row.value), f"{row.drift:.0%}", format_number(row.peer_value)
+    return [*names, ours, drift, peers, "" if row.ratio is None else f"{row.ratio:.2f}"]

@@ -12,14 +12,7 @@ from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseSnapshot, TenantReuse
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
-from sagellm.core.types import (
-    CapabilityDescriptor,
-    KVCacheSchema,
-    Namespace,
-    Request,
-    RequestOutput,
-    Tokens,
-)
+from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, Namespace, Request, RequestOutput, Tokens
 
 
 @dataclass(frozen=True, slots=True)

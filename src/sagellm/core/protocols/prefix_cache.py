@@ -147,13 +147,7 @@ class ReuseRecorder(Protocol):
     """Keeps the figures of reuse, which the manager reports to it."""
 
     def record(
-        self,
-        num_tokens: int,
-        num_hit_tokens: int,
-        num_blocks: int,
-        num_hit_blocks: int,
-        *,
-        tenant: str = ...,
+        self, num_tokens: int, num_hit_tokens: int, num_blocks: int, num_hit_blocks: int, *, tenant: str = ...
     ) -> None:
         """A request of `tenant` was admitted for the first time."""
 
