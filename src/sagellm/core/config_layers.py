@@ -179,7 +179,7 @@ def flatten(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _walk(values: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
-    """Dotted keys; also of an unknown section, so that the error can name the nearest."""
+    """Dotted keys. Also those of an unknown section, so that the error can name the nearest."""
     for name, value in values.items():
         is_section = name in Config.model_fields
         if isinstance(value, Mapping) and (is_section or (value and name not in _FIELDS)):

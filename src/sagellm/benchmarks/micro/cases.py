@@ -88,7 +88,7 @@ class Stopwatch:
         self._wall_ns = wall_ns
 
     def time(self, prepare: Prepare, *, calls: int | None = None) -> Timing:
-        """Times an operation over `repeats` samples of so many calls; None: many if they are short."""
+        """Times an operation over `repeats` samples. `calls` in each; None: many if they are short."""
         if calls is not None:
             cpu, wall = self._spreads(prepare, calls)
             return Timing(self.repeats, calls, cpu, wall, cpu.median)
