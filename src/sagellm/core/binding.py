@@ -47,8 +47,7 @@ class Binding:
     members of the decode batch that take part in the step; None means all.
 
     Requests in decode are many, so their new blocks are columns: request `appended_to[i]` got block
-    `appended_ids[i]`. `delta_columns` (rows, indices in the block table, block ids) are those of these blocks
-    that the backend is sent one by one. Tables that changed otherwise are sent with `table_deltas`.
+    `appended_ids[i]`. The backend is sent what changed in their block tables with `table_deltas`.
     """
 
     draft: Draft
@@ -59,7 +58,6 @@ class Binding:
     decode_indices: list[int] | None = None
     appended_to: list[RequestState] = field(default_factory=list)
     appended_ids: list[int] = field(default_factory=list)
-    delta_columns: tuple[list[int], list[int], list[int]] = field(default_factory=lambda: ([], [], []))
     table_deltas: list[BlockTableDelta] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
 
@@ -69,8 +67,6 @@ class Binding:
         self.appended_to.clear()
         self.appended_ids.clear()
         self.table_deltas.clear()
-        for column in self.delta_columns:
-            column.clear()
 
     def require(self, call: str, *allowed: BindingStage) -> None:
         """Raise `BookkeepingError` naming the right call unless the binding is in an allowed stage."""

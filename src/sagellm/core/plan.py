@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, overload
+from typing import NamedTuple, Protocol
 
 from sagellm.core.protocols.prefix_cache import MissCounts, PrefixHit
 from sagellm.core.types import FinishReason, Request, RequestStatus, SamplingParams, TokenLogprob, Tokens
@@ -27,52 +27,6 @@ class BlockTableDelta(NamedTuple):
     row: int
     first: int
     block_ids: tuple[int, ...]
-
-
-class BlockTableDeltas(Sequence[BlockTableDelta]):
-    """`BlockTableDelta`s in columns: one block for each of many rows, then others. The items are made from
-    the columns on first access. Immutable; equal to a tuple of the same items."""
-
-    __slots__ = ("_all", "block_ids", "firsts", "others", "rows")
-
-    def __init__(
-        self,
-        rows: Sequence[int],
-        firsts: Sequence[int],
-        block_ids: Sequence[int],
-        others: Sequence[BlockTableDelta] = (),
-    ) -> None:
-        self.rows, self.firsts, self.block_ids = tuple(rows), tuple(firsts), tuple(block_ids)
-        self.others = tuple(others)
-        self._all: tuple[BlockTableDelta, ...] | None = None
-
-    def _made(self) -> tuple[BlockTableDelta, ...]:
-        if self._all is None:
-            singles = map(BlockTableDelta, self.rows, self.firsts, zip(self.block_ids, strict=True))
-            self._all = (*singles, *self.others)
-        return self._all
-
-    def __len__(self) -> int:
-        return len(self.rows) + len(self.others)
-
-    def __iter__(self) -> Iterator[BlockTableDelta]:
-        return iter(self._made())
-
-    @overload
-    def __getitem__(self, index: int) -> BlockTableDelta: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[BlockTableDelta, ...]: ...
-    def __getitem__(self, index: int | slice) -> BlockTableDelta | tuple[BlockTableDelta, ...]:
-        return self._made()[index]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, tuple | BlockTableDeltas) and self._made() == tuple(other)
-
-    def __hash__(self) -> int:
-        return hash(self._made())
-
-    def __repr__(self) -> str:
-        return repr(self._made())
 
 
 @dataclass(slots=True, eq=False)
@@ -205,16 +159,12 @@ class Decodes(Protocol):
 
     def __len__(self) -> int: ...
 
-    @property
-    def num_needing_block(self) -> int: ...
-
     def needing_block(self) -> Sequence[RequestState]:
         """The requests whose next token needs one more block."""
 
 
 class _NoDecodes:
     states: Sequence[RequestState] = ()
-    num_needing_block = 0
 
     def __len__(self) -> int:
         return 0
@@ -407,7 +357,7 @@ class ExecutionPlan:
     step: int
     joined: tuple[Join, ...] = ()
     left: tuple[int, ...] = ()
-    table_deltas: Sequence[BlockTableDelta] = ()
+    table_deltas: tuple[BlockTableDelta, ...] = ()
     decode_rows: tuple[int, ...] = ()
     decode_positions: tuple[int, ...] = ()
     prefills: tuple[Prefill, ...] = ()

@@ -73,7 +73,7 @@ class Batches(RuleBasedStateMachine):
         part = [one for one in batch.states if one.request_id not in out]
         needy = {one for one in self.slots if len(one.tokens) - 1 == self.slots[one]}
         assert set(batch.needing_block()) == needy
-        assert batch.num_needing_block == len(needy)
+        assert len(batch.needing_block()) == len(needy)
         before = {one: one.tokens.tolist() for one in self.slots}
         for one in needy & set(part):
             self.slots[one] += BLOCK

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from sagellm.core.binding import Binding
 from sagellm.core.errors import BookkeepingError
@@ -13,8 +12,6 @@ from sagellm.core.plan import BlockTableDelta, RequestState
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import BlockIds
-
-_ROW = attrgetter("row")
 
 
 @dataclass(slots=True, eq=False)
@@ -140,15 +137,9 @@ class BlockTables:
         """Note in the binding the new block of each request, at index `firsts[i]`."""
         binding.appended_to += states
         binding.appended_ids += block_ids
-        columns = binding.delta_columns
-        if not self._unsent:
-            for column, values in zip(columns, (map(_ROW, states), firsts, block_ids), strict=True):
-                column.extend(values)
-            return
         for state, first, block in zip(states, firsts, block_ids, strict=True):
-            if self._by_state[state].unsent_from is None:
-                for column, value in zip(columns, (state.row, first, block), strict=True):
-                    column.append(value)
+            if not self._unsent or self._by_state[state].unsent_from is None:
+                binding.table_deltas.append(BlockTableDelta(state.row, first, (block,)))
 
     def note_unsent(self, binding: Binding) -> None:
         """Note in the binding which other tables the backend has to be sent."""

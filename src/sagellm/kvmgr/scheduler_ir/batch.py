@@ -101,10 +101,6 @@ class DecodeBatch:
             self._needing_block = [self.states[i] for i in indices]
         return self._needing_block
 
-    @property
-    def num_needing_block(self) -> int:
-        return len(self.needing_block())
-
     def lengths(self, indices: list[int] | None = None) -> Ints:
         """Tokens of each request, prompt and output; a copy."""
         column = self._column(POSITION)

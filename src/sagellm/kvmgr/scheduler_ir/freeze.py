@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from sagellm.core.binding import Binding
-from sagellm.core.plan import BlockTableDelta, BlockTableDeltas, Chunk, ExecutionPlan, Join, Prefill, Transfer
+from sagellm.core.plan import BlockTableDelta, Chunk, ExecutionPlan, Join, Prefill, Transfer
+from sagellm.kvmgr.scheduler_ir.batch import DecodeBatch
 
 
 class BlockTableSource(Protocol):
@@ -16,17 +17,8 @@ class BlockTableSource(Protocol):
     def block_table(self, request_id: str) -> Sequence[int]: ...
 
 
-class DecodeRows(Protocol):
-    """The requests in decode, in one order."""
-
-    @property
-    def rows(self) -> tuple[int, ...]: ...
-
-    def positions(self) -> tuple[int, ...]: ...
-
-
 def freeze(
-    binding: Binding, left: tuple[int, ...], tables: BlockTableSource, decodes: DecodeRows
+    binding: Binding, left: tuple[int, ...], tables: BlockTableSource, decodes: DecodeBatch
 ) -> ExecutionPlan:
     """The plan of a bound draft; its admitted requests have rows already.
 
@@ -77,19 +69,17 @@ def _join(chunk: Chunk, tables: BlockTableSource) -> Join:
     )
 
 
-def _table_deltas(binding: Binding, tables: BlockTableSource) -> Sequence[BlockTableDelta]:
+def _table_deltas(binding: Binding, tables: BlockTableSource) -> tuple[BlockTableDelta, ...]:
     """The unsent parts of block tables: of requests in decode, then of chunks."""
-    others = binding.table_deltas.copy()
+    deltas = binding.table_deltas.copy()
     for chunk in binding.draft.chunks.values():
         bound = binding.chunks.get(chunk.state.request_id)
         if bound is None or chunk.admits:
             continue
         unsent = tuple(tables.block_table(chunk.state.request_id)[bound.first_block :])
         if unsent:
-            others.append(BlockTableDelta(chunk.state.row, bound.first_block, unsent))
-    if not binding.delta_columns[0]:
-        return tuple(others)
-    return BlockTableDeltas(*binding.delta_columns, others)
+            deltas.append(BlockTableDelta(chunk.state.row, bound.first_block, unsent))
+    return tuple(deltas)
 
 
 def _transfers(transfers: Sequence[Transfer], tables: BlockTableSource) -> Iterator[Transfer]:

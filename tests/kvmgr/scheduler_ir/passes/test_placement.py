@@ -218,8 +218,6 @@ def test_attention_and_ffn_are_named_together() -> None:
 class Decoding:
     """So many requests in decode."""
 
-    num_needing_block = 0
-
     def __init__(self, count: int) -> None:
         self.states = [state(str(i)) for i in range(count)]
 

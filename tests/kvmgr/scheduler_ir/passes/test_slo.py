@@ -87,7 +87,7 @@ def test_steps_are_no_longer_than_the_shortest_goal_of_running_requests() -> Non
     desk.waiting = [state("new", 100)]
 
     class Two:
-        states, num_needing_block = (tight, other), 0
+        states = (tight, other)
 
         def __len__(self) -> int:
             return 2
@@ -166,8 +166,6 @@ def test_one_stray_step_does_not_spoil_the_pace() -> None:
 
 class OneDecodes:
     """The decoding rows of a step: one request."""
-
-    num_needing_block = 0
 
     def __init__(self, only: RequestState) -> None:
         self.states = (only,)
