@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 
 from sagellm.core.blocks import Tier, cdiv
 from sagellm.core.errors import PlanError
@@ -89,11 +90,11 @@ class GraphOrder:
     def __init__(self, ops: Mapping[int, Operation]) -> None:
         self._bits = {op_id: 1 << i for i, op_id in enumerate(ops)}
         self._before: dict[int, int] = {}
-        for op in _in_order(ops):
+        for op_id in _sorter(ops).static_order():
             before = 0
-            for op_id in op.after:
-                before |= self._before[op_id] | self._bits[op_id]
-            self._before[op.op_id] = before
+            for earlier in ops[op_id].after:
+                before |= self._before[earlier] | self._bits[earlier]
+            self._before[op_id] = before
 
     def comes_after(self, later: int, earlier: int) -> bool:
         """Whether `later` sees the effects of `earlier`."""
@@ -103,35 +104,20 @@ class GraphOrder:
         return self.comes_after(a, b) or self.comes_after(b, a)
 
 
-def find_cycle(ops: Mapping[int, Operation]) -> Sequence[Operation]:
+def find_cycle(ops: Mapping[int, Operation]) -> list[Operation]:
     """A cycle: each operation comes after the next, the last after the first. Empty if there is none."""
-    done = {op.op_id for op in _in_order(ops)}
-    rest = [op_id for op_id in ops if op_id not in done]
-    if not rest:
-        return ()
-    path: dict[int, None] = {}
-    op_id = rest[0]
-    while op_id not in path:  # each of the rest comes after another of the rest
-        path[op_id] = None
-        op_id = next(earlier for earlier in ops[op_id].after if earlier not in done)
-    ids = list(path)
-    return [ops[member] for member in ids[ids.index(op_id) :]]
+    try:
+        _sorter(ops).prepare()
+    except CycleError as error:
+        cycle = error.args[1][:0:-1]  # it repeats the first at the end, and each comes before the next
+        start = min(cycle, key=list(ops).index)
+        at = cycle.index(start)
+        return [ops[op_id] for op_id in cycle[at:] + cycle[:at]]
+    return []
 
 
-def _in_order(ops: Mapping[int, Operation]) -> list[Operation]:
-    """Topological order of all operations that no cycle precedes (Kahn 1962)."""
-    missing = {op_id: len(set(op.after)) for op_id, op in ops.items()}
-    followers: dict[int, list[int]] = {op_id: [] for op_id in ops}
-    for op in ops.values():
-        for earlier in set(op.after):
-            followers[earlier].append(op.op_id)
-    ready = [op_id for op_id, count in missing.items() if not count]
-    for op_id in ready:  # the list grows during the loop
-        for follower in followers[op_id]:
-            missing[follower] -= 1
-            if not missing[follower]:
-                ready.append(follower)
-    return [ops[op_id] for op_id in ready]
+def _sorter(ops: Mapping[int, Operation]) -> TopologicalSorter[int]:
+    return TopologicalSorter({op_id: op.after for op_id, op in ops.items()})
 
 
 # -- stage 1: the graph itself
