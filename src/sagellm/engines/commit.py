@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import NamedTuple, overload
 
 from sagellm.core.binding import Binding
 from sagellm.core.events import RequestFinished
-from sagellm.core.plan import ExecutionPlan, RequestState, StepResult
+from sagellm.core.plan import NO_ROW, ExecutionPlan, RequestState, StepResult
 from sagellm.core.types import FinishReason, RequestOutput, RequestStatus, TokenLogprob
 from sagellm.engines.request_table import RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
@@ -211,8 +212,19 @@ class StepOutputs(Sequence[RequestOutput]):
         `lengths`: tokens of each request, this one included.
         """
         self.materialize()
-        rows = [state.row for state in states] if logprobs else []
-        self._decoded = _decoded_outputs(states, rows, token_ids, lengths, logprobs, skipped)
+        rows = [state.row for state in states] if logprobs else repeat(NO_ROW, len(states))
+        self._decoded = (
+            RequestOutput(
+                state.request_id,
+                (token_id,),
+                state.num_prompt_tokens,
+                state.num_cached,
+                int(length) - state.num_prompt_tokens,
+                _as_tuple(logprobs.get(row)) if logprobs else (),
+            )
+            for state, token_id, length, row in zip(states, token_ids, lengths, rows, strict=True)
+            if state not in skipped
+        )
 
     def drop(self, request_id: str) -> None:
         """Remove all outputs of a request."""
@@ -240,27 +252,6 @@ class StepOutputs(Sequence[RequestOutput]):
     def __getitem__(self, index: slice) -> list[RequestOutput]: ...
     def __getitem__(self, index: int | slice) -> RequestOutput | list[RequestOutput]:
         return self.materialize()[index]
-
-
-def _decoded_outputs(
-    states: list[RequestState],
-    rows: list[int],
-    token_ids: Sequence[int],
-    lengths: Iterable[int],
-    logprobs: Mapping[int, TokenLogprob],
-    skipped: Container[RequestState],
-) -> Iterator[RequestOutput]:
-    """Outputs of requests in decode; `rows` are needed where there are `logprobs`."""
-    for i, (state, token_id, length) in enumerate(zip(states, token_ids, lengths, strict=True)):
-        if state not in skipped:
-            yield RequestOutput(
-                state.request_id,
-                (token_id,),
-                state.num_prompt_tokens,
-                state.num_cached,
-                int(length) - state.num_prompt_tokens,
-                _as_tuple(logprobs.get(rows[i])) if logprobs else (),
-            )
 
 
 def _as_tuple(logprob: TokenLogprob | None) -> tuple[TokenLogprob, ...]:

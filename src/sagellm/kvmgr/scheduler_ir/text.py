@@ -279,7 +279,6 @@ class GraphReader:
 
     def __init__(self) -> None:
         self._instances: list[InstanceStep] = []
-        self._decisions: list[list[Decision]] = []
         self._ops: list[Operation] = []
 
     def read(self, text: str) -> IRGraph:
@@ -297,11 +296,7 @@ class GraphReader:
                 line.expected("'step', '//' or an operation, as %0 = ...")
             if not line.ends():
                 line.expected("the end of the line")
-        instances = (
-            replace(step, decisions=tuple(decisions))
-            for step, decisions in zip(self._instances, self._decisions, strict=True)
-        )
-        return IRGraph(tuple(instances), tuple(self._ops))
+        return IRGraph(tuple(self._instances), tuple(self._ops))
 
     def _header(self, line: Line) -> None:
         step, name = line.integer("the number of the step"), line.instance()
@@ -314,7 +309,6 @@ class GraphReader:
         num_draft_tokens = line.integer("the number of tokens to draft") if line.has("drafts") else 0
         able = frozenset(phases) if given else BOTH_PHASES
         self._instances.append(InstanceStep(name, step, able, num_draft_tokens))
-        self._decisions.append([])
 
     def _decision(self, line: Line) -> None:
         if not self._instances:
@@ -322,7 +316,8 @@ class GraphReader:
         pass_name, action = line.word("the name of a pass"), line.word("what it did")
         request = line.string("the request")
         reason = line.string("the reason") if line.has(":") else ""
-        self._decisions[-1].append(Decision(pass_name, request, action, reason))
+        decision, step = Decision(pass_name, request, action, reason), self._instances[-1]
+        self._instances[-1] = replace(step, decisions=(*step.decisions, decision))
 
     def _operation(self, line: Line) -> None:
         op_id = line.op_id()

@@ -52,15 +52,12 @@ class MemoryAwarePreemptionPass:
         admits = any(chunk.admits for chunk in draft.chunks.values())
         decodes = draft.needing_block()
         chunks = [chunk for chunk in draft.chunks.values() if not chunk.admits]
-        price = len(decodes) + sum(
-            view.kv.blocks_to_append(chunk.state, chunk.num_tokens) for chunk in chunks
-        )
-        if not block_budget.spend_together(price):
-            prices = {state.request_id: 1 for state in decodes}
-            prices |= {
-                chunk.state.request_id: view.kv.blocks_to_append(chunk.state, chunk.num_tokens)
-                for chunk in chunks
-            }
+        prices = {
+            chunk.state.request_id: view.kv.blocks_to_append(chunk.state, chunk.num_tokens)
+            for chunk in chunks
+        }
+        if not block_budget.spend_together(len(decodes) + sum(prices.values())):
+            prices |= dict.fromkeys((state.request_id for state in decodes), 1)
             self._fit_running(draft, view, block_budget, prices)
         if draft.preempted and self.swap != "never":
             self._swap_out(draft, view)
