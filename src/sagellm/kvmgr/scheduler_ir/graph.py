@@ -90,29 +90,29 @@ class IRGraph:
                 replace(op, op_id=numbers[op.op_id], after=tuple(numbers.get(i, i) for i in op.after))
                 for op in graph.ops
             ]
-        sent = {(op.request_id, op.target_instance): op.op_id for op in _only(ops, TransferOp)}
+        sent = {(op.request_id, op.target_instance): op.op_id for op in only_of(ops, TransferOp)}
         return cls(tuple(instances), tuple(_after_transfer(op, sent) for op in ops))
 
     def to_plan(self, instance: str | None = None) -> ExecutionPlan:
         """The plan of the named instance, or of the only one."""
         step = self.instance(instance)
         ops = [op for op in self.ops if op.instance == step.name]
-        decodes = list(_only(ops, DecodeOp))
+        decodes = list(only_of(ops, DecodeOp))
         return ExecutionPlan(
             step=step.step,
-            joined=tuple(_record(op, Join) for op in _only(ops, JoinOp)),
-            left=tuple(op.row for op in _only(ops, LeaveOp)),
+            joined=tuple(_record(op, Join) for op in only_of(ops, JoinOp)),
+            left=tuple(op.row for op in only_of(ops, LeaveOp)),
             table_deltas=tuple(
-                BlockTableDelta(op.row, op.first, op.block_ids) for op in _only(ops, BlockTableOp)
+                BlockTableDelta(op.row, op.first, op.block_ids) for op in only_of(ops, BlockTableOp)
             ),
             decode_rows=tuple(op.row for op in decodes),
             decode_positions=tuple(op.position for op in decodes),
-            prefills=tuple(_record(op, Prefill) for op in _only(ops, PrefillOp)),
-            copies=tuple(_record(op, BlockCopy) for op in _only(ops, CopyOp)),
-            transfers=tuple(_record(op, Transfer) for op in _only(ops, TransferOp)),
-            preempted=tuple(op.request_id for op in _only(ops, PreemptOp)),
-            rejected=tuple((op.request_id, op.reason) for op in _only(ops, RejectOp)),
-            placements=tuple((op.request_id, _record(op, PhasePlacement)) for op in _only(ops, PlaceOp)),
+            prefills=tuple(_record(op, Prefill) for op in only_of(ops, PrefillOp)),
+            copies=tuple(_record(op, BlockCopy) for op in only_of(ops, CopyOp)),
+            transfers=tuple(_record(op, Transfer) for op in only_of(ops, TransferOp)),
+            preempted=tuple(op.request_id for op in only_of(ops, PreemptOp)),
+            rejected=tuple((op.request_id, op.reason) for op in only_of(ops, RejectOp)),
+            placements=tuple((op.request_id, _record(op, PhasePlacement)) for op in only_of(ops, PlaceOp)),
             num_draft_tokens=step.num_draft_tokens,
             decisions=step.decisions,
         )
@@ -127,7 +127,8 @@ class IRGraph:
         raise PlanError(f"{asked}: the graph has {known}")
 
 
-def _only(ops: Iterable[Operation], kind: type[Op]) -> Iterator[Op]:
+def only_of(ops: Iterable[Operation], kind: type[Op]) -> Iterator[Op]:
+    """The operations of one kind."""
     return (op for op in ops if isinstance(op, kind))
 
 

@@ -32,7 +32,7 @@ from sagellm.core.ir import (
     RejectOp,
     TransferOp,
 )
-from sagellm.kvmgr.scheduler_ir.graph import IRGraph
+from sagellm.kvmgr.scheduler_ir.graph import IRGraph, only_of
 from sagellm.kvmgr.scheduler_ir.rows import Row, Rows
 
 
@@ -75,10 +75,15 @@ def problems(
     order = GraphOrder(ops)
     for instance in graph.instances:
         own = [op for op in graph.ops if op.instance == instance.name]
-        found = [*_request_problems(own), *_range_problems(own), *_budget_problems(own, token_budget)]
+        computes = [op for op in own if isinstance(op, ComputeOp)]
+        found = [
+            *_request_problems(own),
+            *_range_problems(computes),
+            *_budget_problems(computes, token_budget),
+        ]
         rows = InstanceRows(own, (before or {}).get(instance.name))
         found = found or [*_row_problems(own, rows, order, block_size)]
-        yield from found or _block_problems(own, rows, order, block_size, window)
+        yield from found or _block_problems(own, [*_accesses(computes, rows, block_size, window)], order)
 
 
 # -- order of operations
@@ -192,12 +197,10 @@ def _request_problems(ops: list[Operation]) -> Iterator[str]:
             yield f"{op.name} is in row {op.row}, {other.name} in row {other.row}; a request has one row"
 
 
-def _range_problems(ops: list[Operation]) -> Iterator[str]:
+def _range_problems(computes: list[ComputeOp]) -> Iterator[str]:
     """Empty or negative token ranges, and tokens that two operations compute."""
     by_row: defaultdict[int, list[ComputeOp]] = defaultdict(list)
-    for op in ops:
-        if not isinstance(op, ComputeOp):
-            continue
+    for op in computes:
         if op.start < 0:
             yield f"{op.name} starts at {op.start}; the first token is 0"
         if op.end <= op.start:
@@ -211,13 +214,11 @@ def _range_problems(ops: list[Operation]) -> Iterator[str]:
         by_row[op.row].append(op)
 
 
-def _budget_problems(ops: list[Operation], token_budget: int | None) -> Iterator[str]:
+def _budget_problems(computes: list[ComputeOp], token_budget: int | None) -> Iterator[str]:
     total = 0
-    for op in ops:
-        if token_budget is None or not isinstance(op, ComputeOp):
-            continue
+    for op in computes:
         total += op.end - op.start
-        if total > token_budget:
+        if token_budget is not None and total > token_budget:
             yield f"{op.name} brings the step to {total} tokens; the budget is {token_budget}"
             return
 
@@ -251,15 +252,15 @@ class InstanceRows:
         self._rows = {number: RowState(row) for number, row in batch.items()}
         self.problems: list[str] = []
         self._row_of = {row.request_id: number for number, row in batch.items()}
-        for op in ops:  # leaves, joins, table changes: the order of effects
-            if isinstance(op, LeaveOp):
-                self._leave(op)
-        for op in ops:
-            if isinstance(op, JoinOp):
-                self._join(op)
-        for op in ops:
-            if isinstance(op, BlockTableOp):
-                self._change_table(op)
+        for leave in only_of(ops, LeaveOp):  # leaves, joins, table changes: the order of effects
+            old = self._rows.get(leave.row)
+            if old is not None and old.row is not None:
+                self._row_of.pop(old.row.request_id, None)
+            self._rows[leave.row] = RowState(None, [leave], left_by=leave)
+        for join in only_of(ops, JoinOp):
+            self._join(join)
+        for change in only_of(ops, BlockTableOp):
+            self._change_table(change)
 
     def get(self, row: int) -> RowState | None:
         """The row, or None if it is not in the batch."""
@@ -270,12 +271,6 @@ class InstanceRows:
 
     def left_by(self, row: int) -> LeaveOp | None:
         return self._rows[row].left_by if row in self._rows else None
-
-    def _leave(self, op: LeaveOp) -> None:
-        old = self._rows.get(op.row)
-        if old is not None and old.row is not None:
-            self._row_of.pop(old.row.request_id, None)
-        self._rows[op.row] = RowState(None, [op], left_by=op)
 
     def _join(self, op: JoinOp) -> None:
         old = self._rows.get(op.row)
@@ -334,11 +329,11 @@ def _row_problems(
                     yield f"{op.name} does not come after {change.name}; its row is not ready before that"
             if state.row is not None:
                 yield from _compute_problems(op, state.row, block_size)
-    for op in ops:
-        state = rows.get(op.row) if isinstance(op, JoinOp) else None
-        for change in state.changes[:-1] if state is not None else ():
-            if isinstance(change, LeaveOp) and not order.comes_after(op.op_id, change.op_id):
-                yield f"{op.name} does not come after {change.name}, which empties its row"
+    for join in only_of(ops, JoinOp):
+        state = rows.get(join.row)
+        for leave in only_of(state.changes[:-1], LeaveOp) if state is not None else ():
+            if not order.comes_after(join.op_id, leave.op_id):
+                yield f"{join.name} does not come after {leave.name}, which empties its row"
 
 
 def _join_problems(op: JoinOp) -> Iterator[str]:
@@ -383,30 +378,26 @@ class Access:
     new: frozenset[int]
 
 
-def _block_problems(
-    ops: Sequence[Operation], rows: InstanceRows, order: GraphOrder, block_size: int, window: int | None
-) -> Iterator[str]:
+def _block_problems(ops: Sequence[Operation], accesses: Sequence[Access], order: GraphOrder) -> Iterator[str]:
     """Two writers, copies into blocks that are read, transfers before the KV is there."""
-    accesses = list(_accesses(ops, rows, block_size, window))
-    copies = [op for op in ops if isinstance(op, CopyOp)]
+    copies = list(only_of(ops, CopyOp))
     yield from _id_problems(ops)
     yield from _writer_problems(accesses, order)
     yield from _copy_problems(copies, order)
     for copy in copies:
         for access in accesses:
             yield from _race_problems(copy, access, order)
-    for op in ops:
-        if isinstance(op, TransferOp):
-            yield from _transfer_problems(op, accesses, order)
+    for transfer in only_of(ops, TransferOp):
+        yield from _transfer_problems(transfer, accesses, order)
 
 
 def _accesses(
-    ops: Sequence[Operation], rows: InstanceRows, block_size: int, window: int | None
+    computes: Sequence[ComputeOp], rows: InstanceRows, block_size: int, window: int | None
 ) -> Iterator[Access]:
     """The accesses in rows whose whole table is known."""
-    for op in ops:
-        state = rows.get(op.row) if isinstance(op, ComputeOp) else None
-        if not isinstance(op, ComputeOp) or state is None or state.row is None:
+    for op in computes:
+        state = rows.get(op.row)
+        if state is None or state.row is None:
             continue
         table = state.row.block_ids
         first = 0 if window is None else max(0, op.start + 1 - window)
