@@ -7,9 +7,9 @@ before and after it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from sagellm.core.plan import Draft, ExecutionPlan, PhasePlacement
+from sagellm.core.plan import Draft, ExecutionPlan, RequestState
 from sagellm.core.protocols.engine import EngineStats
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 from sagellm.core.types import RequestOutput
@@ -129,74 +129,64 @@ class WatchedPass:
         return self.inner.name
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
-        before, num_recorded = _Snapshot.of(draft), len(draft.decisions)
+        before, num_recorded = _copy(draft), len(draft.decisions)
         self.inner(draft, view)
         explained = {decision.request_id for decision in draft.decisions[num_recorded:]}
-        for request_id, text in before.changes(_Snapshot.of(draft)):
+        for request_id, text in _changes(before, draft):
             if request_id not in explained:
                 self.effects.append(Effect(self.name, request_id, text))
 
 
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """What a pass can change in a draft. `computes`: start and end of each chunk, and whether it admits."""
-
-    computes: Mapping[str, tuple[int, int, bool]]
-    skipped: frozenset[str]
-    preempted: frozenset[str]
-    rejected: Mapping[str, str]
-    sent: frozenset[tuple[str, str]]
-    placed: Mapping[str, PhasePlacement]
-    waiting: tuple[str, ...]
-    running: tuple[str, ...]
-
-    @classmethod
-    def of(cls, draft: Draft) -> _Snapshot:
-        return cls(
-            {name: (c.start, c.end, c.admits) for name, c in draft.chunks.items()},
-            frozenset(draft.skipped_decodes),
-            frozenset(state.request_id for state in draft.preempted),
-            dict(draft.rejected),
-            frozenset((t.request_id, t.target_instance) for t in draft.transfers),
-            dict(draft.placements),
-            tuple(state.request_id for state in draft.waiting),
-            tuple(state.request_id for state in draft.running),
-        )
-
-    def changes(self, after: _Snapshot) -> Iterator[tuple[str, str]]:
-        """Request ids and texts of what differs in a later snapshot."""
-        gone = after.preempted | after.rejected.keys()
-        yield from ((name, "preempted") for name in sorted(after.preempted - self.preempted))
-        for name in after.rejected.keys() - self.rejected.keys():
-            yield name, f"rejected: {after.rejected[name]}"
-        yield from (
-            (name, "held: it computes nothing") for name in sorted(after.skipped - self.skipped - gone)
-        )
-        yield from self._chunk_changes(after, gone)
-        yield from ((name, f"its blocks are sent to @{to}") for name, to in sorted(after.sent - self.sent))
-        for name, placement in after.placed.items():
-            if self.placed.get(name) != placement:
-                yield name, f"placed: {placement_text(placement)}"
-        yield from _moved(self.waiting, after.waiting, "in the queue")
-        yield from _moved(self.running, after.running, "in the batch")
-
-    def _chunk_changes(self, after: _Snapshot, gone: frozenset[str]) -> Iterator[tuple[str, str]]:
-        for name in self.computes.keys() - after.computes.keys() - gone:
-            yield name, "its chunk is taken away: it computes nothing"
-        for name, (start, end, admits) in after.computes.items():
-            before = self.computes.get(name)
-            if before is None:
-                yield name, f"{'admitted: ' if admits else ''}computes tokens {start}:{end}"
-            elif before != (start, end, admits):
-                yield name, f"computes tokens {start}:{end}, before it {before[0]}:{before[1]}"
+def _copy(draft: Draft) -> Draft:
+    """A draft that a pass cannot reach, down to its chunks."""
+    return replace(
+        draft,
+        running=draft.running.copy(),
+        waiting=draft.waiting.copy(),
+        chunks={name: replace(chunk) for name, chunk in draft.chunks.items()},
+        skipped_decodes=draft.skipped_decodes.copy(),
+        preempted=draft.preempted.copy(),
+        rejected=draft.rejected.copy(),
+        transfers=draft.transfers.copy(),
+        placements=draft.placements.copy(),
+    )
 
 
-def _moved(before: tuple[str, ...], after: tuple[str, ...], where: str) -> Iterator[tuple[str, str]]:
+def _changes(before: Draft, after: Draft) -> Iterator[tuple[str, str]]:
+    """Request ids and texts of what a pass has changed."""
+    preempted = sorted(state.request_id for state in after.preempted.keys() - before.preempted.keys())
+    yield from ((name, "preempted") for name in preempted)
+    for name in after.rejected.keys() - before.rejected.keys():
+        yield name, f"rejected: {after.rejected[name]}"
+    gone = {state.request_id for state in after.preempted} | after.rejected.keys()
+    for name in sorted(after.skipped_decodes.keys() - before.skipped_decodes.keys() - gone):
+        yield name, "held: it computes nothing"
+    for name in before.chunks.keys() - after.chunks.keys() - gone:
+        yield name, "its chunk is taken away: it computes nothing"
+    for name, chunk in after.chunks.items():
+        old = before.chunks.get(name)
+        if old is None:
+            yield name, f"{'admitted: ' if chunk.admits else ''}computes tokens {chunk.start}:{chunk.end}"
+        elif (old.start, old.end, old.admits) != (chunk.start, chunk.end, chunk.admits):
+            yield name, f"computes tokens {chunk.start}:{chunk.end}, before it {old.start}:{old.end}"
+    sent = {(sent.request_id, sent.target_instance) for sent in after.transfers}
+    sent -= {(sent.request_id, sent.target_instance) for sent in before.transfers}
+    yield from ((name, f"its blocks are sent to @{target}") for name, target in sorted(sent))
+    for name, placement in after.placements.items():
+        if before.placements.get(name) != placement:
+            yield name, f"placed: {placement_text(placement)}"
+    yield from _moved(before.waiting, after.waiting, "in the queue")
+    yield from _moved(before.running, after.running, "in the batch")
+
+
+def _moved(
+    before: Sequence[RequestState], after: Sequence[RequestState], where: str
+) -> Iterator[tuple[str, str]]:
     """Requests that moved forward."""
-    positions = {name: position for position, name in enumerate(before, 1)}
-    for position, name in enumerate(after, 1):
-        if position < positions.get(name, 0):
-            yield name, f"moved {where} from place {positions[name]} to {position}"
+    positions = {state: position for position, state in enumerate(before, 1)}
+    for position, state in enumerate(after, 1):
+        if position < positions.get(state, 0):
+            yield state.request_id, f"moved {where} from place {positions[state]} to {position}"
 
 
 def _lines_of(step: StepRecord, request_id: str) -> Iterator[str]:
