@@ -21,10 +21,8 @@ from sagellm.kvmgr.scheduler_ir import DecodeBatch, PassPipeline, build_draft, f
 
 @dataclass(slots=True)
 class ScheduleRequest:
-    """A request as the design documents describe it. Times in seconds.
-
-    `prefix_cache_hit` is the number of leading tokens that are cached, in whole blocks.
-    """
+    """A request as the design documents describe it. Times in seconds. `prefix_cache_hit` is the number of
+    leading tokens that are cached, in whole blocks."""
 
     request_id: str
     token_ids: list[int]

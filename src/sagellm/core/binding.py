@@ -23,11 +23,8 @@ class BindingStage(Enum):
 
 @dataclass(slots=True)
 class ChunkBlocks:
-    """The blocks of one bound chunk.
-
-    `block_ids` are new at the end of the request's block table. The backend lacks the table from index
-    `first_block` on, or has it otherwise.
-    """
+    """The blocks of one bound chunk. `block_ids` are new at the end of the request's block table. The backend
+    lacks the table from index `first_block` on, or has it otherwise."""
 
     chunk: Chunk
     first_block: int = 0

@@ -45,9 +45,7 @@ class InstanceStep:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """A node of the graph. `op_id` is unique in it; `after` are the ids of operations that come before.
-
-    `request_id` is None where a plan names only the row.
-    """
+    `request_id` is None where a plan names only the row."""
 
     word: ClassVar[str] = "operation"
     op_id: int

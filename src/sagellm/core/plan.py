@@ -87,11 +87,9 @@ class RequestState:
 
     @property
     def max_reusable(self) -> int:
-        """Tokens whose KV may come from a cache: all but the last.
-
-        A cached token has no logits. So for a request that asks for the prompt's log-probabilities, it is
-        only those before the first token without one.
-        """
+        """Tokens whose KV may come from a cache: all but the last. A cached token has no logits. So for a
+        request that asks for the prompt's log-probabilities, it is only those before the first token without
+        one."""
         if self.prompt_logprobs is not None and self.num_scored < self.num_prompt_tokens - 1:
             return self.num_scored
         return len(self.tokens) - 1
@@ -179,10 +177,8 @@ NO_DECODES: Decodes = _NoDecodes()
 
 @dataclass(frozen=True, slots=True)
 class StepStart:
-    """What is given when a step is planned.
-
-    The last `num_new_running` of the running requests have entered since the last step.
-    """
+    """What is given when a step is planned. The last `num_new_running` of the running requests have entered
+    since the last step."""
 
     number: int
     now_s: float
@@ -263,10 +259,8 @@ class Draft:
         self.decisions.append(Decision(pass_name, state.request_id, action, reason))
 
     def hold(self, state: RequestState) -> None:
-        """Let a request compute nothing in this step.
-
-        A running request keeps its blocks. A request that was about to be admitted goes on waiting.
-        """
+        """Let a request compute nothing in this step. A running request keeps its blocks. A request that was
+        about to be admitted goes on waiting."""
         if state.decoding:
             self.skipped_decodes[state.request_id] = state
         else:

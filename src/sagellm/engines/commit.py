@@ -20,10 +20,8 @@ NOT_FINITE = "no token could be drawn: the model's logits are not finite"
 
 
 class Finish(NamedTuple):
-    """A request ends now.
-
-    `token` and `logprobs` are those of its last step. With `keep` the KV that it computed may serve others.
-    """
+    """A request ends now. `token` and `logprobs` are those of its last step. With `keep` the KV that it
+    computed may serve others."""
 
     state: RequestState
     reason: FinishReason
@@ -53,12 +51,9 @@ class Committer:
         now_s: float,
         given_block_ahead: Container[str] = (),
     ) -> Iterator[Finish]:
-        """Commit the step, and yield each request that it ends.
-
-        The caller must consume it to the end and end each request before it takes the next one. Requests in
-        decode come first in the plan. `given_block_ahead`: ids of requests that already have a block for the
-        step after this one.
-        """
+        """Commit the step, and yield each request that it ends. The caller must consume it to the end and end
+        each request before it takes the next one. Requests in decode come first in the plan.
+        `given_block_ahead`: ids of requests that already have a block for the step after this one."""
         self._kv.executed(binding)
         draft = binding.draft
         num_decodes = draft.num_decodes
@@ -207,10 +202,8 @@ class StepOutputs(Sequence[RequestOutput]):
         logprobs: Mapping[int, TokenLogprob],
         skipped: Container[RequestState],
     ) -> None:
-        """Add a token for each request but the `skipped`.
-
-        `lengths`: tokens of each request, this one included.
-        """
+        """Add a token for each request but the `skipped`. `lengths`: tokens of each request, this one
+        included."""
         self.materialize()
         rows = [state.row for state in states] if logprobs else repeat(NO_ROW, len(states))
         self._decoded = (

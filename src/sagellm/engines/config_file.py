@@ -30,10 +30,8 @@ def read_config_file(path: Path) -> Layer:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A safe loader that also refuses duplicate keys and exploding aliases.
-
-    YAML forbids the same key twice in a mapping, and PyYAML accepts it. Aliases can make a small file large.
-    """
+    """A safe loader that also refuses duplicate keys and exploding aliases. YAML forbids the same key twice
+    in a mapping, and PyYAML accepts it. Aliases can make a small file large."""
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()

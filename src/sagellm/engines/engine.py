@@ -82,10 +82,8 @@ class EngineView:
 
 
 class Engine:
-    """Implements `EngineCore`: continuous batching over one backend. Synchronous; one thread owns it.
-
-    With `overlap` the backend runs in a thread of its own; the tokens are the same.
-    """
+    """Implements `EngineCore`: continuous batching over one backend. Synchronous; one thread owns it. With
+    `overlap` the backend runs in a thread of its own; the tokens are the same."""
 
     def __init__(
         self,
@@ -140,11 +138,9 @@ class Engine:
         self.events.emit(RequestQueued(request.request_id, len(request.tokens), now_s))
 
     def fork(self, request_id: str, new_id: str, params: SamplingParams | None = None) -> None:
-        """Start a second request from the tokens of a running one.
-
-        They share whole blocks of KV; the last, partial block is copied. The prompt of the new request is all
-        tokens that the running one has; it is not scored again.
-        """
+        """Start a second request from the tokens of a running one. They share whole blocks of KV; the last,
+        partial block is copied. The prompt of the new request is all tokens that the running one has; it is
+        not scored again."""
         self._drain()
         parent = self._request_table.states.get(request_id)
         if parent is None or parent.status is not RequestStatus.RUNNING:
@@ -219,10 +215,8 @@ class Engine:
         self.scheduler.use(passes)
 
     def compact(self, max_copies: int | None = None) -> int:
-        """Make free blocks contiguous with at most `max_copies` moves; returns their number.
-
-        The backend copies them now. If that fails, the error is raised and nothing has moved.
-        """
+        """Make free blocks contiguous with at most `max_copies` moves; returns their number. The backend
+        copies them now. If that fails, the error is raised and nothing has moved."""
         self._drain()
         kv = self.kv
         moves = plan_compaction(kv.pool.block_info, kv.pool.total_blocks, max_copies)
@@ -256,11 +250,9 @@ class Engine:
     # -- the loop
 
     def step(self) -> Sequence[RequestOutput]:
-        """Plan, execute and commit one step; returns what it added to each request.
-
-        With overlap the step may have been planned ahead and be computing already; then the one behind it is
-        planned while it computes, and is handed to the backend before the commit.
-        """
+        """Plan, execute and commit one step; returns what it added to each request. With overlap the step may
+        have been planned ahead and be computing already; then the one behind it is planned while it computes,
+        and is handed to the backend before the commit."""
         if self._in_flight is None and not self._request_table.states:
             return self._take_outputs()
         current = self._in_flight or self._begin_step()
@@ -289,17 +281,13 @@ class Engine:
             self._outputs.materialize()
 
     def draft(self) -> Draft:
-        """The next step with the decisions of the passes; nothing is bound or changed.
-
-        An in-flight step counts as not begun.
-        """
+        """The next step with the decisions of the passes; nothing is bound or changed. An in-flight step
+        counts as not begun."""
         return self.scheduler.run(self._planner.draft(self._num_steps), self.view)
 
     def _begin_step(self) -> InFlightStep:
-        """Plan a step; requests that it preempts or ends leave.
-
-        With overlap the backend begins to compute it, and it is the in-flight step (`_in_flight`).
-        """
+        """Plan a step; requests that it preempts or ends leave. With overlap the backend begins to compute
+        it, and it is the in-flight step (`_in_flight`)."""
         began_s = self.clock.now()
         binding = self._planner.decide(self._num_steps, self.view)
         for state in binding.draft.preempted:
@@ -329,10 +317,8 @@ class Engine:
         return self.backend.execute(plan), self.clock.now() - began_s
 
     def _execute(self, current: InFlightStep, following: PlannedStep | None) -> StepResult | None:
-        """The result; None if the step is empty, or has failed and was undone.
-
-        After a result the backend begins to compute `following`; after a failure that is undone too.
-        """
+        """The result; None if the step is empty, or has failed and was undone. After a result the backend
+        begins to compute `following`; after a failure that is undone too."""
         binding, draft, plan = current.binding, current.binding.draft, current.plan
         if plan.is_empty:
             self._recovery.relax()

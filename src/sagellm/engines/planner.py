@@ -63,10 +63,8 @@ class Planner:
         )
 
     def decide(self, step: int, view: SchedulingView) -> Binding:
-        """A draft with the decisions of all passes, in its binding.
-
-        Raises what a pass raises, and `PlanError` for decisions that break the rules; then nothing is bound.
-        """
+        """A draft with the decisions of all passes, in its binding. Raises what a pass raises, and
+        `PlanError` for decisions that break the rules; then nothing is bound."""
         binding = Binding(self.draft(step))
         self._run_passes(binding, view, may_bind_early=not self._recovery.isolates)
         self._table.set_order(binding.draft.running)
@@ -171,10 +169,8 @@ class Planner:
             self._bindable_early = None
 
     def _discard(self, binding: Binding) -> None:
-        """Undo a binding that is not executed.
-
-        The draft's order of the running requests is kept: a pass that has sorted them looks only at new ones.
-        """
+        """Undo a binding that is not executed. The draft's order of the running requests is kept: a pass that
+        has sorted them looks only at new ones."""
         self._kv.rollback(binding)
         draft, running = binding.draft, self._table.running
         if len(draft.running) == len(running) and set(draft.running) == set(running):

@@ -15,10 +15,8 @@ MAX_CAPACITY_FAILURES = 3
 
 
 class Recovery:
-    """Owns the token budget of the next step, and the suspects of a failure.
-
-    Suspects are the requests of a failed step, of which one has made it fail.
-    """
+    """Owns the token budget of the next step, and the suspects of a failure. Suspects are the requests of a
+    failed step, of which one has made it fail."""
 
     def __init__(self, max_batched_tokens: int) -> None:
         self.token_budget = self._max_token_budget = max_batched_tokens
@@ -54,11 +52,9 @@ class Recovery:
     def short_of_memory(
         self, draft: Draft, plan: ExecutionPlan, error: CapacityError
     ) -> Sequence[RequestState]:
-        """Halve the tokens of the next step; returns the requests that must end.
-
-        Those are the requests of a step that has failed repeatedly with one token. Requests of the plan that
-        have ended since are not in `draft`.
-        """
+        """Halve the tokens of the next step; returns the requests that must end. Those are the requests of a
+        step that has failed repeatedly with one token. Requests of the plan that have ended since are not in
+        `draft`."""
         if plan.num_tokens == 1:
             self._num_failures += 1
         self.token_budget = max(1, plan.num_tokens // 2)
@@ -71,11 +67,9 @@ class Recovery:
         return list(draft.scheduled())
 
     def failed(self, draft: Draft, plan: ExecutionPlan) -> Sequence[RequestState]:
-        """Make the requests of a failed step suspects; returns the request that must end.
-
-        A request ends if the step did nothing else. A request whose KV was to be saved or brought back is
-        tried again alone, without that.
-        """
+        """Make the requests of a failed step suspects; returns the request that must end. A request ends if
+        the step did nothing else. A request whose KV was to be saved or brought back is tried again alone,
+        without that."""
         scheduled = list(draft.scheduled())
         swaps = draft.swapped or any(chunk.hit.num_swapped for chunk in draft.admitted() if chunk.hit)
         alone = len(scheduled) == 1 and not swaps

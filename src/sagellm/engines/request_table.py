@@ -72,19 +72,15 @@ class RequestTable:
         state.num_prefilled += num_tokens
 
     def start_decode(self, state: RequestState, num_slots: int) -> None:
-        """The request computes one token per step from now on.
-
-        All its tokens but the last are computed. `num_slots`: tokens that its blocks hold.
-        """
+        """The request computes one token per step from now on. All its tokens but the last are computed.
+        `num_slots`: tokens that its blocks hold."""
         del self.prefilling[state.request_id]
         self.decodes.enter(state, num_slots, self._max_model_len)
         state.decoding = True
 
     def preempt(self, state: RequestState) -> None:
-        """Move a running request to the front of the queue.
-
-        Its blocks have been released: whole computed ones stay cached until they are evicted.
-        """
+        """Move a running request to the front of the queue. Its blocks have been released: whole computed
+        ones stay cached until they are evicted."""
         self.cancel_admission(state)
         state.num_preemptions += 1
 

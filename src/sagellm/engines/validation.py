@@ -13,10 +13,8 @@ from sagellm.core.types import PROMPT_LOGPROBS, CapabilityDescriptor, Request
 def check_request(
     request: Request, capability: CapabilityDescriptor, max_model_len: int, account_tokens: int
 ) -> None:
-    """Raise `RequestError` unless the backend can compute the request.
-
-    `account_tokens`: tokens of KV that the account of the request may have at most.
-    """
+    """Raise `RequestError` unless the backend can compute the request. `account_tokens`: tokens of KV that
+    the account of the request may have at most."""
     params, num_tokens, vocab_size = request.params, len(request.tokens), capability.vocab_size
     if params.n != 1:
         raise RequestError("the engine computes one sequence a request: expand n > 1 above it", "n")

@@ -172,11 +172,9 @@ class SchedulingView(Protocol):
     def num_free_rows(self) -> int: ...
 
     def bind_early(self, draft: Draft) -> bool:
-        """Bind the blocks decided so far, so that later prices and matches count them.
-
-        The pass cannot take that back. Returns False, with no change but evictions, where it cannot be done:
-        the draft will not be executed, a request that it preempts still has its blocks, or memory is short.
-        """
+        """Bind the blocks decided so far, so that later prices and matches count them. The pass cannot take
+        that back. Returns False, with no change but evictions, where it cannot be done: the draft will not be
+        executed, a request that it preempts still has its blocks, or memory is short."""
 
     @property
     def last_step(self) -> StepFacts: ...

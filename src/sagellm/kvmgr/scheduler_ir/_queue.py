@@ -37,10 +37,8 @@ def was_admitted(state: RequestState) -> bool:
 
 
 def ended_naturally(state: RequestState) -> bool:
-    """Whether a finished request generated all of its output. Only then can its length be learned from.
-
-    The engine sees a stop string as an abort. After any other abort or error the full length is unknown.
-    """
+    """Whether a finished request generated all of its output. Only then can its length be learned from. The
+    engine sees a stop string as an abort. After any other abort or error the full length is unknown."""
     reason = state.finish_reason
     if reason is FinishReason.ABORT:
         return bool(state.request.params.stop)
@@ -63,10 +61,8 @@ class RankedQueue:
         self._sorted: list[RequestState] | None = None
 
     def update(self, waiting: list[RequestState]) -> bool:
-        """Whether the queue or its order changed. Sets `arrived`, and `left`: those that no longer wait.
-
-        A request that an earlier pass took out of the draft still waits and keeps its rank.
-        """
+        """Whether the queue or its order changed. Sets `arrived`, and `left`: those that no longer wait. A
+        request that an earlier pass took out of the draft still waits and keeps its rank."""
         if waiting == self._seen:
             if self.arrived or self.left:
                 self.arrived, self.left = [], []
@@ -143,10 +139,8 @@ class StarvationGuard:
         return promoted
 
     def stable_until(self, waiting: list[RequestState], now_s: float) -> float | None:
-        """Do as `promote`; returns the time until which it would change nothing.
-
-        That holds as long as no request arrives or leaves. None if a request is about to be promoted.
-        """
+        """Do as `promote`; returns the time until which it would change nothing. That holds as long as no
+        request arrives or leaves. None if a request is about to be promoted."""
         promoted = self._promoted
         if promoted is not None and promoted.status is RequestStatus.WAITING:
             self.promote(waiting, now_s)

@@ -22,10 +22,8 @@ Remaining = Callable[[RequestState], float]
 
 
 def peak_growth(held: Floats, remaining: Floats) -> float:
-    """By how many tokens all requests together will at most grow.
-
-    Each request gets one token per step until it has its `remaining` ones, and then releases all it holds.
-    """
+    """By how many tokens all requests together will at most grow. Each request gets one token per step until
+    it has its `remaining` ones, and then releases all it holds."""
     if not len(held):
         return 0.0
     order = np.argsort(-remaining)
@@ -77,10 +75,8 @@ class Reservation:
     def _num_fitting(
         self, draft: Draft, view: SchedulingView, remaining: Remaining, token_budget: int
     ) -> int:
-        """How many requests from the front of the queue fit.
-
-        All of them, if all that this step could admit fit.
-        """
+        """How many requests from the front of the queue fit. All of them, if all that this step could admit
+        fit."""
         prices = self._prices(draft, view, token_budget)
         running = draft.running
         batch = running + draft.waiting[: len(prices)]

@@ -28,11 +28,8 @@ tokens that it may still draw until it reaches its length."""
 
 
 class DecodeBatch:
-    """Implements `Decodes` over arrays.
-
-    The order of `states` has no meaning: when a request leaves, the last one takes its index. Drawn tokens
-    are 0 to `vocab_size` - 1.
-    """
+    """Implements `Decodes` over arrays. The order of `states` has no meaning: when a request leaves, the last
+    one takes its index. Drawn tokens are 0 to `vocab_size` - 1."""
 
     def __init__(self, vocab_size: int, block_size: int) -> None:
         self.states: list[RequestState] = []
@@ -61,10 +58,8 @@ class DecodeBatch:
     # -- members
 
     def enter(self, state: RequestState, num_slots: int, max_length: int) -> None:
-        """Add a running request of whose tokens only the last is not computed.
-
-        `num_slots`: tokens that its blocks hold. `max_length`: tokens at which it ends in any case.
-        """
+        """Add a running request of whose tokens only the last is not computed. `num_slots`: tokens that its
+        blocks hold. `max_length`: tokens at which it ends in any case."""
         count = len(self.states)
         if count == self._table.shape[1]:
             self._table = np.concatenate((self._table, np.zeros_like(self._table)), axis=1)
@@ -112,11 +107,9 @@ class DecodeBatch:
         return [i for i, state in enumerate(self.states) if state.request_id not in skipped]
 
     def advance(self, token_ids: Sequence[int], indices: list[int] | None = None) -> list[int]:
-        """Append the token drawn for each request at `indices` (None: for all).
-
-        Returns the positions in `token_ids` of tokens that may end their requests. Raises `ValueError`, and
-        changes nothing, if a token is not in the vocabulary.
-        """
+        """Append the token drawn for each request at `indices` (None: for all). Returns the positions in
+        `token_ids` of tokens that may end their requests. Raises `ValueError`, and changes nothing, if a
+        token is not in the vocabulary."""
         table = self._table
         drawn = np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
         if indices is None:
@@ -144,10 +137,8 @@ class DecodeBatch:
     # -- planning ahead
 
     def assume_step(self, indices: list[int] | None = None) -> Ints:
-        """Move the columns as if each request had drawn a token.
-
-        Only those at `indices` move, if given. Returns what `undo_assumed_step` needs.
-        """
+        """Move the columns as if each request had drawn a token. Only those at `indices` move, if given.
+        Returns what `undo_assumed_step` needs."""
         live = self._table[:, : len(self.states)]
         before = live.copy()
         view = live if indices is None else live[:, indices]
@@ -173,10 +164,8 @@ class DecodeBatch:
         return int(self._column(REMAINING).min()) - 1 if self.states else 0
 
     def block_boundaries(self, num_steps: int) -> dict[int, list[int]]:
-        """By step from now: indices of the requests that need a block in it.
-
-        The next step is 0; all requests take part in all of the `num_steps` steps.
-        """
+        """By step from now: indices of the requests that need a block in it. The next step is 0; all requests
+        take part in all of the `num_steps` steps."""
         found: dict[int, list[int]] = {}
         free_slots = self._column(FREE_SLOTS)
         for index in np.flatnonzero(free_slots < num_steps).tolist():
@@ -197,10 +186,8 @@ class DecodeBatch:
         free_slots += blocks * self._block_size - num_steps
 
     def check(self, num_slots: Sequence[int]) -> None:
-        """Raise `BookkeepingError` where a column and its request differ.
-
-        `num_slots`: tokens that the blocks of each request hold.
-        """
+        """Raise `BookkeepingError` where a column and its request differ. `num_slots`: tokens that the blocks
+        of each request hold."""
         table = self._table
         for i, (state, slots) in enumerate(zip(self.states, num_slots, strict=True)):
             at, free_slots = int(table[POSITION, i]), int(table[FREE_SLOTS, i])

@@ -69,10 +69,8 @@ class ClientShares:
 
     @property
     def is_contested(self) -> bool:
-        """Whether rounds may differ from order of arrival.
-
-        They do for two clients of one priority, and for a bulk call.
-        """
+        """Whether rounds may differ from order of arrival. They do for two clients of one priority, and for a
+        bulk call."""
         return self._num_contests > 0
 
     def is_current(self, running: list[RequestState]) -> bool:
@@ -80,10 +78,8 @@ class ClientShares:
         return running == self._batch
 
     def update(self, running: list[RequestState], arrived: Iterable[RequestState], max_num_seqs: int) -> bool:
-        """Note the running requests and those that `arrived` since the last call.
-
-        Returns whether the running requests or their order have changed.
-        """
+        """Note the running requests and those that `arrived` since the last call. Returns whether the running
+        requests or their order have changed."""
         bulk_size = max(1, max_num_seqs // BULK_SHARE)
         for state in arrived:
             self._add(state, bulk_size)
@@ -105,11 +101,9 @@ class ClientShares:
         waiting: list[RequestState],
         level: Callable[[RequestState], int],
     ) -> list[RequestState]:
-        """Sort `running` in place; returns `waiting` sorted.
-
-        Higher levels come first, then earlier rounds. A client's own requests stay in the order given, the
-        running ones first. `level` may call `is_in_later_round`. Costs one sort per level of the tree.
-        """
+        """Sort `running` in place; returns `waiting` sorted. Higher levels come first, then earlier rounds. A
+        client's own requests stay in the order given, the running ones first. `level` may call
+        `is_in_later_round`. Costs one sort per level of the tree."""
         ordered = running + waiting
         rounds: dict[RequestState, tuple[int, ...]] = dict.fromkeys(ordered, ())
         for depth in reversed(range(max((len(self._chains[state]) for state in ordered), default=0))):

@@ -17,9 +17,7 @@ from sagellm.kvmgr.scheduler_ir.text import numbers, quoted
 @dataclass(frozen=True, slots=True)
 class Change:
     """One difference. `sign` is + for added in the second plan, - for missing there, ~ for changed.
-
-    `request_id` is None where the difference concerns no single request.
-    """
+    `request_id` is None where the difference concerns no single request."""
 
     sign: str
     request_id: str | None

@@ -20,11 +20,8 @@ class BlockTableSource(Protocol):
 def freeze(
     binding: Binding, left: tuple[int, ...], tables: BlockTableSource, decodes: DecodeBatch
 ) -> ExecutionPlan:
-    """The plan of a bound draft; its admitted requests have rows already.
-
-    The plan shares no live array with the draft. `left`: the rows that requests have left and the backend has
-    not been sent.
-    """
+    """The plan of a bound draft; its admitted requests have rows already. The plan shares no live array with
+    the draft. `left`: the rows that requests have left and the backend has not been sent."""
     draft, chunks = binding.draft, list(binding.draft.chunks.values())
     rows, positions = decodes.rows, decodes.positions()
     if binding.decode_indices is not None:

@@ -47,11 +47,8 @@ Record = TypeVar("Record", Join, Prefill, BlockCopy, Transfer, PhasePlacement)
 
 @dataclass(frozen=True, slots=True)
 class IRGraph:
-    """Operations of one step on one or several instances.
-
-    Within a kind, `ops` are in the order of the plan. Dependencies are in `Operation.after` alone. A graph
-    may be wrong in any way: `verify_graph` checks it.
-    """
+    """Operations of one step on one or several instances. Within a kind, `ops` are in the order of the plan.
+    Dependencies are in `Operation.after` alone. A graph may be wrong in any way: `verify_graph` checks it."""
 
     instances: tuple[InstanceStep, ...]
     ops: tuple[Operation, ...] = ()
@@ -65,11 +62,8 @@ class IRGraph:
         phases: frozenset[Phase] = BOTH_PHASES,
         rows: Rows | None = None,
     ) -> IRGraph:
-        """The graph of one instance's plan.
-
-        `rows`, the batch before it, says which request is in which row and which joins are resumed; without
-        it, a joining request is resumed if it has output.
-        """
+        """The graph of one instance's plan. `rows`, the batch before it, says which request is in which row
+        and which joins are resumed; without it, a joining request is resumed if it has output."""
         derivation = _Derivation(instance, phases, Rows() if rows is None else rows)
         derivation.add(plan)
         step = InstanceStep(instance, plan.step, phases, plan.num_draft_tokens, plan.decisions)
@@ -77,10 +71,8 @@ class IRGraph:
 
     @classmethod
     def merged(cls, graphs: Iterable[IRGraph]) -> IRGraph:
-        """One graph of several instances' graphs, renumbered.
-
-        A request joins the instance that its blocks are sent to after that transfer.
-        """
+        """One graph of several instances' graphs, renumbered. A request joins the instance that its blocks
+        are sent to after that transfer."""
         instances: list[InstanceStep] = []
         ops: list[Operation] = []
         for graph in graphs:
@@ -149,10 +141,8 @@ def _fields_of(record: Record) -> dict[str, Any]:
 
 
 class _Derivation:
-    """Makes a plan's operations in the order of their effects.
-
-    An operation comes after earlier ones of the same row, the same block or the same request.
-    """
+    """Makes a plan's operations in the order of their effects. An operation comes after earlier ones of the
+    same row, the same block or the same request."""
 
     def __init__(self, instance: str, phases: frozenset[Phase], rows: Rows) -> None:
         self.instance = instance
@@ -240,10 +230,8 @@ class _Derivation:
             self._computes[prefill.request_id].append(op_id)
 
     def _before_compute(self, row: int) -> set[int]:
-        """Ids of operations that a compute operation of this row comes after.
-
-        The row's last change, its request's placement, and the copies from or to its new blocks.
-        """
+        """Ids of operations that come before the computing in this row. They are the row's last change, its
+        request's placement, and the copies from or to its new blocks."""
         after = self._of_row(row)
         if self._names.get(row) in self._placed:
             after.add(self._placed[self._names[row]])

@@ -25,12 +25,9 @@ def build_draft(
     decodes: Decodes,
     prefilling: Iterable[RequestState] = (),
 ) -> Draft:
-    """The draft that the first pass sees. Every running request computes all it can.
-
-    `prefilling` are those of `running` that are not in `decodes`, in batch order: each has a chunk with all
-    its uncomputed tokens. Requests in decode compute one token. Waiting requests have no chunk: the passes
-    admit them.
-    """
+    """The draft that the first pass sees. Every running request computes all it can. `prefilling` are those
+    of `running` that are not in `decodes`, in batch order: each has a chunk with all its uncomputed tokens.
+    Requests in decode compute one token. Waiting requests have no chunk: the passes admit them."""
     chunks = {s.request_id: Chunk(s, s.num_computed, s.num_uncomputed) for s in prefilling}
     return Draft(step, token_budget, list(running), list(waiting), chunks, decodes)
 
@@ -74,10 +71,8 @@ class PassPipeline:
         self.use([*self.passes, scheduler_pass])
 
     def run(self, draft: Draft, view: SchedulingView, binding: Binding | None = None) -> Draft:
-        """Apply all passes to the draft in place and verify it; raises `PlanError`.
-
-        `binding`: the draft's, where passes may have blocks bound early. They do not see it.
-        """
+        """Apply all passes to the draft in place and verify it; raises `PlanError`. `binding`: the draft's,
+        where passes may have blocks bound early. They do not see it."""
         verify_operations(draft)
         for scheduler_pass in self.order:
             began_s = self._clock.now()

@@ -59,10 +59,8 @@ PARAM_NAMES = [field.name for field in fields(SamplingParams)]
 
 
 def print_graph(graph: IRGraph, *, tokens: bool = True) -> str:
-    """The graph as text; equal graphs give equal texts.
-
-    Without `tokens`, the tokens of joins are only counted: shorter, but `parse_graph` cannot read it.
-    """
+    """The graph as text; equal graphs give equal texts. Without `tokens`, the tokens of joins are only
+    counted: shorter, but `parse_graph` cannot read it."""
     lines = []
     for step in graph.instances:
         lines.append(_header(step))
@@ -154,10 +152,8 @@ def numbers(values: Iterable[int]) -> str:
 
 @dataclass(slots=True)
 class Line:
-    """A cursor over one line.
-
-    Each reading method moves it behind what it read, or raises `PlanError` with the column.
-    """
+    """A cursor over one line. Each reading method moves it behind what it read, or raises `PlanError` with
+    the column."""
 
     number: int
     text: str
@@ -400,10 +396,8 @@ REQUIRED = object()
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One field in an operation's line: a keyword, or "", and the value.
-
-    `what` names the value in errors. A part with a default is left out where the field has it.
-    """
+    """One field in an operation's line: a keyword, or "", and the value. `what` names the value in errors. A
+    part with a default is left out where the field has it."""
 
     keyword: str
     field: str

@@ -17,10 +17,8 @@ def verify_operations(draft: Draft) -> None:
 
 
 def verify(draft: Draft, view: SchedulingView, binding: Binding | None = None) -> None:
-    """Raise `PlanError` unless the draft that the passes leave keeps all rules.
-
-    `binding`: the draft's, where passes may have had blocks bound early.
-    """
+    """Raise `PlanError` unless the draft that the passes leave keeps all rules. `binding`: the draft's, where
+    passes may have had blocks bound early."""
     verify_operations(draft)
     if binding is not None:
         _check_bound(draft, binding)

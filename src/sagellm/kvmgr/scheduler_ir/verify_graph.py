@@ -241,10 +241,8 @@ class RowState:
 
 
 class InstanceRows:
-    """The batch of one instance after its leaves, joins and table changes.
-
-    Without `before`, a row that does not join is assumed to be there.
-    """
+    """The batch of one instance after its leaves, joins and table changes. Without `before`, a row that does
+    not join is assumed to be there."""
 
     def __init__(self, ops: Sequence[Operation], before: Rows | None) -> None:
         self.known = before is not None
@@ -458,11 +456,9 @@ def _copy_problems(copies: Sequence[CopyOp], order: GraphOrder) -> Iterator[str]
 
 
 def _race_problems(copy: CopyOp, access: Access, order: GraphOrder) -> Iterator[str]:
-    """A copy and a compute operation that use the same block.
-
-    KV that a row had before the step may be copied, never overwritten. A block that the row got in this step
-    is ready once the copies from and into it are done.
-    """
+    """A copy and a compute operation that use the same block. KV that a row had before the step may be
+    copied, never overwritten. A block that the row got in this step is ready once the copies from and into it
+    are done."""
     op = access.op
     tier, block = copy.target
     if tier == Tier.HBM and block in access.reads:

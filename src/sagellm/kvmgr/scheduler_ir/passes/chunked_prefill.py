@@ -60,10 +60,8 @@ class ChunkedPrefillPass:
             rows -= 1
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
-        """Stable. Leaves in `draft.waiting` the requests that it would admit.
-
-        None if one of them has a prefix hit: pinning the hit in every step changes the index.
-        """
+        """Stable. Leaves in `draft.waiting` the requests that it would admit. None if one of them has a
+        prefix hit: pinning the hit in every step changes the index."""
         token_budget, rows = draft.token_budget - draft.num_decodes, view.num_free_rows
         if token_budget < 0:
             return None

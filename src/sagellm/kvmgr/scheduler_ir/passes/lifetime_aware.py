@@ -80,10 +80,8 @@ class LifetimeAwarePass:
             draft.record(self.name, first, "wait", "the memory reserved for all that run would not hold it")
 
     def remaining(self, state: RequestState) -> float:
-        """The number of tokens reserved for the request from now on.
-
-        Once it has generated more than predicted, half of what it has generated.
-        """
+        """The number of tokens reserved for the request from now on. Once it has generated more than
+        predicted, half of what it has generated."""
         generated, limit = state.num_output_tokens, state.request.params.max_tokens
         expected = self._expected.get(state, float(self.default_output))
         if expected <= generated:

@@ -65,11 +65,9 @@ class MemoryAwarePreemptionPass:
             self._fit_admitted(draft, view, block_budget)
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
-        """Stable while the first request that could be admitted does not fit.
-
-        While all running requests decode, its price cannot fall and the available blocks cannot rise. No
-        other request overtakes it, unless quotas give accounts ceilings of their own.
-        """
+        """Stable while the first request that could be admitted does not fit. While all running requests
+        decode, its price cannot fall and the available blocks cannot rise. No other request overtakes it,
+        unless quotas give accounts ceilings of their own."""
         if not draft.waiting:
             return ALWAYS_STABLE
         head, block_budget = draft.waiting[0], view.kv.block_budget()
@@ -107,11 +105,9 @@ class MemoryAwarePreemptionPass:
     def _hold(
         self, draft: Draft, state: RequestState, price: int, left: int, kept: list[RequestState]
     ) -> None:
-        """Hold a request that found no victim. Reject it if it runs alone.
-
-        Requests below other quota ceilings may use blocks that count on its own, by a shared prefix. They
-        finish first; but if it is the first of the batch, the last one is preempted so that it can go on.
-        """
+        """Hold a request that found no victim. Reject it if it runs alone. Requests below other quota
+        ceilings may use blocks that count on its own, by a shared prefix. They finish first; but if it is the
+        first of the batch, the last one is preempted so that it can go on."""
         reason = f"it needs {price} blocks, {left} are available"
         if not draft.preempted:
             if len(kept) == 1:

@@ -205,11 +205,8 @@ class PriorityBasedPass:
         )
 
     def _ranks_below(self, state: RequestState, head: RequestState, now_s: float) -> bool:
-        """Whether a running request may be preempted for the head.
-
-        It must be of lower priority. It must also be of lower level, or it would be sorted before the head
-        once it waits.
-        """
+        """Whether a running request may be preempted for the head. It must be of lower priority. It must also
+        be of lower level, or it would be sorted before the head once it waits."""
         higher = self.priority(head) - self.priority(state)
         if higher == 0 and self._is_sharing:
             assert self._shares is not None
@@ -238,11 +235,8 @@ class PriorityBasedPass:
         return f"{head.request_id} waits, and its client has fewer rows"
 
     def _shorten_chunks(self, draft: Draft, head: RequestState, num_tokens: int) -> None:
-        """Shorten chunks of lower requests, to make room for the head's prompt.
-
-        The last comes first. Each keeps one token, so that it makes progress even if the head is not
-        admitted after all.
-        """
+        """Shorten chunks of lower requests, to make room for the head's prompt. The last comes first. Each
+        keeps one token, so that it makes progress even if the head is not admitted after all."""
         lack = min(num_tokens, draft.token_budget - draft.num_decodes)
         lack -= draft.token_budget - draft.num_tokens
         lower = [c for c in draft.chunks.values() if self._ranks_below(c.state, head, draft.step.now_s)]

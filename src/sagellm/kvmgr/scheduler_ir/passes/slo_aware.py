@@ -198,12 +198,9 @@ class SLOAwarePass:
     # -- the cost of short steps
 
     def _charge(self, draft: Draft, view: SchedulingView) -> None:
-        """Add to `_lost_s` what the last step cost beyond its allowance.
-
-        The cost is the part of a step's fixed time that full steps would have saved, and the allowance is
-        `1 - min_throughput` of its time. `_lost_s` is at most the
-        time that the waiting requests would take.
-        """
+        """Add to `_lost_s` what the last step cost beyond its allowance. The cost is the part of a step's
+        fixed time that full steps would have saved, and the allowance is `1 - min_throughput` of its time.
+        `_lost_s` is at most the time that the waiting requests would take."""
         facts, lost_s = view.last_step, 0.0
         if self._num_prefill is not None and facts.num_prefill_tokens:
             of_prompts = facts.num_prefill_tokens / view.max_batched_tokens
@@ -216,10 +213,8 @@ class SLOAwarePass:
         self._lost_s = max(0.0, lost_s)
 
     def _full_batch(self, draft: Draft, view: SchedulingView) -> float:
-        """How many requests would run together if prompts were computed without delay.
-
-        All of them, as far as rows last, and memory by the blocks that the running ones hold.
-        """
+        """How many requests would run together if prompts were computed without delay. All of them, as far as
+        rows last, and memory by the blocks that the running ones hold."""
         running = max(1, len(draft.running))
         used = max(1, view.kv.num_blocks - view.kv.available_blocks())
         by_memory = running * view.kv.num_blocks / used

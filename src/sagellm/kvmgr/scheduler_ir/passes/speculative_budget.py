@@ -41,10 +41,8 @@ class SpeculativeBudgetPass:
         draft.num_draft_tokens = max(range(most + 1), key=lambda k: self.speed(k, num_decodes, num_tokens))
 
     def speed(self, k: int, num_decodes: int, num_tokens: int) -> float:
-        """Expected tokens per second and request, if `k` are drafted for each of `num_decodes`.
-
-        `num_tokens` are the other tokens of the step.
-        """
+        """Expected tokens per second and request, if `k` are drafted for each of `num_decodes`. `num_tokens`
+        are the other tokens of the step."""
         accepted = (1 - self.acceptance ** (k + 1)) / (1 - self.acceptance)
         compute_s = (num_tokens + k * num_decodes) * self.step_time.token_s
         return accepted / (max(self.step_time.step_s, compute_s) + k * self.draft_s)

@@ -47,10 +47,8 @@ class VllmLikePass:
             step.admit_waiting(self.watermark)
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
-        """Stable while rows, tokens or blocks keep the first waiting request from running.
-
-        While all running requests decode, its price cannot fall and the available blocks cannot rise.
-        """
+        """Stable while rows, tokens or blocks keep the first waiting request from running. While all running
+        requests decode, its price cannot fall and the available blocks cannot rise."""
         tokens = draft.token_budget - draft.num_decodes
         if tokens < 0:
             return None
@@ -94,10 +92,8 @@ class _Step:
     # -- running requests
 
     def fit_all_running(self) -> bool:
-        """Grant all running requests their tokens, or change nothing and return False.
-
-        The fast path: its cost grows with the chunks, not with the requests.
-        """
+        """Grant all running requests their tokens, or change nothing and return False. The fast path: its
+        cost grows with the chunks, not with the requests."""
         draft, price = self.draft, self.view.kv.blocks_to_append
         chunks = list(draft.chunks.values())
         wanted = [min(chunk.num_tokens, self.max_chunk) for chunk in chunks]
@@ -135,10 +131,8 @@ class _Step:
                 draft.record(NAME, state, "hold", "the token budget of the step is spent")
 
     def _grant(self, state: RequestState, batch: list[RequestState], price: int) -> bool:
-        """Grant one request tokens and blocks, preempting the last of the batch.
-
-        False if the request was the last itself, and so was preempted.
-        """
+        """Grant one request tokens and blocks, preempting the last of the batch. False if the request was the
+        last itself, and so was preempted."""
         chunk = self.draft.chunks.get(state.request_id)
         take = 1
         if chunk is not None:
