@@ -15,7 +15,7 @@ from openai import OpenAI
 
 from sagellm.core.config import Config, ServerConfig
 from sagellm.engines.llm import LLM
-from sagellm.serving import create_app, make_server
+from sagellm.serving import create_app
 from sagellm.serving.app import DEFAULT_STOP_TIMEOUT_S
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.server import SageServer
@@ -72,7 +72,7 @@ def serving(
         stop_timeout_s=stop_timeout_s,
         log_requests=log_requests,
     )
-    server = make_server(app, log_level="warning")
+    server = SageServer(app, log_level="warning")
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     wait_until(lambda: server.started or not thread.is_alive())

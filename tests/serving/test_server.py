@@ -11,7 +11,7 @@ import pytest
 from sagellm import serving
 from sagellm.core.config import ServerConfig
 from sagellm.core.errors import ConfigError
-from sagellm.serving.server import _announcement, make_server, serve
+from sagellm.serving.server import SageServer, _announcement, serve
 from tests.scripted_engine import ScriptedEngine, scripted_llm
 from tests.serving.live import LOCALHOST, PATIENCE_S, wait_until
 
@@ -25,7 +25,7 @@ def test_connections_do_not_wait_for_acknowledgements() -> None:
     """With Nagle's algorithm and delayed acknowledgements, each request on a kept connection takes 44 ms."""
     llm = scripted_llm()
     with serving.bind(LOCALHOST, 0) as listener:
-        server = make_server(serving.create_app(llm), log_level="warning")
+        server = SageServer(serving.create_app(llm), log_level="warning")
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         wait_until(lambda: server.started)

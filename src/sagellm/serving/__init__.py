@@ -5,6 +5,6 @@ the address should be checked before a model is loaded.
 """
 
 from sagellm.serving.app import create_app
-from sagellm.serving.server import bind, make_server, serve
+from sagellm.serving.server import SageServer, bind, serve
 
-__all__ = ["bind", "create_app", "make_server", "serve"]
+__all__ = ["SageServer", "bind", "create_app", "serve"]

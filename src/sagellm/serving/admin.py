@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from sagellm.core.config import Config
 from sagellm.core.errors import CapacityError, RequestError, SageError
@@ -29,7 +29,7 @@ from sagellm.serving.errors import ConflictError, NotFoundError, clipped
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.prompts import PromptEncoder
 from sagellm.serving.reader import RequestReader
-from sagellm.serving.schema import MAX_SALT_CHARS, TemplateFields, check_messages
+from sagellm.serving.schema import MAX_SALT_CHARS, Body, TemplateFields, check_messages
 from sagellm.serving.sse import closed_on_disconnect
 
 MAX_PINS = 1024
@@ -38,8 +38,6 @@ MAX_PINS = 1024
 class PinRequest(TemplateFields):
     """POST /v1/admin/pins: `prompt` (text or token ids) or `messages`, of the tenant `cache_salt`. At least
     one whole block of tokens."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str | None = None
     prompt: str | list[int] | None = None
@@ -56,19 +54,15 @@ class PinRequest(TemplateFields):
         return self
 
 
-class PolicyRequest(BaseModel):
+class PolicyRequest(Body):
     """PUT /v1/admin/eviction_policy, and its answer. The policy says which options it takes."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     policy: str
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-class StrategyRequest(BaseModel):
+class StrategyRequest(Body):
     """PUT /v1/admin/scheduling_strategy, and its answer. `options` by name of pass."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     strategy: str
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -106,7 +100,7 @@ class AdminRoutes:
     reader: RequestReader
     encoder: PromptEncoder
     current: SchedulingInUse
-    pins: dict[str, tuple[PinnedPrefix, str]] = field(default_factory=dict)
+    pins: dict[str, tuple[PinnedPrefix, Pin]] = field(default_factory=dict)
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     async def pin(self, request: Request) -> Pin:
@@ -119,7 +113,7 @@ class AdminRoutes:
         return await self.gateway.call(lambda llm: self._hold(llm, pin_id, tokens, tenant))
 
     async def list_pins(self) -> PinList:
-        return PinList(data=[_shown(pin_id, *held) for pin_id, held in list(self.pins.items())])
+        return PinList(data=[pin for _, pin in list(self.pins.values())])
 
     async def unpin(self, pin_id: str) -> PinDeleted:
         def release(_llm: LLM) -> PinDeleted:
@@ -208,12 +202,9 @@ class AdminRoutes:
         if not hold.num_blocks:
             whole = "only whole blocks are held, and none of this prompt is cached"
             raise RequestError(f"{whole}: send a longer one ({len(tokens)} tokens)", "prompt")
-        self.pins[pin_id] = hold, tenant
-        return _shown(pin_id, hold, tenant)
-
-
-def _shown(pin_id: str, hold: PinnedPrefix, tenant: str) -> Pin:
-    return Pin(id=pin_id, cache_salt=tenant, num_tokens=hold.num_tokens, num_blocks=hold.num_blocks)
+        pin = Pin(id=pin_id, cache_salt=tenant, num_tokens=hold.num_tokens, num_blocks=hold.num_blocks)
+        self.pins[pin_id] = hold, pin
+        return pin
 
 
 def _passes(strategy: str) -> list[str]:

@@ -11,23 +11,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict, Field
 
 from sagellm.core.types import FinishReason
 from sagellm.engines.llm import Choice, Completion, TextDelta, TokenText, Usage
+from sagellm.serving.schema import Body
 
 Json = dict[str, Any]
 LOWEST_LOGPROB = -9999.0
 """JSON has no infinity; this is what OpenAI sends for it."""
 
 
-class AnswerBody(BaseModel):
-    """What an answer holds, and nothing else."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class CachedTokens(AnswerBody):
+class CachedTokens(Body):
     """Prompt tokens whose KV was reused, and why other blocks had to be computed."""
 
     model_config = ConfigDict(
@@ -40,7 +35,7 @@ class CachedTokens(AnswerBody):
     cache_miss_blocks: dict[str, int] | None = None
 
 
-class TokenUsage(AnswerBody):
+class TokenUsage(Body):
     """Tokens of all prompts and choices of a request."""
 
     prompt_tokens: int
@@ -52,7 +47,7 @@ class TokenUsage(AnswerBody):
 Finish = Literal["stop", "length"]
 
 
-class TokenAlternative(AnswerBody):
+class TokenAlternative(Body):
     """A token as text and as its exact bytes."""
 
     token: str
@@ -66,14 +61,14 @@ class ChatTokenLogprob(TokenAlternative):
     top_logprobs: list[TokenAlternative]
 
 
-class ChatLogprobs(AnswerBody):
+class ChatLogprobs(Body):
     """Of the tokens of a message, if `logprobs` was true."""
 
     content: list[ChatTokenLogprob]
     refusal: None
 
 
-class AssistantMessage(AnswerBody):
+class AssistantMessage(Body):
     """What the model answers."""
 
     role: Literal["assistant"]
@@ -81,7 +76,7 @@ class AssistantMessage(AnswerBody):
     refusal: None
 
 
-class ChatChoice(AnswerBody):
+class ChatChoice(Body):
     """One of `n` answers."""
 
     index: int
@@ -90,7 +85,7 @@ class ChatChoice(AnswerBody):
     finish_reason: Finish
 
 
-class ChatCompletion(AnswerBody):
+class ChatCompletion(Body):
     """The answer of POST /v1/chat/completions."""
 
     id: str
@@ -101,14 +96,14 @@ class ChatCompletion(AnswerBody):
     usage: TokenUsage
 
 
-class ChatDelta(AnswerBody):
+class ChatDelta(Body):
     """What an event adds to a message."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
 
 
-class ChatChunkChoice(AnswerBody):
+class ChatChunkChoice(Body):
     """What an event adds to one of `n` answers."""
 
     index: int
@@ -117,7 +112,7 @@ class ChatChunkChoice(AnswerBody):
     finish_reason: Finish | None
 
 
-class ChatCompletionChunk(AnswerBody):
+class ChatCompletionChunk(Body):
     """The data of an event of a streamed chat. With `stream_options.include_usage` the last one has usage and
     no choices."""
 
@@ -129,7 +124,7 @@ class ChatCompletionChunk(AnswerBody):
     usage: TokenUsage | None = None
 
 
-class CompletionLogprobs(AnswerBody):
+class CompletionLogprobs(Body):
     """Log-probabilities of a text's tokens, and of its prompt's with `echo`."""
 
     model_config = ConfigDict(
@@ -144,7 +139,7 @@ class CompletionLogprobs(AnswerBody):
     text_offset: list[int]
 
 
-class CompletionChoice(AnswerBody):
+class CompletionChoice(Body):
     """One of `n` texts for one of the prompts."""
 
     index: int
@@ -153,7 +148,7 @@ class CompletionChoice(AnswerBody):
     finish_reason: Finish | None
 
 
-class TextCompletion(AnswerBody):
+class TextCompletion(Body):
     """The answer of POST /v1/completions."""
 
     id: str
@@ -171,7 +166,7 @@ class TextCompletionChunk(TextCompletion):
     usage: TokenUsage | None = None  # type: ignore[assignment]
 
 
-class ModelCard(AnswerBody):
+class ModelCard(Body):
     """The model that is served."""
 
     id: str
@@ -181,14 +176,14 @@ class ModelCard(AnswerBody):
     max_model_len: int
 
 
-class ModelList(AnswerBody):
+class ModelList(Body):
     """The answer of GET /v1/models."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class Tokenized(AnswerBody):
+class Tokenized(Body):
     """The answer of POST /tokenize."""
 
     count: int
@@ -197,13 +192,13 @@ class Tokenized(AnswerBody):
     token_strs: list[str] | None
 
 
-class Detokenized(AnswerBody):
+class Detokenized(Body):
     """The answer of POST /detokenize."""
 
     prompt: str
 
 
-class HintAnswer(AnswerBody):
+class HintAnswer(Body):
     """What became of one action of KV hints."""
 
     action_id: str
@@ -212,13 +207,13 @@ class HintAnswer(AnswerBody):
     reason: str
 
 
-class HintAnswers(AnswerBody):
+class HintAnswers(Body):
     """The answer of POST /v1/kv/hints, in order of the actions."""
 
     outcomes: list[HintAnswer]
 
 
-class Pin(AnswerBody):
+class Pin(Body):
     """A pinned prompt: its first `num_tokens` tokens stay in `num_blocks` KV blocks."""
 
     id: str
@@ -227,55 +222,55 @@ class Pin(AnswerBody):
     num_blocks: int
 
 
-class PinList(AnswerBody):
+class PinList(Body):
     """The answer of GET /v1/admin/pins."""
 
     object: Literal["list"] = "list"
     data: list[Pin]
 
 
-class PinDeleted(AnswerBody):
+class PinDeleted(Body):
     """The answer of DELETE /v1/admin/pins/{pin_id}."""
 
     id: str
     deleted: Literal[True] = True
 
 
-class CacheCleared(AnswerBody):
+class CacheCleared(Body):
     """Cached blocks that were given up. What runs and what is pinned stays."""
 
     num_blocks: int
 
 
-class CurrentPolicy(AnswerBody):
+class CurrentPolicy(Body):
     """The answer of GET /v1/admin/eviction_policy. Null: the server was not built from a configuration."""
 
     policy: str | None = None
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default={})
 
 
-class CurrentStrategy(AnswerBody):
+class CurrentStrategy(Body):
     """The answer of GET /v1/admin/scheduling_strategy: its name and passes. Null: the configuration lists
     passes of its own, or the server was not built from one."""
 
     strategy: str | None = None
-    passes: list[str] = []
-    options: dict[str, dict[str, Any]] = {}
+    passes: list[str] = Field(default=[])
+    options: dict[str, dict[str, Any]] = Field(default={})
 
 
-class ServerStatus(AnswerBody):
+class ServerStatus(Body):
     """The answer of /health and /ready."""
 
     status: Literal["ok", "ready"]
 
 
-class ServerVersion(AnswerBody):
+class ServerVersion(Body):
     """The answer of /version."""
 
     version: str
 
 
-class ErrorDetail(AnswerBody):
+class ErrorDetail(Body):
     """`param` names the field in error; `code` is for programs."""
 
     message: str
@@ -290,7 +285,7 @@ class ErrorDetail(AnswerBody):
     code: str | None
 
 
-class ErrorAnswer(AnswerBody):
+class ErrorAnswer(Body):
     """What every refusal and failure is answered with. `request_id` is that of the server's log."""
 
     error: ErrorDetail

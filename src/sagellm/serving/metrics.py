@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import inf
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, generate_latest
@@ -22,21 +23,19 @@ _LABEL = "model_name"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
 
+@dataclass(slots=True)
 class RequestTimes:
     """Times of one request, in seconds of the server's clock, and its tokens.
 
     `last_s`: the time of the last delta by choice. `queued_s`: from arrival to the first step.
     """
 
-    __slots__ = ("arrived_s", "finish_reason", "first_s", "last_s", "queued_s", "usage")
-
-    def __init__(self, arrived_s: float) -> None:
-        self.arrived_s = arrived_s
-        self.first_s: float | None = None
-        self.last_s: dict[int, float] = {}
-        self.queued_s: float | None = None
-        self.usage = Usage()
-        self.finish_reason = ""
+    arrived_s: float
+    first_s: float | None = None
+    last_s: dict[int, float] = field(default_factory=dict)
+    queued_s: float | None = None
+    usage: Usage = field(default_factory=Usage)
+    finish_reason: str = ""
 
 
 class ServerMetrics(Collector):

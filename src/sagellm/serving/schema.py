@@ -188,9 +188,13 @@ IGNORED_HEADER = "X-Sagellm-Ignored-Fields"
 """The answer's header that names the ignored fields of its request."""
 
 
-class StreamOptions(BaseModel):
+class Body(BaseModel):
+    """What a request or an answer holds, and nothing else."""
+
     model_config = ConfigDict(strict=True, extra="forbid")
 
+
+class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
@@ -204,7 +208,7 @@ class StreamOptions(BaseModel):
         return value
 
 
-class TemplateFields(BaseModel):
+class TemplateFields(Body):
     """Variables of the chat template, as vLLM and SGLang take them.
 
     Each is a field of its own, or a key of `chat_template_kwargs`.
@@ -237,21 +241,17 @@ class TemplateFields(BaseModel):
         return options
 
 
-class SloFields(BaseModel):
+class SloFields(Body):
     """Latency goals of a request in seconds: to the first token, and between tokens."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     ttft_s: float | None = Field(default=None, ge=0, le=MAX_DURATION_S)
     tpot_s: float | None = Field(default=None, ge=0, le=MAX_DURATION_S)
 
 
-class RetentionFields(BaseModel):
+class RetentionFields(Body):
     """A range of prompt tokens that eviction should spare."""
 
     model_config = ConfigDict(
-        strict=True,
-        extra="forbid",
         json_schema_extra={
             "description": "Prompt tokens `[start, stop)` that eviction treats as used "
             "`duration_s * priority / 100` s later."
@@ -264,10 +264,9 @@ class RetentionFields(BaseModel):
     duration_s: float = Field(default=300.0, ge=0, le=MAX_DURATION_S)
 
 
-class GenerationFields(BaseModel):
+class GenerationFields(Body):
     """The fields that chats and completions share. Null means: not given."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     _ignored: tuple[str, ...] = PrivateAttr(default=())
     """Those of `OF_OTHER_SERVERS` that the request held."""
 
@@ -436,8 +435,6 @@ class CompletionRequest(GenerationFields):
 class TokenizeRequest(TemplateFields):
     """POST /tokenize: `prompt` or `messages`."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
-
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = Field(default=None, fail_fast=True)
@@ -453,19 +450,15 @@ class TokenizeRequest(TemplateFields):
         return self
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Body):
     """POST /detokenize."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str | None = None
     tokens: list[int] = Field(fail_fast=True)
 
 
-class HintRequest(BaseModel):
+class HintRequest(Body):
     """POST /v1/kv/hints. `cache_salt` says whose sessions and prompts are meant, as for a generation."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str | None = None
     kv_hints: KVHints

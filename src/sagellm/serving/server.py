@@ -70,13 +70,29 @@ class SageServer(uvicorn.Server):
 
     It refuses new requests and lets running ones end within the grace period; then it ends the rest with an
     error that their clients receive. A second SIGINT ends them at once. A failed engine ends the server too.
+    `app` is one of `create_app`; `run` without a listener binds the address in its settings.
     """
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, *, log_level: str = "info") -> None:
+        settings: ServerConfig = app.state.settings
+        connection = partial(
+            Connection, settings=settings, refusals=app.state.refusals, full=RateLimitedLog()
+        )
+        config = uvicorn.Config(
+            app,
+            host=settings.host,
+            port=settings.port,
+            http=connection,  # type: ignore[arg-type] # uvicorn only calls it
+            ws="none",
+            log_config=None,
+            log_level=log_level,
+            access_log=False,
+            timeout_graceful_shutdown=int(_FINAL_EVENTS_S) + 1,
+        )
         super().__init__(config)
         self.forced = False
         self._gateway: Gateway = app.state.gateway
-        self._grace_s: float = app.state.settings.shutdown_grace_s
+        self._grace_s = settings.shutdown_grace_s
         self._wants_key: bool = app.state.wants_key
         self._accept_errors = RateLimitedLog()
 
@@ -152,26 +168,6 @@ class SageServer(uvicorn.Server):
             loop.default_exception_handler(context)
 
 
-def make_server(app: FastAPI, *, log_level: str = "info") -> SageServer:
-    """A server for an app of `create_app`, not yet running. `run` without a listener binds the settings'
-    address.
-    """
-    settings: ServerConfig = app.state.settings
-    connection = partial(Connection, settings=settings, refusals=app.state.refusals, full=RateLimitedLog())
-    config = uvicorn.Config(
-        app,
-        host=settings.host,
-        port=settings.port,
-        http=connection,  # type: ignore[arg-type] # uvicorn only calls it
-        ws="none",
-        log_config=None,
-        log_level=log_level,
-        access_log=False,
-        timeout_graceful_shutdown=int(_FINAL_EVENTS_S) + 1,
-    )
-    return SageServer(config, app)
-
-
 def _announcement(host: str, port: int, *, wants_key: bool) -> tuple[int, str]:
     """Log level and text: a warning for an open server that other machines reach."""
     where = f"listening on http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -202,7 +198,7 @@ def serve(
     server: SageServer | None = None
     try:
         with listener or bind(settings.host, settings.port) as bound, _sigterm_as_interrupt():
-            server = make_server(app, log_level=log_level)
+            server = SageServer(app, log_level=log_level)
             server.run([bound])
     except KeyboardInterrupt:
         if server is None:
