@@ -18,7 +18,7 @@ from sagellm.core.clock import ManualClock
 from sagellm.core.log_lines import FIELDS, TextLines
 from sagellm.engines.llm import LLM
 from sagellm.engines.simulator import TokenMemoryBackend
-from sagellm.serving.access_log import MAX_REFUSAL_LINES, REFUSAL_INTERVAL_S, Refusals
+from sagellm.serving.access_log import MAX_REFUSAL_LINES, REFUSAL_INTERVAL_S, RequestLog
 from sagellm.serving.server import SageServer
 from tests.builders import fake_engine
 from tests.scripted_engine import scripted_llm, toy_tokenizer
@@ -163,13 +163,13 @@ def test_connections_beyond_the_limit_are_lines(lines: pytest.LogCaptureFixture)
 
 def test_a_flood_of_refusals_is_counted_whole_and_logged_in_part(lines: pytest.LogCaptureFixture) -> None:
     clock, counted = ManualClock(), Counter[int]()
-    refusals = Refusals(clock, lambda _path, _method, status: counted.update([status]), enabled=True)
+    refusals = RequestLog(clock, lambda _path, _method, status: counted.update([status]), enabled=True)
     for i in range(1000):
-        refusals.note(f"a{i}", 400, "invalid_http")
-    refusals.note("b", 503, "too_many_connections")
+        refusals.refuse(f"a{i}", 400, "invalid_http")
+    refusals.refuse("b", 503, "too_many_connections")
     clock.advance(REFUSAL_INTERVAL_S)
     for i in range(2):
-        refusals.note(f"c{i}", 400, "invalid_http")
+        refusals.refuse(f"c{i}", 400, "invalid_http")
     assert counted == {400: 1002, 503: 1}
     found = requests(lines, MAX_REFUSAL_LINES + 3)
     assert [one["request_id"] for one in found[-4:]] == ["a19", "b", "c0", "c1"]

@@ -82,15 +82,6 @@ def record_of(scope: Scope) -> RequestRecord:
     return record
 
 
-def begin_record(scope: Scope, now_s: float) -> RequestRecord:
-    """The record of a request, a new one if there is none."""
-    if _RECORD not in scope:
-        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope[_RECORD] = RequestRecord(request_id, scope["method"], scope["path"], now_s)
-    return record_of(scope)
-
-
 class LineLimit:
     """At most `max_lines` per `interval_s`."""
 
@@ -115,25 +106,43 @@ class LineLimit:
         return left_out
 
 
-class Refusals:
-    """Counts and logs what connections answer themselves.
+class RequestLog:
+    """Counts HTTP requests, and writes a line for each if it is `enabled`.
 
-    Each code has at most `MAX_REFUSAL_LINES` lines per `REFUSAL_INTERVAL_S`, since a flood costs a client
-    little.
+    `count` is called with endpoint, method and status of each request that has ended.
     """
 
     def __init__(self, clock: Clock, count: Callable[[str, str, int], None], *, enabled: bool) -> None:
-        self.clock = clock
+        self._clock = clock
         self._count = count
         self._enabled = enabled
-        self._limits: dict[str, LineLimit] = {}
+        self._refusals: dict[str, LineLimit] = {}
 
-    def note(self, request_id: str, status: int, code: str) -> None:
-        """Note an answer with the error's `code`. Method and path are unknown: no request was read."""
+    def begin(self, scope: Scope) -> RequestRecord:
+        """The record of a request, a new one if there is none."""
+        if _RECORD not in scope:
+            given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+            request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+            scope[_RECORD] = RequestRecord(request_id, scope["method"], scope["path"], self._clock.now())
+        return record_of(scope)
+
+    def end(self, record: RequestRecord, endpoint: str) -> None:
+        status = record.refused or record.status
+        self._count(endpoint, record.method, status)
+        level = logging.DEBUG if endpoint in PROBES and status < 400 else logging.INFO
+        if self._enabled and log.isEnabledFor(level):
+            log.log(level, "request", extra={FIELDS: record.fields(self._clock.now())})
+
+    def refuse(self, request_id: str, status: int, code: str) -> None:
+        """Note what a connection answers itself. Method and path are unknown: no request was read.
+
+        Each `code` has at most `MAX_REFUSAL_LINES` lines per `REFUSAL_INTERVAL_S`, since a flood costs a
+        client little.
+        """
         self._count("", "", status)
-        limit = self._limits.get(code)
+        limit = self._refusals.get(code)
         if limit is None:
-            limit = self._limits[code] = LineLimit(MAX_REFUSAL_LINES, REFUSAL_INTERVAL_S, self.clock)
+            limit = self._refusals[code] = LineLimit(MAX_REFUSAL_LINES, REFUSAL_INTERVAL_S, self._clock)
         if not self._enabled or (left_out := limit.take()) is None:
             return
         fields = {"request_id": request_id, "status": status, "error": code}
@@ -141,26 +150,21 @@ class Refusals:
 
 
 class AccessLog:
-    """The outermost middleware: gives each request an id, logs it and counts it.
+    """The outermost middleware: gives each request an id and a record.
 
     The id is the client's `x-request-id` if that is 1 to 128 letters, digits and `._~:/+=@-`, else a new one.
-    The answer has it as a header. `count` is called with endpoint, method and status of each request that has
-    ended.
+    The answer has it as a header.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, clock: Clock, count: Callable[[str, str, int], None], enabled: bool
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, requests: RequestLog) -> None:
         self._app = app
-        self._clock = clock
-        self._count = count
-        self._enabled = enabled
+        self._requests = requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = begin_record(scope, self._clock.now())
+        record = self._requests.begin(scope)
 
         async def noted_send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -173,12 +177,4 @@ class AccessLog:
             await self._app(scope, receive, noted_send)
         finally:
             CURRENT_REQUEST_ID.reset(context)
-            self._note(record, getattr(scope.get("route"), "path", ""))
-
-    def _note(self, record: RequestRecord, endpoint: str) -> None:
-        status = record.refused or record.status
-        self._count(endpoint, record.method, status)
-        level = logging.DEBUG if endpoint in PROBES and status < 400 else logging.INFO
-        if self._enabled and log.isEnabledFor(level):
-            fields = record.fields(self._clock.now())
-            log.log(level, "request", extra={FIELDS: fields})
+            self._requests.end(record, getattr(scope.get("route"), "path", ""))

@@ -21,7 +21,7 @@ from sagellm.core.config import Config, ServerConfig
 from sagellm.core.errors import ConfigError
 from sagellm.engines.llm import LLM
 from sagellm.serving import errors
-from sagellm.serving.access_log import REQUEST_ID_HEADER, AccessLog, Refusals
+from sagellm.serving.access_log import REQUEST_ID_HEADER, AccessLog, RequestLog
 from sagellm.serving.admin import AdminRoutes, SchedulingInUse
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.generate import GenerationRoutes
@@ -65,11 +65,11 @@ def create_app(
         await gateway.close(stop_timeout_s)
 
     app = FastAPI(title="sageLLM", version=sagellm.__version__, lifespan=lifespan)
-    log_clock, count = clock or MonotonicClock(), gateway.metrics.on_http
+    requests = RequestLog(clock or MonotonicClock(), gateway.metrics.on_http, enabled=log_requests)
     app.state.settings = settings
     app.state.gateway = gateway
     app.state.wants_key = bool(keys)
-    app.state.refusals = Refusals(log_clock, count, enabled=log_requests)
+    app.state.requests = requests
     errors.install(app)
     if settings.cors_origins:
         app.add_middleware(
@@ -79,7 +79,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER],
         )
-    app.add_middleware(AccessLog, clock=log_clock, count=count, enabled=log_requests)
+    app.add_middleware(AccessLog, requests=requests)
     reader = RequestReader(settings, model_name or llm.model_name)
     _add_routes(app, _handlers(gateway, reader, config, wall_clock), keys, settings.admin_key)
     described = partial(document, gateway, reader.model_name, wants_key=bool(keys))

@@ -12,7 +12,6 @@ import logging
 import sys
 import uuid
 from collections.abc import Callable
-from enum import Enum
 from http import HTTPStatus
 from typing import Any
 
@@ -22,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.config import ServerConfig
-from sagellm.serving.access_log import REQUEST_ID_HEADER, LineLimit, Refusals, begin_record
+from sagellm.serving.access_log import REQUEST_ID_HEADER, LineLimit, RequestLog
 from sagellm.serving.errors import RETRY_AFTER_S, clipped, error_body
 
 log = logging.getLogger("sagellm.serving")
@@ -57,18 +56,14 @@ class RateLimitedLog:
             log.warning("%s%s", message, repeated)
 
 
-class _Waiting(Enum):
-    """What the server waits for, and closes the connection if it takes too long."""
-
-    HEAD = "the headers of a request that has begun, or of the first one"
-    NEXT = "the next request"
-    REST = "the rest of a body whose request has been answered"
+_Timeout = tuple[float, Callable[[], None]]
+"""How long the server waits for something, and what it does then."""
 
 
 class Connection(H11Protocol):
     """Limits the times for headers, between requests, and for reading an answer.
 
-    `RequestReader` limits the time for a body. `refusals` notes what is answered here, in place of the
+    `RequestReader` limits the time for a body. `requests` notes what is answered here, in place of the
     application; `full` warns when connections are refused for their number.
     """
 
@@ -76,7 +71,7 @@ class Connection(H11Protocol):
         self,
         *args: Any,
         settings: ServerConfig,
-        refusals: Refusals,
+        requests: RequestLog,
         full: RateLimitedLog,
         **kwargs: Any,
     ) -> None:
@@ -85,10 +80,14 @@ class Connection(H11Protocol):
         self.logger = _errors_only
         self.timeout_keep_alive = settings.keep_alive_timeout_s  # type: ignore[assignment]
         self._settings = settings
-        self._refusals = refusals
+        self._requests = requests
         self._full = full
         self._refused = False
-        self._waiting: _Waiting | None = None
+        head_s = settings.header_timeout_s
+        self._head: _Timeout = (head_s, self._end_without_head)  # of the first request, or one that has begun
+        self._next_request: _Timeout = (settings.keep_alive_timeout_s, self.timeout_keep_alive_handler)
+        self._rest_of_body: _Timeout = (head_s, self.abort)  # of a request that has been answered
+        self._waiting: _Timeout | None = None
         self._wait_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
@@ -96,7 +95,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # so that the send timeout sees every unread byte
         if len(self.connections) <= self._settings.max_connections:
-            self._wait_for(_Waiting.HEAD)
+            self._wait_for(self._head)
             return
         limit = f"{self._settings.max_connections} connections are open (server.max_connections)"
         self._full.warning(f"refused a connection: {limit}")
@@ -143,31 +142,26 @@ class Connection(H11Protocol):
         """False: no other protocol is served, and an offer of one needs no warning."""
         return False
 
-    def _missing(self) -> _Waiting | None:
+    def _missing(self) -> _Timeout | None:
         """What the server waits for; None while it answers or reads a body."""
         if self._refused or self.transport.is_closing():
             return None
         if self.conn.their_state is h11.IDLE:
-            begun = self._waiting is _Waiting.HEAD or bool(self.conn.trailing_data[0])
-            return _Waiting.HEAD if begun else _Waiting.NEXT
+            begun = self._waiting is self._head or self.conn.trailing_data[0]
+            return self._head if begun else self._next_request
         if self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete:
-            return _Waiting.REST
+            return self._rest_of_body
         return None
 
-    def _wait_for(self, waiting: _Waiting | None) -> None:
+    def _wait_for(self, waiting: _Timeout | None) -> None:
         """Start the timer. A timer for the same thing runs on: no byte prolongs it."""
         if self._refused or waiting is self._waiting:
             return
         self._waiting = waiting
         if self._wait_timer is not None:
             self._wait_timer.cancel()
-        expired: dict[_Waiting, tuple[float, Callable[[], None]]] = {
-            _Waiting.HEAD: (self._settings.header_timeout_s, self._end_without_head),
-            _Waiting.NEXT: (self._settings.keep_alive_timeout_s, self.timeout_keep_alive_handler),
-            _Waiting.REST: (self._settings.header_timeout_s, self.abort),
-        }
         if waiting is not None:
-            self._wait_timer = self.loop.call_later(*expired[waiting])
+            self._wait_timer = self.loop.call_later(*waiting)
 
     def _end_without_head(self) -> None:
         if self.conn.trailing_data[0]:
@@ -208,9 +202,9 @@ class Connection(H11Protocol):
         cycle: RequestResponseCycle | None = self.cycle  # None before the first request
         if cycle is None or cycle.response_complete:
             request_id = uuid.uuid4().hex
-            self._refusals.note(request_id, status, code)
+            self._requests.refuse(request_id, status, code)
             return request_id
-        record = begin_record(cycle.scope, self._refusals.clock.now())  # type: ignore[arg-type]
+        record = self._requests.begin(cycle.scope)  # type: ignore[arg-type]
         record.refused = status
         cycle.disconnected = True
         cycle.message_event.set()

@@ -76,7 +76,7 @@ class SageServer(uvicorn.Server):
     def __init__(self, app: FastAPI, *, log_level: str = "info") -> None:
         settings: ServerConfig = app.state.settings
         connection = partial(
-            Connection, settings=settings, refusals=app.state.refusals, full=RateLimitedLog()
+            Connection, settings=settings, requests=app.state.requests, full=RateLimitedLog()
         )
         config = uvicorn.Config(
             app,
