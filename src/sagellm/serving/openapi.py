@@ -329,7 +329,7 @@ def request_schema(model: type[BaseModel], limits: Limits) -> Schema:
     } | _fields_of(model, limits)
     if names_a_model(model):
         for name, values in NEUTRAL.items():
-            properties.setdefault(name, {"enum": _distinct([None, *values])})
+            properties.setdefault(name, _neutral(values))
         properties |= dict.fromkeys(sorted(WITHOUT_EFFECT), WITHOUT)
     if issubclass(model, GenerationFields):
         properties |= dict.fromkeys(sorted(OF_OTHER_SERVERS), IGNORED)
@@ -430,9 +430,7 @@ def _messages() -> Schema:
         "required": ["type", "text"],
     }
     content = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
-    properties: Schema = {
-        name: {"enum": _distinct([None, *values])} for name, values in MESSAGE_NEUTRAL.items()
-    }
+    properties: Schema = {name: _neutral(values) for name, values in MESSAGE_NEUTRAL.items()}
     properties |= {"role": {"enum": list(ROLES)}, "content": content, "name": {"type": ["string", "null"]}}
     message = {
         "type": "object",
@@ -506,12 +504,6 @@ def _or_null(*schemas: Mapping[str, Any]) -> Schema:
     return {"anyOf": [*schemas, NULL]}
 
 
-def _distinct(values: Iterable[Any]) -> list[Any]:
-    """The values without repetitions. JSON Schema has one 1, Python has 1 and 1.0."""
-    found: list[Any] = []
-    for value in values:
-        if not any(type(seen) is type(value) and seen == value for seen in found) and (
-            not isinstance(value, float) or int(value) not in found
-        ):
-            found.append(value)
-    return found
+def _neutral(values: Iterable[Any]) -> Schema:
+    """Null, or one of the values. JSON Schema has one 1, so 1.0 is none beside it."""
+    return {"enum": [None, *(value for value in values if not isinstance(value, float))]}

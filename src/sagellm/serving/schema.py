@@ -116,11 +116,7 @@ WITHOUT_EFFECT = frozenset(
         "parallel_tool_calls",
     }
 )
-"""Without effect on the answer: they describe the caller, or tools, of which there are none.
-
-To serve a parameter, give it a field in `GenerationFields`, its meaning in `options` or `sampling`, and take
-its name out of these tables.
-"""
+"""Without effect on the answer: they describe the caller, or tools, of which there are none."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
