@@ -31,7 +31,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "tiny"
     save_tiny(folder, "llama-head80-tied")
     byte_level().save(str(folder / "tokenizer.json"))
-    monkeypatch.setattr(doctor, "demo_model_folder", lambda: folder)
+    monkeypatch.setattr(doctor, "DEMO_MODEL", folder)
     return folder
 
 
@@ -91,7 +91,7 @@ def test_a_package_that_cannot_be_imported_is_missing(
 
 
 def test_a_missing_demo_model_exits_1(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "demo_model_folder", lambda: tmp_path)
+    monkeypatch.setattr(doctor, "DEMO_MODEL", tmp_path)
     result = cli("doctor", "--port", "0")
     assert result.exit_code == 1
     assert "missing the demo model" in result.stdout

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from sagellm.cli.commands import app
-from sagellm.cli.doctor import demo_model_folder
 from sagellm.core.errors import ModelError
 from sagellm.engines import build
+from sagellm.engines.native import DEMO_MODEL
 
 
 def test_the_answer_alone_goes_to_stdout(cli: Any, made: Any) -> None:
@@ -128,7 +128,7 @@ def test_ctrl_c_ends_with_130(cli: Any, made: Any) -> None:
 
 
 def without_template(tmp_path: Path) -> Path:
-    folder = Path(shutil.copytree(demo_model_folder(), tmp_path / "model"))
+    folder = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({key: value for key, value in config.items() if key != "chat_template"}))

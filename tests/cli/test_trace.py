@@ -175,7 +175,7 @@ def test_serve_records(cli: Any, made: Any, tmp_path: Path, monkeypatch: pytest.
         listened.append(events.wants(RequestReceived))
         return made.build(config, progress=progress)
 
-    monkeypatch.setattr(serving, "serve", lambda llm, **options: None)
+    monkeypatch.setattr(serving, "serve", lambda llm, server, **options: None)
     monkeypatch.setattr("sagellm.engines.build.build_llm", build)
     out = tmp_path / "out.jsonl"
     result = cli("serve", "--port", "0", "--record-trace", str(out), "--block-size", "32")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import rich.table
 from rich.cells import cell_len
@@ -84,12 +84,8 @@ def _checkout(package: Path) -> tuple[str | None, bool]:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(
-            ["git", "--no-optional-locks", "-C", str(folder), *arguments],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
@@ -181,19 +177,17 @@ class Table:
         """Returns the table in Markdown below its title; figures are aligned to the right."""
         names = self.num_names
         rules = ["---" if index < names else "---:" for index in range(len(self.columns))]
-        lines = [
-            f"| {' | '.join(map(_markdown_text, cells))} |" for cells in (self.columns, rules, *self.rows)
-        ]
+        rows = (self.columns, rules, *self.rows)
+        lines = [f"| {' | '.join(map(_markdown_text, cells))} |" for cells in rows]
         return "\n".join([f"**{_markdown_text(self.title)}**", "", *lines])
 
     def _part(self, title: str, indexes: Sequence[int], widths: Sequence[int]) -> rich.table.Table:
-        part = rich.table.Table(
-            title=title, title_justify="left", box=None, pad_edge=False, padding=(0, _GAP, 0, 0)
-        )
+        gap = (0, _GAP, 0, 0)
+        part = rich.table.Table(title=title, title_justify="left", box=None, pad_edge=False, padding=gap)
         for index in indexes:
-            name, width = escape(self.columns[index]), widths[index] - _GAP
-            is_name = index < self.num_names
-            part.add_column(name, width=width, overflow="fold", justify="left" if is_name else "right")
+            justify: Literal["left", "right"] = "left" if index < self.num_names else "right"
+            width = widths[index] - _GAP
+            part.add_column(escape(self.columns[index]), width=width, overflow="fold", justify=justify)
         for row in self.rows:
             part.add_row(*(escape(row[index]) for index in indexes))
         return part
@@ -211,8 +205,7 @@ class Table:
         names = widths[: self.num_names]
         figures = [
             widest(index, name.split() or [""])
-            for index, name in enumerate(self.columns)
-            if index >= self.num_names
+            for index, name in enumerate(self.columns[self.num_names :], self.num_names)
         ]
         most = int(width * _NAMES_SHARE) if figures else width + _GAP
         most = max(most, width + _GAP - sum(figures))

@@ -18,6 +18,7 @@ from sagellm.cli._options import MODEL, App, Model, OptionGroup, command, flag
 from sagellm.cli._settings import Settings
 from sagellm.core.cores import usable_cores
 from sagellm.core.errors import ConfigError, MissingExtraError
+from sagellm.engines.native import DEMO_NAME
 
 if TYPE_CHECKING:
     from sagellm.benchmarks.engine.shapes import Shape
@@ -167,7 +168,6 @@ def engine(
     from sagellm.benchmarks.engine.run import EngineBenchPlan, EngineBenchReport, run, tables
     from sagellm.benchmarks.engine.shapes import shape_named
     from sagellm.benchmarks.engine.workloads import chosen_names
-    from sagellm.engines.native import DEMO_NAME
 
     names = chosen_names([word.strip() for word in only.split(",")] if only is not None else [])
     if shape is not None and model is not None:

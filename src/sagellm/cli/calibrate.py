@@ -16,9 +16,6 @@ from sagellm.cli._options import OptionGroup, argument, command, flag
 from sagellm.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sagellm.core.clock import ManualClock
-    from sagellm.core.events import EventBus
-    from sagellm.core.protocols.engine import EngineCore, InferenceBackend
     from sagellm.engines.simulator.calibrate import Calibration, Prior
     from sagellm.engines.simulator.cost_model import CostModel
     from sagellm.engines.simulator.measured import EngineFactory, RequestTiming, SimulatedRun, Sizes
@@ -52,18 +49,6 @@ class MeasuredEngine(OptionGroup):
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: it must be positive")
         if self.memory_utilization > 1:
             raise ConfigError(f"--memory-utilization {self.memory_utilization}: at most 1, all of it")
-
-    def cost_model(self, device: str, model: str) -> CostModel:
-        """The cost model of this engine, with the device's default coefficients."""
-        from sagellm.engines.simulator import devices, models
-        from sagellm.engines.simulator.cost_model import CostModel
-
-        return CostModel(
-            devices.device(device),
-            models.model(model),
-            tensor_parallel=self.tensor_parallel,
-            data_parallel=self.data_parallel,
-        )
 
     def sizes(self, cost_model: CostModel) -> Sizes:
         """The engine's sizes; without --num-blocks, the blocks that fit the device."""
@@ -100,10 +85,7 @@ class MeasuredEngine(OptionGroup):
             settings["scheduler.pass_options"] = {"vllm_like": {"long_prefill_tokens": tokens}}
         config = load_config(preset=self.preset, cli=settings, environ={}).config
 
-        def make(backend: InferenceBackend, clock: ManualClock, events: EventBus) -> EngineCore:
-            return build_engine(config, backend, clock=clock, events=events)
-
-        return make
+        return lambda backend, clock, events: build_engine(config, backend, clock=clock, events=events)
 
 
 @command
@@ -127,6 +109,7 @@ def calibrate(
 
     Serves the requests again in simulated time, and changes the coefficients until the latencies agree.
     """
+    from sagellm.benchmarks.simulate.hardware import hardware
     from sagellm.engines.simulator.calibrate import calibrate as fitted
     from sagellm.engines.simulator.measured import read_measured, simulate
 
@@ -136,7 +119,8 @@ def calibrate(
     measured = read_measured(requests)
     if fit is not None and not 1 <= fit <= len(measured):
         raise ConfigError(f"--fit {fit}: {requests} holds {len(measured)} requests")
-    start, priors = _from_prior(prior, instance.cost_model(device, model))
+    ranks = {"tensor_parallel": instance.tensor_parallel, "data_parallel": instance.data_parallel}
+    start, priors = _from_prior(prior, hardware(device, model, cost_file=prior, **ranks).cost_model)
     sizes, make = instance.sizes(start), instance.engine_factory()
 
     def run(some: Sequence[RequestTiming], cost_model: CostModel) -> SimulatedRun:
@@ -165,16 +149,14 @@ def calibrate(
 
 
 def _from_prior(path: Path | None, start: CostModel) -> tuple[CostModel, Mapping[str, Prior]]:
-    """The model to start from and the priors, those of another calibration if given."""
-    from sagellm.benchmarks.simulate.hardware import read_coefficients
+    """The model to start from and the priors. `start` has the coefficients of `path`, if there is one."""
     from sagellm.engines.simulator.calibrate import PRIORS, narrowed
     from sagellm.engines.simulator.cost_model import Coefficients
 
     if path is None:
         return start, PRIORS
-    coefficients, _ = read_coefficients(path, start)
     sigmas = json.loads(path.read_text(encoding="utf-8")).get("fitted", {}).get("log_sigmas", {})
-    priors = narrowed(PRIORS, coefficients, sigmas)
+    priors = narrowed(PRIORS, start.coefficients, sigmas)
     means = {name: found.mean for name, found in priors.items()}
     return replace(start, coefficients=Coefficients(**means)), priors
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import platform
 import re
@@ -24,6 +23,7 @@ from sagellm.cli._settings import ServerSettings
 from sagellm.core.cores import usable_cores
 from sagellm.core.errors import CapacityError, ModelError, SageError
 from sagellm.core.extras import EXTRA_OF, install_command
+from sagellm.engines.native import DEMO_MODEL
 
 if TYPE_CHECKING:
     from sagellm.core.config import Config
@@ -64,10 +64,9 @@ def doctor(*, model: Model, settings: ServerSettings) -> None:
     """
     print(f"sagellm {__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
     missing = _report_packages()
-    folder = demo_model_folder()
-    whole = all((folder / name).is_file() for name in ("config.json", "tokenizer.json"))
-    whole = whole and any(folder.glob("*.safetensors"))
-    _line("demo model", "complete" if whole else f"missing in {folder}")
+    whole = all((DEMO_MODEL / name).is_file() for name in ("config.json", "tokenizer.json"))
+    whole = whole and any(DEMO_MODEL.glob("*.safetensors"))
+    _line("demo model", "complete" if whole else f"missing in {DEMO_MODEL}")
     missing += [] if whole else ["the demo model"]
     found = devices(has_torch=not missing)
     print("\nmachine")
@@ -84,11 +83,8 @@ def doctor(*, model: Model, settings: ServerSettings) -> None:
     _report_port(config)
     named = config.model.device
     matching = [device for device in found if named in (device.name, device.name.partition(":")[0])]
-    refused = _report_fit(config, (matching or found)[0])  # the first one for auto
-    print()
-    if refused is not None:
-        raise refused
-    print("ready to serve")
+    _report_fit(config, (matching or found)[0])  # the first one for auto
+    print("\nready to serve")
 
 
 def _report_packages() -> list[str]:
@@ -123,14 +119,6 @@ def _version_of(package: str) -> str | None:
         return None
 
 
-def demo_model_folder() -> Path:
-    """Where the demo model lies; found without importing the engine."""
-    package = importlib.util.find_spec("sagellm")
-    assert package is not None
-    assert package.origin is not None
-    return Path(package.origin).parent / "engines" / "native" / "demo_model"
-
-
 def _line(name: str, state: str) -> None:
     print(f"  {name:<18} {state}")
 
@@ -148,8 +136,8 @@ def _report_port(config: Config) -> None:
     _line("address", f"{where} {state}")
 
 
-def _report_fit(config: Config, device: LocalDevice) -> SageError | None:
-    """Print how the configured model fits; returns the error that forbids to serve it."""
+def _report_fit(config: Config, device: LocalDevice) -> None:
+    """Print how the configured model fits. Raises `ModelError` if it cannot be served."""
     from sagellm.engines.native.from_config import model_footprint, num_pool_blocks
     from sagellm.engines.native.hub import is_cached
 
@@ -158,9 +146,9 @@ def _report_fit(config: Config, device: LocalDevice) -> SageError | None:
     may_be_hub_name = name and _HUB_NAME.fullmatch(name) and not Path(name).exists()
     if name and may_be_hub_name and not is_cached(name, config.model.revision):
         print(f"  {name}: no such folder, and not in the local cache; sagellm pull {name} fetches it")
-        return None
+        return
     shown = name or "the demo model"
-    found = {"name": name or str(demo_model_folder()), "offline": True}
+    found = {"name": name or str(DEMO_MODEL), "offline": True}
     config = config.model_copy(update={"model": config.model.model_copy(update=found)})
     try:
         size = model_footprint(config)
@@ -168,14 +156,14 @@ def _report_fit(config: Config, device: LocalDevice) -> SageError | None:
         blocks = num_pool_blocks(config, size, device.name, device.free_bytes)
     except SageError as error:
         print(f"    does not fit: {error}" if isinstance(error, CapacityError) else f"  {shown}: {error}")
-        return ModelError(f"cannot serve {shown}: {error}")
+        print()
+        raise ModelError(f"cannot serve {shown}: {error}") from error
     share, context = config.kv.memory_share(device.name), size.max_model_len
     room = as_text(int((device.free_bytes - size.weight_bytes) * share))
     tokens = blocks * config.kv.block_size
     pool = f"{as_text(tokens * size.kv_bytes_per_token)} of {room} ({share:.0%} of what is free)"
     print(f"    {size.kv_bytes_per_token} bytes of KV per token: {tokens} tokens, {pool}")
     print(f"    room for {tokens // context} requests of {context} tokens at once")
-    return None
 
 
 def _print_size(name: str, size: Footprint) -> None:

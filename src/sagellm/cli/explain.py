@@ -68,8 +68,13 @@ def explain(
             raise ConfigError(f"--request {name!r}: no such request.{nearest(name, names)}")
     if story:
         print("\n\n".join("\n".join((f"request {name}", *log.story(name))) for name in story))
-    else:
-        _show(log, first, steps, diff=diff)
+        return
+    for index, step in enumerate(log.steps[first : first + steps], first):
+        print(step.title)
+        print(f"step {step.plan.step}\n{log.diff_text(index)}" if diff else step.text)
+    rest = len(log.steps) - first - steps
+    if rest > 0:
+        print(f"# {rest} more steps; --from {first + steps} shows them")
 
 
 def run_scenario(config: Config, scenario: Sequence[ScenarioRequest], step_s: float) -> ScheduleLog:
@@ -125,16 +130,6 @@ def _verify(step: StepRecord, block_size: int, budget: int) -> None:
         peers |= {placement.prefill, placement.decode, placement.attention, placement.ffn}
     graph = IRGraph.of(step.plan, rows=step.before)
     verify_graph(graph, block_size, token_budget=budget, before={LOCAL: step.before}, peers=peers)
-
-
-def _show(log: ScheduleLog, first: int, count: int, *, diff: bool) -> None:
-    shown = log.steps[first : first + count]
-    for index, step in enumerate(shown, first):
-        print(step.title)
-        print(f"step {step.plan.step}\n{log.diff_text(index)}" if diff else step.text)
-    rest = len(log.steps) - first - len(shown)
-    if rest > 0:
-        print(f"# {rest} more steps; --from {first + count} shows them")
 
 
 @dataclass(frozen=True, slots=True)

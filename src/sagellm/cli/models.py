@@ -9,6 +9,7 @@ from sagellm.cli._loading import as_text
 from sagellm.cli._options import Model, command
 from sagellm.cli._settings import Settings
 from sagellm.core.errors import RequestError, SageError
+from sagellm.engines.native import DEMO_MODEL, DEMO_NAME
 
 
 @command
@@ -31,7 +32,6 @@ def models(*, settings: Settings) -> None:
 
     The demo model comes with sageLLM; the others are those of the Hugging Face cache (HF_HOME, HF_HUB_CACHE).
     """
-    from sagellm.engines.native import DEMO_MODEL, DEMO_NAME
     from sagellm.engines.native.hub import cached_models
 
     rows = [

@@ -67,11 +67,6 @@ class EngineBenchPlan:
     def is_quantized(self) -> bool:
         return self.config.model.quantization != "none"
 
-    @property
-    def engine(self) -> str:
-        """Our name in rows; a quantized model has another name than a plain one."""
-        return f"sagellm-{self.config.model.quantization}" if self.is_quantized else "sagellm"
-
     def changed_settings(self) -> dict[str, Any]:
         """Returns the engine settings that differ from the defaults, without the model's path."""
         default, given = Config().flat(), self.config.flat()
@@ -139,10 +134,12 @@ class EngineBenchReport:
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per repeat in the harness's form, for comparison with a later run."""
+        quantized = f"sagellm-{self.plan.config.model.quantization}"
+        engine = quantized if self.plan.is_quantized else "sagellm"
         rows = []
         for measurement in self.measured:
             row: dict[str, Any] = {
-                "engine": self.plan.engine,
+                "engine": engine,
                 "model": self.plan.label,
                 "threads": self.plan.threads,
                 "workload": measurement.code,
@@ -190,9 +187,8 @@ def run(
     if plan.is_quantized:
         on_run(LOGIT_ERROR)
         values = {LOGIT_DISTANCE.key: logit_error(plan.config)}
-        report.measured.append(
-            EngineMeasurement(LOGIT_ERROR, LOGIT_ERROR_CODE, LOGIT_DISTANCE, 0, values, None, None)
-        )
+        distance = EngineMeasurement(LOGIT_ERROR, LOGIT_ERROR_CODE, LOGIT_DISTANCE, 0, values, None, None)
+        report.measured.append(distance)
     chosen = [workload for workload in plan.workloads if workload.name in plan.names]
     if not chosen:
         return
@@ -261,8 +257,18 @@ def tables(report: EngineBenchReport) -> Iterator[Table]:
     )
     yield Table(title, COLUMNS, [_line(runs) for runs in report.by_workload().values()], num_names=1)
     comparisons = report.comparisons()
-    if comparisons:
-        yield _comparison_table(comparisons)
+    if not comparisons:
+        return
+    peers = list(dict.fromkeys(comparison.peer for comparison in comparisons))
+    rows: dict[str, list[str]] = {}
+    for comparison in comparisons:
+        ours, ratio = comparison.figure, comparison.ratio
+        empty = [ours.title, ours.unit, format_number(ours.value), *("-" for _ in peers)]
+        row = rows.setdefault(ours.title, empty)
+        shown = "" if ratio is None else f" ({ratio:.2f})"
+        row[3 + peers.index(comparison.peer)] = format_number(comparison.peer_value) + shown
+    title = "beside peers: their median (how many times better ours is; below 1: worse)"
+    yield Table(title, ("workload", "", "ours", *peers), [*rows.values()], num_names=2)
 
 
 def _line(runs: Sequence[EngineMeasurement]) -> list[str]:
@@ -292,19 +298,6 @@ def _median_of(values: Iterable[float | None], form: Callable[[float], str]) -> 
 def _resident_mb(runs: Sequence[EngineMeasurement]) -> float | None:
     """Returns the largest resident memory after any of these runs."""
     return max((run.resident_bytes / MB for run in runs if run.resident_bytes), default=None)
-
-
-def _comparison_table(comparisons: Sequence[EnginePeerComparison]) -> Table:
-    peers = list(dict.fromkeys(comparison.peer for comparison in comparisons))
-    rows: dict[str, list[str]] = {}
-    for comparison in comparisons:
-        ours, ratio = comparison.figure, comparison.ratio
-        empty = [ours.title, ours.unit, format_number(ours.value), *("-" for _ in peers)]
-        row = rows.setdefault(ours.title, empty)
-        shown = "" if ratio is None else f" ({ratio:.2f})"
-        row[3 + peers.index(comparison.peer)] = format_number(comparison.peer_value) + shown
-    title = "beside peers: their median (how many times better ours is; below 1: worse)"
-    return Table(title, ("workload", "", "ours", *peers), [*rows.values()], num_names=2)
 
 
 def logit_error(config: Config) -> float:

@@ -29,6 +29,7 @@ COLUMNS = (
 )  # fmt: skip
 PROMPT = "17 + 25 ="
 MS = 1e3
+CONNECTIONS = {True: "kept", False: "new"}
 KINDS = ("list", "one-token", "stream")
 LOOPBACK = "127.0.0.1"
 START_TIMEOUT_S = 120.0
@@ -142,9 +143,16 @@ class HttpBenchReport:
         }
 
     def tables(self) -> Iterator[Table]:
-        runs = "one run" if self.plan.repeats == 1 else f"medians of {self.plan.repeats} runs"
-        title = f"{self.target.name}, model {self.target.model}: {runs}"
-        yield Table(title, COLUMNS, [_line(runs) for runs in self.cases().values()], num_names=3)
+        repeats = "one run" if self.plan.repeats == 1 else f"medians of {self.plan.repeats} runs"
+        title = f"{self.target.name}, model {self.target.model}: {repeats}"
+        rows = []
+        for (kind, keep_alive, concurrency), runs in self.cases().items():
+            names = ("median_ms", "p99_ms", "first_ms", "requests_per_s", "events_per_s")
+            figures = [format_number(median(getattr(run, name) for run in runs)) for name in names]
+            if kind != "stream":
+                figures[-1] = ""
+            rows.append([kind, CONNECTIONS[keep_alive], str(concurrency), *figures])
+        yield Table(title, COLUMNS, rows, num_names=3)
 
 
 def run(report: HttpBenchReport, *, on_run: Callable[[str], None] = lambda what: None) -> None:
@@ -154,7 +162,7 @@ def run(report: HttpBenchReport, *, on_run: Callable[[str], None] = lambda what:
         for concurrency in plan.concurrencies:
             for keep_alive in (True, False):
                 job = plan.job(kind, concurrency, keep_alive=keep_alive, target=report.target)
-                on_run(f"{kind}, {concurrency} at a time, {_connection(keep_alive)} connections")
+                on_run(f"{kind}, {concurrency} at a time, {CONNECTIONS[keep_alive]} connections")
                 measure(dataclasses.replace(job, num_requests=2 * concurrency))
                 for _ in range(plan.repeats):
                     report.runs.append(HttpRun.of(kind, job, measure(job)))
@@ -168,21 +176,6 @@ def measure(job: HttpJob) -> list[HttpSample]:
     if failed:
         raise SageError(f"{len(failed)} of {len(samples)} requests failed: {failed[0]}")
     return samples
-
-
-def _connection(keep_alive: bool) -> str:
-    return "kept" if keep_alive else "new"
-
-
-def _line(runs: Sequence[HttpRun]) -> list[str]:
-    first = runs[0]
-    figures = [
-        format_number(median(getattr(run, name) for run in runs))
-        for name in ("median_ms", "p99_ms", "first_ms", "requests_per_s", "events_per_s")
-    ]
-    figures[-1] = figures[-1] if first.kind == "stream" else ""
-    names = [first.kind, _connection(first.keep_alive), str(first.concurrency)]
-    return [*names, *figures]
 
 
 @contextmanager
