@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,11 +41,14 @@ def load_llm(
     config = located(config)  # before our progress bar, since the hub's client shows its own
     began_s = clock.now()
     readings: list[tuple[float, int]] = []  # time and bytes of weights read so far
-    with loading_bar(name or "the demo model") as progress:
+    terminal = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
+        task = bar.add_task(f"loading {name or 'the demo model'}", total=None)
 
         def listen(done: int, total: int) -> None:
             readings.append((clock.now(), done))
-            progress(done, total)
+            bar.update(task, completed=done, total=total)
 
         llm = build_llm(config, events=events, progress=listen)
     took = f"loaded in {clock.now() - began_s:.2f} s"
@@ -80,16 +81,6 @@ def _process_age_s() -> float | None:
     fields = PROCESS_STAT.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
-
-
-@contextmanager
-def loading_bar(name: str) -> Iterator[Callable[[int, int], None]]:
-    """A function that shows bytes done and in all, on a terminal."""
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"loading {name}", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def as_text(num_bytes: int) -> str:

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 _BLOCKS_HELP = "KV blocks of the measured engine; default: what the device's memory leaves."
 _SEQS_HELP = "Requests that ran together at most, per data-parallel rank; default: 256."
 _BATCHED_HELP = "Tokens of one step at most, per data-parallel rank; default: 2048."
-_RANKS_HELP = "Ranks with requests of their own that shared the experts; default: 1."
-_MEMORY_HELP = "Share of the device's memory that it used; default: 0.9."
-_PRESET_HELP = "Preset whose scheduling it is like; default: vllm-like."
 _CACHING_HELP = "Whether it reused prefixes (of preempted requests, here); default: yes."
 
 
@@ -38,9 +35,9 @@ class MeasuredEngine(OptionGroup):
     max_num_seqs: int = flag("N", _SEQS_HELP, 256)
     max_batched_tokens: int = flag("N", _BATCHED_HELP, 2048)
     tensor_parallel: int = flag("N", "Devices that shared each layer; default: 1.", 1)
-    data_parallel: int = flag("N", _RANKS_HELP, 1)
-    memory_utilization: float = flag("X", _MEMORY_HELP, 0.9)
-    preset: str = flag("NAME", _PRESET_HELP, "vllm-like")
+    data_parallel: int = flag("N", "Ranks with requests of their own that shared the experts; default: 1.", 1)
+    memory_utilization: float = flag("X", "Share of the device's memory that it used; default: 0.9.", 0.9)
+    preset: str = flag("NAME", "Preset whose scheduling it is like; default: vllm-like.", "vllm-like")
     prefix_caching: bool = flag("--prefix-caching/--no-prefix-caching", _CACHING_HELP, True)
 
     def __post_init__(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -132,7 +130,8 @@ class Conversation:
     def _stats(self) -> Iterator[str]:
         for label, some in (("last answer", self._spent[-1:]), ("all answers", self._spent)):
             if some:
-                usage = functools.reduce(operator.add, (usage for usage, _ in some))
+                first, *others = (usage for usage, _ in some)
+                usage = sum(others, start=first)
                 seconds = sum(spent for _, spent in some)
                 speed = f"{usage.completion_tokens / seconds:.1f} tokens/s" if seconds else "at once"
                 prompt = f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached)"

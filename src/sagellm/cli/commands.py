@@ -36,19 +36,8 @@ def version() -> None:
     print(f"sagellm {__version__} (Python {platform.python_version()})")
 
 
-app.add(
-    run.run,
-    chat.chat,
-    serve.serve,
-    models.pull,
-    models.models,
-    doctor.doctor,
-    replay.replay,
-    simulate.simulate,
-    calibrate.calibrate,
-    explain.explain,
-    version,
-)
+app.add(run.run, chat.chat, serve.serve, models.pull, models.models, doctor.doctor)
+app.add(replay.replay, simulate.simulate, calibrate.calibrate, explain.explain, version)
 app.add_typer(bench.app, name="bench")
 app.add_typer(trace.app, name="trace")
 app.add_typer(config.app, name="config")

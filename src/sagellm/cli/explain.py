@@ -28,7 +28,6 @@ MAX_STEPS = 100_000
 _REQUESTS_HELP = f"{FORM}, lengths in tokens; keys: at (a step), priority, tenant, class, prefix, ttft, tpot."
 _FILE_HELP = "Take requests from this file: JSON lines with id, prompt, output and the same keys, or a trace."
 _STORY_HELP = "Show only what happened to this request; may be repeated."
-_STEP_MS_HELP = "Duration of a step on the simulated clock."
 
 
 @command
@@ -38,7 +37,7 @@ def explain(
     limit: int = flag("N", "Requests taken from a trace.", 32),
     steps: int = flag("N", "Steps shown.", 20),
     first: int = flag("--from N", "The first step shown.", 0),
-    step_ms: float = flag("MS", _STEP_MS_HELP, 50.0),
+    step_ms: float = flag("MS", "Duration of a step on the simulated clock.", 50.0),
     story: list[str] | None = flag("--request ID", _STORY_HELP),
     *,
     diff: bool = flag("--diff", "Show how each step differs from the one before it.", False),
@@ -196,9 +195,8 @@ def scenario_request(where: str, values: Mapping[str, Any]) -> ScenarioRequest:
     if made.num_prompt + made.num_output > MOST_TOKENS:
         raise ConfigError(f"{where}: prompt and output are at most {MOST_TOKENS:,} tokens together here")
     if made.prefix is not None and (tokens or made.prefix[1] > made.num_prompt):
-        raise ConfigError(
-            f"{where}: a prefix of {made.prefix[1]} tokens needs a prompt of so many, without tokens"
-        )
+        shared = made.prefix[1]
+        raise ConfigError(f"{where}: a prefix of {shared} tokens needs a prompt of so many, without tokens")
     return made
 
 
@@ -284,9 +282,8 @@ def _from_trace(path: Path, limit: int, step_s: float) -> list[ScenarioRequest]:
         tokens = [block * size + i for block in ids for i in range(size)][:length]
         at = int(traced.time_s / step_s)
         output = max(1, traced.num_output_tokens)
-        made.append(
-            ScenarioRequest(f"r{number}", length, output, at, tenant=traced.tenant, tokens=tuple(tokens))
-        )
+        tenant = traced.tenant
+        made.append(ScenarioRequest(f"r{number}", length, output, at, tenant=tenant, tokens=tuple(tokens)))
     return made
 
 

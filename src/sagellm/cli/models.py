@@ -32,24 +32,18 @@ def models(*, settings: Settings) -> None:
 
     The demo model comes with sageLLM; the others are those of the Hugging Face cache (HF_HOME, HF_HUB_CACHE).
     """
+    from sagellm.engines.native.from_config import model_footprint
     from sagellm.engines.native.hub import cached_models
 
-    rows = [
-        (name, as_text(folder_bytes(folder)), _state(folder, settings))
-        for name, folder in [(DEMO_NAME, DEMO_MODEL), *cached_models()]
-    ]
+    rows = []
+    for name, folder in [(DEMO_NAME, DEMO_MODEL), *cached_models()]:
+        try:
+            size = model_footprint(settings.load(model=str(folder)).config)
+            state = f"yes, {size.num_parameters / 1e6:,.1f} M parameters"
+        except SageError as error:
+            state = f"no: {str(error).replace(f'{folder} ', '')}"
+        rows.append((name, as_text(folder_bytes(folder)), state))
     print_tables([Table("models in the local cache", ("name", "size", "runs"), rows, num_names=3)])
-
-
-def _state(folder: Path, settings: Settings) -> str:
-    """`yes`, with the number of parameters, or why it does not."""
-    from sagellm.engines.native.from_config import model_footprint
-
-    try:
-        size = model_footprint(settings.load(model=str(folder)).config)
-    except SageError as error:
-        return f"no: {str(error).replace(f'{folder} ', '')}"
-    return f"yes, {size.num_parameters / 1e6:,.1f} M parameters"
 
 
 def folder_bytes(folder: Path) -> int:

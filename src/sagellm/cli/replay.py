@@ -25,7 +25,6 @@ _POLICY_HELP = "A policy, or optimum, the offline bound; may be repeated; defaul
 _CAPACITY_HELP = "Blocks, or a share of the unique ones as 1%; may be repeated; default: 0.5 1 2 5 10 25 %."
 _OPTION_HELP = "Set an option of a policy, such as s3fifo.small_share=0.2, or of the format (no dot)."
 _OUT_HELP = "Write a row per replay to this file: .json (with a manifest), .csv or .parquet."
-_WARMUP_HELP = "Requests that do not count: 10% of them, or those of the first 600s."
 _PREMATURE_HELP = (
     "With --causes: an eviction is premature if the block is missed within this time; default: 60."
 )
@@ -39,7 +38,7 @@ class ReplayOptions(OptionGroup):
     policies: tuple[str, ...] = flag("--policy NAME", _POLICY_HELP, ())
     capacities: tuple[str, ...] = flag("--capacity SIZE", _CAPACITY_HELP, ())
     seeds: tuple[str, ...] = flag("--seed N", "For policies that take one; may be repeated; default: 0.", ())
-    warmup: str | None = flag("SPAN", _WARMUP_HELP)
+    warmup: str | None = flag("SPAN", "Requests that do not count: 10% of them, or those of the first 600s.")
     causes: bool | None = flag("--causes", "Also say why blocks were missing; no speed is measured then.")
     premature_s: float | None = flag("SECONDS", _PREMATURE_HELP)
     seconds_per_token: float | None = flag("X", _PER_TOKEN_HELP)

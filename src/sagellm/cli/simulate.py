@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from sagellm.benchmarks.simulate.workload import WorkloadSpec
 
 TRACES = "SAGELLM_TRACES"
-DEFAULT_PRESETS = ("default",)
-
-
-_ROUTER_HELP = "round-robin, least-loaded or prefix-aware; default: prefix-aware."
 _BELOW_HELP = "Uncached tokens below which a request is small; default: 2000."
 _SLO_HELP = "Goodput under seconds, milliseconds; repeatable; default: 1,100 and 10,30."
 
@@ -43,7 +39,7 @@ class MachineOptions(OptionGroup):
     assignments: tuple[str, ...] = flag("--set -s KEY=VALUE", "Set a key of every preset; repeatable.", ())
     instances: int | None = flag("N", "Instances that do both phases; default: 1.")
     disaggregate: str | None = flag("P:D", "P instances for prefill, D for decode.")
-    router: str | None = flag("NAME", _ROUTER_HELP)
+    router: str | None = flag("NAME", "round-robin, least-loaded or prefix-aware; default: prefix-aware.")
     network: float | None = flag("GB/S", "Of one instance; default: the device's.")
 
     def setup(self, goal_options: GoalOptions) -> SimulationSetup:
@@ -167,7 +163,7 @@ def simulate(
             )
         setup, results, capacities, fixed = _run_setting(setting, traces, preset or (), machine_options)
     elif trace is not None:
-        presets = tuple(dict.fromkeys(preset or DEFAULT_PRESETS))
+        presets = tuple(dict.fromkeys(preset or ("default",)))
         scales, spec, setup = load_options.scales, load_options.spec(), machine_options.setup(goal_options)
         for name in presets:
             setup.config(name)

@@ -28,7 +28,6 @@ from sagellm.benchmarks.reporting import Environment, Table, format_number
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError
-from sagellm.core.types import CapabilityDescriptor
 from sagellm.engines.build import build_backend, build_engine
 from sagellm.engines.native.measure import read_bandwidth
 
@@ -183,15 +182,31 @@ def run(
     if COLD_START in plan.names:
         for repeat in range(plan.repeats):
             on_run(f"{COLD_START}, {repeat + 1} of {plan.repeats}")
-            report.measured.append(_measure_cold(plan, repeat, clock))
+            before = CpuTimes.now()
+            values = cold_start(plan.config, clock)
+            others, resident = others_share(before, CpuTimes.now()), int(values.pop("resident_bytes"))
+            measured = EngineMeasurement(
+                COLD_START, COLD_CODE, SECONDS, repeat, values, resident or None, others
+            )
+            report.measured.append(measured)
     if plan.is_quantized:
         on_run(LOGIT_ERROR)
         values = {LOGIT_DISTANCE.key: logit_error(plan.config)}
         distance = EngineMeasurement(LOGIT_ERROR, LOGIT_ERROR_CODE, LOGIT_DISTANCE, 0, values, None, None)
         report.measured.append(distance)
     chosen = [workload for workload in plan.workloads if workload.name in plan.names]
-    if not chosen:
-        return
+    if chosen:
+        _run_loaded(report, chosen, clock, on_run)
+
+
+def _run_loaded(
+    report: EngineBenchReport,
+    workloads: Sequence[EngineWorkload],
+    clock: Clock,
+    on_run: Callable[[str], None],
+) -> None:
+    """Measures workloads on one engine. Those that do not fit are left out."""
+    plan = report.plan
     on_run("loading the model")
     engine = build_engine(plan.config)
     capability = engine.capability()
@@ -211,40 +226,23 @@ def run(
         report.capability["read_GBs"] = round(bandwidth / 1e9, 1)
         session = Session(engine, clock)
         session.run([WARM_UP] * 4)
-        for workload in chosen:
+        for workload in workloads:
             if workload.longest > session.max_model_len:
                 room = f"needs a context of {workload.longest} tokens; here are {session.max_model_len}"
                 report.left_out[workload.name] = f"{room} (model, --max-model-len, KV memory)"
                 continue
             for repeat in range(plan.repeats):
                 on_run(f"{workload.name}, {repeat + 1} of {plan.repeats}")
-                report.measured.append(_measure(workload, session, repeat, capability, bandwidth))
+                before = CpuTimes.now()
+                values = workload.run(session, repeat)
+                others, steps = others_share(before, CpuTimes.now()), session.steps
+                measured = EngineMeasurement(
+                    workload.name, workload.code, workload.metric, repeat, values, resident_bytes(), others,
+                    steps.overhead, steps.num_steps, steps.roofline(capability, bandwidth),
+                )  # fmt: skip
+                report.measured.append(measured)
     finally:
         engine.close()
-
-
-def _measure(
-    workload: EngineWorkload,
-    session: Session,
-    repeat: int,
-    capability: CapabilityDescriptor,
-    bandwidth: float,
-) -> EngineMeasurement:
-    before = CpuTimes.now()
-    values = workload.run(session, repeat)
-    others = others_share(before, CpuTimes.now())
-    steps = session.steps
-    return EngineMeasurement(
-        workload.name, workload.code, workload.metric, repeat, values, resident_bytes(), others,
-        steps.overhead, steps.num_steps, steps.roofline(capability, bandwidth),
-    )  # fmt: skip
-
-
-def _measure_cold(plan: EngineBenchPlan, repeat: int, clock: Clock) -> EngineMeasurement:
-    before = CpuTimes.now()
-    values = cold_start(plan.config, clock)
-    others, resident = others_share(before, CpuTimes.now()), int(values.pop("resident_bytes"))
-    return EngineMeasurement(COLD_START, COLD_CODE, SECONDS, repeat, values, resident or None, others)
 
 
 def tables(report: EngineBenchReport) -> Iterator[Table]:
