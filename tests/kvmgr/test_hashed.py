@@ -13,6 +13,7 @@ from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import Extent, GiveUp
 from sagellm.core.types import Account, Namespace, Tokens
 from sagellm.kvmgr.eviction import LRUPolicy
+from sagellm.kvmgr.prefix_cache import hashed
 from sagellm.kvmgr.prefix_cache.fingerprint import HASH_BYTES, chain
 from sagellm.kvmgr.prefix_cache.hashed import HashedIndex
 from tests.contracts.test_prefix_index import POLICIES, IndexMachine
@@ -35,8 +36,11 @@ def filled(*prompts: list[int], **options: Any) -> HashedIndex:
 
 
 @pytest.mark.parametrize("policies", POLICIES)
-def test_blocks_with_one_hash_are_never_taken_for_each_other(policies: str) -> None:
-    options = {"hash_blocks": one_bit, "max_ghosts": 0}
+def test_blocks_with_one_hash_are_never_taken_for_each_other(
+    policies: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hashed, "chain", one_bit)
+    options = {"max_ghosts": 0}
     kept = {"policies": policies, "options": options, "has_unique_hashes": False}
     machine: Any = type("Clashing", (IndexMachine,), kept)
     run_state_machine_as_test(machine, settings=settings(max_examples=examples(20), stateful_step_count=40))
@@ -47,8 +51,9 @@ def test_no_eviction_is_forgotten_or_dated_wrongly() -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=examples(20), stateful_step_count=40))
 
 
-def test_a_clash_is_a_miss() -> None:
-    index = filled([1, 1, 2, 2], hash_blocks=one_bit)
+def test_a_clash_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashed, "chain", one_bit)
+    index = filled([1, 1, 2, 2])
     same = next(one for one in range(3, 99) if _name([one, one]) == _name([1, 1]))
     assert index.lookup(Tokens([same, same])).num_blocks == 0
     index.insert(Tokens([same, same]), [9])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
@@ -27,7 +27,8 @@ def usable_cores(root: Path = ROOT) -> int:
 def num_physical(cpus: Collection[int], root: Path = ROOT) -> int:
     """Cores that `cpus` belong to. The hyperthreads of a core share its arithmetic and memory units, so they
     count once. Where the system does not say which belong together (not Linux), each CPU counts."""
-    return len({_siblings(cpu, root) for cpu in cpus})
+    topology = (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in cpus)
+    return len({_read(file) or file for file in topology})
 
 
 def cpu_quota(root: Path = ROOT) -> float:
@@ -42,11 +43,6 @@ def _allowed() -> Collection[int]:
     return range(os.cpu_count() or 1)
 
 
-def _siblings(cpu: int, root: Path) -> str:
-    """The same text for all CPUs of a core."""
-    return _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
-
-
 def _control_groups(root: Path) -> Iterator[Path]:
     """Folders that may limit this process, from the outermost on. A container often sees its own group as the
     outermost, whatever its path says; folders that do not exist limit nothing."""
@@ -56,15 +52,11 @@ def _control_groups(root: Path) -> Iterator[Path]:
             groups["cgroup" if controllers else "cgroup2"] = PurePosixPath(group)
     for top, mount, kind in _MOUNT.findall(_read(root / "proc/self/mountinfo")):
         if kind in groups:
-            folder = root / _unescaped(mount).lstrip("/")
+            folder, group, shown = root / _unescaped(mount).lstrip("/"), groups[kind], _unescaped(top)
             yield folder
-            for part in _parts_below(_unescaped(top), groups[kind]):
+            for part in group.relative_to(shown if group.is_relative_to(shown) else "/").parts:
                 folder /= part
                 yield folder
-
-
-def _parts_below(top: str, group: PurePosixPath) -> Sequence[str]:
-    return group.relative_to(top if group.is_relative_to(top) else "/").parts
 
 
 def _unescaped(text: str) -> str:

@@ -184,6 +184,10 @@ class EvictionPolicy(Protocol):
         """Raises `BookkeepingError` where the policy's books are wrong."""
 
 
+PolicyFactory = Callable[[], EvictionPolicy]
+"""Makes a policy for one more account."""
+
+
 class UseListener:
     """Base class of policies that follow every use of every path. Also of extents that they do not hold.
     `num_cached`: the blocks that the policy's account has in the index after the event."""

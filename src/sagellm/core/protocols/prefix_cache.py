@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from operator import add, sub
 from typing import NamedTuple, Protocol
 
-from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Hint, Use
+from sagellm.core.protocols.eviction import NO_USE, Hint, PolicyFactory, Use
 from sagellm.core.types import Account, BlockIds, Namespace, Retention, Tokens
 
 
@@ -260,7 +260,7 @@ class PrefixReuseIndex(Protocol):
         """Apply a hint to a resident prefix; it holds until the next use. It concerns the end of the prefix
         and the blocks before it up to the last branching. Returns their number."""
 
-    def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
+    def set_policy(self, factory: PolicyFactory) -> None:
         """Choose by new policies from now on. Cached blocks stay, in order of their last use."""
 
     def retract(self, result: InsertResult) -> None:

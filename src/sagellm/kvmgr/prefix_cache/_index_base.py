@@ -5,13 +5,13 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Generic
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import EventBus, IndexCleared
-from sagellm.core.protocols.eviction import EvictionPolicy, Hint
+from sagellm.core.protocols.eviction import EvictionPolicy, Hint, PolicyFactory
 from sagellm.core.protocols.prefix_cache import Branch, IndexNode, MatchEnd, MatchReport, PrefixHit
 from sagellm.core.types import TOKEN_BYTES, Account, BlockIds, Namespace, Tokens
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost
@@ -21,12 +21,24 @@ DEFAULT_NAMESPACE = Namespace()
 
 
 class IndexBase(ABC, Generic[ExtentType]):
-    """A `PrefixReuseIndex` without its structure: a subclass says how blocks are found and removed. Not
-    thread-safe: one engine thread owns it."""
+    """A `PrefixReuseIndex` without its structure: a subclass says how blocks are found and removed.
+
+    `evict` gives up what `policy` chooses; without one, what was used longest ago, deeper blocks first. With
+    `policy_factory` each account has a policy of its own. `max_ghosts` bounds how many evictions `explain`
+    remembers. Not thread-safe: one engine thread owns it.
+    """
 
     _leaves: EvictableLeaves[ExtentType]
 
-    def __init__(self, block_size: int, events: EventBus | None, clock: Clock | None) -> None:
+    def __init__(
+        self,
+        block_size: int = 16,
+        policy: EvictionPolicy | None = None,
+        events: EventBus | None = None,
+        clock: Clock | None = None,
+        policy_factory: PolicyFactory | None = None,
+        max_ghosts: int = 4096,
+    ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.block_size = block_size
@@ -34,6 +46,13 @@ class IndexBase(ABC, Generic[ExtentType]):
         self._events = events or EventBus()
         self._clock = clock or MonotonicClock()
         self._num_touches = 0
+        self._create(policy, policy_factory, max_ghosts)
+
+    @abstractmethod
+    def _create(
+        self, policy: EvictionPolicy | None, policy_factory: PolicyFactory | None, max_ghosts: int
+    ) -> None:
+        """Make the empty index, `_leaves` included."""
 
     @property
     @abstractmethod
@@ -42,11 +61,6 @@ class IndexBase(ABC, Generic[ExtentType]):
     @abstractmethod
     def lookup(
         self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE, max_tokens: int | None = None
-    ) -> PrefixHit: ...
-
-    @abstractmethod
-    def _hit(
-        self, tokens: Tokens, namespace: Namespace, node: IndexNode | None, num_blocks: int
     ) -> PrefixHit: ...
 
     @abstractmethod
@@ -71,6 +85,11 @@ class IndexBase(ABC, Generic[ExtentType]):
     @abstractmethod
     def _blocks_behind(self, hit: PrefixHit) -> Iterable[bytes]:
         """The tokens of the resident blocks that follow a match."""
+
+    def _hit(
+        self, tokens: Tokens, namespace: Namespace, node: IndexNode | None, num_blocks: int
+    ) -> PrefixHit:
+        return PrefixHit(num_blocks * self.block_size, num_blocks, tokens, namespace, node)
 
     # -- eviction
 
@@ -116,7 +135,7 @@ class IndexBase(ABC, Generic[ExtentType]):
             self._events.emit(IndexCleared())
         return freed
 
-    def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
+    def set_policy(self, factory: PolicyFactory) -> None:
         self._leaves.set_policy(factory)
 
     def hint(self, hit: PrefixHit, hint: Hint) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.protocols.eviction import EvictionPolicy, Hint, Use, UseListener, bonus_of
+from sagellm.core.protocols.eviction import EvictionPolicy, Hint, PolicyFactory, Use, UseListener, bonus_of
 from sagellm.core.protocols.prefix_cache import IndexNode
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace
 
@@ -106,9 +106,7 @@ class EvictableLeaves(Generic[ExtentType]):
     the default account, and other accounts are refused.
     """
 
-    def __init__(
-        self, policy: EvictionPolicy | None, policy_factory: Callable[[], EvictionPolicy] | None
-    ) -> None:
+    def __init__(self, policy: EvictionPolicy | None, policy_factory: PolicyFactory | None) -> None:
         if policy is None and policy_factory is not None:
             policy = policy_factory()
         self._policy_factory = policy_factory
@@ -194,7 +192,7 @@ class EvictableLeaves(Generic[ExtentType]):
             if parent is not None:
                 heapq.heappush(queue, _age(parent))
 
-    def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
+    def set_policy(self, factory: PolicyFactory) -> None:
         """Give every account a new policy. It gets the leaves in order of their last use. Nothing changes if
         a policy cannot be made."""
         policies = {id(share): factory() for share in self.shares.values()}

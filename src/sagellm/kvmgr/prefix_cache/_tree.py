@@ -9,10 +9,10 @@ split gives the new head one pin if the node has any.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from hashlib import blake2b
 
-from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy
+from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, PolicyFactory
 from sagellm.core.types import BlockIds, Namespace
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost, Ghosts
 from sagellm.kvmgr.prefix_cache._leaves import (
@@ -126,10 +126,7 @@ class NodeLeaves(EvictableLeaves[Node]):
     clash."""
 
     def __init__(
-        self,
-        block_bytes: int,
-        policy: EvictionPolicy | None,
-        policy_factory: Callable[[], EvictionPolicy] | None,
+        self, block_bytes: int, policy: EvictionPolicy | None, policy_factory: PolicyFactory | None
     ) -> None:
         super().__init__(policy, policy_factory)
         self._block_bytes = block_bytes

@@ -7,6 +7,8 @@ it costs nothing.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError
 from sagellm.core.events import BlocksRemoved, EventBus, IndexCleared
@@ -64,37 +66,25 @@ class MissAttribution:
         if num_hit_blocks >= total:
             return NOTHING
         first = max(num_hit_blocks, index.lookup(tokens, namespace).num_blocks)
-        evicted = self._evicted(tokens, index.block_size, namespace, first)
-        causes = [self._cause(ghost, preempted=preempted) for ghost in evicted]
-        reached = first + len(evicted)
+        causes: Counter[str] = Counter()
+        for digest in chain(tokens.tobytes(), index.block_size * TOKEN_BYTES, namespace)[first:]:
+            ghost = self._ghosts.get(digest)
+            if ghost is None:
+                break
+            causes[self._cause(ghost, preempted=preempted)] += 1
+        reached = first + causes.total()
         elsewhere = 0
         if self._across_namespaces and reached < total:
             elsewhere = max(0, index.explain(tokens, namespace).num_elsewhere - reached)
-        found = MissCounts(
-            cold=total - reached - elsewhere,
-            capacity=causes.count("capacity"),
-            premature=causes.count("premature"),
-            quota=causes.count("quota"),
-            preemption=causes.count("preemption"),
-            namespace=elsewhere,
-        )
+        found = MissCounts(cold=total - reached - elsewhere, namespace=elsewhere, **causes)
         self._sums = self._sums.plus(found)
         return found
 
     def snapshot(self) -> MissCounts:
         return self._sums
 
-    def _evicted(self, tokens: Tokens, block_size: int, namespace: Namespace, first: int) -> list[Ghost]:
-        """The ghosts of blocks from `first` on, up to a block without one."""
-        ghosts: list[Ghost] = []
-        for digest in chain(tokens.tobytes(), block_size * TOKEN_BYTES, namespace)[first:]:
-            ghost = self._ghosts.get(digest)
-            if ghost is None:
-                break
-            ghosts.append(ghost)
-        return ghosts
-
     def _cause(self, ghost: Ghost, *, preempted: bool) -> str:
+        """The field of `MissCounts` for a block that was evicted."""
         if preempted:
             return "preemption"
         if ghost.cause == "quota":

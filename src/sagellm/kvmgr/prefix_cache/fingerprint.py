@@ -19,7 +19,11 @@ def chain(data: bytes, block_bytes: int, namespace: Namespace, parent: bytes | N
     A hash has `HASH_BYTES` bytes. `parent` is the hash of the block in front of `data`; None: `data` is the
     beginning of a prompt, and the chain begins with the namespace.
     """
-    above = parent if parent is not None else _seed(namespace)
+    if parent is None:  # length-prefixed fields: no two namespaces give the same bytes
+        fields = [field.encode() for field in namespace]
+        joined = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
+        parent = blake2b(joined, digest_size=HASH_BYTES).digest()
+    above = parent
     hashes: list[bytes] = []
     for start in range(0, len(data) - block_bytes + 1, block_bytes):
         above = blake2b(above + data[start : start + block_bytes], digest_size=HASH_BYTES).digest()
@@ -30,10 +34,3 @@ def chain(data: bytes, block_bytes: int, namespace: Namespace, parent: bytes | N
 def fingerprint(tokens: Tokens, block_size: int, namespace: Namespace = Namespace()) -> list[bytes]:
     """The hashes of all whole blocks of a prompt, in order."""
     return chain(tokens.tobytes(), block_size * TOKEN_BYTES, namespace)
-
-
-def _seed(namespace: Namespace) -> bytes:
-    """Length-prefixed fields: no two namespaces give the same bytes."""
-    fields = [field.encode() for field in namespace]
-    joined = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
-    return blake2b(joined, digest_size=HASH_BYTES).digest()

@@ -9,16 +9,15 @@ Each block has its reference count (`BlockRecord.pins`): `pin` and `unpin` chang
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from sagellm.core.blocks import cdiv
-from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus
-from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Extent, Hint, Use
-from sagellm.core.protocols.prefix_cache import IndexNode, InsertResult, PrefixHit
+from sagellm.core.events import BlocksRemoved, BlocksStored
+from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Extent, Hint, PolicyFactory, Use
+from sagellm.core.protocols.prefix_cache import InsertResult, PrefixHit
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Retention, Tokens
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost, Ghosts
 from sagellm.kvmgr.prefix_cache._index_base import DEFAULT_NAMESPACE, IndexBase
@@ -26,9 +25,6 @@ from sagellm.kvmgr.prefix_cache._leaves import AccountShare, CachedExtent, Evict
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
 
 KEY_BYTES = 8
-
-HashBlocks = Callable[[bytes, int, Namespace, bytes | None], list[bytes]]
-"""The signature of `fingerprint.chain`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,9 +60,8 @@ class Records:
     """The resident blocks, found by chain hash and by block id. A hash says only where to look: the tokens
     are compared, and blocks with equal hashes are kept apart."""
 
-    def __init__(self, block_bytes: int, hash_blocks: HashBlocks) -> None:
+    def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
-        self._hash_blocks = hash_blocks
         self._by_hash: dict[bytes, list[BlockRecord]] = {}
         self._by_key: dict[int, BlockRecord] = {}
         self.by_block: dict[int, BlockRecord] = {}
@@ -80,7 +75,7 @@ class Records:
     def hash(self, block: bytes, parent: BlockRecord | None, namespace: Namespace) -> bytes:
         """The hash that `block` has, or would have, behind `parent`."""
         above = parent.hash if parent is not None else None
-        return self._hash_blocks(block, self._block_bytes, namespace, above)[0]
+        return chain(block, self._block_bytes, namespace, above)[0]
 
     def find(self, block: bytes, parent: BlockRecord | None, namespace: Namespace) -> BlockRecord | None:
         for record in self._by_hash.get(self.hash(block, parent, namespace), ()):
@@ -189,26 +184,12 @@ class Records:
 
 
 class HashedIndex(IndexBase[BlockRecord]):
-    """Implements `PrefixReuseIndex`.
+    """Implements `PrefixReuseIndex`."""
 
-    `evict` gives up what `policy` chooses; without one, the block that was used longest ago, deeper ones
-    first. With `policy_factory` each account has a policy of its own. `max_ghosts` bounds how many evictions
-    `explain` remembers. `hash_blocks` replaces `fingerprint.chain` in tests.
-    """
-
-    def __init__(
-        self,
-        block_size: int = 16,
-        policy: EvictionPolicy | None = None,
-        events: EventBus | None = None,
-        clock: Clock | None = None,
-        policy_factory: Callable[[], EvictionPolicy] | None = None,
-        max_ghosts: int = 4096,
-        *,
-        hash_blocks: HashBlocks = chain,
+    def _create(
+        self, policy: EvictionPolicy | None, policy_factory: PolicyFactory | None, max_ghosts: int
     ) -> None:
-        super().__init__(block_size, events, clock)
-        self._records = Records(self._block_bytes, hash_blocks)
+        self._records = Records(self._block_bytes)
         self._leaves = EvictableLeaves(policy, policy_factory)
         self._ghosts: Ghosts[bytes] = Ghosts(max_ghosts)
 
@@ -378,11 +359,6 @@ class HashedIndex(IndexBase[BlockRecord]):
         self._records.remap(moves)
 
     # -- inside: for the base
-
-    def _hit(
-        self, tokens: Tokens, namespace: Namespace, node: IndexNode | None, num_blocks: int
-    ) -> PrefixHit:
-        return PrefixHit(num_blocks * self.block_size, num_blocks, tokens, namespace, node)
 
     def _current(self, hit: PrefixHit) -> PrefixHit:
         if not isinstance(hit.node, BlockRecord) or hit.node.num_blocks:

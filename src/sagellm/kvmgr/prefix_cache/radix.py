@@ -12,13 +12,12 @@ of whole blocks and is compared as memory. The tree is in `_tree.py`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from sagellm.core.blocks import cdiv
-from sagellm.core.clock import Clock
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus
-from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Use
+from sagellm.core.events import BlocksRemoved, BlocksStored
+from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, PolicyFactory, Use
 from sagellm.core.protocols.prefix_cache import IndexNode, InsertResult, PrefixHit
 from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, Account, BlockIds, Namespace, Retention, Tokens
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost
@@ -33,23 +32,11 @@ MAX_GONE_BYTES = 4096
 
 
 class RadixIndex(IndexBase[Node]):
-    """Implements `PrefixReuseIndex`.
+    """Implements `PrefixReuseIndex`."""
 
-    `evict` gives up what `policy` chooses; without one, leaves in order of their last use. With
-    `policy_factory` each account has a policy of its own. `max_ghosts` bounds how many evictions `explain`
-    remembers.
-    """
-
-    def __init__(
-        self,
-        block_size: int = 16,
-        policy: EvictionPolicy | None = None,
-        events: EventBus | None = None,
-        clock: Clock | None = None,
-        policy_factory: Callable[[], EvictionPolicy] | None = None,
-        max_ghosts: int = 4096,
+    def _create(
+        self, policy: EvictionPolicy | None, policy_factory: PolicyFactory | None, max_ghosts: int
     ) -> None:
-        super().__init__(block_size, events, clock)
         leaves = NodeLeaves(self._block_bytes, policy, policy_factory)
         self._leaves = leaves
         self.tree = RadixTree(self._block_bytes, leaves, max_ghosts)
