@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.protocols.eviction import EvictionPolicy, Hint, PolicyFactory, Use, UseListener, bonus_of
+from sagellm.core.protocols.eviction import (
+    NO_USE,
+    EvictionPolicy,
+    Hint,
+    PolicyFactory,
+    Use,
+    UseListener,
+    bonus_of,
+)
 from sagellm.core.protocols.prefix_cache import IndexNode
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace
 
@@ -39,6 +47,7 @@ class AccountShare:
         return policy if isinstance(policy, UseListener) else None
 
 
+@dataclass(eq=False)
 class CachedExtent(IndexNode):
     """An extent of an index. For the radix tree a node, for the hashed index one block.
 
@@ -56,14 +65,14 @@ class CachedExtent(IndexNode):
     key: int
     num_blocks: int
     end_block: int
-    pins: int
-    num_ends: int
-    last_use: int
-    num_uses: int
-    used_s: float
-    bonus_s: float
-    use: Use
-    hint: Hint | None
+    pins: int = 0
+    num_ends: int = 0
+    last_use: int = 0
+    num_uses: int = 0
+    used_s: float = 0.0
+    bonus_s: float = 0.0
+    use: Use = NO_USE
+    hint: Hint | None = None
 
     @property
     def first_position(self) -> int:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import BlocksRemoved, BlocksStored
-from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Extent, Hint, PolicyFactory, Use
+from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Extent, PolicyFactory, Use
 from sagellm.core.protocols.prefix_cache import InsertResult, PrefixHit
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Retention, Tokens
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost, Ghosts
@@ -27,29 +27,14 @@ from sagellm.kvmgr.prefix_cache.fingerprint import chain
 KEY_BYTES = 8
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class BlockRecord(CachedExtent):
     """One resident block of `data`; for a policy, an `Extent`. `num_blocks` is 0 once it has left the index.
     `pins` is the number of pinned hits that cover the block."""
 
-    parent: BlockRecord | None
     hash: bytes
     data: bytes
     block_id: int
-    namespace: Namespace
-    share: AccountShare
-    key: int
-    end_block: int
-    num_blocks: int = 1
-    last_use: int = 0
-    num_uses: int = 0
-    used_s: float = 0.0
-    bonus_s: float = 0.0
-    use: Use = NO_USE
-    hint: Hint | None = None
-    pins: int = 0
-    num_ends: int = 0
-    children: dict[bytes, BlockRecord] = field(default_factory=dict)
 
     @property
     def content(self) -> bytes:
@@ -108,7 +93,9 @@ class Records:
         while key in self._by_key:  # keys must be unique, or a policy would take one block for another
             key = (key + 1) % (1 << 8 * KEY_BYTES)
         end_block = parent.end_block + 1 if parent is not None else 1
-        record = BlockRecord(parent, digest, block, block_id, namespace, share, key, end_block)
+        record = BlockRecord(
+            parent, {}, namespace, share, key, 1, end_block, hash=digest, data=block, block_id=block_id
+        )
         self._by_hash.setdefault(digest, []).append(record)
         self._by_key[key] = self.by_block[block_id] = record
         share.num_cached += 1
