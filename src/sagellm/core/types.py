@@ -7,7 +7,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -253,10 +253,9 @@ class SamplingParams:
         stop_ids = _as_tuple("stop_token_ids", "several token ids", self.stop_token_ids, _is_integer)
         object.__setattr__(self, "stop_token_ids", stop_ids)
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
-        for wanted, is_right, names in _FIELD_TYPES:
-            for name in names:
-                if not is_right(value := getattr(self, name)):
-                    raise _wrong_type(name, wanted, value)
+        for name, wanted, is_right in _FIELD_TYPES:
+            if not is_right(value := getattr(self, name)):
+                raise _wrong_type(name, wanted, value)
         _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         for name, (low, high) in SAMPLING_RANGES.items():
             if (value := getattr(self, name)) is not None:
@@ -294,21 +293,16 @@ def _is_integer(value: object) -> bool:
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
-_FIELD_TYPES: tuple[tuple[str, Callable[[object], bool], tuple[str, ...]], ...] = (
-    (
-        "a number",
-        _is_number,
-        ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    ),
-    ("an integer", _is_integer, ("top_k", "n", "min_tokens")),
-    (
-        "an integer or None",
-        lambda value: value is None or _is_integer(value),
-        ("seed", "logprobs", "prompt_logprobs", "max_tokens"),
-    ),
-    ("True or False", lambda value: isinstance(value, bool), ("include_stop_str_in_output", "ignore_eos")),
-)
-"""What a field of `SamplingParams` must be, in words and as a check, and the fields."""
+_KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
+    "float": ("a number", _is_number),
+    "int": ("an integer", _is_integer),
+    "int | None": ("an integer or None", lambda value: value is None or _is_integer(value)),
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+}
+_FIELD_TYPES = [
+    (each.name, *_KINDS[kind]) for kind in _KINDS for each in fields(SamplingParams) if each.type == kind
+]
+"""Fields of `SamplingParams`: the name, what it must be in words, and the check."""
 
 
 def _as_tuple(name: str, wanted: str, values: Any, is_right: Callable[[object], bool]) -> tuple[Any, ...]:
