@@ -179,6 +179,11 @@ class MicroBenchPlan:
         if odd:
             raise ConfigError(f"prompt sizes must be multiples of {2 * BLOCK_SIZE} tokens, got {odd[0]}")
 
+    @property
+    def caches(self) -> tuple[int, ...]:
+        """Sizes of caches in blocks: 64 prompts of 512 tokens, and a large one."""
+        return (64 * 512 // BLOCK_SIZE, self.large_pool)
+
     def quick(self) -> MicroBenchPlan:
         """Returns small sizes and few samples, to see whether everything works."""
         return dataclasses.replace(
@@ -230,12 +235,12 @@ Build: TypeAlias = Callable[[MicroBenchCell, int], TimedOperation]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A case at several sizes. `calls` per sample, None: as the stopwatch decides. Where the cost of a call
-    depends on the calls before it, only the mean over many in a row is meaningful."""
+    """A case at the plan's field `sizes`. `calls` per sample; None: as the stopwatch decides. Where the cost of a
+    call depends on the calls before it, only the mean over many in a row is meaningful."""
 
     case: str
     build: Build
-    sizes: Callable[[MicroBenchPlan], tuple[int, ...]] = lambda plan: plan.sizes
+    sizes: str = "sizes"
     calls: int | None = None
 
 
@@ -267,7 +272,7 @@ def timed(letter: str, *recipes: Recipe) -> Section:
     def section(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
         for variant in plan.variants:
             for recipe in recipes:
-                for size in recipe.sizes(plan):
+                for size in getattr(plan, recipe.sizes):
                     prepare = partial(recipe.build, MicroBenchCell(plan, variant, size))
                     timing = stopwatch.time(prepare, calls=recipe.calls)
                     yield MicroBenchRow(

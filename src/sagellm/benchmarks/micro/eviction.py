@@ -4,13 +4,11 @@ policy, as in the engine. Every prompt has 512 tokens. `sagellm replay` measures
 from __future__ import annotations
 
 import dataclasses
-from operator import attrgetter
 
 from sagellm.benchmarks.micro._kv import PROMPT_BLOCKS, PROMPT_TOKENS, PoolAndIndex, Prompts, pool_and_index
 from sagellm.benchmarks.micro.cases import (
     MicroBenchCell,
     MicroBenchmark,
-    MicroBenchPlan,
     Recipe,
     TimedOperation,
     timed,
@@ -22,8 +20,6 @@ from sagellm.core.types import NO_ACCOUNT, Namespace, Tokens
 USE = "a cached prompt is used: look-up, pin, unpin"
 ENTER = "a prompt enters a full cache: evict, insert"
 EVICT = "evict from a large cache"
-
-_FEW_PROMPTS = 64
 
 
 def _full_cache(cell: MicroBenchCell, num_blocks: int) -> tuple[PoolAndIndex, list[Tokens], Prompts]:
@@ -62,17 +58,13 @@ def _evict(cell: MicroBenchCell, calls: int) -> TimedOperation:
     )
 
 
-def _few(plan: MicroBenchPlan) -> tuple[int, ...]:
-    return (_FEW_PROMPTS * PROMPT_BLOCKS, plan.large_pool)
-
-
 BENCHMARK = MicroBenchmark(
     "eviction",
     registry("policy").names,
     registry("policy").get,
     {
-        "u": timed("u", Recipe(USE, _use, _few)),
-        "n": timed("n", Recipe(ENTER, _enter, _few)),
-        "e": timed("e", Recipe(EVICT, _evict, attrgetter("evictions"))),
+        "u": timed("u", Recipe(USE, _use, "caches")),
+        "n": timed("n", Recipe(ENTER, _enter, "caches")),
+        "e": timed("e", Recipe(EVICT, _evict, "evictions")),
     },
 )

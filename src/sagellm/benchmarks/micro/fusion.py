@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.benchmarks.micro.cases import MicroBenchCell, MicroBenchmark, Recipe, TimedOperation, timed
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError, UnknownNameError, nearest
-from sagellm.core.protocols.fusion import KernelSet
+from sagellm.core.protocols.fusion import FusedKernel, KernelSet
 
 KERNELS, TORCH = WAYS = ("kernels", "torch")
 MATRICES = "all matrices of the layers, and the output"
@@ -105,15 +104,13 @@ def _attention(cell: MicroBenchCell, sequences: int, tokens: int, start: int) ->
 
 def _norm(cell: MicroBenchCell, calls: int) -> TimedOperation:
     x, delta, weight = (_random(cell, *shape) for shape in ((cell.size, _HIDDEN),) * 2 + ((_HIDDEN,),))
-    kernel = _kernels().add_rms_norm
-    assert kernel is not None
-    return _timed(lambda: _way(cell, kernel)(x, delta, weight, _EPS))
+    norm = _way(cell, _kernels().add_rms_norm)
+    return _timed(lambda: norm(x, delta, weight, _EPS))
 
 
 def _gate(cell: MicroBenchCell, calls: int) -> TimedOperation:
-    wide, kernel = _random(cell, cell.size, 2 * _INNER), _kernels().silu_and_mul
-    assert kernel is not None
-    return _timed(lambda: _way(cell, kernel)(wide))
+    wide, gate = _random(cell, cell.size, 2 * _INNER), _way(cell, _kernels().silu_and_mul)
+    return _timed(lambda: gate(wide))
 
 
 def _rope(cell: MicroBenchCell, calls: int) -> TimedOperation:
@@ -122,29 +119,29 @@ def _rope(cell: MicroBenchCell, calls: int) -> TimedOperation:
     cos, sin = _random(cell, rows, _DIM // 2), _random(cell, rows, _DIM // 2)
     keys = _random(cell, cdiv(rows, _BLOCK), _BLOCK, _KV_HEADS, _DIM)
     values, slots = keys.clone(), torch.arange(rows)
-    kernel = _kernels().rope_to_cache
-    assert kernel is not None
-    return _timed(lambda: _way(cell, kernel)(heads, cos, sin, None, None, _EPS, slots, keys, values))
+    rope = _way(cell, _kernels().rope_to_cache)
+    return _timed(lambda: rope(heads, cos, sin, None, None, _EPS, slots, keys, values))
 
 
-def _way(cell: MicroBenchCell, kernel: Any) -> Callable[..., Any]:
+def _way(cell: MicroBenchCell, kernel: FusedKernel | None) -> Callable[..., Any]:
     """Returns the kernel, or its twin from torch's operators."""
-    way: Callable[..., Any] = kernel.apply if cell.variant == KERNELS else kernel.reference
-    return way
+    assert kernel is not None
+    return kernel.apply if cell.variant == KERNELS else kernel.reference
 
 
-_rows, _lengths = attrgetter("rows"), attrgetter("lengths")
 BENCHMARK = MicroBenchmark(
     "fusion",
     lambda: WAYS,
     _check_way,
     {
-        "m": timed("m", Recipe(MATRICES, _matrices, _rows)),
+        "m": timed("m", Recipe(MATRICES, _matrices, "rows")),
         "a": timed(
             "a",
-            Recipe(ATTENTION, lambda cell, calls: _attention(cell, _SEQUENCES, 1, cell.size - 1), _lengths),
-            Recipe(PROMPT, lambda cell, calls: _attention(cell, 1, cell.size, 0), _lengths),
+            Recipe(ATTENTION, lambda cell, calls: _attention(cell, _SEQUENCES, 1, cell.size - 1), "lengths"),
+            Recipe(PROMPT, lambda cell, calls: _attention(cell, 1, cell.size, 0), "lengths"),
         ),
-        "g": timed("g", Recipe(NORM, _norm, _rows), Recipe(GATE, _gate, _rows), Recipe(ROPE, _rope, _rows)),
+        "g": timed(
+            "g", Recipe(NORM, _norm, "rows"), Recipe(GATE, _gate, "rows"), Recipe(ROPE, _rope, "rows")
+        ),
     },
 )

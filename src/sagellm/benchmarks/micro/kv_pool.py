@@ -4,7 +4,6 @@ only section is d. The pool's lock and counters are on in every row: they have n
 from __future__ import annotations
 
 from functools import partial
-from operator import attrgetter
 
 from sagellm.benchmarks.micro._kv import OWNER, PROMPT_BLOCKS, Prompts, allocate, pool_and_index
 from sagellm.benchmarks.micro.cases import (
@@ -82,7 +81,6 @@ def _evict_and_allocate(cell: MicroBenchCell, calls: int, *, large: bool) -> Tim
     )
 
 
-_allocations, _evictions = attrgetter("allocations"), attrgetter("evictions")
 BENCHMARK = MicroBenchmark(
     "kv_pool",
     registry("pool").names,
@@ -91,12 +89,12 @@ BENCHMARK = MicroBenchmark(
         "d": timed(
             "d",
             *(
-                Recipe(case + (WITH_QUOTA if quota else ""), partial(build, quota=quota), _allocations)
+                Recipe(case + (WITH_QUOTA if quota else ""), partial(build, quota=quota), "allocations")
                 for case, build in ((ALLOCATE, _allocate), (FREE, _free), (GROW, _grow))
                 for quota in (False, True)
             ),
-            Recipe(EVICT, partial(_evict_and_allocate, large=False), _allocations),
-            Recipe(EVICT_LARGE, partial(_evict_and_allocate, large=True), _evictions, calls=CALLS_OF_SHORT),
+            Recipe(EVICT, partial(_evict_and_allocate, large=False), "allocations"),
+            Recipe(EVICT_LARGE, partial(_evict_and_allocate, large=True), "evictions", calls=CALLS_OF_SHORT),
         )
     },
 )

@@ -11,7 +11,6 @@ import gc
 import random
 from collections.abc import Iterator
 from functools import partial
-from operator import attrgetter
 
 from sagellm.benchmarks.micro.cases import (
     BLOCK_SIZE,
@@ -132,16 +131,14 @@ def _admission(cell: MicroBenchCell, calls: int, *, whole_step: bool) -> TimedOp
 
 def _admissions(plan: MicroBenchPlan, stopwatch: Stopwatch) -> Iterator[MicroBenchRow]:
     """Fewer samples: each needs a new engine."""
-    new = attrgetter("new")
     section = timed(
         "n",
-        Recipe(BUILD, partial(_admission, whole_step=False), new, calls=1),
-        Recipe(ADMIT, partial(_admission, whole_step=True), new, calls=1),
+        Recipe(BUILD, partial(_admission, whole_step=False), "new", calls=1),
+        Recipe(ADMIT, partial(_admission, whole_step=True), "new", calls=1),
     )
     yield from section(plan, Stopwatch(max(3, stopwatch.repeats // 5)))
 
 
-_running = attrgetter("running")
 BENCHMARK = MicroBenchmark(
     "scheduler_ir",
     lambda: tuple(strategies.STRATEGIES),
@@ -149,8 +146,8 @@ BENCHMARK = MicroBenchmark(
     {
         "e": timed(
             "e",
-            Recipe(STEP, partial(_step, look=False), _running, calls=1),
-            Recipe(READ, partial(_step, look=True), _running, calls=1),
+            Recipe(STEP, partial(_step, look=False), "running", calls=1),
+            Recipe(READ, partial(_step, look=True), "running", calls=1),
         ),
         "n": _admissions,
     },
