@@ -235,8 +235,8 @@ Build: TypeAlias = Callable[[MicroBenchCell, int], TimedOperation]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A case at the plan's field `sizes`. `calls` per sample; None: as the stopwatch decides. Where the cost of a
-    call depends on the calls before it, only the mean over many in a row is meaningful."""
+    """A case at the plan's field `sizes`. `calls` per sample; None: as the stopwatch decides. Where the cost
+    of a call depends on the calls before it, only the mean over many in a row is meaningful."""
 
     case: str
     build: Build

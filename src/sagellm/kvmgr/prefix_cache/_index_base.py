@@ -11,7 +11,7 @@ from typing import Generic
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import EventBus, IndexCleared
-from sagellm.core.protocols.eviction import EvictionPolicy, Hint, PolicyFactory
+from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Hint, PolicyFactory, Use
 from sagellm.core.protocols.prefix_cache import Branch, IndexNode, MatchEnd, MatchReport, PrefixHit
 from sagellm.core.types import TOKEN_BYTES, Account, BlockIds, Namespace, Tokens
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost
@@ -28,6 +28,7 @@ class IndexBase(ABC, Generic[ExtentType]):
     remembers. Not thread-safe: one engine thread owns it.
     """
 
+    _extent_type: type[ExtentType]
     _leaves: EvictableLeaves[ExtentType]
 
     def __init__(
@@ -68,8 +69,15 @@ class IndexBase(ABC, Generic[ExtentType]):
         """The hit, or a new look-up of it if the index has changed since."""
 
     @abstractmethod
-    def _path_of(self, hit: PrefixHit) -> Iterator[ExtentType]:
-        """The extents of a current hit, the deepest first."""
+    def num_unpinned_on_path(self, hit: PrefixHit) -> int: ...
+
+    @abstractmethod
+    def _pin(self, last: ExtentType, num_blocks: int) -> ExtentType:
+        """Add one to the reference counts of the path of a hit; returns its last extent, which may be new."""
+
+    @abstractmethod
+    def _unpin(self, last: ExtentType) -> None:
+        """Take one from the reference counts of a path."""
 
     @abstractmethod
     def _evict_of(self, share: AccountShare, num_blocks: int, cause: str) -> BlockIds:
@@ -90,6 +98,42 @@ class IndexBase(ABC, Generic[ExtentType]):
         self, tokens: Tokens, namespace: Namespace, node: IndexNode | None, num_blocks: int
     ) -> PrefixHit:
         return PrefixHit(num_blocks * self.block_size, num_blocks, tokens, namespace, node)
+
+    def _path_of(self, hit: PrefixHit) -> Iterator[ExtentType]:
+        """The extents of a current hit, the deepest first."""
+        return hit.node.path() if isinstance(hit.node, self._extent_type) else iter(())
+
+    # -- pins: the reference counts
+
+    def pin(self, hit: PrefixHit) -> PrefixHit:
+        hit = self._current(hit)
+        last = hit.node
+        if not hit.num_blocks or not isinstance(last, self._extent_type):
+            return hit
+        listener = last.share.listener
+        num_held = hit.num_blocks - self.num_unpinned_on_path(hit) if listener is not None else 0
+        last = self._pin(last, hit.num_blocks)
+        if listener is not None:
+            listener.found(last, num_held)
+        return self._hit(hit.tokens, hit.namespace, last, hit.num_blocks)
+
+    def unpin(self, hit: PrefixHit, use: Use = NO_USE) -> None:
+        last = hit.node
+        if not hit.num_blocks or not isinstance(last, self._extent_type):
+            return
+        if not last.num_ends or last.end_block != hit.num_blocks:
+            raise BookkeepingError(f"unpin of a prefix of {hit.num_blocks} blocks that is not pinned")
+        self._touch(last)
+        last.use = use
+        self._unpin(last)
+        if use is not NO_USE and last.share.listener is not None:
+            last.share.listener.used(last)
+
+    def _touch(self, extent: ExtentType) -> None:
+        """Set the time of last use."""
+        self._num_touches += 1
+        extent.last_use = self._num_touches
+        extent.used_s = self._clock.now()
 
     # -- eviction
 
@@ -152,12 +196,6 @@ class IndexBase(ABC, Generic[ExtentType]):
             if hint.duration_s is not None or hint.over(extent.hint) != extent.hint:
                 self._leaves.hint(extent, hint, now_s)
         return num_blocks
-
-    def _touch(self, extent: ExtentType) -> None:
-        """Set the time of last use."""
-        self._num_touches += 1
-        extent.last_use = self._num_touches
-        extent.used_s = self._clock.now()
 
     # -- off the hot path: where a match ends and why, and what is near it
 

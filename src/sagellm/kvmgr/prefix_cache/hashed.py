@@ -16,7 +16,7 @@ from itertools import groupby
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import BlocksRemoved, BlocksStored
-from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Extent, PolicyFactory, Use
+from sagellm.core.protocols.eviction import EvictionPolicy, Extent, PolicyFactory
 from sagellm.core.protocols.prefix_cache import InsertResult, PrefixHit
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Retention, Tokens
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost, Ghosts
@@ -173,6 +173,8 @@ class Records:
 class HashedIndex(IndexBase[BlockRecord]):
     """Implements `PrefixReuseIndex`."""
 
+    _extent_type = BlockRecord
+
     def _create(
         self, policy: EvictionPolicy | None, policy_factory: PolicyFactory | None, max_ghosts: int
     ) -> None:
@@ -213,30 +215,7 @@ class HashedIndex(IndexBase[BlockRecord]):
 
     # -- pins: the reference counts
 
-    def pin(self, hit: PrefixHit) -> PrefixHit:
-        hit = self._current(hit)
-        node = hit.node
-        if isinstance(node, BlockRecord):
-            num_held = hit.num_blocks - self.num_unpinned_on_path(hit)
-            self._pin_path(node)
-            if node.share.listener is not None:
-                node.share.listener.found(node, num_held)
-        return self._hit(hit.tokens, hit.namespace, node, hit.num_blocks)
-
-    def unpin(self, hit: PrefixHit, use: Use = NO_USE) -> None:
-        node = hit.node
-        if not isinstance(node, BlockRecord):
-            return
-        if not node.num_ends:
-            raise BookkeepingError(f"unpin of a prefix of {hit.num_blocks} blocks that is not pinned")
-        self._touch(node)
-        node.use = use
-        self._unpin_path(node)
-        if use is not NO_USE and node.share.listener is not None:
-            node.share.listener.used(node)
-
-    def _pin_path(self, last: BlockRecord) -> None:
-        """Add one to the reference counts of a path."""
+    def _pin(self, last: BlockRecord, num_blocks: int) -> BlockRecord:
         last.num_ends += 1
         for record in last.path():
             record.num_uses += 1
@@ -244,9 +223,9 @@ class HashedIndex(IndexBase[BlockRecord]):
             if record.pins == 1:
                 record.share.num_pinned += 1
                 self._leaves.discard(record)
+        return last
 
-    def _unpin_path(self, last: BlockRecord) -> None:
-        """Take one from the reference counts of a path."""
+    def _unpin(self, last: BlockRecord) -> None:
         last.num_ends -= 1
         for record in last.path():
             record.pins -= 1
@@ -284,7 +263,7 @@ class HashedIndex(IndexBase[BlockRecord]):
             self._enter(path, existing)
         last = path[-1] if path else None
         if pin and last is not None:
-            self._pin_path(last)
+            self._pin(last, len(path))
             if share.listener is not None:
                 share.listener.added(last, len(path) - existing, share.num_cached)
         elif existing < len(path):
@@ -334,7 +313,7 @@ class HashedIndex(IndexBase[BlockRecord]):
             raise BookkeepingError("retract of an insertion that is not pinned, or that others use by now")
         for record in last.path():
             record.num_uses -= 1
-        self._unpin_path(last)
+        self._unpin(last)
         for record in new:
             self._leaves.discard(record)
             parent = self._remove(record)
@@ -351,9 +330,6 @@ class HashedIndex(IndexBase[BlockRecord]):
         if not isinstance(hit.node, BlockRecord) or hit.node.num_blocks:
             return hit
         return self.lookup(hit.tokens, hit.namespace, hit.num_blocks * self.block_size)
-
-    def _path_of(self, hit: PrefixHit) -> Iterator[BlockRecord]:
-        return hit.node.path() if isinstance(hit.node, BlockRecord) else iter(())
 
     def _namespaces(self) -> Iterable[Namespace]:
         return {record.namespace for record in self._records}

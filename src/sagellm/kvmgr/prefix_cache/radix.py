@@ -12,12 +12,12 @@ of whole blocks and is compared as memory. The tree is in `_tree.py`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.events import BlocksRemoved, BlocksStored
-from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, PolicyFactory, Use
+from sagellm.core.protocols.eviction import EvictionPolicy, PolicyFactory
 from sagellm.core.protocols.prefix_cache import IndexNode, InsertResult, PrefixHit
 from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, Account, BlockIds, Namespace, Retention, Tokens
 from sagellm.kvmgr.prefix_cache._ghosts import Ghost
@@ -33,6 +33,8 @@ MAX_GONE_BYTES = 4096
 
 class RadixIndex(IndexBase[Node]):
     """Implements `PrefixReuseIndex`."""
+
+    _extent_type = Node
 
     def _create(
         self, policy: EvictionPolicy | None, policy_factory: PolicyFactory | None, max_ghosts: int
@@ -94,18 +96,6 @@ class RadixIndex(IndexBase[Node]):
 
     # -- pins: the reference counts
 
-    def pin(self, hit: PrefixHit) -> PrefixHit:
-        hit = self._current(hit)
-        node = hit.node
-        if not hit.num_blocks or not isinstance(node, Node):
-            return hit
-        listener = node.share.listener
-        num_held = hit.num_blocks - self._count_on_path(hit, 0) if listener is not None else 0
-        node = self._pin(node, hit.num_blocks)
-        if listener is not None:
-            listener.found(node, num_held)
-        return self._hit(hit.tokens, hit.namespace, node, hit.num_blocks)
-
     def _pin(self, node: Node, num_blocks: int) -> Node:
         """Pin a path of `num_blocks`. Splits its last node if the path ends inside; returns the last one."""
         if node.end_block > num_blocks:
@@ -115,18 +105,9 @@ class RadixIndex(IndexBase[Node]):
         self.tree.pin_path(node)
         return node
 
-    def unpin(self, hit: PrefixHit, use: Use = NO_USE) -> None:
-        node = hit.node
-        if not hit.num_blocks or not isinstance(node, Node):
-            return
-        if not node.num_ends or node.end_block != hit.num_blocks:
-            raise BookkeepingError(f"unpin of a prefix of {hit.num_blocks} blocks that is not pinned")
+    def _unpin(self, node: Node) -> None:
         node.num_ends -= 1
-        self._touch(node)
-        node.use = use
         self.tree.unpin_path(node)
-        if use is not NO_USE and node.share.listener is not None:
-            node.share.listener.used(node)
 
     # -- write
 
@@ -178,8 +159,7 @@ class RadixIndex(IndexBase[Node]):
         others = node.pins > 1 or node.children
         if not node.num_ends or node.end_block != hit.num_blocks or (existing < hit.num_blocks and others):
             raise BookkeepingError("retract of an insertion that is not pinned, or that others use by now")
-        node.num_ends -= 1
-        self.tree.unpin_path(node)
+        self._unpin(node)
         self._ghost = Ghost(self._clock.now(), "retracted")
         while node.end_block > existing and node.parent is not None:
             parent = node.parent
@@ -248,9 +228,6 @@ class RadixIndex(IndexBase[Node]):
                 return max(0, count)
             count += above.num_blocks
         return count
-
-    def _path_of(self, hit: PrefixHit) -> Iterator[Node]:
-        return hit.node.path() if isinstance(hit.node, Node) else iter(())
 
     def _retain(self, hit: PrefixHit, bias: Retention) -> None:
         """Raise the bonus of a range of tokens, splitting edges at its ends."""
