@@ -9,8 +9,14 @@ from typing import TypeVar
 from sagellm.core.types import Namespace, Request
 
 
+class Event:
+    """Something that happened in an engine."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class RequestReceived:
+class RequestReceived(Event):
     """An engine accepted a request; the event holds it as it was given. The next event is its
     `RequestQueued`. Emitted only if there is a listener."""
 
@@ -19,14 +25,14 @@ class RequestReceived:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestQueued:
+class RequestQueued(Event):
     request_id: str
     num_prompt_tokens: int
     time_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class RequestScheduled:
+class RequestScheduled(Event):
     """A request got a row in the batch; `num_cached_tokens` came from the prefix index."""
 
     request_id: str
@@ -35,14 +41,14 @@ class RequestScheduled:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestPreempted:
+class RequestPreempted(Event):
     request_id: str
     num_computed_tokens: int
     time_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class RequestFinished:
+class RequestFinished(Event):
     request_id: str
     reason: str
     num_prompt_tokens: int
@@ -55,7 +61,7 @@ class RequestFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksStored:
+class BlocksStored(Event):
     """Blocks entered the prefix index below `parent_hash` (None: at the beginning). `hashes` are chained
     content hashes, one per block; `tokens` the int32 bytes of the blocks' tokens."""
 
@@ -68,7 +74,7 @@ class BlocksStored:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksRemoved:
+class BlocksRemoved(Event):
     """Blocks left the prefix index, deepest first. `cause` is 'capacity', 'cleared' or a policy's own
     word."""
 
@@ -79,12 +85,12 @@ class BlocksRemoved:
 
 
 @dataclass(frozen=True, slots=True)
-class IndexCleared:
+class IndexCleared(Event):
     """The prefix index is empty."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone:
+class StepDone(Event):
     """One engine step: sizes of what ran and the time that it took."""
 
     step: int
@@ -94,18 +100,6 @@ class StepDone:
     num_waiting: int
     duration_s: float
 
-
-Event = (
-    RequestReceived
-    | RequestQueued
-    | RequestScheduled
-    | RequestPreempted
-    | RequestFinished
-    | BlocksStored
-    | BlocksRemoved
-    | IndexCleared
-    | StepDone
-)
 
 E = TypeVar("E", bound=Event)
 

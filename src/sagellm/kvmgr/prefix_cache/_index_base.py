@@ -73,7 +73,7 @@ class IndexBase(ABC, Generic[ExtentType]):
 
     @abstractmethod
     def _pin(self, last: ExtentType, num_blocks: int) -> ExtentType:
-        """Add one to the reference counts of the path of a hit; returns its last extent, which may be new."""
+        """Add one to the reference counts of a path. Returns its last extent, which may be new."""
 
     @abstractmethod
     def _unpin(self, last: ExtentType) -> None:
