@@ -26,13 +26,7 @@ from functools import partial
 from sagellm.core.binding import Binding
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import CapacityError, RequestError
-from sagellm.core.events import (
-    EventBus,
-    RequestPreempted,
-    RequestQueued,
-    RequestReceived,
-    StepDone,
-)
+from sagellm.core.events import EventBus, RequestPreempted, RequestQueued, RequestReceived, StepDone
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.plan import BlockTableDelta, Draft, ExecutionPlan, RequestState, StepResult
 from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, InferenceBackend, PinnedPrefix
@@ -356,12 +350,7 @@ class Engine:
             plan, result = current.reorder(result)
         self.last_plan = plan
         ended = self._committer.commit(
-            current.binding,
-            plan,
-            result,
-            self._outputs,
-            self.clock.now(),
-            self._given_block_ahead(),
+            current.binding, plan, result, self._outputs, self.clock.now(), self._given_block_ahead()
         )
         for finish in ended:
             self._finish(finish)

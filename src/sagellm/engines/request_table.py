@@ -138,10 +138,7 @@ class RequestTable:
 
     @contextmanager
     def as_if_executed(
-        self,
-        chunks: Sequence[Chunk],
-        decode_indices: list[int] | None,
-        num_slots: Callable[[str], int],
+        self, chunks: Sequence[Chunk], decode_indices: list[int] | None, num_slots: Callable[[str], int]
     ) -> Iterator[list[RequestState]]:
         """Show the requests as the in-flight step will leave them.
 

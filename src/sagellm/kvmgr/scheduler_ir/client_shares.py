@@ -96,10 +96,7 @@ class ClientShares:
         return has_changed
 
     def arrange(
-        self,
-        running: list[RequestState],
-        waiting: list[RequestState],
-        level: Callable[[RequestState], int],
+        self, running: list[RequestState], waiting: list[RequestState], level: Callable[[RequestState], int]
     ) -> list[RequestState]:
         """Sort `running` in place; returns `waiting` sorted. Higher levels come first, then earlier rounds. A
         client's own requests stay in the order given, the running ones first. `level` may call
