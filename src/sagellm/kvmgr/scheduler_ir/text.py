@@ -70,19 +70,9 @@ def print_graph(graph: IRGraph, *, tokens: bool = True) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def parse_graph(text: str) -> IRGraph:
-    """The graph of a text. Raises `PlanError` with line, column and what was expected there."""
-    return GraphReader().read(text)
-
-
 def print_plan(plan: ExecutionPlan, rows: Rows | None = None, *, tokens: bool = True) -> str:
     """The text of a plan. `rows`, the batch before it, says which request is in which row."""
     return print_graph(IRGraph.of(plan, rows=rows), tokens=tokens)
-
-
-def parse_plan(text: str) -> ExecutionPlan:
-    """The plan of a text with one instance."""
-    return parse_graph(text).to_plan()
 
 
 # -- printing
@@ -212,12 +202,6 @@ class Line:
             self.expected("an instance, as @name")
         return self.word("the instance's name")
 
-    def op_ids(self) -> tuple[int, ...]:
-        found = [self.op_id()]
-        while self.has(","):
-            found.append(self.op_id())
-        return tuple(found)
-
     def op_id(self) -> int:
         if not self.has("%"):
             self.expected("an operation, as %0")
@@ -270,66 +254,68 @@ class Line:
         return found.group()
 
 
-class GraphReader:
-    """Reads one text into a graph."""
+def parse_graph(text: str) -> IRGraph:
+    """The graph of a text. Raises `PlanError` with line, column and what was expected there."""
+    instances: list[InstanceStep] = []
+    ops: list[Operation] = []
+    for number, content in enumerate(text.split("\n"), 1):
+        line = Line(number, content)
+        if line.ends() or line.has("#"):
+            continue
+        if line.has("step"):
+            instances.append(_read_header(line))
+        elif line.has("//"):
+            if not instances:
+                line.expected("a line 'step N @instance' before decisions", back_to=0)
+            step = instances[-1]
+            instances[-1] = replace(step, decisions=(*step.decisions, _read_decision(line)))
+        elif line.begins("%"):
+            ops.append(_read_operation(line, instances[0].name if instances else LOCAL))
+        else:
+            line.expected("'step', '//' or an operation, as %0 = ...")
+        if not line.ends():
+            line.expected("the end of the line")
+    return IRGraph(tuple(instances), tuple(ops))
 
-    def __init__(self) -> None:
-        self._instances: list[InstanceStep] = []
-        self._ops: list[Operation] = []
 
-    def read(self, text: str) -> IRGraph:
-        for number, content in enumerate(text.split("\n"), 1):
-            line = Line(number, content)
-            if line.ends() or line.has("#"):
-                continue
-            if line.has("step"):
-                self._header(line)
-            elif line.has("//"):
-                self._decision(line)
-            elif line.begins("%"):
-                self._operation(line)
-            else:
-                line.expected("'step', '//' or an operation, as %0 = ...")
-            if not line.ends():
-                line.expected("the end of the line")
-        return IRGraph(tuple(self._instances), tuple(self._ops))
+def parse_plan(text: str) -> ExecutionPlan:
+    """The plan of a text with one instance."""
+    return parse_graph(text).to_plan()
 
-    def _header(self, line: Line) -> None:
-        step, name = line.integer("the number of the step"), line.instance()
-        phases: set[Phase] = set()
-        given = False
-        while line.has("for"):
-            given = True
-            if not line.has("none"):
-                phases.add(line.phase())
-        num_draft_tokens = line.integer("the number of tokens to draft") if line.has("drafts") else 0
-        able = frozenset(phases) if given else BOTH_PHASES
-        self._instances.append(InstanceStep(name, step, able, num_draft_tokens))
 
-    def _decision(self, line: Line) -> None:
-        if not self._instances:
-            line.expected("a line 'step N @instance' before decisions", back_to=0)
-        pass_name, action = line.word("the name of a pass"), line.word("what it did")
-        request = line.string("the request")
-        reason = line.string("the reason") if line.has(":") else ""
-        decision, step = Decision(pass_name, request, action, reason), self._instances[-1]
-        self._instances[-1] = replace(step, decisions=(*step.decisions, decision))
+def _read_header(line: Line) -> InstanceStep:
+    step, name = line.integer("the number of the step"), line.instance()
+    phases: set[Phase] | None = None
+    while line.has("for"):
+        phases = phases or set()
+        if not line.has("none"):
+            phases.add(line.phase())
+    num_draft_tokens = line.integer("the number of tokens to draft") if line.has("drafts") else 0
+    return InstanceStep(name, step, BOTH_PHASES if phases is None else frozenset(phases), num_draft_tokens)
 
-    def _operation(self, line: Line) -> None:
-        op_id = line.op_id()
-        line.take("=")
-        start = line.at
-        kind = line.word("an operation")
-        kind = "table" if kind == "grow" else kind  # older texts
-        if kind not in FORMS:
-            line.expected(f"one of {', '.join(FORMS)}", back_to=start)
-        values = {}
-        for part in FORMS[kind].parts:
-            values[part.field] = part.form.read(line, part.what) if part.comes(line) else part.default
-        first = self._instances[0].name if self._instances else LOCAL
-        instance_name = line.instance() if line.has("on") else first
-        after = line.op_ids() if line.has("after") else ()
-        self._ops.append(FORMS[kind].make(op_id=op_id, instance=instance_name, after=after, **values))
+
+def _read_decision(line: Line) -> Decision:
+    pass_name, action = line.word("the name of a pass"), line.word("what it did")
+    request = line.string("the request")
+    return Decision(pass_name, request, action, line.string("the reason") if line.has(":") else "")
+
+
+def _read_operation(line: Line, first_instance: str) -> Operation:
+    op_id = line.op_id()
+    line.take("=")
+    start = line.at
+    kind = line.word("an operation")
+    kind = "table" if kind == "grow" else kind  # older texts
+    if kind not in FORMS:
+        line.expected(f"one of {', '.join(FORMS)}", back_to=start)
+    values = {}
+    for part in FORMS[kind].parts:
+        values[part.field] = part.form.read(line, part.what) if part.comes(line) else part.default
+    instance_name = line.instance() if line.has("on") else first_instance
+    after = [line.op_id()] if line.has("after") else []
+    while after and line.has(","):
+        after.append(line.op_id())
+    return FORMS[kind].make(op_id=op_id, instance=instance_name, after=tuple(after), **values)
 
 
 # -- how the fields of operations are written and read
