@@ -57,7 +57,7 @@ class InFlightStep:
         binding, draft = self.binding, self.binding.draft
         for name in [n for n, chunk in draft.chunks.items() if chunk.state.status is RequestStatus.FINISHED]:
             del draft.chunks[name]
-        draft.decodes, draft.skipped_decodes, binding.decode_indices = batch, {}, None
+        draft.skipped_decodes, binding.decode_indices = {}, None
         if batch.states != self.decoding:
             takes_part = set(self.decoding)
             binding.decode_indices = [i for i, state in enumerate(batch.states) if state in takes_part]

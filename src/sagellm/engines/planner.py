@@ -118,10 +118,24 @@ class Planner:
                     self._put_off(draft, put_off, reason)
         return None if short is None else self._make_way(short)
 
-    def seal(self, binding: Binding) -> ExecutionPlan:
-        """Verify the bound draft, admit its requests into rows, and freeze it."""
-        self._verify_and_admit(binding)
-        return self._freeze(binding)
+    def seal(self, binding: Binding, num_sent: int = 0) -> ExecutionPlan:
+        """Verify the bound draft, admit its requests into rows, and freeze it. The backend has already been
+        sent the first `num_sent` of the rows that requests have left."""
+        draft, table = binding.draft, self._table
+        try:
+            verify_bound(binding)
+            for chunk in draft.admitted():
+                state, is_first = chunk.state, chunk.state.scheduled_s is None
+                table.admit(state, chunk.start, draft.step.now_s)
+                self._kv.admitted(chunk, again=not is_first)
+                if is_first:
+                    self._events.emit(RequestScheduled(state.request_id, chunk.start, draft.step.now_s))
+        except SageError:
+            self._kv.rollback(binding)
+            raise
+        if draft.skipped_decodes:
+            binding.decode_indices = table.decodes.indices_without(draft.skipped_decodes)
+        return freeze(binding, tuple(table.left_rows[num_sent:]), self._kv, table.decodes)
 
     def plan_ahead(self, in_flight: InFlightStep, view: SchedulingView) -> PlannedStep | None:
         """Plan the step behind the one in flight, whose result is not known yet.
@@ -148,11 +162,10 @@ class Planner:
                     raise CapacityError("requests would have to leave")
                 self._kv.bind(binding)
                 table.set_order(draft.running)
-                self._verify_and_admit(binding)
+                plan = self.seal(binding, num_sent=len(in_flight.plan.left))
             except SageError:
                 self._discard(binding)
                 return None
-            plan = self._freeze(binding, num_sent=len(in_flight.plan.left))
             return PlannedStep.of(binding, plan, table.decodes)
 
     def _run_passes(self, binding: Binding, view: SchedulingView, *, may_bind_early: bool) -> None:
@@ -175,26 +188,6 @@ class Planner:
         draft, running = binding.draft, self._table.running
         if len(draft.running) == len(running) and set(draft.running) == set(running):
             self._table.set_order(draft.running)
-
-    def _verify_and_admit(self, binding: Binding) -> None:
-        draft = binding.draft
-        try:
-            verify_bound(binding)
-            for chunk in draft.admitted():
-                state, is_first = chunk.state, chunk.state.scheduled_s is None
-                self._table.admit(state, chunk.start, draft.step.now_s)
-                self._kv.admitted(chunk, again=not is_first)
-                if is_first:
-                    self._events.emit(RequestScheduled(state.request_id, chunk.start, draft.step.now_s))
-        except SageError:
-            self._kv.rollback(binding)
-            raise
-
-    def _freeze(self, binding: Binding, num_sent: int = 0) -> ExecutionPlan:
-        """The plan of the draft. The backend has already been sent the first `num_sent` of the left rows."""
-        table, skipped = self._table, binding.draft.skipped_decodes
-        binding.decode_indices = table.decodes.indices_without(skipped) if skipped else None
-        return freeze(binding, tuple(table.left_rows[num_sent:]), self._kv, table.decodes)
 
     def _put_off(self, draft: Draft, state: RequestState, reason: str) -> None:
         draft.hold(state)

@@ -38,7 +38,11 @@ class BatchingEfficiencyPass:
         if not waiting and not queue.ranks:
             return
         if queue.update(waiting):
-            self._note(draft, view)
+            for state in queue.arrived:
+                num_tokens = num_to_compute(state, prefix_hit(draft, view, state).num_tokens)
+                self._octaves[state] = num_tokens.bit_length()
+            for state in queue.left:
+                self._octaves.pop(state, None)
             self._rank(waiting)
         queue.sort(waiting)
         self._guard.note(queue.arrived, queue.left)
@@ -48,13 +52,6 @@ class BatchingEfficiencyPass:
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
         return stable_while_all_decode(draft)
-
-    def _note(self, draft: Draft, view: SchedulingView) -> None:
-        for state in self._queue.arrived:
-            num_tokens = num_to_compute(state, prefix_hit(draft, view, state).num_tokens)
-            self._octaves[state] = num_tokens.bit_length()
-        for state in self._queue.left:
-            self._octaves.pop(state, None)
 
     def _rank(self, waiting: list[RequestState]) -> None:
         """Rank octaves by the arrival of their first request, and requests by their octave."""

@@ -53,10 +53,14 @@ class ChunkedPrefillPass:
                     self.name, state, "wait", "another request of its group is computing the shared prompt"
                 )
                 continue
-            chunk = self._admit(draft, view, state, token_budget)
-            if len(state.tokens) - chunk.start > view.kv.block_size:
+            hit = prefix_hit(draft, view, state)
+            num_uncached = len(state.tokens) - hit.num_tokens
+            num_tokens = self._cut(num_uncached, token_budget)
+            draft.chunks[state.request_id] = Chunk(state, hit.num_tokens, num_tokens, hit)
+            draft.record(self.name, state, "admit", f"{num_tokens} tokens from {hit.num_tokens} on")
+            if num_uncached > view.kv.block_size:
                 computing.add(group)
-            token_budget -= chunk.num_tokens
+            token_budget -= num_tokens
             rows -= 1
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
@@ -93,13 +97,6 @@ class ChunkedPrefillPass:
             draft.hold(state)
             draft.record(self.name, state, "hold", "the token budget of the step is spent")
         return len(last)
-
-    def _admit(self, draft: Draft, view: SchedulingView, state: RequestState, token_budget: int) -> Chunk:
-        hit = prefix_hit(draft, view, state)
-        num_tokens = self._cut(len(state.tokens) - hit.num_tokens, token_budget)
-        chunk = draft.chunks[state.request_id] = Chunk(state, hit.num_tokens, num_tokens, hit)
-        draft.record(self.name, state, "admit", f"{num_tokens} tokens from {hit.num_tokens} on")
-        return chunk
 
     def _cut(self, num_tokens: int, token_budget: int) -> int:
         return min(num_tokens, token_budget, self.chunk_size or num_tokens)

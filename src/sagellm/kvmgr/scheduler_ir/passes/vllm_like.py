@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sagellm.core.plan import Chunk, Draft, RequestState
-from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, BlockBudget, SchedulingView, Stability
 
 
@@ -140,21 +139,18 @@ class _Step:
             price = self.view.kv.blocks_to_append(state, take)
         while not self.block_budget.spend(state, price):
             victim = batch.pop()
-            self._preempt(victim, state)
+            self.draft.preempt(victim)
+            self.block_budget.gain(victim, self.view.kv.blocks_freed_by_preempting(victim))
             if victim is state:
+                reason = "it needs another block, and no request runs behind it"
+                self.draft.record(NAME, victim, "preempt", reason)
                 return False
+            reason = f"{state.request_id} comes first and needs its blocks"
+            self.draft.record(NAME, victim, "preempt", reason)
         if chunk is not None:
             chunk.num_tokens = take
         self.token_budget -= take
         return True
-
-    def _preempt(self, victim: RequestState, winner: RequestState) -> None:
-        self.draft.preempt(victim)
-        self.block_budget.gain(victim, self.view.kv.blocks_freed_by_preempting(victim))
-        reason = f"{winner.request_id} comes first and needs its blocks"
-        if victim is winner:
-            reason = "it needs another block, and no request runs behind it"
-        self.draft.record(NAME, victim, "preempt", reason)
 
     # -- waiting requests
 
@@ -174,7 +170,10 @@ class _Step:
             needed = price + (watermark if num_running else 0)
             if needed <= self.block_budget.left(state):
                 take = min(rest, self.max_chunk, self.token_budget)
-                self._admit(state, hit, take, price if take == rest else kv.blocks_to_admit(hit, take))
+                self.block_budget.spend(state, price if take == rest else kv.blocks_to_admit(hit, take))
+                draft.chunks[state.request_id] = Chunk(state, hit.num_tokens, take, hit)
+                draft.record(NAME, state, "admit", f"{take} tokens from {hit.num_tokens} on")
+                self.token_budget -= take
                 rows, num_running = rows - 1, num_running + 1
                 continue
             reason = f"its prompt needs {needed} blocks, {self.block_budget.left(state)} are available"
@@ -183,13 +182,6 @@ class _Step:
                 return
             draft.reject(state, f"out of KV memory: {reason}")  # no request runs that could release blocks
             draft.record(NAME, state, "reject", reason)
-
-    def _admit(self, state: RequestState, hit: PrefixHit, take: int, price: int) -> None:
-        draft = self.draft
-        self.block_budget.spend(state, price)
-        draft.chunks[state.request_id] = Chunk(state, hit.num_tokens, take, hit)
-        draft.record(NAME, state, "admit", f"{take} tokens from {hit.num_tokens} on")
-        self.token_budget -= take
 
 
 NAME = VllmLikePass.name
