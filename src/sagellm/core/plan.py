@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from sagellm.core.protocols.prefix_cache import MissCounts, PrefixHit
 from sagellm.core.types import FinishReason, Request, RequestStatus, SamplingParams, TokenLogprob, Tokens
@@ -147,32 +147,22 @@ class Decision(NamedTuple):
     reason: str = ""
 
 
-class Decodes(Protocol):
-    """The running requests that compute one token in each step. They may be a thousand: passes ask for those
-    that need a block, not for all."""
+class Decodes:
+    """The running requests that compute one token in each step, in no particular order.
 
-    @property
-    def states(self) -> Sequence[RequestState]:
-        """All of them, in no particular order; read only."""
+    They may be a thousand: passes ask for those that need a block, not for all. Here none needs one; the
+    decode batch of an engine (`DecodeBatch`) overrides that.
+    """
 
-    def __len__(self) -> int: ...
+    def __init__(self, states: Sequence[RequestState] = ()) -> None:
+        self.states = states
+
+    def __len__(self) -> int:
+        return len(self.states)
 
     def needing_block(self) -> Sequence[RequestState]:
         """The requests whose next token needs one more block."""
-
-
-class _NoDecodes:
-    states: Sequence[RequestState] = ()
-
-    def __len__(self) -> int:
-        return 0
-
-    def needing_block(self) -> Sequence[RequestState]:
         return ()
-
-
-NO_DECODES: Decodes = _NoDecodes()
-"""No request is in decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +198,7 @@ class Draft:
     running: list[RequestState]
     waiting: list[RequestState]
     chunks: dict[str, Chunk] = field(default_factory=dict)
-    decodes: Decodes = NO_DECODES
+    decodes: Decodes = field(default_factory=Decodes)
     hits: dict[str, PrefixHit] = field(default_factory=dict)
     preempted: dict[RequestState, bool] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.plan import RequestState
+from sagellm.core.plan import Decodes, RequestState
 from sagellm.core.types import append_each
 
 Ints = npt.NDArray[np.int64]
@@ -27,9 +27,9 @@ They are the position that is computed next, the free slots in its blocks from t
 tokens that it may still draw until it reaches its length."""
 
 
-class DecodeBatch:
-    """Implements `Decodes` over arrays. The order of `states` has no meaning: when a request leaves, the last
-    one takes its index. Drawn tokens are 0 to `vocab_size` - 1."""
+class DecodeBatch(Decodes):
+    """Requests in decode, in arrays. When a request leaves, the last one takes its index. Drawn tokens are 0
+    to `vocab_size` - 1."""
 
     def __init__(self, vocab_size: int, block_size: int) -> None:
         self.states: list[RequestState] = []
@@ -40,9 +40,6 @@ class DecodeBatch:
         self._tokens: list[array[int]] = []
         self._rows: tuple[int, ...] | None = ()
         self._needing_block: Sequence[RequestState] | None = None
-
-    def __len__(self) -> int:
-        return len(self.states)
 
     @property
     def rows(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import pytest
 
 from sagellm.core.config import Config, SchedulerConfig
 from sagellm.core.errors import ConfigError
-from sagellm.core.plan import PhasePlacement
+from sagellm.core.plan import Decodes, PhasePlacement
 from sagellm.core.protocols.scheduler_ir import StepFacts
 from sagellm.core.types import RequestStatus
 from sagellm.engines.build import build_engine, build_passes
@@ -215,19 +215,6 @@ def test_attention_and_ffn_are_named_together() -> None:
         AFSeparationPass(("a",))
 
 
-class Decoding:
-    """So many requests in decode."""
-
-    def __init__(self, count: int) -> None:
-        self.states = [state(str(i)) for i in range(count)]
-
-    def __len__(self) -> int:
-        return len(self.states)
-
-    def needing_block(self) -> list[Any]:
-        return []
-
-
 def _drafted(count: int, *, budget: int = 2048, waiting: bool = False) -> int:
     speculative = SpeculativeBudgetPass(max_tokens=4, acceptance=0.8, draft_s=0.0)
     speculative.step_time.step_s, speculative.step_time.token_s = (
@@ -236,7 +223,7 @@ def _drafted(count: int, *, budget: int = 2048, waiting: bool = False) -> int:
     )  # 100 tokens take as long as the weights
     desk = Desk(speculative)
     desk.step(token_budget=budget)
-    desk.draft.decodes = Decoding(count)
+    desk.draft.decodes = Decodes([state(str(i)) for i in range(count)])
     desk.draft.waiting[:] = [state("w")] if waiting else []
     speculative(desk.draft, desk.view)
     return desk.draft.num_draft_tokens

@@ -7,7 +7,7 @@ from itertools import permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sagellm.core.plan import Chunk, Draft, RequestState, StepStart
+from sagellm.core.plan import Chunk, Decodes, Draft, RequestState, StepStart
 from sagellm.core.protocols.scheduler_ir import StepFacts
 from sagellm.core.types import SLO, Request, SamplingParams, Tokens
 from sagellm.kvmgr.scheduler_ir._step_time import StepTimeModel
@@ -86,20 +86,11 @@ def test_steps_are_no_longer_than_the_shortest_goal_of_running_requests() -> Non
     admit(other, 2)
     desk.waiting = [state("new", 100)]
 
-    class Two:
-        states = (tight, other)
-
-        def __len__(self) -> int:
-            return 2
-
-        def needing_block(self) -> tuple[RequestState, ...]:
-            return ()
-
     def budget(chunk_tokens: int = 0) -> int:
         at_pace(desk)
         desk.step()
         draft = desk.draft
-        draft.decodes = Two()
+        draft.decodes = Decodes((tight, other))
         draft.token_budget = 1000
         long = admit(state("long", 500))
         draft.chunks = {"long": Chunk(long, 0, chunk_tokens)} if chunk_tokens else {}
@@ -164,23 +155,10 @@ def test_one_stray_step_does_not_spoil_the_pace() -> None:
     assert pace.token_s == token_s
 
 
-class OneDecodes:
-    """The decoding rows of a step: one request."""
-
-    def __init__(self, only: RequestState) -> None:
-        self.states = (only,)
-
-    def __len__(self) -> int:
-        return 1
-
-    def needing_block(self) -> tuple[RequestState, ...]:
-        return ()
-
-
 def beside_a_decode(desk: Desk, runs: RequestState) -> int:
     """The token budget that the pass leaves a step in which `runs` decodes while others wait."""
     draft = Draft(StepStart(desk.num_steps, desk.now_s), 2048, [runs], list(desk.waiting))
-    draft.decodes = OneDecodes(runs)
+    draft.decodes = Decodes((runs,))
     desk.num_steps += 1
     desk.scheduler_pass(draft, desk.view)
     return draft.token_budget
