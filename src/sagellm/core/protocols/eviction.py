@@ -190,7 +190,8 @@ PolicyFactory = Callable[[], EvictionPolicy]
 
 class UseListener:
     """Base class of policies that follow every use of every path. Also of extents that they do not hold.
-    `num_cached`: the blocks that the policy's account has in the index after the event."""
+    `num_cached`: the blocks that the policy's account has in the index after the event. The memory of such a
+    policy may grow with them, pinned ones included; the pool bounds their number."""
 
     def found(self, extent: Extent, num_held: int) -> None:
         """A request found the path that ends with this extent, and holds it. Other requests hold the first
