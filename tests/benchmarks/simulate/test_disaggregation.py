@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sagellm.benchmarks.simulate.cluster import RequestOutcome
-from sagellm.benchmarks.simulate.network import NetworkSpec, receive
+from sagellm.benchmarks.simulate.network import Links, receive
 from sagellm.benchmarks.simulate.simulation import (
     ClusterLayout,
     ServiceGoals,
@@ -131,4 +131,4 @@ def test_layouts_out_of_range() -> None:
         ClusterLayout(0)
     for speed, latency in ((0.0, 0.0), (1.0, -1.0), (1.0, float("inf"))):
         with pytest.raises(ConfigError, match="bandwidth above 0"):
-            NetworkSpec(speed, latency)
+            Links(speed, latency)

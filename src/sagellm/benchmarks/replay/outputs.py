@@ -26,11 +26,9 @@ from sagellm.core.protocols.prefix_cache import MissCounts
 FORMAT = "sagellm-replay/1"
 
 CAUSES = MissCounts._fields
-TEXTS = ("policy", "capacity")
-REALS = (
-    "prefill_s", "saved_s", "block_ratio", "token_ratio", "request_ratio", "saved_ratio", "of_gap",
-    "cpu_s", "us_per_evicted", "us_in_evict", "accesses_per_s",
-)  # fmt: skip
+RATIOS = ("block_ratio", "token_ratio", "request_ratio", "saved_ratio", "of_gap")
+SPEEDS = ("cpu_s", "us_per_evicted", "us_in_evict", "accesses_per_s")
+TEXTS, REALS = ("policy", "capacity"), ("prefill_s", "saved_s", *RATIOS, *SPEEDS)
 """Types of columns in Parquet files, where a column may be empty in every row; the others are counts."""
 
 
@@ -43,16 +41,9 @@ def as_row(result: ReplayResult) -> dict[str, Any]:
         "capacity_blocks": case.capacity.num_blocks,
         "seed": case.seed,
         **dataclasses.asdict(result.measures),
-        "block_ratio": result.block_ratio,
-        "token_ratio": result.token_ratio,
-        "request_ratio": result.request_ratio,
-        "saved_ratio": result.saved_ratio,
-        "of_gap": result.of_gap,
+        **{name: getattr(result, name) for name in RATIOS},
         "evicted": result.num_evicted,
-        "cpu_s": result.cpu_s,
-        "us_per_evicted": result.us_per_evicted,
-        "us_in_evict": result.us_in_evict,
-        "accesses_per_s": result.accesses_per_s,
+        **{name: getattr(result, name) for name in SPEEDS},
         **{f"missed_{cause}": getattr(misses, cause) if misses else None for cause in CAUSES},
     }
 
@@ -81,7 +72,7 @@ def check_out(path: Path) -> None:
     if path.suffix not in WRITERS:
         raise ConfigError(f"cannot write {path}: name it {', '.join(f'*{suffix}' for suffix in WRITERS)}")
     if path.suffix == ".parquet":
-        _pyarrow("pyarrow")
+        _pyarrow()
 
 
 def write(path: Path, made_by: Mapping[str, Any], results: Sequence[ReplayResult]) -> None:
@@ -105,18 +96,19 @@ def _write_csv(path: Path, made_by: Mapping[str, Any], rows: Sequence[Mapping[st
 
 
 def _write_parquet(path: Path, made_by: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    pyarrow, parquet = _pyarrow("pyarrow"), _pyarrow("pyarrow.parquet")
+    pyarrow = _pyarrow()
     described = json.dumps({"format": FORMAT, "manifest": made_by})
     counts = [name for name in rows[0] if name not in (*TEXTS, *REALS)]
     types = {pyarrow.string(): TEXTS, pyarrow.int64(): counts, pyarrow.float64(): REALS}
     columns = [(name, kind) for kind, names in types.items() for name in names]
     made = pyarrow.Table.from_pylist(list(rows), pyarrow.schema(columns, {"sagellm": described}))
-    parquet.write_table(made, path)
+    pyarrow.parquet.write_table(made, path)
 
 
-def _pyarrow(name: str) -> Any:
+def _pyarrow() -> Any:
     try:
-        return importlib.import_module(name)
+        importlib.import_module("pyarrow.parquet")
+        return importlib.import_module("pyarrow")
     except ImportError as error:
         raise MissingExtraError("writing Parquet", PLOTS_EXTRA) from error
 

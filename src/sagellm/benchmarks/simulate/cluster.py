@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from sagellm.benchmarks.simulate.instance import Instance
-from sagellm.benchmarks.simulate.network import Links, NetworkSpec, PromptTransfer
+from sagellm.benchmarks.simulate.network import Links, PromptTransfer
 from sagellm.benchmarks.simulate.workload import RequestMaker, SimulatedWorkload, output_tokens
 from sagellm.core.errors import BookkeepingError, ConfigError, SageError
 from sagellm.core.events import RequestFinished
@@ -89,7 +89,7 @@ class Cluster:
         instances: Sequence[Instance],
         router: Router,
         decode_router: Router | None = None,
-        network: NetworkSpec | None = None,
+        links: Links | None = None,
     ) -> None:
         self.instances = list(instances)
         self._by_name = {instance.name: instance for instance in self.instances}
@@ -98,7 +98,7 @@ class Cluster:
         _check_roles(self.instances, self._by_name)
         self._router = router
         self._decode_router = decode_router or router
-        self._links = Links(network or NetworkSpec())
+        self._links = links or Links()
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._num_events = 0
         self.served: list[ServedRequest] = []
@@ -211,7 +211,7 @@ class Cluster:
         request = replace(prompt, tokens=tokens)
         target = self._place(self._decode_router, self._decoders, request)
         served.decode, served.outcome = target.name, RequestOutcome.SENDING
-        self._links.send(PromptTransfer(request, len(prompt.tokens), source, target))
+        self._links.send(PromptTransfer(request, len(prompt.tokens), source, target, now_s))
         self._start_transfers(target, now_s)
 
     def _start_transfers(self, target: Instance, now_s: float) -> None:

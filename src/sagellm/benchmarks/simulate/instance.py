@@ -61,6 +61,11 @@ class StepLog:
     def __len__(self) -> int:
         return len(self.ends_s)
 
+    def num_tokens(self) -> NDArray[np.int64]:
+        """Tokens that each step computed."""
+        tokens: NDArray[np.int64] = np.add(self.prefill_tokens, self.decode_tokens)
+        return tokens
+
     def _on_step(self, step: StepDone) -> None:
         if not step.num_prefill_tokens and not step.num_decode_tokens:
             return

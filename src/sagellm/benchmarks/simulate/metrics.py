@@ -74,7 +74,7 @@ def latency_figures(name: str, values: Floats) -> dict[str, float | None]:
 def token_gaps(instances: Sequence[Instance], served: Sequence[ServedRequest]) -> Floats:
     """Seconds from each token of a finished request to its next, of all requests. Raises
     `BookkeepingError` if the steps of a request have another number of tokens than it drew."""
-    ends = {instance.name: np.frombuffer(instance.step_log.ends_s, np.float64) for instance in instances}
+    ends = {instance.name: np.asarray(instance.step_log.ends_s) for instance in instances}
     token_times = {instance.name: instance.token_times for instance in instances}
     gaps = [np.empty(0)]
     for request in finished(served):
@@ -162,10 +162,8 @@ def _efficiency(instances: Sequence[Instance], *, loaded: bool) -> float | None:
     computed = offered = 0
     for instance in instances:
         step_log = instance.step_log
-        tokens = np.frombuffer(step_log.prefill_tokens, np.int64) + np.frombuffer(
-            step_log.decode_tokens, np.int64
-        )
-        counted = np.frombuffer(step_log.waiting, np.int64) > 0 if loaded else np.ones(len(tokens), np.bool_)
+        tokens = step_log.num_tokens()
+        counted = np.asarray(step_log.waiting) > 0 if loaded else np.ones(len(tokens), np.bool_)
         computed += int(tokens[counted].sum())
         offered += int(counted.sum()) * instance.engine.max_batched_tokens
     return _per(computed, offered)

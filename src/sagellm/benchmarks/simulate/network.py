@@ -17,24 +17,6 @@ SPARE_BLOCKS = 4
 """Blocks that a decode instance keeps free for each of its requests before it accepts another."""
 
 
-@dataclass(frozen=True, slots=True)
-class NetworkSpec:
-    """`bytes_per_s` of one instance's link per direction; `latency_s` before the first byte."""
-
-    bytes_per_s: float = 50e9
-    latency_s: float = 1e-3
-
-    def __post_init__(self) -> None:
-        if not (self.bytes_per_s > 0 and 0 <= self.latency_s < math.inf):
-            raise ConfigError(
-                "a network needs a bandwidth above 0 and a latency from 0 on, got "
-                f"{self.bytes_per_s} bytes/s and {self.latency_s} s"
-            )
-
-    def seconds(self, num_bytes: int) -> float:
-        return self.latency_s + num_bytes / self.bytes_per_s
-
-
 @dataclass(slots=True)
 class PromptTransfer:
     """KV of a prompt on its way. The decode instance will serve `request`."""
@@ -43,6 +25,7 @@ class PromptTransfer:
     num_prompt_tokens: int
     source: Instance
     target: Instance
+    ready_s: float
     num_blocks: int = 0
     end_s: float = 0.0
 
@@ -51,12 +34,20 @@ class PromptTransfer:
 class Links:
     """One link per instance and direction, each with one transfer at a time. Transfers to a decode
     instance start in order. The first waits until the target has room for it, so that its KV is not
-    evicted unused."""
+    evicted unused. `latency_s`: before the first byte of a transfer."""
 
-    network: NetworkSpec
+    bytes_per_s: float = 50e9
+    latency_s: float = 1e-3
     _free_s: dict[str, float] = field(default_factory=dict)
     _queues: dict[str, deque[PromptTransfer]] = field(default_factory=dict)
     _promised: dict[str, list[PromptTransfer]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (self.bytes_per_s > 0 and 0 <= self.latency_s < math.inf):
+            raise ConfigError(
+                "a network needs a bandwidth above 0 and a latency from 0 on, got "
+                f"{self.bytes_per_s} bytes/s and {self.latency_s} s"
+            )
 
     def send(self, transfer: PromptTransfer) -> None:
         """Puts the transfer into the queue of its target."""
@@ -68,7 +59,13 @@ class Links:
         while queue and self._has_room(queue[0]):
             transfer = queue.popleft()
             self._promised.setdefault(target.name, []).append(transfer)
-            self._schedule(transfer, now_s)
+            outgoing, incoming = f"{transfer.source.name} out", f"{target.name} in"
+            num_tokens = transfer.num_prompt_tokens - _cached_tokens(target.engine.kv, transfer)
+            num_bytes = num_tokens * target.engine.backend.get_kv_schema().bytes_per_token
+            ready_s = max(transfer.ready_s, now_s)  # the target's clock may be behind the source's
+            start_s = max(ready_s, self._free_s.get(outgoing, 0.0), self._free_s.get(incoming, 0.0))
+            transfer.end_s = start_s + (self.latency_s + num_bytes / self.bytes_per_s)
+            self._free_s[outgoing] = self._free_s[incoming] = transfer.end_s
             begun.append(transfer)
         return begun
 
@@ -76,15 +73,6 @@ class Links:
         """Registers the KV at the target."""
         self._promised[transfer.target.name].remove(transfer)
         receive(transfer.target.engine.kv, transfer.request, transfer.num_prompt_tokens)
-
-    def _schedule(self, transfer: PromptTransfer, now_s: float) -> None:
-        outgoing, incoming = f"{transfer.source.name} out", f"{transfer.target.name} in"
-        engine = transfer.target.engine
-        num_tokens = transfer.num_prompt_tokens - _cached_tokens(engine.kv, transfer)
-        num_bytes = num_tokens * engine.backend.get_kv_schema().bytes_per_token
-        start_s = max(now_s, self._free_s.get(outgoing, 0.0), self._free_s.get(incoming, 0.0))
-        transfer.end_s = start_s + self.network.seconds(num_bytes)
-        self._free_s[outgoing] = self._free_s[incoming] = transfer.end_s
 
     def _has_room(self, transfer: PromptTransfer) -> bool:
         """Whether the target has a row and blocks for the transfer. Blocks promised to other transfers and
@@ -102,9 +90,8 @@ class Links:
 
 
 def _cached_tokens(kv: KVCacheManager, transfer: PromptTransfer) -> int:
-    request = transfer.request
-    namespace = kv.namespace_of(request.namespace)
-    return kv.index.lookup(request.tokens, namespace, transfer.num_prompt_tokens).num_tokens
+    namespace = kv.namespace_of(transfer.request.namespace)
+    return kv.index.lookup(transfer.request.tokens, namespace, transfer.num_prompt_tokens).num_tokens
 
 
 def receive(kv: KVCacheManager, request: Request, num_tokens: int) -> int:

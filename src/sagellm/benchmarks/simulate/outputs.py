@@ -11,7 +11,6 @@ from typing import Any
 
 from sagellm.benchmarks.reporting import Environment, Table, check_folder, format_number, write_json
 from sagellm.benchmarks.simulate.capacity import SustainedRate
-from sagellm.benchmarks.simulate.cluster import ServedRequest
 from sagellm.benchmarks.simulate.experiment import ExperimentSetting, SimulationSetup
 from sagellm.benchmarks.simulate.metrics import SLOPair
 from sagellm.benchmarks.simulate.simulation import SimulationResult
@@ -25,13 +24,13 @@ RESULTS, REQUESTS = "results.json", "requests.csv"
 def as_row(result: SimulationResult) -> dict[str, Any]:
     """Returns one result flat: what was run, then every figure of `metrics.figures`. The last three, the
     cost of the simulation itself, differ from run to run."""
-    work = result.workload
+    facts = result.workload.described()
     return {
-        "trace": work.trace.name,
+        "trace": facts["name"],
         "preset": result.preset,
         "load": result.load,
-        "rate": work.described()["rate"],
-        "rate_scale": work.described()["rate_scale"],
+        "rate": facts["rate"],
+        "rate_scale": facts["rate_scale"],
         "requests": len(result.served),
         **result.figures,
         "wall_s": result.wall_s,
@@ -107,17 +106,15 @@ def request_rows(result: SimulationResult) -> Iterator[dict[str, Any]]:
     """Yields requests by number; a value is empty if there is no such moment."""
     work, rate = result.workload, result.workload.described()["rate"]
     for served in result.served:
-        request = work.requests[served.number]
+        request, history = work.requests[served.number], dataclasses.asdict(served)
+        del history["number"]
         yield {
             "trace": work.trace.name, "preset": result.preset, "rate": rate, "request": served.number,
             "session": request.session, "tenant": request.tenant, "priority": work.priorities[served.number],
             "prompt_tokens": request.num_input_tokens,
-            **{name: getattr(served, name) for name in _FIELDS}, "outcome": served.outcome.value,
+            **history, "outcome": served.outcome.value,
             "ttft_s": served.ttft_s, "tpot_s": served.tpot_s, "e2e_s": served.e2e_s,
         }  # fmt: skip
-
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(ServedRequest) if field.name != "number")
 
 
 # -- tables
@@ -158,16 +155,8 @@ def tables(results: Sequence[SimulationResult], slos: Sequence[SLOPair]) -> list
     }
     tables = []
     for title, columns in (("latency", _LATENCY), ("goodput, requests/s", goodput), ("work", _WORK)):
-        rows = [
-            [
-                *(
-                    row[name] if isinstance(row[name], str) else format_number(row[name], "-")
-                    for name in names
-                ),
-                *(_cell(row[name], factor) for name, factor in columns.values()),
-            ]
-            for row in map(as_row, results)
-        ]
+        cells = [*((name, 1) for name in names), *columns.values()]
+        rows = [[_cell(row[name], factor) for name, factor in cells] for row in map(as_row, results)]
         tables.append(Table(title, (*names, *columns), rows, len(names)))
     return tables
 
@@ -192,6 +181,8 @@ _WORK: Mapping[str, _Column] = {
 
 def _cell(value: Any, factor: float) -> str:
     """Formats counts in full, figures with three digits."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, int) and factor == 1:
         return f"{value:,}"
     return format_number(None if value is None else value * factor, "-")

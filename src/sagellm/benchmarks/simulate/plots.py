@@ -99,29 +99,20 @@ def timeline(results: Sequence[SimulationResult]) -> Figure:
 
 
 def _draw_steps(grid: np.ndarray, step_log: StepLog, name: str, number: int, *, several: bool) -> None:
-    ends = np.frombuffer(step_log.ends_s, np.float64)
-    keep, prefix = _thin(len(ends)), f"{name} " if several else ""
-    tokens = np.frombuffer(step_log.prefill_tokens, np.int64) + np.frombuffer(
-        step_log.decode_tokens, np.int64
-    )
-    running = np.frombuffer(step_log.running, np.int64)
-    waiting = np.frombuffer(step_log.waiting, np.int64)
-    seen = np.frombuffer(step_log.kv_steps, np.int64)
-    active = np.frombuffer(step_log.kv_active, np.int64)
-    cached = np.frombuffer(step_log.kv_cached, np.int64)
-    some = _thin(len(seen))
-    color, other_color = (
-        PLOT_COLORS[2 * number % len(PLOT_COLORS)],
-        PLOT_COLORS[(2 * number + 1) % len(PLOT_COLORS)],
-    )
-    thin = {"linewidth": 0.9}
-    grid[0].plot(ends[keep], running[keep], label=f"{prefix}running", color=color, **thin)
-    grid[0].plot(ends[keep], waiting[keep], label=f"{prefix}waiting", color=other_color, **thin)
-    grid[1].plot(ends[keep], tokens[keep], ".", ms=1.5, label=f"{prefix}tokens", color=color)
-    grid[2].plot(ends[seen][some], active[some], label=f"{prefix}in use", color=color, **thin)
-    grid[2].plot(
-        ends[seen][some], (active + cached)[some], label=f"{prefix}and cached", color=other_color, **thin
-    )
+    ends, prefix = np.asarray(step_log.ends_s), f"{name} " if several else ""
+    keep, sampled = _thin(len(ends)), _thin(len(step_log.kv_steps))
+    kv_ends = ends[np.asarray(step_log.kv_steps)]
+    active = np.asarray(step_log.kv_active)
+    resident = active + np.asarray(step_log.kv_cached)
+    color, other_color = (PLOT_COLORS[(2 * number + half) % len(PLOT_COLORS)] for half in (0, 1))
+    for axes, times, chosen, values, label, line_color in (
+        (grid[0], ends, keep, np.asarray(step_log.running), "running", color),
+        (grid[0], ends, keep, np.asarray(step_log.waiting), "waiting", other_color),
+        (grid[2], kv_ends, sampled, active, "in use", color),
+        (grid[2], kv_ends, sampled, resident, "and cached", other_color),
+    ):
+        axes.plot(times[chosen], values[chosen], label=f"{prefix}{label}", color=line_color, linewidth=0.9)
+    grid[1].plot(ends[keep], step_log.num_tokens()[keep], ".", ms=1.5, label=f"{prefix}tokens", color=color)
 
 
 def goodput(results: Sequence[SimulationResult], slos: Sequence[SLOPair]) -> Figure:

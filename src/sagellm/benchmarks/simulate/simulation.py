@@ -12,7 +12,7 @@ from sagellm.benchmarks.simulate.cluster import Cluster, ServedRequest
 from sagellm.benchmarks.simulate.hardware import Hardware
 from sagellm.benchmarks.simulate.instance import Instance, Role, StepLog
 from sagellm.benchmarks.simulate.metrics import SLOPair, figures
-from sagellm.benchmarks.simulate.network import NetworkSpec
+from sagellm.benchmarks.simulate.network import Links
 from sagellm.benchmarks.simulate.routers import make_router
 from sagellm.benchmarks.simulate.workload import RequestMaker, SimulatedWorkload
 from sagellm.core.config import Config
@@ -40,12 +40,12 @@ class ClusterLayout:
                 f"{self.disaggregate[0]}:{self.disaggregate[1]}"
             )
         make_router(self.router)
-        self.network(1.0)
+        self.links(1.0)
 
-    def network(self, bytes_per_s: float) -> NetworkSpec:
-        """Returns the network between the instances; `bytes_per_s` is the device's."""
+    def links(self, bytes_per_s: float) -> Links:
+        """New links between the instances; `bytes_per_s` is the device's."""
         given = self.network_bytes_per_s
-        return NetworkSpec(bytes_per_s if given is None else given, self.network_latency_s)
+        return Links(bytes_per_s if given is None else given, self.network_latency_s)
 
     @property
     def roles(self) -> dict[str, Role]:
@@ -109,8 +109,8 @@ class SimulationResult:
 def build_cluster(config: Config, machine: Hardware, layout: ClusterLayout) -> Cluster:
     """Returns new instances with empty caches, and new routers."""
     instances = [Instance(name, config, machine.backend, role) for name, role in layout.roles.items()]
-    network = layout.network(machine.network_bytes_per_s)
-    return Cluster(instances, make_router(layout.router), make_router(layout.router), network)
+    links = layout.links(machine.network_bytes_per_s)
+    return Cluster(instances, make_router(layout.router), make_router(layout.router), links)
 
 
 def simulate(

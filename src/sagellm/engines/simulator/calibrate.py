@@ -14,7 +14,7 @@ do not tell coefficients apart, a prior does. The same data always give the same
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -228,10 +228,8 @@ class Problem:
         self._model, self._spans, self._names = model, spans, tuple(priors)
         self._columns = np.array([model.columns(shape) for shape in shapes], dtype=np.float64).T
         self._moves_s = np.array([model.moves_s(shape) for shape in shapes])
-        self._means = np.log([prior.mean for prior in priors.values()])
-        self._sigmas = np.array([prior.log_sigma for prior in priors.values()])
-        self._lows = np.log([prior.low for prior in priors.values()])
-        self._highs = np.log([prior.high for prior in priors.values()])
+        means, self._sigmas, lows, highs = np.array([astuple(prior) for prior in priors.values()]).T
+        self._means, self._lows, self._highs = np.log(means), np.log(lows), np.log(highs)
         given = model.coefficients.as_dict()
         start = np.log([max(given[name], 1e-12) for name in self._names])
         self._start: Floats = np.clip(start, self._lows, self._highs)

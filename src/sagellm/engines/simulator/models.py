@@ -86,15 +86,8 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
 
     def kv_schema(self, block_size: int) -> KVCacheSchema:
-        return KVCacheSchema(
-            self.num_layers,
-            self.num_kv_heads,
-            self.head_dim,
-            self.dtype,
-            block_size,
-            "simulated",
-            self.name,
-        )
+        heads, size, dtype = self.num_kv_heads, self.head_dim, self.dtype
+        return KVCacheSchema(self.num_layers, heads, size, dtype, block_size, "simulated", self.name)
 
 
 _SHAPES = (

@@ -82,13 +82,11 @@ class TokenMemoryBackend:
         for op in plan.prefills:
             self._compute(op.row, op.start, op.start + op.num_tokens)
         drawn = tuple(self._draw(row) for row in plan.sample_rows)
+        logprobs = {}
         for row, token in zip(plan.sample_rows, drawn, strict=True):
             self._rows[row].tokens.append(token)
-        logprobs = {
-            row: TokenLogprob(token, 0.0)
-            for row, token in zip(plan.sample_rows, drawn, strict=True)
-            if self._rows[row].wants_logprobs
-        }
+            if self._rows[row].wants_logprobs:
+                logprobs[row] = TokenLogprob(token, 0.0)
         return StepResult(plan.step, drawn, logprobs)
 
     def close(self) -> None:
@@ -105,10 +103,9 @@ class TokenMemoryBackend:
 
     def _copy(self, copy: BlockCopy) -> None:
         size = self._capability.block_size
-        source, target = copy.source_block * size, copy.target_block * size
-        self._tiers[copy.target_tier][target : target + size] = self._tiers[copy.source_tier][
-            source : source + size
-        ]
+        first, target = copy.source_block * size, copy.target_block * size
+        block = self._tiers[copy.source_tier][first : first + size]
+        self._tiers[copy.target_tier][target : target + size] = block
 
     def _compute(self, row_id: int, start: int, end: int) -> None:
         row = self._rows[row_id]
