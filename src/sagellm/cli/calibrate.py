@@ -16,9 +16,10 @@ from sagellm.cli._options import OptionGroup, argument, command, flag
 from sagellm.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from sagellm.core.config import Config
     from sagellm.engines.simulator.calibrate import Calibration, Prior
     from sagellm.engines.simulator.cost_model import CostModel
-    from sagellm.engines.simulator.measured import EngineFactory, RequestTiming, SimulatedRun, Sizes
+    from sagellm.engines.simulator.measured import RequestTiming, SimulatedRun
 
 _BLOCKS_HELP = "KV blocks of the measured engine; default: what the device's memory leaves."
 _SEQS_HELP = "Requests that ran together at most, per data-parallel rank; default: 256."
@@ -47,9 +48,12 @@ class MeasuredEngine(OptionGroup):
         if self.memory_utilization > 1:
             raise ConfigError(f"--memory-utilization {self.memory_utilization}: at most 1, all of it")
 
-    def sizes(self, cost_model: CostModel) -> Sizes:
-        """The engine's sizes; without --num-blocks, the blocks that fit the device."""
-        from sagellm.engines.simulator.measured import Sizes
+    def config(self, cost_model: CostModel) -> Config:
+        """The configuration of the simulated engine; without --num-blocks, the blocks that fit the device.
+
+        It ignores the environment, so that the same command gives the same file everywhere.
+        """
+        from sagellm.engines.build import load_config
         from sagellm.engines.simulator.models import num_kv_blocks
 
         blocks = self.num_blocks or num_kv_blocks(
@@ -62,27 +66,17 @@ class MeasuredEngine(OptionGroup):
             max_batched_tokens=self.max_batched_tokens * self.data_parallel,
             max_num_seqs=self.max_num_seqs * self.data_parallel,
         )
-        return Sizes(blocks, self.block_size, self.max_num_seqs * self.data_parallel)
-
-    def engine_factory(self) -> EngineFactory:
-        """A function that builds the simulated engine.
-
-        It ignores the environment, so that the same command gives the same file everywhere.
-        """
-        from sagellm.engines.build import build_engine, load_config
-
         tokens = max(self.max_batched_tokens, self.max_num_seqs)
         settings: dict[str, Any] = {
             "scheduler.max_num_seqs": self.max_num_seqs * self.data_parallel,
             "scheduler.max_batched_tokens": tokens * self.data_parallel,
+            "kv.num_blocks": blocks,
             "kv.block_size": self.block_size,
             "kv.prefix_caching": self.prefix_caching,
         }
         if self.data_parallel > 1 and self.preset == "vllm-like":  # a prompt is computed by one rank
             settings["scheduler.pass_options"] = {"vllm_like": {"long_prefill_tokens": tokens}}
-        config = load_config(preset=self.preset, cli=settings, environ={}).config
-
-        return lambda backend, clock, events: build_engine(config, backend, clock=clock, events=events)
+        return load_config(preset=self.preset, cli=settings, environ={}).config
 
 
 @command
@@ -107,6 +101,7 @@ def calibrate(
     Serves the requests again in simulated time, and changes the coefficients until the latencies agree.
     """
     from sagellm.benchmarks.simulate.hardware import hardware
+    from sagellm.engines.build import build_engine
     from sagellm.engines.simulator.calibrate import calibrate as fitted
     from sagellm.engines.simulator.measured import read_measured, simulate
 
@@ -118,10 +113,10 @@ def calibrate(
         raise ConfigError(f"--fit {fit}: {requests} holds {len(measured)} requests")
     ranks = {"tensor_parallel": instance.tensor_parallel, "data_parallel": instance.data_parallel}
     start, priors = _from_prior(prior, hardware(device, model, cost_file=prior, **ranks).cost_model)
-    sizes, make = instance.sizes(start), instance.engine_factory()
+    config = instance.config(start)
 
     def run(some: Sequence[RequestTiming], cost_model: CostModel) -> SimulatedRun:
-        return simulate(some, cost_model, sizes, make, pipelined=not synchronous)
+        return simulate(some, cost_model, config, build_engine, pipelined=not synchronous)
 
     known = measured[:fit] if open_end else measured
     found = fitted(known, start, run, num_fitted=fit, open_end=open_end, rounds=rounds, priors=priors)
@@ -133,7 +128,7 @@ def calibrate(
         if names:
             print(f"{text}: {', '.join(names)}")
     origin = "as given" if instance.num_blocks else "as the device's memory leaves room for"
-    print(f"{sizes.num_blocks:,} blocks of {sizes.block_size} tokens, {origin}")
+    print(f"{config.kv.num_blocks:,} blocks of {config.kv.block_size} tokens, {origin}")
     tpot, ttft = found.errors
     if not max(abs(tpot), abs(ttft)) <= max_error:
         raise ConfigError(
@@ -141,7 +136,7 @@ def calibrate(
             "nothing is written. Check --device, --model, --max-num-seqs, --num-blocks, --tensor-parallel, "
             "--data-parallel; or allow it with --max-error"
         )
-    write_json(out_file, _record(found, instance, sizes, requests))
+    write_json(out_file, _record(found, instance, config, requests))
     print(f"{out_file}: coefficients from {found.num_requests:,} requests, {found.num_rounds} simulations")
 
 
@@ -181,7 +176,7 @@ def _tables(found: Calibration, measured: Sequence[RequestTiming], run: Simulate
     return tables
 
 
-def _record(found: Calibration, instance: MeasuredEngine, sizes: Sizes, path: Path) -> dict[str, Any]:
+def _record(found: Calibration, instance: MeasuredEngine, config: Config, path: Path) -> dict[str, Any]:
     """What `simulate` reads, and the source of the coefficients."""
     cost_model = found.cost_model
     return {
@@ -189,7 +184,7 @@ def _record(found: Calibration, instance: MeasuredEngine, sizes: Sizes, path: Pa
         "model": cost_model.model.name,
         "tensor_parallel": cost_model.tensor_parallel,
         "data_parallel": cost_model.data_parallel,
-        "num_blocks": sizes.num_blocks,
+        "num_blocks": config.kv.num_blocks,
         "num_blocks_given": instance.num_blocks is not None,
         "coefficients": cost_model.coefficients.as_dict(),
         "fitted": {

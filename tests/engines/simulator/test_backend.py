@@ -8,11 +8,12 @@ from sagellm.core.clock import ManualClock
 from sagellm.core.events import EventBus
 from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, Prefill, Transfer
 from sagellm.core.types import FinishReason, Request, SamplingParams, Tokens
+from sagellm.engines.build import build_engine
 from sagellm.engines.simulator.backend import SimulatedBackend
 from sagellm.engines.simulator.cost_model import CostModel, StepShape
 from sagellm.engines.simulator.devices import device
 from sagellm.engines.simulator.models import MODELS
-from tests.engines.simulator.worlds import engines
+from tests.engines.simulator.worlds import config
 
 COST = CostModel(device("h100"), MODELS["llama-3.1-8b"])
 
@@ -100,7 +101,8 @@ def test_steps_priced_together_are_those_taken_one_by_one() -> None:
 def test_an_engine_on_it_serves_what_it_is_given(preset: str) -> None:
     clock, events = ManualClock(), EventBus()
     made = backend(clock, num_blocks=20)
-    engine = engines(preset, scheduler__max_num_seqs=8, scheduler__max_batched_tokens=64)(made, clock, events)
+    chosen = config(preset, scheduler__max_num_seqs=8, scheduler__max_batched_tokens=64)
+    engine = build_engine(chosen, made, clock=clock, events=events)
     for index in range(12):
         params = SamplingParams(max_tokens=40)
         engine.add(Request(f"r{index}", Tokens([index + 1] * 50), params, eos_token_ids=frozenset({7})))

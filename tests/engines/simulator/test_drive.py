@@ -8,12 +8,13 @@ from sagellm.core.clock import ManualClock
 from sagellm.core.errors import CapacityError
 from sagellm.core.events import EventBus, RequestFinished, RequestScheduled
 from sagellm.core.types import Request, SamplingParams, Tokens
+from sagellm.engines.build import build_engine
 from sagellm.engines.simulator.backend import SimulatedBackend
 from sagellm.engines.simulator.cost_model import Coefficients, CostModel
 from sagellm.engines.simulator.devices import device
 from sagellm.engines.simulator.measured import RequestTiming, drive
 from sagellm.engines.simulator.models import MODELS
-from tests.engines.simulator.worlds import engines
+from tests.engines.simulator.worlds import config
 
 STEP_S = 1.0
 SLOW = Coefficients(step_s=STEP_S, chunk_step_s=0.0, row_s=0.0)
@@ -26,7 +27,7 @@ def run(
     clock, events = ManualClock(), EventBus()
     cost = CostModel(device("h200"), MODELS["llama-3.2-1b"], SLOW)
     made = SimulatedBackend(cost, clock, num_blocks=num_blocks, max_num_seqs=8)
-    engine = engines(scheduler__max_num_seqs=8)(made, clock, events)
+    engine = build_engine(config(scheduler__max_num_seqs=8), made, clock=clock, events=events)
     requests = [
         Request(
             f"r{i}", Tokens([i] * length), SamplingParams(max_tokens=4, ignore_eos=True), arrival_s=when_s

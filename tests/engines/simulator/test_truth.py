@@ -16,19 +16,19 @@ from typing import NamedTuple
 
 import pytest
 
+from sagellm.engines.build import build_engine
 from sagellm.engines.simulator.calibrate import calibrate
 from sagellm.engines.simulator.cost_model import CostModel
 from sagellm.engines.simulator.devices import device
 from sagellm.engines.simulator.measured import (
     RequestTiming,
     SimulatedRun,
-    Sizes,
     compare,
     read_measured,
     simulate,
 )
 from sagellm.engines.simulator.models import MODELS, num_kv_blocks
-from tests.engines.simulator.worlds import engines
+from tests.engines.simulator.worlds import config
 
 pytestmark = pytest.mark.traces
 
@@ -74,10 +74,10 @@ ALL_KNOWN, FEW_KNOWN = "all-arrivals-known", "only-150-known"
 def test_the_second_half_is_foreseen(case: Case, *, rest_is_known: bool) -> None:
     card, rows = device(case.device), case.max_num_seqs
     blocks = case.num_blocks or num_kv_blocks(card, MODEL, max_num_seqs=rows)
-    make = engines(scheduler__max_num_seqs=rows, scheduler__max_batched_tokens=2048)
+    chosen = config(kv__num_blocks=blocks, scheduler__max_num_seqs=rows, scheduler__max_batched_tokens=2048)
 
     def run(requests: Sequence[RequestTiming], model: CostModel) -> SimulatedRun:
-        return simulate(requests, model, Sizes(blocks, 16, rows), make)
+        return simulate(requests, model, chosen, build_engine)
 
     requests = recording(case.file)
     known = requests if rest_is_known else requests[:NUM_FITTED]
@@ -97,18 +97,22 @@ def test_a_model_that_was_not_measured_on_the_same_device() -> None:
     device_ = device(CASES[1].device)
     dense, experts = CostModel(device_, MODEL), CostModel(device_, MODELS["qwen3-30b-a3b"], data_parallel=2)
     known = recording(CASES[1].file)
-    small = Sizes(num_kv_blocks(device_, MODEL, max_num_seqs=128), max_num_seqs=128)
-    of_one = engines(scheduler__max_num_seqs=128, scheduler__max_batched_tokens=2048)
-    found = calibrate(known, dense, lambda some, model: simulate(some, model, small, of_one))
+    of_one = config(
+        kv__num_blocks=num_kv_blocks(device_, MODEL, max_num_seqs=128),
+        scheduler__max_num_seqs=128,
+        scheduler__max_batched_tokens=2048,
+    )
+    found = calibrate(known, dense, lambda some, model: simulate(some, model, of_one, build_engine))
     judged = recording("vllm_requests_RTXPRO6000_Qwen3-30B-A3B-Instruct-2507")
     blocks = num_kv_blocks(device_, experts.model, data_parallel=2, max_num_seqs=256, max_batched_tokens=4096)
-    of_two = engines(
+    of_two = config(
+        kv__num_blocks=blocks,
         scheduler__max_num_seqs=256,
         scheduler__max_batched_tokens=4096,
         scheduler__pass_options={"vllm_like": {"long_prefill_tokens": 2048}},
     )
     model = replace(experts, coefficients=found.cost_model.coefficients)
-    run = simulate(judged, model, Sizes(blocks, max_num_seqs=256), of_two)
+    run = simulate(judged, model, of_two, build_engine)
     means = {row.latency: row.error for row in compare(judged, run.timings) if row.statistic == "mean"}
     assert abs(means["TPOT"]) < 0.10
     assert abs(means["TTFT"]) < 0.20

@@ -6,23 +6,16 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from sagellm.core.clock import ManualClock
-from sagellm.core.events import EventBus
-from sagellm.core.protocols.engine import EngineCore, InferenceBackend
+from sagellm.core.config import Config
 from sagellm.engines.build import build_engine, load_config
 from sagellm.engines.simulator.cost_model import CostModel
-from sagellm.engines.simulator.measured import EngineFactory, RequestTiming, SimulatedRun, Sizes, simulate
+from sagellm.engines.simulator.measured import RequestTiming, SimulatedRun, simulate
 
 
-def engines(preset: str = "vllm-like", **settings: Any) -> EngineFactory:
-    """Makes engines of a preset; settings with `__` for the dot."""
+def config(preset: str = "vllm-like", **settings: Any) -> Config:
+    """A preset; settings with `__` for the dot."""
     given = {name.replace("__", "."): value for name, value in settings.items()}
-    config = load_config(preset=preset, cli=given, environ={}).config
-
-    def make(backend: InferenceBackend, clock: ManualClock, events: EventBus) -> EngineCore:
-        return build_engine(config, backend, clock=clock, events=events)
-
-    return make
+    return load_config(preset=preset, cli=given, environ={}).config
 
 
 def arrivals(number: int, *, rate: float, seed: int = 0, mean_prompt: int = 600) -> list[RequestTiming]:
@@ -64,6 +57,5 @@ def serve(
     max_num_seqs: int = 32,
     pipelined: bool = True,
 ) -> SimulatedRun:
-    sizes = Sizes(num_blocks, 16, max_num_seqs)
-    make = engines(scheduler__max_num_seqs=max_num_seqs)
-    return simulate(requests, cost_model, sizes, make, pipelined=pipelined)
+    made = config(kv__num_blocks=num_blocks, scheduler__max_num_seqs=max_num_seqs)
+    return simulate(requests, cost_model, made, build_engine, pipelined=pipelined)

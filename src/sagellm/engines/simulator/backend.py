@@ -168,16 +168,24 @@ def simulated_backend(
     return configured_backend(cost_model, config, clock or ManualClock())
 
 
-def configured_backend(cost_model: CostModel, config: Config, clock: ManualClock) -> SimulatedBackend:
-    """The backend of an instance with this configuration."""
+def configured_backend(
+    cost_model: CostModel,
+    config: Config,
+    clock: ManualClock,
+    *,
+    max_model_len: int | None = None,
+    on_step: StepListener | None = None,
+) -> SimulatedBackend:
+    """The backend of an instance with this configuration; `max_model_len` goes before that of `config`."""
     return SimulatedBackend(
         cost_model,
         clock,
         num_blocks=configured_blocks(cost_model, config),
         block_size=config.kv.block_size,
         max_num_seqs=config.scheduler.max_num_seqs,
-        max_model_len=config.model.max_model_len,
+        max_model_len=max_model_len or config.model.max_model_len,
         host_memory_bytes=config.kv.swap_space_bytes,
+        on_step=on_step,
     )
 
 

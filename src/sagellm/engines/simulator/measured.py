@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from sagellm.core.clock import ManualClock
+from sagellm.core.config import Config
 from sagellm.core.errors import CapacityError, ConfigError
 from sagellm.core.events import EventBus, RequestFinished, RequestScheduled
-from sagellm.core.protocols.engine import EngineCore, InferenceBackend
+from sagellm.core.protocols.engine import EngineCore
 from sagellm.core.types import FinishReason, Request, SamplingParams, Tokens
-from sagellm.engines.simulator.backend import SimulatedBackend
+from sagellm.engines.simulator.backend import configured_backend
 from sagellm.engines.simulator.cost_model import CostModel, StepShape
 
 TIMES = ("arrival_time", "queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
@@ -27,8 +28,8 @@ PERCENTILES = (50, 90, 95, 99)
 MAX_IDLE_STEPS = 3
 """Steps in a row without time passing, after which an engine that has work is stuck."""
 
-EngineFactory = Callable[[InferenceBackend, ManualClock, EventBus], EngineCore]
-"""Builds the engine that is simulated."""
+EngineFactory = Callable[..., EngineCore]
+"""Builds the engine that is simulated: `engines.build.build_engine`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,20 +129,11 @@ class SimulatedRun:
         return np.searchsorted(self.end_s, np.fromiter(times_s, np.float64), side="right")
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes of the simulated instance: KV blocks, tokens per block, rows."""
-
-    num_blocks: int
-    block_size: int = 16
-    max_num_seqs: int = 256
-
-
 def simulate(
     requests: Sequence[RequestTiming],
     cost_model: CostModel,
-    sizes: Sizes,
-    make_engine: EngineFactory,
+    config: Config,
+    build_engine: EngineFactory,
     *,
     pipelined: bool = True,
 ) -> SimulatedRun:
@@ -159,15 +151,9 @@ def simulate(
         end_s.append(clock.now() + seconds)
 
     longest = max(request.num_prompt_tokens + request.num_output_tokens for request in requests)
-    backend = SimulatedBackend(
-        cost_model,
-        clock,
-        num_blocks=sizes.num_blocks,
-        block_size=sizes.block_size,
-        max_num_seqs=sizes.max_num_seqs,
-        max_model_len=max(longest, cost_model.model.max_model_len),
-        on_step=note,
-    )
+    length = max(longest, cost_model.model.max_model_len)
+    backend = configured_backend(cost_model, config, clock, max_model_len=length, on_step=note)
+    engine = build_engine(config, backend, clock=clock, events=events)
     again = [
         Request(
             f"{number}:{request.request_id}",
@@ -177,7 +163,7 @@ def simulate(
         )
         for number, request in enumerate(requests)
     ]
-    timings = drive(make_engine(backend, clock, events), clock, events, again, pipelined=pipelined)
+    timings = drive(engine, clock, events, again, pipelined=pipelined)
     return SimulatedRun(tuple(shapes), np.array(end_s), tuple(timings))
 
 
