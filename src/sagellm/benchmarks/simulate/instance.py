@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sagellm.core.clock import Clock, ManualClock
+from sagellm.core.clock import ManualClock
 from sagellm.core.config import Config
 from sagellm.core.events import EventBus, RequestFinished, RequestPreempted, RequestScheduled, StepDone
 from sagellm.core.plan import ExecutionPlan, Prefill
@@ -19,7 +19,7 @@ from sagellm.core.protocols.router import InstanceLoad
 from sagellm.core.types import Request, RequestOutput
 from sagellm.engines.build import build_engine
 from sagellm.engines.simulator.fast_forward import EqualSteps, SimulatedEngine
-from sagellm.kvmgr.manager import BlockStates, KVCacheManager
+from sagellm.kvmgr.manager import KVCacheManager
 
 KV_EVERY = 16
 """Steps between two samples of the KV pool."""
@@ -32,7 +32,7 @@ PATIENCE_S = 120.0
 
 
 class StepLog:
-    """The steps of one engine that computed something, as columns filled from its events.
+    """The steps of one engine that computed something, as columns. It outlives the engine.
 
     `ends_s[i]` is the end of step i; `durations_s`, `prefill_tokens`, `decode_tokens`, `running` and
     `waiting` are of the same step. `kv_steps`, `kv_active`, `kv_cached`: blocks after every `KV_EVERY` steps
@@ -40,7 +40,7 @@ class StepLog:
     computed before.
     """
 
-    def __init__(self, events: EventBus, clock: Clock, kv: KVCacheManager) -> None:
+    def __init__(self) -> None:
         self.ends_s = array("d")
         self.durations_s = array("d")
         self.prefill_tokens = array("q")
@@ -53,10 +53,6 @@ class StepLog:
         self.preemptions: dict[str, int] = {}
         self.num_recomputed = 0
         self._lost: dict[str, int] = {}
-        self._now = clock.now
-        self._block_states: Callable[[], BlockStates] | None = kv.block_states
-        events.subscribe(StepDone, self._on_step)
-        events.subscribe(RequestPreempted, self._on_preempted)
 
     def __len__(self) -> int:
         return len(self.ends_s)
@@ -66,23 +62,24 @@ class StepLog:
         tokens: NDArray[np.int64] = np.add(self.prefill_tokens, self.decode_tokens)
         return tokens
 
-    def _on_step(self, step: StepDone) -> None:
+    def add(self, step: StepDone, end_s: float, kv: KVCacheManager) -> None:
+        """Adds a step that ends now."""
         if not step.num_prefill_tokens and not step.num_decode_tokens:
             return
-        self._look(len(self.ends_s))
-        self.ends_s.append(self._now())
+        self._sample(len(self.ends_s), kv)
+        self.ends_s.append(end_s)
         self.durations_s.append(step.duration_s)
         self.prefill_tokens.append(step.num_prefill_tokens)
         self.decode_tokens.append(step.num_decode_tokens)
         self.running.append(step.num_running)
         self.waiting.append(step.num_waiting)
 
-    def add_equal_steps(self, steps: EqualSteps) -> None:
+    def add_equal_steps(self, steps: EqualSteps, kv: KVCacheManager) -> None:
         """Adds steps that the engine skipped with fast forward."""
         ends_s = array("d", steps.times_s[1:])
         self.durations_s.extend(map(sub, ends_s, steps.times_s))
         self.ends_s.extend(ends_s)
-        self._look(len(self.ends_s) - 1)
+        self._sample(len(self.ends_s) - 1, kv)
         for column, value in (
             (self.prefill_tokens, steps.num_prefill_tokens),
             (self.decode_tokens, steps.num_decodes),
@@ -93,23 +90,19 @@ class StepLog:
         self.running[-1] -= steps.num_ended
         self.observe(steps.prefills)
 
-    def _look(self, step: int) -> None:
+    def _sample(self, step: int, kv: KVCacheManager) -> None:
         """Samples the KV pool after a step, at most every `KV_EVERY` steps."""
-        looked = self.kv_steps[-1] if self.kv_steps else -KV_EVERY
-        if step - looked >= KV_EVERY and self._block_states is not None:
-            active, cached, _ = self._block_states()
+        if not self.kv_steps or step - self.kv_steps[-1] >= KV_EVERY:
+            active, cached, _ = kv.block_states()
             self.kv_steps.append(step)
             self.kv_active.append(active)
             self.kv_cached.append(cached)
 
-    def _on_preempted(self, event: RequestPreempted) -> None:
+    def add_preemption(self, event: RequestPreempted) -> None:
+        """Remembers what the request had computed."""
         name = event.request_id
         self.preemptions[name] = self.preemptions.get(name, 0) + 1
         self._lost[name] = max(self._lost.get(name, 0), event.num_computed_tokens)
-
-    def detach(self) -> None:
-        """Releases the engine and keeps the log."""
-        self._block_states = None
 
     def observe(self, prefills: Sequence[Prefill]) -> None:
         """Counts tokens that are computed a second time."""
@@ -193,7 +186,7 @@ class Instance:
         self.clock = InstanceClock()
         events = EventBus()
         self.engine = build_engine(config, backend(self.clock, config), clock=self.clock, events=events)
-        self.step_log = StepLog(events, self.clock, self.engine.kv)
+        self.step_log = StepLog()
         self.token_times = TokenTimes()
         self.scheduled: dict[str, RequestScheduled] = {}
         self.ended: list[RequestFinished] = []
@@ -202,10 +195,15 @@ class Instance:
         self._idle_s = 0.0
         self._pause_s = FIRST_PAUSE_S
         events.subscribe(RequestScheduled, self._on_scheduled)
+        events.subscribe(RequestPreempted, self.step_log.add_preemption)
         events.subscribe(RequestFinished, self.ended.append)
+        events.subscribe(StepDone, self._on_step)
 
     def _on_scheduled(self, event: RequestScheduled) -> None:
         self.scheduled[event.request_id] = event
+
+    def _on_step(self, event: StepDone) -> None:
+        self.step_log.add(event, self.clock.now(), self.engine.kv)
 
     @property
     def busy(self) -> bool:
@@ -233,7 +231,7 @@ class Instance:
             if self.token_times.steady and isinstance(engine, SimulatedEngine):
                 steps = engine.fast_forward(until_s)
             if steps is not None:
-                self.step_log.add_equal_steps(steps)
+                self.step_log.add_equal_steps(steps, engine.kv)
             else:
                 self._step(next_event_s)
             if ended or now() >= until_s or self.stalled or not engine.has_work():

@@ -132,6 +132,4 @@ def simulate(
     price = None if goals.price_per_hour is None else goals.price_per_hour * machine.num_devices
     made = figures(workload, served, cluster.instances, goals.slos, price)
     step_logs = {instance.name: instance.step_log for instance in cluster.instances}
-    for step_log in step_logs.values():
-        step_log.detach()
     return SimulationResult(preset, config, workload, served, step_logs, made, wall_s, cpu_s)

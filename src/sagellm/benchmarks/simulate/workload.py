@@ -24,7 +24,6 @@ PROCESSES = ("trace", "poisson", "bursty")
 MOST_BITS = 16
 MIN_VOCAB = 2
 _ODD = np.uint32(0x9E3779B1)
-_NOTHING = np.empty(0, dtype=np.int32)
 HIGH = 1
 """The priority of the drawn requests; the others have 0."""
 GREEDY = SamplingParams(0.0, ignore_eos=True)
@@ -103,19 +102,17 @@ class PromptContent:
     def tokens(self, ids: Tokens, num_tokens: int, number: int) -> Tokens:
         """Returns a prompt of exactly `num_tokens` tokens. The blocks of `ids` come first, the last one
         cut; then tokens that only the prompt of this `number` has."""
-        made = self._named(ids)[:num_tokens] if len(ids) else _NOTHING
+        known = np.frombuffer(ids.view(), dtype=np.int32)
+        if self.block_tokens == 1:
+            made = np.mod(known, np.int32(self._vocab_size)).astype(np.int32)[:num_tokens]
+        else:
+            made = self._blocks(known.view(np.uint32) * np.uint32(2), self._offsets)[:num_tokens]
         rest = num_tokens - len(made)
         if rest:
             own = np.array([2 * number + 1], dtype=np.uint32)
             tail = self._blocks(own, np.arange(rest).astype(np.uint16))
             made = np.concatenate([made, tail])
         return Tokens.frombytes(made.tobytes())
-
-    def _named(self, ids: Tokens) -> NDArray[np.int32]:
-        known = np.frombuffer(ids.view(), dtype=np.int32)
-        if self.block_tokens == 1:
-            return np.mod(known, np.int32(self._vocab_size)).astype(np.int32)
-        return self._blocks(known.view(np.uint32) * np.uint32(2), self._offsets)
 
     def _blocks(self, ids: NDArray[np.uint32], offsets: NDArray[np.uint16]) -> NDArray[np.int32]:
         """Returns `len(ids) * len(offsets)` tokens. The product of an id and an odd number is different
