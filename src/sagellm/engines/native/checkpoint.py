@@ -41,35 +41,43 @@ _DTYPES = FLOATS | _INTEGERS
 class TensorEntry:
     """The place of one tensor: byte offsets `begin` and `end` in `path`."""
 
+    name: str
     path: Path
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
 
 class Checkpoint:
     """All tensors of a model folder by name. Opening it checks that every file is whole. Raises
     `MissingWeightsError` for a missing file or shard, `ModelError` for one that cannot be read, is cut short
-    or is not safetensors.
+    or is not safetensors. A name also stands for the same name without its leading `model.`.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.entries: dict[str, TensorEntry] = {}
         for path in _weight_files(folder):
-            self.entries.update(_read_header(path))
+            self.entries.update((entry.name, entry) for entry in _read_header(path))
         self._maps: dict[Path, mmap.mmap] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.entries
+        return name in self.entries or name.removeprefix("model.") in self.entries
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        return self.entries[name if name in self.entries else name.removeprefix("model.")]
 
     def tensor(self, name: str) -> torch.Tensor:
         """The stored values of `name`, a view of the mapped file. Copy it; do not keep it or write to it."""
-        entry = self.entries[name]
+        entry = self[name]
         if entry.dtype not in _DTYPES:
             raise UnsupportedModelError(
-                f"tensor {name} has dtype {entry.dtype}; supported are {', '.join(_DTYPES)}"
+                f"tensor {entry.name} has dtype {entry.dtype}; supported are {', '.join(_DTYPES)}"
             )
         dtype = _DTYPES[entry.dtype]
         count = math.prod(entry.shape)
@@ -83,7 +91,7 @@ class Checkpoint:
         """The values of `name` in `dtype`, some rows at a time. Copy each part before the next is asked for.
         No memory of the whole tensor's size is taken.
         """
-        stored, entry = self.tensor(name), self.entries[name]
+        stored, entry = self.tensor(name), self[name]
         rows = max(1, _COPIED_BYTES * len(stored) // max(1, stored.nbytes))
         begin = entry.begin
         for part in torch.split(stored, rows):
@@ -99,14 +107,14 @@ class Checkpoint:
 
     def release_pages(self, name: str) -> None:
         """Release the memory of `name`, which has been read."""
-        entry = self.entries[name]
+        entry = self[name]
         self._release_pages(entry.path, entry.begin, entry.end)
 
     def stored_bytes(self, name: str, limit: int) -> Iterator[memoryview]:
         """The bytes of `name` in the file, at most `limit` at a time. Release each part before the next is
         asked for.
         """
-        entry = self.entries[name]
+        entry = self[name]
         for begin in range(entry.begin, entry.end, limit):
             end = min(begin + limit, entry.end)
             with memoryview(self._map(entry.path)) as whole, whole[begin:end] as part:
@@ -161,7 +169,7 @@ def _file_name(name: object) -> str:
     return name
 
 
-def _read_header(path: Path) -> Iterator[tuple[str, TensorEntry]]:
+def _read_header(path: Path) -> list[TensorEntry]:
     try:
         with open_regular(path) as file:
             size = path.stat().st_size
@@ -177,26 +185,23 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorEntry]]:
         ) from error
     try:
         header = json.loads(raw)
-        entries = {
-            name: _entry(path, 8 + length, fields)
-            for name, fields in header.items()
-            if name != "__metadata__"
-        }
+        header.pop("__metadata__", None)
+        entries = [_entry(name, path, 8 + length, fields) for name, fields in header.items()]
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelError(f"{path} has a damaged safetensors header: {error!r}") from error
-    end = max((entry.end for entry in entries.values()), default=0)
+    end = max((entry.end for entry in entries), default=0)
     if end > size:
         raise ModelError(
             f"{path} is cut short: its header promises {end} bytes, it has {size}: fetch it again"
         )
-    yield from entries.items()
+    return entries
 
 
-def _entry(path: Path, data_start: int, fields: dict[str, Any]) -> TensorEntry:
-    (begin, end), shape, name = fields["data_offsets"], fields["shape"], fields["dtype"]
+def _entry(name: str, path: Path, data_start: int, fields: dict[str, Any]) -> TensorEntry:
+    (begin, end), shape, stored_as = fields["data_offsets"], fields["shape"], fields["dtype"]
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in (begin, end, *shape)):
         raise ValueError(f"data_offsets {begin!r}, {end!r} and shape {shape!r} must be whole numbers from 0")
-    dtype = _DTYPES.get(name)
+    dtype = _DTYPES.get(stored_as)
     if begin > end or (dtype is not None and end - begin != math.prod(shape) * dtype.itemsize):
-        raise ValueError(f"data_offsets {begin}, {end} do not fit shape {shape} of {name}")
-    return TensorEntry(path, name, tuple(shape), data_start + begin, data_start + end)
+        raise ValueError(f"data_offsets {begin}, {end} do not fit shape {shape} of {stored_as}")
+    return TensorEntry(name, path, stored_as, tuple(shape), data_start + begin, data_start + end)

@@ -7,34 +7,34 @@ checkpoint. So the size is the kernel's own, and what formats or kernel refuse i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSet, KernelSource
-from sagellm.core.protocols.quantization import FormatSource, QuantizedMatrix, WeightQuantizer
+from sagellm.core.protocols.quantization import (
+    FormatSource,
+    QuantizedMatrix,
+    StoredTensor,
+    WeightQuantizer,
+)
 from sagellm.core.types import KVCacheSchema
-from sagellm.engines.native.architectures import ModelSpec, read_config, read_spec
+from sagellm.engines.native.architectures import read_config, read_spec
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.kv_cache import LAYOUT
 from sagellm.engines.native.loading import WeightLoader
-from sagellm.engines.native.matrices import packed, quantization_of, read_matrix
+from sagellm.engines.native.matrices import packed, quantization_of
 from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
 from sagellm.engines.native.options import dtype_name, model_length, torch_dtype, usable_device
 from sagellm.engines.native.weights import (
     EMBEDDING,
     Parameter,
-    WeightPiece,
     check,
-    is_quantized,
     num_parameters,
     parameters,
-    stored_name,
 )
 
 _OUTPUTS = 16
@@ -68,15 +68,6 @@ class Footprint:
     obstacle: str
 
 
-@dataclass(frozen=True, slots=True)
-class _HeldParameter:
-    """One parameter in memory."""
-
-    nbytes: int
-    codes: frozenset[CodeFormat] = frozenset()
-    obstacle: str = ""
-
-
 def footprint(
     model: str | Path,
     *,
@@ -102,19 +93,36 @@ def footprint(
     loading = WeightLoader.fastest(
         checkpoint, plan, where, wanted, None, quantization, kernel_set, kernel_set
     )
-    held = [_held_parameter(loading, parameter) for parameter in _with_own_head(plan, loading)]
+    if quantization.quantizer is not None and spec.tied:  # the tied head is one more matrix
+        [embedding] = (parameter for parameter in plan if parameter.name == EMBEDDING)
+        held = [*plan, replace(embedding, name="head.weight")]
+    else:
+        held = plan
+    on_meta = replace(loading, device=torch.device("meta"))
+    weight_bytes, codes, obstacle = 0, set[CodeFormat](), ""
+    for parameter in held:
+        num_bytes = _value_bytes(on_meta, parameter)
+        samples = _samples(loading, parameter)
+        if samples:
+            codes |= {_code_format(sample) for sample in samples}
+            try:
+                num_bytes = _packed_bytes(loading, samples, parameter.shape[0])
+            except KernelError as error:
+                obstacle = obstacle or str(error)
+        weight_bytes += num_bytes
     checkpoint.close()
-    codes = sorted(frozenset().union(*(parameter.codes for parameter in held)), key=str)
+    kv_dtype = dtype_name(loading.compute_dtype)
+    schema = KVCacheSchema(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype, 1, LAYOUT)
     return Footprint(
         num_parameters(plan),
-        sum(parameter.nbytes for parameter in held),
-        _kv_bytes_per_token(spec, dtype_name(loading.compute_dtype)),
+        weight_bytes,
+        schema.bytes_per_token,
         length,
         dtype_name(loading.dtype),
-        dtype_name(loading.compute_dtype),
+        kv_dtype,
         quantization.method if codes else "",
-        tuple(codes),
-        next((parameter.obstacle for parameter in held if parameter.obstacle), ""),
+        tuple(sorted(codes, key=str)),
+        obstacle,
     )
 
 
@@ -134,44 +142,23 @@ def kv_blocks_beside(
     return blocks
 
 
-def _kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
-    schema = KVCacheSchema(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, 1, LAYOUT)
-    return schema.bytes_per_token
+def _value_bytes(on_meta: WeightLoader, parameter: Parameter) -> int:
+    """Bytes of a parameter that is held as values."""
+    if parameter.is_multiplied or parameter.name == EMBEDDING:
+        is_multiplied = on_meta.multiplies_by_values_of(parameter)
+        return on_meta.empty(parameter.shape, multiplied=is_multiplied).nbytes
+    return math.prod(parameter.shape) * on_meta.compute_dtype.itemsize
 
 
-def _with_own_head(plan: Sequence[Parameter], loading: WeightLoader) -> list[Parameter]:
-    """The parameters; a tied head that is quantized is one more matrix."""
-    if loading.quantization.quantizer is None or any(parameter.name == "head.weight" for parameter in plan):
-        return list(plan)
-    [embedding] = (parameter for parameter in plan if parameter.name == EMBEDDING)
-    return [*plan, replace(embedding, name="head.weight")]
-
-
-def _held_parameter(loading: WeightLoader, parameter: Parameter) -> _HeldParameter:
-    if not parameter.is_matrix:
-        return _HeldParameter(math.prod(parameter.shape) * loading.compute_dtype.itemsize)
-    values = _value_bytes(loading, parameter)
-    samples = _samples(loading, parameter)
-    if not samples:
-        return _HeldParameter(values)
-    codes = frozenset(_codes(sample) for sample in samples)
-    try:
-        once, twice = (packed(samples * n, loading.quantized, loading.compute_dtype) for n in (1, 2))
-    except KernelError as error:
-        return _HeldParameter(values, codes, str(error))
-    more = (twice.nbytes - once.nbytes) * (parameter.shape[0] - once.shape[0]) // once.shape[0]
+def _packed_bytes(loading: WeightLoader, samples: list[QuantizedMatrix], outputs: int) -> int:
+    """Bytes of a matrix of so many outputs in the kernel's form. Raises `KernelError` where it has none."""
+    once, twice = (packed(samples * n, loading.quantized, loading.compute_dtype) for n in (1, 2))
     # The order of inputs is held once, for any number of outputs.
-    return _HeldParameter(once.nbytes + more, codes)
+    more = (twice.nbytes - once.nbytes) * (outputs - once.shape[0]) // once.shape[0]
+    return once.nbytes + more
 
 
-def _value_bytes(loading: WeightLoader, parameter: Parameter) -> int:
-    outputs, inputs = parameter.shape
-    if loading.linear is None or not loading.multiplies_by_values_of(parameter):
-        return outputs * inputs * loading.matrix_dtype.itemsize
-    return loading.linear.empty(outputs, inputs, loading.dtype, partial(torch.zeros, device="meta")).nbytes
-
-
-def _codes(matrix: QuantizedMatrix) -> CodeFormat:
+def _code_format(matrix: QuantizedMatrix) -> CodeFormat:
     return CodeFormat(matrix.bits, matrix.group_size if matrix.group_size < matrix.shape[1] else None)
 
 
@@ -184,24 +171,11 @@ def _samples(loading: WeightLoader, parameter: Parameter) -> list[QuantizedMatri
         return []
     if quantizer is not None:
         return [quantizer.quantized(parameter.name, torch.zeros(_OUTPUTS, parameter.shape[1]))]
-    found = [_sample(loading, piece) for piece in parameter.pieces]
+    found = [loading.codes(piece, _OUTPUTS, _sample) for piece in parameter.pieces]
     samples = [sample for sample in found if sample is not None]
     return samples if len(samples) == len(found) else []
 
 
-def _sample(loading: WeightLoader, piece: WeightPiece) -> QuantizedMatrix | None:
-    """A sample of a piece: all numbers are -1, except the order of inputs. Tensors of one number per input
-    are read: they deal inputs into groups.
-    """
-    stored, checkpoint = loading.quantization.stored, loading.checkpoint
-    if stored is None or not is_quantized(piece, checkpoint, stored):
-        return None
-    module, inputs = piece.name.removesuffix("weight"), piece.shape[1]
-    tensors = {}
-    for name, tensor in stored.tensors(_OUTPUTS, inputs).items():
-        at = stored_name(checkpoint, module + name)
-        if at is not None:
-            found = checkpoint.tensor(at)
-            is_order = tensor.shape == (inputs,)
-            tensors[name] = found.clone() if is_order else torch.full(tensor.shape, -1, dtype=found.dtype)
-    return read_matrix(stored, module, tensors, (_OUTPUTS, inputs))
+def _sample(stored: torch.Tensor, wanted: StoredTensor) -> torch.Tensor:
+    """A tensor of -1. One of one number per input is read, because it deals inputs into groups."""
+    return stored.clone() if stored.dim() == 1 else torch.full(wanted.shape, -1, dtype=stored.dtype)

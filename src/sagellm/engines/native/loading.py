@@ -14,19 +14,17 @@ from typing import Self
 
 import torch
 
-from sagellm.core.errors import KernelError
+from sagellm.core.errors import KernelError, UnsupportedModelError
 from sagellm.core.protocols.engine import Progress
 from sagellm.core.protocols.fusion import KernelSet, LinearKernel, Matrix, QuantizedKernel, StoredMatrix
-from sagellm.core.protocols.quantization import QuantizedMatrix
+from sagellm.core.protocols.quantization import QuantizedMatrix, StoredTensor
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.matrices import (
     NOT_QUANTIZED,
     Dense,
     Quantization,
-    look_up,
     packed,
     packing_is_faster,
-    read_matrix,
 )
 from sagellm.engines.native.memory import lazy_zeros
 from sagellm.engines.native.options import compute_dtype as fastest_dtype
@@ -36,11 +34,11 @@ from sagellm.engines.native.weights import (
     WeightPiece,
     is_quantized,
     num_parameters,
-    stored_name,
     stored_tensors,
 )
 
 log = logging.getLogger("sagellm.quantization")
+Sample = Callable[[torch.Tensor, StoredTensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +89,6 @@ class WeightLoader:
         linear = kernel_set.linear if packing_is_faster(measured_set.linear, compute_dtype, dtype) else None
         return cls(checkpoint, device, dtype, compute_dtype, quantization, linear, kernel_set.quantized)
 
-    @property
-    def matrix_dtype(self) -> torch.dtype:
-        """The dtype of matrices that are held as values, and of tables."""
-        return self.compute_dtype if self.linear is None else self.dtype
-
     def multiplies_by_values_of(self, parameter: Parameter) -> bool:
         """Whether steps multiply by the parameter's values: not by those of a requantized embedding."""
         is_own = parameter.name != EMBEDDING or self.quantization.quantizer is None
@@ -130,7 +123,7 @@ class WeightLoader:
         return self._packed("head.weight", [quantizer.quantized("head.weight", whole)])
 
     def _matrix(self, parameter: Parameter) -> Matrix:
-        codes = [self._codes(piece) for piece in parameter.pieces]
+        codes = [self.codes(piece) for piece in parameter.pieces]
         quantized = [matrix for matrix in codes if matrix is not None]
         if len(quantized) == len(codes):
             return self._packed(parameter.name, quantized)
@@ -148,7 +141,7 @@ class WeightLoader:
             if not self._warned:
                 log.warning("quantized matrices are held dequantized (%s, the first): %s", name, error)
                 self._warned = True
-        plain = self._empty((sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]), multiplied=True)
+        plain = self.empty((sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]), multiplied=True)
         row = 0
         for piece in pieces:
             plain.store(row, piece.values().to(self.dtype).to(plain.dtype))
@@ -156,7 +149,7 @@ class WeightLoader:
         return plain
 
     def _values(self, parameter: Parameter) -> StoredMatrix:
-        matrix = self._empty(parameter.shape, multiplied=self.multiplies_by_values_of(parameter))
+        matrix = self.empty(parameter.shape, multiplied=self.multiplies_by_values_of(parameter))
         self._fill(matrix.store, parameter)
         return matrix
 
@@ -165,12 +158,17 @@ class WeightLoader:
         self._fill(partial(_copy, tensor), parameter)
         return tensor
 
-    def _empty(self, shape: Sequence[int], *, multiplied: bool) -> StoredMatrix:
+    def empty(self, shape: Sequence[int], *, multiplied: bool) -> StoredMatrix:
+        """A matrix to be filled, in the form in which values are held. A table is not multiplied by."""
         outputs, inputs = shape
-        if self.linear is not None and multiplied:
-            return self.linear.empty(outputs, inputs, self.dtype, partial(lazy_zeros, huge=True))
-        weight = torch.empty(outputs, inputs, dtype=self.matrix_dtype, device=self.device)
-        return Dense(weight, look_up if self.linear is None else self.linear.gather)
+        if self.linear is None:
+            return Dense(torch.empty(outputs, inputs, dtype=self.compute_dtype, device=self.device))
+        if not multiplied:
+            table = torch.empty(outputs, inputs, dtype=self.dtype, device=self.device)
+            return Dense(table, self.linear.gather)
+        on_meta = self.device.type == "meta"
+        zeros = partial(torch.zeros, device="meta") if on_meta else partial(lazy_zeros, huge=True)
+        return self.linear.empty(outputs, inputs, self.dtype, zeros)
 
     def _fill(self, store: Callable[[int, torch.Tensor], None], parameter: Parameter) -> None:
         row = 0
@@ -181,31 +179,40 @@ class WeightLoader:
 
     def _parts(self, piece: WeightPiece) -> Iterator[torch.Tensor]:
         """The rows of a piece, some at a time; a quantized piece whole."""
-        codes = self._codes(piece)
+        codes = self.codes(piece)
         if codes is not None:
             yield codes.values().to(self.dtype)
         else:
-            name = stored_name(self.checkpoint, piece.name) or piece.name
-            yield from self.checkpoint.parts(name, self.dtype)
+            yield from self.checkpoint.parts(piece.name, self.dtype)
 
-    def _codes(self, piece: WeightPiece) -> QuantizedMatrix | None:
-        """The piece from its quantized tensors; None if it is not quantized."""
+    def codes(
+        self, piece: WeightPiece, outputs: int | None = None, sample: Sample = lambda tensor, _: tensor
+    ) -> QuantizedMatrix | None:
+        """The piece from its quantized tensors; None if it is not quantized. Raises `UnsupportedModelError`
+        that names the module for values that make no matrix. `sample` makes the tensors of a matrix with
+        `outputs` rows from the stored ones.
+        """
         stored, checkpoint = self.quantization.stored, self.checkpoint
         if stored is None or not is_quantized(piece, checkpoint, stored):
             return None
-        module = piece.name.removesuffix("weight")
-        names = {name: stored_name(checkpoint, name) for name, _ in stored_tensors(piece, checkpoint, stored)}
-        tensors = {name.removeprefix(module): checkpoint.tensor(at) for name, at in names.items() if at}
-        matrix = read_matrix(stored, module, tensors, (piece.shape[0], piece.shape[1]))
-        for found in filter(None, names.values()):
-            checkpoint.release_pages(found)
+        module, shape = piece.name.removesuffix("weight"), (outputs or piece.shape[0], piece.shape[1])
+        tensors = {
+            name: sample(checkpoint.tensor(module + name), tensor)
+            for name, tensor in stored.tensors(*shape).items()
+            if module + name in checkpoint
+        }
+        try:
+            matrix = stored.matrix(tensors, *shape)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{module.removesuffix('.')}: {error}") from error
+        for name in tensors:
+            checkpoint.release_pages(module + name)
         return matrix
 
     def _stored_bytes(self, parameter: Parameter) -> int:
-        stored, entries = self.quantization.stored, self.checkpoint.entries
-        tensors = [pair for p in parameter.pieces for pair in stored_tensors(p, self.checkpoint, stored)]
-        names = [stored_name(self.checkpoint, name) for name, _ in tensors]
-        return sum(entries[name].end - entries[name].begin for name in names if name)
+        stored, checkpoint = self.quantization.stored, self.checkpoint
+        names = [name for piece in parameter.pieces for name, _ in stored_tensors(piece, checkpoint, stored)]
+        return sum(checkpoint[name].nbytes for name in names if name in checkpoint)
 
 
 def _copy(target: torch.Tensor, first: int, rows: torch.Tensor) -> None:

@@ -165,18 +165,6 @@ def quantization_of(
     return Quantization(stored=formats(stored), method=str(stored.get("quant_method")))
 
 
-def read_matrix(
-    stored: WeightFormat, module: str, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int]
-) -> QuantizedMatrix:
-    """The matrix [outputs, inputs] of a module's `tensors`. Raises `UnsupportedModelError` that names the
-    module for values that make none.
-    """
-    try:
-        return stored.matrix(tensors, *shape)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{module.removesuffix('.')}: {error}") from error
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedQuantizedMatrix:
     """A matrix in the form of the kernel that multiplies by it. Implements `Matrix`."""

@@ -68,8 +68,7 @@ def _content(path: Path) -> bytes:
 
 def _hash(checkpoint: Checkpoint, name: str) -> bytes:
     """A digest of the tensor's sampled bytes."""
-    entry = checkpoint.entries[name]
-    size = entry.end - entry.begin
+    size = checkpoint.entries[name].nbytes
     digest, draw = hashlib.sha256(), np.random.default_rng(size)
     for part in checkpoint.stored_bytes(name, _PART_BYTES):
         sampled = 0 if size <= WHOLE_BYTES else len(part) // PAGE_BYTES * PAGE_BYTES

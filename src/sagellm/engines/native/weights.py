@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from sagellm.core.errors import MissingWeightsError, UnsupportedModelError, WeightShapeError
 from sagellm.core.protocols.quantization import StoredTensor, WeightFormat
 from sagellm.engines.native.architectures import ModelSpec
-from sagellm.engines.native.checkpoint import FLOATS, Checkpoint
+from sagellm.engines.native.checkpoint import FLOATS, Checkpoint, TensorEntry
 
 EMBEDDING = "embed.weight"
 
@@ -36,10 +36,6 @@ class Parameter:
     pieces: tuple[WeightPiece, ...]
     is_multiplied: bool = False
     """Whether a step multiplies by it; a table may be only looked up."""
-
-    @property
-    def is_matrix(self) -> bool:
-        return self.is_multiplied or self.name == EMBEDDING
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -159,19 +155,17 @@ def check(plan: Sequence[Parameter], checkpoint: Checkpoint, stored: WeightForma
     """
     pieces = [piece for parameter in plan for piece in parameter.pieces]
     wanted = dict(pair for piece in pieces for pair in stored_tensors(piece, checkpoint, stored))
-    found = {name: stored_name(checkpoint, name) for name in wanted}
-    missing = [name for name, tensor in wanted.items() if not tensor.optional and not found[name]]
+    missing = [name for name, tensor in wanted.items() if not tensor.optional and name not in checkpoint]
     if missing:
         raise MissingWeightsError(f"{checkpoint.folder} lacks {_few(missing)}")
-    for name, tensor in wanted.items():
-        at = found[name]
-        if at is not None:
-            _check_tensor(checkpoint, at, tensor)
-    _check_unused(pieces, checkpoint, set(found.values()))
+    used = {name: checkpoint[name] for name in wanted if name in checkpoint}
+    for name, entry in used.items():
+        _check_tensor(checkpoint, entry, wanted[name])
+    _check_unused(pieces, checkpoint, {entry.name for entry in used.values()})
 
 
-def _check_tensor(checkpoint: Checkpoint, name: str, tensor: StoredTensor) -> None:
-    entry = checkpoint.entries[name]
+def _check_tensor(checkpoint: Checkpoint, entry: TensorEntry, tensor: StoredTensor) -> None:
+    name = entry.name
     if entry.shape != tensor.shape:
         raise WeightShapeError(
             f"{name}: config.json implies shape {list(tensor.shape)}, the checkpoint has {list(entry.shape)}"
@@ -188,7 +182,7 @@ def _check_tensor(checkpoint: Checkpoint, name: str, tensor: StoredTensor) -> No
         )
 
 
-def _check_unused(pieces: Iterable[WeightPiece], checkpoint: Checkpoint, used: set[str | None]) -> None:
+def _check_unused(pieces: Iterable[WeightPiece], checkpoint: Checkpoint, used: set[str]) -> None:
     """Check tensors that the model does not use. GPTQ's writers give every module a bias, zeros where the
     model has none: those change nothing. A tensor without a float dtype is no bias.
     """
@@ -218,7 +212,7 @@ def is_quantized(piece: WeightPiece, checkpoint: Checkpoint, stored: WeightForma
         return False
     module = piece.name.removesuffix("weight")
     return any(
-        (found := stored_name(checkpoint, module + name)) and checkpoint.entries[found].dtype in tensor.dtypes
+        module + name in checkpoint and checkpoint[module + name].dtype in tensor.dtypes
         for name, tensor in stored.tensors(*piece.shape).items()
     )
 
@@ -231,8 +225,3 @@ def stored_tensors(
         return [(piece.name, StoredTensor(piece.shape, tuple(FLOATS)))]
     module = piece.name.removesuffix("weight")
     return [(module + name, tensor) for name, tensor in stored.tensors(*piece.shape).items()]
-
-
-def stored_name(checkpoint: Checkpoint, name: str) -> str | None:
-    """The name under which the checkpoint has `name`, perhaps without the leading `model.`."""
-    return next((form for form in (name, name.removeprefix("model.")) if form in checkpoint), None)
