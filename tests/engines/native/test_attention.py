@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from sagellm.core.blocks import cdiv
 from sagellm.engines.native import attention
-from sagellm.engines.native.attention import AttentionPlanner, Span, attend, attention_reference, group_rows
+from sagellm.engines.native.attention import AttentionPlanner, Span, attend, group_rows
 from sagellm.engines.native.kv_cache import PagedKV
+from tests.engines.native.attention_reference import attention_reference
 
 BLOCK_SIZE, KV_HEADS, HEADS, DIM = 4, 2, 6, 8
 

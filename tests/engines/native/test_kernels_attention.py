@@ -19,9 +19,9 @@ from sagellm.engines.native.attention import (
     Span,
     attend,
     attention_planner,
-    attention_reference,
 )
 from sagellm.engines.native.kv_cache import PagedKV
+from tests.engines.native.attention_reference import attention_reference
 from tests.engines.native.driver import Driver, RecordingBackend, Running
 from tests.tiny_models import TINY_MODELS, VOCAB, save_tiny
 

@@ -11,8 +11,7 @@ what to read once per step and distinct window; every layer with that window use
 
 A kernel (`core/protocols/fusion.py`) takes the decode rows by rule, since torch's gather reads and writes the
 context once more. It takes chunks where a measurement at start shows that it is faster
-(`kernel_wins_prefill`). It reads K and V where they lie, all sequences in one call. `attention_reference` is
-the slow twin.
+(`kernel_wins_prefill`). It reads K and V where they lie, all sequences in one call.
 """
 
 from __future__ import annotations
@@ -139,11 +138,11 @@ class AttentionPlan:
 
 class AttentionPlanner:
     """Makes a step's `AttentionPlan`s; keeps the causal masks that tiles share. `kernel` takes the decode
-    rows and, with `chunks`, the prefill chunks; without a kernel torch computes all.
+    rows and, with `chunks`, the prefill chunks; torch computes the rest.
     """
 
     def __init__(self, kv: PagedKV, kernel: FusedKernel | None = None, *, chunks: bool = True) -> None:
-        self._kernel, self._chunks = kernel, chunks
+        self.kernel, self._chunks = kernel, chunks
         pool = kv.keys[0]
         self._block_size = kv.block_size
         self._device, self._dtype = pool.device, pool.dtype
@@ -152,26 +151,21 @@ class AttentionPlanner:
         self._masks: dict[int | None, torch.Tensor] = {}
 
     @property
-    def kernel(self) -> FusedKernel | None:
-        """The kernel for decode rows."""
-        return self._kernel
-
-    @property
     def reads_padding(self) -> bool:
         """Whether attention reads behind a sequence's last token, which must then be finite."""
-        return self._kernel is None
+        return self.kernel is None
 
     @property
     def all_by_kernel(self) -> bool:
         """Whether the kernel computes all attention."""
-        return self._kernel is not None and self._chunks
+        return self.kernel is not None and self._chunks
 
     def plan(self, decode: Sequence[Span], prefill: Sequence[Span], window: int | None) -> AttentionPlan:
         """Plan `decode` spans, one token each and longest first, and `prefill` spans."""
         call = None
         taken = [*decode, *prefill] if self._chunks else decode
-        if self._kernel is not None and taken:
-            call = _kernel_call(self._kernel, taken, window, self._device)
+        if self.kernel is not None and taken:
+            call = _kernel_call(self.kernel, taken, window, self._device)
             decode, prefill = (), () if self._chunks else prefill
         lengths = [min(span.end, window or span.end) for span in decode]
         groups = tuple(
@@ -208,19 +202,20 @@ class AttentionPlanner:
         key = torch.arange(num_keys, device=self._device)
         low = torch.tensor(starts, device=self._device)[:, None]
         high = torch.tensor(stops, device=self._device)[:, None]
-        hidden = (key < low) | (key >= high)
+        return self._mask((key < low) | (key >= high))[:, None, None]
+
+    def _mask(self, hidden: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
-        return mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+        return mask.masked_fill_(hidden, -torch.inf)
 
     def _chunk(self, span: Span, window: int | None) -> PrefillPlan:
         bs = self._block_size
-        first_key = max(0, span.start + 1 - window) if window else 0
         if span.start == 0:
             if window is None or span.num_tokens <= window:
                 tile = Tile(span.first_row, span.first_row + span.num_tokens, 0, span.num_tokens, None)
                 return PrefillPlan(span, None, (tile,))
             return PrefillPlan(span, None, self._tiles(span, 0, window))
-        first_block = first_key // bs
+        first_block = max(0, span.start + 1 - window) // bs if window else 0
         read = self._read([span.block_ids[first_block : cdiv(span.end, bs)]])
         return PrefillPlan(span, read, self._tiles(span, first_block * bs, window))
 
@@ -246,10 +241,7 @@ class AttentionPlanner:
             query = torch.arange(columns - QUERY_TILE, columns, device=self._device)[:, None]
             key = torch.arange(columns, device=self._device)
             hidden = key > query if window is None else (key > query) | (key <= query - window)
-            known = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(
-                hidden, -torch.inf
-            )
-            self._masks[window] = known
+            known = self._masks[window] = self._mask(hidden)
         return known
 
 
@@ -290,25 +282,22 @@ def attend(
     else:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for group in plan.decode:
-        _decode(group, kv.keys[layer], kv.values[layer], query, output)
+        _attend_group(group, kv.keys[layer], kv.values[layer], query, output)
     for chunk in plan.prefill:
         if chunk.read is None:
             rows = slice(chunk.span.first_row, chunk.span.first_row + chunk.span.num_tokens)
-            _prefill(chunk, key[rows], value[rows], query, output)
+            keys, values = key[rows], value[rows]
         else:
-            _prefill(
-                chunk, chunk.read.of(kv.keys[layer])[0], chunk.read.of(kv.values[layer])[0], query, output
-            )
+            keys, values = chunk.read.of(kv.keys[layer])[0], chunk.read.of(kv.values[layer])[0]
+        for tile in chunk.tiles:
+            _attend_tile(tile, keys, values, query, output)
     return output
 
 
-def _decode(
-    group: DecodeGroup,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    query: torch.Tensor,
+def _attend_group(
+    group: DecodeGroup, key_pool: torch.Tensor, value_pool: torch.Tensor, query: torch.Tensor,
     output: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     keys = group.read.of(key_pool)[:, group.key_start : group.key_stop].transpose(1, 2)
     values = group.read.of(value_pool)[:, group.key_start : group.key_stop].transpose(1, 2)
     rows = slice(group.first_row, group.stop_row)
@@ -317,48 +306,19 @@ def _decode(
     output[rows].view(packed.shape).copy_(answer)
 
 
-def _prefill(
-    chunk: PrefillPlan, keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor, output: torch.Tensor
+def _attend_tile(
+    tile: Tile, keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor, output: torch.Tensor
 ) -> None:
-    for tile in chunk.tiles:
-        rows, span = slice(tile.first_row, tile.stop_row), slice(tile.key_start, tile.key_stop)
-        answer = scaled_dot_product_attention(
-            query[rows].transpose(0, 1)[None],
-            keys[span].transpose(0, 1)[None],
-            values[span].transpose(0, 1)[None],
-            attn_mask=tile.mask,
-            is_causal=tile.mask is None,
-            enable_gqa=query.shape[1] != keys.shape[1],
-        )
-        output[rows].copy_(answer[0].transpose(0, 1))
-
-
-def attention_reference(
-    spans: Sequence[Span], kv: PagedKV, layer: int, query: torch.Tensor, window: int | None
-) -> torch.Tensor:
-    """Slow twin of `attend`, token by token: causal, windowed, grouped-query attention."""
-    output = torch.empty_like(query)
-    for span in spans:
-        for i in range(span.num_tokens):
-            position = span.start + i
-            first = max(0, position + 1 - window) if window else 0
-            slots = [
-                span.block_ids[p // kv.block_size] * kv.block_size + p % kv.block_size
-                for p in range(first, position + 1)
-            ]
-            row = span.first_row + i
-            output[row] = _one_token(
-                query[row], kv.keys[layer].flatten(0, 1)[slots], kv.values[layer].flatten(0, 1)[slots]
-            )
-    return output
-
-
-def _one_token(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """`query` [heads, dim] over `keys` and `values` [L, kv_heads, dim]."""
-    group = query.shape[0] // keys.shape[1]
-    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-    scores = torch.einsum("hd,lhd->hl", query, keys) / query.shape[-1] ** 0.5
-    return torch.einsum("hl,lhd->hd", scores.softmax(-1), values)
+    rows, span = slice(tile.first_row, tile.stop_row), slice(tile.key_start, tile.key_stop)
+    answer = scaled_dot_product_attention(
+        query[rows].transpose(0, 1)[None],
+        keys[span].transpose(0, 1)[None],
+        values[span].transpose(0, 1)[None],
+        attn_mask=tile.mask,
+        is_causal=tile.mask is None,
+        enable_gqa=query.shape[1] != keys.shape[1],
+    )
+    output[rows].copy_(answer[0].transpose(0, 1))
 
 
 CONTEXT, CHUNK, _REPEATS = 384, 128, 2
@@ -384,10 +344,14 @@ def kernel_wins_prefill(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> boo
     """Whether a prefill chunk behind a context is faster by `kernel` than by torch. Torch may win where it
     has bfloat16 instructions, or on a GPU a kernel of its own.
     """
-    small = _like(kv, cdiv(CONTEXT + CHUNK, kv.block_size))
+    pool = kv.keys[0]
+    _, block_size, kv_heads, head_dim = pool.shape
+    num_blocks = cdiv(CONTEXT + CHUNK, block_size)
+    small = PagedKV(1, num_blocks, block_size, kv_heads, head_dim, pool.device, pool.dtype)
+    for written in (*small.keys, *small.values):
+        written.fill_(1.0)  # untouched memory reads too fast
     span = Span(0, CHUNK, CONTEXT, range(small.num_blocks))
-    query = small.keys[0].new_ones(CHUNK, num_heads, small.keys[0].shape[3])
-    key = query.new_ones(CHUNK, *small.keys[0].shape[2:])
+    query, key = pool.new_ones(CHUNK, num_heads, head_dim), pool.new_ones(CHUNK, kv_heads, head_dim)
     seconds = cuda_s if query.is_cuda else cpu_s
     with one_thread():
         by_torch, by_kernel = (
@@ -395,13 +359,3 @@ def kernel_wins_prefill(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> boo
             for planner in (AttentionPlanner(small), AttentionPlanner(small, kernel))
         )
     return by_kernel < by_torch
-
-
-def _like(kv: PagedKV, num_blocks: int) -> PagedKV:
-    """One layer with another number of blocks, written once: untouched memory reads too fast."""
-    pool = kv.keys[0]
-    _, block_size, kv_heads, head_dim = pool.shape
-    small = PagedKV(1, num_blocks, block_size, kv_heads, head_dim, pool.device, pool.dtype)
-    for own in (*small.keys, *small.values):
-        own.fill_(1.0)
-    return small

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.clock import MonotonicClock
 from sagellm.core.cores import usable_cores
 from sagellm.core.errors import CapacityError
@@ -38,7 +38,7 @@ from sagellm.engines.native.model_fingerprint import model_fingerprint
 from sagellm.engines.native.options import check_counts, dtype_name, model_length, torch_dtype, usable_device
 from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps, buckets
 from sagellm.engines.native.rows import BatchRows
-from sagellm.engines.native.sampler import KernelDraw, ScoredPrompt, prompt_logprobs, sample
+from sagellm.engines.native.sampler import ScoredPrompt, kernel_draw, prompt_logprobs, sample
 from sagellm.engines.native.weights import Parameter, check, num_parameters, parameters
 
 PARAMETERS_PER_THREAD = 8_000_000
@@ -115,12 +115,12 @@ class NativeBackend:
         check_counts(max_model_len=max_model_len, threads=threads)
         folder = model_folder(model)
         model_config = read_config(folder)
-        self._spec = read_spec(model_config)
+        self._spec = spec = read_spec(model_config)
         self._quantization = quantization_of(model_config, quantizer, formats)
         self._device = usable_device(device)
         self._max_num_seqs = max_num_seqs
-        self._max_model_len = model_length(self._spec, max_model_len)
-        plan = parameters(self._spec)
+        self._max_model_len = model_length(spec, max_model_len)
+        plan = parameters(spec)
         threads = threads or suitable_threads(num_parameters(plan))
         self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(threads)
@@ -128,34 +128,31 @@ class NativeBackend:
         recording = capture(self._device) if capture and kernel_set.attention else None
         with _memory_errors(self._device):
             self._model = self._load(folder, plan, dtype, compute_dtype, progress, kernel_set, measured_set)
-            self._schema = self._kv_schema(block_size)
-            most = max_num_seqs * math.ceil(self._max_model_len / block_size)
+            self._schema = KVCacheSchema(
+                spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype_name(self._compute_dtype),
+                block_size, LAYOUT, model_fingerprint=self._fingerprint,
+            )  # fmt: skip
+            most = max_num_seqs * cdiv(self._max_model_len, block_size)
+            block_bytes = self._schema.bytes_per_block
             blocks = num_blocks or kv_blocks(
-                self._device, self._schema.bytes_per_block, most, kv_memory_bytes, kv_memory_fraction
+                self._device, block_bytes, most, kv_memory_bytes, kv_memory_fraction
             )
-            self._kv = self._pool(blocks, block_size, host_memory_bytes, has_scratch=recording is not None)
+            check_host(host_memory_bytes)
+            check_fits(self._device, blocks, block_bytes, host_memory_bytes)
+            self._kv = PagedKV(
+                spec.num_layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, self._device,
+                self._compute_dtype, host_memory_bytes // block_bytes, has_scratch=recording is not None,
+            )  # fmt: skip
             self._planner = attention_planner(
-                self._kv, self._spec.num_heads, kernel_set.attention, measured_set.attention
+                self._kv, spec.num_heads, kernel_set.attention, measured_set.attention
             )
             self._steps = self._recorded(recording, kernel_set.record if capture else None)
         if self._packed and self._planner.all_by_kernel:
             torch.set_num_threads(1)
-        self._draw = (
-            KernelDraw(kernel_set.draw) if kernel_set.draw and self._compute_dtype != torch.float64 else None
-        )
-        self._rows = BatchRows(
-            max_num_seqs, self._max_model_len, blocks, block_size, self._spec.vocab_size, seed
-        )
+        draw = None if self._compute_dtype == torch.float64 else kernel_set.draw
+        self._draw = kernel_draw(draw) if draw else None
+        self._rows = BatchRows(max_num_seqs, self._max_model_len, blocks, block_size, spec.vocab_size, seed)
         self._measure_returning(num_parameters(plan), prefill=measure_prefill)
-
-    def _pool(self, blocks: int, block_size: int, host_memory_bytes: int, *, has_scratch: bool) -> PagedKV:
-        check_host(host_memory_bytes)
-        check_fits(self._device, blocks, self._schema.bytes_per_block, host_memory_bytes)
-        return PagedKV(
-            self._spec.num_layers, blocks, block_size, self._spec.num_kv_heads, self._spec.head_dim,
-            self._device, self._compute_dtype, host_memory_bytes // self._schema.bytes_per_block,
-            has_scratch=has_scratch,
-        )  # fmt: skip
 
     def _measure_returning(self, num_weights: int, *, prefill: bool) -> None:
         """Measure what it costs to resume a preempted request: swap in, or recompute. A token takes 2 FLOPs
@@ -208,18 +205,6 @@ class NativeBackend:
     def _current_device(self) -> AbstractContextManager[object]:
         """Make the backend's device current: kernels and graphs run on the thread's current device."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-
-    def _kv_schema(self, block_size: int) -> KVCacheSchema:
-        spec = self._spec
-        return KVCacheSchema(
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=dtype_name(self._compute_dtype),
-            block_size=block_size,
-            layout=LAYOUT,
-            model_fingerprint=self._fingerprint,
-        )
 
     @property
     def spec(self) -> ModelSpec:
@@ -306,7 +291,7 @@ class NativeBackend:
         blocks, so no request may be running. Leaves no row behind.
         """
         count = len(prompt)
-        blocks = tuple(range(math.ceil(count / self._kv.block_size)))
+        blocks = tuple(range(cdiv(count, self._kv.block_size)))
         params = SamplingParams(max_tokens=1)
         join = Join(0, "probe", Tokens(prompt).tobytes(), count, 0, blocks, params, frozenset())
         plan = ExecutionPlan(0, joined=(join,), prefills=(Prefill(0, "probe", 0, count, samples=True),))

@@ -27,7 +27,6 @@ from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.kv_cache import LAYOUT
 from sagellm.engines.native.loading import WeightLoader
 from sagellm.engines.native.matrices import packed, quantization_of
-from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
 from sagellm.engines.native.options import dtype_name, model_length, torch_dtype, usable_device
 from sagellm.engines.native.weights import (
     EMBEDDING,
@@ -124,22 +123,6 @@ def footprint(
         tuple(sorted(codes, key=str)),
         obstacle,
     )
-
-
-def kv_blocks_beside(
-    size: Footprint, device: str, free_bytes: int, *, block_size: int, num_blocks: int | None,
-    max_num_seqs: int, kv_memory_fraction: float | None, host_memory_bytes: int,
-) -> int:  # fmt: skip
-    """Blocks of the pool if `free_bytes` are free before the model is loaded. The options are those of
-    `NativeBackend`. Raises its `CapacityError` for what does not fit.
-    """
-    where, left = torch.device(device), max(0, free_bytes - size.weight_bytes)
-    bytes_per_block = size.kv_bytes_per_token * block_size
-    most = max_num_seqs * math.ceil(size.max_model_len / block_size)
-    blocks = num_blocks or kv_blocks(where, bytes_per_block, most, None, kv_memory_fraction, left)
-    check_host(host_memory_bytes)
-    check_fits(where, blocks, bytes_per_block, host_memory_bytes, left)
-    return blocks
 
 
 def _value_bytes(on_meta: WeightLoader, parameter: Parameter) -> int:

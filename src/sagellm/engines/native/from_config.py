@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.config import Config
 from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.files import read_text
@@ -13,15 +14,18 @@ from sagellm.core.registry import registry
 from sagellm.engines.native import DEMO_MODEL
 
 try:
+    import torch
+
     from sagellm.accel.fusion.cpu import cpu_kernels
     from sagellm.accel.fusion.triton import triton_kernels
     from sagellm.accel.quantization.round_to_nearest import RoundToNearest
     from sagellm.accel.quantization.weight_format import weight_format
     from sagellm.engines.native.architectures import read_config, read_spec
     from sagellm.engines.native.backend import NativeBackend
-    from sagellm.engines.native.footprint import Footprint, footprint, kv_blocks_beside
+    from sagellm.engines.native.footprint import Footprint, footprint
     from sagellm.engines.native.hub import model_folder
     from sagellm.engines.native.matrices import quantization_of
+    from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
     from sagellm.engines.native.recorded_steps import cuda_capture
     from sagellm.engines.native.tokenizer import Tokenizer
     from sagellm.engines.native.tokenizer_files import tokenizer_file
@@ -120,14 +124,13 @@ def model_footprint(config: Config) -> Footprint:
 
 
 def num_pool_blocks(config: Config, size: Footprint, device: str, free_bytes: int) -> int:
-    """KV blocks that fit beside a model of that size. Raises `CapacityError` where `build_backend` does."""
-    return kv_blocks_beside(
-        size,
-        device,
-        free_bytes,
-        block_size=config.kv.block_size,
-        num_blocks=config.kv.num_blocks,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        kv_memory_fraction=config.kv.memory_fraction,
-        host_memory_bytes=config.kv.swap_space_bytes,
-    )
+    """Blocks of the pool if `free_bytes` are free before a model of that size is loaded. Raises
+    `CapacityError` where the backend does.
+    """
+    kv, where, left = config.kv, torch.device(device), max(0, free_bytes - size.weight_bytes)
+    bytes_per_block = size.kv_bytes_per_token * kv.block_size
+    most = config.scheduler.max_num_seqs * cdiv(size.max_model_len, kv.block_size)
+    blocks = kv.num_blocks or kv_blocks(where, bytes_per_block, most, None, kv.memory_fraction, left)
+    check_host(kv.swap_space_bytes)
+    check_fits(where, blocks, bytes_per_block, kv.swap_space_bytes, left)
+    return blocks

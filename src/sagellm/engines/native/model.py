@@ -17,7 +17,7 @@ from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.attention import AttentionPlan, attend
 from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.loading import ModelWeights
-from sagellm.engines.native.matrices import LookUp, look_up
+from sagellm.engines.native.matrices import look_up
 from sagellm.engines.native.rope import RopeTable, apply_rope
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -31,6 +31,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
 }
 
+NO_KERNELS = KernelSet()
 Angles = tuple[torch.Tensor, torch.Tensor]
 """The cos and sin of a step's positions, each [T, dim / 2]."""
 Stream = tuple[torch.Tensor, torch.Tensor | None]
@@ -95,7 +96,7 @@ class DecoderModel:
 
     def __init__(
         self, spec: ModelSpec, weights: ModelWeights, dtype: torch.dtype, device: torch.device,
-        kernels: KernelSet | None = None,
+        kernels: KernelSet = NO_KERNELS,
     ) -> None:  # fmt: skip
         self.spec = spec
         self._dtype = dtype
@@ -107,9 +108,10 @@ class DecoderModel:
         self._final_norm = _affine(weights, "final_norm")
         self._head = weights.matrices["head"]
         self._activation = _ACTIVATIONS[spec.activation]
-        look_up = look_up_of(kernels or KernelSet(), dtype)
-        self._rope = RopeTable(spec.rope, device, dtype, look_up) if spec.rope else None
-        self._kernels = usable_glue(kernels or KernelSet(), spec, dtype, device)
+        linear = kernels.linear
+        rows_of = linear.gather if linear is not None and linear.multiplies(dtype, dtype) else look_up
+        self._rope = RopeTable(spec.rope, device, dtype, rows_of) if spec.rope else None
+        self._kernels = usable_glue(kernels, spec, dtype, device)
 
     def extend_to(self, max_position: int) -> None:
         """Make the tables for positions up to `max_position` now."""
@@ -250,21 +252,12 @@ def usable_glue(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device:
         return torch.ones(shape, dtype=dtype, device=device)
 
     x, wide = ones(1, spec.hidden_size), ones(1, 2 * spec.intermediate_size)
-    heads, pool = spec.num_heads + 2 * spec.num_kv_heads, ones(1, 1, spec.num_kv_heads, spec.head_dim)
+    heads = ones(1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+    pool = ones(1, 1, spec.num_kv_heads, spec.head_dim)
     angles = ones(1, spec.head_dim // 2) if spec.rope else None
     weight = ones(spec.head_dim) if spec.qk_norm else None
     slots = torch.zeros(1, dtype=torch.long, device=device)
-    rotation = (
-        ones(1, heads, spec.head_dim),
-        angles,
-        angles,
-        weight,
-        weight,
-        spec.norm_eps,
-        slots,
-        pool,
-        pool,
-    )
+    rotation = heads, angles, angles, weight, weight, spec.norm_eps, slots, pool, pool
     can_norm, can_rotate = spec.rms_norm and spec.pre_norm, spec.rms_norm or not spec.qk_norm
     can_gate = spec.gated_mlp and spec.activation in ("silu", "swish")
     return replace(
@@ -273,12 +266,6 @@ def usable_glue(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device:
         rope_to_cache=_usable(kernels.rope_to_cache, *rotation) if can_rotate else None,
         silu_and_mul=_usable(kernels.silu_and_mul, wide) if can_gate else None,
     )
-
-
-def look_up_of(kernels: KernelSet, dtype: torch.dtype) -> LookUp:
-    """How to look rows of a table in `dtype` up: by kernel or torch."""
-    linear = kernels.linear
-    return linear.gather if linear is not None and linear.multiplies(dtype, dtype) else look_up
 
 
 def _usable(kernel: FusedKernel | None, *inputs: object) -> FusedKernel | None:

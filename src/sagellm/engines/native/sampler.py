@@ -331,23 +331,21 @@ def _column(values: Iterable[float], device: torch.device) -> torch.Tensor:
     return torch.tensor(list(values), dtype=torch.float64, device=device)[:, None]
 
 
-class KernelDraw:
+def kernel_draw(kernel: FusedKernel) -> Draw:
     """`Draw` by a kernel, whose parameters go to the device in one copy."""
 
-    def __init__(self, kernel: FusedKernel) -> None:
-        self._kernel = kernel
-
-    def __call__(
-        self, logits: torch.Tensor, best: torch.Tensor, params: Sequence[SamplingParams],
-        points: Sequence[float],
-    ) -> torch.Tensor:  # fmt: skip
+    def drawn(
+        logits: torch.Tensor, best: torch.Tensor, params: Sequence[SamplingParams], points: Sequence[float]
+    ) -> torch.Tensor:
         rows = [
             (row.temperature, max(0, row.top_k), row.top_p, row.min_p, point)
             for row, point in zip(params, points, strict=True)
         ]
         table = torch.tensor(rows, dtype=torch.float64)
-        tokens: torch.Tensor = self._kernel.apply(logits, to_device(table, logits.device))
+        tokens: torch.Tensor = kernel.apply(logits, to_device(table, logits.device))
         return tokens
+
+    return drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,19 +374,14 @@ def prompt_logprobs(
     """The log-probability of each target, by row. `hidden` [R, hidden] holds the positions before the
     targets, for one of `scored` after the other. Logits are made and dropped a few rows at a time.
     """
-    most = max(1, MAX_LOGITS // vocab_size)
+    most, sizes = max(1, MAX_LOGITS // vocab_size), [len(prompt.targets) for prompt in scored]
     found: dict[int, tuple[TokenLogprob, ...]] = {}
-    first = 0
-    for prompt in scored:
+    for prompt, own in zip(scored, torch.split(hidden, sizes), strict=True):
         entries: list[TokenLogprob] = []
-        for start in range(0, len(prompt.targets), most):
+        for start in range(0, len(own), most):
             targets = prompt.targets[start : start + most]
-            begin = first + start
-            entries += _target_logprobs(
-                head(hidden[begin : begin + len(targets)]), targets, min(prompt.top, vocab_size)
-            )
+            entries += _target_logprobs(head(own[start : start + most]), targets, min(prompt.top, vocab_size))
         found[prompt.row] = tuple(entries)
-        first += len(prompt.targets)
     return found
 
 

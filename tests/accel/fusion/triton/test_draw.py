@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from sagellm.accel.fusion.triton.draw import TritonDraw, draw
 from sagellm.core.errors import KernelError
 from sagellm.core.types import SamplingParams
-from sagellm.engines.native.sampler import KernelDraw, RowSampler, sample
+from sagellm.engines.native.sampler import RowSampler, kernel_draw, sample
 from tests.accel.fusion.triton.scenes import DEVICE
 from tests.effort import examples
 
@@ -72,7 +72,7 @@ def test_as_the_sampler_draws() -> None:
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0)).mul_(3).to(DEVICE)
     logits[5] = math.nan
     expected = sample(logits.clone(), rows)
-    by_kernel = [sample(logits.clone(), rows, KernelDraw(TritonDraw())) for _ in range(2)]
+    by_kernel = [sample(logits.clone(), rows, kernel_draw(TritonDraw())) for _ in range(2)]
     assert by_kernel[0].token_ids == by_kernel[1].token_ids == expected.token_ids
     assert by_kernel[0].logprobs.keys() == expected.logprobs.keys() == {4}
 
