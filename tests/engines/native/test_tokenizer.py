@@ -171,15 +171,15 @@ def test_jinja_file_wins_and_options_reach_the_template(tmp_path: Path) -> None:
     source = "{% if thinking %}T{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
     ours = Tokenizer.from_folder(folder)
-    assert ours.render_chat([{"role": "user", "content": "hi"}]) == "hi"
-    text = ours.render_chat([{"role": "user", "content": "hi"}], template_options={"thinking": True})
+    assert ours.render_chat([{"role": "user", "content": "hi"}]).text == "hi"
+    text = ours.render_chat([{"role": "user", "content": "hi"}], template_options={"thinking": True}).text
     assert text == "Thi"
 
 
 def test_options_may_have_any_name() -> None:
     tokenizer = Tokenizer(byte_level(), chat_template="{{ self }}{{ x }}{{ add_generation_prompt }}")
     options = {"self": 1, "x": 2, "add_generation_prompt": 3, "": 4, "messages": None}
-    assert tokenizer.render_chat(MESSAGES, template_options=options).endswith("2True")
+    assert tokenizer.render_chat(MESSAGES, template_options=options).text.endswith("2True")
 
 
 @pytest.mark.parametrize("text", ["\ud800", "ab\udfffc"])
@@ -197,8 +197,8 @@ def test_text_without_a_utf8_form_is_refused(text: str) -> None:
 def test_content_parts_are_joined() -> None:
     tokenizer = Tokenizer(byte_level(), chat_template=CHATML)
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert tokenizer.render_chat([{"role": "user", "content": parts}]).count("one\ntwo") == 1
-    assert "<|im_start|>system" in tokenizer.render_chat([{"role": "developer", "content": "x"}])
+    assert tokenizer.render_chat([{"role": "user", "content": parts}]).text.count("one\ntwo") == 1
+    assert "<|im_start|>system" in tokenizer.render_chat([{"role": "developer", "content": "x"}]).text
 
 
 def test_what_a_chat_refuses() -> None:

@@ -31,7 +31,7 @@ from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV
 from sagellm.engines.native.loading import WeightLoader
 from sagellm.engines.native.matrices import quantization_of
-from sagellm.engines.native.measure import host_copy_s, prefill_token_s
+from sagellm.engines.native.measure import fastest, host_copy_s
 from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
 from sagellm.engines.native.model import DecoderModel, StepInputs
 from sagellm.engines.native.model_fingerprint import model_fingerprint
@@ -42,6 +42,7 @@ from sagellm.engines.native.sampler import ScoredPrompt, kernel_draw, prompt_log
 from sagellm.engines.native.weights import Parameter, check, num_parameters, parameters
 
 PARAMETERS_PER_THREAD = 8_000_000
+MEASURED_TOKENS = 256
 FEATURES = frozenset(
     {
         "chunked_prefill",
@@ -164,7 +165,10 @@ class NativeBackend:
             self._host_copy_s = host_copy_s(self._kv, clock)
         if self._kv.num_host_blocks or prefill:
             most = min(self._max_model_len, self._kv.num_blocks * self._kv.block_size)
-            self._prefill_token_s = prefill_token_s(self.execute, most, self._kv.block_size, clock)
+            num_tokens = min(MEASURED_TOKENS, most)
+            plan = self._lone_prompt(Tokens([0] * num_tokens))  # samples: the token drawn is waited for
+            self._prefill_token_s = fastest(lambda: self.execute(plan), 3, clock.now) / num_tokens
+            self.execute(ExecutionPlan(0, left=(0,)))
             attention_share = 4 * spec.num_layers * spec.num_heads * spec.head_dim / (2 * num_weights)
             self._prefill_token_squared_s = self._prefill_token_s * attention_share
 
@@ -213,6 +217,7 @@ class NativeBackend:
 
     def capability(self) -> CapabilityDescriptor:
         """`dtype` is the weights' dtype. The KV schema has the computing dtype."""
+        windows = [window for window in self._spec.windows if window is not None]
         return CapabilityDescriptor(
             device=str(self._device),
             dtype=dtype_name(self._dtype),
@@ -224,7 +229,7 @@ class NativeBackend:
             kv_schema=self._schema,
             memory_bytes=self._kv.num_blocks * self._schema.bytes_per_block,
             features=FEATURES,
-            sliding_window=_widest(self._spec.windows),
+            sliding_window=max(windows) if len(windows) == self._spec.num_layers else None,
             num_host_blocks=self._kv.num_host_blocks,
             host_copy_s=self._host_copy_s,
             prefill_token_s=self._prefill_token_s,
@@ -290,16 +295,19 @@ class NativeBackend:
         """Logits [vocab] after a prompt, in float32 on the CPU, to compare models. Runs in the first row and
         blocks, so no request may be running. Leaves no row behind.
         """
-        count = len(prompt)
-        blocks = tuple(range(cdiv(count, self._kv.block_size)))
-        params = SamplingParams(max_tokens=1)
-        join = Join(0, "probe", Tokens(prompt).tobytes(), count, 0, blocks, params, frozenset())
-        plan = ExecutionPlan(0, joined=(join,), prefills=(Prefill(0, "probe", 0, count, samples=True),))
+        plan = self._lone_prompt(Tokens(prompt))
         with _memory_errors(self._device):
             self._rows.apply(plan, self._device)
             logits = self._logits(plan)[0]
             self._rows.apply(ExecutionPlan(0, left=(0,)), self._device)
         return logits.float().cpu()
+
+    def _lone_prompt(self, prompt: Tokens) -> ExecutionPlan:
+        """Computes a prompt in the first row and blocks, which the next requests overwrite."""
+        count, blocks = len(prompt), tuple(range(cdiv(len(prompt), self._kv.block_size)))
+        params = SamplingParams(max_tokens=1)
+        join = Join(0, "start-up", prompt.tobytes(), count, 0, blocks, params, frozenset())
+        return ExecutionPlan(0, joined=(join,), prefills=(Prefill(0, "start-up", 0, count, samples=True),))
 
     def close(self) -> None:
         """Free weights and KV, and restore torch's threads. The last call of a backend."""
@@ -323,12 +331,6 @@ def suitable_threads(num_parameters: int) -> int:
     that waiting for the last thread costs more than it saves, many times more on a machine with other work.
     """
     return max(1, min(usable_cores(), num_parameters // PARAMETERS_PER_THREAD))
-
-
-def _widest(windows: Sequence[int | None]) -> int | None:
-    """The window that all layers stay within; None if one layer has no window."""
-    limited = [window for window in windows if window is not None]
-    return max(limited) if len(limited) == len(windows) else None
 
 
 @contextmanager

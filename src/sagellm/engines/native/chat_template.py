@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 
 from sagellm.core.errors import ModelError, RequestError, UnsupportedParameterError
 from sagellm.core.protocols.tokenizer import Message
-from sagellm.engines.native.control_tokens import RenderedChat, any_of
+from sagellm.engines.native.control_tokens import RenderedChat, any_of, valid_unicode
 from sagellm.engines.native.template_sandbox import TemplateLimitError, TemplateSandbox
 
 TEXT_PART = "text"
@@ -96,7 +96,7 @@ class ChatTemplate:
         given["add_generation_prompt"] = add_generation_prompt
         extra = _OPERATIONS_PER_MESSAGE * len(messages)
         try:
-            _mapped(given, _valid_unicode)
+            _mapped(given, lambda text: valid_unicode(text, "messages"))
             with self._environment.rendering(extra):
                 text = self._template.render({**self._special_tokens, **given})
         except TemplateLimitError as error:
@@ -201,16 +201,6 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
         return {_mapped(key, change): _mapped(item, change) for key, item in value.items()}
     return [_mapped(item, change) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _valid_unicode(text: str) -> str:
-    """The text. Raises `RequestError` if it has no UTF-8 form."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        where = f"character {error.start} of the text"
-        raise RequestError(f"{where} is half a surrogate pair: send valid Unicode", "messages") from error
-    return text
 
 
 def content_text(content: object, where: str) -> str:

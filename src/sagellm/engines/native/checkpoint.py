@@ -143,14 +143,19 @@ def _weight_files(folder: Path) -> list[Path]:
     raise MissingWeightsError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
 
 
-def _shards(index: Path) -> list[Path]:
+def shard_names(index: Path) -> list[str]:
+    """The weight files that an index names, sorted. Raises `ModelError`."""
     content = read_json(index)
     try:
-        names = sorted({_file_name(name) for name in content["weight_map"].values()})
+        return sorted({_file_name(name) for name in content["weight_map"].values()})
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(
             f"{index} is not an index of shards ({error!r}): its weight_map has a file name for each tensor"
         ) from error
+
+
+def _shards(index: Path) -> list[Path]:
+    names = shard_names(index)
     missing = [name for name in names if not os.path.lexists(index.parent / name)]
     if missing:
         raise MissingWeightsError(

@@ -38,6 +38,16 @@ def token_ids(tokenizer: FastTokenizer, text: str, *, add_special_tokens: bool) 
     return ids
 
 
+def valid_unicode(text: str, parameter: str | None = None) -> str:
+    """The text. Raises `RequestError`, for that parameter of the request, if it has no UTF-8 form."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        where = f"character {error.start} of the text"
+        raise RequestError(f"{where} is half a surrogate pair: send valid Unicode", parameter) from error
+    return text
+
+
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
     """A prompt in parts: the template's special tokens at odd positions, texts between. `spells_tokens` is

@@ -188,6 +188,14 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_model_text(path: Path) -> str:
+    """The text of a file. Raises `ModelError` if it cannot be read."""
+    try:
+        return read_text(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
 def read_optional(path: Path) -> dict[str, Any]:
     """The JSON object in a file; an absent file is an empty one."""
     return read_object(path) if os.path.lexists(path) else {}
@@ -202,6 +210,11 @@ def check_token_ids(ids: Iterable[Any], path: Path) -> None:
         raise ModelError(
             f"{path}: a token has the id {wrong[0]!r}; ids are whole numbers up to {MAX_TOKEN_ID}"
         )
+
+
+def read_checked(kind: type[Checked], path: Path) -> Checked:
+    """An optional file as a `kind`; raises as `checked`."""
+    return checked(kind, read_optional(path), path)
 
 
 def checked(kind: type[Checked], value: Any, path: Path) -> Checked:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from sagellm.core.errors import MissingExtraError, MissingWeightsError, ModelError
 from sagellm.engines.native.architectures import read_config, read_spec
-from sagellm.engines.native.checkpoint import CONVERT_PICKLES, INDEX_FILE, SINGLE_FILE
-from sagellm.engines.native.folder_files import read_object
+from sagellm.engines.native.checkpoint import CONVERT_PICKLES, INDEX_FILE, SINGLE_FILE, shard_names
 
 DESCRIPTION = (
     "config.json",
@@ -61,9 +60,7 @@ def model_folder(
     """
     path = Path(model).expanduser()
     if path.is_dir():
-        read_config(
-            path
-        )  # first of all: of a folder that holds no model, the tokenizer is not what is missing
+        read_config(path)  # first: of a folder that holds no model, the tokenizer is not what is missing
         return path
     name = str(model)
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists():
@@ -128,11 +125,8 @@ def _weight_files(folder: Path) -> list[str]:
     index = folder / INDEX_FILE
     if not index.exists():
         return [SINGLE_FILE]
-    try:
-        names = sorted(set(read_object(index)["weight_map"].values()))
-    except (KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{index} is not an index of shards ({error!r})") from error
-    strange = [name for name in names if not isinstance(name, str) or Path(name).suffix != ".safetensors"]
+    names = shard_names(index)
+    strange = [name for name in names if Path(name).suffix != ".safetensors"]
     if strange:
         raise ModelError(f"{index} names {strange[0]!r}: weights have to be safetensors files")
     return names

@@ -1,4 +1,4 @@
-"""Measurements at start: kernels, memory bandwidth, the cost of a preemption."""
+"""Measurements at start: kernels, memory bandwidth, the cost of swapping."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
-from sagellm.core.blocks import Tier, cdiv
+from sagellm.core.blocks import Tier
 from sagellm.core.clock import Clock
-from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, Prefill, StepResult
-from sagellm.core.types import SamplingParams, Tokens
+from sagellm.core.plan import BlockCopy
 from sagellm.engines.native.kv_cache import PagedKV
 
 
@@ -28,7 +27,7 @@ def one_thread() -> Iterator[None]:
 
 def cpu_s(run: Callable[[], object], repeats: int) -> float:
     """CPU seconds of this thread for the fastest run; other processes hardly change them."""
-    return _fastest(run, repeats, time.thread_time)
+    return fastest(run, repeats, time.thread_time)
 
 
 def cuda_s(run: Callable[[], object], repeats: int) -> float:
@@ -38,10 +37,11 @@ def cuda_s(run: Callable[[], object], repeats: int) -> float:
         torch.cuda.synchronize()
         return time.perf_counter()
 
-    return _fastest(run, repeats, now)
+    return fastest(run, repeats, now)
 
 
-def _fastest(run: Callable[[], object], repeats: int, now: Callable[[], float]) -> float:
+def fastest(run: Callable[[], object], repeats: int, now: Callable[[], float]) -> float:
+    """Seconds by `now` of the fastest of `repeats` runs."""
     best = float("inf")
     for _ in range(repeats):
         start = now()
@@ -61,12 +61,10 @@ def read_bandwidth(device_name: str) -> float:
     device = torch.device(device_name)
     size = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
     values = torch.ones(size // 4, device=device)  # written, so that it is there
-    return size / _fastest(lambda: values.sum().item(), _REPEATS, time.perf_counter)  # waits for the device
+    return size / fastest(lambda: values.sum().item(), _REPEATS, time.perf_counter)  # waits for the device
 
 
 NUM_COPIES = 8
-PROMPT_TOKENS = 256
-REPEATS = 3
 
 
 def host_copy_s(kv: PagedKV, clock: Clock) -> float:
@@ -81,21 +79,4 @@ def host_copy_s(kv: PagedKV, clock: Clock) -> float:
             torch.cuda.synchronize(device)
         return clock.now()
 
-    return _fastest(lambda: kv.copy_blocks([*there, *back]), REPEATS, now) / (2 * count)
-
-
-def prefill_token_s(
-    execute: Callable[[ExecutionPlan], StepResult], max_tokens: int, block_size: int, clock: Clock
-) -> float:
-    """Seconds per token of a prompt of up to 256 tokens. Leaves no row behind. What it writes to the first
-    blocks is overwritten by the requests that get them.
-    """
-    num_tokens = min(PROMPT_TOKENS, max_tokens)
-    blocks = tuple(range(cdiv(num_tokens, block_size)))
-    prompt, params = Tokens([0] * num_tokens).tobytes(), SamplingParams(max_tokens=1)
-    join = Join(0, "start-up", prompt, num_tokens, 0, blocks, params, frozenset())
-    prefill = Prefill(0, "start-up", 0, num_tokens, samples=True)  # the token drawn is waited for
-    plan = ExecutionPlan(0, joined=(join,), prefills=(prefill,))
-    spent_s = _fastest(lambda: execute(plan), REPEATS, clock.now)
-    execute(ExecutionPlan(0, left=(0,)))
-    return spent_s / num_tokens
+    return fastest(lambda: kv.copy_blocks([*there, *back]), 3, now) / (2 * count)

@@ -22,19 +22,18 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from sagellm.core.errors import ModelError, RequestError
-from sagellm.core.files import read_text
 from sagellm.core.protocols.tokenizer import Message, TokenStream
 from sagellm.core.types import SamplingParams, Tokens
 from sagellm.engines.native.chat_template import ChatTemplate
-from sagellm.engines.native.control_tokens import ControlTokens, RenderedChat, token_ids
+from sagellm.engines.native.control_tokens import ControlTokens, RenderedChat, token_ids, valid_unicode
 from sagellm.engines.native.folder_files import (
     MAX_TOKEN_ID,
     ConfigJson,
     GenerationJson,
     TokenIds,
     TokenizerConfigJson,
-    checked,
-    read_optional,
+    read_checked,
+    read_model_text,
 )
 from sagellm.engines.native.tokenizer_files import read_tokenizer
 
@@ -44,6 +43,7 @@ _SPACE_MARK = "\u2581"
 
 REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+"""One byte, in a vocabulary with byte fallback."""
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -62,11 +62,6 @@ def decoder_kinds(decoder: Mapping[str, Any] | None) -> frozenset[str]:
     kind = decoder.get("type", "none")
     own = frozenset() if kind == "Sequence" else frozenset({str(kind)})
     return own.union(*map(decoder_kinds, decoder.get("decoders", ())))
-
-
-def is_byte_token(token: str) -> bool:
-    """Whether a byte-fallback vocabulary means one byte by this token (`<0xE4>`)."""
-    return _BYTE_TOKEN.fullmatch(token) is not None
 
 
 _ALPHABET = byte_alphabet()
@@ -115,14 +110,10 @@ class Tokenizer:
     ) -> Tokenizer:
         """Read a model folder; `chat_template` (Jinja source) replaces the folder's own."""
         folder = Path(folder)
-        path = folder / "tokenizer_config.json"
-        config = checked(TokenizerConfigJson, read_optional(path), path)
-        path = folder / "special_tokens_map.json"
-        token_map = checked(TokenizerConfigJson, read_optional(path), path)
-        path = folder / "generation_config.json"
-        generation = checked(GenerationJson, read_optional(path), path)
-        path = folder / "config.json"
-        model = checked(ConfigJson, read_optional(path), path)
+        config = read_checked(TokenizerConfigJson, folder / "tokenizer_config.json")
+        token_map = read_checked(TokenizerConfigJson, folder / "special_tokens_map.json")
+        generation = read_checked(GenerationJson, folder / "generation_config.json")
+        model = read_checked(ConfigJson, folder / "config.json")
         return cls(
             read_tokenizer(folder),
             special_tokens=_special_tokens(config, token_map),
@@ -145,13 +136,7 @@ class Tokenizer:
         add_bos_token and add_eos_token do not count, as in transformers 5. Raises `RequestError` for text
         without a UTF-8 form, or that the tokenizer cannot process.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"character {error.start} of the text is half a surrogate pair: send valid Unicode"
-            ) from error
-        return Tokens(token_ids(self._fast, text, add_special_tokens=add_special_tokens))
+        return Tokens(token_ids(self._fast, valid_unicode(text), add_special_tokens=add_special_tokens))
 
     def encode_chat(
         self,
@@ -164,7 +149,9 @@ class Tokenizer:
         at most. A special token spelled in a message, a name or a tool's argument is text, with the ids that
         the tokenizer gives it without special tokens.
         """
-        chat = self._rendered(messages, add_generation_prompt, template_options)
+        chat = self.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, template_options=template_options
+        )
         if self._special_in_messages or not chat.spells_tokens:
             ids = self.encode(chat.text, add_special_tokens=False)
             if self._special_in_messages or self._control.are_those_of(chat, ids):
@@ -177,16 +164,8 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         template_options: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The text of `encode_chat`."""
-        return self._rendered(messages, add_generation_prompt, template_options).text
-
-    def _rendered(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool,
-        options: Mapping[str, Any] | None,
     ) -> RenderedChat:
+        """The prompt that `encode_chat` encodes. Raises `RequestError`."""
         if self._template is None:
             raise RequestError(
                 "this model has no chat template: give one with --chat-template FILE, or send a plain prompt "
@@ -196,7 +175,9 @@ class Tokenizer:
             )
         if not messages:
             raise RequestError("messages is empty: send at least one message", "messages")
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, options=options)
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, options=template_options
+        )
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text; ids without a token (a padded vocabulary) write nothing."""
@@ -233,7 +214,7 @@ class Tokenizer:
         return (token.replace(_SPACE_MARK, " ") if spaced else token).encode()
 
     def _is_fallback_byte(self, token_id: int) -> bool:
-        return "ByteFallback" in self._kinds and is_byte_token(self._token(token_id))
+        return "ByteFallback" in self._kinds and _BYTE_TOKEN.fullmatch(self._token(token_id)) is not None
 
     def _token(self, token_id: int) -> str:
         """The vocabulary's entry, empty for an id without one."""
@@ -255,10 +236,7 @@ def _chat_template(folder: Path, config: TokenizerConfigJson) -> str | None:
     """chat_template.jinja, else tokenizer_config.json's entry (`default` of several)."""
     path = folder / "chat_template.jinja"
     if os.path.lexists(path):
-        try:
-            return read_text(path)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path} cannot be read: {error}") from error
+        return read_model_text(path)
     entry = config.chat_template
     if isinstance(entry, list):
         return {named.name: named.template for named in entry}.get("default")

@@ -16,12 +16,12 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
 from sagellm.core.errors import ModelError
-from sagellm.core.files import read_text
 from sagellm.engines.native.folder_files import (
     BpeConfigJson,
     NewTokenJson,
     check_token_ids,
     checked,
+    read_model_text,
     read_object,
     read_optional,
 )
@@ -105,12 +105,8 @@ def _config(folder: Path) -> BpeConfigJson:
 
 def _merges(path: Path) -> list[tuple[str, str]]:
     """One merge per line, two tokens with a space between, after a version line."""
-    try:
-        lines = read_text(path).split("\n")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
     merges = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_model_text(path).split("\n"), 1):
         if not line.strip() or (number == 1 and line.startswith("#version")):
             continue
         left, space, right = line.rstrip("\r").partition(" ")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import UnsupportedModelError
 from sagellm.core.protocols.quantization import QuantizedMatrix
 
@@ -24,6 +25,10 @@ def group_size_of(value: object) -> int | None:
     return value
 
 
+def num_groups(inputs: int, group_size: int | None) -> int:
+    return cdiv(inputs, group_size or inputs)
+
+
 def unpacked(words: torch.Tensor, bits: int, *, places: Sequence[int] | None = None) -> torch.Tensor:
     """The codes of int32 `words` [rows, n], uint8 [rows, n x 32 / bits]. Field i of each word becomes code
     `places[i]` of the word (default: i).
@@ -35,29 +40,22 @@ def unpacked(words: torch.Tensor, bits: int, *, places: Sequence[int] | None = N
     return codes.flatten(1)
 
 
-def order_of(group_of: torch.Tensor, group_size: int) -> torch.Tensor | None:
-    """The order that brings inputs of the same group together. `group_of` is int [inputs]. None if they lie
-    together already, or if all are -1, by which the library that writes them means that. Raises
-    `UnsupportedModelError` where a group but the last has more or fewer inputs than `group_size`.
-    """
-    expected = torch.arange(len(group_of), device=group_of.device) // group_size
-    if torch.equal(group_of.long(), expected) or bool((group_of == -1).all()):
-        return None
-    order = group_of.long().argsort(stable=True)
-    if not torch.equal(group_of.long()[order], expected):
-        raise UnsupportedModelError(f"g_idx does not deal {len(group_of)} inputs into groups of {group_size}")
-    return order
-
-
 def ordered(
-    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group_size: int,
-    group_of: torch.Tensor | None, *, activation_bits: int | None = None,
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group_size: int | None,
+    group_of: torch.Tensor | None = None, *, activation_bits: int | None = None,
 ) -> QuantizedMatrix:  # fmt: skip
-    """The matrix of codes [outputs, inputs] that are still in input order. Input k is in group `group_of[k]`,
-    or k / group_size. Activations have 16 bits by default; beside 4-bit codes 8, whose rounding is lost in
-    that of the codes.
+    """The matrix of codes [outputs, inputs] that are still in input order. Input k is in group `group_of[k]`
+    (int [inputs]), or k / group_size without it, or if all are -1, by which the library that writes them
+    means that. Activations have 16 bits by default; beside 4-bit codes 8, whose rounding is lost in that of
+    the codes. Raises `UnsupportedModelError` where a group but the last has more or fewer inputs.
     """
-    order = None if group_of is None else order_of(group_of, group_size)
+    inputs = codes.shape[1]
+    group_size, order = group_size or inputs, None
+    if group_of is not None and not bool((group_of == -1).all()):
+        expected = torch.arange(inputs, device=group_of.device) // group_size
+        order = None if torch.equal(group_of.long(), expected) else group_of.long().argsort(stable=True)
+        if order is not None and not torch.equal(group_of.long()[order], expected):
+            raise UnsupportedModelError(f"g_idx does not deal {inputs} inputs into groups of {group_size}")
     codes = codes if order is None else codes[:, order]
     if not scales.isfinite().all():
         raise UnsupportedModelError("scales that are not finite")

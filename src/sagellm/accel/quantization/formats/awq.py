@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from sagellm.accel.quantization.formats._packing import REAL, WORDS, group_size_of, ordered, unpacked
+from sagellm.accel.quantization.formats._packing import (
+    REAL,
+    WORDS,
+    group_size_of,
+    num_groups,
+    ordered,
+    unpacked,
+)
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import UnsupportedModelError
 from sagellm.core.protocols.quantization import QuantizedMatrix, StoredTensor
@@ -35,7 +42,7 @@ class AWQ:
         self._group_size = group_size_of(config.get("group_size", config.get("q_group_size", 128)))
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
-        groups, words = cdiv(inputs, self._group(inputs)), cdiv(outputs, len(_PLACES))
+        groups, words = num_groups(inputs, self._group_size), cdiv(outputs, len(_PLACES))
         return {
             "qweight": StoredTensor((inputs, words), WORDS),
             "qzeros": StoredTensor((groups, words), WORDS, optional=not self._has_zeros),
@@ -48,10 +55,7 @@ class AWQ:
         if "qzeros" in stored:
             zeros = unpacked(stored["qzeros"], _BITS, places=_PLACES)[:, :outputs].t().contiguous()
         scales = stored["scales"].t().contiguous()
-        return ordered(codes, scales, zeros, _BITS, self._group(inputs), None)
-
-    def _group(self, inputs: int) -> int:
-        return self._group_size or inputs
+        return ordered(codes, scales, zeros, _BITS, self._group_size)
 
 
 PLUGIN = AWQ

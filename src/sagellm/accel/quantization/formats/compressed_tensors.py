@@ -22,6 +22,7 @@ from sagellm.accel.quantization.formats._packing import (
     REAL,
     WORDS,
     group_size_of,
+    num_groups,
     ordered,
     unpacked,
 )
@@ -47,7 +48,7 @@ class CompressedTensors:
         self._is_reordered = order in ("group", "dynamic")
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
-        groups, per_word = cdiv(inputs, self._group(inputs)), 32 // self._bits
+        groups, per_word = num_groups(inputs, self._group_size), 32 // self._bits
         scale = {"weight_scale": StoredTensor((outputs, groups), REAL)}
         if self._form == _PLAIN:
             zero = StoredTensor((outputs, groups), BYTES, optional=self._symmetric)
@@ -74,12 +75,9 @@ class CompressedTensors:
                 zeros = unpacked(stored_zeros.t().contiguous(), self._bits)[:, :outputs].t().contiguous()
         scales = stored["weight_scale"]
         return ordered(
-            codes, scales, zeros, self._bits, self._group(inputs), stored.get("weight_g_idx"),
+            codes, scales, zeros, self._bits, self._group_size, stored.get("weight_g_idx"),
             activation_bits=self._activation_bits,
         )  # fmt: skip
-
-    def _group(self, inputs: int) -> int:
-        return self._group_size or inputs
 
 
 def _only(

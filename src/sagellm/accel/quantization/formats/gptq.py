@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
-from sagellm.accel.quantization.formats._packing import INDEX, REAL, WORDS, group_size_of, ordered, unpacked
+from sagellm.accel.quantization.formats._packing import (
+    INDEX,
+    REAL,
+    WORDS,
+    group_size_of,
+    num_groups,
+    ordered,
+    unpacked,
+)
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import UnsupportedModelError
 from sagellm.core.protocols.quantization import QuantizedMatrix, StoredTensor
@@ -43,7 +51,7 @@ class GPTQ:
         self._stored_less = _FORMATS[form]
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
-        groups, per_word = cdiv(inputs, self._group(inputs)), 32 // self._bits
+        groups, per_word = num_groups(inputs, self._group_size), 32 // self._bits
         return {
             "qweight": StoredTensor((cdiv(inputs, per_word), outputs), WORDS),
             "qzeros": StoredTensor((groups, cdiv(outputs, per_word)), WORDS),
@@ -57,11 +65,8 @@ class GPTQ:
         zeros &= (1 << self._bits) - 1
         scales = stored["scales"].t().contiguous()
         return ordered(
-            codes, scales, zeros.t().contiguous(), self._bits, self._group(inputs), stored.get("g_idx")
+            codes, scales, zeros.t().contiguous(), self._bits, self._group_size, stored.get("g_idx")
         )
-
-    def _group(self, inputs: int) -> int:
-        return self._group_size or inputs
 
 
 PLUGIN = GPTQ
