@@ -16,7 +16,7 @@ from sagellm.core.config import Config
 from sagellm.core.protocols.fusion import KernelSet, KernelSource, LinearKernel
 from sagellm.engines.build import build_backend, build_engine, load_config
 from sagellm.engines.native import matrices
-from sagellm.engines.native.matrices import MEASURED_ROWS, KernelTiming, packing_is_faster, time_kernel
+from sagellm.engines.native.matrices import MEASURED_ROWS, packing_is_faster, time_kernel
 from tests.effort import usual
 from tests.engines.native.driver import Driver, RecordingBackend, Running
 from tests.tiny_models import VOCAB, save_tiny
@@ -43,7 +43,7 @@ def linear(kernels: KernelSet) -> LinearKernel:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel wins every measurement."""
-    monkeypatch.setattr(matrices, "time_kernel", lambda *_: KernelTiming({1: (2.0, 1.0)}))
+    monkeypatch.setattr(matrices, "time_kernel", lambda *_: {1: (2.0, 1.0)})
 
 
 def generate(folder: Path, dtype: str, kernels: KernelSource | None) -> list[Running]:
@@ -136,17 +136,16 @@ def test_matrices_stay_as_they_are_stored(kernels: KernelSet, tmp_path: Path) ->
 def test_the_race(linear: LinearKernel) -> None:
     """Every size is measured, and the whole decides."""
     found = time_kernel(linear, torch.float32, torch.bfloat16)
-    assert tuple(found.seconds) == MEASURED_ROWS
-    assert all(seconds > 0 for both in found.seconds.values() for seconds in both)
-    assert KernelTiming({1: (4.0, 1.0), 8: (1.0, 1.0)}).speedup == 2
+    assert tuple(found) == MEASURED_ROWS
+    assert all(seconds > 0 for both in found.values() for seconds in both)
 
 
-@pytest.mark.parametrize("kernel_s", [0.5, 2.0])
+@pytest.mark.parametrize("kernel_s", [0.2, 0.3])
 def test_matrices_are_packed_where_that_is_faster(
     linear: LinearKernel, kernel_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matrices, "time_kernel", lambda *_: KernelTiming({1: (1.0, kernel_s)}))
-    assert packing_is_faster(linear, torch.float32, torch.bfloat16) == (kernel_s < 1)
+    monkeypatch.setattr(matrices, "time_kernel", lambda *_: {1: (1.0, kernel_s), 8: (1.0, 4.0)})
+    assert packing_is_faster(linear, torch.float32, torch.bfloat16) == (kernel_s < 0.25)
 
 
 def test_without_a_kernel_for_these_dtypes_nothing_is_measured(

@@ -21,7 +21,6 @@ from sagellm.engines.native import attention, matrices, recorded_steps, rope
 from sagellm.engines.native.attention import Span
 from sagellm.engines.native.backend import CaptureSource
 from sagellm.engines.native.kv_cache import PagedKV
-from sagellm.engines.native.matrices import KernelTiming
 from sagellm.engines.native.model import DecoderModel
 from sagellm.engines.native.recorded_steps import DecodeInputs, buckets, cuda_capture
 from tests.engines.native.driver import GREEDY, Driver, RecordingBackend, Running
@@ -142,7 +141,7 @@ BY_TORCH = {"llama-biases", "opt-post-norm-projected"}  # their activations
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels win every measurement."""
-    monkeypatch.setattr(matrices, "time_kernel", lambda *_: KernelTiming({1: (2.0, 1.0)}))
+    monkeypatch.setattr(matrices, "time_kernel", lambda *_: {1: (2.0, 1.0)})
     monkeypatch.setattr(attention, "kernel_wins_prefill", lambda *_: True)
 
 

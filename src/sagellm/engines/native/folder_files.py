@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -115,20 +115,28 @@ class AddedTokenJson(_StrictModel):
     content: str
 
 
-TokenName = str | AddedTokenJson | None
+Token = TypeVar("Token")
 
 
-class TokenizerConfigJson(_StrictModel):
+class _SpecialTokens(_StrictModel, Generic[Token]):
+    """Special tokens by name, in the order in which a vocabulary gets them."""
+
+    bos_token: Token | None = None
+    eos_token: Token | None = None
+    unk_token: Token | None = None
+    sep_token: Token | None = None
+    pad_token: Token | None = None
+    cls_token: Token | None = None
+    mask_token: Token | None = None
+
+
+SPECIAL_NAMES = tuple(_SpecialTokens.model_fields)
+
+
+class TokenizerConfigJson(_SpecialTokens[str | AddedTokenJson]):
     """tokenizer_config.json and special_tokens_map.json."""
 
     chat_template: str | list[NamedTemplate] | None = None
-    bos_token: TokenName = None
-    eos_token: TokenName = None
-    unk_token: TokenName = None
-    pad_token: TokenName = None
-    sep_token: TokenName = None
-    cls_token: TokenName = None
-    mask_token: TokenName = None
 
 
 class NewTokenJson(_StrictModel):
@@ -147,19 +155,12 @@ class NewTokenJson(_StrictModel):
         return {"content": value} if isinstance(value, str) else value
 
 
-class BpeConfigJson(_StrictModel):
+class BpeConfigJson(_SpecialTokens[NewTokenJson]):
     """What tokenizer_config.json and special_tokens_map.json hold for a tokenizer in vocab.json."""
 
     add_prefix_space: bool | None = None
     add_bos_token: bool | None = None
     add_eos_token: bool | None = None
-    bos_token: NewTokenJson | None = None
-    eos_token: NewTokenJson | None = None
-    unk_token: NewTokenJson | None = None
-    pad_token: NewTokenJson | None = None
-    sep_token: NewTokenJson | None = None
-    cls_token: NewTokenJson | None = None
-    mask_token: NewTokenJson | None = None
     additional_special_tokens: list[NewTokenJson] | None = None
     extra_special_tokens: list[NewTokenJson] | None = None
     added_tokens_decoder: dict[str, NewTokenJson] | None = None

@@ -9,17 +9,16 @@ wants x transposed, which is cheap (x is small), and returns a transposed result
 keep: the gated MLP runs transposed from end to end. Below and above that range the plain form is as fast or
 faster.
 
-Quantized: the kernel packs a matrix and multiplies by it. A matrix that it cannot pack (another device, no
-compiler, odd groups, pieces of one projection that do not agree) is held as the values of its codes: the same
-model, in as much memory as one that was never quantized, and a warning has the reason.
+A quantized matrix that the kernel cannot pack is held as the values of its codes, with a warning
+(accel/quantization/README.md).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -92,38 +91,30 @@ class Dense:
         return product if output is None else output.copy_(product)
 
 
-@dataclass(frozen=True, slots=True)
-class KernelTiming:
-    """CPU seconds of torch and kernel by number of rows, on one thread."""
-
-    seconds: dict[int, tuple[float, float]]
-
-    @property
-    def speedup(self) -> float:
-        """Torch's time over the kernel's, as the geometric mean over all sizes."""
-        ratios = [torch_s / kernel_s for torch_s, kernel_s in self.seconds.values()]
-        return math.prod(ratios) ** (1 / len(ratios))
-
-
 def packing_is_faster(kernel: LinearKernel | None, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
-    """Whether `kernel` multiplies `dtype` by `weight_dtype` faster than torch does by `dtype`."""
+    """Whether `kernel` multiplies `dtype` by `weight_dtype` faster than torch does by `dtype`: by the
+    geometric mean over `MEASURED_ROWS`.
+    """
     if kernel is None or not kernel.multiplies(dtype, weight_dtype):
         return False
-    return time_kernel(kernel, dtype, weight_dtype).speedup > 1
+    seconds = time_kernel(kernel, dtype, weight_dtype)
+    return geometric_mean(torch_s / kernel_s for torch_s, kernel_s in seconds.values()) > 1
 
 
-def time_kernel(kernel: LinearKernel, dtype: torch.dtype, weight_dtype: torch.dtype) -> KernelTiming:
-    """Time torch against the kernel, which has one thread."""
+def time_kernel(
+    kernel: LinearKernel, dtype: torch.dtype, weight_dtype: torch.dtype
+) -> dict[int, tuple[float, float]]:
+    """CPU seconds of torch and kernel by number of rows, on one thread, as `kernel` has it."""
     dense = Dense(torch.ones(_OUTPUTS, _INPUTS, dtype=dtype))
     packed = kernel.empty(_OUTPUTS, _INPUTS, weight_dtype, torch.zeros)
     packed.store(0, torch.ones(_OUTPUTS, _INPUTS, dtype=weight_dtype))
+    seconds = {}
     with one_thread():
-        seconds = {}
         for rows in MEASURED_ROWS:
             x = torch.ones(rows, _INPUTS, dtype=dtype)
             by_torch, by_kernel = (cpu_s(partial(matrix.multiply, x), _REPEATS) for matrix in (dense, packed))
             seconds[rows] = by_torch, by_kernel
-    return KernelTiming(seconds)
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from sagellm.engines.native.chat_template import ChatTemplate
 from sagellm.engines.native.control_tokens import ControlTokens, RenderedChat, token_ids, valid_unicode
 from sagellm.engines.native.folder_files import (
     MAX_TOKEN_ID,
+    SPECIAL_NAMES,
     ConfigJson,
     GenerationJson,
     TokenIds,
@@ -37,7 +38,6 @@ from sagellm.engines.native.folder_files import (
 )
 from sagellm.engines.native.tokenizer_files import read_tokenizer
 
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _SPACE_MARK = "\u2581"
 
@@ -225,7 +225,7 @@ def _special_tokens(*sources: TokenizerConfigJson) -> dict[str, str]:
     """Special tokens by name; the first source that has one wins."""
     tokens: dict[str, str] = {}
     for source in sources:
-        for name in _SPECIAL_NAMES:
+        for name in SPECIAL_NAMES:
             entry = getattr(source, name)
             if entry is not None:
                 tokens.setdefault(name, entry if isinstance(entry, str) else entry.content)

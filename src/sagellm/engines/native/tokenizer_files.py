@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from sagellm.core.errors import ModelError
 from sagellm.engines.native.folder_files import (
+    SPECIAL_NAMES,
     BpeConfigJson,
     NewTokenJson,
     check_token_ids,
@@ -27,7 +28,6 @@ from sagellm.engines.native.folder_files import (
 )
 
 VOCAB_FILE, MERGES_FILE = "vocab.json", "merges.txt"
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _DEFAULT = "<|endoftext|>"
 
 
@@ -125,7 +125,7 @@ def _added_tokens(folder: Path, config: BpeConfigJson, vocab: Mapping[str, int])
         if not key.isdecimal():
             raise ModelError(f"{folder / 'tokenizer_config.json'}: {key!r} in added_tokens_decoder is no id")
         by_id[int(key)] = token
-    named = [token for name in _NAMED if (token := getattr(config, name)) is not None]
+    named = [token for name in SPECIAL_NAMES if (token := getattr(config, name)) is not None]
     if not named and _DEFAULT in vocab:
         named = [NewTokenJson(content=_DEFAULT)]
     named += [*(config.additional_special_tokens or ()), *(config.extra_special_tokens or ())]

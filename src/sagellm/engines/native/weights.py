@@ -47,11 +47,10 @@ def parameters(spec: ModelSpec) -> list[Parameter]:
     `project_in`, `layers.I.{attn_norm,qkv,q_norm,k_norm,out,mlp_norm,up,down}`, `final_norm`, `project_out`,
     `head`; each followed by `.weight` or `.bias`.
     """
-    plan = _opt_parameters(spec) if spec.rope is None else _rope_parameters(spec)
     looked_up = {"positions.weight"} if spec.tied else {"positions.weight", EMBEDDING}
     return [
         Parameter(name, pieces, is_multiplied=len(pieces[0].shape) > 1 and name not in looked_up)
-        for name, pieces in plan
+        for name, pieces in _named_pieces(spec)
     ]
 
 
@@ -63,80 +62,74 @@ def num_parameters(plan: Iterable[Parameter]) -> int:
 Plan = Iterator[tuple[str, tuple[WeightPiece, ...]]]
 
 
-def _rope_parameters(spec: ModelSpec) -> Plan:
-    """Names in Llama, Mistral, Qwen2 and Qwen3 checkpoints."""
-    hidden = spec.hidden_size
-    yield "embed.weight", (WeightPiece("model.embed_tokens.weight", (spec.vocab_size, hidden)),)
-    for i in range(spec.num_layers):
-        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
-        attn, mlp = theirs + "self_attn.", theirs + "mlp."
-        yield ours + "attn_norm.weight", (WeightPiece(theirs + "input_layernorm.weight", (hidden,)),)
-        yield from _qkv(spec, ours, attn)
-        if spec.qk_norm:
-            yield ours + "q_norm.weight", (WeightPiece(attn + "q_norm.weight", (spec.head_dim,)),)
-            yield ours + "k_norm.weight", (WeightPiece(attn + "k_norm.weight", (spec.head_dim,)),)
-        yield from _linear(ours + "out", [(attn + "o_proj", hidden)], spec.query_size, bias=spec.out_bias)
-        yield ours + "mlp_norm.weight", (WeightPiece(theirs + "post_attention_layernorm.weight", (hidden,)),)
-        wide = [(mlp + "gate_proj", spec.intermediate_size), (mlp + "up_proj", spec.intermediate_size)]
-        yield from _linear(ours + "up", wide, hidden, bias=spec.mlp_bias)
-        yield from _linear(
-            ours + "down", [(mlp + "down_proj", hidden)], spec.intermediate_size, bias=spec.mlp_bias
-        )
-    yield "final_norm.weight", (WeightPiece("model.norm.weight", (hidden,)),)
-    yield from _head(spec)
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """A family's names in its checkpoints, below `root` and below a layer."""
+
+    root: str
+    attn_norm: str
+    out: str
+    mlp_norm: str
+    up: tuple[str, ...]
+    down: str
+    final_norm: str
 
 
-def _opt_parameters(spec: ModelSpec) -> Plan:
-    hidden, embed, root = spec.hidden_size, spec.embed_dim, "model.decoder."
-    yield "embed.weight", (WeightPiece(root + "embed_tokens.weight", (spec.vocab_size, embed)),)
-    rows = spec.max_positions + spec.position_offset
-    yield "positions.weight", (WeightPiece(root + "embed_positions.weight", (rows, hidden)),)
+_ROPE = _Names(
+    "model.", "input_layernorm", "self_attn.o_proj", "post_attention_layernorm",
+    ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", "norm",
+)  # fmt: skip
+"""Llama, Mistral, Qwen2 and Qwen3."""
+_OPT = _Names(
+    "model.decoder.", "self_attn_layer_norm", "self_attn.out_proj", "final_layer_norm", ("fc1",), "fc2",
+    "final_layer_norm",
+)  # fmt: skip
+
+
+def _named_pieces(spec: ModelSpec) -> Plan:
+    names = _OPT if spec.rope is None else _ROPE
+    root, hidden, inner, embed = names.root, spec.hidden_size, spec.intermediate_size, spec.embed_dim
+    yield from _linear("embed", [(root + "embed_tokens", spec.vocab_size)], embed)
+    if spec.rope is None:
+        rows = spec.max_positions + spec.position_offset
+        yield from _linear("positions", [(root + "embed_positions", rows)], hidden)
     if embed != hidden:
-        yield from _linear("project_in", [(root + "project_in", hidden)], embed, bias=False)
+        yield from _linear("project_in", [(root + "project_in", hidden)], embed)
     for i in range(spec.num_layers):
         ours, theirs = f"layers.{i}.", f"{root}layers.{i}."
         attn = theirs + "self_attn."
-        yield from _layer_norm(spec, ours + "attn_norm", theirs + "self_attn_layer_norm")
-        yield from _qkv(spec, ours, attn)
-        yield from _linear(ours + "out", [(attn + "out_proj", hidden)], spec.query_size, bias=spec.out_bias)
-        yield from _layer_norm(spec, ours + "mlp_norm", theirs + "final_layer_norm")
-        yield from _linear(
-            ours + "up", [(theirs + "fc1", spec.intermediate_size)], hidden, bias=spec.mlp_bias
-        )
-        yield from _linear(
-            ours + "down", [(theirs + "fc2", hidden)], spec.intermediate_size, bias=spec.mlp_bias
-        )
+        sizes = {"q_proj": spec.query_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+        qkv = [(attn + name, size) for name, size in sizes.items()]
+        up = [(theirs + name, inner) for name in names.up]
+        yield from _norm(spec, ours + "attn_norm", theirs + names.attn_norm)
+        yield from _linear(ours + "qkv", qkv, hidden, bias=spec.qkv_bias)
+        if spec.qk_norm:
+            yield ours + "q_norm.weight", (WeightPiece(attn + "q_norm.weight", (spec.head_dim,)),)
+            yield ours + "k_norm.weight", (WeightPiece(attn + "k_norm.weight", (spec.head_dim,)),)
+        yield from _linear(ours + "out", [(theirs + names.out, hidden)], spec.query_size, bias=spec.out_bias)
+        yield from _norm(spec, ours + "mlp_norm", theirs + names.mlp_norm)
+        yield from _linear(ours + "up", up, hidden, bias=spec.mlp_bias)
+        yield from _linear(ours + "down", [(theirs + names.down, hidden)], inner, bias=spec.mlp_bias)
     if spec.final_norm:
-        yield from _layer_norm(spec, "final_norm", root + "final_layer_norm")
+        yield from _norm(spec, "final_norm", root + names.final_norm)
     if embed != hidden:
-        yield from _linear("project_out", [(root + "project_out", embed)], hidden, bias=False)
-    yield from _head(spec)
+        yield from _linear("project_out", [(root + "project_out", embed)], hidden)
+    if not spec.tied:
+        yield from _linear("head", [("lm_head", spec.vocab_size)], embed)
 
 
-def _qkv(spec: ModelSpec, ours: str, attn: str) -> Plan:
-    rows = [
-        (attn + "q_proj", spec.query_size),
-        (attn + "k_proj", spec.kv_size),
-        (attn + "v_proj", spec.kv_size),
-    ]
-    return _linear(ours + "qkv", rows, spec.hidden_size, bias=spec.qkv_bias)
-
-
-def _linear(ours: str, rows: list[tuple[str, int]], columns: int, *, bias: bool) -> Plan:
+def _linear(ours: str, rows: list[tuple[str, int]], columns: int, *, bias: bool = False) -> Plan:
+    """A matrix of these pieces, each with its rows, or a table."""
     yield ours + ".weight", tuple(WeightPiece(name + ".weight", (size, columns)) for name, size in rows)
     if bias:
         yield ours + ".bias", tuple(WeightPiece(name + ".bias", (size,)) for name, size in rows)
 
 
-def _layer_norm(spec: ModelSpec, ours: str, theirs: str) -> Plan:
+def _norm(spec: ModelSpec, ours: str, theirs: str) -> Plan:
     if spec.norm_affine:
         yield ours + ".weight", (WeightPiece(theirs + ".weight", (spec.hidden_size,)),)
-        yield ours + ".bias", (WeightPiece(theirs + ".bias", (spec.hidden_size,)),)
-
-
-def _head(spec: ModelSpec) -> Plan:
-    if not spec.tied:
-        yield "head.weight", (WeightPiece("lm_head.weight", (spec.vocab_size, spec.embed_dim)),)
+        if not spec.rms_norm:
+            yield ours + ".bias", (WeightPiece(theirs + ".bias", (spec.hidden_size,)),)
 
 
 _SHOWN = 4
