@@ -124,8 +124,9 @@ def model_footprint(config: Config) -> Footprint:
 
 
 def num_pool_blocks(config: Config, size: Footprint, device: str, free_bytes: int) -> int:
-    """Blocks of the pool if `free_bytes` are free before a model of that size is loaded. Raises
-    `CapacityError` where the backend does.
+    """Blocks of the pool. `free_bytes` are those before a model of that size is loaded.
+
+    Raises `CapacityError` where the backend does.
     """
     kv, where, left = config.kv, torch.device(device), max(0, free_bytes - size.weight_bytes)
     bytes_per_block = size.kv_bytes_per_token * kv.block_size

@@ -92,8 +92,8 @@ class Dense:
 
 
 def packing_is_faster(kernel: LinearKernel | None, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
-    """Whether `kernel` multiplies `dtype` by `weight_dtype` faster than torch does by `dtype`: by the
-    geometric mean over `MEASURED_ROWS`.
+    """Whether `kernel` is faster than torch, in the geometric mean over `MEASURED_ROWS`. The kernel
+    multiplies `dtype` by `weight_dtype`, torch `dtype` by `dtype`.
     """
     if kernel is None or not kernel.multiplies(dtype, weight_dtype):
         return False
@@ -104,7 +104,7 @@ def packing_is_faster(kernel: LinearKernel | None, dtype: torch.dtype, weight_dt
 def time_kernel(
     kernel: LinearKernel, dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> dict[int, tuple[float, float]]:
-    """CPU seconds of torch and kernel by number of rows, on one thread, as `kernel` has it."""
+    """CPU seconds of torch and kernel by number of rows. `kernel` has one thread."""
     dense = Dense(torch.ones(_OUTPUTS, _INPUTS, dtype=dtype))
     packed = kernel.empty(_OUTPUTS, _INPUTS, weight_dtype, torch.zeros)
     packed.store(0, torch.ones(_OUTPUTS, _INPUTS, dtype=weight_dtype))

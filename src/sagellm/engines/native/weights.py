@@ -68,7 +68,7 @@ class _Names:
 
     root: str
     attn_norm: str
-    out: str
+    attn_out: str
     mlp_norm: str
     up: tuple[str, ...]
     down: str
@@ -106,7 +106,7 @@ def _named_pieces(spec: ModelSpec) -> Plan:
         if spec.qk_norm:
             yield ours + "q_norm.weight", (WeightPiece(attn + "q_norm.weight", (spec.head_dim,)),)
             yield ours + "k_norm.weight", (WeightPiece(attn + "k_norm.weight", (spec.head_dim,)),)
-        yield from _linear(ours + "out", [(theirs + names.out, hidden)], spec.query_size, bias=spec.out_bias)
+        yield from _linear(ours + "out", [(theirs + names.attn_out, hidden)], spec.query_size, bias=spec.out_bias)
         yield from _norm(spec, ours + "mlp_norm", theirs + names.mlp_norm)
         yield from _linear(ours + "up", up, hidden, bias=spec.mlp_bias)
         yield from _linear(ours + "down", [(theirs + names.down, hidden)], inner, bias=spec.mlp_bias)

@@ -1,0 +1,38 @@
+"""The slow twin of `attend`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sagellm.engines.native.attention import Span
+from sagellm.engines.native.kv_cache import PagedKV
+
+
+def attention_reference(
+    spans: Sequence[Span], kv: PagedKV, layer: int, query: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """Token by token: causal, windowed, grouped-query attention."""
+    output = torch.empty_like(query)
+    for span in spans:
+        for i in range(span.num_tokens):
+            position = span.start + i
+            first = max(0, position + 1 - window) if window else 0
+            slots = [
+                span.block_ids[p // kv.block_size] * kv.block_size + p % kv.block_size
+                for p in range(first, position + 1)
+            ]
+            row = span.first_row + i
+            output[row] = _one_token(
+                query[row], kv.keys[layer].flatten(0, 1)[slots], kv.values[layer].flatten(0, 1)[slots]
+            )
+    return output
+
+
+def _one_token(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`query` [heads, dim] over `keys` and `values` [L, kv_heads, dim]."""
+    group = query.shape[0] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+    scores = torch.einsum("hd,lhd->hl", query, keys) / query.shape[-1] ** 0.5
+    return torch.einsum("hl,lhd->hd", scores.softmax(-1), values)
