@@ -100,13 +100,14 @@ def _named_pieces(spec: ModelSpec) -> Plan:
         attn = theirs + "self_attn."
         sizes = {"q_proj": spec.query_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
         qkv = [(attn + name, size) for name, size in sizes.items()]
+        attn_out = [(theirs + names.attn_out, hidden)]
         up = [(theirs + name, inner) for name in names.up]
         yield from _norm(spec, ours + "attn_norm", theirs + names.attn_norm)
         yield from _linear(ours + "qkv", qkv, hidden, bias=spec.qkv_bias)
         if spec.qk_norm:
             yield ours + "q_norm.weight", (WeightPiece(attn + "q_norm.weight", (spec.head_dim,)),)
             yield ours + "k_norm.weight", (WeightPiece(attn + "k_norm.weight", (spec.head_dim,)),)
-        yield from _linear(ours + "out", [(theirs + names.attn_out, hidden)], spec.query_size, bias=spec.out_bias)
+        yield from _linear(ours + "out", attn_out, spec.query_size, bias=spec.out_bias)
         yield from _norm(spec, ours + "mlp_norm", theirs + names.mlp_norm)
         yield from _linear(ours + "up", up, hidden, bias=spec.mlp_bias)
         yield from _linear(ours + "down", [(theirs + names.down, hidden)], inner, bias=spec.mlp_bias)
