@@ -232,7 +232,7 @@ def test_the_pool_is_sized_by_memory_and_by_use(folder: Path) -> None:
         NativeBackend(folder, threads=1, kv_memory_bytes=1000)
     available = available_bytes(CPU)
     assert 1 << 20 < available < 1 << 50
-    assert kv_blocks(CPU, 1 << 10, 1 << 40, None, 0.5) == pytest.approx(available >> 11, rel=0.5)
+    assert kv_blocks(CPU, 1 << 10, 1 << 40, None, 0.5, available) == pytest.approx(available >> 11, rel=0.5)
 
 
 @pytest.mark.parametrize(
@@ -254,8 +254,8 @@ def test_options_that_make_no_sense(folder: Path, option: dict[str, object], wor
 def test_half_precision_is_computed_in_float32_where_that_is_faster(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert options.compute_dtype(torch.float32, CPU, 10) == torch.float32
-    assert options.compute_dtype(torch.bfloat16, CPU, 1 << 50) == torch.bfloat16
+    assert options.fastest_dtype(torch.float32, CPU, 10) == torch.float32
+    assert options.fastest_dtype(torch.bfloat16, CPU, 1 << 50) == torch.bfloat16
     for seconds, expected in ((5.0, "float32"), (1.0, "bfloat16")):
         monkeypatch.setattr(options, "_gemm_s", {torch.bfloat16: seconds, torch.float32: 1.0}.__getitem__)
         made = NativeBackend(folder, dtype="bfloat16", num_blocks=2, threads=1)

@@ -14,12 +14,8 @@ from sagellm.accel.quantization.round_to_nearest import RoundToNearest
 from sagellm.accel.quantization.weight_format import weight_format
 from sagellm.core.errors import UnsupportedModelError
 from sagellm.core.protocols.fusion import KernelSet
-from sagellm.engines.native.architectures import read_config, read_spec
-from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.footprint import Footprint, footprint
-from sagellm.engines.native.loading import WeightLoader
-from sagellm.engines.native.matrices import quantization_of
-from sagellm.engines.native.weights import parameters
+from sagellm.engines.native.loading import CheckedModel
 from tests.accel.quantization.checkpoints import KINDS
 from tests.engines.native.test_quantized_checkpoints import QUICK, save_pair
 from tests.tiny_models import make_tiny, save_tiny
@@ -33,13 +29,9 @@ def _same(kernels: KernelSet, threads: int) -> KernelSet:
 
 def loaded_bytes(folder: Path, kernels: KernelSet, told: Footprint, quantizer: Any = None) -> int:
     """Of a model in memory, in the dtypes that were told."""
-    config = read_config(folder)
-    plan, quantization = parameters(read_spec(config)), quantization_of(config, quantizer, weight_format)
-    loading = WeightLoader.fastest(
-        Checkpoint(folder), plan, CPU, getattr(torch, told.dtype), getattr(torch, told.compute_dtype),
-        quantization, kernels, kernels,
-    )  # fmt: skip
-    weights = loading.weights(plan)
+    source = CheckedModel.of(folder, "cpu", None, quantizer, weight_format)
+    loading = source.loader(told.dtype, told.compute_dtype, kernels, kernels)
+    weights = loading.weights(source.plan)
     held = {id(one): one.nbytes for one in (weights.embedding, *weights.matrices.values())}
     return sum(held.values()) + sum(tensor.nbytes for tensor in weights.tensors.values())
 

@@ -24,22 +24,19 @@ from sagellm.core.types import (
     TokenLogprob,
     Tokens,
 )
-from sagellm.engines.native.architectures import ModelSpec, read_config, read_spec
+from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.attention import attention_planner
-from sagellm.engines.native.checkpoint import Checkpoint
-from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV
-from sagellm.engines.native.loading import WeightLoader
-from sagellm.engines.native.matrices import quantization_of
+from sagellm.engines.native.loading import CheckedModel
 from sagellm.engines.native.measure import fastest, host_copy_s
-from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
+from sagellm.engines.native.memory import pool_blocks
 from sagellm.engines.native.model import DecoderModel, StepInputs
 from sagellm.engines.native.model_fingerprint import model_fingerprint
-from sagellm.engines.native.options import check_counts, dtype_name, model_length, torch_dtype, usable_device
+from sagellm.engines.native.options import check_counts, dtype_name
 from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps, buckets
 from sagellm.engines.native.rows import BatchRows
 from sagellm.engines.native.sampler import ScoredPrompt, kernel_draw, prompt_logprobs, sample
-from sagellm.engines.native.weights import Parameter, check, num_parameters, parameters
+from sagellm.engines.native.weights import num_parameters
 
 PARAMETERS_PER_THREAD = 8_000_000
 MEASURED_TOKENS = 256
@@ -63,7 +60,7 @@ class NativeBackend:
     """Runs a Hugging Face model on one torch device. Implements `InferenceBackend`; not thread-safe.
 
     `model` is a folder or a hub name. `dtype` "auto" is the checkpoint's dtype. `compute_dtype` "auto" is
-    float32 where this CPU only emulates `dtype` (see `options.compute_dtype`), else `dtype`.
+    float32 where this CPU only emulates `dtype` (see `options.fastest_dtype`), else `dtype`.
 
     The pool has `num_blocks` blocks, or as many as fit into `kv_memory_bytes` or into `kv_memory_fraction` of
     the available memory, but never more than `max_num_seqs` sequences of `max_model_len` tokens can use.
@@ -114,32 +111,33 @@ class NativeBackend:
     ) -> None:
         check_counts(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
         check_counts(max_model_len=max_model_len, threads=threads)
-        folder = model_folder(model)
-        model_config = read_config(folder)
-        self._spec = spec = read_spec(model_config)
-        self._quantization = quantization_of(model_config, quantizer, formats)
-        self._device = usable_device(device)
-        self._max_num_seqs = max_num_seqs
-        self._max_model_len = model_length(spec, max_model_len)
-        plan = parameters(spec)
-        threads = threads or suitable_threads(num_parameters(plan))
+        source = CheckedModel.of(model, device, max_model_len, quantizer, formats)
+        self._spec, self._device, self._max_num_seqs = source.spec, source.device, max_num_seqs
+        self._max_model_len, spec = source.max_model_len, source.spec
+        num_weights = num_parameters(source.plan)
+        threads = threads or suitable_threads(num_weights)
         self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(threads)
         kernel_set, measured_set = _kernels(self._device, threads, kernels, cuda_kernels)
         recording = capture(self._device) if capture and kernel_set.attention else None
         with _memory_errors(self._device):
-            self._model = self._load(folder, plan, dtype, compute_dtype, progress, kernel_set, measured_set)
+            loader = source.loader(dtype, compute_dtype, kernel_set, measured_set)
+            weights = loader.weights(source.plan, progress)
+            self._dtype, self._compute_dtype = loader.dtype, loader.compute_dtype
+            self._packed, self._weight_bytes = loader.linear is not None, weights.read_bytes
+            fingerprint = model_fingerprint(source.folder, source.checkpoint, dtype_name(loader.dtype))
+            source.checkpoint.close()
+            self._model = DecoderModel(spec, weights, self._compute_dtype, self._device, kernel_set)
             self._schema = KVCacheSchema(
                 spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype_name(self._compute_dtype),
-                block_size, LAYOUT, model_fingerprint=self._fingerprint,
+                block_size, LAYOUT, model_fingerprint=fingerprint + source.quantization.label,
             )  # fmt: skip
             most = max_num_seqs * cdiv(self._max_model_len, block_size)
             block_bytes = self._schema.bytes_per_block
-            blocks = num_blocks or kv_blocks(
-                self._device, block_bytes, most, kv_memory_bytes, kv_memory_fraction
-            )
-            check_host(host_memory_bytes)
-            check_fits(self._device, blocks, block_bytes, host_memory_bytes)
+            blocks = pool_blocks(
+                self._device, num_blocks, most, block_bytes, kv_memory_bytes, kv_memory_fraction,
+                host_memory_bytes,
+            )  # fmt: skip
             self._kv = PagedKV(
                 spec.num_layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, self._device,
                 self._compute_dtype, host_memory_bytes // block_bytes, has_scratch=recording is not None,
@@ -153,7 +151,7 @@ class NativeBackend:
         draw = None if self._compute_dtype == torch.float64 else kernel_set.draw
         self._draw = kernel_draw(draw) if draw else None
         self._rows = BatchRows(max_num_seqs, self._max_model_len, blocks, block_size, spec.vocab_size, seed)
-        self._measure_returning(num_parameters(plan), prefill=measure_prefill)
+        self._measure_returning(num_weights, prefill=measure_prefill)
 
     def _measure_returning(self, num_weights: int, *, prefill: bool) -> None:
         """Measure what it costs to resume a preempted request: swap in, or recompute. A token takes 2 FLOPs
@@ -171,26 +169,6 @@ class NativeBackend:
             self.execute(ExecutionPlan(0, left=(0,)))
             attention_share = 4 * spec.num_layers * spec.num_heads * spec.head_dim / (2 * num_weights)
             self._prefill_token_squared_s = self._prefill_token_s * attention_share
-
-    def _load(
-        self, folder: Path, plan: list[Parameter], dtype: str, compute_dtype: str, progress: Progress | None,
-        kernel_set: KernelSet, measured_set: KernelSet,
-    ) -> DecoderModel:  # fmt: skip
-        checkpoint = Checkpoint(folder)
-        check(plan, checkpoint, self._quantization.stored)
-        loading = WeightLoader.fastest(
-            checkpoint, plan, self._device, torch_dtype(self._spec.dtype if dtype == "auto" else dtype),
-            None if compute_dtype == "auto" else torch_dtype(compute_dtype), self._quantization,
-            kernel_set, measured_set,
-        )  # fmt: skip
-        self._dtype, self._compute_dtype = loading.dtype, loading.compute_dtype
-        self._packed = loading.linear is not None
-        weights = loading.weights(plan, progress)
-        fingerprint = model_fingerprint(folder, checkpoint, dtype_name(loading.dtype))
-        self._fingerprint = fingerprint + self._quantization.label
-        checkpoint.close()
-        self._weight_bytes = weights.read_bytes
-        return DecoderModel(self._spec, weights, self._compute_dtype, self._device, kernel_set)
 
     def _recorded(self, at_start: Capture | None, when_run: Capture | None) -> RecordedSteps | None:
         """The recorded decode steps; None where torch computes a part of their attention."""

@@ -14,27 +14,13 @@ import torch
 
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSet, KernelSource
-from sagellm.core.protocols.quantization import (
-    FormatSource,
-    QuantizedMatrix,
-    StoredTensor,
-    WeightQuantizer,
-)
+from sagellm.core.protocols.quantization import FormatSource, QuantizedMatrix, StoredTensor, WeightQuantizer
 from sagellm.core.types import KVCacheSchema
-from sagellm.engines.native.architectures import read_config, read_spec
-from sagellm.engines.native.checkpoint import Checkpoint
-from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.kv_cache import LAYOUT
-from sagellm.engines.native.loading import WeightLoader
-from sagellm.engines.native.matrices import packed, quantization_of
-from sagellm.engines.native.options import dtype_name, model_length, torch_dtype, usable_device
-from sagellm.engines.native.weights import (
-    EMBEDDING,
-    Parameter,
-    check,
-    num_parameters,
-    parameters,
-)
+from sagellm.engines.native.loading import CheckedModel, WeightLoader
+from sagellm.engines.native.matrices import packed
+from sagellm.engines.native.options import dtype_name
+from sagellm.engines.native.weights import EMBEDDING, Parameter, num_parameters
 
 _OUTPUTS = 16
 
@@ -80,23 +66,15 @@ def footprint(
     """The footprint of a model folder or a hub name. The options are those of `NativeBackend`. Raises the
     same errors for a model that cannot be served.
     """
-    folder = model_folder(model)
-    config = read_config(folder)
-    spec = read_spec(config)
-    quantization = quantization_of(config, quantizer, formats)
-    where, length = usable_device(device), model_length(spec, max_model_len)
-    plan, checkpoint = parameters(spec), Checkpoint(folder)
-    check(plan, checkpoint, quantization.stored)
-    kernel_set = kernels(1) if kernels and where.type == "cpu" else KernelSet()
-    wanted = torch_dtype(spec.dtype if dtype == "auto" else dtype)
-    loading = WeightLoader.fastest(
-        checkpoint, plan, where, wanted, None, quantization, kernel_set, kernel_set
-    )
+    source = CheckedModel.of(model, device, max_model_len, quantizer, formats)
+    spec, plan, quantization = source.spec, source.plan, source.quantization
+    kernel_set = kernels(1) if kernels and source.device.type == "cpu" else KernelSet()
+    loading = source.loader(dtype, "auto", kernel_set, kernel_set)
     if quantization.quantizer is not None and spec.tied:  # the tied head is one more matrix
         [embedding] = (parameter for parameter in plan if parameter.name == EMBEDDING)
         held = [*plan, replace(embedding, name="head.weight")]
     else:
-        held = plan
+        held = list(plan)
     on_meta = replace(loading, device=torch.device("meta"))
     weight_bytes, codes, obstacle = 0, set[CodeFormat](), ""
     for parameter in held:
@@ -109,14 +87,14 @@ def footprint(
             except KernelError as error:
                 obstacle = obstacle or str(error)
         weight_bytes += num_bytes
-    checkpoint.close()
+    source.checkpoint.close()
     kv_dtype = dtype_name(loading.compute_dtype)
     schema = KVCacheSchema(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype, 1, LAYOUT)
     return Footprint(
         num_parameters(plan),
         weight_bytes,
         schema.bytes_per_token,
-        length,
+        source.max_model_len,
         dtype_name(loading.dtype),
         kv_dtype,
         quantization.method if codes else "",

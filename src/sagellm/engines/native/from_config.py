@@ -25,7 +25,7 @@ try:
     from sagellm.engines.native.footprint import Footprint, footprint
     from sagellm.engines.native.hub import model_folder
     from sagellm.engines.native.matrices import quantization_of
-    from sagellm.engines.native.memory import check_fits, check_host, kv_blocks
+    from sagellm.engines.native.memory import pool_blocks
     from sagellm.engines.native.recorded_steps import cuda_capture
     from sagellm.engines.native.tokenizer import Tokenizer
     from sagellm.engines.native.tokenizer_files import tokenizer_file
@@ -131,7 +131,6 @@ def num_pool_blocks(config: Config, size: Footprint, device: str, free_bytes: in
     kv, where, left = config.kv, torch.device(device), max(0, free_bytes - size.weight_bytes)
     bytes_per_block = size.kv_bytes_per_token * kv.block_size
     most = config.scheduler.max_num_seqs * cdiv(size.max_model_len, kv.block_size)
-    blocks = kv.num_blocks or kv_blocks(where, bytes_per_block, most, None, kv.memory_fraction, left)
-    check_host(kv.swap_space_bytes)
-    check_fits(where, blocks, bytes_per_block, kv.swap_space_bytes, left)
-    return blocks
+    return pool_blocks(
+        where, kv.num_blocks, most, bytes_per_block, None, kv.memory_fraction, kv.swap_space_bytes, left
+    )

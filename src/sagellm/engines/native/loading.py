@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Self
 
 import torch
@@ -17,23 +18,28 @@ import torch
 from sagellm.core.errors import KernelError, UnsupportedModelError
 from sagellm.core.protocols.engine import Progress
 from sagellm.core.protocols.fusion import KernelSet, LinearKernel, Matrix, QuantizedKernel, StoredMatrix
-from sagellm.core.protocols.quantization import QuantizedMatrix, StoredTensor
+from sagellm.core.protocols.quantization import FormatSource, QuantizedMatrix, StoredTensor, WeightQuantizer
+from sagellm.engines.native.architectures import ModelSpec, read_config, read_spec
 from sagellm.engines.native.checkpoint import Checkpoint
+from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.matrices import (
     NOT_QUANTIZED,
     Dense,
     Quantization,
     packed,
     packing_is_faster,
+    quantization_of,
 )
 from sagellm.engines.native.memory import lazy_zeros
-from sagellm.engines.native.options import compute_dtype as fastest_dtype
+from sagellm.engines.native.options import fastest_dtype, model_length, torch_dtype, usable_device
 from sagellm.engines.native.weights import (
     EMBEDDING,
     Parameter,
     WeightPiece,
+    check,
     is_quantized,
     num_parameters,
+    parameters,
     stored_tensors,
 )
 
@@ -58,6 +64,54 @@ class ModelWeights:
         return sum(matrix.nbytes for matrix in self.matrices.values()) + sum(tensors)
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedModel:
+    """A model folder whose files have been checked, and where the model will run. Nothing is loaded yet."""
+
+    folder: Path
+    spec: ModelSpec
+    quantization: Quantization
+    device: torch.device
+    max_model_len: int
+    plan: Sequence[Parameter]
+    checkpoint: Checkpoint
+
+    @classmethod
+    def of(
+        cls, model: str | Path, device: str, max_model_len: int | None, quantizer: WeightQuantizer | None,
+        formats: FormatSource | None,
+    ) -> Self:  # fmt: skip
+        """The options are those of `NativeBackend`. Raises `ModelError` for a model that cannot be served and
+        `ConfigError` for an option that makes no sense.
+        """
+        folder = model_folder(model)
+        config = read_config(folder)
+        spec = read_spec(config)
+        quantization = quantization_of(config, quantizer, formats)
+        where, length = usable_device(device), model_length(spec, max_model_len)
+        plan, checkpoint = parameters(spec), Checkpoint(folder)
+        check(plan, checkpoint, quantization.stored)
+        return cls(folder, spec, quantization, where, length, plan, checkpoint)
+
+    def loader(
+        self, dtype: str, compute_dtype: str, kernel_set: KernelSet, measured_set: KernelSet
+    ) -> WeightLoader:
+        """The loader that is fastest on this machine, by measurement. It chooses `compute_dtype` where that
+        is "auto", and whether matrices take the form of the kernel in `kernel_set`; `measured_set` is the
+        same kernel on one thread.
+        """
+        wanted = torch_dtype(self.spec.dtype if dtype == "auto" else dtype)
+        if compute_dtype == "auto":
+            count, widened = num_parameters(self.plan), kernel_set.linear is None
+            computed = fastest_dtype(wanted, self.device, count, widened=widened)
+        else:
+            computed = torch_dtype(compute_dtype)
+        linear = kernel_set.linear if packing_is_faster(measured_set.linear, computed, wanted) else None
+        return WeightLoader(
+            self.checkpoint, self.device, wanted, computed, self.quantization, linear, kernel_set.quantized
+        )
+
+
 @dataclass(slots=True)
 class WeightLoader:
     """Loads parameters to `device`, rounded to `dtype` and held in `compute_dtype`. With a `linear` kernel
@@ -72,22 +126,6 @@ class WeightLoader:
     linear: LinearKernel | None = None
     quantized: QuantizedKernel | None = None
     _warned: bool = False
-
-    @classmethod
-    def fastest(
-        cls, checkpoint: Checkpoint, plan: Sequence[Parameter], device: torch.device, dtype: torch.dtype,
-        compute_dtype: torch.dtype | None, quantization: Quantization, kernel_set: KernelSet,
-        measured_set: KernelSet,
-    ) -> Self:  # fmt: skip
-        """The loader that is fastest on this machine, by measurement. It chooses `compute_dtype` where that
-        is None, and whether matrices take the form of the kernel in `kernel_set`; `measured_set` is the same
-        kernel on one thread.
-        """
-        if compute_dtype is None:
-            count, widened = num_parameters(plan), kernel_set.linear is None
-            compute_dtype = fastest_dtype(dtype, device, count, widened=widened)
-        linear = kernel_set.linear if packing_is_faster(measured_set.linear, compute_dtype, dtype) else None
-        return cls(checkpoint, device, dtype, compute_dtype, quantization, linear, kernel_set.quantized)
 
     def multiplies_by_values_of(self, parameter: Parameter) -> bool:
         """Whether steps multiply by the parameter's values: not by those of a requantized embedding."""

@@ -26,12 +26,7 @@ from torch.nn import functional as F
 
 from sagellm.core.errors import ConfigError, KernelError, UnsupportedModelError
 from sagellm.core.protocols.fusion import LinearKernel, QuantizedKernel
-from sagellm.core.protocols.quantization import (
-    FormatSource,
-    QuantizedMatrix,
-    WeightFormat,
-    WeightQuantizer,
-)
+from sagellm.core.protocols.quantization import FormatSource, QuantizedMatrix, WeightFormat, WeightQuantizer
 from sagellm.engines.native.measure import cpu_s, one_thread
 
 FEWEST_ROWS, MOST_ROWS = 5, 192

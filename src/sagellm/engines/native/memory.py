@@ -56,18 +56,27 @@ def _cgroup_bytes() -> list[int]:
     return left
 
 
-def kv_blocks(
-    device: torch.device,
-    bytes_per_block: int,
-    most_blocks: int,
-    memory_bytes: int | None,
-    fraction: float | None,
-    available: int | None = None,
-) -> int:
-    """Blocks for the pool, at most `most_blocks`. As many as `memory_bytes`, or `fraction` of the `available`
-    bytes (default: those available now), hold. Raises `CapacityError` if that is not even one block.
+def pool_blocks(
+    device: torch.device, num_blocks: int | None, most_blocks: int, bytes_per_block: int,
+    memory_bytes: int | None, fraction: float | None, host_memory_bytes: int, available: int | None = None,
+) -> int:  # fmt: skip
+    """`num_blocks`, or as many as fit into memory and can be used. Raises as `kv_blocks`, `check_host` and
+    `check_fits`.
     """
     available = available_bytes(device) if available is None else available
+    blocks = num_blocks or kv_blocks(device, bytes_per_block, most_blocks, memory_bytes, fraction, available)
+    check_host(host_memory_bytes)
+    check_fits(device, blocks, bytes_per_block, host_memory_bytes, available)
+    return blocks
+
+
+def kv_blocks(
+    device: torch.device, bytes_per_block: int, most_blocks: int, memory_bytes: int | None,
+    fraction: float | None, available: int,
+) -> int:  # fmt: skip
+    """Blocks for the pool, at most `most_blocks`. As many as `memory_bytes`, or `fraction` of the `available`
+    bytes, hold. Raises `CapacityError` if that is not even one block.
+    """
     if memory_bytes is None:
         usual = CPU_MEMORY_SHARE if device.type == "cpu" else GPU_MEMORY_SHARE
         memory_bytes = int(available * (usual if fraction is None else fraction))

@@ -59,7 +59,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def compute_dtype(
+def fastest_dtype(
     dtype: torch.dtype, device: torch.device, num_parameters: int, *, widened: bool = True
 ) -> torch.dtype:
     """`dtype`, or float32 where computing in that is faster on this CPU.
