@@ -27,7 +27,7 @@ from sagellm.core.types import (
 from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.attention import attention_planner
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV
-from sagellm.engines.native.loading import CheckedModel
+from sagellm.engines.native.loading import CheckedModel, WeightLoader
 from sagellm.engines.native.measure import fastest, host_copy_s
 from sagellm.engines.native.memory import pool_blocks
 from sagellm.engines.native.model import DecoderModel, StepInputs
@@ -122,16 +122,7 @@ class NativeBackend:
         recording = capture(self._device) if capture and kernel_set.attention else None
         with _memory_errors(self._device):
             loader = source.loader(dtype, compute_dtype, kernel_set, measured_set)
-            weights = loader.weights(source.plan, progress)
-            self._dtype, self._compute_dtype = loader.dtype, loader.compute_dtype
-            self._packed, self._weight_bytes = loader.linear is not None, weights.read_bytes
-            fingerprint = model_fingerprint(source.folder, source.checkpoint, dtype_name(loader.dtype))
-            source.checkpoint.close()
-            self._model = DecoderModel(spec, weights, self._compute_dtype, self._device, kernel_set)
-            self._schema = KVCacheSchema(
-                spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype_name(self._compute_dtype),
-                block_size, LAYOUT, model_fingerprint=fingerprint + source.quantization.label,
-            )  # fmt: skip
+            self._model, self._schema = self._load(source, loader, progress, kernel_set, block_size)
             most = max_num_seqs * cdiv(self._max_model_len, block_size)
             block_bytes = self._schema.bytes_per_block
             blocks = pool_blocks(
@@ -169,6 +160,21 @@ class NativeBackend:
             self.execute(ExecutionPlan(0, left=(0,)))
             attention_share = 4 * spec.num_layers * spec.num_heads * spec.head_dim / (2 * num_weights)
             self._prefill_token_squared_s = self._prefill_token_s * attention_share
+
+    def _load(
+        self, source: CheckedModel, loader: WeightLoader, progress: Progress | None, kernel_set: KernelSet,
+        block_size: int,
+    ) -> tuple[DecoderModel, KVCacheSchema]:  # fmt: skip
+        spec, weights = self._spec, loader.weights(source.plan, progress)
+        self._dtype, self._compute_dtype = loader.dtype, loader.compute_dtype
+        self._packed, self._weight_bytes = loader.linear is not None, weights.read_bytes
+        fingerprint = model_fingerprint(source.folder, source.checkpoint, dtype_name(loader.dtype))
+        source.checkpoint.close()
+        schema = KVCacheSchema(
+            spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype_name(self._compute_dtype), block_size,
+            LAYOUT, model_fingerprint=fingerprint + source.quantization.label,
+        )  # fmt: skip
+        return DecoderModel(spec, weights, self._compute_dtype, self._device, kernel_set), schema
 
     def _recorded(self, at_start: Capture | None, when_run: Capture | None) -> RecordedSteps | None:
         """The recorded decode steps; None where torch computes a part of their attention."""
