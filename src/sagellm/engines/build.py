@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,13 @@ def build_kv(
     clock, events = clock or MonotonicClock(), events or EventBus()
     cost_model = cost_model or PrefillCostModel(config.block_size)
     _check_given(config.eviction_options)
-    quota = build_quota(config, num_blocks)
+    quota = None
+    if config.tenant_shares or config.class_shares:
+        tenants, classes = (
+            {name: (share.guaranteed, share.ceiling) for name, share in shares.items()}
+            for shares in (config.tenant_shares, config.class_shares)
+        )
+        quota = QuotaManager.from_fractions(num_blocks, tenants, classes)
     pool = registry("pool").create(
         config.pool, total_blocks=num_blocks, block_size=config.block_size, clock=clock, quota=quota
     )
@@ -172,16 +177,13 @@ def prefill_costs(capability: CapabilityDescriptor) -> PrefillCostModel:
 
     Measured, or of the magnitude of `PrefillCostModel`'s defaults where the backend does not measure it.
     """
-    costs = PrefillCostModel(capability.block_size)
+    known: dict[str, Any] = {"block_size": capability.block_size}
     if capability.kv_schema is not None:
-        costs = replace(costs, bytes_per_block=capability.kv_schema.bytes_per_block)
-    if not capability.prefill_token_s:
-        return costs
-    return replace(
-        costs,
-        seconds_per_token=capability.prefill_token_s,
-        seconds_per_token_squared=capability.prefill_token_squared_s,
-    )
+        known["bytes_per_block"] = capability.kv_schema.bytes_per_block
+    if capability.prefill_token_s:
+        known["seconds_per_token"] = capability.prefill_token_s
+        known["seconds_per_token_squared"] = capability.prefill_token_squared_s
+    return PrefillCostModel(**known)
 
 
 def build_swap(capability: CapabilityDescriptor) -> SwapSpace | None:
@@ -194,17 +196,6 @@ def build_swap(capability: CapabilityDescriptor) -> SwapSpace | None:
         )
     host = FreeListPool(capability.num_host_blocks, capability.block_size)
     return SwapSpace(host, capability.host_copy_s)
-
-
-def build_quota(config: KVConfig, num_blocks: int) -> QuotaManager | None:
-    """The shares of the pool, or None if no tenant or class has one."""
-    if not (config.tenant_shares or config.class_shares):
-        return None
-    tenants, classes = (
-        {name: (share.guaranteed, share.ceiling) for name, share in shares.items()}
-        for shares in (config.tenant_shares, config.class_shares)
-    )
-    return QuotaManager.from_fractions(num_blocks, tenants, classes)
 
 
 def located(config: Config) -> Config:

@@ -145,7 +145,14 @@ class LLM:
         if prompt and isinstance(prompt[0], Mapping):
             messages = cast("Sequence[Message]", prompt)
             return self.tokenizer.encode_chat(messages, template_options=template_options)
-        return self._checked_ids(cast("Sequence[int]", prompt))
+        limit, ids = self.tokenizer.vocab_size, cast("Sequence[int]", prompt)
+        try:
+            for token_id in ids:
+                if not 0 <= token_id < limit:
+                    raise RequestError(f"prompt: token id {token_id} is not in [0, {limit})", "prompt")
+            return Tokens(ids)
+        except TypeError:
+            raise _no_prompt(ids) from None
 
     def resolve(self, tokens: Tokens, params: SamplingParams) -> SamplingParams:
         """`params` with `max_tokens` filled in. Raises `RequestError` for what can never fit the model."""
@@ -292,11 +299,8 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
     ) -> list[Completion]:
         """Complete one prompt or several together, in order. A failed completion has an `error`."""
-        several = _as_prompts(prompts)
         options = self._options(params)
-        encoded = [self.encode(prompt) for prompt in several]
-        for tokens in encoded:
-            self.resolve(tokens, options.params)
+        encoded = [self.encode(prompt) for prompt in _as_prompts(prompts)]
         found: dict[str, Completion] = {}
         try:
             for tokens in encoded:
@@ -356,9 +360,9 @@ class LLM:
         try:
             for request in requests:
                 params = request.params
-                # Computing a prompt always draws a token. With max_tokens 0 the text stream drops it.
-                drawing = replace(params, max_tokens=1) if params.max_tokens == 0 else params
-                self._engine.add(replace(request, params=drawing) if drawing is not params else request)
+                if params.max_tokens == 0:  # computing a prompt draws a token, which the text stream drops
+                    request = replace(request, params=replace(params, max_tokens=1))
+                self._engine.add(request)
                 self._by_engine_id[request.request_id] = opened
                 eos = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
                 stop_ids = eos | frozenset(params.stop_token_ids)
@@ -371,7 +375,6 @@ class LLM:
     def _delta(self, opened: _OpenRequest, output: RequestOutput) -> TextDelta:
         engine_id = output.request_id
         stream = opened.streams[engine_id]
-        prompt_logprobs = output.prompt_logprobs
         text, token_ids, logprobs = stream.feed(output)
         reason = stream.finish_reason
         if opened.num_cached_tokens is None:
@@ -390,22 +393,12 @@ class LLM:
             token_ids=token_ids,
             usage=opened.usage,
             logprobs=logprobs,
-            prompt_logprobs=() if prompt_logprobs is None else stream.prompt_texts(prompt_logprobs),
+            prompt_logprobs=stream.prompt_texts(output.prompt_logprobs),
             finish_reason=reason,
             error=output.error if reason is FinishReason.ERROR else None,
             is_last=opened.request_id not in self._open,
             queued_s=opened.queued_s,
         )
-
-    def _checked_ids(self, ids: Sequence[int]) -> Tokens:
-        limit = self.tokenizer.vocab_size
-        try:
-            for token_id in ids:
-                if not 0 <= token_id < limit:
-                    raise RequestError(f"prompt: token id {token_id} is not in [0, {limit})", "prompt")
-            return Tokens(ids)
-        except TypeError:
-            raise _no_prompt(ids) from None
 
 
 def _expand(request: Request) -> Iterator[Request]:

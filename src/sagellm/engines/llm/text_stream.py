@@ -58,8 +58,10 @@ class TextStream:
             self.finish_reason = output.finish_reason if self._stops.matched is None else FinishReason.STOP
         return "".join(texts), token_ids, tuple(logprobs)
 
-    def prompt_texts(self, entries: Sequence[TokenLogprob]) -> tuple[TokenText, ...]:
-        """All tokens of the prompt, the first of them without a log-probability."""
+    def prompt_texts(self, entries: Sequence[TokenLogprob] | None) -> tuple[TokenText, ...]:
+        """All tokens of the prompt, the first of them without a log-probability. Without entries, none."""
+        if entries is None:
+            return ()
         detokenizer = self._tokenizer.stream()
         texts = [self._token_text(self._prompt[0], None, 0)]
         offset = len(detokenizer.push(self._prompt[0]))

@@ -128,14 +128,14 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         # Not optimized: nothing is computed before the count begins.
         super().__init__(**options, optimized=False, finalize=self._charge_parts)
         self._count = _Count()
+        for name in _SLOW_FILTERS:
+            del self.filters[name]
         self.filters = {name: self._limited_filter(name, made) for name, made in self.filters.items()}
         self.filters["concatenated"] = lambda pieces: self.concat(map(str, map(self._charge_parts, pieces)))
         self.filters["counted"] = self._result
         self.filters["compared"] = self._compared
         self.filters["hashed"] = self._hashed
         self.filters["searched"] = self._searched
-        for name in _SLOW_FILTERS:
-            del self.filters[name]
         self.tests = {name: self._limited_test(name, made) for name, made in self.tests.items()}
         self.globals["namespace"] = _BareNamespace
         del self.globals["lipsum"]
@@ -181,7 +181,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             found = () if isinstance(owner, dict) else (owner,)  # a dict's methods look at a key alone
             self._charge_all((*found, *args, *options.values()))
         if isinstance(owner, str):
-            args = self._checked(name, owner, args, options)
+            if name == "join" and args:  # the method: `owner` stands between the items
+                args = (list(args[0]),)
+                _check_joined(args[0], owner)
+            self._check_arguments(name, owner, [*args, *options.values()])
         return self._result(super().call(context, called, *args, **options))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -212,9 +215,12 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
                 value = list(value)  # so that what it takes is known
             self._spend(value)
             rest = args[first + 1 :]
+            given = [*rest, *options.values()]
             if name not in _SHALLOW_FILTERS:
-                self._charge_all((value, *rest, *options.values()))
-            rest = self._checked(name, value, rest, options)
+                self._charge_all((value, *given))
+            if name == "join":
+                _check_joined(value, str(given[0]) if given else "")
+            self._check_arguments(name, value, given)
             return self._result(made(*args[:first], value, *rest, **options))
 
         return limited
@@ -305,11 +311,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if self._count.left < 0:
             raise TemplateLimitError("it takes too many operations for these messages")
 
-    def _checked(
-        self, name: str, value: Any, args: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[Any, ...]:
-        """The arguments of a filter or method; raises for a result too large."""
-        given = [*args, *options.values()]
+    def _check_arguments(self, name: str, value: Any, given: list[Any]) -> None:
+        """Raise for a filter or method whose result would be too large."""
         if name == "tojson":
             chars, depth = self._measure(value)
             _check_size(chars // _ITEM_CHARS * depth * sum(map(_width, given)))
@@ -323,16 +326,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         elif name == "replace" and len(given) > 1 and isinstance(value, str):
             old, new = str(given[0]), str(given[1])
             _check_size(len(value) + value.count(old) * len(new))
-        elif name == "join" and isinstance(value, str) and args:
-            # The method: `value` stands between the items.
-            items = list(args[0])
-            _check_joined(items, value)
-            return (items,)
         elif name == "sum" and any(isinstance(value, (list, tuple)) for value in given):
             raise TemplateLimitError("it adds lists by the filter sum")
-        elif name == "join":
-            _check_joined(value, str(given[0]) if given else "")
-        return args
 
 
 def _check_joined(items: Iterable[Any], separator: str) -> None:
