@@ -7,7 +7,7 @@ model no more than one of its matrices is ever in memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -168,7 +168,7 @@ class WeightLoader:
         if self.quantization.quantizer is None:
             return self._values(parameter)
         whole = torch.empty(parameter.shape, dtype=self.dtype)
-        self._fill(partial(_copy, whole), parameter)
+        self._fill(Dense(whole), parameter)
         return self._packed(parameter.name, [self.quantization.quantizer.quantized(parameter.name, whole)])
 
     def _packed(self, name: str, pieces: Sequence[QuantizedMatrix]) -> Matrix:
@@ -188,12 +188,12 @@ class WeightLoader:
 
     def _values(self, parameter: Parameter) -> StoredMatrix:
         matrix = self.empty(parameter.shape, multiplied=self.multiplies_by_values_of(parameter))
-        self._fill(matrix.store, parameter)
+        self._fill(matrix, parameter)
         return matrix
 
     def _tensor(self, parameter: Parameter) -> torch.Tensor:
         tensor = torch.empty(parameter.shape, dtype=self.compute_dtype, device=self.device)
-        self._fill(partial(_copy, tensor), parameter)
+        self._fill(Dense(tensor), parameter)
         return tensor
 
     def empty(self, shape: Sequence[int], *, multiplied: bool) -> StoredMatrix:
@@ -208,20 +208,15 @@ class WeightLoader:
         zeros = partial(torch.zeros, device="meta") if on_meta else partial(lazy_zeros, huge=True)
         return self.linear.empty(outputs, inputs, self.dtype, zeros)
 
-    def _fill(self, store: Callable[[int, torch.Tensor], None], parameter: Parameter) -> None:
+    def _fill(self, target: StoredMatrix, parameter: Parameter) -> None:
+        """Store the values of all pieces, some rows at a time; a quantized piece whole."""
         row = 0
         for piece in parameter.pieces:
-            for part in self._parts(piece):
-                store(row, part)
+            codes = self.codes(piece)
+            whole = [] if codes is None else [codes.values().to(self.dtype)]
+            for part in whole or self.checkpoint.parts(piece.name, self.dtype):
+                target.store(row, part)
                 row += len(part)
-
-    def _parts(self, piece: WeightPiece) -> Iterator[torch.Tensor]:
-        """The rows of a piece, some at a time; a quantized piece whole."""
-        codes = self.codes(piece)
-        if codes is not None:
-            yield codes.values().to(self.dtype)
-        else:
-            yield from self.checkpoint.parts(piece.name, self.dtype)
 
     def codes(
         self, piece: WeightPiece, outputs: int | None = None, sample: Sample = lambda tensor, _: tensor
@@ -251,7 +246,3 @@ class WeightLoader:
         stored, checkpoint = self.quantization.stored, self.checkpoint
         names = [name for piece in parameter.pieces for name, _ in stored_tensors(piece, checkpoint, stored)]
         return sum(checkpoint[name].nbytes for name in names if name in checkpoint)
-
-
-def _copy(target: torch.Tensor, first: int, rows: torch.Tensor) -> None:
-    target[first : first + len(rows)].copy_(rows)
