@@ -9,6 +9,7 @@ request. On a CPU a block takes memory when it is first written (`memory.lazy_ze
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -32,8 +33,9 @@ class PagedKV:
         shape = (num_blocks + has_scratch, block_size, num_kv_heads, head_dim)
         self.num_blocks = self.scratch_block = num_blocks
         self.block_size = block_size
-        self.keys = [_zeros(shape, device, dtype) for _ in range(num_layers)]
-        self.values = [_zeros(shape, device, dtype) for _ in range(num_layers)]
+        zeros = lazy_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
+        self.keys = [zeros(shape, dtype=dtype) for _ in range(num_layers)]
+        self.values = [zeros(shape, dtype=dtype) for _ in range(num_layers)]
         self.num_host_blocks = num_host_blocks
         shape, pinned = (num_host_blocks, *shape[1:]), device.type == "cuda"
         self._host = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for _ in range(2 * num_layers)]
@@ -70,9 +72,3 @@ class PagedKV:
             raise PlanError(f"{copy}: the native backend has the tiers {', '.join(sizes)}")
         if not 0 <= block < sizes[tier]:
             raise PlanError(f"{copy}: there are {sizes[tier]} blocks in {tier}")
-
-
-def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    if device.type == "cpu":
-        return lazy_zeros(shape, dtype)
-    return torch.zeros(shape, device=device, dtype=dtype)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,28 +75,26 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> R
     if partial != 1.0:
         raise UnsupportedModelError(f"partial_rotary_factor {partial} is not supported; 1.0 is")
     theta = float(params.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    original = config.get("original_max_position_embeddings") or params.get(
-        "original_max_position_embeddings"
-    )
+    key = "original_max_position_embeddings"
+    original = config.get(key) or params.get(key)
     base = RopeSpec(variant, head_dim, theta)
     if variant == "default":
         return base
-    return _stretched(base, params, max_positions, int(original or max_positions))
+    return _extended(base, params, max_positions, int(original or max_positions))
 
 
-def _stretched(base: RopeSpec, params: Mapping[str, Any], max_positions: int, original_max: int) -> RopeSpec:
-    wanted = ("low_freq_factor", "high_freq_factor") if base.variant == "llama3" else ()
-    missing = [key for key in wanted if params.get(key) is None]
+def _extended(base: RopeSpec, params: Mapping[str, Any], max_positions: int, original_max: int) -> RopeSpec:
     factor = params.get("factor")
     if factor is None and base.variant == "yarn":
         factor = max_positions / original_max
-    if factor is None or missing:
-        names = ", ".join([*missing, *(["factor"] if factor is None else [])])
-        raise UnsupportedModelError(f"RoPE type {base.variant!r} needs {names} in config.json")
-    return RopeSpec(
-        base.variant,
-        base.dim,
-        base.theta,
+    wanted = ("low_freq_factor", "high_freq_factor") if base.variant == "llama3" else ()
+    missing = [key for key in wanted if params.get(key) is None]
+    if factor is None:
+        missing.append("factor")
+    if missing:
+        raise UnsupportedModelError(f"RoPE type {base.variant!r} needs {', '.join(missing)} in config.json")
+    return replace(
+        base,
         factor=float(factor),
         original_max=max_positions if base.variant == "dynamic" else original_max,
         low_freq_factor=float(params.get("low_freq_factor") or 1.0),

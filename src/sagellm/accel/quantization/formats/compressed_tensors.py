@@ -43,7 +43,12 @@ class CompressedTensors:
             raise UnsupportedModelError(
                 f"compressed-tensors with {len(weights)} different groups: {_READABLE}"
             )
-        _refuse_what_changes_the_product(config)
+        sparse = (config.get("sparsity_config") or {}).get("format", "dense")
+        if config.get("transform_config") or sparse != "dense":  # they change the product
+            raise UnsupportedModelError(
+                "compressed-tensors with a transform_config or a sparsity_config that is not dense cannot be "
+                f"computed: {_READABLE}, without them"
+            )
         self._form, self._bits, self._symmetric, self._group_size, self._activation_bits, order = weights[0]
         self._is_reordered = order in ("group", "dynamic")
 
@@ -113,16 +118,6 @@ def _only(
         8 if inputs else None,
         weights.get("actorder"),
     )
-
-
-def _refuse_what_changes_the_product(config: Mapping[str, Any]) -> None:
-    """Refuse rotations that activations would need, and weights that are stored sparse."""
-    sparse = (config.get("sparsity_config") or {}).get("format", "dense")
-    if config.get("transform_config") or sparse != "dense":
-        raise UnsupportedModelError(
-            "compressed-tensors with a transform_config or a sparsity_config that is not dense cannot be "
-            f"computed: {_READABLE}, without them"
-        )
 
 
 def _shifted(signed: torch.Tensor) -> torch.Tensor:
