@@ -89,9 +89,8 @@ def _extended(base: RopeSpec, params: Mapping[str, Any], max_positions: int, ori
         factor = max_positions / original_max
     wanted = ("low_freq_factor", "high_freq_factor") if base.variant == "llama3" else ()
     missing = [key for key in wanted if params.get(key) is None]
-    if factor is None:
-        missing.append("factor")
-    if missing:
+    if factor is None or missing:
+        missing += ["factor"] if factor is None else []
         raise UnsupportedModelError(f"RoPE type {base.variant!r} needs {', '.join(missing)} in config.json")
     return replace(
         base,

@@ -98,7 +98,7 @@ class Tokenizer:
             ChatTemplate(chat_template, self.special_tokens, self._control.texts) if chat_template else None
         )
         eos_id = fast.token_to_id(self.special_tokens.get("eos_token", ""))
-        self._eos_token_ids = eos_token_ids | frozenset(() if eos_id is None else (eos_id,))
+        self.eos_token_ids = eos_token_ids if eos_id is None else eos_token_ids | {eos_id}
         self._kinds = decoder_kinds(description.get("decoder"))
         added = fast.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -122,10 +122,6 @@ class Tokenizer:
             default_sampling=_default_sampling(generation, folder),
             special_in_messages=special_in_messages,
         )
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self._eos_token_ids
 
     @cached_property
     def vocab_size(self) -> int:
