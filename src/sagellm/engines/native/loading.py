@@ -209,7 +209,7 @@ class WeightLoader:
         return self.linear.empty(outputs, inputs, self.dtype, zeros)
 
     def _fill(self, target: StoredMatrix, parameter: Parameter) -> None:
-        """Store the values of all pieces, some rows at a time; a quantized piece whole."""
+        """Store the values of all pieces, some rows at a time. A quantized piece is stored whole."""
         row = 0
         for piece in parameter.pieces:
             codes = self.codes(piece)
