@@ -10,30 +10,30 @@ import ctypes
 import torch
 
 from sagellm.accel.fusion.checked_kernels import PagedAttention
-from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, CpuKernel, floats, int32s, int64s, pointers
+from sagellm.accel.fusion.cpu.calls import (
+    DTYPE_CODES,
+    CpuKernel,
+    fields,
+    floats,
+    int32s,
+    int64s,
+    pointers,
+    structure,
+)
 
+_Pool = structure("Pool", pointers("data"), fields(ctypes.c_int64 * 3, "strides"))
 
-class _Pool(ctypes.Structure):
-    """`struct Pool` of attention.h."""
-
-    _fields_ = (*pointers("data"), ("strides", ctypes.c_int64 * 3))
-
-
-class _Job(ctypes.Structure):
-    """`struct Attention` of attention.h."""
-
-    _fields_ = (
-        *pointers("query", "output"),
-        ("keys", _Pool),
-        ("values", _Pool),
-        *pointers("tables", "spans"),
-        *int64s("num_rows", "num_blocks", "num_entries", "num_spans"),
-        *int64s("heads", "kv_heads", "head_dim", "block_size", "window"),
-        ("query_strides", ctypes.c_int64 * 2),
-        ("output_strides", ctypes.c_int64 * 2),
-        *floats("scale"),
-        *int32s("query_type", "pool_type"),
-    )
+_Job = structure(
+    "Attention",
+    pointers("query", "output"),
+    fields(_Pool, "keys", "values"),
+    pointers("tables", "spans"),
+    int64s("num_rows", "num_blocks", "num_entries", "num_spans"),
+    int64s("heads", "kv_heads", "head_dim", "block_size", "window"),
+    fields(ctypes.c_int64 * 2, "query_strides", "output_strides"),
+    floats("scale"),
+    int32s("query_type", "pool_type"),
+)
 
 
 class CpuPagedAttention(CpuKernel, PagedAttention):

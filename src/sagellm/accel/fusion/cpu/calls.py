@@ -38,27 +38,28 @@ _ERRORS = {
 _ALLOCATIONS = {"aten::empty", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
 
 
-def _fields(kind: type, *names: str) -> list[tuple[str, type]]:
-    """Fields of a `ctypes.Structure`."""
+Fields = list[tuple[str, type]]
+
+
+def fields(kind: type, *names: str) -> Fields:
+    """Fields of one type of a C struct."""
     return [(name, kind) for name in names]
 
 
-pointers = partial(_fields, ctypes.c_void_p)
-int64s = partial(_fields, ctypes.c_int64)
-int32s = partial(_fields, ctypes.c_int32)
-floats = partial(_fields, ctypes.c_float)
+pointers = partial(fields, ctypes.c_void_p)
+int64s = partial(fields, ctypes.c_int64)
+int32s = partial(fields, ctypes.c_int32)
+floats = partial(fields, ctypes.c_float)
 
 
-class _Call(ctypes.Structure):
-    """`struct Call` of linear.cpp."""
+def structure(name: str, *groups: Fields) -> type[ctypes.Structure]:
+    """The C struct of this name, with its fields in order. The .cpp or .h file has it."""
+    return type(name, (ctypes.Structure,), {"_fields_": [field for group in groups for field in group]})
 
-    _fields_ = (*pointers("function", "job"),)
 
+_Call = structure("Call", pointers("function", "job"))
 
-class _Replay(ctypes.Structure):
-    """`struct Replay` of linear.cpp."""
-
-    _fields_ = (*pointers("calls"), *int64s("count", "failed"))
+_Replay = structure("Replay", pointers("calls"), int64s("count", "failed"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,50 +7,38 @@ row depends neither on the number of threads nor on other rows.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from sagellm.accel.fusion.checked_kernels import AddRmsNorm, RopeToCache, SiluAndMul
-from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, CpuKernel, floats, int32s, int64s, pointers
+from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, CpuKernel, floats, int32s, int64s, pointers, structure
 
+_AddNorm = structure(
+    "AddNorm",
+    pointers("x", "delta", "weight", "y"),
+    int64s("rows", "columns", "x_stride", "delta_stride", "y_stride"),
+    floats("eps"),
+    int32s("type"),
+)
 
-class _AddNorm(ctypes.Structure):
-    """`struct AddNorm` of glue.cpp."""
+# The fields of `struct Slots` stand in it one by one: that is quicker to fill in than a nested structure.
+_Rotate = structure(
+    "Rotate",
+    pointers("heads", "cos", "sin", "query_weight", "key_weight", "slots", "keys"),
+    int64s("key_block_stride", "key_token_stride", "key_head_stride"),
+    pointers("values"),
+    int64s("value_block_stride", "value_token_stride", "value_head_stride"),
+    int64s("rows", "query_heads", "kv_heads", "dim", "row_stride"),
+    int64s("angle_stride", "num_blocks", "block_size"),
+    floats("eps"),
+    int32s("type", "pool_type"),
+)
 
-    _fields_ = (
-        *pointers("x", "delta", "weight", "y"),
-        *int64s("rows", "columns", "x_stride", "delta_stride", "y_stride"),
-        *floats("eps"),
-        *int32s("type"),
-    )
-
-
-class _Rotate(ctypes.Structure):
-    """`struct Rotate` of glue.cpp. The fields of `struct Slots` stand in it one by one: that is quicker to
-    fill in than a nested structure.
-    """
-
-    _fields_ = (
-        *pointers("heads", "cos", "sin", "query_weight", "key_weight", "slots", "keys"),
-        *int64s("key_block_stride", "key_token_stride", "key_head_stride"),
-        *pointers("values"),
-        *int64s("value_block_stride", "value_token_stride", "value_head_stride"),
-        *int64s("rows", "query_heads", "kv_heads", "dim", "row_stride"),
-        *int64s("angle_stride", "num_blocks", "block_size"),
-        *floats("eps"),
-        *int32s("type", "pool_type"),
-    )
-
-
-class _Gated(ctypes.Structure):
-    """`struct Gated` of glue.cpp."""
-
-    _fields_ = (
-        *pointers("gate", "y"),
-        *int64s("rows", "columns", "gate_stride", "y_stride"),
-        *int32s("type"),
-    )
+_Gated = structure(
+    "Gated",
+    pointers("gate", "y"),
+    int64s("rows", "columns", "gate_stride", "y_stride"),
+    int32s("type"),
+)
 
 
 class CpuAddRmsNorm(CpuKernel, AddRmsNorm):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, Caller, CpuKernel, int32s, int64s, pointers
+from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, Caller, CpuKernel, int32s, int64s, pointers, structure
 from sagellm.accel.fusion.cpu.library import CpuLevel, kernel_function
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
@@ -24,35 +24,26 @@ from sagellm.core.protocols.fusion import Tolerance, Zeros
 
 _GROUPS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
 
+_Job = structure(
+    "Linear",
+    pointers("x", "panels", "bias", "y"),
+    int64s("rows", "outputs", "inputs", "x_stride", "y_stride"),
+    int32s("x_type", "weight_type", "y_type"),
+)
 
-class _Job(ctypes.Structure):
-    """`struct Linear` of linear.cpp."""
+_Packing = structure(
+    "Packing",
+    pointers("weight", "panels"),
+    int64s("rows", "inputs", "weight_stride", "first"),
+    int32s("weight_type"),
+)
 
-    _fields_ = (
-        *pointers("x", "panels", "bias", "y"),
-        *int64s("rows", "outputs", "inputs", "x_stride", "y_stride"),
-        *int32s("x_type", "weight_type", "y_type"),
-    )
-
-
-class _Packing(ctypes.Structure):
-    """`struct Packing` of linear.cpp."""
-
-    _fields_ = (
-        *pointers("weight", "panels"),
-        *int64s("rows", "inputs", "weight_stride", "first"),
-        *int32s("weight_type"),
-    )
-
-
-class _Gather(ctypes.Structure):
-    """`struct Gather` of linear.cpp."""
-
-    _fields_ = (
-        *pointers("table", "index", "y"),
-        *int64s("rows", "outputs", "inputs", "panel", "group"),
-        *int32s("type", "y_type"),
-    )
+_Gather = structure(
+    "Gather",
+    pointers("table", "index", "y"),
+    int64s("rows", "outputs", "inputs", "panel", "group"),
+    int32s("type", "y_type"),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,21 +65,16 @@ class PackedMatrix:
         return self.panels.nbytes
 
     def store(self, first: int, rows: torch.Tensor) -> None:
-        """Store `rows` [n, inputs] as outputs [first, first + n). Raises `KernelError` if they do not fit."""
+        """Raises `KernelError` for rows that do not fit."""
         self.kernel.pack(self, first, rows)
 
     def rows(self, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The weights of some outputs, [len(index), inputs], in the matrix's dtype or float32. Raises
-        `KernelError` for an index outside the matrix.
-        """
+        """Raises `KernelError` for an index outside the matrix."""
         return self.kernel.gather_panels(self.panels, self.shape, index, dtype or self.dtype)
 
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, output: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`x` [T, inputs] times this matrix, as [T, outputs]. That is `output` if given, of x's dtype or
-        float32.
-        """
         product: torch.Tensor = self.kernel.apply(x, self, bias, output)
         return product
 
@@ -150,9 +136,7 @@ class CpuLinear(CpuKernel):
         self._call("pack", self._pack, job, rows, matrix)
 
     def gather(self, table: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows `index` [n] of a contiguous `table` [m, k], as [n, k]. The result has the table's dtype or
-        float32. Raises `KernelError` for another table or an index outside it.
-        """
+        """Raises `KernelError` for a table that is not contiguous, or an index outside it."""
         if table.ndim != 2 or not table.is_contiguous() or not table.is_cpu:
             raise KernelError(f"no contiguous table on a CPU: {list(table.shape)} on {table.device}")
         return self.gather_panels(table[:, :, None, None], (len(table), table.shape[1]), index, dtype)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional as F
 
-from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, CpuKernel, int32s, int64s, pointers
+from sagellm.accel.fusion.cpu.calls import DTYPE_CODES, CpuKernel, int32s, int64s, pointers, structure
 from sagellm.accel.fusion.cpu.linear import wrong_output
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
@@ -28,25 +28,19 @@ _STEPS = {8: 127.0, 16: 127.0 * 256.0}
 _LEAST = 1e-30
 """A group of x that is smaller than this everywhere counts as zeros."""
 
+_Matrix = structure(
+    "Matrix",
+    pointers("codes", "scales", "zeros", "order"),
+    int64s("outputs", "inputs", "groups_per_scale"),
+    int32s("scale_type", "bits", "activation_bits"),
+)
 
-class _Matrix(ctypes.Structure):
-    """`struct Matrix` of quantized.cpp."""
-
-    _fields_ = (
-        *pointers("codes", "scales", "zeros", "order"),
-        *int64s("outputs", "inputs", "groups_per_scale"),
-        *int32s("scale_type", "bits", "activation_bits"),
-    )
-
-
-class _Rows(ctypes.Structure):
-    """`struct Rows` of quantized.cpp."""
-
-    _fields_ = (
-        *pointers("matrix", "x", "bias", "y"),
-        *int64s("rows", "x_row_stride", "x_column_stride"),
-        *int32s("x_type", "y_type"),
-    )
+_Rows = structure(
+    "Rows",
+    pointers("matrix", "x", "bias", "y"),
+    int64s("rows", "x_row_stride", "x_column_stride"),
+    int32s("x_type", "y_type"),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +59,7 @@ class PackedWeight:
     group_size: int
     outputs: int
     inputs: int
-    matrix: _Matrix = field(init=False, repr=False)
+    matrix: ctypes.Structure = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         matrix = _Matrix(
