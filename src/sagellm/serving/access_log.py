@@ -156,15 +156,15 @@ class AccessLog:
     The answer has it as a header.
     """
 
-    def __init__(self, app: ASGIApp, *, requests: RequestLog) -> None:
+    def __init__(self, app: ASGIApp, *, request_log: RequestLog) -> None:
         self._app = app
-        self._requests = requests
+        self._request_log = request_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = self._requests.begin(scope)
+        record = self._request_log.begin(scope)
 
         async def noted_send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -177,4 +177,4 @@ class AccessLog:
             await self._app(scope, receive, noted_send)
         finally:
             CURRENT_REQUEST_ID.reset(context)
-            self._requests.end(record, getattr(scope.get("route"), "path", ""))
+            self._request_log.end(record, getattr(scope.get("route"), "path", ""))

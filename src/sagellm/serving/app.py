@@ -65,11 +65,10 @@ def create_app(
         await gateway.close(stop_timeout_s)
 
     app = FastAPI(title="sageLLM", version=sagellm.__version__, lifespan=lifespan)
-    requests = RequestLog(clock or MonotonicClock(), gateway.metrics.on_http, enabled=log_requests)
-    app.state.settings = settings
+    request_log = RequestLog(clock or MonotonicClock(), gateway.metrics.on_http, enabled=log_requests)
     app.state.gateway = gateway
     app.state.wants_key = bool(keys)
-    app.state.requests = requests
+    app.state.request_log = request_log
     errors.install(app)
     if settings.cors_origins:
         app.add_middleware(
@@ -79,7 +78,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER],
         )
-    app.add_middleware(AccessLog, requests=requests)
+    app.add_middleware(AccessLog, request_log=request_log)
     reader = RequestReader(settings, model_name or llm.model_name)
     _add_routes(app, _handlers(gateway, reader, config, wall_clock), keys, settings.admin_key)
     described = partial(document, gateway, reader.model_name, wants_key=bool(keys))
@@ -89,9 +88,9 @@ def create_app(
 
 @dataclass(frozen=True, slots=True)
 class OtherRoutes:
-    """The handlers that neither generate text nor change the engine's state.
+    """The handlers of probes, models, hints and tokens; the last have vLLM's form.
 
-    /tokenize and /detokenize have vLLM's form. `created`: when the model was loaded, in seconds since 1970.
+    `created`: when the application was made, in seconds since 1970.
     """
 
     gateway: Gateway

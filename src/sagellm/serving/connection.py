@@ -63,7 +63,7 @@ _Timeout = tuple[float, Callable[[], None]]
 class Connection(H11Protocol):
     """Limits the times for headers, between requests, and for reading an answer.
 
-    `RequestReader` limits the time for a body. `requests` notes what is answered here, in place of the
+    `RequestReader` limits the time for a body. `request_log` notes what is answered here, in place of the
     application; `full` warns when connections are refused for their number.
     """
 
@@ -71,7 +71,7 @@ class Connection(H11Protocol):
         self,
         *args: Any,
         settings: ServerConfig,
-        requests: RequestLog,
+        request_log: RequestLog,
         full: RateLimitedLog,
         **kwargs: Any,
     ) -> None:
@@ -80,7 +80,7 @@ class Connection(H11Protocol):
         self.logger = _errors_only
         self.timeout_keep_alive = settings.keep_alive_timeout_s  # type: ignore[assignment]
         self._settings = settings
-        self._requests = requests
+        self._request_log = request_log
         self._full = full
         self._refused = False
         head_s = settings.header_timeout_s
@@ -202,9 +202,9 @@ class Connection(H11Protocol):
         cycle: RequestResponseCycle | None = self.cycle  # None before the first request
         if cycle is None or cycle.response_complete:
             request_id = uuid.uuid4().hex
-            self._requests.refuse(request_id, status, code)
+            self._request_log.refuse(request_id, status, code)
             return request_id
-        record = self._requests.begin(cycle.scope)  # type: ignore[arg-type]
+        record = self._request_log.begin(cycle.scope)  # type: ignore[arg-type]
         record.refused = status
         cycle.disconnected = True
         cycle.message_event.set()

@@ -135,6 +135,7 @@ class Gateway:
 
     def __init__(self, llm: LLM, settings: ServerConfig, *, clock: Clock | None = None) -> None:
         self.llm = llm
+        self.settings = settings
         self._clock = clock or MonotonicClock()
         self.load = ClientLoad(settings)
         self._open: dict[str, _OpenRequest] = {}
@@ -204,7 +205,7 @@ class Gateway:
         as sequences; beyond that it raises `OverloadedError`, without an engine `UnavailableError`.
         """
         self._check_alive()
-        if len(self._calls) >= self.load.settings.max_waiting:
+        if len(self._calls) >= self.settings.max_waiting:
             raise OverloadedError(f"{len(self._calls)} calls wait for the engine: try again later")
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._calls.add(answer)
@@ -266,7 +267,7 @@ class Gateway:
     def check_room(self, num_prompts: int, n: int, client: Client) -> None:
         """Raise what `open` would for so many prompts, before they are encoded."""
         num_sequences, most = num_prompts * n, self.load.most_of_one_client
-        max_n = self.load.settings.max_n
+        max_n = self.settings.max_n
         if n > max_n:
             text = f"n must be at most {max_n} on this server (server.max_n), got {n}"
             raise RequestError(f"{text}: send several requests", "n", "integer_above_max_value")

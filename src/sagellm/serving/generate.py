@@ -72,7 +72,7 @@ class GenerationRoutes:
     async def _read(self, model: type[B], request: Request) -> tuple[B, RequestOptions]:
         """The body, and the options for the engine."""
         body = await self.reader.read(model, request)
-        settings = self.gateway.load.settings
+        settings = self.gateway.settings
         client = client_of(request, body.user, trust_user=settings.trust_user)
         return body, body.options(self.gateway.llm, settings, client)
 

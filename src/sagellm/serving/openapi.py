@@ -62,18 +62,6 @@ MESSAGES = [{"role": "user", "content": "What is 17 + 25?"}]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What the schemas depend on: the model, and the limits of a request."""
-
-    model_name: str
-    vocab_size: int
-    max_model_len: int
-    max_choices: int
-    max_priority: int | None
-    attributes_misses: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Endpoint:
     """A route with its `answer` (None: plain text).
 
@@ -200,14 +188,6 @@ ENDPOINTS: Endpoints = {**FOR_ALL, **FOR_CLIENTS, **FOR_OPERATORS}
 
 def document(gateway: Gateway, model_name: str, *, wants_key: bool) -> Schema:
     """The OpenAPI document of a server."""
-    limits = Limits(
-        model_name,
-        gateway.llm.tokenizer.vocab_size,
-        gateway.llm.max_model_len,
-        min(gateway.load.settings.max_n, gateway.load.most_of_one_client),
-        gateway.load.settings.max_priority,
-        attributes_misses=gateway.attributes_misses,
-    )
     paths: Schema = {}
     groups = ((FOR_ALL, ""), (FOR_CLIENTS, "key" if wants_key else ""), (FOR_OPERATORS, "admin_key"))
     for endpoints, key in groups:
@@ -220,7 +200,7 @@ def document(gateway: Gateway, model_name: str, *, wants_key: bool) -> Schema:
         "1 to 128 letters, digits and ._~:/+=@-; anything else is replaced. It is in the answer and the log."
     )
     given = {"in": "header", "name": REQUEST_ID_HEADER, "schema": {"type": "string"}, "description": text}
-    components: Schema = {"schemas": _schemas(limits), "parameters": {"request_id": given}}
+    components: Schema = {"schemas": _schemas(gateway, model_name), "parameters": {"request_id": given}}
     keys = ("key", "admin_key") if wants_key else ("admin_key",)
     components["securitySchemes"] = {key: {"type": "http", "scheme": "bearer"} for key in keys}
     return {
@@ -231,7 +211,7 @@ def document(gateway: Gateway, model_name: str, *, wants_key: bool) -> Schema:
     }
 
 
-def _schemas(limits: Limits) -> Schema:
+def _schemas(gateway: Gateway, model_name: str) -> Schema:
     """The schemas of requests, from their checks, and of answers, from their models."""
     shown: list[type[BaseModel] | None] = [answers.ErrorAnswer]
     for endpoint in ENDPOINTS.values():
@@ -241,7 +221,7 @@ def _schemas(limits: Limits) -> Schema:
     schemas: Schema = dict(found["$defs"])
     for endpoint in ENDPOINTS.values():
         if endpoint.request is not None:
-            schemas[endpoint.request.__name__] = request_schema(endpoint.request, limits)
+            schemas[endpoint.request.__name__] = request_schema(endpoint.request, gateway, model_name)
     return schemas
 
 
@@ -321,12 +301,12 @@ def _reference(model: type[BaseModel]) -> Schema:
     return {"$ref": REFERENCE.format(model=model.__name__)}
 
 
-def request_schema(model: type[BaseModel], limits: Limits) -> Schema:
+def request_schema(model: type[BaseModel], gateway: Gateway, model_name: str) -> Schema:
     """The schema of a request's body, an object without other fields."""
     found = model.model_json_schema(ref_template=REFERENCE)
     properties: Schema = {
         name: found["properties"][name] | {"title": name} for name in model.model_fields
-    } | _fields_of(model, limits)
+    } | _fields_of(model, gateway, model_name)
     if names_a_model(model):
         for name, values in NEUTRAL.items():
             properties.setdefault(name, _neutral(values))
@@ -343,20 +323,21 @@ def request_schema(model: type[BaseModel], limits: Limits) -> Schema:
     }
 
 
-def _fields_of(model: type[BaseModel], limits: Limits) -> Schema:
+def _fields_of(model: type[BaseModel], gateway: Gateway, model_name: str) -> Schema:
     """The fields whose checks pydantic does not know."""
-    tokens = {"type": "array", "items": _integer(0, limits.vocab_size - 1)}
+    tokens = {"type": "array", "items": _integer(0, gateway.llm.tokenizer.vocab_size - 1)}
+    max_model_len = gateway.llm.max_model_len
     fields: Schema = {}
     if names_a_model(model):
-        fields["model"] = {"enum": [limits.model_name, None], "description": "What is served."}
+        fields["model"] = {"enum": [model_name, None], "description": "What is served."}
     if issubclass(model, GenerationFields):
-        fields |= _generation_fields(limits)
+        fields |= _generation_fields(gateway)
     if issubclass(model, ChatRequest):
         fields["messages"] = _messages()
         fields["max_completion_tokens"] = fields["max_tokens"]
     elif issubclass(model, CompletionRequest):
         fields["prompt"] = _prompt(tokens | {"minItems": 1})
-        fields["max_tokens"] = _or_null(_integer(0, limits.max_model_len - 1))
+        fields["max_tokens"] = _or_null(_integer(0, max_model_len - 1))
         fields["logprobs"] = _or_null(_in_range("logprobs", whole=True))
     elif model is PinRequest:
         fields["prompt"] = _or_null(TEXT, tokens | {"minItems": 1})
@@ -364,7 +345,7 @@ def _fields_of(model: type[BaseModel], limits: Limits) -> Schema:
     elif model is TokenizeRequest:
         fields["messages"] = _or_null(_messages())
     elif model is DetokenizeRequest:
-        fields["tokens"] = tokens | {"maxItems": limits.max_model_len}
+        fields["tokens"] = tokens | {"maxItems": max_model_len}
     elif model is PolicyRequest:
         fields["policy"] = {"enum": sorted(registry("policy").names())}
     elif model is StrategyRequest:
@@ -376,7 +357,9 @@ def _fields_of(model: type[BaseModel], limits: Limits) -> Schema:
     return fields
 
 
-def _generation_fields(limits: Limits) -> Schema:
+def _generation_fields(gateway: Gateway) -> Schema:
+    settings, max_model_len = gateway.settings, gateway.llm.max_model_len
+    vocab_size = gateway.llm.tokenizer.vocab_size
     numbers = {
         name: _or_null(_in_range(name, whole=False))
         for name in ("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -387,8 +370,8 @@ def _generation_fields(limits: Limits) -> Schema:
     }
     flags["include_obfuscation"] = {"enum": [False, None]}
     # 0 is never refused: where even that is too high, the server lowers it.
-    highest = MAX_PRIORITY - 1 if limits.max_priority is None else max(0, limits.max_priority)
-    keys = {"pattern": f"^({numbers_below(limits.vocab_size)})$"}
+    highest = MAX_PRIORITY - 1 if settings.max_priority is None else max(0, settings.max_priority)
+    keys = {"pattern": f"^({numbers_below(vocab_size)})$"}
     bias = {"type": "number", "minimum": -100, "maximum": 100}
     logit_bias = {"type": "object", "propertyNames": keys, "additionalProperties": bias}
     stream_options = {"type": "object", "properties": flags, "additionalProperties": False}
@@ -396,19 +379,19 @@ def _generation_fields(limits: Limits) -> Schema:
         "stream_options": _or_null(stream_options),
         "top_p": _or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
         "top_k": _or_null(_in_range("top_k", whole=True)),
-        "n": _or_null(_integer(1, limits.max_choices)),
+        "n": _or_null(_integer(1, min(settings.max_n, gateway.load.most_of_one_client))),
         "priority": _or_null(_integer(-MAX_PRIORITY, highest)),
-        "max_tokens": _or_null(_integer(1, limits.max_model_len - 1)),
-        "min_tokens": _or_null(_integer(0, limits.max_model_len - 1)),
+        "max_tokens": _or_null(_integer(1, max_model_len - 1)),
+        "min_tokens": _or_null(_integer(0, max_model_len - 1)),
         "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}),
-        "stop_token_ids": _or_null({"type": "array", "items": _integer(0, limits.vocab_size - 1)}),
+        "stop_token_ids": _or_null({"type": "array", "items": _integer(0, vocab_size - 1)}),
         "logit_bias": _or_null(logit_bias),
         "kv_hints": _or_null(_kv_hints()),
         "slo": _or_null(SloFields.model_json_schema()),
         "retention": _or_null(
             {"type": "array", "items": RetentionFields.model_json_schema(), "maxItems": MAX_RETENTIONS}
         ),
-        "return_cache_misses": {"enum": [None, False, True][: 2 + limits.attributes_misses]},
+        "return_cache_misses": {"enum": [None, False, True][: 2 + gateway.attributes_misses]},
     }
 
 

@@ -74,9 +74,10 @@ class SageServer(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, *, log_level: str = "info") -> None:
-        settings: ServerConfig = app.state.settings
+        self._gateway: Gateway = app.state.gateway
+        settings = self._gateway.settings
         connection = partial(
-            Connection, settings=settings, requests=app.state.requests, full=RateLimitedLog()
+            Connection, settings=settings, request_log=app.state.request_log, full=RateLimitedLog()
         )
         config = uvicorn.Config(
             app,
@@ -91,7 +92,6 @@ class SageServer(uvicorn.Server):
         )
         super().__init__(config)
         self.forced = False
-        self._gateway: Gateway = app.state.gateway
         self._grace_s = settings.shutdown_grace_s
         self._wants_key: bool = app.state.wants_key
         self._accept_errors = RateLimitedLog()
