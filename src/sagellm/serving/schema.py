@@ -107,7 +107,6 @@ RENAMED: Mapping[str, str] = {
 
 WITHOUT_EFFECT = frozenset(
     {
-        "user",
         "metadata",
         "safety_identifier",
         "prompt_cache_key",
