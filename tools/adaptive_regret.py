@@ -35,7 +35,7 @@ from sagellm.benchmarks.traces.synth import profile, synthesize
 from sagellm.core.clock import ManualClock
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.types import Namespace, Tokens
-from sagellm.kvmgr.eviction import AdaptiveEvictionPolicy, LRUPolicy
+from sagellm.kvmgr.eviction import AdaptivePolicy, LRUPolicy
 from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 
 FIRST_MEASURING_SEED = 1400
@@ -259,9 +259,7 @@ def measure(seed: int, paths: Sequence[Path], trials: Sequence[Trial]) -> list[O
         lru = _hits(requests, num_blocks, LRUPolicy(), clock)
         for max_regret, stake in trials:
             clock = ManualClock(requests[0].time_s)
-            policy = AdaptiveEvictionPolicy(
-                capacity=num_blocks, clock=clock, max_regret=max_regret, stake=stake
-            )
+            policy = AdaptivePolicy(capacity=num_blocks, clock=clock, max_regret=max_regret, stake=stake)
             adaptive = _hits(requests, num_blocks, policy, clock)
             lost = accumulate(lrus - own for lrus, own in zip(lru, adaptive, strict=True))
             losses = [100 * lost_blocks / so_far for lost_blocks, so_far in zip(lost, asked, strict=True)]

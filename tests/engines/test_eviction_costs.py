@@ -15,7 +15,7 @@ from sagellm.core.types import SLO, CapabilityDescriptor, KVCacheSchema
 from sagellm.engines.build import build_engine, build_kv, prefill_costs, replace_policy
 from sagellm.engines.simulator import TokenMemoryBackend
 from sagellm.kvmgr.eviction import PrefillCostModel
-from sagellm.kvmgr.eviction.slo import SLOEvictionPolicy
+from sagellm.kvmgr.eviction.slo import SLOPolicy
 from tests.builders import fake_engine, request, run_all
 
 
@@ -78,7 +78,7 @@ def test_a_request_hands_over_its_priority_and_its_goal() -> None:
 
 def first_gone(*runs: SimpleExtent) -> int:
     clock = ManualClock()
-    policy = SLOEvictionPolicy(clock=clock, model=PrefillCostModel(16, 1, 1e-3, 0.0), patience_s=60.0)
+    policy = SLOPolicy(clock=clock, model=PrefillCostModel(16, 1, 1e-3, 0.0), patience_s=60.0)
     for run in runs:
         policy.insert(run)
     gone: list[int] = []

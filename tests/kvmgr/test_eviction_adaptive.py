@@ -19,8 +19,8 @@ from sagellm.core.protocols.eviction import EvictionPolicy, Hint, SimpleExtent, 
 from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
 from sagellm.core.registry import registry
 from sagellm.core.types import Namespace, Tokens
-from sagellm.kvmgr.eviction.adaptive import AdaptiveEvictionPolicy
-from sagellm.kvmgr.eviction.learned import LearnedEvictionPolicy
+from sagellm.kvmgr.eviction.adaptive import AdaptivePolicy
+from sagellm.kvmgr.eviction.learned import LearnedPolicy
 from sagellm.kvmgr.eviction.lru import LRUPolicy
 from sagellm.kvmgr.prefix_cache.hashed import HashedIndex
 from sagellm.kvmgr.prefix_cache.radix import RadixIndex
@@ -84,7 +84,7 @@ def beside_lru(
     requests: Sequence[TraceRequest], capacity: int, index: Any = RadixIndex, **options: float
 ) -> list[Step]:
     """The policy and a real LRU, one request at a time."""
-    policy = AdaptiveEvictionPolicy(capacity=capacity, **options)  # type: ignore[arg-type]
+    policy = AdaptivePolicy(capacity=capacity, **options)  # type: ignore[arg-type]
     caches = [Cache(index, one, capacity) for one in (policy, LRUPolicy())]
     steps = []
     for one in requests:
@@ -203,7 +203,7 @@ def test_the_bound_holds_where_all_ask_for_what_is_missing(
 ) -> None:
     """After calm traffic every second request is the one of which LRU holds most that the cache does not."""
     draw = random.Random(seed)
-    policy = AdaptiveEvictionPolicy(capacity=capacity, max_regret=max_regret, stake=1.0)
+    policy = AdaptivePolicy(capacity=capacity, max_regret=max_regret, stake=1.0)
     own, lru = (Cache(RadixIndex, one, capacity) for one in (policy, LRUPolicy()))
     recent: list[Tokens] = []
     steps = []
@@ -231,8 +231,8 @@ def test_little_is_lost_where_what_was_learned_turns_wrong(seed: int) -> None:
     requests = turning_world(seed)
     num_asked = sum(len(one.ids) for one in requests)
     lru = sum(hits(requests, LRUPolicy(), CAPACITY))
-    learned = sum(hits(requests, LearnedEvictionPolicy(capacity=CAPACITY), CAPACITY))
-    adaptive = sum(hits(requests, AdaptiveEvictionPolicy(capacity=CAPACITY), CAPACITY))
+    learned = sum(hits(requests, LearnedPolicy(capacity=CAPACITY), CAPACITY))
+    adaptive = sum(hits(requests, AdaptivePolicy(capacity=CAPACITY), CAPACITY))
     assert learned < 0.9 * lru
     assert adaptive > lru - 0.003 * num_asked
 
@@ -244,8 +244,8 @@ def test_most_of_the_gain_is_kept_where_learning_wins(seed: int) -> None:
         sum(hits(requests, policy, 400))
         for policy in (
             LRUPolicy(),
-            LearnedEvictionPolicy(capacity=400),
-            AdaptiveEvictionPolicy(capacity=400),
+            LearnedPolicy(capacity=400),
+            AdaptivePolicy(capacity=400),
         )
     )
     assert learned - lru > 0.15 * sum(len(one.ids) for one in requests)
@@ -254,20 +254,20 @@ def test_most_of_the_gain_is_kept_where_learning_wins(seed: int) -> None:
 
 def test_without_a_budget_it_is_lru() -> None:
     for requests in (steady_world(0), turning_world(0, 300, 500), branching_world(3, 500)):
-        adaptive = AdaptiveEvictionPolicy(capacity=100, max_regret=0.0)
+        adaptive = AdaptivePolicy(capacity=100, max_regret=0.0)
         assert hits(requests, adaptive, 100) == hits(requests, LRUPolicy(), 100)
 
 
 def test_where_all_fits_nothing_is_lost() -> None:
     requests = steady_world(0, 200)
-    adaptive = AdaptiveEvictionPolicy(capacity=100_000)
+    adaptive = AdaptivePolicy(capacity=100_000)
     assert hits(requests, adaptive, 100_000) == hits(requests, LRUPolicy(), 100_000)
     assert adaptive.regret == 0
 
 
 def test_it_learns_while_the_order_is_lru() -> None:
     requests = turning_world(0, 300, 300)
-    policy = AdaptiveEvictionPolicy(capacity=CAPACITY, max_regret=0.0)
+    policy = AdaptivePolicy(capacity=CAPACITY, max_regret=0.0)
     hits(requests, policy, CAPACITY)
     late = [record for record in policy._history if record.used_s > requests[-1].time_s - 100.0]
     assert len(late) > 100
@@ -276,7 +276,7 @@ def test_it_learns_while_the_order_is_lru() -> None:
 def test_an_extent_that_ended_is_no_loss() -> None:
     """LRU evicts it first, so it is not missed."""
     clock = ManualClock()
-    policy = AdaptiveEvictionPolicy(capacity=20)
+    policy = AdaptivePolicy(capacity=20)
     index = RadixIndex(block_size=1, policy=policy, clock=clock)
     replay([request(0.0, range(10)), request(1.0, range(100, 110))], index, clock, 20)
     assert index.hint(index.lookup(Tokens(range(100, 110))), Hint(ended=True)) == 10
@@ -291,7 +291,7 @@ def test_a_retention_counts_more_than_the_budget_while_it_lasts(index: Any) -> N
     old, young, others = range(10), range(100, 110), range(200, 210)
     for time_s, kept, gone in ((50.0, old, young), (200.0, young, old)):
         clock = ManualClock()
-        policy = AdaptiveEvictionPolicy(capacity=20, max_regret=0.0, clock=clock)
+        policy = AdaptivePolicy(capacity=20, max_regret=0.0, clock=clock)
         cache = Cache(index, policy, 20, clock)
         cache.serve(request(0.0, old))
         cache.serve(request(1.0, young))
@@ -306,7 +306,7 @@ def test_a_retention_counts_more_than_the_budget_while_it_lasts(index: Any) -> N
 @pytest.mark.parametrize("index", INDEXES)
 def test_what_others_hold_is_no_gain(index: Any) -> None:
     """LRU cannot evict it either, however long ago it was used."""
-    policy = AdaptiveEvictionPolicy(capacity=30)
+    policy = AdaptivePolicy(capacity=30)
     cache = Cache(index, policy, 30)
     cache.serve(request(0.0, range(10)))
     running = cache.index.pin(cache.index.lookup(Tokens(range(8))))
@@ -321,7 +321,7 @@ def test_what_others_hold_is_no_gain(index: Any) -> None:
 @pytest.mark.parametrize("index", INDEXES)
 def test_a_cache_that_was_cleared_begins_anew(index: Any) -> None:
     """LRU would have been cleared too: nothing is missed."""
-    policy = AdaptiveEvictionPolicy(capacity=60, max_regret=0.1)
+    policy = AdaptivePolicy(capacity=60, max_regret=0.1)
     cache = Cache(index, policy, 60)
     for one in branching_world(4, 300):
         cache.serve(one)
@@ -340,17 +340,17 @@ def test_a_cache_that_was_cleared_begins_anew(index: Any) -> None:
 @pytest.mark.parametrize("max_regret", [-0.1, 1.1, float("nan"), "x", True])
 def test_a_share_that_is_none_is_refused(max_regret: Any) -> None:
     with pytest.raises(ConfigError, match="max_regret must be a number from 0 to 1"):
-        AdaptiveEvictionPolicy(max_regret=max_regret)
+        AdaptivePolicy(max_regret=max_regret)
 
 
 @pytest.mark.parametrize("stake", [0.5, float("inf"), float("nan"), "x", True])
 def test_a_stake_below_one_is_refused(stake: Any) -> None:
     with pytest.raises(ConfigError, match="stake must be a number of at least 1"):
-        AdaptiveEvictionPolicy(stake=stake)
+        AdaptivePolicy(stake=stake)
 
 
 def test_a_fresh_one_has_the_same_options() -> None:
-    policy = AdaptiveEvictionPolicy(capacity=10, max_regret=0.5, stake=3.0)
+    policy = AdaptivePolicy(capacity=10, max_regret=0.5, stake=3.0)
     fresh = policy.fresh()
     assert (fresh._max_regret, fresh._stake, fresh._given_capacity) == (0.5, 3.0, 10)
     assert fresh.num_evictable == 0
@@ -376,7 +376,7 @@ def test_memory_is_bounded(name: str) -> None:
 @pytest.mark.parametrize("index", INDEXES)
 def test_the_shadow_remembers_what_lru_holds_and_no_more(index: Any) -> None:
     capacity = 40
-    policy = AdaptiveEvictionPolicy(capacity=capacity, max_regret=1.0)
+    policy = AdaptivePolicy(capacity=capacity, max_regret=1.0)
     cache = Cache(index, policy, capacity)
     for one in branching_world(5, 3_000):
         cache.serve(one)
@@ -388,7 +388,7 @@ def test_the_shadow_remembers_what_lru_holds_and_no_more(index: Any) -> None:
 
 def test_retentions_do_not_pile_up() -> None:
     """One is noted at each use of its extent, and ends in a fortnight."""
-    policy = AdaptiveEvictionPolicy(capacity=10)
+    policy = AdaptivePolicy(capacity=10)
     kept = SimpleExtent(0, bonus_s=1e6)
     policy.insert(kept)
     for number in range(1, 1_000):
@@ -416,7 +416,7 @@ class Counting(dict[Any, Any]):
 @pytest.mark.parametrize("num_retained", [1_000, 600])
 def test_evicting_what_has_a_retention_is_linear(num_retained: int) -> None:
     """In order of when the retentions end; what has none goes before."""
-    policy = AdaptiveEvictionPolicy(capacity=1_000)
+    policy = AdaptivePolicy(capacity=1_000)
     spared, order = Counting(), Counting()
     policy._spared.live, policy._shadow._order = spared, order  # type: ignore[assignment]
     for key in range(1_000):

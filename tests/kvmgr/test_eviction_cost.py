@@ -9,7 +9,7 @@ import pytest
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import CostBenefitModel, Extent, MigrationPolicy, SimpleExtent
-from sagellm.kvmgr.eviction.cost_benefit import CostBenefitEvictionPolicy, CostBenefitMigration
+from sagellm.kvmgr.eviction.cost_benefit import CostBenefitMigration, CostBenefitPolicy
 from sagellm.kvmgr.eviction.cost_model import PrefillCostModel
 
 SLOW_PREFILL = PrefillCostModel(
@@ -22,7 +22,7 @@ SLOW_PREFILL = PrefillCostModel(
 )
 
 
-def first_gone(policy: CostBenefitEvictionPolicy, *runs: SimpleExtent) -> int:
+def first_gone(policy: CostBenefitPolicy, *runs: SimpleExtent) -> int:
     for run in runs:
         policy.insert(run)
     gone: list[int] = []
@@ -66,7 +66,7 @@ def test_impossible_costs_are_errors(wrong: dict[str, Any]) -> None:
 
 
 def test_the_deeper_block_costs_more_and_stays() -> None:
-    policy = CostBenefitEvictionPolicy(model=SLOW_PREFILL)
+    policy = CostBenefitPolicy(model=SLOW_PREFILL)
     assert (
         first_gone(policy, SimpleExtent(1, first_position=9), SimpleExtent(2, first_position=0, last_use=1))
         == 2
@@ -74,7 +74,7 @@ def test_the_deeper_block_costs_more_and_stays() -> None:
 
 
 def test_use_outweighs_depth() -> None:
-    policy = CostBenefitEvictionPolicy(model=SLOW_PREFILL)
+    policy = CostBenefitPolicy(model=SLOW_PREFILL)
     assert first_gone(policy, SimpleExtent(1, first_position=1), SimpleExtent(2, num_uses=5, last_use=1)) == 1
 
 
@@ -82,18 +82,18 @@ def test_what_a_tier_holds_is_cheap_to_lose() -> None:
     def copies(extent: Extent) -> list[str]:
         return ["here"] if extent.key == 1 else []
 
-    policy = CostBenefitEvictionPolicy(model=SLOW_PREFILL, copies=copies)
+    policy = CostBenefitPolicy(model=SLOW_PREFILL, copies=copies)
     assert first_gone(policy, SimpleExtent(2), SimpleExtent(1, first_position=9)) == 1
 
 
 def test_cost_per_block_does_not_depend_on_length_without_attention() -> None:
     linear = PrefillCostModel(seconds_per_token_squared=0.0)
-    policy = CostBenefitEvictionPolicy(model=linear)
+    policy = CostBenefitPolicy(model=linear)
     assert first_gone(policy, SimpleExtent(1, 8, last_use=0), SimpleExtent(2, 1, last_use=1)) == 1
 
 
 def test_an_extent_that_went_in_parts_leaves_its_parent_in_place() -> None:
-    policy = CostBenefitEvictionPolicy(model=SLOW_PREFILL)
+    policy = CostBenefitPolicy(model=SLOW_PREFILL)
     parent = SimpleExtent(0, 2)
     policy.insert(SimpleExtent(1, 3, parent=parent, first_position=2))
 

@@ -17,7 +17,7 @@ from sagellm.core.types import Retention, Tokens
 from sagellm.kvmgr.eviction import LRUPolicy
 from sagellm.kvmgr.eviction._history import MAX_BRANCHES
 from sagellm.kvmgr.eviction.adaptive.history import FIT_FIRST, SHARED, ReuseRecord
-from sagellm.kvmgr.eviction.learned import LearnedEvictionPolicy
+from sagellm.kvmgr.eviction.learned import LearnedPolicy
 from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 from tests.eviction_workloads import Request, mixed
 
@@ -73,7 +73,7 @@ class LearnedCache(Cache):
 
     def __init__(self, capacity: int = 1_000, max_records: int = 16_384) -> None:
         clock = ManualClock()
-        self.learned = LearnedEvictionPolicy(capacity=capacity, clock=clock, max_records=max_records)
+        self.learned = LearnedPolicy(capacity=capacity, clock=clock, max_records=max_records)
         super().__init__(self.learned, clock, capacity)
 
     @property
@@ -250,7 +250,7 @@ def test_without_a_clock_time_is_that_of_the_latest_use() -> None:
     requests = mixed(3, 200)
     clock = ManualClock()
     hits: list[int] = []
-    for policy in (LearnedEvictionPolicy(capacity=400, clock=clock), LearnedEvictionPolicy(capacity=400)):
+    for policy in (LearnedPolicy(capacity=400, clock=clock), LearnedPolicy(capacity=400)):
         hits.append(Cache(policy, ManualClock() if hits else clock, 400).ask_all(requests))
     plain = lru(400).ask_all(requests)
     assert hits[1] - plain > 0.8 * (hits[0] - plain) > 0
@@ -347,7 +347,7 @@ def test_select_victims_uses_a_fresh_policy() -> None:
 
 
 def test_flat_runs_have_records_by_their_key() -> None:
-    policy = LearnedEvictionPolicy(capacity=8)
+    policy = LearnedPolicy(capacity=8)
     runs = [SimpleExtent(key, 2, used_s=float(key), last_use=key) for key in range(4)]
     for run in runs:
         policy.insert(run)
@@ -364,4 +364,4 @@ def test_flat_runs_have_records_by_their_key() -> None:
 
 def test_a_capacity_below_one_block_is_an_error() -> None:
     with pytest.raises(ConfigError, match="at least 1 block"):
-        LearnedEvictionPolicy(capacity=0)
+        LearnedPolicy(capacity=0)

@@ -15,14 +15,14 @@ from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import EvictionPolicy, Hint, SimpleExtent
 from sagellm.core.registry import registry
 from sagellm.core.types import Tokens
-from sagellm.kvmgr.eviction.arc import ARCEvictionPolicy
-from sagellm.kvmgr.eviction.hotspot import HotspotEvictionPolicy
-from sagellm.kvmgr.eviction.lfu import LFUEvictionPolicy
-from sagellm.kvmgr.eviction.qos import QoSEvictionPolicy, jain_index
-from sagellm.kvmgr.eviction.s3fifo import S3FIFOEvictionPolicy
-from sagellm.kvmgr.eviction.sieve import SieveEvictionPolicy
-from sagellm.kvmgr.eviction.slo import SLOEvictionPolicy
-from sagellm.kvmgr.eviction.two_q import TwoQEvictionPolicy
+from sagellm.kvmgr.eviction.arc import ARCPolicy
+from sagellm.kvmgr.eviction.hotspot import HotspotPolicy
+from sagellm.kvmgr.eviction.lfu import LFUPolicy
+from sagellm.kvmgr.eviction.qos import QoSPolicy, jain_index
+from sagellm.kvmgr.eviction.s3fifo import S3FIFOPolicy
+from sagellm.kvmgr.eviction.sieve import SievePolicy
+from sagellm.kvmgr.eviction.slo import SLOPolicy
+from sagellm.kvmgr.eviction.two_q import TwoQPolicy
 from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 
 OURS = ["arc", "cost_benefit", "fifo", "hotspot", "lfu", "qos", "s3fifo", "sieve", "slo", "two_q"]
@@ -194,7 +194,7 @@ def test_a_parent_takes_the_place_of_its_child() -> None:
 def test_lfu_forgets_old_fame_by_ageing() -> None:
     survivors = {}
     for ageing in (True, False):
-        cache = FlatCache(LFUEvictionPolicy(ageing=ageing), 2)
+        cache = FlatCache(LFUPolicy(ageing=ageing), 2)
         cache.hits([1] * 9)
         cache.hits(range(100, 130))
         survivors[ageing] = 1 in cache.resident
@@ -202,7 +202,7 @@ def test_lfu_forgets_old_fame_by_ageing() -> None:
 
 
 def test_lfu_does_not_make_a_parent_younger_than_its_child() -> None:
-    policy = LFUEvictionPolicy()
+    policy = LFUPolicy()
     hold(policy, [SimpleExtent(key) for key in range(10, 15)])
     evicted(policy, 5)
     hold(
@@ -213,14 +213,14 @@ def test_lfu_does_not_make_a_parent_younger_than_its_child() -> None:
 
 
 def test_arc_keeps_what_was_used_twice_through_a_scan() -> None:
-    cache = FlatCache(ARCEvictionPolicy(capacity=10), 10)
+    cache = FlatCache(ARCPolicy(capacity=10), 10)
     cache.hits([1, 2, 3, 1, 2, 3])
     cache.hits(range(100, 200))
     assert {1, 2, 3} <= cache.resident.keys()
 
 
 def test_arc_counts_blocks() -> None:
-    policy = ARCEvictionPolicy(capacity=20)
+    policy = ARCPolicy(capacity=20)
     runs = [SimpleExtent(key, 5) for key in range(4)]
     hold(policy, runs)
     use(policy, runs[3], 9)
@@ -231,7 +231,7 @@ def test_arc_counts_blocks() -> None:
 
 
 def test_s3fifo_drops_one_hit_wonders_and_remembers_them() -> None:
-    cache = FlatCache(S3FIFOEvictionPolicy(capacity=10), 10)
+    cache = FlatCache(S3FIFOPolicy(capacity=10), 10)
     cache.hits([1, 1, 1, *range(100, 110)])
     assert 1 in cache.resident
     assert 100 not in cache.resident
@@ -240,7 +240,7 @@ def test_s3fifo_drops_one_hit_wonders_and_remembers_them() -> None:
 
 
 def test_sieve_gives_a_used_extent_one_more_round() -> None:
-    cache = FlatCache(SieveEvictionPolicy(), 3)
+    cache = FlatCache(SievePolicy(), 3)
     cache.hits([1, 2, 3, 1, 4])
     assert cache.resident.keys() == {1, 3, 4}
     cache.hits([5, 6])
@@ -250,7 +250,7 @@ def test_sieve_gives_a_used_extent_one_more_round() -> None:
 
 
 def test_two_q_admits_to_the_main_queue_what_returns_late() -> None:
-    cache = FlatCache(TwoQEvictionPolicy(capacity=8), 8)
+    cache = FlatCache(TwoQPolicy(capacity=8), 8)
     cache.hits([1, 1, *range(100, 108)])
     assert 1 not in cache.resident  # two uses in a row count as one
     cache.hits([1, *range(200, 220)])
@@ -275,7 +275,7 @@ def test_options_out_of_range_are_errors(name: str, options: dict[str, Any]) -> 
 
 def test_hotspot_protects_what_many_share_until_it_cools() -> None:
     for used_s, order in ((10.0, [1, 2, 0]), (2_000.0, [0, 1, 2])):
-        policy = HotspotEvictionPolicy(half_life_s=100.0)
+        policy = HotspotPolicy(half_life_s=100.0)
         policy.insert(SimpleExtent(0, num_uses=50, used_s=0.0))
         policy.insert(SimpleExtent(1, used_s=used_s - 1, last_use=1))
         policy.insert(SimpleExtent(2, used_s=used_s, last_use=2))
@@ -283,7 +283,7 @@ def test_hotspot_protects_what_many_share_until_it_cools() -> None:
 
 
 def test_hotspot_heat_grows_with_each_use() -> None:
-    policy = HotspotEvictionPolicy()
+    policy = HotspotPolicy()
     runs = [SimpleExtent(key) for key in range(3)]
     hold(policy, runs)
     for tick in range(4):
@@ -294,13 +294,13 @@ def test_hotspot_heat_grows_with_each_use() -> None:
 
 
 def test_hot_extents_may_not_take_all() -> None:
-    policy = HotspotEvictionPolicy(capacity=10, max_share=0.2)
+    policy = HotspotPolicy(capacity=10, max_share=0.2)
     hold(policy, [SimpleExtent(key, num_uses=100 + key) for key in range(10)])
     assert evicted(policy, 10)[-2:] == [8, 9]
 
 
 def test_slo_gives_up_low_priorities_first() -> None:
-    policy = SLOEvictionPolicy(clock=ManualClock())
+    policy = SLOPolicy(clock=ManualClock())
     hold(policy, [SimpleExtent(key) for key in range(4)])
     policy.hint(0, Hint(priority=2))
     policy.hint(3, Hint(priority=-1))
@@ -312,7 +312,7 @@ def test_slo_gives_up_low_priorities_first() -> None:
 
 def test_slo_keeps_for_the_duration_of_a_hint() -> None:
     clock = ManualClock(100.0)
-    policy = SLOEvictionPolicy(clock=clock)
+    policy = SLOPolicy(clock=clock)
     for key in range(3):
         policy.insert(SimpleExtent(key, used_s=100.0 + key))
     policy.hint(0, Hint(duration_s=30.0))
@@ -321,7 +321,7 @@ def test_slo_keeps_for_the_duration_of_a_hint() -> None:
 
 
 def test_slo_spares_what_would_cost_the_deadline() -> None:
-    policy = SLOEvictionPolicy(clock=ManualClock(), ttft_slo_s=0.5, patience_s=10.0)
+    policy = SLOPolicy(clock=ManualClock(), ttft_slo_s=0.5, patience_s=10.0)
     policy.insert(SimpleExtent(0, 1_000, used_s=0.0))
     policy.insert(SimpleExtent(1, 1, used_s=5.0))
     assert evicted(policy, 1) == [1]
@@ -346,7 +346,7 @@ def test_jain_index_of_nothing_is_an_error(values: list[float]) -> None:
 def loops(weights: dict[str, float] | None) -> dict[str, float]:
     """Hit ratios of two tenants that draw alike from 100 blocks of their own, in a cache of 80."""
     draw = random.Random(3)
-    cache = FlatCache(QoSEvictionPolicy(capacity=80, weights=weights, tolerance=0.1), 80)
+    cache = FlatCache(QoSPolicy(capacity=80, weights=weights, tolerance=0.1), 80)
     hits = {"a": 0, "b": 0}
     for _ in range(10_000):
         tenant = draw.choice("ab")
@@ -362,7 +362,7 @@ def test_a_tenant_of_larger_weight_is_served_better() -> None:
 
 def test_tenants_that_left_are_forgotten() -> None:
     """Names come from outside, and never end."""
-    policy = QoSEvictionPolicy(capacity=50)
+    policy = QoSPolicy(capacity=50)
     for key in range(5_000):
         policy.insert(SimpleExtent(key, last_use=key, tenant=f"tenant {key}"))
         policy.evict(max(0, policy.num_evictable - 50), lambda extent, count: None)

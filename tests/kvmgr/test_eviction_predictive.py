@@ -22,7 +22,7 @@ from sagellm.core.protocols.lifetime import (
 )
 from sagellm.core.types import Tokens
 from sagellm.kvmgr.eviction import LRUPolicy, predictive
-from sagellm.kvmgr.eviction.predictive import PredictiveEvictionPolicy
+from sagellm.kvmgr.eviction.predictive import PredictivePolicy
 from sagellm.kvmgr.lifetime.reuse.reuse_table import ReuseTable
 from sagellm.kvmgr.prefix_cache.radix import RadixIndex
 from tests.eviction_workloads import Request, mixed
@@ -73,9 +73,9 @@ def certain(*_: object) -> ReusePrediction:
 
 def made(
     predictor: ReusePredictor | LifetimePredictor | None,
-) -> tuple[PredictiveEvictionPolicy, ManualClock]:
+) -> tuple[PredictivePolicy, ManualClock]:
     clock = ManualClock()
-    return PredictiveEvictionPolicy(predictor=predictor, capacity=1_000, clock=clock), clock
+    return PredictivePolicy(predictor=predictor, capacity=1_000, clock=clock), clock
 
 
 def use(policy: EvictionPolicy, run: SimpleExtent, clock: ManualClock, time_s: float) -> None:
@@ -190,7 +190,7 @@ def test_an_abstaining_predictor_leaves_it_at_lru() -> None:
     requests = mixed(1, 300)
     predictor = FakeReuse(lambda features, _: ReusePrediction(1 / features.num_blocks, SOON, abstained=True))
     lru = Cache(lambda _: LRUPolicy(), 300)
-    asking = Cache(lambda clock: PredictiveEvictionPolicy(predictor=predictor, clock=clock), 300)
+    asking = Cache(lambda clock: PredictivePolicy(predictor=predictor, clock=clock), 300)
     assert asking.ask_all(requests) == lru.ask_all(requests)
     assert asking.evicted == lru.evicted
 
@@ -198,7 +198,7 @@ def test_an_abstaining_predictor_leaves_it_at_lru() -> None:
 def test_without_a_predictor_it_is_lru() -> None:
     requests = mixed(2, 300)
     lru = Cache(lambda _: LRUPolicy(), 300)
-    asking = Cache(lambda clock: PredictiveEvictionPolicy(clock=clock), 300)
+    asking = Cache(lambda clock: PredictivePolicy(clock=clock), 300)
     assert asking.ask_all(requests) == lru.ask_all(requests)
     assert asking.evicted == lru.evicted
 
@@ -206,12 +206,8 @@ def test_without_a_predictor_it_is_lru() -> None:
 def test_with_a_table_it_finds_more_than_lru_once_it_has_seen_enough() -> None:
     requests = mixed(3, 1_500)
     lru = Cache(lambda _: LRUPolicy(), 300)
-    asking = Cache(
-        lambda clock: PredictiveEvictionPolicy(predictor=ReuseTable(), capacity=300, clock=clock), 300
-    )
-    again = Cache(
-        lambda clock: PredictiveEvictionPolicy(predictor=ReuseTable(), capacity=300, clock=clock), 300
-    )
+    asking = Cache(lambda clock: PredictivePolicy(predictor=ReuseTable(), capacity=300, clock=clock), 300)
+    again = Cache(lambda clock: PredictivePolicy(predictor=ReuseTable(), capacity=300, clock=clock), 300)
     assert asking.ask_all(requests) > 1.1 * lru.ask_all(requests)
     again.ask_all(requests)
     assert again.evicted == asking.evicted
@@ -327,4 +323,4 @@ def test_to_ask_for_victims_teaches_nobody() -> None:
 
 def test_a_capacity_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1 block"):
-        PredictiveEvictionPolicy(capacity=0)
+        PredictivePolicy(capacity=0)

@@ -27,7 +27,7 @@ from sagellm.kvmgr.eviction._history import MAX_BRANCHES
 from sagellm.kvmgr.eviction.predictive import (
     LEAST_HELD_S,
     PATIENCE_S,
-    PredictiveEvictionPolicy,
+    PredictivePolicy,
     density,
 )
 from sagellm.kvmgr.lifetime.reuse.reuse_table import ReuseTable
@@ -84,7 +84,7 @@ class Cache:
 
     def __init__(self, predictor: ReusePredictor | LifetimePredictor | None, capacity: int = 1_000) -> None:
         self.clock, self.capacity = ManualClock(), capacity
-        self.policy = PredictiveEvictionPolicy(predictor=predictor, capacity=capacity, clock=self.clock)
+        self.policy = PredictivePolicy(predictor=predictor, capacity=capacity, clock=self.clock)
         self.index = RadixIndex(block_size=1, policy=self.policy, clock=self.clock)
         self.evicted: list[int] = []
         self._num_made = 0
@@ -226,7 +226,7 @@ def test_a_prefix_that_many_share_is_no_conversation() -> None:
 
 def test_of_single_blocks_one_in_four_is_told() -> None:
     predictor = FakeReuse()
-    policy = PredictiveEvictionPolicy(predictor=predictor, capacity=1_000)
+    policy = PredictivePolicy(predictor=predictor, capacity=1_000)
     for key in range(800):
         policy.insert(SimpleExtent(key, 1, last_use=key))
     policy.insert(SimpleExtent(800, 1, used_s=10.0, last_use=800))
@@ -364,13 +364,13 @@ def test_candidates_go_by_the_lifetime_that_they_bring() -> None:
         EvictionCandidate("ends at once", [3, 4], 10.0, estimated_lifetime=0.0),
         EvictionCandidate("nothing known", [5, 6], 20.0),
     ]
-    for policy in (PredictiveEvictionPolicy(), PredictiveEvictionPolicy(predictor=FakeLengths())):
+    for policy in (PredictivePolicy(), PredictivePolicy(predictor=FakeLengths())):
         assert select_victims(policy.fresh, candidates, 4) == ["ends at once", "nothing known"]
 
 
 def test_candidates_are_asked_about_and_teach_nothing() -> None:
     predictor = FakeReuse()
-    policy = PredictiveEvictionPolicy(predictor=predictor, capacity=100)
+    policy = PredictivePolicy(predictor=predictor, capacity=100)
     candidates = [EvictionCandidate("even", [1, 2], 0.0), EvictionCandidate("odd", [3, 4, 5], 50.0)]
     assert select_victims(policy.fresh, candidates, 3) == ["odd"]
     assert predictor.asked
@@ -379,7 +379,7 @@ def test_candidates_are_asked_about_and_teach_nothing() -> None:
 
 
 def test_rests_are_bounded_evicted_ones_included() -> None:
-    policy = PredictiveEvictionPolicy(predictor=FakeReuse(), capacity=50)
+    policy = PredictivePolicy(predictor=FakeReuse(), capacity=50)
     most = policy._history.max_records
     for key in range(most + 500):
         policy.insert(SimpleExtent(key, 1, last_use=key, used_s=float(key)))
@@ -397,7 +397,7 @@ def test_on_conversation_the_table_is_worth_more_than_recency(sagellm_traces: Pa
     hits = []
     for predictor in (ReuseTable(), None):
         clock = ManualClock(requests[0].time_s)
-        policy = PredictiveEvictionPolicy(predictor=predictor, capacity=capacity, clock=clock)
+        policy = PredictivePolicy(predictor=predictor, capacity=capacity, clock=clock)
         index = RadixIndex(block_size=1, policy=policy, clock=clock)
         hits.append(sum(replay(requests, index, clock, capacity).hits))
     assert hits[0] > 1.2 * hits[1]

@@ -1,13 +1,13 @@
 """Eviction: which KV to give up first."""
 
-from sagellm.kvmgr.eviction.adaptive import AdaptiveEvictionPolicy
+from sagellm.kvmgr.eviction.adaptive import AdaptivePolicy
 from sagellm.kvmgr.eviction.cost_benefit import CostBenefitMigration
 from sagellm.kvmgr.eviction.cost_model import PrefillCostModel
 from sagellm.kvmgr.eviction.lru import LRUPolicy
 from sagellm.kvmgr.eviction.qos import jain_index
 
 __all__ = [
-    "AdaptiveEvictionPolicy",
+    "AdaptivePolicy",
     "CostBenefitMigration",
     "LRUPolicy",
     "PrefillCostModel",

@@ -16,7 +16,7 @@ from sagellm.kvmgr.eviction._base import (
 )
 
 
-class ARCEvictionPolicy(QueuedPolicy):
+class ARCPolicy(QueuedPolicy):
     """T1, T2, B1, B2 and p are `_once`, `_often`, their ghosts, and `_target`.
 
     Sizes are in blocks. The paper adapts p to the block that comes, before it makes room. A policy learns of
@@ -97,4 +97,4 @@ class ARCEvictionPolicy(QueuedPolicy):
             ghosts.check(self._max_ghosts)
 
 
-PLUGIN = ARCEvictionPolicy
+PLUGIN = ARCPolicy

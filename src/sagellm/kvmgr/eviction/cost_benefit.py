@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 from sagellm.core.protocols.eviction import CostBenefitModel, Extent
 from sagellm.kvmgr.eviction.cost_model import PrefillCostModel
-from sagellm.kvmgr.eviction.lfu import LFUEvictionPolicy
+from sagellm.kvmgr.eviction.lfu import LFUPolicy
 
 CopiesOf = Callable[[Extent], Iterable[str]]
 
 
-class CostBenefitEvictionPolicy(LFUEvictionPolicy):
+class CostBenefitPolicy(LFUPolicy):
     """LFU-DA where a use is worth seconds per block.
 
     The seconds are those of the cheapest way: prefill at its position, or a transfer from one of the tiers
@@ -81,4 +81,4 @@ class CostBenefitMigration:
         return choice
 
 
-PLUGIN = CostBenefitEvictionPolicy
+PLUGIN = CostBenefitPolicy

@@ -8,7 +8,7 @@ from sagellm.core.protocols.eviction import Extent
 from sagellm.kvmgr.eviction._base import ExtentQueue, QueuedPolicy, QueueEntry
 
 
-class FIFOEvictionPolicy(QueuedPolicy):
+class FIFOPolicy(QueuedPolicy):
     """One queue in order of arrival. An extent that was pinned returns to its old place."""
 
     def __init__(self, *, capacity: int | None = None) -> None:
@@ -23,4 +23,4 @@ class FIFOEvictionPolicy(QueuedPolicy):
         return self._queue if self._queue.live else None
 
 
-PLUGIN = FIFOEvictionPolicy
+PLUGIN = FIFOPolicy

@@ -20,7 +20,7 @@ class Heat:
     num_uses: int
 
 
-class HotspotEvictionPolicy(QueuedPolicy):
+class HotspotPolicy(QueuedPolicy):
     """Evicts cold extents first, by LRU; hot ones, from `threshold` on, coldest first.
 
     Each use adds 1 to an extent's heat, which halves every `half_life_s`; a parent has the uses of all its
@@ -90,4 +90,4 @@ class HotspotEvictionPolicy(QueuedPolicy):
         del self._cools_s[entry.extent.key]
 
 
-PLUGIN = HotspotEvictionPolicy
+PLUGIN = HotspotPolicy

@@ -1,7 +1,7 @@
 """Learned eviction without a bound on its loss; `adaptive` adds the bound."""
 
-from sagellm.kvmgr.eviction.adaptive.learned import LearnedEvictionPolicy
+from sagellm.kvmgr.eviction.adaptive.learned import LearnedPolicy
 
-__all__ = ["PLUGIN", "LearnedEvictionPolicy"]
+__all__ = ["PLUGIN", "LearnedPolicy"]
 
-PLUGIN = LearnedEvictionPolicy
+PLUGIN = LearnedPolicy

@@ -10,7 +10,7 @@ from sagellm.core.protocols.eviction import Extent
 from sagellm.kvmgr.eviction._base import ExtentQueue, QueuedPolicy, QueueEntry, recency
 
 
-class LFUEvictionPolicy(QueuedPolicy):
+class LFUPolicy(QueuedPolicy):
     """One queue by cache age at the last use + number of uses. Ties go by LRU.
 
     The cache's age is the value of the last extent that was evicted, so that new extents overtake those that
@@ -60,4 +60,4 @@ class LFUEvictionPolicy(QueuedPolicy):
             self._age = value
 
 
-PLUGIN = LFUEvictionPolicy
+PLUGIN = LFUPolicy

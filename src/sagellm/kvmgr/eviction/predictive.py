@@ -48,7 +48,7 @@ UNKNOWN_TURN = 0
 NO_FEATURES = ReuseFeatures(0, UNKNOWN_TURN, 0, 0)
 
 
-class PredictiveEvictionPolicy(QueuedPolicy):
+class PredictivePolicy(QueuedPolicy):
     """Ranks extents by a predictor's answers, and reports what became of them.
 
     With a `ReusePredictor`, extents are evicted in order of uses expected per second of memory, from now to
@@ -520,4 +520,4 @@ def _is_sampled(record: IdleRecord) -> bool:
     return record.num_blocks >= FULL_BLOCKS or record.key % FULL_BLOCKS < record.num_blocks
 
 
-PLUGIN = PredictiveEvictionPolicy
+PLUGIN = PredictivePolicy

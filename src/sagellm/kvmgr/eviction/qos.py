@@ -66,7 +66,7 @@ class _Tenant:
         self.service = (self.hits + 1.0) / (self.hits + self.lost + 1.0) / self.weight
 
 
-class QoSEvictionPolicy(QueuedPolicy):
+class QoSPolicy(QueuedPolicy):
     """Equalises the tenants' normalised hit ratio: hits / hits of an infinite cache.
 
     The blocks that only an infinite cache would have found are those of inserted extents that have a ghost.
@@ -172,4 +172,4 @@ class QoSEvictionPolicy(QueuedPolicy):
             tenant.ghosts.check(self._ghost_factor * self._capacity)
 
 
-PLUGIN = QoSEvictionPolicy
+PLUGIN = QoSPolicy

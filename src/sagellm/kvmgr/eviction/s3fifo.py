@@ -15,7 +15,7 @@ MAX_USES = 3
 USES_TO_MOVE = 2
 
 
-class S3FIFOEvictionPolicy(QueuedPolicy):
+class S3FIFOPolicy(QueuedPolicy):
     """S, M and G of the paper are `_small`, `_main` and `_ghosts`.
 
     `small_share`: S as a share of the capacity. G remembers as many blocks as M has. Uses are counted up to
@@ -87,4 +87,4 @@ class S3FIFOEvictionPolicy(QueuedPolicy):
         self._ghosts.check(2 * self._capacity)
 
 
-PLUGIN = S3FIFOEvictionPolicy
+PLUGIN = S3FIFOPolicy

@@ -11,7 +11,7 @@ from sagellm.core.protocols.eviction import Extent
 from sagellm.kvmgr.eviction._base import ExtentQueue, QueuedPolicy, QueueEntry
 
 
-class SieveEvictionPolicy(QueuedPolicy):
+class SievePolicy(QueuedPolicy):
     """The paper's one queue, cut at the hand into `_ahead` and `_passed`.
 
     A use moves nothing. An extent that was pinned returns to its old place, on whichever side of the hand
@@ -65,4 +65,4 @@ class SieveEvictionPolicy(QueuedPolicy):
             self._hand = entry.rank
 
 
-PLUGIN = SieveEvictionPolicy
+PLUGIN = SievePolicy

@@ -22,7 +22,7 @@ class Importance(NamedTuple):
 NO_IMPORTANCE = Importance()
 
 
-class SLOEvictionPolicy(QueuedPolicy):
+class SLOPolicy(QueuedPolicy):
     """Lower priorities go first. Of equal priorities LRU, with a bonus for costly losses.
 
     The priority and the goal for the time to the first token are those of the request that used the extent
@@ -100,4 +100,4 @@ class SLOEvictionPolicy(QueuedPolicy):
         self._importance.pop(entry.extent.key, None)
 
 
-PLUGIN = SLOEvictionPolicy
+PLUGIN = SLOPolicy

@@ -23,7 +23,7 @@ from sagellm.kvmgr.eviction._base import (
 MAX_OUT_SHARE = 1000
 
 
-class TwoQEvictionPolicy(QueuedPolicy):
+class TwoQPolicy(QueuedPolicy):
     """A1in, Am and A1out of the paper are `_new`, `_main` and `_ghosts`.
 
     `in_share` and `out_share`: the sizes of A1in and A1out as shares of the capacity. A use within A1in
@@ -76,4 +76,4 @@ class TwoQEvictionPolicy(QueuedPolicy):
         self._ghosts.check(self._max_ghosts)
 
 
-PLUGIN = TwoQEvictionPolicy
+PLUGIN = TwoQPolicy

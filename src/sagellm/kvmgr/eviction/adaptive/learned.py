@@ -22,7 +22,7 @@ FORGOTTEN = 0.0
 """The value of an extent without a record: too many newer ones replaced it."""
 
 
-class LearnedEvictionPolicy(QueuedPolicy):
+class LearnedPolicy(QueuedPolicy):
     """Ranks extents by the value that a `ReuseModel` gives. LRU until the first fit.
 
     The model learns from every use and from every second without one, of evicted extents too

@@ -9,14 +9,14 @@ from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Extent, GiveUp, Hint, UseListener
 from sagellm.kvmgr.eviction._base import FEW, ExtentQueue, QueueEntry
-from sagellm.kvmgr.eviction.adaptive.learned import CHANGED, LearnedEvictionPolicy
+from sagellm.kvmgr.eviction.adaptive.learned import CHANGED, LearnedPolicy
 from sagellm.kvmgr.eviction.adaptive.lru_shadow import LRUShadow
 
 RERANKS_PER_CHOICE = 2
 """Spared extents that are ranked anew each time one of them may be evicted."""
 
 
-class AdaptiveEvictionPolicy(LearnedEvictionPolicy, UseListener):
+class AdaptivePolicy(LearnedPolicy, UseListener):
     """Evicts as `learned` does, as far as a budget of regret against LRU allows.
 
     Each choice is one of three, in this order: the extent of least value that LRU has dropped at least in
