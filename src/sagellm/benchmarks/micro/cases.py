@@ -258,13 +258,6 @@ class MicroBenchmark:
     check: Callable[[str], object]
     sections: dict[str, Section]
 
-    def check_sections(self, letters: str) -> None:
-        """Raises `ConfigError` for an unknown section."""
-        unknown = [letter for letter in letters if letter not in self.sections]
-        if unknown or not letters:
-            known = ", ".join(self.sections)
-            raise ConfigError(f"{self.name} has no section {''.join(unknown)!r}; it has {known}")
-
 
 def timed(letter: str, *recipes: Recipe) -> Section:
     """Returns a section that times each recipe at all its sizes, by implementation."""

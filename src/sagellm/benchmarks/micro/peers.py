@@ -140,7 +140,19 @@ def parse_peers(given: Sequence[str], script: Path | None) -> list[Peer]:
         )
     if not script.is_file():
         raise ConfigError(f"there is no peer script {script}")
-    return [_parse_peer(text, script) for text in given]
+    peers = []
+    for text in given:
+        name, equals, python = text.partition("=")
+        if not equals or not python:
+            raise ConfigError(f"--peer {text!r}: write NAME=PYTHON, for example vllm=venv/bin/python")
+        if name not in PEERS:
+            raise ConfigError(f"--peer {text!r}: unknown peer {name!r}.{nearest(name, PEERS)}")
+        found = shutil.which(Path(python).expanduser())
+        if found is None:
+            raise ConfigError(f"--peer {text!r}: there is no interpreter {python}")
+        # Not resolved: a link to follow would leave the virtual environment.
+        peers.append(Peer(name, os.path.abspath(found), script))  # noqa: PTH100
+    return peers
 
 
 def compare(rows: Iterable[MicroBenchRow], peer_rows: Iterable[MicroPeerRow]) -> list[MicroPeerComparison]:
@@ -178,18 +190,6 @@ def compare(rows: Iterable[MicroBenchRow], peer_rows: Iterable[MicroPeerRow]) ->
             )
         )
     return comparisons
-
-
-def _parse_peer(text: str, script: Path) -> Peer:
-    name, equals, python = text.partition("=")
-    if not equals or not python:
-        raise ConfigError(f"--peer {text!r}: write NAME=PYTHON, for example vllm=venv/bin/python")
-    if name not in PEERS:
-        raise ConfigError(f"--peer {text!r}: unknown peer {name!r}.{nearest(name, PEERS)}")
-    found = shutil.which(Path(python).expanduser())
-    if found is None:
-        raise ConfigError(f"--peer {text!r}: there is no interpreter {python}")
-    return Peer(name, os.path.abspath(found), script)  # noqa: PTH100 - a link to follow would leave the venv
 
 
 def _peer_row(label: str, row: Mapping[str, Any], turn: int) -> MicroPeerRow:

@@ -16,6 +16,7 @@ from sagellm.benchmarks.micro.cases import (
 )
 from sagellm.benchmarks.micro.peers import MicroPeerComparison, MicroPeerRow, Peer, compare
 from sagellm.benchmarks.reporting import Environment, Table, format_number
+from sagellm.core.errors import ConfigError
 from sagellm.core.registry import registry
 
 FORMAT = "sagellm.bench.micro/1"
@@ -65,7 +66,10 @@ def run(
     called with the name of what begins. Raises the error of an unknown section, implementation or policy
     before it measures."""
     plan = report.plan
-    benchmark.check_sections(sections)
+    unknown = [letter for letter in sections if letter not in benchmark.sections]
+    if unknown or not sections:
+        known = ", ".join(benchmark.sections)
+        raise ConfigError(f"{benchmark.name} has no section {''.join(unknown)!r}; it has {known}")
     registry("policy").get(plan.policy)
     for variant in plan.variants:
         benchmark.check(variant)

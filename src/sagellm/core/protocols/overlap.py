@@ -59,7 +59,8 @@ class OverlapSchedule:
         if total_s == 0.0:
             return 1.0
         busy = _merge([slot for slot in self.slots if slot.task.lane not in comm_lanes])
-        return sum(_covered_s(slot, busy) for slot in comm) / total_s
+        covered = (min(slot.end_s, end) - max(slot.start_s, start) for slot in comm for start, end in busy)
+        return sum(max(0.0, seconds) for seconds in covered) / total_s
 
 
 def _merge(slots: Sequence[Slot]) -> list[tuple[float, float]]:
@@ -70,10 +71,6 @@ def _merge(slots: Sequence[Slot]) -> list[tuple[float, float]]:
         else:
             merged.append((start_s, end_s))
     return merged
-
-
-def _covered_s(slot: Slot, busy: Sequence[tuple[float, float]]) -> float:
-    return sum(max(0.0, min(slot.end_s, end) - max(slot.start_s, start)) for start, end in busy)
 
 
 class OverlapManager(Protocol):

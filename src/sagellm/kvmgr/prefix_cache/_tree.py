@@ -91,14 +91,6 @@ class Node(CachedExtent):
         length = self.end_byte - parent.end_byte if parent is not None else 0
         return self.edge if length == len(self.edge) else self.edge[:length]
 
-    def subtree(self) -> Iterator[Node]:
-        """All nodes below this one, parents first."""
-        stack = list(self.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
-
     def set_child(self, first_block: bytes, child: Node) -> None:
         """Add a child, or replace the child with that first block."""
         if self.children is NO_CHILDREN:
@@ -169,9 +161,13 @@ class RadixTree:
     # -- read
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes but the roots."""
-        for root in self.roots.values():
-            yield from root.subtree()
+        """All nodes but the roots, parents first."""
+        stack = list(self.roots.values())
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                yield node
+            stack.extend(node.children.values())
 
     def walk(self, node: Node, data: bytes, end: int) -> tuple[Node, int]:
         """Follow `data[:end]` down from a root.
