@@ -41,7 +41,7 @@ PACKAGE = ROOT / "src" / "sagellm"
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.txt"
 STATE = ROOT / "build" / "mutants"
 MODULES = (
-    *(f"kvmgr/prefix_cache/{name}.py" for name in ("radix", "_tree", "_index_base", "_leaves", "hashed")),
+    *(f"kvmgr/prefix_cache/{name}.py" for name in ("radix", "_tree", "_index_base", "_extents", "hashed")),
     *(f"kvmgr/kv_pool/{name}.py" for name in ("pool_base", "free_list", "buddy", "quota")),
     *sorted(str(path.relative_to(PACKAGE)) for path in (PACKAGE / "kvmgr" / "manager").glob("*.py")),
     "kvmgr/scheduler_ir/batch.py",

@@ -15,6 +15,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import NoneType, UnionType
@@ -50,16 +51,14 @@ KINDS: Mapping[str, tuple[str, str, type | None]] = {
 protocol whose members a plug-in of that kind must have."""
 
 
+@dataclass(frozen=True)
 class Registry(Generic[T]):
     """Finds and makes plug-ins of one kind. Keeps nothing: a file that appears is found by the next call."""
 
-    def __init__(
-        self, kind: str, package: str, entry_point_group: str | None = None, contract: type | None = None
-    ) -> None:
-        self.kind = kind
-        self.package = package
-        self.entry_point_group = entry_point_group
-        self.contract = contract
+    kind: str
+    package: str
+    entry_point_group: str | None = None
+    contract: type | None = None
 
     def names(self) -> list[str]:
         """Every known name, sorted: files of the package and entry points. Imports no plug-in."""
@@ -84,7 +83,7 @@ class Registry(Generic[T]):
         """Make the plug-in of that name. An unknown or missing option is answered with the constructor's
         parameters, and a product that lacks members of the contract with their names."""
         plugin = self.get(name)
-        self._check_options(name, self.options(name), options)
+        self._check_options(name, options)
         made = plugin(**options)
         missing = [member for member in members(self.contract) if not hasattr(made, member)]
         if self.contract is not None and missing:
@@ -169,9 +168,8 @@ class Registry(Generic[T]):
             )
         return getattr(module, attribute)
 
-    def _check_options(
-        self, name: str, parameters: Mapping[str, inspect.Parameter], options: Mapping[str, Any]
-    ) -> None:
+    def _check_options(self, name: str, options: Mapping[str, Any]) -> None:
+        parameters = self.options(name)
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         named = [p.name for p in parameters.values() if p.kind not in _VARIADIC]
         for option in options:

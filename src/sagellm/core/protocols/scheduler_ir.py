@@ -36,7 +36,7 @@ class BlockBudget:
         """Take the blocks, or change nothing and return False."""
         if num_blocks > self.left(state):
             return False
-        self._add(state, -num_blocks)
+        self.gain(state, -num_blocks)
         return True
 
     def spend_together(self, num_blocks: int) -> bool:
@@ -51,7 +51,9 @@ class BlockBudget:
 
     def gain(self, state: RequestState, num_blocks: int) -> None:
         """Add the blocks that a request releases."""
-        self._add(state, num_blocks)
+        self.available += num_blocks
+        for name in self._ceilings(state):
+            self._left[name] += num_blocks
 
     def is_capped(self, state: RequestState, num_blocks: int) -> bool:
         """Whether a ceiling keeps the request from having so many blocks."""
@@ -63,17 +65,12 @@ class BlockBudget:
         """Those of `others` whose blocks would help the request to have `num_blocks`. All of them, or, if a
         ceiling is in the way, those below the same ceiling."""
         short = self._short(state, num_blocks)
-        return (
-            [each for each in others if not short.isdisjoint(self._ceilings(each))] if short else list(others)
-        )
+        if not short:
+            return list(others)
+        return [each for each in others if not short.isdisjoint(self._ceilings(each))]
 
     def _short(self, state: RequestState, num_blocks: int) -> set[str]:
         return {name for name in self._ceilings(state) if num_blocks > self._left[name]}
-
-    def _add(self, state: RequestState, num_blocks: int) -> None:
-        self.available += num_blocks
-        for name in self._ceilings(state):
-            self._left[name] += num_blocks
 
     def _ceilings(self, state: RequestState) -> tuple[str, ...]:
         if self._ceilings_of is None:

@@ -14,8 +14,7 @@ from sagellm.core.events import EventBus, IndexCleared
 from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Hint, PolicyFactory, Use
 from sagellm.core.protocols.prefix_cache import Branch, IndexNode, MatchEnd, MatchReport, PrefixHit
 from sagellm.core.types import TOKEN_BYTES, Account, BlockIds, Namespace, Tokens
-from sagellm.kvmgr.prefix_cache._ghosts import Ghost
-from sagellm.kvmgr.prefix_cache._leaves import AccountShare, EvictableLeaves, ExtentType
+from sagellm.kvmgr.prefix_cache._extents import AccountShare, EvictableLeaves, ExtentType, Ghost
 
 DEFAULT_NAMESPACE = Namespace()
 

@@ -14,11 +14,12 @@ from hashlib import blake2b
 
 from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, PolicyFactory
 from sagellm.core.types import BlockIds, Namespace
-from sagellm.kvmgr.prefix_cache._ghosts import Ghost, Ghosts
-from sagellm.kvmgr.prefix_cache._leaves import (
+from sagellm.kvmgr.prefix_cache._extents import (
     AccountShare,
     CachedExtent,
     EvictableLeaves,
+    Ghost,
+    Ghosts,
     require,
     require_same,
 )
@@ -215,7 +216,7 @@ class RadixTree:
         first_block = edge[: self.block_bytes]
         key = content_key(parent, first_block)
         node = Node(parent, edge, blocks, parent.namespace, key, share)
-        self.ghosts.discard(key)
+        self.ghosts.pop(key, None)
         parent.set_child(first_block, node)
         self.num_cached += node.num_blocks
         share.num_cached += node.num_blocks

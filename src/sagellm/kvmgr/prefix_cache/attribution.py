@@ -14,7 +14,7 @@ from sagellm.core.errors import ConfigError
 from sagellm.core.events import BlocksRemoved, EventBus, IndexCleared
 from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseIndex
 from sagellm.core.types import TOKEN_BYTES, Namespace, Tokens
-from sagellm.kvmgr.prefix_cache._ghosts import Ghost, Ghosts
+from sagellm.kvmgr.prefix_cache._extents import Ghost, Ghosts
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
 
 NOTHING = MissCounts()
@@ -94,7 +94,7 @@ class MissAttribution:
     def _on_removed(self, event: BlocksRemoved) -> None:
         ghost = Ghost(self._clock.now(), event.cause)
         for digest in event.hashes:
-            self._ghosts.discard(digest)  # so that its new ghost is the youngest
+            self._ghosts.pop(digest, None)  # so that its new ghost is the youngest
             if event.cause not in FORGOTTEN:
                 self._ghosts.add(digest, ghost)
 

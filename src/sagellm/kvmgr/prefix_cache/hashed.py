@@ -19,9 +19,8 @@ from sagellm.core.events import BlocksRemoved, BlocksStored
 from sagellm.core.protocols.eviction import EvictionPolicy, Extent, PolicyFactory
 from sagellm.core.protocols.prefix_cache import InsertResult, PrefixHit
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, Namespace, Retention, Tokens
-from sagellm.kvmgr.prefix_cache._ghosts import Ghost, Ghosts
+from sagellm.kvmgr.prefix_cache._extents import AccountShare, CachedExtent, EvictableLeaves, Ghost, Ghosts
 from sagellm.kvmgr.prefix_cache._index_base import DEFAULT_NAMESPACE, IndexBase
-from sagellm.kvmgr.prefix_cache._leaves import AccountShare, CachedExtent, EvictableLeaves
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
 
 KEY_BYTES = 8
@@ -279,7 +278,7 @@ class HashedIndex(IndexBase[BlockRecord]):
         new = path[existing:]
         for record in new:
             record.last_use, record.used_s = self._num_touches, now
-            self._ghosts.discard(record.hash)
+            self._ghosts.pop(record.hash, None)
         if existing:
             self._leaves.discard(path[existing - 1])
         if self._events.wants(BlocksStored):

@@ -20,9 +20,8 @@ from sagellm.core.events import BlocksRemoved, BlocksStored
 from sagellm.core.protocols.eviction import EvictionPolicy, PolicyFactory
 from sagellm.core.protocols.prefix_cache import IndexNode, InsertResult, PrefixHit
 from sagellm.core.types import NO_ACCOUNT, TOKEN_BYTES, Account, BlockIds, Namespace, Retention, Tokens
-from sagellm.kvmgr.prefix_cache._ghosts import Ghost
+from sagellm.kvmgr.prefix_cache._extents import AccountShare, Ghost
 from sagellm.kvmgr.prefix_cache._index_base import DEFAULT_NAMESPACE, IndexBase
-from sagellm.kvmgr.prefix_cache._leaves import AccountShare
 from sagellm.kvmgr.prefix_cache._tree import Node, NodeLeaves, RadixTree, content_key
 
 SAME_MOMENT_S = 1e-3

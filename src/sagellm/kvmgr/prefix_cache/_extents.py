@@ -1,14 +1,14 @@
-"""Evictable leaves of an index, by account, and the policies that choose among them. Both indexes use it. A
-leaf is a node of the radix tree, or one block of the hashed index."""
+"""Extents of an index, evictable and evicted, and the policies that choose among them."""
 
 from __future__ import annotations
 
 import heapq
+import math
 from abc import abstractmethod
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, Self, TypeVar
+from typing import Generic, NamedTuple, Self, TypeVar
 
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.protocols.eviction import (
@@ -24,6 +24,27 @@ from sagellm.core.protocols.prefix_cache import IndexNode
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace
 
 MIN_SHARES_TO_PRUNE = 64
+GhostKey = TypeVar("GhostKey", int, bytes)
+
+
+class Ghost(NamedTuple):
+    """An eviction: the clock's seconds and the cause."""
+
+    at_s: float
+    cause: str
+
+
+class Ghosts(OrderedDict[GhostKey, Ghost]):
+    """The last `limit` evictions by key (None: all); the oldest is forgotten first."""
+
+    def __init__(self, limit: int | None) -> None:
+        super().__init__()
+        self.limit = math.inf if limit is None else limit
+
+    def add(self, key: GhostKey, ghost: Ghost) -> None:
+        self[key] = ghost
+        if len(self) > self.limit:
+            self.popitem(last=False)
 
 
 @dataclass(slots=True, eq=False)
