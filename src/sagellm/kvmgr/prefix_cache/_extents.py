@@ -34,17 +34,25 @@ class Ghost(NamedTuple):
     cause: str
 
 
-class Ghosts(OrderedDict[GhostKey, Ghost]):
+class Ghosts(Generic[GhostKey]):
     """The last `limit` evictions by key (None: all); the oldest is forgotten first."""
 
     def __init__(self, limit: int | None) -> None:
-        super().__init__()
-        self.limit = math.inf if limit is None else limit
+        self._limit = math.inf if limit is None else limit
+        self._ghosts: OrderedDict[GhostKey, Ghost] = OrderedDict()
 
     def add(self, key: GhostKey, ghost: Ghost) -> None:
-        self[key] = ghost
-        if len(self) > self.limit:
-            self.popitem(last=False)
+        ghosts = self._ghosts
+        ghosts[key] = ghost
+        if len(ghosts) > self._limit:
+            ghosts.popitem(last=False)
+
+    def get(self, key: GhostKey) -> Ghost | None:
+        return self._ghosts.get(key)
+
+    def discard(self, key: GhostKey) -> None:
+        """Forget a ghost, if there is one: its extent is resident again."""
+        self._ghosts.pop(key, None)
 
 
 @dataclass(slots=True, eq=False)

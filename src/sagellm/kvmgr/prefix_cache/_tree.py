@@ -216,7 +216,7 @@ class RadixTree:
         first_block = edge[: self.block_bytes]
         key = content_key(parent, first_block)
         node = Node(parent, edge, blocks, parent.namespace, key, share)
-        self.ghosts.pop(key, None)
+        self.ghosts.discard(key)
         parent.set_child(first_block, node)
         self.num_cached += node.num_blocks
         share.num_cached += node.num_blocks

@@ -94,7 +94,7 @@ class MissAttribution:
     def _on_removed(self, event: BlocksRemoved) -> None:
         ghost = Ghost(self._clock.now(), event.cause)
         for digest in event.hashes:
-            self._ghosts.pop(digest, None)  # so that its new ghost is the youngest
+            self._ghosts.discard(digest)  # so that its new ghost is the youngest
             if event.cause not in FORGOTTEN:
                 self._ghosts.add(digest, ghost)
 

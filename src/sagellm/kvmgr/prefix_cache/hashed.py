@@ -278,7 +278,7 @@ class HashedIndex(IndexBase[BlockRecord]):
         new = path[existing:]
         for record in new:
             record.last_use, record.used_s = self._num_touches, now
-            self._ghosts.pop(record.hash, None)
+            self._ghosts.discard(record.hash)
         if existing:
             self._leaves.discard(path[existing - 1])
         if self._events.wants(BlocksStored):
