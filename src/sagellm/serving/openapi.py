@@ -20,28 +20,10 @@ from sagellm.core.kv_hints import MAX_ACTIONS, PROTOCOL_VERSION
 from sagellm.core.registry import registry
 from sagellm.core.types import MAX_RETENTIONS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SAMPLING_RANGES
 from sagellm.kvmgr.scheduler_ir import strategies
-from sagellm.serving import answers
+from sagellm.serving import answers, schema
 from sagellm.serving.access_log import REQUEST_ID_HEADER
 from sagellm.serving.admin import PinRequest, PolicyRequest, StrategyRequest
 from sagellm.serving.gateway import Gateway
-from sagellm.serving.schema import (
-    IGNORED_HEADER,
-    MAX_PRIORITY,
-    MESSAGE_NEUTRAL,
-    NEUTRAL,
-    OF_OTHER_SERVERS,
-    ROLES,
-    WITHOUT_EFFECT,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationFields,
-    HintRequest,
-    RetentionFields,
-    SloFields,
-    TokenizeRequest,
-    names_a_model,
-)
 
 Schema = dict[str, Any]
 
@@ -94,7 +76,7 @@ FOR_CLIENTS: Endpoints = {
     ("POST", "/v1/chat/completions"): Endpoint(
         "The next message of a conversation",
         answers.ChatCompletion,
-        ChatRequest,
+        schema.ChatRequest,
         answers.ChatCompletionChunk,
         {
             "question": {"messages": MESSAGES, "temperature": 0},
@@ -108,7 +90,7 @@ FOR_CLIENTS: Endpoints = {
     ("POST", "/v1/completions"): Endpoint(
         "The text that follows a prompt",
         answers.TextCompletion,
-        CompletionRequest,
+        schema.CompletionRequest,
         answers.TextCompletionChunk,
         {
             "text": {"prompt": "1 + 1 ="},
@@ -121,7 +103,7 @@ FOR_CLIENTS: Endpoints = {
     ("POST", "/v1/kv/hints"): Endpoint(
         "Say what a session's KV will be needed for",
         answers.HintAnswers,
-        HintRequest,
+        schema.HintRequest,
         examples={
             "end": {
                 "kv_hints": {
@@ -135,14 +117,14 @@ FOR_CLIENTS: Endpoints = {
     ("POST", "/tokenize"): Endpoint(
         "The tokens of a text or a conversation",
         answers.Tokenized,
-        TokenizeRequest,
+        schema.TokenizeRequest,
         examples={"text": {"prompt": "1 + 1"}, "chat": {"messages": MESSAGES, "return_token_strs": True}},
         statuses=(500,),
     ),
     ("POST", "/detokenize"): Endpoint(
         "The text of tokens",
         answers.Detokenized,
-        DetokenizeRequest,
+        schema.DetokenizeRequest,
         examples={"tokens": {"tokens": [1, 2, 3]}},
         statuses=(500,),
     ),
@@ -280,7 +262,7 @@ def _success(endpoint: Endpoint) -> Schema:
     if endpoint.chunk is not None:
         content["text/event-stream"] = {"schema": _events(endpoint.chunk)}
         text = "Fields of other servers that the request held and that were ignored."
-        found["headers"] = {IGNORED_HEADER: {"schema": {"type": "string"}, "description": text}}
+        found["headers"] = {schema.IGNORED_HEADER: {"schema": {"type": "string"}, "description": text}}
     return found
 
 
@@ -307,15 +289,15 @@ def request_schema(model: type[BaseModel], gateway: Gateway, model_name: str) ->
     properties: Schema = {
         name: found["properties"][name] | {"title": name} for name in model.model_fields
     } | _fields_of(model, gateway, model_name)
-    if names_a_model(model):
-        for name, values in NEUTRAL.items():
+    if schema.names_a_model(model):
+        for name, values in sorted(schema.NEUTRAL.items()):
             properties.setdefault(name, _neutral(values))
-        properties |= dict.fromkeys(sorted(WITHOUT_EFFECT), WITHOUT)
-    if issubclass(model, GenerationFields):
-        properties |= dict.fromkeys(sorted(OF_OTHER_SERVERS), IGNORED)
+        properties |= dict.fromkeys(sorted(schema.WITHOUT_EFFECT), WITHOUT)
+    if issubclass(model, schema.GenerationFields):
+        properties |= dict.fromkeys(sorted(schema.OF_OTHER_SERVERS), IGNORED)
     return {
         "type": "object",
-        "description": found["description"] + BEYOND_SCHEMA * issubclass(model, GenerationFields),
+        "description": found["description"] + BEYOND_SCHEMA * issubclass(model, schema.GenerationFields),
         "properties": properties,
         "required": found.get("required", []),
         "additionalProperties": False,
@@ -328,29 +310,29 @@ def _fields_of(model: type[BaseModel], gateway: Gateway, model_name: str) -> Sch
     tokens = {"type": "array", "items": _integer(0, gateway.llm.tokenizer.vocab_size - 1)}
     max_model_len = gateway.llm.max_model_len
     fields: Schema = {}
-    if names_a_model(model):
+    if schema.names_a_model(model):
         fields["model"] = {"enum": [model_name, None], "description": "What is served."}
-    if issubclass(model, GenerationFields):
+    if issubclass(model, schema.GenerationFields):
         fields |= _generation_fields(gateway)
-    if issubclass(model, ChatRequest):
+    if issubclass(model, schema.ChatRequest):
         fields["messages"] = _messages()
         fields["max_completion_tokens"] = fields["max_tokens"]
-    elif issubclass(model, CompletionRequest):
+    elif issubclass(model, schema.CompletionRequest):
         fields["prompt"] = _prompt(tokens | {"minItems": 1})
         fields["max_tokens"] = _or_null(_integer(0, max_model_len - 1))
         fields["logprobs"] = _or_null(_in_range("logprobs", whole=True))
     elif model is PinRequest:
         fields["prompt"] = _or_null(TEXT, tokens | {"minItems": 1})
         fields["messages"] = _or_null(_messages())
-    elif model is TokenizeRequest:
+    elif model is schema.TokenizeRequest:
         fields["messages"] = _or_null(_messages())
-    elif model is DetokenizeRequest:
+    elif model is schema.DetokenizeRequest:
         fields["tokens"] = tokens | {"maxItems": max_model_len}
     elif model is PolicyRequest:
         fields["policy"] = {"enum": sorted(registry("policy").names())}
     elif model is StrategyRequest:
         fields["strategy"] = {"enum": sorted(strategies.STRATEGIES)}
-    elif model is HintRequest:
+    elif model is schema.HintRequest:
         fields["kv_hints"] = _kv_hints()
     if "cache_salt" in model.model_fields:
         fields["cache_salt"] = _or_null({"type": "string", "maxLength": 2**16, "pattern": "^[^\\u0000]*$"})
@@ -370,7 +352,7 @@ def _generation_fields(gateway: Gateway) -> Schema:
     }
     flags["include_obfuscation"] = {"enum": [False, None]}
     # 0 is never refused: where even that is too high, the server lowers it.
-    highest = MAX_PRIORITY - 1 if settings.max_priority is None else max(0, settings.max_priority)
+    highest = schema.MAX_PRIORITY - 1 if settings.max_priority is None else max(0, settings.max_priority)
     keys = {"pattern": f"^({numbers_below(vocab_size)})$"}
     bias = {"type": "number", "minimum": -100, "maximum": 100}
     logit_bias = {"type": "object", "propertyNames": keys, "additionalProperties": bias}
@@ -380,16 +362,16 @@ def _generation_fields(gateway: Gateway) -> Schema:
         "top_p": _or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
         "top_k": _or_null(_in_range("top_k", whole=True)),
         "n": _or_null(_integer(1, min(settings.max_n, gateway.load.most_of_one_client))),
-        "priority": _or_null(_integer(-MAX_PRIORITY, highest)),
+        "priority": _or_null(_integer(-schema.MAX_PRIORITY, highest)),
         "max_tokens": _or_null(_integer(1, max_model_len - 1)),
         "min_tokens": _or_null(_integer(0, max_model_len - 1)),
         "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}),
         "stop_token_ids": _or_null({"type": "array", "items": _integer(0, vocab_size - 1)}),
         "logit_bias": _or_null(logit_bias),
         "kv_hints": _or_null(_kv_hints()),
-        "slo": _or_null(SloFields.model_json_schema()),
+        "slo": _or_null(schema.SloFields.model_json_schema()),
         "retention": _or_null(
-            {"type": "array", "items": RetentionFields.model_json_schema(), "maxItems": MAX_RETENTIONS}
+            {"type": "array", "items": schema.RetentionFields.model_json_schema(), "maxItems": MAX_RETENTIONS}
         ),
         "return_cache_misses": {"enum": [None, False, True][: 2 + gateway.attributes_misses]},
     }
@@ -413,8 +395,12 @@ def _messages() -> Schema:
         "required": ["type", "text"],
     }
     content = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
-    properties: Schema = {name: _neutral(values) for name, values in MESSAGE_NEUTRAL.items()}
-    properties |= {"role": {"enum": list(ROLES)}, "content": content, "name": {"type": ["string", "null"]}}
+    properties: Schema = {name: _neutral(values) for name, values in schema.MESSAGE_NEUTRAL.items()}
+    properties |= {
+        "role": {"enum": list(schema.ROLES)},
+        "content": content,
+        "name": {"type": ["string", "null"]},
+    }
     message = {
         "type": "object",
         "properties": properties,
@@ -454,13 +440,13 @@ def _kv_hints() -> Schema:
 
 def _rules(model: type[BaseModel]) -> Schema:
     """What the fields of a request demand of each other."""
-    if model in (TokenizeRequest, PinRequest):
+    if model in (schema.TokenizeRequest, PinRequest):
         prompt, messages = {"type": ["string", "array"]}, {"type": "array"}
         return {"oneOf": [_given("prompt", prompt), _given("messages", messages)]}
-    if not issubclass(model, GenerationFields):
+    if not issubclass(model, schema.GenerationFields):
         return {}
     rules = [{"anyOf": [{"properties": {"stream_options": NULL}}, _given("stream", {"const": True})]}]
-    if issubclass(model, ChatRequest):
+    if issubclass(model, schema.ChatRequest):
         rules.append({"anyOf": [{"properties": {"top_logprobs": NULL}}, _given("logprobs", {"const": True})]})
     else:
         some = {"properties": {"max_tokens": _or_null({"minimum": 1})}}
@@ -468,8 +454,8 @@ def _rules(model: type[BaseModel]) -> Schema:
     return {"allOf": rules}
 
 
-def _given(name: str, schema: Schema) -> Schema:
-    return {"properties": {name: schema}, "required": [name]}
+def _given(name: str, value: Schema) -> Schema:
+    return {"properties": {name: value}, "required": [name]}
 
 
 def _in_range(name: str, *, whole: bool) -> Schema:

@@ -107,62 +107,42 @@ RENAMED: Mapping[str, str] = {
 
 WITHOUT_EFFECT = frozenset(
     {
-        "metadata",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "parallel_tool_calls",
+        "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "parallel_tool_calls",
     }
-)
+)  # fmt: skip
 """Without effect on the answer: they describe the caller, or tools, of which there are none."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
+    **dict.fromkeys(
+        (
+            "audio", "chat_template", "ebnf", "guided_choice", "guided_grammar", "guided_json",
+            "guided_regex", "json_schema", "logprob_token_ids", "lora_path", "moderation", "prediction",
+            "prompt_logprobs", "regex", "stop_regex", "structured_outputs", "truncate_prompt_tokens",
+            "web_search_options",
+        ),
+        (),
+    ),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "documents", "functions", "lora", "tools"), ([],)),
+    **dict.fromkeys(
+        (
+            "continue_final_message", "echo", "return_hidden_states", "return_token_ids",
+            "return_tokens_as_token_ids", "store", "use_beam_search",
+        ),
+        (False,),
+    ),
+    **dict.fromkeys(
+        ("add_generation_prompt", "skip_special_tokens", "spaces_between_special_tokens"), (True,)
+    ),
+    **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
+    **dict.fromkeys(("grammar", "suffix"), ("",)),
     "best_of": (1,),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "ebnf": (),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "grammar": ("",),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "json_schema": (),
     "length_penalty": (1, 1.0),
-    "logprob_token_ids": (),
-    "lora": ([],),
-    "lora_path": (),
     "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "regex": (),
     "response_format": ({"type": "text"},),
-    "return_hidden_states": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "stop_regex": (),
-    "store": (False,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
     "verbosity": ("medium",),
-    "web_search_options": (),
-}
+}  # fmt: skip
 """Known and not supported: the values, beside null, that ask for nothing."""
 
 MESSAGE_FIELDS = frozenset({"role", "content", "name"})
