@@ -164,6 +164,7 @@ def test_a_weight_format_gives_the_values(folder: Path) -> None:
             "engine: {backend: simulator, backend_options: {block_size: 8}}",
             "block_size is given by the engine",
         ),
+        ("engine: {backend: simulator, backend_options: {clock: 1}}", "clock is given by the engine"),
         ("engine: {backend: simulator, backend_options: {hardware: h200x}}", "h200"),
         (
             "kv: {eviction: predictive, eviction_options: {predictor: tabel}}",

@@ -223,11 +223,11 @@ def build_backend(
     name, options = config.engine.backend, config.engine.backend_options
     sections = (config.model, config.kv, config.scheduler, config.engine)
     settings = {setting for section in sections for setting in type(section).model_fields}
-    if taken := sorted(settings & options.keys()):
+    given = {"config": config, "clock": clock, "progress": progress}
+    if taken := sorted((settings | given.keys()) & options.keys()):
         raise ConfigError(f"engine.backend_options: {', '.join(taken)} is given by the engine: leave it out")
     backends = registry("backend")
     asked = backends.options(name)
-    given = {"config": config, "clock": clock, "progress": progress}
     made: InferenceBackend = backends.create(name, **{k: given[k] for k in given if k in asked}, **options)
     return made
 
