@@ -144,25 +144,16 @@ def _sample(logits: torch.Tensor, rows: Sequence[RowSampler], by_kernel: Draw | 
     if drawing:
         chosen = logits if len(drawing) == len(rows) else logits[drawing]
         points = [uniform(rows[i].seed, rows[i].num_outputs) for i in drawing]
-        ids[drawing] = (by_kernel or _drawn)(chosen, best[drawing], [rows[i].params for i in drawing], points)
+        params = [rows[i].params for i in drawing]
+        if by_kernel is not None:
+            ids[drawing] = by_kernel(chosen, best[drawing], params, points)
+        else:
+            ids[drawing] = torch.tensor(draw(chosen, best[drawing], params, points), device=ids.device)
     answer = SampledTokens(torch.where(best.isfinite(), ids, NO_TOKEN).tolist())
     if raw is not None:
         for i, row_logprobs in zip(asked, raw, strict=True):
             answer.logprobs[i] = _logprob(row_logprobs, answer.token_ids[i], rows[i].params.logprobs or 0)
     return answer
-
-
-def _drawn(
-    logits: torch.Tensor, best: torch.Tensor, params: Sequence[SamplingParams], points: Sequence[float]
-) -> torch.Tensor:
-    """`Draw` by torch."""
-    ids = torch.zeros(len(params), dtype=torch.long)
-    finite = best.isfinite().nonzero()[:, 0].tolist()
-    if len(finite) < len(params):
-        logits, best = logits[finite], best[finite]
-    drawn = draw(logits, best, [params[i] for i in finite], [points[i] for i in finite])
-    ids[finite] = torch.tensor(drawn, dtype=torch.long)
-    return ids.to(logits.device)
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[RowSampler]) -> None:
@@ -218,12 +209,13 @@ def greatest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def draw(
     logits: torch.Tensor, best: torch.Tensor, params: Sequence[SamplingParams], points: Sequence[float]
 ) -> list[int]:
-    """Draw a token id for each row of `logits` [S, vocab]. `best` [S] are the rows' greatest logits, all
-    finite; `points` are in [0, 1).
+    """Draw a token id for each row of `logits` [S, vocab]. `best` [S] are the rows' greatest logits; a row
+    whose best is not finite gets 0. `points` are in [0, 1).
     """
     drawn = [0] * len(params)
-    filtered = [i for i, row in enumerate(params) if _is_filtered(row, logits.shape[1])]
-    for i in set(range(len(params))).difference(filtered):  # each alone: its float64 stays in cache
+    finite = [i for i, is_finite in enumerate(best.isfinite().tolist()) if is_finite]
+    filtered = [i for i in finite if _is_filtered(params[i], logits.shape[1])]
+    for i in set(finite).difference(filtered):  # each alone: its float64 stays in cache
         weights = _scores(logits[i, None], best[i, None], [params[i]]).exp_()
         drawn[i] = int(_draw_columns(weights, [points[i]]))
     for kept in filter_rows(logits, best, params, filtered):
