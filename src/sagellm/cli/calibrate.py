@@ -54,14 +54,11 @@ class MeasuredEngine(OptionGroup):
         It ignores the environment, so that the same command gives the same file everywhere.
         """
         from sagellm.engines.build import load_config
-        from sagellm.engines.simulator.models import num_kv_blocks
+        from sagellm.engines.simulator.backend import num_kv_blocks
 
         blocks = self.num_blocks or num_kv_blocks(
-            cost_model.device,
-            cost_model.model,
+            cost_model,
             block_size=self.block_size,
-            tensor_parallel=self.tensor_parallel,
-            data_parallel=self.data_parallel,
             utilization=self.memory_utilization,
             max_batched_tokens=self.max_batched_tokens * self.data_parallel,
             max_num_seqs=self.max_num_seqs * self.data_parallel,

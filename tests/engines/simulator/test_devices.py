@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from sagellm.core.errors import CapacityError, ConfigError, ModelError
+from sagellm.engines.simulator.backend import activation_bytes, num_kv_blocks
+from sagellm.engines.simulator.cost_model import CostModel
 from sagellm.engines.simulator.devices import DEVICES, GIB, device
-from sagellm.engines.simulator.models import MODELS, activation_bytes, from_config, model, num_kv_blocks
+from sagellm.engines.simulator.models import MODELS, from_config, model
 
 LLAMA = {
     "num_hidden_layers": 32,
@@ -136,23 +138,23 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
 
 def test_blocks_are_what_memory_leaves() -> None:
     shape, card = MODELS["llama-3.1-8b"], replace(device("h100-80g"), memory_bytes=40 * GIB)
-    before = num_kv_blocks(card, shape, utilization=0.9)
-    more = num_kv_blocks(replace(card, memory_bytes=50 * GIB), shape, utilization=0.9)
+    one = CostModel(card, shape)
+    before = num_kv_blocks(one, utilization=0.9)
+    more = num_kv_blocks(CostModel(replace(card, memory_bytes=50 * GIB), shape), utilization=0.9)
     assert more - before == pytest.approx(9 * GIB / (2 * 2**20), abs=1)
-    assert num_kv_blocks(card, shape, block_size=32) == pytest.approx(before / 2, abs=1)
-    assert num_kv_blocks(card, shape, max_num_seqs=64) > before
-    assert num_kv_blocks(card, shape, tensor_parallel=2) > 2 * before
+    assert num_kv_blocks(one, block_size=32) == pytest.approx(before / 2, abs=1)
+    assert num_kv_blocks(one, max_num_seqs=64) > before
+    assert num_kv_blocks(CostModel(card, shape, tensor_parallel=2)) > 2 * before
     assert activation_bytes(shape, 4096, 256) > activation_bytes(shape, 2048, 256)
 
 
 def test_a_measured_engine_had_the_blocks_that_are_derived() -> None:
     """As vLLM 0.19 printed for 256 requests and 2048 tokens at most: 2,588 blocks."""
-    derived = num_kv_blocks(
-        device("rtx4090"), MODELS["llama-3.1-8b"], max_num_seqs=256, max_batched_tokens=2048
-    )
+    measured = CostModel(device("rtx4090"), MODELS["llama-3.1-8b"])
+    derived = num_kv_blocks(measured, max_num_seqs=256, max_batched_tokens=2048)
     assert derived == pytest.approx(2588, rel=0.02)
 
 
 def test_a_model_that_does_not_fit_is_an_error() -> None:
     with pytest.raises(CapacityError, match=r"llama-3.1-70b .* leaves no room for KV on rtx4090"):
-        num_kv_blocks(device("rtx4090"), MODELS["llama-3.1-70b"])
+        num_kv_blocks(CostModel(device("rtx4090"), MODELS["llama-3.1-70b"]))

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from sagellm.engines.build import build_engine
+from sagellm.engines.simulator.backend import num_kv_blocks
 from sagellm.engines.simulator.calibrate import calibrate
 from sagellm.engines.simulator.cost_model import CostModel
 from sagellm.engines.simulator.devices import device
@@ -27,7 +28,7 @@ from sagellm.engines.simulator.measured import (
     read_measured,
     simulate,
 )
-from sagellm.engines.simulator.models import MODELS, num_kv_blocks
+from sagellm.engines.simulator.models import MODELS
 from tests.engines.simulator.worlds import config
 
 pytestmark = pytest.mark.traces
@@ -73,7 +74,7 @@ ALL_KNOWN, FEW_KNOWN = "all-arrivals-known", "only-150-known"
 )
 def test_the_second_half_is_foreseen(case: Case, *, rest_is_known: bool) -> None:
     card, rows = device(case.device), case.max_num_seqs
-    blocks = case.num_blocks or num_kv_blocks(card, MODEL, max_num_seqs=rows)
+    blocks = case.num_blocks or num_kv_blocks(CostModel(card, MODEL), max_num_seqs=rows)
     chosen = config(kv__num_blocks=blocks, scheduler__max_num_seqs=rows, scheduler__max_batched_tokens=2048)
 
     def run(requests: Sequence[RequestTiming], model: CostModel) -> SimulatedRun:
@@ -98,13 +99,13 @@ def test_a_model_that_was_not_measured_on_the_same_device() -> None:
     dense, experts = CostModel(device_, MODEL), CostModel(device_, MODELS["qwen3-30b-a3b"], data_parallel=2)
     known = recording(CASES[1].file)
     of_one = config(
-        kv__num_blocks=num_kv_blocks(device_, MODEL, max_num_seqs=128),
+        kv__num_blocks=num_kv_blocks(dense, max_num_seqs=128),
         scheduler__max_num_seqs=128,
         scheduler__max_batched_tokens=2048,
     )
     found = calibrate(known, dense, lambda some, model: simulate(some, model, of_one, build_engine))
     judged = recording("vllm_requests_RTXPRO6000_Qwen3-30B-A3B-Instruct-2507")
-    blocks = num_kv_blocks(device_, experts.model, data_parallel=2, max_num_seqs=256, max_batched_tokens=4096)
+    blocks = num_kv_blocks(experts, max_num_seqs=256, max_batched_tokens=4096)
     of_two = config(
         kv__num_blocks=blocks,
         scheduler__max_num_seqs=256,

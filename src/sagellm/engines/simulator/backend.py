@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
-from sagellm.core.blocks import Tier
+from sagellm.core.blocks import Tier, cdiv
 from sagellm.core.clock import Clock, ManualClock
 from sagellm.core.config import Config
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import CapacityError, ConfigError
 from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, TokenLogprob
 from sagellm.engines.simulator.cost_model import CostModel, StepShape
-from sagellm.engines.simulator.devices import device
+from sagellm.engines.simulator.devices import GIB, device
 from sagellm.engines.simulator.fast_forward import SimulatedEngine
-from sagellm.engines.simulator.models import UTILIZATION, model, num_kv_blocks
+from sagellm.engines.simulator.models import ModelShape, model
 
 StepListener = Callable[[StepShape, float], None]
 """Called with the shape of each step and its seconds, before the clock moves."""
@@ -192,12 +192,62 @@ def configured_backend(
 def configured_blocks(cost_model: CostModel, config: Config) -> int:
     """`kv.num_blocks`, or what memory leaves; raises `CapacityError` if that is nothing."""
     return config.kv.num_blocks or num_kv_blocks(
-        cost_model.device,
-        cost_model.model,
+        cost_model,
         block_size=config.kv.block_size,
-        tensor_parallel=cost_model.tensor_parallel,
-        data_parallel=cost_model.data_parallel,
         utilization=config.kv.memory_fraction or UTILIZATION,
         max_batched_tokens=config.scheduler.max_batched_tokens,
         max_num_seqs=config.scheduler.max_num_seqs,
     )
+
+
+# -- memory on a device
+
+UTILIZATION = 0.9
+"""Default share of the device's memory for weights, activations and KV."""
+RUNTIME_BYTES = GIB // 5
+"""Memory that libraries and communication hold outside the allocator of tensors."""
+SAMPLER_BYTES = 24
+"""Bytes per row and vocabulary entry at the peak of sampling.
+
+These are logits, sorted logits, probabilities and their sums as float32, and the order as int64."""
+
+
+def activation_bytes(
+    model: ModelShape, max_batched_tokens: int, max_num_seqs: int, tensor_parallel: int = 1
+) -> int:
+    """Peak memory of one device beside weights and KV.
+
+    It is the sum of the widest layer in a full step and the sampler on a full batch, since an allocator keeps
+    the memory of one while the other runs.
+    """
+    width = model.shared_intermediate_size + model.intermediate_size * max(1, model.experts_per_token)
+    layer = max_batched_tokens * (3 * width // tensor_parallel + 3 * model.hidden_size) * model.itemsize
+    return layer + max_num_seqs * model.vocab_size * SAMPLER_BYTES
+
+
+def num_kv_blocks(
+    cost_model: CostModel,
+    *,
+    block_size: int = 16,
+    utilization: float = UTILIZATION,
+    max_batched_tokens: int = 2048,
+    max_num_seqs: int = 256,
+) -> int:
+    """Blocks of `block_size` tokens that fit beside the model; raises `CapacityError` if none does.
+
+    Blocks, rows and tokens count all data-parallel groups together.
+    """
+    device, model, shards = cost_model.device, cost_model.model, cost_model.tensor_parallel
+    experts = model.num_experts * model.expert_params * model.itemsize
+    weights = cdiv(model.weight_bytes - experts, shards) + cdiv(experts, cost_model.num_devices)
+    usable = int(device.memory_bytes * utilization) - RUNTIME_BYTES - weights
+    groups = cost_model.data_parallel
+    usable -= activation_bytes(model, cdiv(max_batched_tokens, groups), cdiv(max_num_seqs, groups), shards)
+    blocks = usable // (cdiv(model.kv_bytes_per_token, min(shards, model.num_kv_heads)) * block_size)
+    if blocks < 1:
+        need = weights / GIB
+        raise CapacityError(
+            f"{model.name} ({need:.1f} GiB of weights per device) leaves no room for KV on {device.name} "
+            f"({device.memory_bytes / GIB:.1f} GiB): take more devices (tensor parallel) or a larger one"
+        )
+    return blocks * groups

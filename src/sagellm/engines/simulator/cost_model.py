@@ -1,15 +1,8 @@
 """`CostModel` prices engine steps on a simulated device: a roofline with measured coefficients.
 
 Williams et al. 2009 (roofline); for language models Pope et al. 2023 and Agrawal et al. 2024 (Vidur, which
-shows that linear layers, attention over cached KV and attention of prompt chunks are enough). A step takes
-
-    linear layers      weights are read once, every token is multiplied with them; the two overlap in part;
-                       of experts those that at least one token visits
-    attention, decode  the KV of all contexts is read once
-    attention, chunks  the larger of reading their KV and of multiplying (query, key) pairs
-    sampling, launch   by row, by step, and more for a step with prompt chunks
-    collectives        all-reduces of tensor parallelism, the exchange of tokens between experts
-    moves              copies between tiers and transfers to other instances that the step waits for
+shows that linear layers, attention over cached KV and attention of prompt chunks are enough). The parts of a
+step and their formulas: docs/simulator.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Model shapes, as presets or from a config.json, and KV blocks beside a model."""
+"""Model shapes, as presets or from a config.json."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sagellm.core.blocks import cdiv
-from sagellm.core.errors import CapacityError, ModelError, nearest
+from sagellm.core.errors import ModelError, nearest
 from sagellm.core.types import KVCacheSchema
-from sagellm.engines.simulator.devices import DTYPE_BYTES, GIB, DeviceSpec, canonical
+from sagellm.engines.simulator.devices import DTYPE_BYTES, canonical
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,60 +176,3 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         max_model_len=config.get("max_position_embeddings") or 131072,
         dtype=str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"),
     )
-
-
-# -- memory on a device
-
-UTILIZATION = 0.9
-"""Default share of the device's memory for weights, activations and KV."""
-RUNTIME_BYTES = GIB // 5
-"""Memory that libraries and communication hold outside the allocator of tensors."""
-SAMPLER_BYTES = 24
-"""Bytes per row and vocabulary entry at the peak of sampling.
-
-These are logits, sorted logits, probabilities and their sums as float32, and the order as int64."""
-
-
-def activation_bytes(
-    model: ModelShape, max_batched_tokens: int, max_num_seqs: int, tensor_parallel: int = 1
-) -> int:
-    """Peak memory of one device beside weights and KV.
-
-    It is the sum of the widest layer in a full step and the sampler on a full batch, since an allocator keeps
-    the memory of one while the other runs.
-    """
-    width = model.shared_intermediate_size + model.intermediate_size * max(1, model.experts_per_token)
-    layer = max_batched_tokens * (3 * width // tensor_parallel + 3 * model.hidden_size) * model.itemsize
-    return layer + max_num_seqs * model.vocab_size * SAMPLER_BYTES
-
-
-def num_kv_blocks(
-    device: DeviceSpec,
-    model: ModelShape,
-    *,
-    block_size: int = 16,
-    tensor_parallel: int = 1,
-    data_parallel: int = 1,
-    utilization: float = UTILIZATION,
-    max_batched_tokens: int = 2048,
-    max_num_seqs: int = 256,
-) -> int:
-    """Blocks of `block_size` tokens that fit beside the model; raises `CapacityError` if none does.
-
-    Blocks, rows and tokens count all data-parallel groups together.
-    """
-    experts = model.num_experts * model.expert_params * model.itemsize
-    weights = cdiv(model.weight_bytes - experts, tensor_parallel)
-    weights += cdiv(experts, tensor_parallel * data_parallel)
-    usable = int(device.memory_bytes * utilization) - RUNTIME_BYTES - weights
-    tokens, rows = cdiv(max_batched_tokens, data_parallel), cdiv(max_num_seqs, data_parallel)
-    usable -= activation_bytes(model, tokens, rows, tensor_parallel)
-    shards = min(tensor_parallel, model.num_kv_heads)
-    blocks = usable // (cdiv(model.kv_bytes_per_token, shards) * block_size)
-    if blocks < 1:
-        need = weights / GIB
-        raise CapacityError(
-            f"{model.name} ({need:.1f} GiB of weights per device) leaves no room for KV on {device.name} "
-            f"({device.memory_bytes / GIB:.1f} GiB): take more devices (tensor parallel) or a larger one"
-        )
-    return blocks * data_parallel
