@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sagellm.benchmarks.simulate.hardware import Hardware
@@ -54,14 +54,19 @@ class FixedStepBackend:
 
 @dataclass(frozen=True)
 class StandIn(Hardware):
-    """A machine of `blocks` KV blocks; 2 bytes of KV per token. Nothing asks its cost model."""
+    """A machine of `blocks` KV blocks; 2 bytes of KV per token. Its cost model prices nothing."""
 
-    cost_model: CostModel = field(default_factory=lambda: CostModel(device("l4"), model("llama-3.2-1b")))
+    cost_model: CostModel = field(init=False)
     blocks: int = 1000
     step_s: StepTime = lambda plan: STEP_S
     network_bytes_per_s: float = 1000.0
-    vocab_size: int = VOCAB
     num_devices: int = 1
+
+    def __post_init__(self) -> None:
+        card = replace(device("l4"), network=self.network_bytes_per_s)
+        shape = replace(model("llama-3.2-1b"), vocab_size=VOCAB)
+        cost_model = CostModel(card, shape, tensor_parallel=self.num_devices)
+        object.__setattr__(self, "cost_model", cost_model)
 
     def max_model_len(self, config: Config) -> int:
         return self.blocks * config.kv.block_size

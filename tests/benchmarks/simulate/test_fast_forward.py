@@ -69,7 +69,9 @@ def run(
     events = listen(cluster)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimulatedEngine, "fast_forward", counting if at_once else lambda self, until_s: None)
-        served = cluster.run(work, RequestMaker(work, MACHINE.vocab_size, SLO(0.3, 0.02)), until_s)
+        served = cluster.run(
+            work, RequestMaker(work, MACHINE.cost_model.model.vocab_size, SLO(0.3, 0.02)), until_s
+        )
     [one] = cluster.instances
     one.engine.check()
     columns = {name: getattr(one.step_log, name) for name in COLUMNS}

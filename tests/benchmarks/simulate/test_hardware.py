@@ -50,7 +50,7 @@ def test_another_model_and_parallelism_are_a_warning_that_names_what_is_assumed(
 def test_experts_are_assumed_where_none_were_measured_and_say_little_of_dense_models(tmp_path: Path) -> None:
     machine = hardware("a100", "qwen3-30b-a3b", data_parallel=2, cost_file=written(tmp_path))
     assert "expert_bandwidth" in machine.warnings[1]
-    assert machine.num_devices == 2
+    assert machine.cost_model.num_devices == 2
     of_experts = written(tmp_path, model="qwen3-30b-a3b", data_parallel=2)
     assert "says little of a dense model" in hardware("a100", "qwen3-32b", cost_file=of_experts).warnings[-1]
 

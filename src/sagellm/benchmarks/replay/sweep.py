@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -92,12 +92,8 @@ class ReplaySweepPlan:
             ReplayCase(policy, size, seed)
             for policy in dict.fromkeys(self.policies)
             for size in dict.fromkeys(capacities)
-            for seed in self._seeds(policy)
+            for seed in (dict.fromkeys(self.seeds) if "seed" in _options_of(policy) else (None,))
         ]
-
-    def _seeds(self, policy: str) -> tuple[int | None, ...]:
-        takes_seed = policy != OPTIMUM and "seed" in registry("policy").options(policy)
-        return tuple(dict.fromkeys(self.seeds)) if takes_seed else (None,)
 
     def _check(self, trace: BlockTrace) -> None:
         if not (self.policies and self.capacities and self.seeds):
@@ -110,19 +106,18 @@ class ReplaySweepPlan:
             if policy not in self.policies:
                 raise ConfigError(f"options are given for {policy!r}, but the sweep runs {self.policies}")
         for policy in self.policies:
-            _check_options(policy, self.options.get(policy, {}))
+            named = [name for name in _options_of(policy) if name not in GIVEN]
+            for option in self.options.get(policy, {}):
+                if option in GIVEN:
+                    raise ConfigError(f"option {policy}.{option}: replay itself gives it to the policy")
+                if option not in named:
+                    raise ConfigError(
+                        f"policy {policy!r} has no option {option!r}; it takes {', '.join(named) or 'none'}"
+                    )
 
 
-def _check_options(policy: str, options: Mapping[str, Any]) -> None:
-    takes = registry("policy").options(policy) if policy != OPTIMUM else {}
-    named = [name for name in takes if name not in GIVEN]
-    for option in options:
-        if option in GIVEN:
-            raise ConfigError(f"option {policy}.{option}: replay itself gives it to the policy")
-        if option not in named:
-            raise ConfigError(
-                f"policy {policy!r} has no option {option!r}; it takes {', '.join(named) or 'none'}"
-            )
+def _options_of(policy: str) -> Collection[str]:
+    return registry("policy").options(policy) if policy != OPTIMUM else ()
 
 
 def capacity(text: str, num_unique: int) -> CacheCapacity:
@@ -273,7 +268,7 @@ def _replay(trace: BlockTrace, plan: ReplaySweepPlan, case: ReplayCase) -> Repla
             across_namespaces=trace.across_namespaces,
         )
     capacity, options = case.capacity.num_blocks, dict(plan.options.get(case.policy, {}))
-    if "model" in registry("policy").options(case.policy):
+    if "model" in _options_of(case.policy):
         options.setdefault("model", plan.cost(trace.block_tokens))
 
     def policy() -> EvictionPolicy:

@@ -27,19 +27,6 @@ class Hardware:
     source: str = "default"
     warnings: tuple[str, ...] = ()
 
-    @property
-    def vocab_size(self) -> int:
-        return self.cost_model.model.vocab_size
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of one instance."""
-        return self.cost_model.num_devices
-
-    @property
-    def network_bytes_per_s(self) -> float:
-        return self.cost_model.device.network
-
     def max_model_len(self, config: Config) -> int:
         """The longest prompt plus answer: the model's context, or what the pool holds."""
         context = config.model.max_model_len or self.cost_model.model.max_model_len

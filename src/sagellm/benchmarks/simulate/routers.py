@@ -11,11 +11,10 @@ from sagellm.core.types import Request
 
 
 class _ChoosingRouter(ABC):
-    """Places a request on the instance that `choose` returns; does not learn from latencies."""
+    """Places a request on the instance that `choose` returns, with its reason; learns nothing."""
 
     @abstractmethod
-    def choose(self, loads: Sequence[InstanceLoad]) -> tuple[InstanceLoad, str]:
-        """Returns the chosen instance's load, and the reason."""
+    def choose(self, loads: Sequence[InstanceLoad]) -> tuple[InstanceLoad, str]: ...
 
     def place(self, request: Request, loads: Sequence[InstanceLoad]) -> Placement:
         if not loads:

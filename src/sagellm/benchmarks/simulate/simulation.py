@@ -109,7 +109,7 @@ class SimulationResult:
 def build_cluster(config: Config, machine: Hardware, layout: ClusterLayout) -> Cluster:
     """Returns new instances with empty caches, and new routers."""
     instances = [Instance(name, config, machine.backend, role) for name, role in layout.roles.items()]
-    links = layout.links(machine.network_bytes_per_s)
+    links = layout.links(machine.cost_model.device.network)
     return Cluster(instances, make_router(layout.router), make_router(layout.router), links)
 
 
@@ -125,11 +125,13 @@ def simulate(
     that the simulation itself took."""
     layout, goals = layout or ClusterLayout(), goals or ServiceGoals()
     cluster = build_cluster(config, machine, layout)
-    maker = RequestMaker(workload, machine.vocab_size, goals.request_slo)
+    maker = RequestMaker(workload, machine.cost_model.model.vocab_size, goals.request_slo)
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     served = cluster.run(workload, maker, goals.until_s)
     wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-    price = None if goals.price_per_hour is None else goals.price_per_hour * machine.num_devices
+    price = None
+    if goals.price_per_hour is not None:
+        price = goals.price_per_hour * machine.cost_model.num_devices
     made = figures(workload, served, cluster.instances, goals.slos, price)
     step_logs = {instance.name: instance.step_log for instance in cluster.instances}
     return SimulationResult(preset, config, workload, served, step_logs, made, wall_s, cpu_s)
