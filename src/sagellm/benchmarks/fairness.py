@@ -120,7 +120,7 @@ def run(
         for name in names:
             on_case(f"{name} at {size.text}")
             tenants = served(trace, _hits(trace, name, size.num_blocks))
-            outcome = FairnessOutcome(name, size, tenants, 0.0, 1.0)
+            outcome = FairnessOutcome(name, size, tenants, lost=0.0, baseline_jain=1.0)
             baseline = baseline or outcome
             lost = baseline.hit_ratio - outcome.hit_ratio
             outcomes.append(replace(outcome, lost=lost, baseline_jain=baseline.jain))

@@ -57,21 +57,17 @@ def load_llm(
         took += f", of which {last_s - first_s:.2f} s for {as_text(num_bytes)} of weights"
     age_s = _process_age_s()
     log.log(log_level, took if age_s is None else f"{took}; {age_s:.2f} s after the start of the process")
-    if log.isEnabledFor(log_level):
-        _log_first_step(events, log_level)
-    return llm
+    if not log.isEnabledFor(log_level):
+        return llm
 
-
-def _log_first_step(events: EventBus, log_level: int) -> None:
-    """Log once how long the first step takes that computes anything."""
-
-    def log_step(step: StepDone) -> None:
+    def log_first(step: StepDone) -> None:
         if step.num_prefill_tokens or step.num_decode_tokens:
             unsubscribe()
             tokens = f"{step.num_prefill_tokens} tokens of prompts"
             log.log(log_level, f"the first step, with {tokens}, took {step.duration_s:.2f} s")
 
-    unsubscribe = events.subscribe(StepDone, log_step)
+    unsubscribe = events.subscribe(StepDone, log_first)
+    return llm
 
 
 def _process_age_s() -> float | None:

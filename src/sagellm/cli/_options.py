@@ -115,13 +115,10 @@ class Model(OptionGroup):
 
 
 class Command(TyperCommand):
-    """A command that offers the nearest options for an unknown one.
-
-    Lists show the whole first sentence of its help.
-    """
+    """A command that offers the nearest options for an unknown one."""
 
     def get_short_help_str(self, limit: int = 0) -> str:
-        return super().get_short_help_str(10_000)
+        return super().get_short_help_str(10_000)  # lists show the whole first sentence
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -136,13 +133,10 @@ class Command(TyperCommand):
 
 
 class CommandGroup(TyperGroup):
-    """A group that offers the nearest command for an unknown one, or lists all.
-
-    Lists show the whole first sentence of its help.
-    """
+    """A group that offers the nearest command for an unknown one, or lists all."""
 
     def get_short_help_str(self, limit: int = 0) -> str:
-        return super().get_short_help_str(10_000)
+        return super().get_short_help_str(10_000)  # as in `Command`
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,15 +21,12 @@ from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.engines.native import DEMO_NAME
 
 if TYPE_CHECKING:
-    from sagellm.benchmarks.engine.shapes import Shape
     from sagellm.benchmarks.micro.cases import MicroBenchmark
-    from sagellm.core.config import Config
 
 app = App(help="Measure this machine.")
 micro = App(help="Time single operations, alone or in turns with other engines.")
 app.add_typer(micro, name="micro")
 
-REPEATS = 100
 _PEER_HELP = "Also measure vllm, sglang or lmdeploy, with the Python of its environment; may be repeated."
 _SCRIPT_HELP = "The script that measures a peer in its environment."
 _ONLY_HELP = (
@@ -62,7 +59,7 @@ class MicroOptions(OptionGroup):
 
     sections: str | None = flag("LETTERS", "Only these; default: all.")
     policy: str = flag("NAME", "Eviction policy; default: lru.", "lru")
-    repeats: int = flag("N", f"Samples per row; default: {REPEATS}.", REPEATS)
+    repeats: int = flag("N", "Samples per row; default: 100.", 100)
     seed: int = flag("N", "Seed of the random tokens; default: 0.", 0)
     quick: bool = flag("--quick", "Small sizes and few samples.", False)
     peers: tuple[str, ...] = flag("--peer NAME=PYTHON", _PEER_HELP, ())
@@ -166,7 +163,7 @@ def engine(
     """
     from sagellm.benchmarks.engine.peer_rows import read_peers
     from sagellm.benchmarks.engine.run import EngineBenchPlan, EngineBenchReport, run, tables
-    from sagellm.benchmarks.engine.shapes import shape_named
+    from sagellm.benchmarks.engine.shapes import shape_named, write_model
     from sagellm.benchmarks.engine.workloads import chosen_names
 
     names = chosen_names([word.strip() for word in only.split(",")] if only is not None else [])
@@ -181,8 +178,12 @@ def engine(
     plan = EngineBenchPlan(config, label, names, repeats)
     peers = read_peers(compare or [], label, plan.threads)
     output.check()
-    with _model_on_disk(random_shape, config) as config:
-        report = EngineBenchReport(replace(plan, config=config), environment(), peers)
+    with TemporaryDirectory(prefix="sagellm-bench-") if random_shape else nullcontext() as folder:
+        if random_shape is not None and folder is not None:
+            write_model(random_shape, Path(folder))
+            on_disk = config.model.model_copy(update={"name": folder})
+            plan = replace(plan, config=config.model_copy(update={"model": on_disk}))
+        report = EngineBenchReport(plan, environment(), peers)
         try:
             with Console(stderr=True).status("") as status:
                 run(report, on_run=status.update)
@@ -194,19 +195,6 @@ def engine(
     if only is not None and report.left_out:
         [(name, reason), *_] = report.left_out.items()
         raise ConfigError(f"{name} {reason}")
-
-
-@contextmanager
-def _model_on_disk(shape: Shape | None, config: Config) -> Iterator[Config]:
-    """The configuration of a model on disk. Random weights are deleted at the end."""
-    from sagellm.benchmarks.engine.shapes import write_model
-
-    if shape is None:
-        yield config
-        return
-    with TemporaryDirectory(prefix="sagellm-bench-") as folder:
-        write_model(shape, Path(folder))
-        yield config.model_copy(update={"model": config.model.model_copy(update={"name": folder})})
 
 
 @command
@@ -234,8 +222,7 @@ def fairness(
         outcomes = run(trace, policies, capacities, on_case=status.update)
     title = f"{trace.name}: hit ratio of each tenant, in brackets divided by that of an infinite cache"
     settings = {"seed": seed, "policies": policies, "capacities": capacities}
-    values = as_json(outcomes, trace, environment(), settings)
-    output.show([as_table(outcomes, title)], values)
+    output.show([as_table(outcomes, title)], as_json(outcomes, trace, environment(), settings))
 
 
 @command

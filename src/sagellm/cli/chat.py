@@ -138,15 +138,11 @@ class Conversation:
                 yield f"{label}: {prompt}, {usage.completion_tokens} generated, {seconds:.2f} s, {speed}"
 
     def _ask(self, question: str) -> None:
-        asked: list[Message] = [*self.messages, {"role": "user", "content": question}]
-        answer = self._answer(asked)
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
-
-    def _answer(self, messages: list[Message]) -> str:
         """Print the answer as it comes. Ctrl-C ends it and keeps what was printed."""
+        asked: list[Message] = [*self.messages, {"role": "user", "content": question}]
         pieces: list[str] = []
         shown, usage, began_s = DimmedReasoning() if self._dimmed else None, None, self._clock.now()
-        deltas = self._llm.stream(messages, self._params)
+        deltas = self._llm.stream(asked, self._params)
         try:
             with interrupts_delayed() as interrupted:
                 for delta in deltas:
@@ -163,7 +159,7 @@ class Conversation:
             print(shown.finish() if shown else "", flush=True)
         if usage is not None:
             self._spent.append((usage, self._clock.now() - began_s))
-        return "".join(pieces)
+        self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
 
 
 def _read_text(read: Callable[[str], str]) -> str:

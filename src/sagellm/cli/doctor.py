@@ -43,12 +43,7 @@ REQUIRED: Mapping[str, str] = {
 }
 """The packages that a server needs, with the module to import of each."""
 
-OPTIONAL: Mapping[str, str] = {
-    "huggingface_hub": "huggingface_hub",
-    "openai": "openai",
-    "transformers": "transformers",
-}
-
+OPTIONAL = ("huggingface_hub", "openai", "transformers")
 COMPILERS = ("gcc", "g++", "clang", "cl", "nvcc", "ninja", "cmake")
 MEMINFO = Path("/proc/meminfo")
 EXIT_CANNOT_SERVE = 1
@@ -91,7 +86,7 @@ def _report_packages() -> list[str]:
     """Print every package; returns the required ones that cannot be imported."""
     print("\npackages")
     missing = []
-    for name, module in {**REQUIRED, **OPTIONAL}.items():
+    for name, module in (*REQUIRED.items(), *((name, name) for name in OPTIONAL)):
         found = _version_of(name)
         state = found or f"missing: {install_command(EXTRA_OF.get(module, ''))}"
         fault = _import_fault(module) if found and name in REQUIRED else None

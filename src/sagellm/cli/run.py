@@ -41,7 +41,9 @@ def run(
         raise RequestError("--raw has no system message: leave out --system", "system")
     last = None
     with closing(load_llm(settings.load(model=model).config)) as llm:
-        deltas = llm.stream(text if raw else _messages(text, system), llm.sampling_params(**sampling.given()))
+        messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
+        messages.append({"role": "user", "content": text})
+        deltas = llm.stream(text if raw else messages, llm.sampling_params(**sampling.given()))
         with interrupts_delayed() as interrupted:
             for last in deltas:
                 if last.error:
@@ -74,11 +76,6 @@ def _prompt_text(prompt: str | None) -> str:
     if not text:
         raise RequestError("stdin is empty: pipe a text into it, or give the prompt as an argument", "prompt")
     return text
-
-
-def _messages(text: str, system: str | None) -> list[Message]:
-    messages: list[Message] = [{"role": "user", "content": text}]
-    return [{"role": "system", "content": system}, *messages] if system is not None else messages
 
 
 @contextmanager

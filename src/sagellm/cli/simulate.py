@@ -65,15 +65,15 @@ class MachineOptions(OptionGroup):
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions(OptionGroup):
-    """Which requests arrive, and when."""
+    """Which requests arrive, and when: fields of `Arrivals` and `WorkloadSpec`."""
 
     rate_scale: tuple[str, ...] = flag("X", "Times the trace's rate; repeatable; default: 1.", ())
     rate: float | None = flag("X", "Mean requests per second, in place of a scale.")
-    arrivals: str | None = flag("NAME", "trace, poisson or bursty; default: trace.")
+    process: str | None = flag("--arrivals NAME", "trace, poisson or bursty; default: trace.")
     cv: float | None = flag("X", "Variation of bursty gaps; default: 3.")
     closed_loop: bool | None = flag("--closed-loop", "A turn waits for the answer before it.")
-    think: float | None = flag("SECONDS", "Mean pause between turns; default: the trace's.")
-    requests: int | None = flag("N", "Only the first of the trace.")
+    think_s: float | None = flag("--think SECONDS", "Mean pause between turns; default: the trace's.")
+    max_requests: int | None = flag("--requests N", "Only the first of the trace.")
     high_priority_share: float | None = flag("X", "Share of small ones that go first.")
     high_priority_below: int | None = flag("N", _BELOW_HELP)
     seed: int | None = flag("N", "Of everything that is drawn; default: 0.")
@@ -88,19 +88,12 @@ class LoadOptions(OptionGroup):
     def spec(self) -> WorkloadSpec:
         from sagellm.benchmarks.simulate.workload import Arrivals, WorkloadSpec
 
-        if self.think is not None and not self.closed_loop:
+        if self.think_s is not None and not self.closed_loop:
             raise ConfigError("--think is the pause of a closed loop: give --closed-loop too")
-        return WorkloadSpec(
-            arrivals=Arrivals(**with_value(process=self.arrivals, rate=self.rate, cv=self.cv)),
-            **with_value(
-                closed_loop=self.closed_loop,
-                think_s=self.think,
-                high_priority_share=self.high_priority_share,
-                high_priority_below=self.high_priority_below,
-                max_requests=self.requests,
-                seed=self.seed,
-            ),
-        )
+        given = self.given()
+        given.pop("rate_scale", None)
+        arrivals = {name: given.pop(name) for name in ("process", "rate", "cv") if name in given}
+        return WorkloadSpec(arrivals=Arrivals(**arrivals), **given)
 
 
 def _scale(text: str) -> float:

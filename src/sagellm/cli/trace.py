@@ -28,8 +28,6 @@ TRACE_FILE = argument("FILE", "The trace; .xz, .gz and .zst are read as they are
 BLOCK_TOKENS = flag("N", "Tokens per block, for a trace of tokens; default: 16.")
 _OUT_FILE = flag("--out -o FILE", "Where to write it.", ...)
 MAX_SHOWN_LINES = 10
-
-
 _ON_ERROR_HELP = "A broken line is the end (fail) or left out and listed (skip); default: fail."
 
 
@@ -180,20 +178,20 @@ def read_prompts(path: Path) -> list[Prompt]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the prompts in {path}: {error}") from error
-    found = [_prompt(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    found: list[Prompt] = []
+    for number, line in enumerate(lines, 1):
+        if not line.lstrip().startswith("{"):
+            found += [line] if line.strip() else []
+            continue
+        record = _value(line)
+        prompt = record.get("prompt", record.get("messages")) if isinstance(record, dict) else None
+        if not isinstance(prompt, str | list) or not prompt:
+            where = f"{path}, line {number}"
+            raise ConfigError(f'{where}: a JSON line has a "prompt" (a text) or "messages" (a list)')
+        found.append(cast("Prompt", prompt))
     if not found:
         raise ConfigError(f"{path} holds no prompt")
     return found
-
-
-def _prompt(where: str, line: str) -> Prompt:
-    if not line.lstrip().startswith("{"):
-        return line
-    record = _value(line)
-    prompt = record.get("prompt", record.get("messages")) if isinstance(record, dict) else None
-    if not isinstance(prompt, str | list) or not prompt:
-        raise ConfigError(f'{where}: a JSON line has a "prompt" (a text) or "messages" (a list)')
-    return cast("Prompt", prompt)
 
 
 app.add(info, convert, synth, record)

@@ -29,8 +29,7 @@ def cold_start(config: Config, clock: Clock) -> dict[str, float]:
     Raises `SageError` if the child fails.
     """
     given = {"began_s": clock.now(), "config": config.model_dump(mode="json")}
-    values: dict[str, float] = run_module(__name__, given, "the cold start")
-    return values
+    return dict(run_module(__name__, given, "the cold start"))
 
 
 def _measure(given: dict[str, Any], clock: Clock) -> dict[str, float]:

@@ -49,9 +49,8 @@ def read_rows(path: Path) -> list[HarnessRow]:
         rows = _parsed(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-    if not rows or not all(
-        isinstance(row, dict) and all(isinstance(row.get(name), str) for name in NAMED) for row in rows
-    ):
+    valid = [isinstance(row, dict) and all(isinstance(row.get(name), str) for name in NAMED) for row in rows]
+    if not rows or not all(valid):
         raise ConfigError(
             f"{path} has no rows of the peers' harness: one JSON object a line, or a list of them, or an "
             f"object whose rows are one, each with {', '.join(NAMED)}"

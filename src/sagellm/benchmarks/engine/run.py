@@ -66,12 +66,6 @@ class EngineBenchPlan:
     def is_quantized(self) -> bool:
         return self.config.model.quantization != "none"
 
-    def changed_settings(self) -> dict[str, Any]:
-        """Returns the engine settings that differ from the defaults, without the model's path."""
-        default, given = Config().flat(), self.config.flat()
-        keys = [key for key in given if key.startswith(SETTINGS) and key != "model.name"]
-        return {key: given[key] for key in keys if given[key] != default[key]}
-
     @property
     def threads(self) -> int:
         assert self.config.engine.threads is not None
@@ -133,12 +127,11 @@ class EngineBenchReport:
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per repeat in the harness's form, for comparison with a later run."""
-        quantized = f"sagellm-{self.plan.config.model.quantization}"
-        engine = quantized if self.plan.is_quantized else "sagellm"
+        quantization = f"-{self.plan.config.model.quantization}" if self.plan.is_quantized else ""
         rows = []
         for measurement in self.measured:
             row: dict[str, Any] = {
-                "engine": engine,
+                "engine": f"sagellm{quantization}",
                 "model": self.plan.label,
                 "threads": self.plan.threads,
                 "workload": measurement.code,
@@ -155,13 +148,16 @@ class EngineBenchReport:
         return rows
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the report as JSON values of form `FORMAT`."""
+        """Returns the report as JSON values of form `FORMAT`. `settings` are those of the engine that differ
+        from the defaults, without the model's path."""
+        default, given = Config().flat(), self.plan.config.flat()
+        keys = [key for key in given if key.startswith(SETTINGS) and key != "model.name"]
         return {
             "format": FORMAT,
             "environment": dataclasses.asdict(self.environment),
             "model": self.plan.label,
             "threads": self.plan.threads,
-            "settings": self.plan.changed_settings(),
+            "settings": {key: given[key] for key in keys if given[key] != default[key]},
             "capability": self.capability,
             "figures": [dataclasses.asdict(figure) for figure in self.figures()],
             "comparisons": [dataclasses.asdict(comparison) for comparison in self.comparisons()],
@@ -185,10 +181,9 @@ def run(
             before = CpuTimes.now()
             values = cold_start(plan.config, clock)
             others, resident = others_share(before, CpuTimes.now()), int(values.pop("resident_bytes"))
-            measured = EngineMeasurement(
-                COLD_START, COLD_CODE, SECONDS, repeat, values, resident or None, others
+            report.measured.append(
+                EngineMeasurement(COLD_START, COLD_CODE, SECONDS, repeat, values, resident or None, others)
             )
-            report.measured.append(measured)
     if plan.is_quantized:
         on_run(LOGIT_ERROR)
         values = {LOGIT_DISTANCE.key: logit_error(plan.config)}
@@ -211,15 +206,12 @@ def _run_loaded(
     engine = build_engine(plan.config)
     capability = engine.capability()
     schema = capability.kv_schema
+    sizes = ("block_size", "num_blocks", "max_num_seqs", "max_model_len", "weight_bytes")
     report.capability = {
         "device": capability.device,
         "dtype": capability.dtype,
         "kv_dtype": None if schema is None else schema.dtype,
-        "block_size": capability.block_size,
-        "num_blocks": capability.num_blocks,
-        "max_num_seqs": capability.max_num_seqs,
-        "max_model_len": capability.max_model_len,
-        "weight_bytes": capability.weight_bytes,
+        **{name: getattr(capability, name) for name in sizes},
     }
     try:
         bandwidth = read_bandwidth(capability.device)

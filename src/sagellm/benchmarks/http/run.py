@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from tempfile import TemporaryFile
@@ -224,16 +224,13 @@ def get(url: str, path: str, headers: Mapping[str, str]) -> bytes:
     """Returns the body of one GET. Raises `ConfigError` for another status than 200, else as `http.client`
     does."""
     parts = urlsplit(url)
-    connection = connect(parts, timeout_s=10)
-    try:
+    with closing(connect(parts, timeout_s=10)) as connection:
         connection.request("GET", parts.path.rstrip("/") + path, headers=dict(headers))
         answer = connection.getresponse()
         body = answer.read()
-        if answer.status != http.client.OK:
-            raise ConfigError(f"{url}{path} answers {answer.status}: {body[:300].decode(errors='replace')}")
-        return body
-    finally:
-        connection.close()
+    if answer.status != http.client.OK:
+        raise ConfigError(f"{url}{path} answers {answer.status}: {body[:300].decode(errors='replace')}")
+    return body
 
 
 def served_model(url: str, headers: Mapping[str, str]) -> str:
