@@ -284,11 +284,7 @@ class Config(Section):
 
     def flat(self) -> dict[str, Any]:
         """Every key, dotted, with its value, in order of declaration."""
-        return {
-            f"{section}.{key}": value
-            for section in type(self).model_fields
-            for key, value in dict(getattr(self, section)).items()
-        }
+        return {f"{section}.{name}": value for section, keys in self for name, value in keys}
 
 
 SECRET_KEYS = frozenset({"server.admin_key", "server.api_key", "server.client_keys"})

@@ -13,12 +13,12 @@ import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from sagellm.core.config import PRESETS, SECRET_KEYS, Config, Section
+from sagellm.core.config import PRESETS, SECRET_KEYS, Config
 from sagellm.core.errors import ConfigError, nearest
 
 ENV_PREFIX = "SAGELLM_"
@@ -58,30 +58,21 @@ class Resolved:
     origins: Mapping[str, str]
 
 
-def _fields() -> dict[str, tuple[FieldInfo, Any]]:
-    found: dict[str, tuple[FieldInfo, Any]] = {}
-    for section, info in Config.model_fields.items():
-        model = info.annotation
-        assert isinstance(model, type)
-        assert issubclass(model, Section)
-        hints = get_type_hints(model)
-        found.update({f"{section}.{key}": (info, hints[key]) for key, info in model.model_fields.items()})
-    return found
-
-
-_FIELDS = _fields()
+_FIELDS: dict[str, FieldInfo] = {
+    f"{section}.{name}": info for section, keys in Config() for name, info in type(keys).model_fields.items()
+}
 KEYS: tuple[str, ...] = tuple(_FIELDS)
 """Every dotted key, in order of declaration."""
 
 
 def describe(key: str) -> str:
     """What a key means, in one line."""
-    return _FIELDS[key][0].description or ""
+    return _FIELDS[key].description or ""
 
 
 def allowed_values(key: str) -> tuple[str, ...]:
     """The words that a key accepts, if it accepts only some; otherwise none."""
-    kind = _FIELDS[key][1]
+    kind = _FIELDS[key].annotation
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 
@@ -145,7 +136,7 @@ def parse_text(key: str, text: str) -> Any:
         text.encode()
     except UnicodeEncodeError:  # surrogate halves: Python's form of bytes that are not UTF-8
         raise ConfigError(f"{key}: {text!a} is not UTF-8 text") from None
-    kind = _FIELDS[key][1]
+    kind = _FIELDS[key].annotation
     is_none = text.strip().lower() in _NONE_TEXTS
     if get_origin(kind) is dict:
         try:

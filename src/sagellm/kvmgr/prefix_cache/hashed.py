@@ -50,12 +50,6 @@ class Records:
         self._by_key: dict[int, BlockRecord] = {}
         self.by_block: dict[int, BlockRecord] = {}
 
-    def __len__(self) -> int:
-        return len(self.by_block)
-
-    def __iter__(self) -> Iterator[BlockRecord]:
-        return iter(self.by_block.values())
-
     def hash(self, block: bytes, parent: BlockRecord | None, namespace: Namespace) -> bytes:
         """The hash that `block` has, or would have, behind `parent`."""
         above = parent.hash if parent is not None else None
@@ -183,7 +177,7 @@ class HashedIndex(IndexBase[BlockRecord]):
 
     @property
     def num_cached(self) -> int:
-        return len(self._records)
+        return len(self._records.by_block)
 
     @property
     def num_evictable(self) -> int:
@@ -331,14 +325,14 @@ class HashedIndex(IndexBase[BlockRecord]):
         return self.lookup(hit.tokens, hit.namespace, hit.num_blocks * self.block_size)
 
     def _namespaces(self) -> Iterable[Namespace]:
-        return {record.namespace for record in self._records}
+        return {record.namespace for record in self._records.by_block.values()}
 
     def _ghost_behind(self, hit: PrefixHit, next_block: bytes) -> Ghost | None:
         parent = next(self._path_of(hit), None)
         return self._ghosts.get(self._records.hash(next_block, parent, hit.namespace))
 
     def _blocks_behind(self, hit: PrefixHit) -> Iterable[bytes]:
-        followers = (record for record in self._records if record.parent is hit.node)
+        followers = (record for record in self._records.by_block.values() if record.parent is hit.node)
         return (record.data for record in followers if record.namespace == hit.namespace)
 
     def _evict_of(self, share: AccountShare, num_blocks: int, cause: str) -> BlockIds:
@@ -383,7 +377,7 @@ class HashedIndex(IndexBase[BlockRecord]):
 
     def check(self) -> None:
         self._records.check()
-        self._leaves.check(self._records)
+        self._leaves.check(self._records.by_block.values())
 
 
 PLUGIN = HashedIndex
