@@ -19,7 +19,6 @@ CALLS_OF_SHORT = 100
 _MAYBE_SHORT_US = 4 * SHORT_US  # a short call takes longer if it is timed alone between setups
 _WARM_UP = 2
 BLOCK_SIZE = 16
-MICROSECONDS = "us"
 BYTES_PER_BLOCK = "bytes/block"
 
 
@@ -268,8 +267,6 @@ def timed(letter: str, *recipes: Recipe) -> Section:
                 for size in getattr(plan, recipe.sizes):
                     prepare = partial(recipe.build, MicroBenchCell(plan, variant, size))
                     timing = stopwatch.time(prepare, calls=recipe.calls)
-                    yield MicroBenchRow(
-                        letter, recipe.case, size, variant, MICROSECONDS, timing.cpu.median, timing
-                    )
+                    yield MicroBenchRow(letter, recipe.case, size, variant, "us", timing.cpu.median, timing)
 
     return section

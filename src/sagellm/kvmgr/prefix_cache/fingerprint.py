@@ -23,11 +23,10 @@ def chain(data: bytes, block_bytes: int, namespace: Namespace, parent: bytes | N
         fields = [field.encode() for field in namespace]
         joined = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
         parent = blake2b(joined, digest_size=HASH_BYTES).digest()
-    above = parent
     hashes: list[bytes] = []
     for start in range(0, len(data) - block_bytes + 1, block_bytes):
-        above = blake2b(above + data[start : start + block_bytes], digest_size=HASH_BYTES).digest()
-        hashes.append(above)
+        parent = blake2b(parent + data[start : start + block_bytes], digest_size=HASH_BYTES).digest()
+        hashes.append(parent)
     return hashes
 
 
