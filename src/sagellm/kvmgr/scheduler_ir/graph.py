@@ -168,7 +168,12 @@ class _Derivation:
             after = [preempted[occupant]] if occupant in preempted else []
             self._row_op[row] = self._add(LeaveOp, after, row=row, request_id=occupant)
         for join in plan.joined:
-            self._join(join)
+            has_output = len(join.tokens) // TOKEN_BYTES > join.num_prompt_tokens
+            resumes = has_output or join.request_id in self.rows.preempted
+            op_id = self._add(JoinOp, self._of_row(join.row), resumes=resumes, **_fields_of(join))
+            self._row_op[join.row] = op_id
+            self._names[join.row] = join.request_id
+            self._new_blocks[join.row] = set(join.block_ids)
         for prefill in plan.prefills:
             self._names.setdefault(prefill.row, prefill.request_id)
         for delta in plan.table_deltas:
@@ -198,15 +203,6 @@ class _Derivation:
 
     def _of_row(self, row: int) -> set[int]:
         return {self._row_op[row]} if row in self._row_op else set()
-
-    def _join(self, join: Join) -> None:
-        has_output = len(join.tokens) // TOKEN_BYTES > join.num_prompt_tokens
-        resumes = has_output or join.request_id in self.rows.preempted
-        self._names[join.row] = join.request_id
-        self._new_blocks[join.row] = set(join.block_ids)
-        self._row_op[join.row] = self._add(
-            JoinOp, self._of_row(join.row), resumes=resumes, **_fields_of(join)
-        )
 
     def _compute(self, plan: ExecutionPlan) -> None:
         for row, position in zip(plan.decode_rows, plan.decode_positions, strict=True):

@@ -64,7 +64,9 @@ def print_graph(graph: IRGraph, *, tokens: bool = True) -> str:
     lines = []
     for step in graph.instances:
         lines.append(_header(step))
-        lines += map(_decision, step.decisions)
+        for decision in step.decisions:
+            text = f"// {word(decision.pass_name)} {word(decision.action)} {quoted(decision.request_id)}"
+            lines.append(text + (f": {quoted(decision.reason)}" if decision.reason else ""))
     first = graph.instances[0].name if graph.instances else None
     lines += [_line(op, first, tokens=tokens) for op in graph.ops]
     return "".join(f"{line}\n" for line in lines)
@@ -83,11 +85,6 @@ def _header(step: InstanceStep) -> str:
     if step.phases != BOTH_PHASES:
         header += "".join(f" for {phase.value}" for phase in Phase if phase in step.phases) or " for none"
     return header + (f" drafts {step.num_draft_tokens}" if step.num_draft_tokens else "")
-
-
-def _decision(decision: Decision) -> str:
-    text = f"// {word(decision.pass_name)} {word(decision.action)} {quoted(decision.request_id)}"
-    return text + (f": {quoted(decision.reason)}" if decision.reason else "")
 
 
 def _line(op: Operation, first_instance: str | None, *, tokens: bool) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from heapq import heapify, heapreplace
 from math import ceil
 
 from sagellm.core.plan import Draft, PhasePlacement, RequestState
@@ -59,24 +58,18 @@ class AFSeparationPass:
                 self.num_tokens[self.placements.pop(state.request_id)] -= self._placed.pop(state)
         if (draft.waiting or self._queue.ranks) and self._queue.update(draft.waiting):
             self._queue.ranks.update(dict.fromkeys(self._queue.arrived))
-            self._place(draft, [s for s in self._queue.left if s.status is RequestStatus.RUNNING])
+            admitted = [s for s in self._queue.left if s.status is RequestStatus.RUNNING]
+            for state in [s for s in admitted if s not in self._placed]:
+                name = min(self.num_tokens, key=lambda name: (self.num_tokens[name], name))
+                self.num_tokens[name] += len(state.tokens)
+                self._placed[state] = len(state.tokens)
+                self.placements[state.request_id] = name
+                known = draft.placements.get(state.request_id, PhasePlacement())
+                placed = replace(known, attention=name, ffn=",".join(self.ffn))
+                draft.placements[state.request_id] = placed
 
     def stable_until(self, draft: Draft, view: SchedulingView) -> Stability | None:
         return None if self.attention else ALWAYS_STABLE
-
-    def _place(self, draft: Draft, admitted: list[RequestState]) -> None:
-        heap = [(num_tokens, name) for name, num_tokens in self.num_tokens.items()]
-        heapify(heap)
-        for state in admitted:
-            if state in self._placed:
-                continue
-            held, name = heap[0]
-            heapreplace(heap, (held + len(state.tokens), name))
-            self.num_tokens[name] += len(state.tokens)
-            self._placed[state] = len(state.tokens)
-            self.placements[state.request_id] = name
-            known = draft.placements.get(state.request_id, PhasePlacement())
-            draft.placements[state.request_id] = replace(known, attention=name, ffn=",".join(self.ffn))
 
 
 PLUGIN = AFSeparationPass

@@ -73,24 +73,21 @@ class FairnessPass:
 
     def _note(self, draft: Draft, view: SchedulingView) -> None:
         for state in self._queue.left:
-            self._note_left(state)
+            tenant = state.request.namespace.tenant
+            self._num_waiting[tenant] -= 1
+            if not self._num_waiting[tenant]:
+                del self._num_waiting[tenant]
+                self._last_to_wait = tenant
+            if was_admitted(state) and state not in self._charged:
+                if not state.num_preemptions:
+                    self._charge(tenant, max(1, state.num_prompt_tokens - state.num_cached))
+                self._charged[state] = state.num_output_tokens if state.num_preemptions else 0
         for state in self._queue.arrived:
             self._queue.rerank(state, prefix_hit(draft, view, state).num_tokens)
             tenant = state.request.namespace.tenant
             if not self._num_waiting[tenant]:
                 self._raise_counter(tenant)
             self._num_waiting[tenant] += 1
-
-    def _note_left(self, state: RequestState) -> None:
-        tenant = state.request.namespace.tenant
-        self._num_waiting[tenant] -= 1
-        if not self._num_waiting[tenant]:
-            del self._num_waiting[tenant]
-            self._last_to_wait = tenant
-        if was_admitted(state) and state not in self._charged:
-            if not state.num_preemptions:
-                self._charge(tenant, max(1, state.num_prompt_tokens - state.num_cached))
-            self._charged[state] = state.num_output_tokens if state.num_preemptions else 0
 
     def _raise_counter(self, tenant: str) -> None:
         """Raise the counter of a new waiting tenant to the lowest of the others."""

@@ -70,7 +70,9 @@ class PriorityBasedPass:
             has_changed = self._queue.update(waiting)
             for state in self._queue.arrived:
                 self._set_level(state, self.level(state, draft.step.now_s), draft.step.now_s)
-            self._remove_left()
+            if len(self._rises) > 2 * len(self._queue.ranks) + MAX_STALE:  # many no longer wait
+                self._rises = [rise for rise in self._rises if rise[2] in self._queue.ranks]
+                heapify(self._rises)
             has_changed |= self._raise_levels(draft.step.now_s)
         if self._shares is not None:
             arrived = self._queue.arrived if has_changed else ()
@@ -130,12 +132,6 @@ class PriorityBasedPass:
                 self._set_level(state, max(1 - ranks[state], self.level(state, now_s)), now_s)
                 has_risen = True
         return has_risen
-
-    def _remove_left(self) -> None:
-        """Remove requests that no longer wait, if there are many."""
-        if len(self._rises) > 2 * len(self._queue.ranks) + MAX_STALE:
-            self._rises = [rise for rise in self._rises if rise[2] in self._queue.ranks]
-            heapify(self._rises)
 
     # -- order
 

@@ -39,7 +39,10 @@ class VllmLikePass:
 
     def __call__(self, draft: Draft, view: SchedulingView) -> None:
         draft.chunks = {name: chunk for name, chunk in draft.chunks.items() if not chunk.admits}
-        step = _Step(draft, view, self._max_chunk(draft))
+        max_chunk = self.long_prefill_tokens
+        if not max_chunk or len(draft.running) + len(draft.waiting) < 2:  # it may use the whole budget
+            max_chunk = draft.token_budget
+        step = _Step(draft, view, max_chunk)
         if not step.fit_all_running():
             step.fit_running()
         if draft.waiting and not draft.preempted:
@@ -65,11 +68,6 @@ class VllmLikePass:
         hit = view.kv.match(head)
         needed = view.kv.blocks_to_admit(hit, len(head.tokens) - hit.num_tokens) + self.watermark
         return ALWAYS_STABLE if needed > view.kv.block_budget().left(head) else None
-
-    def _max_chunk(self, draft: Draft) -> int:
-        """Most tokens of one chunk. A request that is alone may use the whole budget."""
-        alone = len(draft.running) + len(draft.waiting) < 2
-        return self.long_prefill_tokens if self.long_prefill_tokens and not alone else draft.token_budget
 
 
 @dataclass(slots=True)
