@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+import numpy as np
+
 from sagellm.core.plan import Draft, RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.protocols.scheduler_ir import ALWAYS_STABLE, SchedulingView, Stability
@@ -209,15 +211,10 @@ class PrefixCacheAwarePass:
 
 def _num_common(a: RequestState, b: RequestState) -> int:
     """The number of leading tokens that both have."""
-    a_data, b_data = a.tokens.tobytes(), b.tokens.tobytes()
-    low, high = 0, min(len(a.tokens), len(b.tokens))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a_data.startswith(b_data[low * TOKEN_BYTES : middle * TOKEN_BYTES], low * TOKEN_BYTES):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    length = min(len(a.tokens), len(b.tokens))
+    ids_a, ids_b = (np.frombuffer(s.tokens.tobytes(), dtype=np.int32, count=length) for s in (a, b))
+    different = np.flatnonzero(ids_a != ids_b)
+    return int(different[0]) if different.size else length
 
 
 PLUGIN = PrefixCacheAwarePass
