@@ -16,7 +16,7 @@ from sagellm.core.plan import BlockTableDelta, Draft, ExecutionPlan, RequestStat
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.protocols.scheduler_ir import NO_STEP, BlockBudget, ResumeCost, SchedulerPass, StepFacts
 from sagellm.core.types import Request, RequestStatus, Tokens
-from sagellm.kvmgr.scheduler_ir import DecodeBatch, PassPipeline, build_draft, freeze
+from sagellm.kvmgr.scheduler_ir import DecodeBatch, PassPipeline, freeze
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class BaseSchedulerIR(PassPipeline):
             held = cdiv(state.num_computed, request.block_size) * request.block_size
             decodes.enter(state, held, held + request.max_tokens + 1)
         waiting = [request.to_state() for request in pending_requests]
-        draft = build_draft(StepStart(0, 0.0), max_batched_tokens, running, waiting, decodes)
+        draft = Draft(StepStart(0, 0.0), max_batched_tokens, running, waiting, decodes=decodes)
         self.run(draft, view)
         return ScheduleResult(
             [by_id[chunk.state.request_id] for chunk in draft.admitted()],

@@ -1,6 +1,6 @@
 """The plan of one engine step, as data.
 
-    build_draft -> Draft -> passes edit it -> kv.bind -> verify_bound -> freeze -> ExecutionPlan
+    Planner.draft -> Draft -> passes edit it -> kv.bind -> verify_bound -> freeze -> ExecutionPlan
     backend.execute(ExecutionPlan) -> StepResult -> committer
 
 `Draft` is what passes edit; the blocks bound for it are in its `Binding` (`core/binding.py`). The frozen

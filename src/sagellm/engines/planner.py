@@ -6,7 +6,7 @@ from sagellm.core.binding import Binding
 from sagellm.core.clock import Clock
 from sagellm.core.errors import CapacityError, PlanError, SageError
 from sagellm.core.events import EventBus, RequestScheduled
-from sagellm.core.plan import Draft, ExecutionPlan, RequestState, StepStart
+from sagellm.core.plan import Chunk, Draft, ExecutionPlan, RequestState, StepStart
 from sagellm.core.protocols.scheduler_ir import SchedulingView
 from sagellm.core.types import FinishReason
 from sagellm.engines.commit import Finish
@@ -14,7 +14,7 @@ from sagellm.engines.overlap import InFlightStep, PlannedStep
 from sagellm.engines.recovery import Recovery
 from sagellm.engines.request_table import RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
-from sagellm.kvmgr.scheduler_ir import PassPipeline, build_draft, freeze, verify_bound
+from sagellm.kvmgr.scheduler_ir import PassPipeline, freeze, verify_bound
 
 
 class Planner:
@@ -44,15 +44,16 @@ class Planner:
         """The binding of the draft that passes edit now, if they may have blocks bound."""
 
     def draft(self, step: int) -> Draft:
-        """What the step could do, before any pass has decided anything."""
+        """The draft that the first pass sees. Every running request computes all it can, and none is admitted:
+        a prompt that is not complete has one chunk with all its uncomputed tokens."""
         table = self._table
-        return build_draft(
+        return Draft(
             StepStart(step, self._clock.now(), table.num_new_running),
             self._recovery.token_budget,
-            table.running,
-            table.waiting.values(),
+            table.running.copy(),
+            list(table.waiting.values()),
+            {s.request_id: Chunk(s, s.num_computed, s.num_uncomputed) for s in table.prefilling.values()},
             table.decodes,
-            table.prefilling.values(),
         )
 
     def decide(self, step: int, view: SchedulingView) -> Binding:

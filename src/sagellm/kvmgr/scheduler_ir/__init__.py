@@ -4,7 +4,7 @@ from sagellm.kvmgr.scheduler_ir.batch import DecodeBatch
 from sagellm.kvmgr.scheduler_ir.diff import diff, diff_text
 from sagellm.kvmgr.scheduler_ir.freeze import freeze
 from sagellm.kvmgr.scheduler_ir.graph import IRGraph
-from sagellm.kvmgr.scheduler_ir.pipeline import PassPipeline, build_draft
+from sagellm.kvmgr.scheduler_ir.pipeline import PassPipeline
 from sagellm.kvmgr.scheduler_ir.rows import Rows
 from sagellm.kvmgr.scheduler_ir.text import parse_graph, parse_plan, print_graph, print_plan
 from sagellm.kvmgr.scheduler_ir.verify import verify, verify_bound
@@ -15,7 +15,6 @@ __all__ = [
     "IRGraph",
     "PassPipeline",
     "Rows",
-    "build_draft",
     "diff",
     "diff_text",
     "freeze",

@@ -5,31 +5,16 @@ The verifier checks the draft before the first pass and after the last.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from sagellm.core.binding import Binding
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ConfigError
-from sagellm.core.plan import Chunk, Decodes, Draft, RequestState, StepStart
+from sagellm.core.plan import Draft
 from sagellm.core.protocols.scheduler_ir import SchedulerPass, SchedulingView
 from sagellm.kvmgr.scheduler_ir.passes.chunked_prefill import ChunkedPrefillPass
 from sagellm.kvmgr.scheduler_ir.passes.memory_aware_preemption import MemoryAwarePreemptionPass
 from sagellm.kvmgr.scheduler_ir.verify import verify, verify_operations
-
-
-def build_draft(
-    step: StepStart,
-    token_budget: int,
-    running: Iterable[RequestState],
-    waiting: Iterable[RequestState],
-    decodes: Decodes,
-    prefilling: Iterable[RequestState] = (),
-) -> Draft:
-    """The draft that the first pass sees. Every running request computes all it can. `prefilling` are those
-    of `running` that are not in `decodes`, in batch order: each has a chunk with all its uncomputed tokens.
-    Requests in decode compute one token. Waiting requests have no chunk: the passes admit them."""
-    chunks = {s.request_id: Chunk(s, s.num_computed, s.num_uncomputed) for s in prefilling}
-    return Draft(step, token_budget, list(running), list(waiting), chunks, decodes)
 
 
 class PassPipeline:
