@@ -44,7 +44,7 @@ class Planner:
         """The binding of the draft that passes edit now, if they may have blocks bound."""
 
     def draft(self, step: int) -> Draft:
-        """The draft that the first pass sees. Every running request computes all it can, and none is admitted:
+        """The draft that the first pass sees. Every running request computes all it can, none is admitted:
         a prompt that is not complete has one chunk with all its uncomputed tokens."""
         table = self._table
         return Draft(
