@@ -290,10 +290,10 @@ class Engine:
         for request_id, reason in binding.draft.rejected.items():
             self._finish(Finish(self._request_table.states[request_id], FinishReason.ERROR, error=reason))
         must_leave = self._planner.bind(binding)
-        if isinstance(must_leave, Finish):
-            self._finish(must_leave)
+        if must_leave is not None and must_leave.error is None:
+            self._preempt(must_leave.state)
         elif must_leave is not None:
-            self._preempt(must_leave)
+            self._finish(Finish(must_leave.state, FinishReason.ERROR, error=must_leave.error))
         plan = self._planner.seal(binding)
         if self._worker is None or plan.is_empty:
             return InFlightStep(binding, plan, (), began_s, partial(self._compute, plan))

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from sagellm.core.binding import Binding
 from sagellm.core.clock import Clock
 from sagellm.core.errors import CapacityError, PlanError, SageError
 from sagellm.core.events import EventBus, RequestScheduled
 from sagellm.core.plan import Chunk, Draft, ExecutionPlan, RequestState, StepStart
 from sagellm.core.protocols.scheduler_ir import SchedulingView
-from sagellm.core.types import FinishReason
-from sagellm.engines.commit import Finish
 from sagellm.engines.overlap import InFlightStep, PlannedStep
 from sagellm.engines.recovery import Recovery
 from sagellm.engines.request_table import RequestTable
 from sagellm.kvmgr.manager import KVCacheManager
 from sagellm.kvmgr.scheduler_ir import PassPipeline, freeze, verify_bound
+
+
+class MustLeave(NamedTuple):
+    """A request must leave the batch for lack of memory. With `error` it ends, else it waits again."""
+
+    state: RequestState
+    error: str | None = None
 
 
 class Planner:
@@ -83,13 +90,12 @@ class Planner:
             draft.preempted[state] = False
             draft.record("bind", state, "recompute", "there is no room in host memory")
 
-    def bind(self, binding: Binding) -> Finish | RequestState | None:
+    def bind(self, binding: Binding) -> MustLeave | None:
         """Bind the blocks of the step; preempted and rejected requests have left.
 
         Running requests come first. Where a request lacks blocks that guarantees keep for others, the
         requests admitted behind it are put off to a later step, since they may hold what it lacks; then it is
-        put off itself. If nothing is left to bind for that reason, returns a request that must leave the
-        batch and wait again, or the end of one that can never run.
+        put off itself. If nothing is left to bind for that reason, returns a request that must leave.
         """
         draft = binding.draft
         for state in draft.preempted:
@@ -196,7 +202,7 @@ class Planner:
             if not bound and chunk.hit is not None and not self._kv.quotes.is_current(chunk.hit):
                 self._put_off(draft, chunk.state, "the request whose last block it would copy has left")
 
-    def _make_way(self, error: CapacityError) -> Finish | RequestState | None:
+    def _make_way(self, error: CapacityError) -> MustLeave | None:
         """Choose a request that must leave when nothing could be bound.
 
         Passes do not count the guarantees of others, which were in the way.
@@ -206,8 +212,8 @@ class Planner:
         """
         state, running = self._table.states[error.request_id or ""], self._table.running
         if len(running) > 1:
-            return running[-1]
+            return MustLeave(running[-1])
         is_alone = not running or running[0] is state
         if is_alone and not self._kv.make_room_below_ceilings(state, error.num_blocks):
-            return Finish(state, FinishReason.ERROR, error=f"out of KV memory: {error}")
+            return MustLeave(state, f"out of KV memory: {error}")
         return None
