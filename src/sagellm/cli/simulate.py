@@ -174,7 +174,7 @@ def simulate(
 def _run_setting(
     file: Path, folder: Path | None, presets: Sequence[str], machine_options: MachineOptions
 ) -> tuple[SimulationSetup, list[SimulationResult], dict[str, SustainedRate], ExperimentSetting | None]:
-    from sagellm.benchmarks.simulate.experiment import build_setup, read_setting, run_setting
+    from sagellm.benchmarks.simulate.experiment import read_setting, run_setting
 
     others = sorted(machine_options.given().keys() - {"cost"})
     if others:
@@ -186,7 +186,7 @@ def _run_setting(
         )
     setting, cost = read_setting(file), machine_options.cost
     made = run_setting(setting, where, presets=presets, cost_file=cost, say=_say)
-    return build_setup(setting, cost), made.results, made.capacities, setting
+    return made.setup, made.results, made.capacities, setting
 
 
 def _say(text: str) -> None:

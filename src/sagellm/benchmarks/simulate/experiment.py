@@ -234,6 +234,7 @@ def capacity(
 class Ablation:
     """The results of a setting, and the baseline's capacity by trace file."""
 
+    setup: SimulationSetup
     results: list[SimulationResult]
     capacities: dict[str, SustainedRate]
 
@@ -266,7 +267,7 @@ def run_setting(
                 of = f"{load:g} of {setting.baseline}'s capacity"
                 say(f"{trace.name}: {preset} at {of}, {work.rate:.3g} requests/s")
                 results.append(replace(setup.run(preset, work), load=load))
-    return Ablation(results, capacities)
+    return Ablation(setup, results, capacities)
 
 
 def build_setup(setting: ExperimentSetting, cost_file: Path | None = None) -> SimulationSetup:

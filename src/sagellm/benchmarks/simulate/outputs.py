@@ -125,12 +125,12 @@ def headlines(setup: SimulationSetup, results: Sequence[SimulationResult]) -> li
     hardware, layout = setup.machine.described(), setup.layout
     parts = "prefill and decode apart" if layout.disaggregate else "prefill and decode together"
     blocks = sorted({setup.machine.num_blocks(result.config) for result in results})
-    groups = hardware.get("data_parallel", 1)
+    groups = setup.machine.cost_model.data_parallel
     shared = f", data parallel {groups}" if groups > 1 else ""
     devices = f"{hardware['device']} (tensor parallel {hardware['tensor_parallel']}{shared})"
     pool = " or ".join(f"{count:,}" for count in blocks)
     machine = f"{hardware['model']} on {devices}, {len(layout.roles)} x {pool} KV blocks"
-    warnings = [f"warning: {warning}" for warning in hardware.get("warnings", ())]
+    warnings = [f"warning: {warning}" for warning in setup.machine.warnings]
     return [*warnings, f"{machine}, {parts}, router {layout.router}", *map(_headline, _workloads(results))]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,6 +183,7 @@ def drive(
     after the next; without it, in the next. Raises `CapacityError` for a request that cannot be served.
     """
     arrivals = sorted(requests, key=lambda request: request.arrival_s)
+    coming = deque(arrivals)
     planned_s = began_s = clock.now()
     queued_s: dict[str, float] = {}
     scheduled_s: dict[str, float] = {}
@@ -194,18 +196,18 @@ def drive(
         events.subscribe(RequestFinished, lambda event: ended.update({event.request_id: event})),
         events.subscribe(RequestScheduled, note_scheduled),
     )
-    num_added = num_idle = 0
+    num_idle = 0
     try:
-        while num_added < len(arrivals) or engine.has_work():
+        while coming or engine.has_work():
             if not engine.has_work():
-                clock.advance(max(0.0, arrivals[num_added].arrival_s - clock.now()))
+                clock.advance(max(0.0, coming[0].arrival_s - clock.now()))
                 began_s = clock.now()
             now_s = clock.now()
             planned_s = began_s if pipelined else now_s
-            while num_added < len(arrivals) and arrivals[num_added].arrival_s <= planned_s:
-                queued_s[arrivals[num_added].request_id] = planned_s
-                engine.add(arrivals[num_added])
-                num_added += 1
+            while coming and coming[0].arrival_s <= planned_s:
+                request = coming.popleft()
+                queued_s[request.request_id] = planned_s
+                engine.add(request)
             engine.step()
             began_s = now_s
             num_idle = num_idle + 1 if clock.now() == now_s else 0
