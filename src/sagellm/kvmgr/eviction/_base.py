@@ -13,7 +13,7 @@ import inspect
 import itertools
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Self
@@ -60,7 +60,7 @@ class ExtentQueue:
     evictions take 10 to 20 % longer (`sagellm bench micro eviction`, row `slo`).
     """
 
-    __slots__ = ("_heap", "_num_stale", "_rows", "_serial", "live", "num_blocks")
+    __slots__ = ("_heap", "_keys_in_turn", "_num_stale", "_rows", "_serial", "live", "num_blocks")
 
     def __init__(self) -> None:
         self.live: dict[int, QueueEntry] = {}
@@ -69,6 +69,7 @@ class ExtentQueue:
         self._heap: list[tuple[Any, int, QueueEntry]] = []
         self._num_stale = 0  # an upper bound: stale entries that reached the front are gone
         self._serial = itertools.count()
+        self._keys_in_turn: list[int] = []
 
     def push(self, rank: Any, extent: Extent, size: int) -> None:
         """Add an extent; it had `size` blocks when it entered the policy."""
@@ -126,6 +127,16 @@ class ExtentQueue:
         if self._num_stale > FEW and self._num_stale > MAX_STALE * len(self.live):
             self._compact()
         return entry
+
+    def in_turn(self, count: int) -> Iterator[QueueEntry]:
+        """The next few entries, which may be moved meanwhile. All are given before one is given again."""
+        live, keys = self.live, self._keys_in_turn
+        for _ in range(count):
+            if not keys:
+                keys.extend(live)
+            entry = live.get(keys.pop()) if keys else None
+            if entry is not None:
+                yield entry
 
     def check(self) -> None:
         """Raises `BookkeepingError` where the count of blocks, the keys and the rows disagree."""

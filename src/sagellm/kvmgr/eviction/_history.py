@@ -10,9 +10,11 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from sagellm.core.clock import Clock
 from sagellm.core.protocols.eviction import Extent
+from sagellm.kvmgr.eviction._base import QueuedPolicy, QueueEntry
 
 MAX_STEPS_UP = 16
 MAX_BRANCHES = 3
@@ -94,6 +96,10 @@ class PathHistory(ABC, Generic[R]):
         record.end = end
 
     @abstractmethod
+    def replace_child(self, parent: Extent, child_key: int, now_s: float) -> None:
+        """The parent's last child was evicted: the path ends at the parent."""
+
+    @abstractmethod
     def _begin(self, extent: Extent, before: R | None, now_s: float) -> R:
         """A new record.
 
@@ -145,3 +151,37 @@ class PathHistory(ABC, Generic[R]):
         records[record.key] = record
         if len(records) > self.max_records:
             self._forget(records.popitem(last=False)[1])
+
+
+class HistoryPolicy(QueuedPolicy):
+    """Base of the policies that learn from a `PathHistory`.
+
+    Time is the clock's, or without one that of the latest use.
+    """
+
+    _history: PathHistory[Any]
+
+    def __init__(self, capacity: int | None, clock: Clock | None) -> None:
+        super().__init__(capacity)
+        self._clock = clock
+        self._now_s = 0.0
+
+    def pin(self, key: int) -> None:
+        if key in self._held:
+            self._history.use(key, self._now())
+        super().pin(key)
+
+    def split(self, old: int, head: Extent, tail: Extent) -> None:
+        if old in self._held:
+            self._history.split(old, head, tail, self._now())
+        super().split(old, head, tail)
+
+    def _enqueue_parent(self, parent: Extent, child: QueueEntry) -> None:
+        self._enqueue(parent, None)
+
+    def _insert_parent(self, parent: Extent, child: QueueEntry) -> None:
+        self._history.replace_child(parent, child.extent.key, self._now())
+        super()._insert_parent(parent, child)
+
+    def _now(self) -> float:
+        return self._clock.now() if self._clock is not None else self._now_s

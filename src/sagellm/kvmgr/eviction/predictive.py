@@ -18,8 +18,8 @@ from sagellm.core.protocols.lifetime import (
     ReusePrediction,
     ReusePredictor,
 )
-from sagellm.kvmgr.eviction._base import ExtentQueue, QueuedPolicy, QueueEntry, recency
-from sagellm.kvmgr.eviction._history import MAX_BRANCHES, PathHistory, PathRecord
+from sagellm.kvmgr.eviction._base import ExtentQueue, QueueEntry, recency
+from sagellm.kvmgr.eviction._history import MAX_BRANCHES, HistoryPolicy, PathHistory, PathRecord
 
 Rank = tuple[float, int, int]
 
@@ -48,7 +48,7 @@ UNKNOWN_TURN = 0
 NO_FEATURES = ReuseFeatures(0, UNKNOWN_TURN, 0, 0)
 
 
-class PredictivePolicy(QueuedPolicy):
+class PredictivePolicy(HistoryPolicy):
     """Ranks extents by a predictor's answers, and reports what became of them.
 
     With a `ReusePredictor`, extents are evicted in order of uses expected per second of memory, from now to
@@ -59,7 +59,7 @@ class PredictivePolicy(QueuedPolicy):
     `MAX_RECORDS` extents is known; extents without history go first.
 
     The `estimated_lifetime` of an extent of `sagellm.compat` is taken for the predicted seconds to its end,
-    except with a `ReusePredictor`. Time is the clock's, or without one that of the latest use.
+    except with a `ReusePredictor`.
     """
 
     def __init__(
@@ -69,31 +69,19 @@ class PredictivePolicy(QueuedPolicy):
         capacity: int | None = None,
         clock: Clock | None = None,
     ) -> None:
-        super().__init__(capacity)
-        self._predictor, self._clock = predictor, clock
-        self._now_s = 0.0
+        super().__init__(capacity, clock)
+        self._predictor = predictor
         self._queue = ExtentQueue()
         self._ranks = RecencyRanks()
         if _predicts_reuse(predictor):
             self._ranks = ReuseRanks(predictor)
         elif predictor is not None:
             self._ranks = EndRanks(cast(LifetimePredictor, predictor))
-        self._history = IdleHistory(self._ranks, MAX_RECORDS)
-        self._sweep_keys: list[int] = []
+        self._history: IdleHistory = IdleHistory(self._ranks, MAX_RECORDS)
         self._num_evicted = 0
         self._by_value = False
 
     # -- events
-
-    def pin(self, key: int) -> None:
-        if key in self._held:
-            self._history.use(key, self._now())
-        super().pin(key)
-
-    def split(self, old: int, head: Extent, tail: Extent) -> None:
-        if old in self._held:
-            self._history.split(old, head, tail, self._now())
-        super().split(old, head, tail)
 
     def evict(self, num_blocks: int, give_up: GiveUp) -> int:
         self._history.report_idle(self._now())
@@ -101,7 +89,9 @@ class PredictivePolicy(QueuedPolicy):
             self._by_value = self._ranks.by_value
             self._rank_all()
         if self._by_value:
-            self._sweep(SWEEP * (1 + self._num_evicted))
+            count = min(SWEEP * (1 + self._num_evicted), len(self._queue.live))
+            for entry in self._queue.in_turn(count):  # all are after one round of evictions
+                self._rerank(entry)
         self._num_evicted = 0
         return super().evict(num_blocks, give_up)
 
@@ -113,13 +103,6 @@ class PredictivePolicy(QueuedPolicy):
         now_s = self._now()
         record = self._history.record(extent, now_s)
         self._push(extent, self._queue, self._ranks.rank(extent, record, now_s))
-
-    def _enqueue_parent(self, parent: Extent, child: QueueEntry) -> None:
-        self._enqueue(parent, None)
-
-    def _insert_parent(self, parent: Extent, child: QueueEntry) -> None:
-        self._history.replace_child(parent, child.extent.key, self._now())
-        super()._insert_parent(parent, child)
 
     def _next_queue(self) -> ExtentQueue | None:
         queue = self._queue
@@ -133,26 +116,12 @@ class PredictivePolicy(QueuedPolicy):
 
     # -- ranks
 
-    def _now(self) -> float:
-        return self._clock.now() if self._clock is not None else self._now_s
-
     def _rank_all(self) -> None:
         for entry in list(self._queue.live.values()):
             record = self._history.get(entry.extent.key)
             if record is not None:
                 record.rank_until_s = self._now()
             self._rerank(entry)
-
-    def _sweep(self, count: int) -> None:
-        """Rank the next few extents anew. All are after one round of evictions."""
-        live, keys, now_s = self._queue.live, self._sweep_keys, self._now()
-        for _ in range(min(count, len(live))):
-            if not keys:
-                keys.extend(live)
-            key = keys.pop()
-            record = self._history.get(key)
-            if (record is None or record.rank_until_s <= now_s) and key in live:
-                self._rerank(live[key])
 
     def _rerank(self, entry: QueueEntry) -> bool:
         """Move an extent if its value has changed; returns whether it moved."""

@@ -7,7 +7,8 @@ from typing import Any
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError
 from sagellm.core.protocols.eviction import Extent, GiveUp
-from sagellm.kvmgr.eviction._base import ExtentQueue, QueuedPolicy, QueueEntry
+from sagellm.kvmgr.eviction._base import ExtentQueue, QueueEntry
+from sagellm.kvmgr.eviction._history import HistoryPolicy
 from sagellm.kvmgr.eviction.adaptive.history import NUM_FEATURES, SHARED, ReuseHistory, ReuseRecord
 from sagellm.kvmgr.eviction.adaptive.reuse_model import ReuseModel
 from sagellm.kvmgr.eviction.adaptive.value_queue import ValueQueue
@@ -22,12 +23,12 @@ FORGOTTEN = 0.0
 """The value of an extent without a record: too many newer ones replaced it."""
 
 
-class LearnedPolicy(QueuedPolicy):
+class LearnedPolicy(HistoryPolicy):
     """Ranks extents by the value that a `ReuseModel` gives. LRU until the first fit.
 
     The model learns from every use and from every second without one, of evicted extents too
     (`ReuseHistory`), so that it knows the cost of an eviction without having kept the extent. `max_records`
-    bounds that memory. Time is the clock's, or without one that of the latest use.
+    bounds that memory.
 
     Most extents have the value of their kind at their age and stand in `_by_value`. In `_ranked` are those
     with a rank of their own (value and last use): shared prefixes, extents with a retention, extents without
@@ -39,29 +40,16 @@ class LearnedPolicy(QueuedPolicy):
     def __init__(
         self, *, capacity: int | None = None, clock: Clock | None = None, max_records: int = 16_384
     ) -> None:
-        super().__init__(capacity)
+        super().__init__(capacity, clock)
         if type(max_records) is not int or max_records < 1:
             raise ConfigError(f"max_records must be a whole number from 1 on, got {max_records!r}")
-        self._clock = clock
-        self._now_s = 0.0
         self._max_records = max_records
         self._ranked, self._by_value = ExtentQueue(), ValueQueue()
         self._by_recency = True
         self._model = ReuseModel(NUM_FEATURES)
-        self._history = ReuseHistory(self._model, max_records)
-        self._sweep_keys: list[int] = []
+        self._history: ReuseHistory = ReuseHistory(self._model, max_records)
 
     # -- events
-
-    def pin(self, key: int) -> None:
-        if key in self._held:
-            self._history.use(key, self._now())
-        super().pin(key)
-
-    def split(self, old: int, head: Extent, tail: Extent) -> None:
-        if old in self._held:
-            self._history.split(old, head, tail, self._now())
-        super().split(old, head, tail)
 
     def evict(self, num_blocks: int, give_up: GiveUp) -> int:
         now_s = self._by_value.now_s = self._now()
@@ -71,7 +59,9 @@ class LearnedPolicy(QueuedPolicy):
                 self._rank_all_by_value()
         if not self._by_recency:
             self._by_value.sweep(SWEEP * num_blocks)
-            self._sweep(1 + num_blocks // BLOCKS_PER_RERANK)
+            ranked = self._ranked
+            for entry in ranked.in_turn(min(1 + num_blocks // BLOCKS_PER_RERANK, len(ranked.live))):
+                self._rerank(entry)
         return super().evict(num_blocks, give_up)
 
     # -- what a policy decides
@@ -85,13 +75,6 @@ class LearnedPolicy(QueuedPolicy):
             self._rank_changed()
         queue, rank = self._place(extent, record)
         self._push(extent, queue, rank)
-
-    def _enqueue_parent(self, parent: Extent, child: QueueEntry) -> None:
-        self._enqueue(parent, None)
-
-    def _insert_parent(self, parent: Extent, child: QueueEntry) -> None:
-        self._history.replace_child(parent, child.extent.key)
-        super()._insert_parent(parent, child)
 
     def _next_queue(self) -> ExtentQueue | None:
         ranked, by_value = self._ranked, self._by_value
@@ -109,9 +92,6 @@ class LearnedPolicy(QueuedPolicy):
         self._replace(self._held[key].live[key].extent)  # ranks have changed since it left
 
     # -- ranks
-
-    def _now(self) -> float:
-        return self._clock.now() if self._clock is not None else self._now_s
 
     def _place(self, extent: Extent, record: ReuseRecord | None) -> tuple[ExtentQueue, Any]:
         """The extent's queue and rank: value and last use, or in `_by_value` the record."""
@@ -159,13 +139,3 @@ class LearnedPolicy(QueuedPolicy):
             if queue is not None and key not in self._own_place:
                 self._replace(queue.live[key].extent)
         self._history.changed.clear()
-
-    def _sweep(self, count: int) -> None:
-        """Rank the next few extents of `_ranked` anew, in turn."""
-        live, keys = self._ranked.live, self._sweep_keys
-        for _ in range(min(count, len(live))):
-            if not keys:
-                keys.extend(live)
-            entry = live.get(keys.pop())
-            if entry is not None:
-                self._rerank(entry)

@@ -82,7 +82,6 @@ class AdaptivePolicy(LearnedPolicy, UseListener):
         self._max_regret, self._stake = max_regret, stake
         self._shadow = LRUShadow(self._release_spared)
         self._spared, self._forced = ExtentQueue(), ExtentQueue()
-        self._rerank_keys: list[int] = []
         self._retained: list[tuple[float, int]] = []  # a heap: until when an extent is retained, and its key
         self._num_cached = 0
         self._room = 0  # the cache's size when it last made room
@@ -249,14 +248,9 @@ class AdaptivePolicy(LearnedPolicy, UseListener):
 
     def _rerank_spared(self) -> None:
         """Rank a few spared extents anew, and the first until its rank is right."""
-        spared, keys = self._spared, self._rerank_keys
-        for _ in range(RERANKS_PER_CHOICE):
-            if not keys:
-                keys.extend(spared.live)
-            entry = spared.live.get(keys.pop())
-            if entry is not None:
-                self._rerank_spared_entry(entry)
-        while self._rerank_spared_entry(spared.first()):
+        for entry in self._spared.in_turn(RERANKS_PER_CHOICE):
+            self._rerank_spared_entry(entry)
+        while self._rerank_spared_entry(self._spared.first()):
             pass
 
     def _rerank_spared_entry(self, entry: QueueEntry) -> bool:
