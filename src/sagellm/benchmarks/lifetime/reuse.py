@@ -221,27 +221,19 @@ def evaluate_reuse(
     for name, make in {**baselines, **predictors}.items():
         on_row(f"{trace.name}: {name}")
         stream = ReuseStream(make(horizon_of(trace)), trace, part).run()
-        for moment, cases in stream.cases.items():
-            if not cases.happened:
-                raise ConfigError(f"trace {trace.name} is too short: its {part} part has no block {moment}")
-            rows.append(_reuse_row(trace.name, moment, name, stream, cases))
-    return rows
-
-
-def _reuse_row(workload: str, moment: str, name: str, stream: ReuseStream, cases: _Cases) -> ReuseRow:
-    clock_s = median(-time.perf_counter() + time.perf_counter() for _ in range(1000))
-    return ReuseRow(
-        workload,
-        moment,
-        name,
-        score_reuse(cases.predicted, cases.happened),
-        {level: count / max(1, cases.num_reused) for level, count in sorted(cases.below.items())},
-        *(
+        clock_s = median(-time.perf_counter() + time.perf_counter() for _ in range(1000))
+        times_us = [
             1e6 * max(0.0, average(times or [0.0]) - clock_s)
             for average in (median, fmean)
             for times in (stream.predict_s, stream.update_s)
-        ),
-    )
+        ]
+        for moment, cases in stream.cases.items():
+            if not cases.happened:
+                raise ConfigError(f"trace {trace.name} is too short: its {part} part has no block {moment}")
+            score = score_reuse(cases.predicted, cases.happened)
+            below = {level: count / max(1, cases.num_reused) for level, count in sorted(cases.below.items())}
+            rows.append(ReuseRow(trace.name, moment, name, score, below, *times_us))
+    return rows
 
 
 def _next_uses(trace: ReuseTrace) -> Iterator[list[tuple[int, int, float | None]]]:

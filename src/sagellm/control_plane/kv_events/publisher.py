@@ -8,8 +8,6 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from sagellm.control_plane.kv_events._doorbell import Doorbell
@@ -64,7 +62,7 @@ class KVEventPublisher:
     number, so that readers see a gap, and counts in `num_dropped`. Endpoints are bound, or with `connect` the
     first one is connected, for readers that listen to many publishers. Raises `ConfigError` naming the
     endpoint where that fails. `clock` gives `ts`; by default the wall clock. All methods are safe from any
-    thread.
+    thread. `endpoint` and `replay_endpoint` name the ports that were bound.
     """
 
     def __init__(
@@ -101,8 +99,8 @@ class KVEventPublisher:
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        self._endpoint = _last_endpoint(self._pub)
-        self._replay_endpoint = _last_endpoint(self._router) if self._router else None
+        self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.replay_endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT) if self._router else None
         self._bell = Doorbell()
         self._lock = threading.Lock()
         self._pending: list[KVEvent] = []
@@ -114,7 +112,12 @@ class KVEventPublisher:
         self._closed = False
         self._give_up_s = float("inf")
         self._buffer = ReplayBuffer(buffer_steps)
-        self._unsubscribe = self._subscribe(bus)
+        self._unsubscribe = [
+            bus.subscribe(BlocksStored, self._collect),
+            bus.subscribe(BlocksRemoved, self._collect),
+            bus.subscribe(IndexCleared, self._collect),
+            bus.subscribe(StepDone, lambda _: self.flush()),
+        ]
         self._thread = threading.Thread(target=self._run, name="sagellm-kv-events", daemon=True)
         self._thread.start()
 
@@ -131,23 +134,6 @@ class KVEventPublisher:
                 f"with a free port ('tcp://*:0' takes any) or 'ipc://path'"
             ) from error
         return socket
-
-    def _subscribe(self, bus: EventBus) -> list[Callable[[], None]]:
-        return [
-            bus.subscribe(BlocksStored, self._collect),
-            bus.subscribe(BlocksRemoved, self._collect),
-            bus.subscribe(IndexCleared, self._collect),
-            bus.subscribe(StepDone, lambda _: self.flush()),
-        ]
-
-    @property
-    def endpoint(self) -> str:
-        """Where the events are, with the port that was bound."""
-        return self._endpoint
-
-    @property
-    def replay_endpoint(self) -> str | None:
-        return self._replay_endpoint
 
     @property
     def next_seq(self) -> int:
@@ -186,45 +172,36 @@ class KVEventPublisher:
         try:
             self._outbox.put_nowait(batch)
         except queue.Full:
-            self._overflow(batch)
-
-    def _overflow(self, batch: _Collected) -> None:
-        self._num_overflowed += 1
-        if self._num_overflowed == 1:
-            log.warning(
-                "KV events: %d batches wait to be sent, batch %d is dropped; readers see a gap. Said once, "
-                "num_dropped goes on counting",
-                self._outbox.maxsize,
-                batch.seq,
-            )
+            self._num_overflowed += 1
+            if self._num_overflowed == 1:
+                log.warning(
+                    "KV events: %d batches wait to be sent, batch %d is dropped; readers see a gap. "
+                    "Said once, num_dropped goes on counting",
+                    self._outbox.maxsize,
+                    batch.seq,
+                )
 
     def close(self) -> None:
         """Send what was collected, for at most `LINGER_S` seconds, and end. Does nothing the second time."""
-        first = self._stop_collecting()
+        with self._lock:
+            first = not self._closed
+            if first:
+                self._number_pending()
+                self._give_up_s = self._timer.now() + LINGER_S
+                self._closed = True  # last: the other thread reads it without the lock
+        if first:
+            for unsubscribe in self._unsubscribe:
+                unsubscribe()
         self._bell.ring()
         self._thread.join()
         if first:
             self._context.term()
             self._bell.close()
 
-    def _stop_collecting(self) -> bool:
-        """Number what is left; whether this is the first time."""
-        with self._lock:
-            if self._closed:
-                return False
-            self._number_pending()
-            self._give_up_s = self._timer.now() + LINGER_S
-            self._closed = True
-        for unsubscribe in self._unsubscribe:
-            unsubscribe()
-        return True
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def check(self) -> None:
@@ -280,7 +257,8 @@ class KVEventPublisher:
 
     def _publish(self, batch: _Collected) -> None:
         try:
-            payload = self._encode(batch)
+            events = [to_wire(event, self._form) for event in batch.events]
+            payload = encode_batch(KVEventBatch(batch.ts, events, self._rank), self._form.event_form)
         except (SageError, ValueError) as error:
             self._num_unsendable += 1
             log.error("KV events: batch %d is dropped: %s", batch.seq, error)
@@ -288,10 +266,6 @@ class KVEventPublisher:
         self._pub.send_multipart([self._topic, batch.seq.to_bytes(SEQ_BYTES, "big"), payload])
         self._buffer.append(batch.seq, payload)
         self._num_published += 1
-
-    def _encode(self, batch: _Collected) -> bytes:
-        events = [to_wire(event, self._form) for event in batch.events]
-        return encode_batch(KVEventBatch(batch.ts, events, self._rank), self._form.event_form)
 
     def _answer_replay(self) -> None:
         """Send every kept batch from the requested number on.
@@ -305,10 +279,6 @@ class KVEventPublisher:
         for seq, payload in self._buffer.since(int.from_bytes(request, "big")):
             self._router.send_multipart([*way_back, self._topic, seq.to_bytes(SEQ_BYTES, "big"), payload])
         self._router.send_multipart([*way_back, b"", END_OF_REPLAY, b""])
-
-
-def _last_endpoint(socket: zmq.SyncSocket) -> str:
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 def _at_least(name: str, value: int, low: int) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from types import TracebackType
 
 from sagellm.control_plane.kv_events._doorbell import Doorbell
 from sagellm.control_plane.kv_events.codec import KVEventError, decode_batch
@@ -148,9 +147,7 @@ class KVEventSubscriber:
     def __enter__(self) -> KVEventSubscriber:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

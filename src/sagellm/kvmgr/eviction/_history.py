@@ -1,7 +1,8 @@
 """What happened to paths: a record for each use, kept when extents are evicted.
 
 `learned` and `adaptive` (adaptive/history.py) and `predictive` learn from it when a path is used again. They
-share how records follow the extents of a prefix tree, and differ in what they learn.
+share how records follow the extents of a prefix tree (`PathHistory`) and which events tell of uses
+(`HistoryPolicy`), and differ in what they learn.
 """
 
 from __future__ import annotations

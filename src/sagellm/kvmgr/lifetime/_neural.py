@@ -18,7 +18,6 @@ from sagellm.core.protocols.lifetime import Prediction, PredictionRequest
 from sagellm.kvmgr.lifetime._quantiles import (
     LEVELS,
     Bounded,
-    abstention,
     answer,
     pinball,
     prompt_length,
@@ -108,17 +107,15 @@ class NeuralLifetimePredictor(ABC):
         example = self._example(request, of_tables)
         logs = sorted(min(LARGEST_LOG, max(0.0, value)) for value in self._network.infer(example))
         of_network = [min(room, expm1(value)) for value in logs]
-        self._open.put(request.sequence_id, _Look(example, request.current_length, of_tables, of_network))
+        self._open[request.sequence_id] = _Look(example, request.current_length, of_tables, of_network)
         trusted = self._loss_of_network < self._loss_of_tables
         remaining = of_network if trusted else of_tables
-        token_s = self._tables.seconds_per_token
-        if self._num_seen < self._warmup:
-            return abstention(remaining, token_s)
-        return answer(remaining, token_s, self._min_confidence)
+        known = self._num_seen >= self._warmup
+        return answer(remaining, self._tables.seconds_per_token, self._min_confidence, known=known)
 
     def update(self, sequence_id: str, actual_length: int, actual_time: float) -> None:
         self._tables.update(sequence_id, actual_length, actual_time)
-        look = self._open.pop(sequence_id)
+        look = self._open.pop(sequence_id, None)
         if look is None:
             return
         remaining = max(0, actual_length - look.length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from sagellm.core.protocols.lifetime import Prediction, PredictionRequest
 
@@ -30,28 +30,19 @@ def uniform(room: int) -> list[float]:
     return [room * level for level in LEVELS]
 
 
-def confidence_of(remaining: Sequence[float]) -> float:
-    """The confidence in quantiles, 0 to 1.
-
-    1 where they agree, towards 0 as the middle 80 % spread over many times the median."""
-    return 1 / (1 + (remaining[-1] - remaining[0]) / max(1.0, remaining[MEDIAN]))
-
-
-def answer(remaining: Sequence[float], seconds_per_token: float, threshold: float) -> Prediction:
+def answer(
+    remaining: Sequence[float], seconds_per_token: float, threshold: float, *, known: bool
+) -> Prediction:
     """A prediction with these quantiles of remaining tokens.
 
-    It abstains below the given confidence."""
-    confidence = confidence_of(remaining)
+    Its confidence is 1 where they agree, towards 0 as the middle 80 % spread over many times the median, and
+    0 where too little is `known`. It abstains then, and below the threshold.
+    """
     median = remaining[MEDIAN]
+    confidence = 1 / (1 + (remaining[-1] - remaining[0]) / max(1.0, median)) if known else 0.0
     quantiles = dict(zip(LEVELS, remaining, strict=True))
-    return Prediction(median, median * seconds_per_token, confidence, quantiles, confidence < threshold)
-
-
-def abstention(remaining: Sequence[float], seconds_per_token: float) -> Prediction:
-    """A prediction with the same numbers that abstains."""
-    median = remaining[MEDIAN]
-    quantiles = dict(zip(LEVELS, remaining, strict=True))
-    return Prediction(median, median * seconds_per_token, 0.0, quantiles, abstained=True)
+    abstained = not known or confidence < threshold
+    return Prediction(median, median * seconds_per_token, confidence, quantiles, abstained)
 
 
 def pinball(remaining: Sequence[float], actual: float) -> float:
@@ -104,26 +95,15 @@ class Outcomes:
         return found
 
 
-class Bounded(Generic[Key, Value]):
+class Bounded(OrderedDict[Key, Value]):
     """A mapping of at most `limit` entries; the oldest write goes first."""
 
-    __slots__ = ("_entries", "_limit")
-
     def __init__(self, limit: int) -> None:
+        super().__init__()
         self._limit = limit
-        self._entries: OrderedDict[Key, Value] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, key: Key) -> Value | None:
-        return self._entries.get(key)
-
-    def put(self, key: Key, value: Value) -> None:
-        self._entries[key] = value
-        self._entries.move_to_end(key)
-        if len(self._entries) > self._limit:
-            self._entries.popitem(last=False)
-
-    def pop(self, key: Key) -> Value | None:
-        return self._entries.pop(key, None)
+    def __setitem__(self, key: Key, value: Value) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self._limit:
+            self.popitem(last=False)

@@ -15,7 +15,6 @@ from sagellm.core.protocols.lifetime import Prediction, PredictionRequest
 from sagellm.kvmgr.lifetime._quantiles import (
     Bounded,
     Outcomes,
-    abstention,
     answer,
     pinball,
     prompt_length,
@@ -94,9 +93,7 @@ class StatisticalLifetimePredictor:
 
     def predict(self, request: PredictionRequest) -> Prediction:
         remaining, known = self.remaining(request)
-        if not known:
-            return abstention(remaining, self.seconds_per_token)
-        return answer(remaining, self.seconds_per_token, self._min_confidence)
+        return answer(remaining, self.seconds_per_token, self._min_confidence, known=known)
 
     def remaining(self, request: PredictionRequest) -> tuple[list[float], bool]:
         """The quantiles of remaining tokens at `LEVELS`, and whether outcomes support them."""
@@ -104,7 +101,7 @@ class StatisticalLifetimePredictor:
         entry = _Open(
             prompt, max(0, request.current_length - prompt), request.session_id, self._keys(request, prompt)
         )
-        self._open.put(request.sequence_id, entry)
+        self._open[request.sequence_id] = entry
         for name, key in entry.keys.items():
             outcomes = self._outcomes(name, key)
             found = outcomes and outcomes.remaining(entry.generated, self._min_samples)
@@ -122,7 +119,7 @@ class StatisticalLifetimePredictor:
         return None if session is None else session.previous
 
     def update(self, sequence_id: str, actual_length: int, actual_time: float) -> None:
-        entry = self._open.pop(sequence_id)
+        entry = self._open.pop(sequence_id, None)
         if entry is None:
             return
         output = max(0, actual_length - entry.prompt)
@@ -134,7 +131,7 @@ class StatisticalLifetimePredictor:
             outcomes = self._outcomes(name, key)
             if outcomes is None:
                 outcomes = Outcomes(self._window)
-            self._tables.setdefault(name, Bounded(self._max_open)).put(key, outcomes)
+            self._tables.setdefault(name, Bounded(self._max_open))[key] = outcomes
             outcomes.add(output)
         if entry.session_id is not None:
             self._remember(entry.session_id, output)
@@ -165,7 +162,7 @@ class StatisticalLifetimePredictor:
         mean = (
             newest if session is None else SESSION_MEMORY * session.mean_log + (1 - SESSION_MEMORY) * newest
         )
-        self._sessions.put(session_id, _Session(output, mean))
+        self._sessions[session_id] = _Session(output, mean)
 
     def _keys(self, request: PredictionRequest, prompt: int) -> dict[str, Hashable]:
         """The key of this request in each table that applies, by the table's name."""

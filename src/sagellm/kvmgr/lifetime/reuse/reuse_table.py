@@ -72,8 +72,11 @@ class _Cell:
             return
         self._stale_at, self._renew_at = 1.25 * self.seen + 8, 1.5 * num_all + 8
         self._answers = [None] * len(self.events)
-        lean = self._lean(prior, num_all)
-        prior = prior if self._parent is not None else PRIOR_OF_ALL
+        if self._parent is None:
+            lean, prior = [0.0] * len(self.events), PRIOR_OF_ALL
+        else:
+            self._parent.refresh(prior, num_all)
+            lean = self._parent.hazards
         self.hazards = []
         # A block that begins or stops being watched within a step counts half for it. Those that begin at 0
         # begin with the step.
@@ -83,19 +86,10 @@ class _Cell:
             self.hazards.append((events + prior * leaned) / (max(exposed, events) + prior))
             watched += began - ended + halves
             halves = 0.0
-        self._integrate()
-
-    def _integrate(self) -> None:
         unused, self.used_by = 1.0, [0.0]
         for hazard in self.hazards:
             unused *= 1 - hazard
             self.used_by.append(1 - unused)
-
-    def _lean(self, prior: float, num_all: float) -> list[float]:
-        if self._parent is None:
-            return [0.0] * len(self.events)
-        self._parent.refresh(prior, num_all)
-        return self._parent.hazards
 
 
 class ReuseTable:
