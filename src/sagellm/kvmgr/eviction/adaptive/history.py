@@ -49,7 +49,10 @@ class ReuseHistory(PathHistory[ReuseRecord]):
         self._num_begun = self._num_begun_at_fit = self._num_used = 0
 
     def replace_child(self, parent: Extent, child_key: int, now_s: float) -> None:
-        """The record of the child, or of the extent that continued the parent last, moves to the parent."""
+        """The parent gets an open record.
+
+        It is the later one of those of the child and of the extent that continued the parent last.
+        """
         above = self._records.get(parent.key)
         if above is not None and above.is_open:
             return
