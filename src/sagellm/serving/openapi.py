@@ -292,7 +292,8 @@ def request_schema(model: type[BaseModel], gateway: Gateway, model_name: str) ->
     if schema.names_a_model(model):
         for name, values in sorted(schema.NEUTRAL.items()):
             properties.setdefault(name, _neutral(values))
-        properties |= dict.fromkeys(sorted(schema.WITHOUT_EFFECT), WITHOUT)
+        for name in sorted(schema.WITHOUT_EFFECT):
+            properties.setdefault(name, WITHOUT)
     if issubclass(model, schema.GenerationFields):
         properties |= dict.fromkeys(sorted(schema.OF_OTHER_SERVERS), IGNORED)
     return {

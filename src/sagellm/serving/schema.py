@@ -107,11 +107,14 @@ RENAMED: Mapping[str, str] = {
 
 WITHOUT_EFFECT = frozenset(
     {
-        "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+        "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
         "prompt_cache_retention", "parallel_tool_calls",
     }
 )  # fmt: skip
-"""Without effect on the answer: they describe the caller, or tools, of which there are none."""
+"""Without effect on the answer: they describe the caller, or tools, of which there are none.
+
+A generation serves `user`, which may be its client; other requests ignore it.
+"""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
