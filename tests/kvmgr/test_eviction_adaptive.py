@@ -369,6 +369,7 @@ def test_memory_is_bounded(name: str) -> None:
     assert len(policy._history) == 200
     assert len(policy._model) < 100
     assert len(policy._ranked._keys_in_turn) <= 100
+    assert len(policy._history._open) <= 200
     assert len(policy._by_value._order) <= 200
 
 

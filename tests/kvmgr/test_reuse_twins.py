@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sagellm.core.protocols.eviction import SimpleExtent
+from sagellm.kvmgr.eviction.adaptive.history import OpenRecords
 from sagellm.kvmgr.eviction.adaptive.reuse_model import (
     _MIDDLE_S,
     _NEAR,
@@ -61,6 +62,53 @@ def test_seconds_at_risk_are_those_of_each_path_in_each_bin(paths: list[tuple[in
 
 def test_a_clock_that_lags_behind_counts_no_seconds() -> None:
     assert not seconds_at_risk(*columns([(0, -5.0, -1.0)]), 1).any()
+
+
+@dataclass
+class SlowRecord:
+    kind: int
+    used_s: float
+    counted_s: float
+
+
+class OpenRecordsMachine(RuleBasedStateMachine):
+    """Against a dictionary of records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.records, self.now_s = OpenRecords(), dict[int, SlowRecord](), 100.0
+
+    @rule(kind=st.integers(0, 3), age_s=st.floats(0.0, 100.0))
+    def begins(self, kind: int, age_s: float) -> None:
+        index = self.open.open(kind, self.now_s - age_s, self.now_s - age_s / 2)
+        assert index not in self.records
+        self.records[index] = SlowRecord(kind, self.now_s - age_s, self.now_s - age_s / 2)
+
+    @precondition(lambda self: self.records)
+    @rule(data=st.data())
+    def ends(self, data: st.DataObject) -> None:
+        index = data.draw(st.sampled_from(sorted(self.records)))
+        assert self.open.close(index) == self.records.pop(index).counted_s
+
+    @rule(after_s=st.floats(0.0, 50.0))
+    def counts(self, after_s: float) -> None:
+        self.now_s += after_s
+        kinds, from_s, to_s = self.open.count(self.now_s)
+        told = sorted(zip(kinds.tolist(), from_s.tolist(), to_s.tolist(), strict=True))
+        assert told == sorted(
+            (record.kind, record.counted_s - record.used_s, self.now_s - record.used_s)
+            for record in self.records.values()
+        )
+        for record in self.records.values():
+            record.counted_s = self.now_s
+
+    @invariant()
+    def are_as_many(self) -> None:
+        assert len(self.open) == len(self.records)
+
+
+TestOpenRecords = OpenRecordsMachine.TestCase
+TestOpenRecords.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 # -- the fit

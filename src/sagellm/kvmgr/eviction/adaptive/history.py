@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
 
 from sagellm.core.protocols.eviction import Extent
 from sagellm.kvmgr.eviction._history import CONTINUED_SHARE, MAX_BRANCHES, PathHistory, PathRecord
-from sagellm.kvmgr.eviction.adaptive.reuse_model import Features, ReuseModel
+from sagellm.kvmgr.eviction.adaptive.reuse_model import Features, Floats, Ints, ReuseModel
 
 FIT_FIRST, FIT_LAST, FIT_SHARE = 64, 4096, 8
 """The model is fitted after 64 new records, later after one in eight of all so far, at most 4096."""
@@ -17,6 +18,8 @@ FEWEST_USES = 16
 NUM_FEATURES = 7
 SHARED = -1
 """The kind of a prefix that many requests share. It has a rate of its own, and does not teach the model."""
+CLOSED = -1
+"""The kind, and the index, of a record in no column of `OpenRecords`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,15 +27,56 @@ class ReuseRecord(PathRecord):
     """A `PathRecord` with what the model knows of it.
 
     `kind`: the model's row for its `features`, or `SHARED`. `latest_key`: the extent that continued the path
-    last. `next_use_s`: when the next use came. `counted_s`: until when
-    the model has its seconds without a use.
+    last. `next_use_s`: when the next use came. `open_index`: its place in `OpenRecords` while it is open.
     """
 
     features: Features = ()
     kind: int = 0
     latest_key: int | None = None
     next_use_s: float | None = None
-    counted_s: float = 0.0
+    open_index: int = CLOSED
+
+
+class OpenRecords:
+    """All open records in columns: kind, time of use, time of the last count.
+
+    A fit counts the seconds of thousands of open records at once, in numpy: one by one, a fit would take 8 ms instead of 2.
+    """
+
+    def __init__(self) -> None:
+        self._kind = array("q")
+        self._used_s, self._counted_s = array("d"), array("d")
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._kind) - len(self._free)
+
+    def open(self, kind: int, used_s: float, counted_s: float) -> int:
+        """Returns the record's index, valid until `close`."""
+        if self._free:
+            index = self._free.pop()
+            self._kind[index], self._used_s[index], self._counted_s[index] = kind, used_s, counted_s
+            return index
+        self._kind.append(kind)
+        self._used_s.append(used_s)
+        self._counted_s.append(counted_s)
+        return len(self._kind) - 1
+
+    def close(self, index: int) -> float:
+        """Returns until when the record was counted."""
+        self._kind[index] = CLOSED
+        self._free.append(index)
+        return self._counted_s[index]
+
+    def count(self, now_s: float) -> tuple[Ints, Floats, Floats]:
+        """Kinds, ages at the last count, ages now. All records are counted until now then."""
+        all_kinds = np.frombuffer(self._kind, dtype=np.int64)
+        counted_s = np.frombuffer(self._counted_s)
+        open_ = np.flatnonzero(all_kinds != CLOSED)
+        used_s = np.frombuffer(self._used_s)[open_]
+        from_s = counted_s[open_] - used_s
+        counted_s[open_] = now_s
+        return all_kinds[open_], from_s, now_s - used_s
 
 
 class ReuseHistory(PathHistory[ReuseRecord]):
@@ -46,13 +90,11 @@ class ReuseHistory(PathHistory[ReuseRecord]):
         super().__init__(max_records)
         self.model = model
         self.changed: list[int] = []
+        self._open = OpenRecords()
         self._num_begun = self._num_begun_at_fit = self._num_used = 0
 
     def replace_child(self, parent: Extent, child_key: int, now_s: float) -> None:
-        """The parent gets an open record.
-
-        It is the later one of those of the child and of the extent that continued the parent last.
-        """
+        """The child was evicted. Its path ends at the parent; its record moves there."""
         above = self._records.get(parent.key)
         if above is not None and above.is_open:
             return
@@ -74,13 +116,7 @@ class ReuseHistory(PathHistory[ReuseRecord]):
         due = min(FIT_LAST, max(FIT_FIRST, self._num_begun // FIT_SHARE))
         if num_new < due or self._num_used < FEWEST_USES:
             return False
-        records = [record for record in self if record.is_open]
-        used_s = np.array([record.used_s for record in records])
-        counted_s = np.array([record.counted_s for record in records])
-        kinds = np.array([record.kind for record in records], dtype=np.int64)
-        self.model.all_at_risk(kinds, counted_s - used_s, now_s - used_s)
-        for record in records:
-            record.counted_s = now_s
+        self.model.all_at_risk(*self._open.count(now_s))
         self.model.fit(num_new)
         self._num_begun_at_fit = self._num_begun
         return True
@@ -115,11 +151,12 @@ class ReuseHistory(PathHistory[ReuseRecord]):
             _level(extent.use.num_output_tokens // 16, 5),
             0,
         )
-        used_s, kind = extent.used_s, self.model.kind(features)
-        record = ReuseRecord(extent.key, used_s, end, turn, features=features, kind=kind, counted_s=used_s)
+        record = ReuseRecord(
+            extent.key, extent.used_s, end, turn, features=features, kind=self.model.kind(features)
+        )
         if before is not None and before.key == extent.key:
             record.num_branches = before.num_branches
-        self._store(record)
+        self._store_open(record, record.used_s)
         self._num_begun += 1
         return record
 
@@ -147,10 +184,8 @@ class ReuseHistory(PathHistory[ReuseRecord]):
         features = (*record.features[:-1], 1)
         self._close(record, now_s, end / record.end)
         kind = self.model.kind(features)
-        rest = ReuseRecord(
-            rest_key, record.used_s, record.end, record.turn, features=features, kind=kind, counted_s=now_s
-        )
-        self._store(rest)
+        rest = ReuseRecord(rest_key, record.used_s, record.end, record.turn, features=features, kind=kind)
+        self._store_open(rest, now_s)
 
     def _move_to_tail(self, record: ReuseRecord, tail: Extent, now_s: float) -> None:
         rest = ReuseRecord(
@@ -161,10 +196,8 @@ class ReuseHistory(PathHistory[ReuseRecord]):
             record.gap_s,
             features=record.features,
             kind=record.kind,
-            counted_s=record.counted_s,
         )
-        record.is_open = False
-        self._store(rest)
+        self._store_open(rest, self._end_count(record))
         record.num_branches += 1
 
     def _make_shared(self, record: ReuseRecord, now_s: float) -> None:
@@ -178,13 +211,24 @@ class ReuseHistory(PathHistory[ReuseRecord]):
 
     def _close(self, record: ReuseRecord, now_s: float, share: float = 1.0) -> None:
         age_s = now_s - record.used_s
-        self.model.at_risk(record.kind, record.counted_s - record.used_s, age_s)
+        self.model.at_risk(record.kind, self._end_count(record) - record.used_s, age_s)
         self.model.used(record.kind, age_s, share)
         self._num_used += 1
-        record.is_open, record.gap_s, record.next_use_s = False, age_s, now_s
+        record.gap_s, record.next_use_s = age_s, now_s
 
     def _forget(self, record: ReuseRecord) -> None:
-        record.is_open = False
+        if record.is_open:
+            self._end_count(record)
+
+    def _store_open(self, record: ReuseRecord, counted_s: float) -> None:
+        """Store an open record; its seconds since `counted_s` are still to be counted."""
+        record.open_index = self._open.open(record.kind, record.used_s, counted_s)
+        self._store(record)
+
+    def _end_count(self, record: ReuseRecord) -> float:
+        """The record is no longer open; returns until when its seconds were counted."""
+        index, record.is_open, record.open_index = record.open_index, False, CLOSED
+        return self._open.close(index)
 
 
 def _level(value: int, most: int) -> int:
