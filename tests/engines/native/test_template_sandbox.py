@@ -231,6 +231,7 @@ def test_the_count_is_of_one_rendering_and_one_thread(monkeypatch: pytest.Monkey
         ("{{ 'a' ~ 1 ~ none ~ [1] }}", "a1None[1]"),
         ("{{ [1, 'b'] | join('-') }}{{ '-'.join(['c', 'd']) }}", "1-bc-d"),
         ("{{ messages | map(attribute='role') | join(',') }}", "user,assistant"),
+        ("{{ 'abc' | join(',') }}{{ 'ab' | join }}", "a,b,cab"),
         ("{{ 'a\nb' | indent(2) }}{{ 'aXb'.replace('X', '--') }}", "a\n  ba--b"),
         (
             "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }} {% endfor %}",

@@ -248,6 +248,7 @@ def num_kv_blocks(
         need = weights / GIB
         raise CapacityError(
             f"{model.name} ({need:.1f} GiB of weights per device) leaves no room for KV on {device.name} "
-            f"({device.memory_bytes / GIB:.1f} GiB): take more devices (tensor parallel) or a larger one"
+            f"({device.memory_bytes / GIB:.1f} GiB) with a memory fraction of {utilization:g}: take "
+            "more devices (tensor parallel), a larger one or a larger kv.memory_fraction"
         )
     return blocks * groups
