@@ -7,6 +7,8 @@ import itertools
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sagellm.kvmgr.prefix_cache.metrics import BUCKET_BOUNDS_S, PrefixReuseMetrics
 
@@ -30,10 +32,11 @@ def test_ratios_and_sums() -> None:
     assert (reuse.num_hit_tokens, reuse.num_matches) == (80, 0)
 
 
-def test_nothing_counted_is_zero() -> None:
+def test_nothing_counted_is_zero_and_no_quantile() -> None:
     reuse = PrefixReuseMetrics().snapshot()
     assert (reuse.token_hit_ratio, reuse.block_hit_ratio) == (0.0, 0.0)
     assert (reuse.request_hit_ratio, reuse.mean_sharing) == (0.0, 0.0)
+    assert reuse.match_quantile(0.5) is None
 
 
 def test_a_request_without_a_whole_block_counts() -> None:
@@ -69,6 +72,35 @@ def test_a_bound_belongs_to_its_own_bucket() -> None:
     assert counts[2 * FIVE_MICROSECONDS] == 3
     assert counts[1.0] == 3
     assert counts[math.inf] == 4
+
+
+def test_quantiles_are_linear_inside_a_bucket() -> None:
+    metrics = PrefixReuseMetrics()
+    for _ in range(4):
+        metrics.observe_match(1.5 * FIVE_MICROSECONDS)
+    reuse = metrics.snapshot()
+    assert reuse.match_quantile(0.0) == FIVE_MICROSECONDS
+    assert reuse.match_quantile(0.5) == 1.5 * FIVE_MICROSECONDS
+    assert reuse.match_quantile(1.0) == 2 * FIVE_MICROSECONDS
+    metrics.observe_match(30.0)
+    assert metrics.snapshot().match_quantile(1.0) == 1.0
+    with pytest.raises(ValueError, match=r"got 1\.5"):
+        reuse.match_quantile(1.5)
+
+
+@given(
+    st.lists(st.floats(3e-7, 0.99), min_size=1, max_size=50),
+    st.sampled_from([0.01, 0.25, 0.5, 0.9, 0.99, 1.0]),
+)
+def test_a_quantile_is_right_to_a_factor_of_two_and_a_half(times: list[float], q: float) -> None:
+    metrics = PrefixReuseMetrics()
+    for seconds in times:
+        metrics.observe_match(seconds)
+    exact = sorted(times)[max(0, math.ceil(q * len(times)) - 1)]
+    answer = metrics.snapshot().match_quantile(q)
+    assert answer is not None
+    assert exact / 2.5001 <= answer <= 2.5001 * exact
+    assert metrics.snapshot().num_matches == len(times)
 
 
 def test_a_snapshot_stays_as_it_was() -> None:

@@ -135,6 +135,24 @@ class PrefixReuseSnapshot:
     def num_matches(self) -> int:
         return self.match_buckets[-1][1]
 
+    def match_quantile(self, q: float) -> float | None:
+        """Seconds under which the fraction `q` of the look-ups stayed; None before the first.
+
+        Known to a factor of 2.5, and to 0.25 us: linear inside a bucket, as Prometheus' `histogram_quantile`
+        does it. What is above the last finite end counts as that end. Raises `ValueError` for `q` outside
+        0 to 1.
+        """
+        if not 0.0 <= q <= 1.0:
+            raise ValueError(f"q must be between 0 and 1, got {q}")
+        if not self.num_matches:
+            return None
+        rank, low, below = q * self.num_matches, 0.0, 0
+        for high, at_or_under in self.match_buckets[:-1]:
+            if at_or_under > below and at_or_under >= rank:
+                return low + (high - low) * (rank - below) / (at_or_under - below)
+            low, below = high, at_or_under
+        return low
+
 
 class TenantReuse(NamedTuple):
     """Tokens that one tenant's requests looked up, and the reused ones among them."""
