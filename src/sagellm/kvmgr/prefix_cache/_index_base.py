@@ -144,10 +144,10 @@ class IndexBase(ABC, Generic[ExtentType]):
             raise BookkeepingError(f"cannot evict {num_blocks} blocks")
         if num_blocks > self.num_evictable:
             return None
-        freed: BlockIds = array("i")
         if len(self._leaves.shares) == 1:
             freed = self._evict_of(self._leaves.default_share, num_blocks, cause)
         else:
+            freed = array("i")
             # An evicted leaf may expose a parent of another account: repeat while blocks are freed.
             before = -1
             while before < len(freed) < num_blocks:
