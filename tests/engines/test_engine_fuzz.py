@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from sagellm.core.types import SLO, Namespace
 from tests.builders import request
 from tests.effort import examples
-from tests.engine_fuzz import CLASSES, TENANTS, TEXTS, Case, Run, fuzz
+from tests.engine_fuzz import CLASSES, TENANTS, TEXTS, Case, Run, fuzz, play
 
 TEN_MINUTES = 600.0
 
@@ -21,6 +21,11 @@ def test_random_workloads() -> None:
     seen = fuzz(0, num_cases=60)
     assert seen["length"] > 400
     assert seen["error"] < 60  # those that do not fit alone; the others are checked one by one
+
+
+def test_a_skipped_decode_that_must_leave_is_not_counted() -> None:
+    """The one request in decode ends for lack of memory in the step in which it was put off."""
+    play(Case.of(17_882))
 
 
 @pytest.mark.slow

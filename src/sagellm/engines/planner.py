@@ -117,7 +117,10 @@ class Planner:
                     short = short or error
                 for put_off in behind or [state]:
                     self._put_off(draft, put_off, reason)
-        return None if short is None else self._make_way(short)
+        must_leave = None if short is None else self._make_way(short)
+        if must_leave is not None:
+            draft.skipped_decodes.pop(must_leave.state.request_id, None)
+        return must_leave
 
     def seal(self, binding: Binding, num_sent: int = 0) -> ExecutionPlan:
         """Verify the bound draft, admit its requests into rows, and freeze it. The backend has already been
