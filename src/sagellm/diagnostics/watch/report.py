@@ -6,8 +6,7 @@ and the text beside it says what would make it known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 VERSION = 1
@@ -115,9 +114,9 @@ class Advice:
 @dataclass(frozen=True, slots=True)
 class WatchReport:
     """All that was found from `began_s` (seconds since the epoch) on, for `duration_s` seconds. `coverage`: the
-    share of the queried tokens that the reconstructed requests explain; None without them. `unknown`: what the
-    events of this server cannot show, and how to see it. `advice`: best first; the first is the sentence shown
-    on top."""
+    share of the queried tokens that the reconstructed requests explain; None without them. `unknown`: what
+    the events of this server cannot show, and how to see it. `advice`: best first; the first is the sentence
+    shown on top."""
 
     began_s: float
     duration_s: float
@@ -131,4 +130,3 @@ class WatchReport:
     unknown: tuple[str, ...]
     advice: tuple[Advice, ...]
     version: int = VERSION
-    notes: Mapping[str, str] = field(default_factory=dict)
