@@ -24,9 +24,9 @@ class Basis(Enum):
 @dataclass(frozen=True, slots=True)
 class Rung:
     """One line of the hit-rate ladder. `policy` is `server` (what runs now), `lru`, `adaptive`, `optimum`
-    (offline: it knows the future) or `routing` (the fleet's requests each go to the instance that has the most
-    of their prefix). `capacity` is the factor on the server's KV memory, `UNLIMITED` for a cache that never
-    evicts. `missing`: what would make the ratio known."""
+    (offline: it knows the future) or `routing` (the fleet's requests each go to the instance that has the
+    most of their prefix). `capacity` is the factor on the server's KV memory, `UNLIMITED` for a cache that
+    never evicts. `missing`: what would make the ratio known."""
 
     policy: str
     capacity: float
@@ -46,8 +46,8 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class MissedTokens:
-    """Prompt tokens that had to be computed, by cause; each has one. `not_aligned`: they equal cached tokens up
-    to a place inside a block, and only whole blocks are shared. `unknown`: the events do not tell."""
+    """Prompt tokens that had to be computed, by cause; each has one. `not_aligned`: they equal cached tokens
+    up to a place inside a block, and only whole blocks are shared. `unknown`: the events do not tell."""
 
     never_seen: int = 0
     evicted: int = 0
@@ -58,8 +58,8 @@ class MissedTokens:
 
 @dataclass(frozen=True, slots=True)
 class ReuseGaps:
-    """How long blocks wait for their next use: `counts[i]` uses came at most `ends_s[i]` seconds after the one
-    before, the last end is infinite. `of`: which uses are seen, as text."""
+    """How long blocks wait for their next use: `counts[i]` uses came at most `ends_s[i]` seconds after the
+    one before, the last end is infinite. `of`: which uses are seen, as text."""
 
     ends_s: tuple[float, ...]
     counts: tuple[int, ...]
@@ -80,8 +80,8 @@ class EvictedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class InstanceReport:
-    """One endpoint. `num_lost` batches never arrived, `num_repaired` came by the replay socket. `hit_ratio` is
-    from the counters of the watched time. `bytes_per_block` and `num_blocks` are None if unknown."""
+    """One endpoint. `num_lost` batches never arrived, `num_repaired` came by the replay socket. `hit_ratio`
+    is from the counters of the watched time. `bytes_per_block` and `num_blocks` are None if unknown."""
 
     endpoint: str
     metrics_url: str | None
@@ -113,10 +113,10 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class WatchReport:
-    """All that was found from `began_s` (seconds since the epoch) on, for `duration_s` seconds. `coverage`: the
-    share of the queried tokens that the reconstructed requests explain; None without them. `unknown`: what
-    the events of this server cannot show, and how to see it. `advice`: best first; the first is the sentence
-    shown on top."""
+    """All that was found from `began_s` (seconds since the epoch) on, for `duration_s` seconds. `coverage`:
+    the share of the queried tokens that the reconstructed requests explain; None without them. `unknown`:
+    what the events of this server cannot show, and how to see it. `advice`: best first; the first is the
+    sentence shown on top."""
 
     began_s: float
     duration_s: float
