@@ -1,1 +1,1 @@
-"""`sagellm verify`: whether a running server's cache hits give the answers that it gives without them."""
+"""`sagellm verify`: tests whether a running server answers alike with and without cache hits."""

@@ -1,1 +1,1 @@
-"""`sagellm watch`: what a running server's KV cache hits, what it could hit, and what would help."""
+"""`sagellm watch`: measures what a running KV cache hits and could hit."""

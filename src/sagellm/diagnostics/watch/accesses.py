@@ -1,4 +1,6 @@
-"""`Access`: one look at the cache by a request, as reconstructed from KV events or seen by the proxy."""
+"""`CacheAccess`: one look-up in a watched cache.
+
+Reconstructed from KV events, or seen by the proxy."""
 
 from __future__ import annotations
 
@@ -8,9 +10,10 @@ from sagellm.core.types import Tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
-    """A request's whole blocks from the root on, numbered: equal numbers are equal prefixes of one namespace.
+class CacheAccess:
+    """The whole blocks of a request from the root on, numbered.
 
+    Equal numbers are equal prefixes of one namespace.
     `num_queried` leading blocks count as queried prompt blocks; the others are generated, and are stored
     without being looked up. A request gives one access when its prompt is looked up, and one more with
     `num_queried` 0 for each time that it stores further blocks. `instance`: index of the endpoint.

@@ -58,7 +58,9 @@ class MissedTokens:
 
 @dataclass(frozen=True, slots=True)
 class ReuseGaps:
-    """How long blocks wait for their next use: `counts[i]` uses came at most `ends_s[i]` seconds after the
+    """How long blocks wait for their next use.
+
+    `counts[i]` uses came at most `ends_s[i]` seconds after the
     one before, the last end is infinite. `of`: which uses are seen, as text."""
 
     ends_s: tuple[float, ...]
@@ -105,7 +107,7 @@ class InstanceReport:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One thing to change, and the points of hit ratio (0 to 100) that it is expected to gain."""
+    """One thing to change. `gain_points`: expected points of hit ratio, 0 to 100."""
 
     text: str
     gain_points: float
