@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,7 +53,8 @@ def test_the_client_gets_every_answer(live: Live, kind: str, *, keep_alive: bool
 
 
 def test_kept_connections_are_kept(live: Live) -> None:
-    """As many connections as threads, or as requests."""
+    """As many connections as threads, or as requests. Each thread waits before its first request until the
+    other has one: a quick thread could send all of them."""
     for keep_alive, expected in ((True, 2), (False, 12)):
         plan = HttpBenchPlan(num_requests=12)
         seen: set[Any] = set()
@@ -60,8 +62,12 @@ def test_kept_connections_are_kept(live: Live) -> None:
         expected_in_all = state.total_requests + 12
         job = plan.job("list", 2, keep_alive=keep_alive, target=target_of(live))
         original = client.HttpSender._exchange
+        both_began, began = threading.Barrier(2, timeout=30), threading.local()
 
         def noted(sender: client.HttpSender, original: Any = original, seen: set[Any] = seen) -> Any:
+            if not hasattr(began, "yet"):  # noqa: B023 - called before the next turn
+                began.yet = True  # noqa: B023
+                both_began.wait()  # noqa: B023
             found = original(sender)
             seen.add(sender._connection)
             return found
