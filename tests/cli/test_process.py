@@ -18,6 +18,13 @@ sys.argv = ["sagellm", *{arguments!r}]
 from sagellm.cli import main
 main()
 """
+SMALL = """
+import sys
+sys.modules.update(dict.fromkeys(["torch", "fastapi", "tokenizers", "safetensors", "matplotlib"]))
+sys.argv = ["sagellm", *{arguments!r}]
+from sagellm.cli import main
+main()
+"""
 INTERRUPTED = """
 import signal, sys
 
@@ -115,3 +122,21 @@ def test_an_answer_does_not_import_torchs_compiler() -> None:
     done = python(IMPORTED)
     assert done.returncode == 0, done.stderr
     assert {"torch._dynamo", "torch._inductor", "sympy"} & set(done.stderr.split()) == set()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("replay", "{trace}", "--policy", "adaptive", "--capacity", "10%"),
+        ("trace", "info", "{trace}"),
+        ("simulate", "--trace", "{trace}", "--requests", "20"),
+    ],
+)
+def test_the_small_install_runs_the_tools(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """`pip install .` brings neither torch nor fastapi, tokenizers or matplotlib."""
+    trace = tmp_path / "trace.jsonl"
+    record = '{"time_s": %d, "ids": [0, 1, %d], "num_input_tokens": 48, "num_output_tokens": 4}'
+    lines = ['{"sagellm_trace": 1, "block_tokens": 16}', *(record % (n, n) for n in range(2, 30))]
+    trace.write_text("\n".join(lines), encoding="utf-8")
+    done = python(SMALL.format(arguments=[argument.format(trace=trace) for argument in arguments]))
+    assert done.returncode == 0, done.stderr

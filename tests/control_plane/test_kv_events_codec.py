@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from contextlib import suppress
 from typing import Any
 
@@ -326,31 +324,3 @@ def test_a_form_that_does_not_exist() -> None:
         WireForm(4, "bytes", "xml")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="block_size must be at least 1"):
         WireForm(0)
-
-
-WITHOUT = """
-import sys
-sys.modules[{package!r}] = None
-import sagellm.control_plane.kv_events as kv_events
-from sagellm.core.errors import MissingExtraError
-try:
-    kv_events.KVEventPublisher
-except MissingExtraError as error:
-    print(error)
-"""
-
-
-@pytest.mark.parametrize("package", ["msgspec", "zmq"])
-def test_without_the_extra_the_package_imports_and_its_use_says_what_to_install(package: str) -> None:
-    code = WITHOUT.format(package=package)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "KV events needs packages that are not installed: pip install" in done.stdout
-
-
-def test_the_names_of_the_package() -> None:
-    import sagellm.control_plane.kv_events as kv_events
-
-    assert dir(kv_events) == sorted(kv_events.__all__)
-    assert all(getattr(kv_events, name) is not None for name in kv_events.__all__)
-    with pytest.raises(AttributeError, match="it has AllBlocksCleared"):
-        _ = kv_events.Publisher

@@ -51,8 +51,8 @@ def test_otherwise_a_clone_is_needed(
     installed: Path, monkeypatch: pytest.MonkeyPatch, url: str | None
 ) -> None:
     recorded(monkeypatch, url)
-    assert str(MissingExtraError("KV events", "events")).endswith(
-        "pip install '.[events]' in a clone of sageLLM"
+    assert str(MissingExtraError("the HTTP server", "serve")).endswith(
+        "pip install '.[serve]' in a clone of sageLLM"
     )
 
 

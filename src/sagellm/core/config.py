@@ -234,7 +234,7 @@ class ServerConfig(Section):
 
 
 class EventsConfig(Section):
-    """KV events for routers, in vLLM's wire form over ZeroMQ (extra `events`)."""
+    """KV events for routers, in vLLM's wire form over ZeroMQ."""
 
     endpoint: Word | None = key(
         None, f"where to publish, as tcp://*:{int(SagePorts.KV_EVENTS)}; none: nowhere"

@@ -17,14 +17,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal, TypeAlias, get_args
 
-from sagellm.core.errors import ConfigError, MissingExtraError, SageError, nearest
+import msgspec
+
+from sagellm.core.errors import ConfigError, SageError, nearest
 from sagellm.core.events import BlocksRemoved, BlocksStored, IndexCleared
 from sagellm.core.types import TOKEN_BYTES, Namespace, Tokens
-
-try:
-    import msgspec
-except ImportError:
-    raise MissingExtraError("KV events", "events") from None
 
 MEDIUM_GPU = "GPU"
 """vLLM's word for the memory that the engine computes on."""

@@ -10,6 +10,8 @@ import threading
 import time
 from typing import NamedTuple, Self
 
+import zmq
+
 from sagellm.control_plane.kv_events._doorbell import Doorbell
 from sagellm.control_plane.kv_events.codec import (
     EventForm,
@@ -22,13 +24,8 @@ from sagellm.control_plane.kv_events.codec import (
 )
 from sagellm.control_plane.kv_events.sequence import END_OF_REPLAY, SEQ_BYTES, ReplayBuffer
 from sagellm.core.clock import Clock, MonotonicClock
-from sagellm.core.errors import BookkeepingError, ConfigError, MissingExtraError, SageError
+from sagellm.core.errors import BookkeepingError, ConfigError, SageError
 from sagellm.core.events import BlocksRemoved, BlocksStored, EventBus, IndexCleared, StepDone
-
-try:
-    import zmq
-except ImportError:
-    raise MissingExtraError("KV events", "events") from None
 
 log = logging.getLogger("sagellm.kv_events")
 

@@ -8,6 +8,8 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 
+import zmq
+
 from sagellm.control_plane.kv_events._doorbell import Doorbell
 from sagellm.control_plane.kv_events.codec import KVEventError, decode_batch
 from sagellm.control_plane.kv_events.sequence import (
@@ -18,12 +20,7 @@ from sagellm.control_plane.kv_events.sequence import (
     ReceivedBatch,
     SequenceTracker,
 )
-from sagellm.core.errors import ConfigError, MissingExtraError
-
-try:
-    import zmq
-except ImportError:
-    raise MissingExtraError("KV events", "events") from None
+from sagellm.core.errors import ConfigError
 
 
 class KVEventSubscriber:
