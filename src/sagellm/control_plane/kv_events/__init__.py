@@ -1,4 +1,6 @@
-"""KV events for routers: what the prefix index stores and removes, in vLLM's wire form."""
+"""KV events for routers: what the prefix index stores and removes.
+
+Published in vLLM's wire form."""
 
 from sagellm.control_plane.kv_events.codec import (
     AllBlocksCleared,
