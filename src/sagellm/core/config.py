@@ -2,6 +2,12 @@
 
 Values come in layers (`core/config_layers.py`); models are frozen and refuse unknown keys. The name of a
 plug-in (`kv.eviction`, `scheduler.passes`, ...) is looked up when the engine is built, not here.
+
+To add a setting, write one line `name: type = key(default, meaning, limits)` in its section here: file,
+environment (`SAGELLM_SECTION_NAME`), `--set` and `sagellm config show --origin` follow from it. Read it where
+the engine is built (`engines/build.py`, `engines/native/from_config.py`) or served (`cli/serve.py`). A secret
+goes into `SECRET_KEYS` (`config_layers.py`), an option of its own on the command line into `FLAGS`
+(`cli/_settings.py`).
 """
 
 from __future__ import annotations

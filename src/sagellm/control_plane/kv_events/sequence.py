@@ -52,7 +52,8 @@ class Gap:
     """Batches `first_seq` to `last_seq`, both included, are lost.
 
     They were neither received nor in the replay buffer. What the reader knows of this publisher may be wrong
-    from here on, until all blocks are cleared."""
+    from here on, until all blocks are cleared. The wire form has no snapshot: a router treats what it knows
+    of the publisher as a guess, and forgets the blocks whose removal it may have missed as they grow old."""
 
     first_seq: int
     last_seq: int

@@ -190,8 +190,9 @@ class SchedulerPass(Protocol):
     reason)`. `draft.record` tells users why.
 
     A step may be planned ahead, while the step before it is still computed. The draft is discarded if a pass
-    preempts or rejects in it, or if memory is short; then the passes run again for the same step. So a pass
-    must not count a decision before the request's state shows it.
+    preempts or rejects in it, if nothing is scheduled or memory is short, if planning raises an error, or if
+    the step in flight fails; then the passes run again for the same step. So a pass must not count a decision
+    before the request's state shows it.
 
     Three attributes are optional. `closes = True`: the pass keeps token budget and memory itself, for running
     and waiting requests, so no other pass has to run behind it. `requires`: names of
