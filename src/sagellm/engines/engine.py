@@ -13,7 +13,7 @@ A failed step leaves everything as it was before its blocks were bound: admitted
 are given back; evictions stay, and KV in host memory that the step brought back is dropped. `recovery.py`
 says how the loop goes on: a backend that is out of memory gets fewer tokens. After any other failure the
 requests of the step run one at a time, until each has taken its step or has failed alone, which ends it with
-`FinishReason.ERROR`. """
+`FinishReason.ERROR`."""
 
 from __future__ import annotations
 
