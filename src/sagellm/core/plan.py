@@ -87,9 +87,12 @@ class RequestState:
 
     @property
     def max_reusable(self) -> int:
-        """Tokens whose KV may come from a cache: all but the last, since a cached token has no logits. A hit
-        is in whole blocks, so of a prompt that is cached whole the last block is computed. For a request that
-        asks for the prompt's log-probabilities, it is only those before the first token without one."""
+        """Tokens whose KV may come from a cache: all but the last.
+
+        A cached token has no logits. A hit is in whole blocks, so of a prompt that is cached whole the last
+        block is computed. For a request that asks for the prompt's log-probabilities, it is only those before
+        the first token without one.
+        """
         if self.prompt_logprobs is not None and self.num_scored < self.num_prompt_tokens - 1:
             return self.num_scored
         return len(self.tokens) - 1
