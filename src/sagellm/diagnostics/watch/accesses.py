@@ -1,25 +1,54 @@
-"""`CacheAccess`: one look-up in a watched cache.
-
-Reconstructed from KV events, or seen by the proxy."""
+"""`CacheAccess`: one request as the cache sees it; `KeptAccesses`: the last ones."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sagellm.core.errors import ConfigError
 from sagellm.core.types import Tokens
+
+MAX_BLOCK_NUMBERS = 20_000_000
+"""Of all requests that are kept together: 80 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheAccess:
-    """The whole blocks of a request from the root on, numbered.
+    """The whole blocks of a request from its prompt's first on, numbered.
 
-    Equal numbers are equal prefixes of one namespace.
-    `num_queried` leading blocks count as queried prompt blocks; the others are generated, and are stored
-    without being looked up. A request gives one access when its prompt is looked up, and one more with
-    `num_queried` 0 for each time that it stores further blocks. `instance`: index of the endpoint.
+    Equal numbers are equal prefixes of one namespace. `num_queried` leading blocks are the prompt's, which
+    were looked up; those behind are the answer's, which were stored only. `instance`: index of the endpoint.
     """
 
     time_s: float
     instance: int
     blocks: Tokens
     num_queried: int
+
+
+class KeptAccesses:
+    """The last requests: at most `max_block_numbers` blocks of them together."""
+
+    def __init__(self, max_block_numbers: int = MAX_BLOCK_NUMBERS) -> None:
+        if max_block_numbers < 1:
+            raise ConfigError(f"max_block_numbers must be at least 1, got {max_block_numbers}")
+        self._max = max_block_numbers
+        self._accesses: deque[CacheAccess] = deque()
+        self._num_block_numbers = 0
+        self.num_dropped = 0
+
+    def add(self, access: CacheAccess) -> None:
+        """Keep a request."""
+        self._accesses.append(access)
+        self._num_block_numbers += len(access.blocks)
+        while self._num_block_numbers > self._max:
+            self._num_block_numbers -= len(self._accesses.popleft().blocks)
+            self.num_dropped += 1
+
+    def __len__(self) -> int:
+        return len(self._accesses)
+
+    def __iter__(self) -> Iterator[CacheAccess]:
+        """The requests in order of their look-ups."""
+        return iter(sorted(self._accesses, key=lambda access: access.time_s))

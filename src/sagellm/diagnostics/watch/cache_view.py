@@ -177,7 +177,6 @@ class CacheView:
         self._gaps: Counter[int] = Counter()
         self._prefixes: dict[BlockContent, list[int]] = {}
         self._num_hits_reported = 0
-        self.num_accesses = 0
 
     # ------------------------------------------------------------------------------------------- feeding
 
@@ -395,11 +394,7 @@ class CacheView:
         if self._on_access is None or not is_whole:
             return
         numbers = Tokens([content.number for content in request.contents])
-        self.num_accesses += 1
-        prompt = Tokens(numbers.slice(0, request.num_prompt))
-        self._on_access(CacheAccess(request.began_s, instance, prompt, request.num_prompt))
-        if request.num_prompt < len(numbers):
-            self._on_access(CacheAccess(request.last_s, instance, numbers, 0))
+        self._on_access(CacheAccess(request.began_s, instance, numbers, request.num_prompt))
 
     @property
     def sees_hits(self) -> bool:

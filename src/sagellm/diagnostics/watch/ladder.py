@@ -1,0 +1,246 @@
+"""The hit-rate ladder: what a server hits, and what it could hit.
+
+Three sources, and each rung names its own. The server's counters say what it hits now. KV events say what LRU
+hits with more memory (`ghosts.py`), and what another instance held. Where whole requests are known, they are
+replayed through the real prefix index and the real policies, as `sagellm replay` does; the offline optimum is
+that of `benchmarks/replay/optimum.py`. A replay knows no running requests and stores an answer together with
+its prompt; the rung "LRU, same memory" beside "now" shows how much that matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from sagellm.benchmarks.replay.optimum import optimum
+from sagellm.benchmarks.replay.replayer import replay
+from sagellm.benchmarks.traces import TraceRequest
+from sagellm.core.clock import ManualClock
+from sagellm.core.registry import registry
+from sagellm.core.types import Namespace
+from sagellm.diagnostics.watch.accesses import CacheAccess
+from sagellm.diagnostics.watch.cache_view import CacheView
+from sagellm.diagnostics.watch.counters import ServerCounters
+from sagellm.diagnostics.watch.report import UNLIMITED, Basis, Curve, Rung
+from sagellm.engines.build import make_policy
+
+REPLAYED = ("lru", "adaptive", "optimum")
+REPLAY_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
+EVENT_FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0)
+LEAST_COVERAGE = 0.9
+"""Share of the queried tokens that known requests must explain before they are replayed."""
+NEEDS_HITS = (
+    "needs whole requests: run with --proxy, or let clients send vllm_xargs: {kv_cache_report_mode: full}"
+)
+NEEDS_COUNTERS = "needs the server's counters: name its metrics with --metrics"
+NEEDS_SIZE = "needs the number of KV blocks: name the server's metrics with --metrics, or give --blocks"
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What is known of one instance at the end.
+
+    `counters`: of the watched time. `num_blocks`: of the KV cache, in blocks of the events."""
+
+    counters: ServerCounters | None
+    num_blocks: int | None
+    block_size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSums:
+    """Sums over all instances, in prompt tokens. None: the counters of an instance are missing."""
+
+    queried: int | None
+    hit: int | None
+
+    @classmethod
+    def of(cls, watched: Sequence[Watched]) -> TokenSums:
+        counters = [each.counters or ServerCounters() for each in watched]
+        return cls(
+            _all_or_none([each.num_queried_tokens for each in counters]),
+            _all_or_none([each.num_hit_tokens for each in counters]),
+        )
+
+    @property
+    def ratio(self) -> float | None:
+        return self.hit / self.queried if self.queried and self.hit is not None else None
+
+
+def _all_or_none(numbers: Sequence[int | None]) -> int | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None
+
+
+def share_of_singles(view: CacheView, instance: int, counters: ServerCounters | None) -> float:
+    """Which part of the blocks that were stored alone belongs to prompts.
+
+    It is 0 to 1; `cache_view.py` says why it is needed.
+    The counters say how many prompt tokens were computed. Prompts that surely were stored explain some of
+    them, and so do their ends, which fill no block: half a block each. Singles explain the rest. Without
+    counters it is 0.
+    """
+    block_size = view.instance(instance).block_size
+    sure, single = view.stored_tokens(instance)
+    if counters is None or not single or block_size is None:
+        return 0.0
+    if counters.num_queried_tokens is None or counters.num_hit_tokens is None:
+        return 0.0
+    ends = (counters.num_requests or 0) * block_size / 2
+    computed = counters.num_queried_tokens - counters.num_hit_tokens
+    return min(1.0, max(0.0, (computed - ends - sure) / single))
+
+
+def coverage(accesses: Sequence[CacheAccess], watched: Sequence[Watched]) -> float | None:
+    """The share of the queried tokens that known requests explain; None without counters."""
+    queried = TokenSums.of(watched).queried
+    return min(1.0, _queried_tokens(accesses, watched) / queried) if queried else None
+
+
+def _queried_tokens(accesses: Sequence[CacheAccess], watched: Sequence[Watched]) -> float:
+    """Prompt tokens of the requests; the end of each counts as half a block."""
+    return sum((access.num_queried + 0.5) * (watched[access.instance].block_size or 0) for access in accesses)
+
+
+class Ladder:
+    """The rungs and curves of one watch. `accesses` are whole requests, if any are known."""
+
+    def __init__(
+        self, view: CacheView, watched: Sequence[Watched], accesses: Sequence[CacheAccess] = ()
+    ) -> None:
+        self._view = view
+        self._watched = watched
+        self._sums = TokenSums.of(watched)
+        self._shares = [share_of_singles(view, i, each.counters) for i, each in enumerate(watched)]
+        self._num_blocks = _all_or_none([each.num_blocks for each in watched])
+        self.coverage = coverage(accesses, watched) if view.sees_hits else None
+        is_whole = view.sees_hits and (self.coverage is None or self.coverage >= LEAST_COVERAGE)
+        self._accesses = list(accesses) if is_whole else []
+        self._ratios: dict[tuple[str, float], float] = {}
+
+    @property
+    def now(self) -> float | None:
+        """What the server hits."""
+        return self._sums.ratio
+
+    @property
+    def num_queried_tokens(self) -> int | None:
+        return self._sums.queried
+
+    @property
+    def is_fleet(self) -> bool:
+        return len(self._watched) > 1
+
+    @property
+    def shares_of_singles(self) -> Sequence[float]:
+        """By instance; see `share_of_singles`."""
+        return self._shares
+
+    def lru_from_events(self, factor: float) -> float | None:
+        """The hit ratio of LRU with `factor` times the memory, from 1 on."""
+        if self._sums.queried is None or self._sums.hit is None or not self._sums.queried:
+            return None
+        gained = 0.0
+        for index, (each, share) in enumerate(zip(self._watched, self._shares, strict=True)):
+            if factor != UNLIMITED and each.num_blocks is None:
+                return None
+            more = factor if each.num_blocks is None else (factor - 1) * each.num_blocks
+            gained += self._view.lru_gain(index, more, share)
+        return min(1.0, (self._sums.hit + gained) / self._sums.queried)
+
+    def routed(self) -> float | None:
+        """The hit ratio if prompt blocks that another instance held had been hits."""
+        if self._sums.queried is None or self._sums.hit is None or not self._sums.queried:
+            return None
+        shares = enumerate(self._shares)
+        gained = sum(self._view.held_elsewhere(instance, share) for instance, share in shares)
+        return min(1.0, (self._sums.hit + gained) / self._sums.queried)
+
+    def replayed(self, policy: str, factor: float) -> float | None:
+        """The hit ratio of a policy with `factor` times the memory."""
+        if not self._accesses or self._num_blocks is None:
+            return None
+        key = policy, factor
+        if key not in self._ratios:
+            self._ratios[key] = self._replayed(policy, factor)
+        return self._ratios[key]
+
+    def _replayed(self, policy: str, factor: float) -> float:
+        hit = 0
+        for index, each in enumerate(self._watched):
+            own = [access for access in self._accesses if access.instance == index]
+            if own and each.num_blocks and each.block_size:
+                capacity = max(1, round(factor * each.num_blocks))
+                hit += each.block_size * hit_blocks(own, policy, capacity)
+        return hit / _queried_tokens(self._accesses, self._watched)
+
+    def rungs(self) -> Iterator[Rung]:
+        """All rungs: the same memory first, then less and more, then the fleet."""
+        ratio = self._sums.ratio
+        yield Rung("server", 1.0, ratio, Basis.COUNTERS, "" if ratio is not None else NEEDS_COUNTERS)
+        for policy, factor in (*((policy, 1.0) for policy in REPLAYED), ("lru", 0.5), ("adaptive", 2.0)):
+            ratio = self.replayed(policy, factor)
+            yield Rung(policy, factor, ratio, Basis.REQUESTS, "" if ratio is not None else self._missing())
+        for factor in (2.0, UNLIMITED):
+            ratio = self.lru_from_events(factor)
+            missing = NEEDS_COUNTERS if self._sums.queried is None else NEEDS_SIZE
+            yield Rung("lru", factor, ratio, Basis.EVENTS, "" if ratio is not None else missing)
+        if self.is_fleet:
+            ratio = self.routed()
+            yield Rung("routing", 1.0, ratio, Basis.EVENTS, "" if ratio is not None else NEEDS_COUNTERS)
+
+    def _missing(self) -> str:
+        """Why requests cannot be replayed."""
+        if self._num_blocks is None:
+            return NEEDS_SIZE
+        if self._view.sees_hits and self.coverage is not None and self.coverage < LEAST_COVERAGE:
+            return (
+                f"only {100 * self.coverage:.0f} % of the prompt tokens are of whole requests; {NEEDS_HITS}"
+            )
+        return NEEDS_HITS
+
+    def curves(self) -> Iterator[Curve]:
+        """Hit ratio by capacity: by replays where requests are known, else by events."""
+        if self._num_blocks is None:
+            return
+        for policy in REPLAYED if self._accesses else ():
+            ratio_at = partial(self.replayed, policy)
+            yield Curve(policy, Basis.REQUESTS, self._points(ratio_at, REPLAY_FACTORS))
+        if not self._accesses and self._sums.ratio is not None:
+            yield Curve("lru", Basis.EVENTS, self._points(self.lru_from_events, EVENT_FACTORS))
+
+    def _points(
+        self, ratio_at: Callable[[float], float | None], factors: Sequence[float]
+    ) -> tuple[tuple[int, float], ...]:
+        total = self._num_blocks or 0
+        ratios = [(round(factor * total), ratio_at(factor)) for factor in factors]
+        return tuple((num_blocks, ratio) for num_blocks, ratio in ratios if ratio is not None)
+
+
+def hit_blocks(accesses: Sequence[CacheAccess], policy: str, capacity: int) -> int:
+    """Prompt blocks that requests of one instance find in a cache.
+
+    It has `capacity` blocks and is empty at first."""
+    requests = [
+        TraceRequest(
+            time_s=access.time_s - accesses[0].time_s,
+            ids=access.blocks,
+            namespace=Namespace(),
+            num_input_tokens=access.num_queried,
+            num_output_tokens=len(access.blocks) - access.num_queried,
+        )
+        for access in accesses
+    ]
+    if policy == "optimum":
+        hits: Sequence[int] = optimum(requests, capacity)
+    else:
+        clock = ManualClock(0.0)
+        index = registry("index").create(
+            "radix",
+            block_size=1,
+            policy_factory=lambda: make_policy(policy, capacity=capacity, clock=clock, seed=0),
+            clock=clock,
+        )
+        hits = replay(requests, index, clock, capacity).hits
+    return sum(min(hit, access.num_queried) for hit, access in zip(hits, accesses, strict=True))
