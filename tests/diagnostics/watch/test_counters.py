@@ -81,7 +81,7 @@ def test_other_texts_are_refused(text: str, message: str) -> None:
         ("http://h:8000", "http://h:8000/metrics"),
         ("http://h:8000/", "http://h:8000/metrics"),
         ("https://h/engine/metrics", "https://h/engine/metrics"),
-        ("http://[::1]:8000", "http://[::1]:8000/metrics"),
+        ("http://[::1]:80", "http://[::1]:80/metrics"),
     ],
 )
 def test_addresses(address: str, url: str) -> None:
