@@ -20,6 +20,7 @@ from sagellm.cli import (
     serve,
     simulate,
     trace,
+    verify,
 )
 from sagellm.cli._options import App
 
@@ -38,6 +39,7 @@ def version() -> None:
 
 app.add(run.run, chat.chat, serve.serve, models.pull, models.models, doctor.doctor)
 app.add(replay.replay, simulate.simulate, calibrate.calibrate, explain.explain, version)
+app.add(verify.verify)
 app.add_typer(bench.app, name="bench")
 app.add_typer(trace.app, name="trace")
 app.add_typer(config.app, name="config")

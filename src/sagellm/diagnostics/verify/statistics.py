@@ -1,0 +1,89 @@
+"""Which differences between cold and warm answers are more than the server's own noise.
+
+Every scenario gives one number for its cold arm (the largest difference between cold answers to one prompt)
+and one for its warm arm (the largest difference between a warm answer and its nearest cold one). Two tests
+compare them:
+
+* `rank_test`: under the hypothesis that warm differences are at most `MARGIN` times the cold ones, scaled
+  cold and warm numbers are exchangeable. How many warm ones lie above the j-th largest cold one is then
+  hypergeometric, exactly.
+* `tail_test`: a single difference far beyond all cold ones. It assumes that the tail of the noise falls at
+  least as fast as x^-2 (Pareto with index 2: infinite variance), which is far heavier than float noise.
+
+`holm` keeps the probability of any false finding in a run below the given level (Holm 1979).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+MARGIN = 4.0
+"""How much larger the float noise of warm answers may be."""
+
+FLOOR = 1e-4
+"""Nats; the least noise that is assumed: rounding in float32 and in JSON."""
+
+COARSE_FLOOR = 0.02
+"""Nats; the same where noise between shapes of computation could not be measured: rounding in bfloat16."""
+
+TAIL_INDEX = 2.0
+RANKS = (0.0, 0.1, 0.5)
+"""Shares of the cold numbers above the threshold of a rank test."""
+
+
+def rank_test(cold: Sequence[float], warm: Sequence[float], *, floor: float) -> float:
+    """The probability of so many large warm differences by chance.
+
+    1 if nothing can be said. The least p over thresholds at three ranks of the cold numbers, times three
+    (Bonferroni).
+    """
+    if not cold or not warm:
+        return 1.0
+    scaled = sorted((MARGIN * max(size, floor) for size in cold), reverse=True)
+    ranks = {int(share * len(scaled)) for share in RANKS}
+    return min(1.0, len(RANKS) * min(_rank_p(scaled, warm, rank) for rank in ranks))
+
+
+def _rank_p(cold: Sequence[float], warm: Sequence[float], rank: int) -> float:
+    """The probability of so many warm ones above the cold one of this rank.
+
+    At most `rank` of the top ones are cold.
+    Ties count as not above.
+    """
+    above = sum(size > cold[rank] for size in warm)
+    draws, total = above + rank, len(cold) + len(warm)
+    if not above:
+        return 1.0
+    ways = sum(
+        math.comb(len(cold), k) * math.comb(len(warm), draws - k)
+        for k in range(rank + 1)
+        if draws - k <= len(warm)
+    )
+    return ways / math.comb(total, draws)
+
+
+def tail_test(cold: Sequence[float], warm: Sequence[float], *, floor: float) -> float:
+    """The probability that noise alone gives the largest warm difference.
+
+    1 if nothing can be said. With N cold numbers a further one exceeds their maximum with probability
+    1/(N+1), and r times that with r^-2 of it under the assumed tail.
+    """
+    if not cold or not warm:
+        return 1.0
+    ratio = max(warm) / max(floor, *cold)
+    if ratio <= 1.0:
+        return 1.0
+    return float(min(1.0, len(warm) * ratio**-TAIL_INDEX / (len(cold) + 1)))
+
+
+def holm(p_values: Mapping[str, float], level: float) -> dict[str, float]:
+    """Those that are significant at a family-wise level, with their adjusted p."""
+    found: dict[str, float] = {}
+    adjusted = 0.0
+    for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        adjusted = max(adjusted, min(1.0, p * (len(p_values) - rank)))
+        if adjusted > level:
+            break
+        found[name] = adjusted
+    return found

@@ -1,0 +1,368 @@
+"""Runs the probes against a server, and decides what is a finding."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import sagellm
+from sagellm.core.clock import Clock, MonotonicClock
+from sagellm.core.errors import RequestError
+from sagellm.diagnostics.verify import statistics
+from sagellm.diagnostics.verify.discovery import Discovery, Facts
+from sagellm.diagnostics.verify.families import FAMILIES, Family, adapters
+from sagellm.diagnostics.verify.prober import Prober, Trial
+from sagellm.diagnostics.verify.report import (
+    FamilyResult,
+    Finding,
+    HitTiming,
+    Noise,
+    Outcome,
+    ServerFacts,
+    VerifyReport,
+)
+from sagellm.diagnostics.verify.restart import restart_trials
+from sagellm.diagnostics.verify.target import CHAT, RefusedError, TargetServer, UntestableError
+
+LEVEL = 5e-4
+"""The probability of any false finding by chance in one run, at most; a half is for each stage."""
+
+ASSUMED_NOISE = 0.25
+"""Nats; the noise of servers on which no prompt can be asked cold twice."""
+ASSUMED_SCENARIOS = 100
+
+MAX_SUSPECTS = 6
+MAX_ERRORS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """How long a run takes.
+
+    The first stage runs rounds of all variants for `share` of `budget_s`, the second repeats suspicious
+    ones, `repeats` times each with fresh prompts. At least one variant of every family runs, however slow
+    the server is.
+    """
+
+    budget_s: float
+    long_tokens: int
+    max_rounds: int = 1000
+    share: float = 0.6
+    repeats: int = 12
+
+
+PRESETS: Mapping[str, Preset] = {
+    "minute": Preset(budget_s=60.0, long_tokens=1024),
+    "hour": Preset(budget_s=3600.0, long_tokens=8192, share=0.8, repeats=24),
+}
+
+
+async def verify(
+    url: str,
+    preset: str | Preset = "minute",
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    seed: int = 0,
+    concurrency: int = 8,
+    restart_command: str | None = None,
+    clock: Clock | None = None,
+) -> VerifyReport:
+    """Tests whether a server answers alike with and without cache hits.
+
+    The same seed draws the same prompts; salts are always new. A server that cannot be tested is the
+    outcome "untestable", with the reason. Raises `RequestError` for options out of range.
+    """
+    chosen, name = _preset(preset)
+    if not 1 <= concurrency <= 256:
+        raise RequestError(f"concurrency {concurrency}: write 1 to 256", "concurrency")
+    clock = clock or MonotonicClock()
+    began = clock.now()
+    try:
+        async with TargetServer(url, api_key=api_key, clock=clock) as server:
+            verifier = VerifyRun(server, chosen, seed, concurrency, clock)
+            report = await verifier.run(model, restart_command)
+            report = dataclasses.replace(report, requests=server.num_requests)
+    except (UntestableError, RefusedError) as error:
+        report = VerifyReport("untestable", reason=str(error))
+    return dataclasses.replace(
+        report,
+        preset=name,
+        seed=seed,
+        duration_s=clock.now() - began,
+        level=LEVEL,
+        version=sagellm.__version__,
+    )
+
+
+def _preset(preset: str | Preset) -> tuple[Preset, str]:
+    if isinstance(preset, Preset):
+        return preset, "custom"
+    if preset not in PRESETS:
+        raise RequestError(f"no preset {preset!r}, but {', '.join(PRESETS)}", "preset")
+    return PRESETS[preset], preset
+
+
+class VerifyRun:
+    """Owns the trials of a run and its limits of time."""
+
+    def __init__(
+        self, server: TargetServer, preset: Preset, seed: int, concurrency: int, clock: Clock
+    ) -> None:
+        self._server = server
+        self._preset = preset
+        self._seed = seed
+        self._concurrency = concurrency
+        self._clock = clock
+        self._began = clock.now()
+        self._trials: list[Trial] = []
+        self._repeated: dict[tuple[str, str], list[Trial]] = {}
+        self._errors: list[Finding] = []
+        self._families: list[Family] = []
+        self._not_tested: dict[str, str] = {}
+
+    async def run(self, model: str | None, restart_command: str | None) -> VerifyReport:
+        """The report, without what `verify` adds. Raises `UntestableError` if the server is lost."""
+        rng = random.Random(f"discovery {self._seed}")
+        facts = await Discovery(self._server, rng, self._preset.long_tokens).run(model)
+        prober = Prober(self._server, facts, self._seed, self._concurrency)
+        timing = await _measure_timing(prober)
+        speed = facts.max_units / max(timing.cold_s, 1e-4)
+        prober.max_churn_tokens = int(
+            min(2**20, max(prober.churn_tokens, speed * self._preset.budget_s / 12))
+        )
+        self._choose_families(facts)
+        await self._first_stage(prober)
+        await self._second_stage(prober)
+        restarts = await restart_trials(prober, restart_command) if restart_command else []
+        self._trials += restarts
+        return self._report(prober, timing)
+
+    def _choose_families(self, facts: Facts) -> None:
+        self._families = list(FAMILIES)
+        if not facts.salts:
+            self._families = [family for family in FAMILIES if family.name != "isolation"]
+            self._not_tested["isolation"] = (
+                "the server does not know cache_salt" if facts.salts is None else ""
+            )
+        if facts.other_models:
+            meaning = "cached by another model of the server"
+            self._families.append(Family("adapters", meaning, facts.other_models, adapters))
+        else:
+            self._not_tested["adapters"] = "the server has one model"
+
+    async def _first_stage(self, prober: Prober) -> None:
+        """Rounds of all variants until the time is over."""
+        until = self._began + self._preset.share * self._preset.budget_s
+        for number in range(self._preset.max_rounds):
+            for index, (family, variant) in enumerate(_round(self._families, prober.rng)):
+                needed = number == 0 and index < len(self._families)
+                if not needed and self._clock.now() > until:
+                    return
+                await self._try(prober, family, variant, self._trials)
+
+    async def _try(self, prober: Prober, family: Family, variant: str, trials: list[Trial]) -> None:
+        """One scenario. A server's error is a finding; after three of them the run ends."""
+        trial = Trial(family.name, variant)
+        try:
+            await family.run(prober, trial)
+        except RefusedError as error:
+            self._errors.append(Finding(family.name, "error", f"the server failed: {error}", variant))
+            if len(self._errors) >= MAX_ERRORS:
+                raise UntestableError(f"the server fails too often: {error}") from error
+            return
+        trials.append(trial)
+
+    async def _second_stage(self, prober: Prober) -> None:
+        """Variants with a warm answer beyond the cold noise are repeated with fresh prompts."""
+        by_variant: dict[tuple[str, str], float] = defaultdict(float)
+        for trial in self._trials:
+            by_variant[trial.family, trial.variant] = max(by_variant[trial.family, trial.variant], trial.warm)
+        largest = max(self._noise_floor(prober.facts), *self._cold(prober.facts))
+        suspects = sorted(
+            (key for key, size in by_variant.items() if size > largest), key=lambda key: -by_variant[key]
+        )
+        families = {family.name: family for family in self._families}
+        until = self._began + self._preset.budget_s
+        self._repeated = {key: [] for key in suspects[:MAX_SUSPECTS]}
+        for _ in range(self._preset.repeats):
+            for (name, variant), trials in self._repeated.items():
+                if self._clock.now() > until and len(trials) >= 2:
+                    return
+                await self._try(prober, families[name], variant, trials)
+
+    def _noise_floor(self, facts: Facts) -> float:
+        form = self._server.form
+        if not form.logprobs:
+            return 0.1  # texts: 0 or 1
+        measured = any("path" in trial.arms for trial in self._trials)
+        return statistics.FLOOR if measured else statistics.COARSE_FLOOR
+
+    def _cold(self, facts: Facts) -> list[float]:
+        """One number for each scenario: the largest difference of its cold answers."""
+        if facts.cold_by == "unique prompts":
+            return [ASSUMED_NOISE] * ASSUMED_SCENARIOS
+        everything = [*self._trials, *(trial for trials in self._repeated.values() for trial in trials)]
+        return [trial.cold for trial in everything if trial.cold is not None]
+
+    def _significance(self, cold: Sequence[float], warm: Sequence[float], floor: float) -> float:
+        """The p of a set of scenarios, from both tests."""
+        p = statistics.rank_test(cold, warm, floor=floor)
+        if self._server.form.logprobs:
+            p = min(p, statistics.tail_test(cold, warm, floor=floor))
+        return min(1.0, 2 * p)
+
+    def _answer_findings(self, cold: Sequence[float], floor: float) -> tuple[dict[str, float], list[Finding]]:
+        """Adjusted p by family that is significant, and the findings."""
+        groups: dict[tuple[str, str], list[Trial]] = defaultdict(list)
+        for trial in self._trials:
+            groups[trial.family, ""].append(trial)
+        first = {
+            key: self._significance(cold, [t.warm for t in trials], floor) for key, trials in groups.items()
+        }
+        second = {
+            key: self._significance(cold, [t.warm for t in trials], floor)
+            for key, trials in self._repeated.items()
+            if trials
+        }
+        found = {**statistics.holm(_named(first), LEVEL / 2), **statistics.holm(_named(second), LEVEL / 2)}
+        by_family: dict[str, float] = {}
+        for name, p in found.items():
+            family = name.partition(" ")[0]
+            by_family[family] = min(p, by_family.get(family, 1.0))
+        return by_family, [self._finding(family, p, cold, floor) for family, p in by_family.items()]
+
+    def _finding(self, family: str, p: float, cold: Sequence[float], floor: float) -> Finding:
+        trials = [t for t in self._all_trials() if t.family == family]
+        noise = max(floor, *cold)
+        above = [trial for trial in trials if trial.warm > statistics.MARGIN * noise]
+        worst = max(trials, key=lambda trial: trial.warm)
+        unit = "nats" if self._server.form.logprobs else "(texts differ)"
+        variants = sorted({trial.variant for trial in above})
+        text = (
+            f"warm and cold answers differ by up to {worst.warm:.3g} {unit} in {len(above)} of {len(trials)} "
+            f"scenarios ({', '.join(variants) or worst.variant}); cold ones differ by at most {noise:.3g}"
+        )
+        return Finding(family, "answers", text, worst.variant, p, worst.evidence)
+
+    def _all_trials(self) -> list[Trial]:
+        return [*self._trials, *(trial for trials in self._repeated.values() for trial in trials)]
+
+    def _report(self, prober: Prober, timing: HitTiming) -> VerifyReport:
+        facts, floor = prober.facts, self._noise_floor(prober.facts)
+        cold = self._cold(facts)
+        p_values, findings = self._answer_findings(cold, floor) if cold else ({}, [])
+        findings += [*self._errors, *_notes(prober)]
+        noise = max([floor, *cold])
+        results = tuple(self._family_result(name, noise, p_values) for name in self._names())
+        hits = [trial.hit for trial in self._trials]
+        outcome: Outcome = "findings" if findings else "clean"
+        reason = ""
+        if not findings and not any(hit is not False for hit in hits):
+            outcome, reason = "untestable", "no probe had a cache hit: is prefix caching on?"
+        return VerifyReport(
+            outcome,
+            tuple(findings),
+            results,
+            self._noise(cold, floor),
+            self._facts(facts),
+            timing,
+            tuple(self._limits(prober)),
+            reason=reason,
+        )
+
+    def _names(self) -> Iterable[str]:
+        return dict.fromkeys(
+            [*(f.name for f in self._families), *(t.family for t in self._trials), *self._not_tested]
+        )
+
+    def _family_result(self, name: str, noise: float, p_values: Mapping[str, float]) -> FamilyResult:
+        trials = [trial for trial in self._all_trials() if trial.family == name]
+        told = [trial.hit for trial in trials if trial.hit is not None]
+        return FamilyResult(
+            name,
+            len(trials),
+            sum(told) if told else None,
+            sum(trial.warm_divergences > 0 for trial in trials),
+            sum(trial.warm > statistics.MARGIN * noise for trial in trials),
+            max((trial.warm for trial in trials), default=0.0),
+            p_values.get(name),
+            self._not_tested.get(name, ""),
+        )
+
+    def _noise(self, cold: Sequence[float], floor: float) -> Noise:
+        arms: dict[str, float] = {}
+        trials = self._all_trials()
+        for trial in trials:
+            for arm, size in trial.arms.items():
+                arms[arm] = max(size, arms.get(arm, 0.0))
+        divergences = sum(trial.cold_divergences > 0 for trial in trials)
+        return Noise(
+            len(cold), max(cold, default=0.0), median(cold) if cold else 0.0, divergences, floor, arms
+        )
+
+    def _facts(self, facts: Facts) -> ServerFacts:
+        form = self._server.form
+        return ServerFacts(
+            self._server.root,
+            form.model,
+            "chat" if form.path == CHAT else "completions",
+            form.words is None,
+            form.logprobs,
+            form.hits or "nothing",
+            facts.cold_by,
+            facts.granularity,
+            facts.smallest,
+            facts.max_units + facts.overhead,
+            facts.other_models,
+        )
+
+    def _limits(self, prober: Prober) -> Iterable[str]:
+        yield from prober.facts.limits
+        yield from (f"{name}: not tested, since {why}." for name, why in self._not_tested.items() if why)
+        if self._server.form.hits and not prober.evictions_seen:
+            yield (
+                f"churn: {prober.churn_tokens} tokens of other prompts evicted nothing, so blocks that "
+                "return after eviction were not tested; give a smaller KV memory, or the preset hour."
+            )
+
+
+def _named(p_values: Mapping[tuple[str, str], float]) -> dict[str, float]:
+    return {f"{family} {variant}": p for (family, variant), p in p_values.items()}
+
+
+def _round(families: Sequence[Family], rng: random.Random) -> list[tuple[Family, str]]:
+    """All variants, one of each family after the other."""
+    shuffled = [(family, rng.sample(family.variants, len(family.variants))) for family in families]
+    most = max(len(variants) for _, variants in shuffled)
+    return [(family, variants[i]) for i in range(most) for family, variants in shuffled if i < len(variants)]
+
+
+async def _measure_timing(prober: Prober) -> HitTiming:
+    """One-token requests of the longest prompt, three cold and three warm."""
+    length = prober.facts.max_units
+    colds, warms = [], []
+    for _ in range(3):
+        prompt = prober.prompt(length)
+        lane = await prober.lane()
+        colds.append((await prober.warm_up(lane, prompt)).seconds)
+        warms.append((await prober.warm_up(lane, prompt)).seconds)
+    return HitTiming(length + prober.facts.overhead, median(colds), median(warms))
+
+
+def _notes(prober: Prober) -> Iterable[Finding]:
+    """Findings that are no matter of chance."""
+    if prober.facts.salts is False:
+        text = "the server accepts cache_salt, but a prompt cached under one salt is reused under another"
+        yield Finding("isolation", "isolation", text)
+    if prober.server.form.hits == "metrics" and prober.num_salted_hits > max(3, prober.num_cold // 2):
+        yield Finding("isolation", "isolation", "most prompts under fresh salts had hits, by /metrics")
+    if prober.num_shrunk > max(2, prober.num_monotone // 2):
+        text = f"cached_tokens shrank in {prober.num_shrunk} of {prober.num_monotone} repeated prompts"
+        yield Finding("accounting", "accounting", text)
+    for notes in prober.notes.values():
+        yield from notes
