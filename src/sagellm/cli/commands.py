@@ -21,6 +21,7 @@ from sagellm.cli import (
     simulate,
     trace,
     verify,
+    watch,
 )
 from sagellm.cli._options import App
 
@@ -38,6 +39,7 @@ def version() -> None:
 
 
 app.add(run.run, chat.chat, serve.serve, models.pull, models.models, doctor.doctor)
+app.add(watch.watch)
 app.add(replay.replay, simulate.simulate, calibrate.calibrate, explain.explain, version)
 app.add(verify.verify)
 app.add_typer(bench.app, name="bench")

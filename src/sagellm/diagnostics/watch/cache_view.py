@@ -205,6 +205,15 @@ class CacheView:
                 view.num_restarts += 1
                 self._cleared(instance, view)
 
+    def begin(self, instance: int) -> None:
+        """Count from now on. What was fed before, a replay of the past, is state only."""
+        view = self._instances[instance]
+        view.requests.clear()
+        view.sure, view.single = _Tally(), _Tally()
+        if instance == 0:
+            self._gaps.clear()
+            self._prefixes.clear()
+
     def finish(self) -> None:
         """All requests have ended; those whose hits were reported go to `on_access`."""
         for number, view in enumerate(self._instances):
@@ -325,7 +334,7 @@ class CacheView:
         above = parent.content if parent is not None else self._contents.begin(event)
         is_single = tally is view.single  # if it was looked up, then now
         depth = parent.depth if parent is not None and request.contents and not is_single else 0
-        is_first = is_single or not request.contents
+        is_first = is_single or not request.num_stored
         num_evicted, last_evicted = 0, above
         step = size * TOKEN_BYTES
         # Depths are those at the look-up, before anything was evicted or restored for this request.

@@ -1,0 +1,206 @@
+"""`sagellm watch`: what running KV caches hit, and what they could hit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.live import Live
+
+from sagellm.benchmarks.reporting import check_writable, print_tables, write_json
+from sagellm.cli._options import OptionGroup, argument, command, flag
+from sagellm.core.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from sagellm.core.types import Tokens
+    from sagellm.diagnostics.watch.report import WatchReport
+    from sagellm.diagnostics.watch.watcher import CacheSizes, Watcher
+
+_SERVER_HELP = (
+    "A server: tcp://host:port of its KV events, and behind commas the tcp:// address of its replay socket "
+    "and http://host:port, whose metrics are read. Several make a fleet."
+)
+_PROXY_HELP = "Listen as well, and pass requests on to this server, which then reports all hits."
+_BYTES_HELP = "Bytes of KV per token, where neither the metrics nor --model tell."
+DTYPE_BYTES = {"float32": 4, "float": 4}
+DEFAULT_DTYPE_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Servers(OptionGroup):
+    """What is known of the servers beside their metrics."""
+
+    blocks: int | None = flag("N", "KV blocks of each server, where the metrics do not tell.")
+    bytes_per_token: int | None = flag("N", _BYTES_HELP)
+    model: Path | None = flag("FOLDER", "The model's folder: KV bytes from config.json, and --text.")
+
+    def sizes(self) -> CacheSizes:
+        """The sizes that are known. Raises `ConfigError` for a folder without a readable config.json."""
+        from sagellm.diagnostics.watch.watcher import CacheSizes
+
+        if self.blocks is not None and self.blocks < 1:
+            raise ConfigError(f"--blocks {self.blocks}: at least one")
+        bytes_per_token = self.bytes_per_token
+        if bytes_per_token is None and self.model is not None:
+            bytes_per_token = kv_bytes_per_token(self.model / "config.json")
+        return CacheSizes(self.blocks, bytes_per_token)
+
+
+def kv_bytes_per_token(config: Path) -> int:
+    """Bytes of keys and values of one token, by a Hugging Face configuration."""
+    try:
+        model = json.loads(config.read_text(encoding="utf-8"))
+        model = model.get("text_config", model)
+        heads = model["num_attention_heads"]
+        head_dim = model.get("head_dim") or model["hidden_size"] // heads
+        kv_heads = model.get("num_key_value_heads") or heads
+        dtype = model.get("dtype") or model.get("torch_dtype") or ""
+        size = DTYPE_BYTES.get(dtype, DEFAULT_DTYPE_BYTES)
+        return int(2 * model["num_hidden_layers"] * kv_heads * head_dim * size)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{config} does not say how large a token's KV is ({error}): give --bytes-per-token"
+        ) from error
+
+
+@command
+def watch(
+    servers: list[str] = argument("SERVER", _SERVER_HELP, ...),
+    duration: float = flag("SECONDS", "How long; Ctrl-C ends it sooner.", 600.0),
+    interval: float = flag("SECONDS", "Between two looks at the metrics.", 5.0),
+    proxy: str | None = flag("URL", _PROXY_HELP),
+    listen: str = flag("HOST:PORT", "Where the proxy listens; port 0: any.", "127.0.0.1:0"),
+    out_file: Path = flag("--out -o FILE", "Write the page there.", Path("watch.html")),
+    json_file: Path | None = flag("--json FILE", "Write the figures there."),
+    record: Path | None = flag("FILE", "Write whole requests there, as a trace without text."),
+    max_blocks: int = flag("N", "Different blocks to remember, 0.6 kB each.", 1_000_000),
+    *,
+    text: bool = flag(
+        "--text", "Show the text of evicted prefixes; needs --model and the extra native.", False
+    ),
+    known: Servers,
+) -> None:
+    """Watch the KV cache of running servers, and what would raise its hit rate.
+
+    Nothing is changed at the server, and nothing is sent anywhere.
+    """
+    from sagellm.control_plane.kv_events.publisher import WallClock
+    from sagellm.diagnostics.watch.endpoints import ServerAddress
+    from sagellm.diagnostics.watch.page import render
+    from sagellm.diagnostics.watch.proxy import ReportingProxy
+    from sagellm.diagnostics.watch.recording import WatchRecording
+    from sagellm.diagnostics.watch.watcher import Watcher
+
+    if not duration > 0 or not interval > 0:
+        raise ConfigError("--duration and --interval must be more than 0 seconds")
+    for path in filter(None, (out_file, json_file, record)):
+        check_writable(path)
+    decode = _decoder(known.model) if text else None
+    addresses = [ServerAddress.parse(server) for server in servers]
+    with ExitStack() as stack:
+        recording = stack.enter_context(WatchRecording(record)) if record is not None else None
+        watcher = Watcher(
+            addresses,
+            sizes=known.sizes(),
+            max_blocks=max_blocks,
+            on_access=recording.write if recording is not None else None,
+            wall_clock=WallClock(),
+        )
+        try:
+            if proxy is not None:
+                host, port = _host_and_port(listen)
+                url = stack.enter_context(ReportingProxy(proxy, host, port)).url
+                print(f"sagellm: send requests to {url}, which passes them on to {proxy}", file=sys.stderr)
+            _follow(watcher, duration, interval)
+        finally:
+            watcher.close()
+        report = watcher.report(decode=decode)
+    out_file.write_text(render(report), encoding="utf-8")
+    if json_file is not None:
+        write_json(json_file, as_json(report))
+    _show(report)
+    print(f"\n{out_file}")
+    if recording is not None:
+        print(f"{record}: {recording.num_requests:,} requests")
+
+
+def _show(report: WatchReport) -> None:
+    from sagellm.diagnostics.watch.terminal import tables
+
+    print_tables(tables(report))
+    for line in (*report.unknown, *(each.text for each in report.advice)):
+        print(f"\n{line}")
+
+
+def as_json(report: WatchReport) -> dict[str, Any]:
+    """The report as JSON has it: enums by their text, infinity as null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(each) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(each) for each in value]
+        if value == float("inf"):
+            return None
+        return getattr(value, "value", value)
+
+    return {name: plain(value) for name, value in dataclasses.asdict(report).items()}
+
+
+def _follow(watcher: Watcher, duration: float, interval: float) -> None:
+    """Show what is known until the time is up or the user ends it."""
+    from sagellm.diagnostics.watch.terminal import tables
+
+    terminal = Console(stderr=True)
+    with _ended_by_signals() as ended, Live(console=terminal, transient=True, auto_refresh=False) as live:
+        while not ended.wait(max(0.0, min(interval, duration - watcher.seconds))):
+            if watcher.seconds >= duration:
+                return
+            watcher.update()
+            if terminal.is_terminal:
+                live.update(Group(*tables(watcher.report(with_replays=False))), refresh=True)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[threading.Event]:
+    """Ctrl-C and SIGTERM set the event; a second one ends the program."""
+    ended = threading.Event()
+
+    def end(number: int, frame: object) -> None:
+        if ended.is_set():
+            raise KeyboardInterrupt
+        ended.set()
+
+    former = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield ended
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65_535:
+        raise ConfigError(f"--listen {text!r}: write HOST:PORT, as 127.0.0.1:0")
+    return host, int(port)
+
+
+def _decoder(folder: Path | None) -> Callable[[Tokens], str]:
+    if folder is None:
+        raise ConfigError("--text needs --model FOLDER, whose tokenizer makes text of tokens")
+    try:
+        from sagellm.engines.native.tokenizer import Tokenizer
+    except ImportError as error:
+        raise MissingExtraError("a model's tokenizer", "native") from error
+    tokenizer = Tokenizer.from_folder(folder)
+    return lambda tokens: tokenizer.decode(tokens.tolist())

@@ -1,0 +1,104 @@
+"""`sagellm watch`: a short watch of a live server, its files, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sagellm.cli.watch import kv_bytes_per_token
+from sagellm.core.errors import ConfigError
+from sagellm.engines.native import DEMO_MODEL
+from tests.diagnostics.watch.live_server import LiveServer
+
+
+def test_a_watch_writes_page_figures_and_trace(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with LiveServer(reports_hits=True) as server:
+        is_over = threading.Event()
+
+        def load() -> None:
+            number = 0
+            while not is_over.wait(0.01):
+                server.serve([*range(24), number % 50, *range(11)])
+                number += 1
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        try:
+            result = cli(
+                "watch", f"{server.events},{server.url}", "--duration", "1.5", "--interval", "0.3",
+                "--json", "seen.json", "--record", "seen.jsonl", "--bytes-per-token", "1000",
+            )  # fmt: skip
+        finally:
+            is_over.set()
+            thread.join()
+    assert result.exit_code == 0, result.output
+    assert "hit-rate ladder" in result.output
+    assert "watch.html" in result.output
+    assert "<h1>KV cache of toy</h1>" in Path("watch.html").read_text(encoding="utf-8")
+    figures = json.loads(Path("seen.json").read_text(encoding="utf-8"))
+    assert figures["version"] == 1
+    assert figures["ladder"][0]["policy"] == "server"
+    assert 0.5 < figures["ladder"][0]["hit_ratio"] < 0.9
+    assert any(rung["capacity"] is None for rung in figures["ladder"])  # without limit
+    assert figures["instances"][0]["bytes_per_block"] == 4000
+    assert Path("seen.jsonl").read_text(encoding="utf-8").count("\n") > 10
+
+
+def test_ctrl_c_ends_it_with_a_report(cli: Any, tmp_path: Path) -> None:
+    with LiveServer() as server:
+        threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+        began_s = time.monotonic()
+        result = cli("watch", server.url, "--out", str(tmp_path / "page.html"))
+    assert result.exit_code == 0, result.output
+    assert time.monotonic() - began_s < 30
+    assert "now" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "write tcp://host:port"),
+        (["http://127.0.0.1:1"], "no metrics at http://127.0.0.1:1/metrics"),
+        (["tcp://a:1", "--duration", "0"], "--duration and --interval must be more than 0"),
+        (["tcp://a:1", "--out", "/nowhere/x.html"], "name a file in a folder that exists"),
+        (["tcp://a:1", "--blocks", "0"], "--blocks 0: at least one"),
+        (["tcp://a:1", "--text"], "--text needs --model"),
+        (["tcp://a:1", "--model", "/nowhere"], "give --bytes-per-token"),
+        (["tcp://a:1", "--proxy", "http://127.0.0.1:1", "--listen", "x"], "write HOST:PORT"),
+        (["tcp://a:1", "--max-blocks", "0"], "must be at least 1"),
+    ],
+)
+def test_what_is_refused(cli: Any, arguments: list[str], message: str, tmp_path: Path) -> None:
+    if "--out" not in arguments:
+        arguments = [*arguments, "--out", str(tmp_path / "page.html")]
+    result = cli("watch", *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_kv_bytes_of_a_model(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    model = {
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_size": 4096,
+    }
+    config.write_text(json.dumps(model))
+    assert kv_bytes_per_token(config) == 2 * 32 * 8 * 128 * 2
+    config.write_text(json.dumps({"text_config": {**model, "head_dim": 64, "dtype": "float32"}}))
+    assert kv_bytes_per_token(config) == 2 * 32 * 8 * 64 * 4
+    assert kv_bytes_per_token(DEMO_MODEL / "config.json") > 0
+    for broken in ("[]", "{}", "no json"):
+        config.write_text(broken)
+        with pytest.raises(ConfigError, match="give --bytes-per-token"):
+            kv_bytes_per_token(config)
