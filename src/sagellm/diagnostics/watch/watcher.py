@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Self
 
-from sagellm.control_plane.kv_events.sequence import Item, ReceivedBatch
+from sagellm.control_plane.kv_events.sequence import Gap, Item, ReceivedBatch
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import Tokens
@@ -75,6 +75,8 @@ class Watcher:
 
     def _take(self, index: int, item: Item) -> None:
         with self._lock:
+            if not self._is_live[index] and isinstance(item, Gap):
+                return  # these batches were published before the watch
             if not self._is_live[index] and not (isinstance(item, ReceivedBatch) and item.replayed):
                 self._view.begin(index)
                 self._is_live[index] = True
