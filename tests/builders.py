@@ -47,7 +47,7 @@ def fake_engine(
 
 def request(request_id: str, tokens: Iterable[int], max_tokens: int = 4, **options: Any) -> Request:
     names = {"priority", "namespace", "arrival_s", "group", "eos_token_ids", "service_class", "retention"}
-    names.add("slo")
+    names |= {"slo", "reports_hit"}
     own = {name: options.pop(name) for name in names & options.keys()}
     return Request(request_id, Tokens(tokens), SamplingParams(max_tokens=max_tokens, **options), **own)
 

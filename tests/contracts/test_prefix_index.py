@@ -525,6 +525,22 @@ def test_events_tell_hashes_parents_and_tokens(name: str) -> None:
 
 
 @each_index
+def test_a_reported_hit_names_its_blocks_from_the_first_one_on(name: str) -> None:
+    events, seen = EventBus(), list[BlocksStored]()
+    index = make(name, events=events, clock=ManualClock())
+    space, tokens = SPACES[1], Tokens([1, 1, 2, 2, 3, 3, 9])
+    index.insert(tokens, [7], space)
+    index.insert(tokens, [7, 8, 9], space)
+    index.report_hit(index.lookup(tokens, space))  # nobody listens
+    events.subscribe(BlocksStored, seen.append)
+    index.report_hit(index.lookup(tokens, space, 5))
+    index.report_hit(index.lookup(Tokens([5, 5]), space))  # no hit
+    hashes = tuple(fingerprint(tokens, BLOCK, space)[:2])
+    assert seen == [BlocksStored((7, 8), 0, hashes, None, tokens.tobytes()[:16], space)]
+    index.check()
+
+
+@each_index
 def test_explain_tells_each_reason(name: str) -> None:
     clock = ManualClock()
     index = filled(name, [1, 1, 2, 2], [1, 1, 5, 6], clock=clock)

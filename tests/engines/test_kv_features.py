@@ -241,6 +241,23 @@ def test_events_replayed_give_what_is_resident() -> None:
     assert sorted(resident.values()) == sorted(engine.kv.index.all_block_ids())
 
 
+def test_a_request_may_have_its_hit_published() -> None:
+    events, seen = EventBus(), list[BlocksStored]()
+    engine = fake_engine(TokenMemoryBackend(num_blocks=24), events=events)
+    engine.add(request("first", range(9), 3))
+    run_all(engine)
+    events.subscribe(BlocksStored, seen.append)
+    engine.add(request("silent", [*range(8), 50], 1))
+    engine.add(request("told", [*range(8), 60, 61, 62, 63, 64], 1, reports_hit=True))
+    run_all(engine)
+    hits = [event for event in seen if event.parent_hash is None]
+    assert [len(event.hashes) for event in hits] == [2]
+    assert hits[0].tokens == Tokens(range(8)).tobytes()
+    new = [event for event in seen if event.parent_hash is not None]
+    assert [event.parent_hash for event in new] == [hits[0].hashes[-1]]
+    assert seen.index(hits[0]) < seen.index(new[0])
+
+
 def test_reuse_is_counted_once_a_request() -> None:
     engine = fake_engine()
     for name in "ab":

@@ -101,6 +101,20 @@ def test_fields_that_tune_other_servers_are_ignored_and_named(live: Live, path: 
     assert IGNORED_HEADER not in live.http.post(path, json=BODIES[path] | {"stream": stream}).headers
 
 
+def test_vllms_extra_arguments(live: Live) -> None:
+    asked = {"vllm_xargs": {"kv_cache_report_mode": "full", "other": 1, "no name": 2}}
+    response = live.http.post(COMPLETIONS, json=BODIES[COMPLETIONS] | asked)
+    assert response.status_code == 200
+    assert response.headers[IGNORED_HEADER] == "vllm_xargs.other"
+    for mode in ("half", 1, None, ["full"]):
+        asked = {"vllm_xargs": {"kv_cache_report_mode": mode}}
+        error = live.http.post(COMPLETIONS, json=BODIES[COMPLETIONS] | asked).json()["error"]
+        assert error["param"] == "vllm_xargs.kv_cache_report_mode"
+        assert "'full' or 'incremental'" in error["message"]
+    many = {"vllm_xargs": dict.fromkeys(map(str, range(65)), 1)}
+    assert live.http.post(COMPLETIONS, json=BODIES[COMPLETIONS] | many).status_code == 400
+
+
 def test_unknown_fields_and_those_of_other_requests_stay_refused(live: Live) -> None:
     for path, body in BODIES.items():
         error = live.http.post(path, json=body | {"num_ctx": 1, "num_ctxx": 1}).json()["error"]

@@ -358,6 +358,7 @@ class Request:
     hints refer to; `kv_hints` are applied when the request ends, if it ran. `scripted_output`: a simulated
     answer ends by itself after that many tokens; no scheduling code may read it. `client`: API key or
     address, end user, call; the scheduler shares rows between siblings of that path. Empty: tenant, `group`.
+    `reports_hit`: the blocks that it reuses are published as KV events, which do not show hits otherwise.
     """
 
     request_id: str
@@ -375,6 +376,7 @@ class Request:
     kv_hints: KVHintsEnvelope | None = None
     scripted_output: int | None = None
     client: tuple[str, ...] = ()
+    reports_hit: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.tokens):

@@ -75,7 +75,6 @@ OF_OTHER_SERVERS = frozenset(
         # vLLM
         "include_reasoning", "kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs",
         "repetition_detection", "request_id", "stream_interval", "thinking_token_budget", "truncation_side",
-        "vllm_xargs",
         # SGLang
         "bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_labels", "custom_params",
         "data_parallel_rank", "disagg_prefill_dp_rank", "extra_key", "images_config", "rid",
@@ -242,6 +241,11 @@ class RetentionFields(Body):
     duration_s: float = Field(default=300.0, ge=0, le=MAX_DURATION_S)
 
 
+MAX_EXTRA_ARGUMENTS = 64
+REPORT_MODE = "kv_cache_report_mode"
+"""vLLM's name: whether KV events also name the blocks that the request reuses."""
+
+
 class GenerationFields(Body):
     """The fields that chats and completions share. Null means: not given."""
 
@@ -274,6 +278,7 @@ class GenerationFields(Body):
     slo: SloFields | None = None
     retention: list[RetentionFields] | None = Field(default=None, max_length=MAX_RETENTIONS, fail_fast=True)
     return_cache_misses: bool | None = None
+    vllm_xargs: dict[str, Any] | None = Field(default=None, max_length=MAX_EXTRA_ARGUMENTS)
     service_tier: str | None = Field(default=None, pattern=r"^[\w.-]{1,64}$")
     user: str | None = None
 
@@ -297,6 +302,7 @@ class GenerationFields(Body):
             slo=SLO() if self.slo is None else SLO(**self.slo.model_dump()),
             retention=tuple(Retention(**span.model_dump()) for span in self.retention or ()),
             client=client,
+            reports_hit=(self.vllm_xargs or {}).get(REPORT_MODE) == "full",
         )
 
     def sampling(self) -> dict[str, Any]:
@@ -333,6 +339,15 @@ class GenerationFields(Body):
     def _texts(cls, value: str | list[Any] | None) -> str | list[Any] | None:
         if isinstance(value, list) and not _is_list_of(value, str):
             raise RequestError("stop must be a string or a list of strings", "stop")
+        return value
+
+    @field_validator("vllm_xargs")
+    @classmethod
+    def _report_mode(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        mode = (value or {}).get(REPORT_MODE, "full")
+        if mode not in ("full", "incremental"):
+            where = f"vllm_xargs.{REPORT_MODE}"
+            raise RequestError(f"{where} must be 'full' or 'incremental', got {clipped(repr(mode))}", where)
         return value
 
     @field_validator("logit_bias")
@@ -481,7 +496,9 @@ def checked(model: type[M], fields: Mapping[str, Any]) -> M:
     except ValidationError as error:
         raise _readable(error) from error
     if isinstance(request, GenerationFields):
-        request._ignored = tuple(ignored)
+        unused = (request.vllm_xargs or {}).keys() - {REPORT_MODE}
+        names = sorted(name for name in unused if name.isascii() and name.isidentifier())
+        request._ignored = (*ignored, *(f"vllm_xargs.{name}" for name in names))
     return request
 
 

@@ -313,6 +313,11 @@ class PrefixReuseIndex(Protocol):
     def clear(self) -> BlockIds:
         """Evict every unpinned block."""
 
+    def report_hit(self, hit: PrefixHit) -> None:
+        """Emit the blocks of a resident hit as `BlocksStored`, from the first one on.
+
+        Nothing changes. Events do not show hits otherwise; so a router learns which blocks are reused."""
+
     def explain(self, tokens: Tokens, namespace: Namespace = ...) -> MatchReport:
         """Where a match of the tokens ends, and why. Not for hot paths."""
 

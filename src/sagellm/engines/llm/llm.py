@@ -43,7 +43,8 @@ class RequestOptions:
     requests of different tenants never share KV, `service_class` names the class whose share of KV memory is
     used, `retention` ranges of the prompt that eviction should spare. Later hints refer to the request's KV
     by `session_id`; `kv_hints` are carried out when the request ends. `client` is the path of the sender (API
-    key or address, end user, call): scheduling shares the batch between clients.
+    key or address, end user, call): scheduling shares the batch between clients. With `reports_hit`, KV
+    events name the blocks that the request reuses.
 
     Over HTTP `serving/schema.py` makes one, and `LLM.submit` turns it into the engine's `Request`.
     """
@@ -57,6 +58,7 @@ class RequestOptions:
     slo: SLO = field(default_factory=SLO)
     retention: Sequence[Retention] = ()
     client: tuple[str, ...] = ()
+    reports_hit: bool = False
 
     def __post_init__(self) -> None:
         params: object = self.params
@@ -209,6 +211,7 @@ class LLM:
             session_id=options.session_id,
             kv_hints=None if options.kv_hints is None else _parsed(options.kv_hints),
             client=options.client,
+            reports_hit=options.reports_hit,
         )
         self._add(request_id, list(_expand(request)))
         return request_id

@@ -215,6 +215,8 @@ class KVCacheManager:
     def admitted(self, chunk: Chunk, *, again: bool = False) -> None:
         """A request entered the batch with this chunk; count what it reuses. `again`: it ran before."""
         state, hit = chunk.state, chunk.hit
+        if hit is not None and state.request.reports_hit:
+            self.index.report_hit(hit)
         if hit is None or state.max_reusable < len(state.tokens) - 1:  # what it may not reuse is no miss
             return
         if self.metrics is not None and not again:

@@ -10,11 +10,12 @@ from typing import Generic
 
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import BookkeepingError
-from sagellm.core.events import EventBus, IndexCleared
+from sagellm.core.events import BlocksStored, EventBus, IndexCleared
 from sagellm.core.protocols.eviction import NO_USE, EvictionPolicy, Hint, PolicyFactory, Use
 from sagellm.core.protocols.prefix_cache import Branch, IndexNode, MatchEnd, MatchReport, PrefixHit
 from sagellm.core.types import TOKEN_BYTES, Account, BlockIds, Namespace, Tokens
 from sagellm.kvmgr.prefix_cache._extents import AccountShare, EvictableLeaves, ExtentType, Ghost
+from sagellm.kvmgr.prefix_cache.fingerprint import chain
 
 DEFAULT_NAMESPACE = Namespace()
 
@@ -214,6 +215,16 @@ class IndexBase(ABC, Generic[ExtentType]):
             found += [Branch(hit, leaf.end_block, leaf.used_s) for leaf in leaves]
             below = extent
         return found
+
+    @abstractmethod
+    def block_ids(self, hit: PrefixHit) -> BlockIds: ...
+
+    def report_hit(self, hit: PrefixHit) -> None:
+        if not hit.num_blocks or not self._events.wants(BlocksStored):
+            return
+        data = hit.tokens.tobytes()[: hit.num_blocks * self._block_bytes]
+        hashes = tuple(chain(data, self._block_bytes, hit.namespace))
+        self._events.emit(BlocksStored(tuple(self.block_ids(hit)), 0, hashes, None, data, hit.namespace))
 
     def explain(self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE) -> MatchReport:
         hit = self.lookup(tokens, namespace)
