@@ -98,7 +98,7 @@ def score_distance(left: TokenScore, right: TokenScore) -> float:
     if left.token == right.token and not left.top and not right.top:
         return _gap(left.logprob, right.logprob)
     known = {left.token: left.logprob, **left.top}, {right.token: right.logprob, **right.top}
-    lowest = tuple(min(side.top.values(), default=math.inf) for side in (left, right))
+    lowest = tuple(_least_listed(side) for side in (left, right))
     largest = 0.0
     for token in known[0].keys() | known[1].keys():
         mine, theirs = known[0].get(token), known[1].get(token)
@@ -109,6 +109,16 @@ def score_distance(left: TokenScore, right: TokenScore) -> float:
         elif theirs is not None:
             largest = max(largest, theirs - lowest[0])
     return largest
+
+
+def _least_listed(score: TokenScore) -> float:
+    """The log-probability of the last of the likeliest tokens.
+
+    No token that is not listed has more.
+    Some servers list the chosen token beside the likeliest ones, which says nothing about others.
+    """
+    likeliest = sorted(score.top.values(), reverse=True)[:NUM_TOP]
+    return likeliest[-1] if likeliest else math.inf
 
 
 def _gap(a: float, b: float) -> float:

@@ -68,9 +68,9 @@ class Discovery:
     `run` asks them and sets the server's form.
     """
 
-    def __init__(self, server: TargetServer, rng: random.Random, long_tokens: int) -> None:
+    def __init__(self, server: TargetServer, long_tokens: int) -> None:
         self._server = server
-        self._rng = rng
+        self._rng = random.Random()  # prompts that no earlier run has asked
         self._long_tokens = long_tokens
         self._limits: list[str] = []
         self._next_salt = 0
@@ -212,7 +212,7 @@ class Discovery:
         again = await self._server.raw_post(form.path, body)
         after = await self._server.read_hit_counter()
         usage = again.get("usage")
-        if isinstance(usage, dict) and (cached_in_usage(usage) or 0) > 0:
+        if isinstance(usage, dict) and cached_in_usage(usage):
             self._server.change(hits="usage")
         elif (cached_in_timings(again) or 0) >= SEEN:
             self._server.change(hits="timings")

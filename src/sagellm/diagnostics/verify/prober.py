@@ -11,7 +11,7 @@ from typing import Any
 from sagellm.diagnostics.verify.answers import Answer, Difference, compare, score_distance
 from sagellm.diagnostics.verify.discovery import Facts
 from sagellm.diagnostics.verify.report import Evidence, Finding
-from sagellm.diagnostics.verify.target import Prompt, Question, TargetServer
+from sagellm.diagnostics.verify.target import COMPLETIONS, Prompt, Question, TargetServer
 
 NUM_GENERATED = 8
 """Generated tokens that are compared."""
@@ -90,7 +90,8 @@ class Prober:
     def __init__(self, server: TargetServer, facts: Facts, seed: int, concurrency: int) -> None:
         self.server = server
         self.facts = facts
-        self.rng = random.Random(f"verify {seed}")
+        self._nonce = random.Random().getrandbits(64)
+        self.rng = random.Random(f"verify {seed}" if facts.salts else self._nonce)
         self.concurrency = concurrency
         self.notes: dict[str, list[Finding]] = {}
         self.num_salted_hits = 0
@@ -101,7 +102,6 @@ class Prober:
         self.max_churn_tokens = 2**17
         self.evictions_seen = 0
         self.pressure = concurrency
-        self._nonce = random.Random().getrandbits(64)
         self._num_salts = 0
         self._num_trials = 0
 
@@ -199,7 +199,7 @@ class Prober:
                 if len(decoded.scores) == 6 and prefilled.scores:
                     size = score_distance(decoded.scores[position], prefilled.scores[0])
                     trial.add_cold("path", Difference(size))
-        elif self.server.form.words is not None:
+        elif self.server.form.words is not None and self.server.form.path == COMPLETIONS:
             await self._text_path_arm(trial, prompt, reference)
 
     async def _text_path_arm(self, trial: Trial, prompt: Prompt, reference: Answer) -> None:
@@ -282,11 +282,12 @@ class Prober:
         cached, total = answer.cached_tokens, answer.prompt_tokens
         if cached is None or self.server.form.hits == "metrics":
             return
+        counted = not any(isinstance(unit, str) for unit in prompt)  # texts of answers are several tokens
         shown = f"cached_tokens is {cached} for a prompt of {total} tokens"
         most = lane.shared(prompt) + self.facts.overhead
         if cached < 0 or (total is not None and cached > total):
             self.note("accounting", "accounting", f"{shown}: not in its range")
-        elif self.facts.salts and cached > most:
+        elif counted and self.facts.salts and cached > most:
             self.note(
                 "accounting", "accounting", f"{shown}, of which only {most} were asked before under its salt"
             )

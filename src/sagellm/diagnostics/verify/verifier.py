@@ -31,9 +31,13 @@ from sagellm.diagnostics.verify.target import CHAT, RefusedError, TargetServer, 
 LEVEL = 5e-4
 """The probability of any false finding by chance in one run, at most; a half is for each stage."""
 
-ASSUMED_NOISE = 0.25
-"""Nats; the noise of servers on which no prompt can be asked cold twice."""
-ASSUMED_SCENARIOS = 100
+ASSUMED_NOISE = [0.25] * 100
+"""Nats by scenario; the noise of servers on which no prompt can be asked cold twice."""
+ASSUMED_TEXTS = [1.0] * 5 + [0.0] * 95
+"""The same where only texts are compared: one in twenty differs."""
+
+WARM_SHARE = 0.8
+"""A warm prompt that takes less of a cold one's time shows that there are hits."""
 
 MAX_SUSPECTS = 6
 MAX_ERRORS = 3
@@ -74,8 +78,9 @@ async def verify(
 ) -> VerifyReport:
     """Tests whether a server answers alike with and without cache hits.
 
-    The same seed draws the same prompts; salts are always new. A server that cannot be tested is the
-    outcome "untestable", with the reason. Raises `RequestError` for options out of range.
+    The same seed draws the same prompts, under new salts; without salts all prompts are new. A server that
+    cannot be tested is the outcome "untestable", with the reason. Raises `RequestError` for options out of
+    range.
     """
     chosen, name = _preset(preset)
     if not 1 <= concurrency <= 256:
@@ -121,14 +126,14 @@ class VerifyRun:
         self._began = clock.now()
         self._trials: list[Trial] = []
         self._repeated: dict[tuple[str, str], list[Trial]] = {}
+        self._found: dict[str, float] = {}
         self._errors: list[Finding] = []
         self._families: list[Family] = []
         self._not_tested: dict[str, str] = {}
 
     async def run(self, model: str | None, restart_command: str | None) -> VerifyReport:
         """The report, without what `verify` adds. Raises `UntestableError` if the server is lost."""
-        rng = random.Random(f"discovery {self._seed}")
-        facts = await Discovery(self._server, rng, self._preset.long_tokens).run(model)
+        facts = await Discovery(self._server, self._preset.long_tokens).run(model)
         prober = Prober(self._server, facts, self._seed, self._concurrency)
         timing = await _measure_timing(prober)
         speed = facts.max_units / max(timing.cold_s, 1e-4)
@@ -137,9 +142,12 @@ class VerifyRun:
         )
         self._choose_families(facts)
         await self._first_stage(prober)
+        self._judge(facts, _grouped(self._trials))
         await self._second_stage(prober)
         restarts = await restart_trials(prober, restart_command) if restart_command else []
         self._trials += restarts
+        repeated = {" ".join(key): trials for key, trials in self._repeated.items()}
+        self._judge(facts, repeated | _grouped(restarts))
         return self._report(prober, timing)
 
     def _choose_families(self, facts: Facts) -> None:
@@ -178,24 +186,29 @@ class VerifyRun:
         trials.append(trial)
 
     async def _second_stage(self, prober: Prober) -> None:
-        """Variants with a warm answer beyond the cold noise are repeated with fresh prompts."""
+        """Variants with a warm answer beyond the cold noise are repeated with fresh prompts.
+
+        Those of families that are findings already are not.
+        """
         by_variant: dict[tuple[str, str], float] = defaultdict(float)
         for trial in self._trials:
-            by_variant[trial.family, trial.variant] = max(by_variant[trial.family, trial.variant], trial.warm)
-        largest = max(self._noise_floor(prober.facts), *self._cold(prober.facts))
-        suspects = sorted(
-            (key for key, size in by_variant.items() if size > largest), key=lambda key: -by_variant[key]
-        )
+            key = (trial.family, trial.variant)
+            by_variant[key] = max(by_variant[key], trial.warm)
+        largest = self._noise_floor()  # of texts, any that differs is suspicious
+        if self._server.form.logprobs:
+            largest = max(largest, *self._cold(prober.facts))
+        suspects = [key for key, size in by_variant.items() if size > largest and key[0] not in self._found]
+        suspects.sort(key=lambda key: -by_variant[key])
+        self._repeated = {key: [] for key in suspects[:MAX_SUSPECTS]}
         families = {family.name: family for family in self._families}
         until = self._began + self._preset.budget_s
-        self._repeated = {key: [] for key in suspects[:MAX_SUSPECTS]}
         for _ in range(self._preset.repeats):
             for (name, variant), trials in self._repeated.items():
                 if self._clock.now() > until and len(trials) >= 2:
                     return
                 await self._try(prober, families[name], variant, trials)
 
-    def _noise_floor(self, facts: Facts) -> float:
+    def _noise_floor(self) -> float:
         form = self._server.form
         if not form.logprobs:
             return 0.1  # texts: 0 or 1
@@ -205,65 +218,59 @@ class VerifyRun:
     def _cold(self, facts: Facts) -> list[float]:
         """One number for each scenario: the largest difference of its cold answers."""
         if facts.cold_by == "unique prompts":
-            return [ASSUMED_NOISE] * ASSUMED_SCENARIOS
+            return ASSUMED_NOISE if self._server.form.logprobs else ASSUMED_TEXTS
         everything = [*self._trials, *(trial for trials in self._repeated.values() for trial in trials)]
         return [trial.cold for trial in everything if trial.cold is not None]
 
-    def _significance(self, cold: Sequence[float], warm: Sequence[float], floor: float) -> float:
-        """The p of a set of scenarios, from both tests."""
-        p = statistics.rank_test(cold, warm, floor=floor)
-        if self._server.form.logprobs:
-            p = min(p, statistics.tail_test(cold, warm, floor=floor))
-        return min(1.0, 2 * p)
+    def _judge(self, facts: Facts, groups: Mapping[str, Sequence[Trial]]) -> None:
+        """Keeps the families of groups whose warm differences are significant.
 
-    def _answer_findings(self, cold: Sequence[float], floor: float) -> tuple[dict[str, float], list[Finding]]:
-        """Adjusted p by family that is significant, and the findings."""
-        groups: dict[tuple[str, str], list[Trial]] = defaultdict(list)
-        for trial in self._trials:
-            groups[trial.family, ""].append(trial)
-        first = {
-            key: self._significance(cold, [t.warm for t in trials], floor) for key, trials in groups.items()
-        }
-        second = {
-            key: self._significance(cold, [t.warm for t in trials], floor)
-            for key, trials in self._repeated.items()
-            if trials
-        }
-        found = {**statistics.holm(_named(first), LEVEL / 2), **statistics.holm(_named(second), LEVEL / 2)}
-        by_family: dict[str, float] = {}
-        for name, p in found.items():
+        A group's name begins with its family's. Half of the level is for each stage, and Holm's method for
+        the groups of a stage.
+        """
+        cold, floor = self._cold(facts), self._noise_floor()
+        p_values = {}
+        for name, trials in groups.items():
+            warm = [trial.warm for trial in trials]
+            p = statistics.rank_test(cold, warm, floor=floor)
+            if self._server.form.logprobs:
+                p = min(p, statistics.tail_test(cold, warm, floor=floor))
+            p_values[name] = min(1.0, 2 * p)
+        for name, p in statistics.holm(p_values, LEVEL / 2).items():
             family = name.partition(" ")[0]
-            by_family[family] = min(p, by_family.get(family, 1.0))
-        return by_family, [self._finding(family, p, cold, floor) for family, p in by_family.items()]
+            self._found[family] = min(p, self._found.get(family, 1.0))
 
-    def _finding(self, family: str, p: float, cold: Sequence[float], floor: float) -> Finding:
-        trials = [t for t in self._all_trials() if t.family == family]
-        noise = max(floor, *cold)
-        above = [trial for trial in trials if trial.warm > statistics.MARGIN * noise]
+    def _finding(self, family: str, noise: float) -> Finding:
+        trials = [trial for trial in self._all_trials() if trial.family == family]
+        above = [trial for trial in trials if trial.warm > statistics.MARGIN * noise] or trials
         worst = max(trials, key=lambda trial: trial.warm)
-        unit = "nats" if self._server.form.logprobs else "(texts differ)"
-        variants = sorted({trial.variant for trial in above})
-        text = (
-            f"warm and cold answers differ by up to {worst.warm:.3g} {unit} in {len(above)} of {len(trials)} "
-            f"scenarios ({', '.join(variants) or worst.variant}); cold ones differ by at most {noise:.3g}"
+        where = (
+            f"in {len(above)} of {len(trials)} scenarios ({', '.join(sorted({t.variant for t in above}))})"
         )
-        return Finding(family, "answers", text, worst.variant, p, worst.evidence)
+        if self._server.form.logprobs:
+            text = f"by up to {worst.warm:.3g} nats {where}; cold ones differ by at most {noise:.3g}"
+        else:
+            cold = [trial.cold for trial in self._all_trials() if trial.cold is not None]
+            text = f"{where}; cold ones in {sum(map(bool, cold))} of {len(cold)}"
+        shown = f"warm and cold answers differ {text}"
+        return Finding(family, "answers", shown, worst.variant, self._found[family], worst.evidence)
 
     def _all_trials(self) -> list[Trial]:
         return [*self._trials, *(trial for trials in self._repeated.values() for trial in trials)]
 
     def _report(self, prober: Prober, timing: HitTiming) -> VerifyReport:
-        facts, floor = prober.facts, self._noise_floor(prober.facts)
+        facts, floor = prober.facts, self._noise_floor()
         cold = self._cold(facts)
-        p_values, findings = self._answer_findings(cold, floor) if cold else ({}, [])
-        findings += [*self._errors, *_notes(prober)]
         noise = max([floor, *cold])
-        results = tuple(self._family_result(name, noise, p_values) for name in self._names())
-        hits = [trial.hit for trial in self._trials]
+        findings = [*(self._finding(family, noise) for family in self._found), *self._errors, *_notes(prober)]
+        results = tuple(self._family_result(name, noise) for name in self._names())
         outcome: Outcome = "findings" if findings else "clean"
         reason = ""
-        if not findings and not any(hit is not False for hit in hits):
-            outcome, reason = "untestable", "no probe had a cache hit: is prefix caching on?"
+        if not findings and not self._any_hit(timing):
+            outcome, reason = (
+                "untestable",
+                "no hit was seen, neither counted nor by time: is prefix caching on?",
+            )
         return VerifyReport(
             outcome,
             tuple(findings),
@@ -275,12 +282,17 @@ class VerifyRun:
             reason=reason,
         )
 
+    def _any_hit(self, timing: HitTiming) -> bool:
+        if any(trial.hit for trial in self._trials):
+            return True
+        return self._server.form.hits is None and timing.warm_s < WARM_SHARE * timing.cold_s
+
     def _names(self) -> Iterable[str]:
         return dict.fromkeys(
             [*(f.name for f in self._families), *(t.family for t in self._trials), *self._not_tested]
         )
 
-    def _family_result(self, name: str, noise: float, p_values: Mapping[str, float]) -> FamilyResult:
+    def _family_result(self, name: str, noise: float) -> FamilyResult:
         trials = [trial for trial in self._all_trials() if trial.family == name]
         told = [trial.hit for trial in trials if trial.hit is not None]
         return FamilyResult(
@@ -290,7 +302,7 @@ class VerifyRun:
             sum(trial.warm_divergences > 0 for trial in trials),
             sum(trial.warm > statistics.MARGIN * noise for trial in trials),
             max((trial.warm for trial in trials), default=0.0),
-            p_values.get(name),
+            self._found.get(name),
             self._not_tested.get(name, ""),
         )
 
@@ -331,8 +343,12 @@ class VerifyRun:
             )
 
 
-def _named(p_values: Mapping[tuple[str, str], float]) -> dict[str, float]:
-    return {f"{family} {variant}": p for (family, variant), p in p_values.items()}
+def _grouped(trials: Iterable[Trial]) -> dict[str, list[Trial]]:
+    """The trials by family."""
+    groups: dict[str, list[Trial]] = defaultdict(list)
+    for trial in trials:
+        groups[trial.family].append(trial)
+    return groups
 
 
 def _round(families: Sequence[Family], rng: random.Random) -> list[tuple[Family, str]]:

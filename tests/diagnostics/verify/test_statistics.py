@@ -1,0 +1,79 @@
+"""The tests behind findings: exact, and their level holds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sagellm.diagnostics.verify import statistics
+from sagellm.diagnostics.verify.statistics import MARGIN, holm, rank_test, tail_test
+from tests.effort import examples
+
+sizes = st.lists(st.floats(0.0, 10.0), min_size=1, max_size=6)
+
+
+def rank_p_by_permutation(cold: list[float], warm: list[float], rank: int) -> float:
+    """The slow twin of `_rank_p` for numbers without ties: all ways to call some of them cold."""
+    above = sum(size > sorted(cold, reverse=True)[rank] for size in warm)
+    pooled = sorted(cold + warm, reverse=True)
+    ways = list(itertools.combinations(range(len(pooled)), len(cold)))
+
+    def as_extreme(places: tuple[int, ...]) -> bool:
+        return places[rank] - rank >= above  # warm ones before the cold one of this rank
+
+    return sum(map(as_extreme, ways)) / len(ways)
+
+
+@given(st.data())
+@settings(max_examples=examples(60), deadline=None)
+def test_the_rank_test_is_the_permutation_test(data: st.DataObject) -> None:
+    numbers = data.draw(st.lists(st.integers(0, 1000), min_size=2, max_size=9, unique=True))
+    count = data.draw(st.integers(1, len(numbers) - 1))
+    cold, warm = sorted(map(float, numbers[:count]), reverse=True), list(map(float, numbers[count:]))
+    rank = data.draw(st.integers(0, count - 1))
+    assert statistics._rank_p(cold, warm, rank) == pytest.approx(rank_p_by_permutation(cold, warm, rank))
+
+
+@given(sizes, sizes)
+@settings(max_examples=examples(60), deadline=None)
+def test_p_values_are_probabilities(cold: list[float], warm: list[float]) -> None:
+    for test in (rank_test, tail_test):
+        assert 0.0 <= test(cold, warm, floor=1e-4) <= 1.0
+
+
+def test_without_numbers_nothing_can_be_said() -> None:
+    assert rank_test([], [1.0], floor=0.1) == tail_test([1.0], [], floor=0.1) == 1.0
+
+
+def test_warm_noise_up_to_the_margin_is_no_finding() -> None:
+    cold = [0.01 * (1 + i % 7) for i in range(60)]
+    assert rank_test(cold, [size * MARGIN * 0.99 for size in cold], floor=1e-4) == 1.0
+    assert rank_test(cold, [size * MARGIN * 20 for size in cold], floor=1e-4) < 1e-9
+
+
+def test_one_answer_far_out_is_significant_only_beside_small_noise() -> None:
+    cold = [1e-5] * 50
+    assert tail_test(cold, [1e-5] * 49 + [3.0], floor=1e-4) < 1e-8
+    assert tail_test([0.2] * 50, [0.2] * 49 + [3.0], floor=1e-4) > 1e-3
+    assert tail_test(cold, [math.inf], floor=1e-4) == 0.0
+
+
+def test_the_level_holds_for_noise_with_infinite_variance() -> None:
+    """Pareto with index 2, cold and warm alike, is the edge of what `tail_test` assumes."""
+    rng = random.Random(1)
+    runs, false = 4000, 0
+    for _ in range(runs):
+        cold, warm = ([rng.paretovariate(2.0) for _ in range(40)] for _ in range(2))
+        false += min(1.0, 2 * min(rank_test(cold, warm, floor=0.0), tail_test(cold, warm, floor=0.0))) <= 0.05
+    assert false / runs <= 0.05
+
+
+def test_holm_adjusts_and_stops_at_the_first_that_is_not_significant() -> None:
+    assert holm({"a": 0.001, "b": 0.02, "c": 0.5}, 0.05) == {"a": 0.003, "b": 0.04}
+    assert holm({"a": 0.03, "b": 0.03}, 0.05) == {}
+    assert holm({}, 0.05) == {}
