@@ -13,9 +13,18 @@ BLOCK = 4
 
 
 class ReferenceCache:
-    """Serves one request after the other. `reports_hits`: as with `kv_cache_report_mode: full`."""
+    """Serves one request after the other. `reports_hits`: as with `kv_cache_report_mode: full`.
+    `answers_at_once`: an answer is stored at its end, in one event."""
 
-    def __init__(self, num_blocks: int, *, reports_hits: bool = False, block: int = BLOCK) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        reports_hits: bool = False,
+        answers_at_once: bool = False,
+        block: int = BLOCK,
+    ) -> None:
+        self.answers_at_once = answers_at_once
         self.num_blocks = num_blocks
         self.reports_hits = reports_hits
         self.block = block
@@ -54,12 +63,15 @@ class ReferenceCache:
         for block_hash in hashes[num_hit:]:
             self.cached[block_hash] = None
         self._send(events, time_s)
-        for index in range(len(hashes), len(whole)):
+        answered = [(index, index + 1) for index in range(len(hashes), len(whole))]
+        if self.answers_at_once and answered:
+            answered = [(len(hashes), len(whole))]
+        for start, stop in answered:
             later: list[BlockStored | BlockRemoved] = []
-            if whole[index] not in self.cached:
-                self._make_room(1, set(whole), later)
-            self.cached[whole[index]] = None
-            later.append(self._event([*prompt, *answer], whole, index, index + 1, salt))
+            new = [block_hash for block_hash in whole[start:stop] if block_hash not in self.cached]
+            self._make_room(len(new), set(whole), later)
+            self.cached.update(dict.fromkeys(new))
+            later.append(self._event([*prompt, *answer], whole, start, stop, salt))
             self._send(later, time_s)
         for block_hash in reversed(whole):
             self.cached.move_to_end(block_hash)

@@ -46,10 +46,14 @@ def conversations(seed: int, num_turns: int = 300) -> list[Turn]:
 class Served:
     """A cache that has served `turns`, what is seen of it, and its counters."""
 
-    def __init__(self, turns: Sequence[Turn], num_blocks: int, *, reports_hits: bool) -> None:
-        self.cache = ReferenceCache(num_blocks, reports_hits=reports_hits)
+    def __init__(
+        self, turns: Sequence[Turn], num_blocks: int, *, reports_hits: bool, answers_at_once: bool = False
+    ) -> None:
+        self.cache = ReferenceCache(num_blocks, reports_hits=reports_hits, answers_at_once=answers_at_once)
         self.kept = KeptAccesses()
         self.view = CacheView(on_access=self.kept.add)
+        if answers_at_once:
+            self.view.set_answers_at_once(0)
         hit = sum(
             self.cache.serve(prompt, answer, time_s=float(n)) for n, (prompt, answer) in enumerate(turns)
         )
@@ -65,19 +69,23 @@ class Served:
         return Ladder(self.view, [Watched(**known | changes)], list(self.kept))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_double_memory_from_events_alone_is_within_two_points(seed: int) -> None:
+def test_double_memory_from_events_alone_is_within_two_points(seed: int, *, at_once: bool) -> None:
     turns = conversations(seed)
-    small, large = (Served(turns, size, reports_hits=False) for size in (150, 300))
+    small, large = (Served(turns, size, reports_hits=False, answers_at_once=at_once) for size in (150, 300))
     known = small.ladder().lru_from_events(2.0)
     assert known == pytest.approx(large.ratio, abs=0.02)
     assert small.ladder().lru_from_events(1.0) == pytest.approx(small.ratio)
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_replayed_requests_agree_with_the_server(seed: int) -> None:
+def test_replayed_requests_agree_with_the_server(seed: int, *, at_once: bool) -> None:
     turns = conversations(seed)
-    served = {size: Served(turns, size, reports_hits=True) for size in (75, 150, 300)}
+    served = {
+        size: Served(turns, size, reports_hits=True, answers_at_once=at_once) for size in (75, 150, 300)
+    }
     ladder = served[150].ladder()
     for factor, size in ((0.5, 75), (1.0, 150), (2.0, 300)):
         assert ladder.replayed("lru", factor) == pytest.approx(served[size].ratio, abs=0.02)

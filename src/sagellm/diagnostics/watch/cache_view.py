@@ -8,10 +8,12 @@ and which of them another instance held. Where hits are reported, whole requests
 Only the blocks of one group and one memory are followed for each instance: those that the first event names
 (a server with several groups of layers stores each block once in each).
 
-**Prompt or answer.** A server stores the blocks of answers too, one by one, and no event says so. A block
-that is stored alone, below a block that was stored in an earlier batch, is *single*: it may be part of an
-answer, or the one block by which a prompt is longer than its hit. All others are prompt blocks. Sums are kept
-apart, and `share_of_singles`, which follows from the server's counters, says how many of the singles count.
+**Prompt or answer.** A server stores the blocks of answers too, and no event says so. vLLM stores them one by
+one. So a block that is stored alone, below a block of an earlier batch, is *single*: it may be part of an
+answer, or the one block by which a prompt is longer than its hit. SGLang and sageLLM store an answer when it
+ends; there all blocks that go on from the end of a request, in a later batch, are counted as singles
+(`answers_at_once`). All others are prompt blocks. Sums are kept apart, and `share_of_singles`, which follows
+from the server's counters, says how many of the singles count.
 """
 
 from __future__ import annotations
@@ -62,11 +64,14 @@ class _Resident:
     """A block in one instance's cache. `depth`: how deep it was in the ghost stack when it was last stored,
     at least that of the blocks of the same request before it. `stored_in`: number of that batch."""
 
-    __slots__ = ("content", "depth", "stored_in", "used_s")
+    __slots__ = ("content", "depth", "is_single", "stored_in", "used_s")
 
-    def __init__(self, content: BlockContent, depth: int, stored_in: int, used_s: float) -> None:
+    def __init__(
+        self, content: BlockContent, depth: int, stored_in: int, used_s: float, *, is_single: bool
+    ) -> None:
         self.content = content
         self.depth = depth
+        self.is_single = is_single
         self.stored_in = stored_in
         self.used_s = used_s
 
@@ -110,6 +115,7 @@ class _Instance:
     """
 
     max_ghosts: int
+    answers_at_once: bool = False
     group: tuple[int | None, str | None] | None = None
     block_size: int | None = None
     resident: dict[Hash, _Resident] = field(default_factory=dict)
@@ -205,6 +211,10 @@ class CacheView:
                 view.num_restarts += 1
                 self._cleared(instance, view)
 
+    def set_answers_at_once(self, instance: int) -> None:
+        """The server stores an answer at its end, as SGLang and sageLLM do."""
+        self._instances[instance].answers_at_once = True
+
     def begin(self, instance: int) -> None:
         """Count from now on. What was fed before, a replay of the past, is state only."""
         view = self._instances[instance]
@@ -261,21 +271,30 @@ class CacheView:
             view.num_malformed += 1
             return
         view.block_size = event.block_size
-        request = self._request_of(instance, view, event, now_s)
-        if request is None:
-            return
         parent = None
         if event.parent_block_hash is not None:
             parent = view.resident.get(event.parent_block_hash)
-        is_single = (
-            len(event.block_hashes) == 1 and parent is not None and parent.stored_in != view.num_batches
-        )
+        is_single = self._is_single(view, event, parent)
+        request = self._request_of(instance, view, event, now_s)
+        if request is None:
+            return
         request.is_prompt_over |= is_single
         self._store(instance, view, event, request, now_s, parent, view.single if is_single else view.sure)
         request.last_s, request.last_batch = now_s, view.num_batches
         if not request.is_prompt_over:
             request.num_prompt = len(request.contents)
         self._keep(instance, view, event.block_hashes[-1], request)
+
+    @staticmethod
+    def _is_single(view: _Instance, event: BlockStored, parent: _Resident | None) -> bool:
+        """Whether the blocks may be an answer's; see the head of this file."""
+        if parent is None:
+            return False
+        if parent.stored_in == view.num_batches:
+            return parent.is_single
+        if view.answers_at_once:
+            return event.parent_block_hash in view.requests
+        return len(event.block_hashes) == 1
 
     def _request_of(
         self, instance: int, view: _Instance, event: BlockStored, now_s: float
@@ -309,7 +328,7 @@ class CacheView:
         for block in hit:
             if former is None:
                 self._note_use(block, now_s)
-            block.depth, block.stored_in = 0, view.num_batches
+            block.depth, block.stored_in, block.is_single = 0, view.num_batches, False
         request.evictions_before = view.evictions_before = view.num_evictions
         self._keep(instance, view, event.block_hashes[-1], request)
         return None
@@ -366,7 +385,9 @@ class CacheView:
             if content.holders & ~(1 << instance):
                 tally.elsewhere += size
             content.holders |= 1 << instance
-            view.resident[block_hash] = _Resident(content, depth, view.num_batches, now_s)
+            view.resident[block_hash] = _Resident(
+                content, depth, view.num_batches, now_s, is_single=is_single
+            )
             request.contents.append(content)
             above = content
         request.num_stored += len(event.block_hashes)

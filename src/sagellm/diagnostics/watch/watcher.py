@@ -59,6 +59,9 @@ class Watcher:
         self._view = CacheView(len(endpoints), max_blocks=max_blocks, on_access=self._keep)
         self._is_live = [False] * len(endpoints)
         self._counters = [CounterWatch(each.metrics) if each.metrics else None for each in endpoints]
+        for index, counters in enumerate(self._counters):
+            if counters is not None and counters.grown().engine not in ("", "vLLM"):
+                self._view.set_answers_at_once(index)
         self._began_s, self._start_s = wall_clock.now(), self._clock.now()
         self._readers = [
             EventReader(each, partial(self._take, index)) if each.events else None
