@@ -18,6 +18,7 @@ from rich.live import Live
 
 from sagellm.benchmarks.reporting import check_writable, print_tables, write_json
 from sagellm.cli._options import OptionGroup, argument, command, flag
+from sagellm.core.clock import MonotonicClock
 from sagellm.core.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ _PROXY_HELP = "Listen as well, and pass requests on to this server, which then r
 _BYTES_HELP = "Bytes of KV per token, where neither the metrics nor --model tell."
 DTYPE_BYTES = {"float32": 4, "float": 4}
 DEFAULT_DTYPE_BYTES = 2
+TOGETHER_S = 1.0
+"""Signals within this time are one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +176,16 @@ def _follow(watcher: Watcher, duration: float, interval: float) -> None:
 @contextmanager
 def _ended_by_signals() -> Iterator[threading.Event]:
     """Ctrl-C and SIGTERM set the event; a second one ends the program."""
-    ended = threading.Event()
+    ended, clock = threading.Event(), MonotonicClock()
+    signals_s: list[float] = []
 
     def end(number: int, frame: object) -> None:
-        if ended.is_set():
-            raise KeyboardInterrupt
         ended.set()
+        signals_s.append(clock.now())
+        if (
+            signals_s[-1] - signals_s[0] > TOGETHER_S
+        ):  # a shell and its program may both pass on the first one
+            raise KeyboardInterrupt
 
     former = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
