@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 import time
@@ -55,7 +56,7 @@ def test_a_watch_writes_page_figures_and_trace(
 
 def test_ctrl_c_ends_it_with_a_report(cli: Any, tmp_path: Path) -> None:
     with LiveServer() as server:
-        threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
         began_s = time.monotonic()
         result = cli("watch", server.url, "--out", str(tmp_path / "page.html"))
     assert result.exit_code == 0, result.output
@@ -63,9 +64,26 @@ def test_ctrl_c_ends_it_with_a_report(cli: Any, tmp_path: Path) -> None:
     assert "now" in result.output
 
 
+def test_a_proxy_alone_watches_its_server_and_says_what_is_missing(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sagellm.cli.watch.SILENT_S", 0.1)
+    monkeypatch.setattr("sagellm.cli.watch.LINE_S", 0.3)
+    with LiveServer() as server:
+        out = str(tmp_path / "page.html")
+        result = cli("watch", "--proxy", server.url, "--duration", "1", "--interval", "0.2", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert f"which passes them on to {server.url}" in result.output
+    assert result.output.count("no KV events were asked for") == 2  # when it begins, and at the end
+    assert "hit rate ?, 0 block events, 0 lost batches" in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([], "name a server, as tcp://host:5557"),
+        (["--proxy", "localhost:1"], "write http://host:port"),
+        (["tcp://127.0.0.1:1"], "nothing publishes KV events at tcp://127.0.0.1:1"),
         (["nonsense"], "write tcp://host:port"),
         (["http://127.0.0.1:1"], "no metrics at http://127.0.0.1:1/metrics"),
         (["tcp://a:1", "--duration", "0"], "--duration and --interval must be more than 0"),

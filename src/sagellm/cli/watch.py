@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.text import Text
 
 from sagellm.benchmarks.reporting import check_writable, print_tables, write_json
 from sagellm.cli._options import OptionGroup, argument, command, flag
@@ -23,6 +24,7 @@ from sagellm.core.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from sagellm.core.types import Tokens
+    from sagellm.diagnostics.watch.endpoints import ServerAddress
     from sagellm.diagnostics.watch.report import WatchReport
     from sagellm.diagnostics.watch.watcher import CacheSizes, Watcher
 
@@ -36,6 +38,7 @@ DTYPE_BYTES = {"float32": 4, "float": 4}
 DEFAULT_DTYPE_BYTES = 2
 TOGETHER_S = 1.0
 """Signals within this time are one."""
+LINE_S, SILENT_S = 60.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ def kv_bytes_per_token(config: Path) -> int:
 
 @command
 def watch(
-    servers: list[str] = argument("SERVER", _SERVER_HELP, ...),
+    servers: list[str] = argument("[SERVER]...", _SERVER_HELP, (), show_default=False),
     duration: float = flag("SECONDS", "How long; Ctrl-C ends it sooner.", 600.0),
     interval: float = flag("SECONDS", "Between two looks at the metrics.", 5.0),
     proxy: str | None = flag("URL", _PROXY_HELP),
@@ -97,7 +100,6 @@ def watch(
     Nothing is changed at the server, and nothing is sent anywhere.
     """
     from sagellm.control_plane.kv_events.publisher import WallClock
-    from sagellm.diagnostics.watch.endpoints import ServerAddress
     from sagellm.diagnostics.watch.page import render
     from sagellm.diagnostics.watch.proxy import ReportingProxy
     from sagellm.diagnostics.watch.recording import WatchRecording
@@ -108,7 +110,8 @@ def watch(
     for path in filter(None, (out_file, json_file, record)):
         check_writable(path)
     decode = _decoder(known.model) if text else None
-    addresses = [ServerAddress.parse(server) for server in servers]
+    addresses = _addresses(servers, proxy)
+    host, port = _host_and_port(listen)
     with ExitStack() as stack:
         recording = stack.enter_context(WatchRecording(record)) if record is not None else None
         watcher = Watcher(
@@ -120,7 +123,6 @@ def watch(
         )
         try:
             if proxy is not None:
-                host, port = _host_and_port(listen)
                 url = stack.enter_context(ReportingProxy(proxy, host, port)).url
                 print(f"sagellm: send requests to {url}, which passes them on to {proxy}", file=sys.stderr)
             _follow(watcher, duration, interval)
@@ -134,6 +136,21 @@ def watch(
     print(f"\n{out_file}")
     if recording is not None:
         print(f"{record}: {recording.num_requests:,} requests")
+
+
+def _addresses(servers: Sequence[str], proxy: str | None) -> list[ServerAddress]:
+    """The servers to watch. The one behind the proxy need not be named again."""
+    from sagellm.diagnostics.watch.counters import metrics_url
+    from sagellm.diagnostics.watch.endpoints import ServerAddress
+
+    if proxy is None and not servers:
+        raise ConfigError("name a server, as tcp://host:5557,http://host:8000, or http://host:8000 alone")
+    addresses = [ServerAddress.parse(server) for server in servers]
+    if proxy is None or len(addresses) > 1:
+        return addresses
+    metrics = metrics_url(proxy)
+    [only] = addresses or [ServerAddress()]
+    return [dataclasses.replace(only, metrics=only.metrics or metrics)]
 
 
 def _show(report: WatchReport) -> None:
@@ -160,17 +177,33 @@ def as_json(report: WatchReport) -> dict[str, Any]:
 
 
 def _follow(watcher: Watcher, duration: float, interval: float) -> None:
-    """Show what is known until the time is up or the user ends it."""
-    from sagellm.diagnostics.watch.terminal import tables
+    """Show what is known until the time is up or the user ends it.
+
+    Without a terminal: a line every `LINE_S`, and what is missing once `SILENT_S` have passed."""
+    from sagellm.diagnostics.watch.terminal import line, tables
 
     terminal = Console(stderr=True)
+    next_line_s, said = LINE_S, set[str]()
     with _ended_by_signals() as ended, Live(console=terminal, transient=True, auto_refresh=False) as live:
-        while not ended.wait(max(0.0, min(interval, duration - watcher.seconds))):
+        while not ended.wait(max(0.0, min(interval, duration - watcher.seconds, threading.TIMEOUT_MAX))):
             if watcher.seconds >= duration:
                 return
             watcher.update()
+            report = watcher.report(with_replays=False)
             if terminal.is_terminal:
-                live.update(Group(*tables(watcher.report(with_replays=False))), refresh=True)
+                live.update(Group(*tables(report), *map(Text, report.unknown)), refresh=True)
+                continue
+            if watcher.seconds >= next_line_s:
+                next_line_s += LINE_S
+                _log(line(report))
+            for text in report.unknown if watcher.seconds >= SILENT_S else ():
+                if text not in said:
+                    said.add(text)
+                    _log(text)
+
+
+def _log(text: str) -> None:
+    print(f"sagellm: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager

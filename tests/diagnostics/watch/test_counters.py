@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -98,10 +99,20 @@ def test_what_is_no_address(address: str) -> None:
 def server() -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if self.path == "/endless":
+                self.endless()
+                return
             is_found = self.path == "/metrics"
             self.send_response(200 if is_found else 404)
             self.end_headers()
             self.wfile.write(VLLM.encode() if is_found else b"")
+
+        def endless(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                while True:
+                    self.wfile.write(b"# nothing\n" * 100_000)
 
         def log_message(self, *arguments: object) -> None:
             pass
@@ -115,8 +126,21 @@ def server() -> Iterator[str]:
 
 def test_scraping(server: str) -> None:
     assert scrape(metrics_url(server)).engine == "vLLM"
-    with pytest.raises(ConfigError, match=r"answers 404.*--metrics"):
+    with pytest.raises(ConfigError, match=r"answers 404.*Name their whole address"):
         scrape(f"{server}/other")
+    with pytest.raises(ConfigError, match="answers without end"):
+        scrape(f"{server}/endless")
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-1", "1e300"])
+def test_values_that_count_nothing_are_left_out(value: str) -> None:
+    counters = read_counters(f'{SGLANG}\nsglang:prompt_tokens_total{{rank="1"}} {value}\n')
+    assert counters.num_queried_tokens == 200
+
+
+def test_labels_that_are_no_sizes_are_left_out() -> None:
+    text = VLLM.replace('num_gpu_blocks="26214"', f'num_gpu_blocks="{"9" * 5000}"')
+    assert read_counters(text.replace('block_size="32"', 'block_size="\u00b2"')).block_size is None
 
 
 def test_nobody_answers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from sagellm.benchmarks.traces import read_trace
 from sagellm.control_plane.kv_events.publisher import WallClock
 from sagellm.core.errors import ConfigError
 from sagellm.diagnostics.watch.endpoints import CounterWatch, ServerAddress
-from sagellm.diagnostics.watch.ladder import NEEDS_HITS
+from sagellm.diagnostics.watch.ladder import NEEDS_HITS, NEEDS_REQUESTS
 from sagellm.diagnostics.watch.recording import WatchRecording
 from sagellm.diagnostics.watch.report import WatchReport
 from sagellm.diagnostics.watch.watcher import CacheSizes, Watcher
@@ -189,6 +190,28 @@ def test_sizes_that_the_user_gives_win(server: LiveServer) -> None:
 def test_addresses_that_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServerAddress.parse(text)
+
+
+def test_sockets_are_tried_first(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sagellm.diagnostics.watch.endpoints.CONNECT_S", 0.3)
+    http = server.url.removeprefix("http://")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+    for text, message in (
+        (free, r"nothing publishes KV events at .*Connection refused.*--kv-events-config"),
+        (f"{server.events},{free}", "nothing publishes KV events"),
+        ("tcp://nowhere.invalid:1", "nothing publishes KV events"),
+        (f"tcp://{http}", "is no socket of KV events: another program answers"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Watcher([ServerAddress.parse(text)], wall_clock=WallClock())
+    ServerAddress.parse(f"{server.events},{server.url}").check_sockets()
+
+
+def test_without_requests_the_ladder_says_so(server: LiveServer) -> None:
+    with Watcher([address(server)], wall_clock=WallClock()) as watcher:
+        ladder = watcher.report().ladder
+    assert {rung.missing for rung in ladder if rung.policy == "server"} == {NEEDS_REQUESTS}
 
 
 def test_addresses() -> None:

@@ -11,9 +11,12 @@ from urllib.parse import urlsplit
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
+from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import ConfigError
 
 TIMEOUT_S = 5.0
+MOST = 2**63
+"""No counter is larger."""
 MAX_BYTES = 16 * 2**20
 """Of one answer: metrics of a server with many models and ranks take one."""
 
@@ -69,20 +72,27 @@ def _difference(now: int | None, before: int | None) -> int | None:
     return None if now is None else now - (before or 0)
 
 
-def scrape(url: str) -> ServerCounters:
-    """Fetch and read the metrics at `url`. Raises `ConfigError` that says what to do."""
+def scrape(url: str, clock: Clock | None = None) -> ServerCounters:
+    """Fetch and read the metrics at `url`, within seconds. Raises `ConfigError` that says what to do."""
+    clock = clock or MonotonicClock()
+    text, deadline_s = bytearray(), clock.now() + 2 * TIMEOUT_S
     try:
-        answer = httpx2.get(url, timeout=TIMEOUT_S, follow_redirects=True)
+        with httpx2.stream("GET", url, timeout=TIMEOUT_S, follow_redirects=True) as answer:
+            if answer.status_code != 200:
+                raise ConfigError(
+                    f"no metrics at {url}: the server answers {answer.status_code}. Name their "
+                    f"whole address, as http://host:8000/metrics; SGLang serves them with --enable-metrics"
+                )
+            for piece in answer.iter_bytes():
+                text += piece
+                if len(text) > MAX_BYTES or clock.now() > deadline_s:
+                    raise ConfigError(f"{url} answers without end: these are no metrics")
     except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
-        raise ConfigError(f"no metrics at {url}: {str(error) or type(error).__name__}") from error
-    if answer.status_code != 200:
         raise ConfigError(
-            f"no metrics at {url}: the server answers {answer.status_code}. Name their address with "
-            f"--metrics, as http://host:8000/metrics; SGLang serves them with --enable-metrics"
-        )
-    if len(answer.content) > MAX_BYTES:
-        raise ConfigError(f"{url} answers with {len(answer.content):,} bytes: these are no metrics")
-    return read_counters(answer.text, url)
+            f"no metrics at {url}: {str(error) or type(error).__name__}. http://host:port is where the "
+            f"server answers requests; KV events have a port of their own, tcp://host:port"
+        ) from error
+    return read_counters(text.decode(errors="replace"), url)
 
 
 def metrics_url(address: str) -> str:
@@ -99,7 +109,8 @@ def read_counters(text: str, source: str = "the answer") -> ServerCounters:
         samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+                if 0 <= sample.value <= MOST:  # neither NaN nor infinite
+                    samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     except ValueError as error:
         raise ConfigError(f"{source} is not in Prometheus' text format: {error}") from error
     prefix = next((prefix for prefix in ENGINES if any(name.startswith(prefix) for name in samples)), None)
@@ -156,4 +167,5 @@ def _cache_config(samples: Samples) -> Iterator[tuple[str, int]]:
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdecimal() else None
+    is_number = text is not None and text.isascii() and text.isdecimal() and len(text) <= len(str(MOST))
+    return int(text or 0) if is_number else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +12,11 @@ from sagellm.control_plane.kv_events.sequence import Item, Malformed
 from sagellm.core.errors import ConfigError
 from sagellm.diagnostics.watch.counters import ServerCounters, metrics_url, scrape
 
-EVENT_SCHEMES = ("tcp://", "ipc://", "inproc://")
+EVENT_SCHEMES = ("tcp://", "ipc://")
 POLL_S = 0.2
+CONNECT_S = 3.0
+ZMQ_GREETING = b"\xff"
+"""The first byte that a ZeroMQ socket sends (ZMTP 3, signature)."""
 HOW_TO_PUBLISH = (
     'vLLM publishes events with --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
     '"endpoint": "tcp://*:PORT"}\', SGLang with the same option, sageLLM with --set events.endpoint=tcp://*:PORT'
@@ -30,6 +34,12 @@ class ServerAddress:
     @property
     def name(self) -> str:
         return self.events or self.metrics or ""
+
+    def check_sockets(self) -> None:
+        """Connect to each tcp:// address. Raises `ConfigError` if no ZeroMQ socket listens there."""
+        for address in filter(None, (self.events, self.replay)):
+            if address.startswith("tcp://"):
+                _check_socket(address)
 
     @classmethod
     def parse(cls, text: str) -> ServerAddress:
@@ -61,6 +71,23 @@ def _checked(address: str) -> str:
     if address.startswith("tcp://") and not (port.isdecimal() and 0 < int(port) < 65_536):
         raise ConfigError(f"{address!r} has no port: write tcp://host:port")
     return address
+
+
+def _check_socket(address: str) -> None:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_S) as connection:
+            greeting = connection.recv(1)
+    except TimeoutError:
+        greeting = b""
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"nothing publishes KV events at {address} ({reason}). {HOW_TO_PUBLISH}") from error
+    if greeting != ZMQ_GREETING:
+        raise ConfigError(
+            f"{address} is no socket of KV events: another program answers, or none. If it serves HTTP, "
+            f"write http://; for events, its own port is needed. {HOW_TO_PUBLISH}"
+        )
 
 
 class EventReader:

@@ -33,8 +33,9 @@ LEAST_COVERAGE = 0.9
 NEEDS_HITS = (
     "needs whole requests: run with --proxy, or let clients send vllm_xargs: {kv_cache_report_mode: full}"
 )
-NEEDS_COUNTERS = "needs the server's counters: name its metrics with --metrics"
-NEEDS_SIZE = "needs the number of KV blocks: name the server's metrics with --metrics, or give --blocks"
+NEEDS_COUNTERS = "needs the server's counters: name its metrics behind a comma, as ,http://host:8000"
+NEEDS_SIZE = "needs the number of KV blocks: name the server's metrics behind a comma, or give --blocks"
+NEEDS_REQUESTS = "needs requests: no prompt was looked up in the watched time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,17 +179,18 @@ class Ladder:
     def rungs(self) -> Iterator[Rung]:
         """All rungs: the same memory first, then less and more, then the fleet."""
         ratio = self._sums.ratio
-        yield Rung("server", 1.0, ratio, Basis.COUNTERS, "" if ratio is not None else NEEDS_COUNTERS)
+        uncounted = NEEDS_COUNTERS if self._sums.queried is None else NEEDS_REQUESTS
+        yield Rung("server", 1.0, ratio, Basis.COUNTERS, "" if ratio is not None else uncounted)
         for policy, factor in (*((policy, 1.0) for policy in REPLAYED), ("lru", 0.5), ("adaptive", 2.0)):
             ratio = self.replayed(policy, factor)
             yield Rung(policy, factor, ratio, Basis.REQUESTS, "" if ratio is not None else self._missing())
         for factor in (2.0, UNLIMITED):
             ratio = self.lru_from_events(factor)
-            missing = NEEDS_COUNTERS if self._sums.queried is None else NEEDS_SIZE
+            missing = NEEDS_SIZE if self._sums.queried else uncounted
             yield Rung("lru", factor, ratio, Basis.EVENTS, "" if ratio is not None else missing)
         if self.is_fleet:
             ratio = self.routed()
-            yield Rung("routing", 1.0, ratio, Basis.EVENTS, "" if ratio is not None else NEEDS_COUNTERS)
+            yield Rung("routing", 1.0, ratio, Basis.EVENTS, "" if ratio is not None else uncounted)
 
     def _missing(self) -> str:
         """Why requests cannot be replayed."""

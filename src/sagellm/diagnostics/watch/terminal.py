@@ -38,6 +38,14 @@ def tables(report: WatchReport) -> Iterator[Table]:
     yield Table("servers", SERVER_COLUMNS, [_server(each) for each in report.instances], num_names=2)
 
 
+def line(report: WatchReport) -> str:
+    """The state in one line, for logs."""
+    blocks = sum(each.num_block_events for each in report.instances)
+    lost = sum(each.num_lost for each in report.instances)
+    now = _percent(report.ladder[0].hit_ratio)
+    return f"{duration(report.duration_s)}: hit rate {now}, {blocks:,} block events, {lost:,} lost batches"
+
+
 def _server(instance: InstanceReport) -> tuple[str, ...]:
     return (
         instance.endpoint,

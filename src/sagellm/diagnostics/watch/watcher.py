@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Self
@@ -35,7 +36,8 @@ class Watcher:
     """Watches `endpoints` from construction to `close`; `report` may be asked for at any time.
 
     A thread per endpoint reads events. `update` scrapes the metrics: call it every few seconds. Each whole
-    request goes to `on_access`, if given. Raises `ConfigError` for metrics that cannot be read at the start.
+    request goes to `on_access`, if given. Raises `ConfigError` for a socket or metrics that
+    cannot be reached at the start; later ones may come and go.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class Watcher:
         self._kept = KeptAccesses()
         self._view = CacheView(len(endpoints), max_blocks=max_blocks, on_access=self._keep)
         self._is_live = [False] * len(endpoints)
+        for each in self._endpoints:
+            each.check_sockets()
         self._counters = [CounterWatch(each.metrics) if each.metrics else None for each in endpoints]
         for index, counters in enumerate(self._counters):
             if counters is not None and counters.grown().engine not in ("", "vLLM"):
@@ -99,9 +103,10 @@ class Watcher:
 
     def update(self) -> None:
         """Scrape the metrics of all servers."""
-        for counters in self._counters:
-            if counters is not None:
-                counters.update()
+        known = [counters for counters in self._counters if counters is not None]
+        if known:
+            with ThreadPoolExecutor(len(known)) as threads:  # one that hangs does not delay the others
+                list(threads.map(CounterWatch.update, known))
 
     def close(self) -> None:
         """Stop reading, scrape once more, and end all requests."""
