@@ -110,6 +110,16 @@ def test_answers_are_not_prompts() -> None:
     assert view.stored_tokens(0) == ((3 + 1) * BLOCK, 2 * BLOCK)
 
 
+def test_a_prompt_that_is_stored_anew_after_its_eviction_is_another_request() -> None:
+    cache, found = ReferenceCache(6, reports_hits=True), list[CacheAccess]()
+    for turn in range(4):
+        cache.serve([*range(16)], time_s=float(turn))
+        cache.serve([*range(40, 64)], time_s=turn + 0.5)
+    view = view_of(cache, on_access=found.append)
+    view.finish()
+    assert len(found) == 8
+
+
 def test_a_request_that_waits_is_looked_up_in_each_step_and_counts_once() -> None:
     cache, found = ReferenceCache(100, reports_hits=True), list[CacheAccess]()
     cache.serve(list(range(8)))

@@ -54,6 +54,14 @@ def test_vllm_with_two_ranks() -> None:
     assert counters.hit_ratio == 0.4
 
 
+def test_memory_says_nothing_where_the_number_of_blocks_was_given() -> None:
+    given = VLLM.replace("block_size=", 'num_gpu_blocks_override="100",block_size=')
+    assert read_counters(given).bytes_per_block is None
+    assert read_counters(VLLM.replace("block_size=", 'num_gpu_blocks_override="None",block_size=')) == (
+        read_counters(VLLM)
+    )
+
+
 def test_ours_and_sglang() -> None:
     assert read_counters(OURS) == ServerCounters("sageLLM", "sagellm-demo", 10, 4, None, 100)
     assert read_counters(SGLANG) == ServerCounters("SGLang", "q", 200, 50, None, 5000, 1)

@@ -334,6 +334,9 @@ class CacheView:
         return None
 
     def _keep(self, instance: int, view: _Instance, end: Hash, request: _Request) -> None:
+        former = view.requests.pop(end, None)  # these blocks were evicted since it ended with them
+        if former is not None:
+            self._end(instance, former)
         view.requests[end] = request
         if len(view.requests) > MAX_REQUESTS:
             self._end(instance, view.requests.pop(next(iter(view.requests))))

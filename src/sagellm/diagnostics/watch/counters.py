@@ -162,7 +162,8 @@ def _cache_config(samples: Samples) -> Iterator[tuple[str, int]]:
     block_size, memory = _number(ranks[0].get("block_size")), _number(ranks[0].get("kv_cache_memory_bytes"))
     if block_size:
         yield "block_size", block_size
-    if memory and numbers[0]:
+    is_overridden = ranks[0].get("num_gpu_blocks_override", "None") != "None"
+    if memory and numbers[0] and not is_overridden:
         yield "bytes_per_block", memory // numbers[0]
 
 
