@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import islice
 
 from sagellm.control_plane.kv_events import BlockRemoved, BlockStored, KVEventBatch, ReceivedBatch
 from sagellm.core.types import Tokens
@@ -83,7 +84,8 @@ class ReferenceCache:
 
     def _make_room(self, num_new: int, own: set[bytes], events: list[BlockStored | BlockRemoved]) -> None:
         short = len(self.cached) + num_new - self.num_blocks
-        victims = [block_hash for block_hash in self.cached if block_hash not in own][: max(0, short)]
+        others = (block_hash for block_hash in self.cached if block_hash not in own)
+        victims = list(islice(others, max(0, short)))
         for victim in victims:
             del self.cached[victim]
             events.append(BlockRemoved([victim], "GPU"))
