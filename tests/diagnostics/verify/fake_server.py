@@ -74,11 +74,7 @@ class FakeServer:
         prompt = body["prompt"]
         if isinstance(prompt, list) and not self.token_prompts:
             return JSONResponse({"error": "prompt must be a string"}, 400)
-        tokens = (
-            tuple(f"t{unit % VOCABULARY}" for unit in prompt)
-            if isinstance(prompt, list)
-            else tuple(prompt.split())
-        )
+        tokens = tuple(f"t{unit}" for unit in prompt) if isinstance(prompt, list) else tuple(prompt.split())
         return await self._answer(body, tokens, chat=False)
 
     async def _chat(self, request: Request) -> Response:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from sagellm.diagnostics.verify.answers import Answer
+from sagellm.diagnostics.verify.answers import Answer, compare
 from sagellm.diagnostics.verify.prober import NUM_GENERATED, Lane, Prober, Trial, all_of
 from sagellm.diagnostics.verify.target import Prompt, Question
 
 OFFSETS = (-2, -1, 0, 1, 2)
 """Ends of a shared prefix, in units from a border."""
-LONG_ANSWER = 48
+LONG_ANSWER = 64
+PRESSURE_PROMPTS = 8
+MAX_PRESSURE = 64
+"""Requests at once."""
 
 Scenario = Callable[[Prober, Trial], Awaitable[None]]
 
@@ -136,15 +140,18 @@ async def churn(prober: Prober, trial: Trial) -> None:
         *[[await prober.cold(prompt)] for prompt in prompts[1:]],
     ]
     lane = await prober.lane()
-    before = [await prober.warm_up(lane, prompt) for prompt in prompts * 2][3:]
+    before = [await prober.warm_up(lane, prompt) for prompt in prompts]
     tokens = _churn_tokens(prober, trial.variant)
-    await _unique_traffic(prober, tokens)
+    await unique_traffic(prober, tokens, times=prober.rng.randint(1, 2))
     steps = f"asked before, then {tokens} tokens of other prompts"
     after = [
         await prober.warm(trial, lane, *each, steps=steps) for each in zip(prompts, references, strict=True)
     ]
-    _note_eviction(prober, before, after)
-    await _unique_traffic(prober, tokens // 4)
+    if (after[0].cached_tokens or 0) < (before[1].cached_tokens or 0):  # of the prefix that all share
+        prober.evictions_seen += 1
+    elif not prober.evictions_seen:
+        prober.churn_tokens = min(2 * prober.churn_tokens, prober.max_churn_tokens)
+    await unique_traffic(prober, tokens // 4)
     for each in zip(prompts, references, strict=True):
         await prober.warm(
             trial, lane, *each, steps=f"{steps}, asked, then {tokens // 4} tokens of other prompts"
@@ -157,48 +164,61 @@ def _churn_tokens(prober: Prober, variant: str) -> int:
     return int(prober.churn_tokens * share)
 
 
-async def _unique_traffic(prober: Prober, tokens: int) -> None:
-    """Prompts that were never asked, several at once."""
+async def unique_traffic(prober: Prober, tokens: int, times: int = 1) -> None:
+    """Prompts that were never asked, several at once.
+
+    Asked more than once, since some policies prefer what is.
+    """
     length = min(prober.facts.max_units, max(32, tokens // 4))
     count = max(1, tokens // length)
     for begin in range(0, count, prober.concurrency):
         chunk = range(begin, min(count, begin + prober.concurrency))
         asked = [Question(prober.prompt(length), prober.salt(), max_tokens=2) for _ in chunk]
-        await all_of(*(prober.server.ask(question, alone=False) for question in asked))
+        for _ in range(times):
+            await all_of(*(prober.server.ask(question, alone=False) for question in asked))
 
 
-def _note_eviction(prober: Prober, before: Sequence[Answer], after: Sequence[Answer]) -> None:
-    """More churn next time if nothing was evicted."""
-    told = [(b.cached_tokens or 0, a.cached_tokens or 0) for b, a in zip(before, after, strict=True)]
-    if any(now < then for then, now in told):
-        prober.evictions_seen += 1
-    elif not prober.evictions_seen:
+async def measure_churn(prober: Prober, has_time: Callable[[], bool]) -> None:
+    """How many tokens of other prompts evict one: doubles them while there is time."""
+    while has_time():
+        prompt = prober.prompt(prober.facts.max_units)
+        lane = await prober.lane()
+        await prober.warm_up(lane, prompt)
+        before = await prober.warm_up(lane, prompt)
+        await unique_traffic(prober, prober.churn_tokens, times=2)
+        after = await prober.warm_up(lane, prompt)
+        if not before.cached_tokens or (after.cached_tokens or 0) < before.cached_tokens:
+            return
+        if prober.churn_tokens >= prober.max_churn_tokens:
+            return
         prober.churn_tokens = min(2 * prober.churn_tokens, prober.max_churn_tokens)
 
 
 async def pressure(prober: Prober, trial: Trial) -> None:
-    """More long answers at once than memory may hold: requests are preempted, and return."""
-    count = prober.pressure
+    """More long answers at once than memory may hold: requests are preempted, and return.
+
+    The cold arm is a few of them alone, and all prompts once at a time.
+    """
     prompts = [
-        prober.prompt(prober.border(_room(prober) + LONG_ANSWER) + index % 5)
-        for index in range(min(count, 8))
+        prober.prompt(prober.granularity * (1 + index % 3) + index) for index in range(PRESSURE_PROMPTS)
     ]
-    references = [await prober.cold_arms(trial, prompts[0])]
-    references += [[await prober.cold(prompt)] for prompt in prompts[1:]]
-    lanes = [await prober.lane() for _ in range(count)]
-    beside = [
-        Question(prompts[index % len(prompts)], lanes[index].salt, LONG_ANSWER)
-        for index in range(len(prompts), count)
-    ]
-    steps = f"{count} requests at once"
-    await all_of(
-        *(prober.server.ask(question, alone=False) for question in beside),
-        *(
-            prober.warm(trial, lanes[index], prompt, references[index], alone=False, steps=steps)
-            for index, prompt in enumerate(prompts)
-        ),
-    )
-    prober.pressure = min(2 * count, 64)
+    ask_cold = partial(prober.cold, max_tokens=LONG_ANSWER)
+    references = [await ask_cold(prompt) for prompt in prompts]
+    if prober.facts.cold_by != "unique prompts":
+        trial.add_cold("again", compare(references[0], await ask_cold(prompts[0])))
+        if not prober.facts.displacers:
+            beside = await all_of(*(ask_cold(prompt, alone=False) for prompt in prompts))
+            for reference, answer in zip(references, beside, strict=True):
+                trial.add_cold("batch", compare(reference, answer))
+            trial.complete = True
+    steps = f"{prober.pressure} requests with answers of {LONG_ANSWER} tokens at once"
+    ask_warm = partial(prober.warm, trial, alone=False, max_tokens=LONG_ANSWER, steps=steps)
+    asked = []
+    for index in range(prober.pressure):
+        lane = Lane(prober.salt())
+        asked.append(ask_warm(lane, prompts[index % len(prompts)], [references[index % len(prompts)]]))
+    await all_of(*asked)
+    prober.pressure = min(2 * prober.pressure, MAX_PRESSURE)
 
 
 async def abort(prober: Prober, trial: Trial) -> None:

@@ -101,7 +101,7 @@ class Prober:
         self.churn_tokens = 2 * facts.max_units
         self.max_churn_tokens = 2**17
         self.evictions_seen = 0
-        self.pressure = concurrency
+        self.pressure = 4 * concurrency
         self._num_salts = 0
         self._num_trials = 0
 
@@ -229,21 +229,28 @@ class Prober:
         *,
         alone: bool = True,
         model: str | None = None,
+        max_tokens: int = NUM_GENERATED,
         steps: str,
     ) -> Answer:
         """Asks a prompt whose KV may be cached, and records the answer."""
-        answer = await self.ask_warm(lane, prompt, alone=alone, model=model)
+        answer = await self.ask_warm(lane, prompt, alone=alone, model=model, max_tokens=max_tokens)
         self.record(trial, Question(prompt, lane.salt, NUM_GENERATED, model=model), answer, colds, steps)
         return answer
 
     async def ask_warm(
-        self, lane: Lane, prompt: Prompt, *, alone: bool = True, model: str | None = None
+        self,
+        lane: Lane,
+        prompt: Prompt,
+        *,
+        alone: bool = True,
+        model: str | None = None,
+        max_tokens: int = NUM_GENERATED,
     ) -> Answer:
         """Asks a prompt whose KV may be cached. Implausible counts of cached tokens are findings."""
-        answer = await self.server.ask(Question(prompt, lane.salt, NUM_GENERATED, model=model), alone=alone)
+        answer = await self.server.ask(Question(prompt, lane.salt, max_tokens, model=model), alone=alone)
         if alone:
             self._check_usage(lane, prompt, answer)
-        lane.asked.append((prompt, NUM_GENERATED))
+        lane.asked.append((prompt, max_tokens))
         return answer
 
     def record(

@@ -14,7 +14,7 @@ from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import RequestError
 from sagellm.diagnostics.verify import statistics
 from sagellm.diagnostics.verify.discovery import Discovery, Facts
-from sagellm.diagnostics.verify.families import FAMILIES, Family, adapters
+from sagellm.diagnostics.verify.families import FAMILIES, Family, adapters, measure_churn
 from sagellm.diagnostics.verify.prober import Prober, Trial
 from sagellm.diagnostics.verify.report import (
     FamilyResult,
@@ -38,6 +38,9 @@ ASSUMED_TEXTS = [1.0] * 5 + [0.0] * 95
 
 WARM_SHARE = 0.8
 """A warm prompt that takes less of a cold one's time shows that there are hits."""
+
+CHURN_SHARE = 0.08
+"""Of the time, for finding how much traffic evicts a prompt."""
 
 MAX_SUSPECTS = 6
 MAX_ERRORS = 3
@@ -141,6 +144,8 @@ class VerifyRun:
             min(2**20, max(prober.churn_tokens, speed * self._preset.budget_s / 12))
         )
         self._choose_families(facts)
+        churn_until = self._clock.now() + CHURN_SHARE * self._preset.budget_s
+        await measure_churn(prober, lambda: self._clock.now() < churn_until)
         await self._first_stage(prober)
         self._judge(facts, _grouped(self._trials))
         await self._second_stage(prober)
