@@ -1,7 +1,7 @@
 """Ten faults of a KV cache, planted into our engine by replacing methods.
 
-Production code has no hook for them. Most act on the native backend's KV around a step: a `Plant` sees which blocks
-a request reuses, and spoils them as an engine with that bug would.
+Production code has no hook for them. Most act on the native backend's KV around a step: a `Plant` sees
+which blocks a request reuses, and spoils them as an engine with that bug would.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
 import pytest
 
@@ -14,7 +13,7 @@ from tests.effort import usual
 from tests.serving.live import serving
 
 SMALL = {"kv.num_blocks": 160, "kv.swap_space_gb": 0.05}
-QUICK = dataclasses.replace(PRESETS["minute"], budget_s=12.0, long_tokens=512)
+QUICK = Preset(budget_s=60.0, long_tokens=512, max_rounds=1)
 
 
 def report_with(plant: Plant, monkeypatch: pytest.MonkeyPatch, preset: Preset) -> VerifyReport:

@@ -122,9 +122,9 @@ class FakeServer:
                 logits += self.corrupt_shift * _logits(("shift", *context))
             logprobs = logits - np.log(np.exp(logits).sum())
             best = np.argsort(-logprobs)[:5]
-            token = f"t{int(forced) % VOCABULARY}" if forced else f"t{best[0]}"
+            token = f"t{forced}" if forced else f"t{best[0]}"
             top = {f"t{i}": float(logprobs[i]) for i in best}
-            scores.append((token, top | {token: float(logprobs[int(token[1:])])}))
+            scores.append((token, top | {token: float(logprobs[int(token[1:]) % VOCABULARY])}))
             context = (*context, token)
         return scores
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 from collections.abc import Iterator
 
 import pytest
 
-from sagellm.diagnostics.verify import PRESETS, verify
+from sagellm.diagnostics.verify import Preset, verify
 from sagellm.diagnostics.verify.page import render
 from sagellm.engines.build import load
 from tests.serving.live import Live, serving
 
 SMALL = {"kv.num_blocks": 200}
-QUICK = dataclasses.replace(PRESETS["minute"], budget_s=3.0, long_tokens=256, max_rounds=1)
+QUICK = Preset(budget_s=60.0, long_tokens=256, max_rounds=1, churn_share=0.02)
 
 
 @pytest.fixture(scope="module")

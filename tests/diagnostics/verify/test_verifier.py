@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from sagellm.core.errors import RequestError
-from sagellm.diagnostics.verify import PRESETS, VerifyReport, verify
+from sagellm.diagnostics.verify import Preset, VerifyReport, verify
 from tests.diagnostics.verify.fake_server import FakeServer
 from tests.effort import usual
 
-QUICK = dataclasses.replace(PRESETS["minute"], budget_s=3.0, long_tokens=128, max_rounds=1, repeats=6)
+QUICK = Preset(budget_s=60.0, long_tokens=128, max_rounds=1, repeats=6, churn_share=0.0)
 
 
 def report_of(fake: FakeServer, seed: int = 0, **options: Any) -> VerifyReport:

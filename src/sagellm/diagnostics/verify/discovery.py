@@ -237,7 +237,7 @@ class Discovery:
             )
             if facts.salts:
                 facts.cold_by = "cache_salt"
-                return
+            return  # salts that share are a finding; nothing else is worth its time then
         if self._server.form.hits is None:
             await self._displace_unseen(facts)
             return

@@ -36,11 +36,11 @@ ASSUMED_NOISE = [0.25] * 100
 ASSUMED_TEXTS = [1.0] * 5 + [0.0] * 95
 """The same where only texts are compared: one in twenty differs."""
 
+LOUD_NOISE = 0.5
+"""Nats; noise that hides much is pointed out."""
+
 WARM_SHARE = 0.8
 """A warm prompt that takes less of a cold one's time shows that there are hits."""
-
-CHURN_SHARE = 0.08
-"""Of the time, for finding how much traffic evicts a prompt."""
 
 MAX_SUSPECTS = 6
 MAX_ERRORS = 3
@@ -60,6 +60,7 @@ class Preset:
     max_rounds: int = 1000
     share: float = 0.6
     repeats: int = 12
+    churn_share: float = 0.08
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -144,7 +145,7 @@ class VerifyRun:
             min(2**20, max(prober.churn_tokens, speed * self._preset.budget_s / 12))
         )
         self._choose_families(facts)
-        churn_until = self._clock.now() + CHURN_SHARE * self._preset.budget_s
+        churn_until = self._clock.now() + self._preset.churn_share * self._preset.budget_s
         await measure_churn(prober, lambda: self._clock.now() < churn_until)
         await self._first_stage(prober)
         self._judge(facts, _grouped(self._trials))
@@ -341,6 +342,9 @@ class VerifyRun:
     def _limits(self, prober: Prober) -> Iterable[str]:
         yield from prober.facts.limits
         yield from (f"{name}: not tested, since {why}." for name, why in self._not_tested.items() if why)
+        noise = max(self._cold(prober.facts), default=0.0)
+        if self._server.form.logprobs and noise > LOUD_NOISE:
+            yield f"Cold answers differ by up to {noise:.2g} nats, so wrong hits that change less are not found."
         if self._server.form.hits and not prober.evictions_seen:
             yield (
                 f"churn: {prober.churn_tokens} tokens of other prompts evicted nothing, so blocks that "
