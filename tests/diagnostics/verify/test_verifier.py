@@ -81,7 +81,7 @@ WEAK = {
 }
 
 
-@pytest.mark.parametrize("name", WEAK)
+@pytest.mark.parametrize("name", usual(["no logprobs", "chats", "little"], WEAK))
 @pytest.mark.parametrize("corrupt", usual([0.0], [0.0, 1.0]))
 def test_weak_servers_are_tested_as_far_as_they_can_be(name: str, corrupt: float) -> None:
     fake, cold_by, hits_from = WEAK[name]

@@ -344,7 +344,7 @@ class VerifyRun:
         yield from (f"{name}: not tested, since {why}." for name, why in self._not_tested.items() if why)
         noise = max(self._cold(prober.facts), default=0.0)
         if self._server.form.logprobs and noise > LOUD_NOISE:
-            yield f"Cold answers differ by up to {noise:.2g} nats, so wrong hits that change less are not found."
+            yield f"Cold answers differ by up to {noise:.2g} nats: wrong hits that change less are not found."
         if self._server.form.hits and not prober.evictions_seen:
             yield (
                 f"churn: {prober.churn_tokens} tokens of other prompts evicted nothing, so blocks that "
