@@ -103,7 +103,7 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class HitTiming:
-    """Medians in seconds of one-token requests for the longest prompt."""
+    """The least seconds of five one-token requests for the longest prompt."""
 
     tokens: int
     cold_s: float

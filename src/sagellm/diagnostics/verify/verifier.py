@@ -39,7 +39,7 @@ ASSUMED_TEXTS = [1.0] * 5 + [0.0] * 95
 LOUD_NOISE = 0.5
 """Nats; noise that hides much is pointed out."""
 
-WARM_SHARE = 0.8
+WARM_SHARE = 0.7
 """A warm prompt that takes less of a cold one's time shows that there are hits."""
 
 MAX_SUSPECTS = 6
@@ -368,15 +368,15 @@ def _round(families: Sequence[Family], rng: random.Random) -> list[tuple[Family,
 
 
 async def _measure_timing(prober: Prober) -> HitTiming:
-    """One-token requests of the longest prompt, three cold and three warm."""
+    """One-token requests of the longest prompt, each five times."""
     length = prober.facts.max_units
     colds, warms = [], []
-    for _ in range(3):
+    for _ in range(5):
         prompt = prober.prompt(length)
         lane = await prober.lane()
         colds.append((await prober.warm_up(lane, prompt)).seconds)
         warms.append((await prober.warm_up(lane, prompt)).seconds)
-    return HitTiming(length + prober.facts.overhead, median(colds), median(warms))
+    return HitTiming(length + prober.facts.overhead, min(colds), min(warms))
 
 
 def _notes(prober: Prober) -> Iterable[Finding]:
