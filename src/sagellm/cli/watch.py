@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import sys
 import threading
@@ -39,6 +40,8 @@ DEFAULT_DTYPE_BYTES = 2
 TOGETHER_S = 1.0
 """Signals within this time are one."""
 LINE_S, SILENT_S = 60.0, 10.0
+MAX_JOBS = 8
+"""Processes for replays. Each holds all requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,7 @@ def watch(
             _follow(watcher, duration, interval)
         finally:
             watcher.close()
-        report = watcher.report(decode=decode)
+        report = watcher.report(jobs=min(MAX_JOBS, os.cpu_count() or 1), decode=decode)
     out_file.write_text(render(report), encoding="utf-8")
     if json_file is not None:
         write_json(json_file, as_json(report))

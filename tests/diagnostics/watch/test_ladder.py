@@ -20,9 +20,9 @@ from sagellm.diagnostics.watch.ladder import (
     NEEDS_SIZE,
     Ladder,
     Watched,
-    hit_blocks,
     share_of_singles,
 )
+from sagellm.diagnostics.watch.replays import hit_blocks
 from sagellm.diagnostics.watch.report import UNLIMITED, Basis
 from tests.diagnostics.watch.reference_cache import BLOCK, ReferenceCache
 
@@ -192,3 +192,37 @@ def test_advice_where_nothing_helps() -> None:
     [only] = advice(ladder, served.view.missed(ladder.shares_of_singles), None)
     assert only.text.startswith("Nothing that was measured would add a point: 100 %")
     assert only.gain_points == 0
+
+
+def test_one_cache_for_a_fleet_hits_what_one_server_with_all_memory_hits() -> None:
+    """Turns of one conversation go to both servers in turn."""
+    turns = conversations(4)
+    caches = [ReferenceCache(150, reports_hits=True) for _ in range(2)]
+    kept = KeptAccesses()
+    view = CacheView(2, on_access=kept.add)
+    for number, (prompt, answer) in enumerate(turns):
+        cache = caches[number % 2]
+        num_fed = len(cache.items)
+        cache.serve(prompt, answer, time_s=float(number))
+        for item in cache.items[num_fed:]:
+            view.feed(number % 2, item)
+    view.finish()
+    requests = len(turns) // 2
+    watched = [
+        Watched(
+            ServerCounters(
+                "vLLM", "m", cache.num_queried * BLOCK + 2 * requests, cache.num_hit * BLOCK, requests
+            ),
+            cache.num_blocks,
+            BLOCK,
+        )
+        for cache in caches
+    ]
+    ladder = Ladder(view, watched, list(kept))
+    alone = Served(turns, 300, reports_hits=False).ratio
+    assert ladder.pooled() == pytest.approx(alone, abs=0.02)
+    assert (ladder.now or 0) + 0.05 < alone
+    bases = [rung.basis for rung in ladder.rungs() if rung.policy == "routing"]
+    assert bases == [Basis.EVENTS, Basis.REQUESTS]
+    other_size = [watched[0], Watched(watched[1].counters, 150, 2 * BLOCK)]
+    assert Ladder(view, other_size, list(kept)).pooled() is None

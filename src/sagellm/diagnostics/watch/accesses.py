@@ -28,22 +28,24 @@ class CacheAccess:
 
 
 class KeptAccesses:
-    """The last requests: at most `max_block_numbers` blocks of them together."""
+    """The last requests: at most `max_block_numbers` blocks of them together.
+
+    `num_block_numbers` are kept, `num_dropped` older requests are not."""
 
     def __init__(self, max_block_numbers: int = MAX_BLOCK_NUMBERS) -> None:
         if max_block_numbers < 1:
             raise ConfigError(f"max_block_numbers must be at least 1, got {max_block_numbers}")
         self._max = max_block_numbers
         self._accesses: deque[CacheAccess] = deque()
-        self._num_block_numbers = 0
+        self.num_block_numbers = 0
         self.num_dropped = 0
 
     def add(self, access: CacheAccess) -> None:
         """Keep a request."""
         self._accesses.append(access)
-        self._num_block_numbers += len(access.blocks)
-        while self._num_block_numbers > self._max:
-            self._num_block_numbers -= len(self._accesses.popleft().blocks)
+        self.num_block_numbers += len(access.blocks)
+        while self.num_block_numbers > self._max:
+            self.num_block_numbers -= len(self._accesses.popleft().blocks)
             self.num_dropped += 1
 
     def __len__(self) -> int:

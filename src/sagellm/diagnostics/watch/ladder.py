@@ -13,17 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from sagellm.benchmarks.replay.optimum import optimum
-from sagellm.benchmarks.replay.replayer import replay
-from sagellm.benchmarks.traces import TraceRequest
-from sagellm.core.clock import ManualClock
-from sagellm.core.registry import registry
-from sagellm.core.types import Namespace
 from sagellm.diagnostics.watch.accesses import CacheAccess
 from sagellm.diagnostics.watch.cache_view import CacheView
 from sagellm.diagnostics.watch.counters import ServerCounters
+from sagellm.diagnostics.watch.replays import ReplayCase, run_cases
 from sagellm.diagnostics.watch.report import UNLIMITED, Basis, Curve, Rung
-from sagellm.engines.build import make_policy
 
 REPLAYED = ("lru", "adaptive", "optimum")
 REPLAY_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
@@ -118,7 +112,7 @@ class Ladder:
         self.coverage = coverage(accesses, watched) if view.sees_hits else None
         is_whole = view.sees_hits and (self.coverage is None or self.coverage >= LEAST_COVERAGE)
         self._accesses = list(accesses) if is_whole else []
-        self._ratios: dict[tuple[str, float], float] = {}
+        self._hits: dict[ReplayCase, int] = {}
 
     @property
     def now(self) -> float | None:
@@ -158,23 +152,47 @@ class Ladder:
         gained = sum(self._view.held_elsewhere(instance, share) for instance, share in shares)
         return min(1.0, (self._sums.hit + gained) / self._sums.queried)
 
+    def replay_all(self, jobs: int = 1) -> None:
+        """Make the replays of all rungs and curves now, in that many processes.
+
+        Without it each is made when it is asked for."""
+        slow_first = reversed(REPLAYED)
+        cases = [
+            case for policy in slow_first for factor in REPLAY_FACTORS for case in self._cases(policy, factor)
+        ]
+        if self._accesses and self._num_blocks is not None:
+            self._hits |= run_cases(self._accesses, cases, jobs)
+
     def replayed(self, policy: str, factor: float) -> float | None:
         """The hit ratio of a policy with `factor` times the memory."""
         if not self._accesses or self._num_blocks is None:
             return None
-        key = policy, factor
-        if key not in self._ratios:
-            self._ratios[key] = self._replayed(policy, factor)
-        return self._ratios[key]
-
-    def _replayed(self, policy: str, factor: float) -> float:
-        hit = 0
-        for index, each in enumerate(self._watched):
-            own = [access for access in self._accesses if access.instance == index]
-            if own and each.num_blocks and each.block_size:
-                capacity = max(1, round(factor * each.num_blocks))
-                hit += each.block_size * hit_blocks(own, policy, capacity)
+        sizes = [each.block_size or 0 for each in self._watched]
+        hit = sum(self._hit_blocks(case) * sizes[case.instance or 0] for case in self._cases(policy, factor))
         return hit / _queried_tokens(self._accesses, self._watched)
+
+    def pooled(self) -> float | None:
+        """The hit ratio of one LRU cache that has the memory and all requests of the fleet.
+
+        None where requests are not known, or the instances have other block sizes."""
+        block_size = self._watched[0].block_size
+        is_alike = all(each.block_size == block_size for each in self._watched)
+        if not self._accesses or not self._num_blocks or not block_size or not is_alike:
+            return None
+        hit = self._hit_blocks(ReplayCase(None, "lru", self._num_blocks))
+        return hit * block_size / _queried_tokens(self._accesses, self._watched)
+
+    def _cases(self, policy: str, factor: float) -> list[ReplayCase]:
+        return [
+            ReplayCase(index, policy, max(1, round(factor * each.num_blocks)))
+            for index, each in enumerate(self._watched)
+            if each.num_blocks and each.block_size
+        ]
+
+    def _hit_blocks(self, case: ReplayCase) -> int:
+        if case not in self._hits:
+            self._hits |= run_cases(self._accesses, [case])
+        return self._hits[case]
 
     def rungs(self) -> Iterator[Rung]:
         """All rungs: the same memory first, then less and more, then the fleet."""
@@ -191,6 +209,9 @@ class Ladder:
         if self.is_fleet:
             ratio = self.routed()
             yield Rung("routing", 1.0, ratio, Basis.EVENTS, "" if ratio is not None else uncounted)
+            ratio = self.pooled()
+            if ratio is not None:
+                yield Rung("routing", 1.0, ratio, Basis.REQUESTS)
 
     def _missing(self) -> str:
         """Why requests cannot be replayed."""
@@ -218,31 +239,3 @@ class Ladder:
         total = self._num_blocks or 0
         ratios = [(round(factor * total), ratio_at(factor)) for factor in factors]
         return tuple((num_blocks, ratio) for num_blocks, ratio in ratios if ratio is not None)
-
-
-def hit_blocks(accesses: Sequence[CacheAccess], policy: str, capacity: int) -> int:
-    """Prompt blocks that requests of one instance find in a cache.
-
-    It has `capacity` blocks and is empty at first."""
-    requests = [
-        TraceRequest(
-            time_s=access.time_s - accesses[0].time_s,
-            ids=access.blocks,
-            namespace=Namespace(),
-            num_input_tokens=access.num_queried,
-            num_output_tokens=len(access.blocks) - access.num_queried,
-        )
-        for access in accesses
-    ]
-    if policy == "optimum":
-        hits: Sequence[int] = optimum(requests, capacity)
-    else:
-        clock = ManualClock(0.0)
-        index = registry("index").create(
-            "radix",
-            block_size=1,
-            policy_factory=lambda: make_policy(policy, capacity=capacity, clock=clock, seed=0),
-            clock=clock,
-        )
-        hits = replay(requests, index, clock, capacity).hits
-    return sum(min(hit, access.num_queried) for hit, access in zip(hits, accesses, strict=True))

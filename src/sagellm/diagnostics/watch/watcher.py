@@ -22,6 +22,8 @@ from sagellm.diagnostics.watch.ladder import NEEDS_HITS, Ladder, Watched
 from sagellm.diagnostics.watch.report import InstanceReport, MissedTokens, WatchReport
 
 GIVEN_BY_SERVER = None
+MIN_BLOCKS_FOR_PROCESSES = 200_000
+"""Of requests to replay: with fewer, starting processes takes longer than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +126,11 @@ class Watcher:
         self.close()
 
     def report(
-        self, *, with_replays: bool = True, decode: Callable[[Tokens], str] | None = None
+        self, *, with_replays: bool = True, jobs: int = 1, decode: Callable[[Tokens], str] | None = None
     ) -> WatchReport:
-        """What was found so far. Replays take seconds: leave them out while the watch goes on."""
+        """What was found so far. Replays take seconds: leave them out while the watch goes on.
+
+        `jobs`: processes for replays, if there are `MIN_BLOCKS_FOR_PROCESSES` to replay."""
         with self._lock:
             instances = [self._instance(index) for index in range(len(self._endpoints))]
             watched = [
@@ -134,6 +138,9 @@ class Watcher:
                 for index, each in enumerate(instances)
             ]
             ladder = Ladder(self._view, watched, list(self._kept) if with_replays else ())
+            if with_replays:
+                is_long = self._kept.num_block_numbers >= MIN_BLOCKS_FOR_PROCESSES
+                ladder.replay_all(jobs if is_long else 1)
             missed = self._missed(ladder, watched)
             sizes = [(each.num_blocks or 0) * (each.bytes_per_block or 0) for each in instances]
             return WatchReport(
