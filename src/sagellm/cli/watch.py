@@ -139,6 +139,10 @@ def watch(
     print(f"\n{out_file}")
     if recording is not None:
         print(f"{record}: {recording.num_requests:,} requests")
+        if recording.num_left_out:
+            print(f"{recording.num_left_out:,} requests of servers with another block size were left out")
+        if recording.error is not None:
+            print(f"the recording ended early: {recording.error}")
 
 
 def _addresses(servers: Sequence[str], proxy: str | None) -> list[ServerAddress]:

@@ -53,6 +53,8 @@ MAX_BLOCKS = 1_000_000
 """Different blocks that are remembered, of all instances together: about 0.6 GB."""
 MAX_REQUESTS = 4096
 """Requests of one instance that may still store blocks; the oldest one counts as ended."""
+IDLE_S, IDLE_AT_ONCE_S = 60.0, 600.0
+"""A request that stored nothing for so long has ended; the second where an answer is stored at its end."""
 MAX_PREFIXES = 65_536
 """Evicted prefixes that are counted; the least computed ones are forgotten."""
 GAP_ENDS_S = (1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, UNLIMITED)
@@ -203,6 +205,7 @@ class CacheView:
                             self._removed(instance, view, event)
                         case AllBlocksCleared():
                             self._cleared(instance, view)
+                self._end_idle(instance, view, item.ts)
             case Gap():
                 view.num_lost += item.num_batches
             case Malformed():
@@ -236,6 +239,16 @@ class CacheView:
         view.resident.clear()
         view.evicted.clear()
         view.ghosts.clear()
+
+    def _end_idle(self, instance: int, view: _Instance, now_s: float) -> None:
+        """End the requests that stored nothing for long, so that a recording has them."""
+        idle_s = IDLE_AT_ONCE_S if view.answers_at_once else IDLE_S
+        while view.requests:
+            end, oldest = next(iter(view.requests.items()))
+            if now_s - oldest.last_s < idle_s:
+                return
+            del view.requests[end]
+            self._end(instance, oldest)
 
     def _end_requests(self, instance: int, view: _Instance) -> None:
         for request in view.requests.values():
@@ -336,6 +349,9 @@ class CacheView:
     def _keep(self, instance: int, view: _Instance, end: Hash, request: _Request) -> None:
         former = view.requests.pop(end, None)  # these blocks were evicted since it ended with them
         if former is not None:
+            self._end(instance, former)
+        former = view.requests.pop(end, None)
+        if former is not None:  # both computed the same blocks at once
             self._end(instance, former)
         view.requests[end] = request
         if len(view.requests) > MAX_REQUESTS:

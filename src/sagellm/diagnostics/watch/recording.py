@@ -18,11 +18,13 @@ class WatchRecording:
 
     `sagellm replay` and `sagellm simulate` read the file.
     Blocks are numbered; no token and no text is written. Prompts are counted in whole blocks. `num_requests`
-    were written. Raises `ConfigError` if the file cannot be made.
+    were written; `num_left_out` came from servers with another block size than the first. `error` is why the
+    recording ended early, if it did: the watch goes on. Raises `ConfigError` if the file cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
-        self.num_requests = 0
+        self.num_requests = self.num_left_out = 0
+        self.error: OSError | None = None
         self._path = path
         self._first_s: float | None = None
         try:
@@ -31,12 +33,21 @@ class WatchRecording:
             raise ConfigError(f"cannot record to {path}: {error.strerror}") from error
 
     def write(self, access: CacheAccess, block_size: int) -> None:
-        """Append a request. All servers must have the block size of the first one."""
+        """Append a request, in the order in which requests end. Other block sizes are left out."""
+        if self.error is not None:
+            return
+        try:
+            self._write(access, block_size)
+        except OSError as error:  # a full disk does not end the watch
+            self.error = error
+
+    def _write(self, access: CacheAccess, block_size: int) -> None:
         if self._first_s is None:
             self._first_s = access.time_s
             self._block_size = block_size
             self._out.write(header_line(block_size, self._path.stem))
         if block_size != self._block_size:
+            self.num_left_out += 1
             return
         prompt = access.blocks.slice(0, access.num_queried)
         request = TraceRequest(
@@ -50,7 +61,10 @@ class WatchRecording:
         self.num_requests += 1
 
     def close(self) -> None:
-        self._out.close()
+        try:
+            self._out.close()
+        except OSError as error:
+            self.error = self.error or error
 
     def __enter__(self) -> Self:
         return self
