@@ -138,11 +138,7 @@ def watch(
     _show(report)
     print(f"\n{out_file}")
     if recording is not None:
-        print(f"{record}: {recording.num_requests:,} requests")
-        if recording.num_left_out:
-            print(f"{recording.num_left_out:,} requests of servers with another block size were left out")
-        if recording.error is not None:
-            print(f"the recording ended early: {recording.error}")
+        print(recording.summary())
 
 
 def _addresses(servers: Sequence[str], proxy: str | None) -> list[ServerAddress]:

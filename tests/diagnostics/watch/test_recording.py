@@ -28,6 +28,7 @@ def test_a_recording_that_was_never_closed_is_a_trace(tmp_path: Path) -> None:
     assert found == [(0.0, [1, 2], 32, 16), (0.0, [1, 2, 5], 48, 0)]
     assert (recording.num_requests, recording.num_left_out) == (2, 1)
     assert block_trace(trace).bound.tolist() == [0, 2]
+    assert recording.summary() == f"{path}: 2 requests; 1 of servers with another block size are left out"
     recording.close()
 
 
@@ -43,6 +44,7 @@ def test_a_full_disk_ends_the_recording_only() -> None:
             recording.write(CacheAccess(0.0, 0, Tokens([1]), 1), 16)
         assert recording.error is not None
     assert recording.num_requests == 0
+    assert recording.summary().startswith("/dev/full: 0 requests; ended early: [Errno 28]")
 
 
 @pytest.mark.parametrize(("at_once", "idle_s"), [(False, IDLE_S), (True, IDLE_AT_ONCE_S)])

@@ -60,6 +60,15 @@ class WatchRecording:
         self._out.write(request_line(request))
         self.num_requests += 1
 
+    def summary(self) -> str:
+        """What was written, and what was not, for people."""
+        text = f"{self._path}: {self.num_requests:,} requests"
+        if self.num_left_out:
+            text += f"; {self.num_left_out:,} of servers with another block size are left out"
+        if self.error is not None:
+            text += f"; ended early: {self.error}"
+        return text
+
     def close(self) -> None:
         try:
             self._out.close()
