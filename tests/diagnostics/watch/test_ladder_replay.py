@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sagellm.core.types import Tokens
 from sagellm.diagnostics.watch.accesses import CacheAccess
-from sagellm.diagnostics.watch.replays import ReplayCase, hit_blocks, run_cases
+from sagellm.diagnostics.watch.replays import WatchReplay, hit_blocks, run_cases
 from tests.effort import examples
 
 SEEDS = st.integers(0, 2**20)
@@ -68,11 +68,11 @@ def test_no_policy_hits_more_than_the_offline_optimum(seed: int, capacity: int) 
 def test_replays_in_processes_are_those_of_one_process() -> None:
     accesses = some_requests(3, num_instances=2)
     cases = [
-        ReplayCase(instance, policy, 8)
+        WatchReplay(instance, policy, 8)
         for instance in (0, 1, None)
         for policy in ("lru", "adaptive", "optimum")
     ]
     alone = run_cases(accesses, cases)
     assert run_cases(accesses, cases, jobs=2) == alone
-    assert alone[ReplayCase(None, "lru", 8)] == slow_lru_hits(accesses, 8)
+    assert alone[WatchReplay(None, "lru", 8)] == slow_lru_hits(accesses, 8)
     assert run_cases([], cases) == dict.fromkeys(cases, 0)

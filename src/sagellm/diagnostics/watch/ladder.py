@@ -16,7 +16,7 @@ from functools import partial
 from sagellm.diagnostics.watch.accesses import CacheAccess
 from sagellm.diagnostics.watch.cache_view import CacheView
 from sagellm.diagnostics.watch.counters import ServerCounters
-from sagellm.diagnostics.watch.replays import ReplayCase, run_cases
+from sagellm.diagnostics.watch.replays import WatchReplay, run_cases
 from sagellm.diagnostics.watch.report import UNLIMITED, Basis, Curve, Rung
 
 REPLAYED = ("lru", "adaptive", "optimum")
@@ -112,7 +112,7 @@ class Ladder:
         self.coverage = coverage(accesses, watched) if view.sees_hits else None
         is_whole = view.sees_hits and (self.coverage is None or self.coverage >= LEAST_COVERAGE)
         self._accesses = list(accesses) if is_whole else []
-        self._hits: dict[ReplayCase, int] = {}
+        self._hits: dict[WatchReplay, int] = {}
 
     @property
     def now(self) -> float | None:
@@ -172,24 +172,24 @@ class Ladder:
         return hit / _queried_tokens(self._accesses, self._watched)
 
     def pooled(self) -> float | None:
-        """The hit ratio of one LRU cache that has the memory and all requests of the fleet.
+        """The hit ratio of one LRU cache for the whole fleet, with its memory.
 
         None where requests are not known, or the instances have other block sizes."""
         block_size = self._watched[0].block_size
         is_alike = all(each.block_size == block_size for each in self._watched)
         if not self._accesses or not self._num_blocks or not block_size or not is_alike:
             return None
-        hit = self._hit_blocks(ReplayCase(None, "lru", self._num_blocks))
+        hit = self._hit_blocks(WatchReplay(None, "lru", self._num_blocks))
         return hit * block_size / _queried_tokens(self._accesses, self._watched)
 
-    def _cases(self, policy: str, factor: float) -> list[ReplayCase]:
+    def _cases(self, policy: str, factor: float) -> list[WatchReplay]:
         return [
-            ReplayCase(index, policy, max(1, round(factor * each.num_blocks)))
+            WatchReplay(index, policy, max(1, round(factor * each.num_blocks)))
             for index, each in enumerate(self._watched)
             if each.num_blocks and each.block_size
         ]
 
-    def _hit_blocks(self, case: ReplayCase) -> int:
+    def _hit_blocks(self, case: WatchReplay) -> int:
         if case not in self._hits:
             self._hits |= run_cases(self._accesses, [case])
         return self._hits[case]

@@ -1,4 +1,7 @@
-"""Replays of whole requests through the real prefix index and the real policies, in processes if asked."""
+"""Replays of whole requests through the real prefix index and policies.
+
+They run in processes if asked to.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ from sagellm.engines.build import make_policy
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayCase:
-    """One replay: the requests of an instance, or of all where that is None, in a cache of `num_blocks`.
+class WatchReplay:
+    """The requests of one instance in a cache of `num_blocks`.
 
-    `policy` is a registered eviction policy, or `optimum`.
+    `instance` None: those of all in one cache. `policy` is a registered eviction policy, or `optimum`.
     """
 
     instance: int | None
@@ -62,15 +65,15 @@ def hit_blocks(accesses: Sequence[CacheAccess], policy: str, capacity: int) -> i
     return sum(min(hit, access.num_queried) for hit, access in zip(hits, accesses, strict=True))
 
 
-def run_case(accesses: Sequence[CacheAccess], case: ReplayCase) -> int:
+def run_case(accesses: Sequence[CacheAccess], case: WatchReplay) -> int:
     """Hit prompt blocks of one replay; `accesses` are those of all instances."""
     own = [access for access in accesses if case.instance in (None, access.instance)]
     return hit_blocks(own, case.policy, case.num_blocks) if own else 0
 
 
 def run_cases(
-    accesses: Sequence[CacheAccess], cases: Sequence[ReplayCase], jobs: int = 1
-) -> dict[ReplayCase, int]:
+    accesses: Sequence[CacheAccess], cases: Sequence[WatchReplay], jobs: int = 1
+) -> dict[WatchReplay, int]:
     """Hit prompt blocks of each case. With more than one job, in processes, each of which gets the requests
     once. Raises `CapacityError` if a process dies."""
     run = partial(run_case, accesses)
@@ -85,12 +88,12 @@ def run_cases(
 
 
 # Each process of the pool gets the requests once; functions that the pool calls find them in a global only.
-_runs: list[Callable[[ReplayCase], int]] = []
+_runs: list[Callable[[WatchReplay], int]] = []
 
 
-def _set_run(run: Callable[[ReplayCase], int]) -> None:
+def _set_run(run: Callable[[WatchReplay], int]) -> None:
     _runs.append(run)
 
 
-def _run_in_pool(case: ReplayCase) -> int:
+def _run_in_pool(case: WatchReplay) -> int:
     return _runs[-1](case)
