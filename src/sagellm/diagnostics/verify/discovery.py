@@ -221,6 +221,9 @@ class Discovery:
             self._limits.append(
                 "Hits are read from /metrics, so other traffic on the server disturbs their counts."
             )
+        elif isinstance(usage, dict) and cached_in_usage(usage) == 0:
+            self._server.change(hits="usage")
+            self._limits.append("The longest prompt had no hit when it was asked again.")
         else:
             self._limits.append(
                 "The server does not tell cached tokens (vLLM: --enable-prompt-tokens-details, SGLang: "
