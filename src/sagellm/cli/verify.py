@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sagellm.cli._options import argument, command, completing, flag
+from sagellm.core.errors import ConfigError
 from sagellm.diagnostics.verify import PRESETS, Finding, VerifyReport
 
 _PRESET_HELP = "minute or hour; default: minute."
@@ -38,6 +39,9 @@ def verify(
     from sagellm.diagnostics.verify import verify as run_verify
     from sagellm.diagnostics.verify.page import render
 
+    for file in (html, json_file):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(f"{file}: there is no folder {file.parent}")
     report = asyncio.run(
         run_verify(
             url,

@@ -48,9 +48,12 @@ class FakeServer:
     corrupt_shift: float = 0.0
     wrong_count: int = 0
     seconds_per_token: float = 0.0
+    dies_after: int | None = None
+    model: str = "fake"
     capacity: int | None = None
     seed: int = 0
     hits: int = field(default=0, init=False)
+    num_asked: int = field(default=0, init=False)
     url: str = field(default="", init=False)
     _cached: dict[str, list[Tokens]] = field(default_factory=dict, init=False)
 
@@ -63,7 +66,7 @@ class FakeServer:
         return Starlette(routes=[*routes, Route("/v1/chat/completions", self._chat, methods=["POST"])])
 
     async def _models(self, _: Request) -> Response:
-        return JSONResponse({"data": [{"id": "fake", "max_model_len": 512}]})
+        return JSONResponse({"data": [{"id": self.model, "max_model_len": 512}]})
 
     async def _metrics(self, _: Request) -> Response:
         counter = f'vllm:prefix_cache_hits_total{{model="fake"}} {self.hits}\n'
@@ -83,6 +86,9 @@ class FakeServer:
         return await self._answer(body, tokens, chat=True)
 
     async def _answer(self, body: dict[str, Any], tokens: Tokens, *, chat: bool) -> Response:
+        self.num_asked += 1
+        if self.dies_after is not None and self.num_asked > self.dies_after:
+            return PlainTextResponse("<html>Bad Gateway</html>")
         salt = body.get("cache_salt")
         if self.salts and salt is not None and not isinstance(salt, str):
             return JSONResponse({"error": "cache_salt must be a string"}, 422)

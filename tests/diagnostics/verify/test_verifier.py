@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from typing import Any
 
 import pytest
 
 from sagellm.core.errors import RequestError
 from sagellm.diagnostics.verify import Preset, VerifyReport, verify
+from sagellm.diagnostics.verify.page import render
 from tests.diagnostics.verify.fake_server import FakeServer
 from tests.effort import usual
 
@@ -120,3 +122,31 @@ def test_options_out_of_range_say_what_works() -> None:
         asyncio.run(verify("http://127.0.0.1:9", "second"))
     with pytest.raises(RequestError, match="1 to 256"):
         asyncio.run(verify("http://127.0.0.1:9", concurrency=0))
+
+
+def test_a_server_that_dies_in_the_run_is_no_clean_one() -> None:
+    report = report_of(FakeServer(dies_after=150))
+    assert (report.outcome, report.exit_code) == ("untestable", 2)
+    assert "ended early" in report.reason
+    assert report.families
+
+
+def test_what_was_found_before_the_server_died_is_reported() -> None:
+    report = report_of(FakeServer(dies_after=300, corrupt=1.0))
+    assert (report.outcome, kinds(report)) == ("findings", {"answers"})
+    assert "ended early" in report.reason
+
+
+@pytest.mark.parametrize("url", ["nonsense", "ftp://host", "http://[::1", "http://\u2603.invalid\n", ""])
+def test_what_is_no_address_is_explained(url: str) -> None:
+    report = asyncio.run(verify(url, QUICK))
+    assert (report.outcome, report.exit_code) == ("untestable", 2)
+    assert report.reason
+
+
+def test_the_page_escapes_what_the_server_says() -> None:
+    report = report_of(FakeServer(corrupt=1.0, model="<script>alert(1)</script>"))
+    shown = render(report)
+    assert "<script>" not in shown
+    assert "First diverging generated token" in shown
+    assert json.loads(report.to_json())["outcome"] == "findings"

@@ -83,6 +83,8 @@ class TargetServer:
     """
 
     def __init__(self, url: str, *, api_key: str | None, clock: Clock) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise UntestableError(f"{url}: not the address of a server; write http://host:port")
         self.root = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:

@@ -136,7 +136,10 @@ class VerifyRun:
         self._not_tested: dict[str, str] = {}
 
     async def run(self, model: str | None, restart_command: str | None) -> VerifyReport:
-        """The report, without what `verify` adds. Raises `UntestableError` if the server is lost."""
+        """The report, without what `verify` adds.
+
+        Raises `UntestableError` or `RefusedError` if the server is lost before the first scenario.
+        """
         facts = await Discovery(self._server, self._preset.long_tokens).run(model)
         prober = Prober(self._server, facts, self._seed, self._concurrency)
         timing = await _measure_timing(prober)
@@ -147,14 +150,20 @@ class VerifyRun:
         self._choose_families(facts)
         churn_until = self._clock.now() + self._preset.churn_share * self._preset.budget_s
         await measure_churn(prober, lambda: self._clock.now() < churn_until)
-        await self._first_stage(prober)
-        self._judge(facts, _grouped(self._trials))
-        await self._second_stage(prober)
-        restarts = await restart_trials(prober, restart_command) if restart_command else []
+        lost, restarts = "", []
+        try:
+            await self._first_stage(prober)
+            self._judge(facts, _grouped(self._trials))
+            await self._second_stage(prober)
+            restarts = await restart_trials(prober, restart_command) if restart_command else []
+        except UntestableError as error:
+            lost = f"the run ended early: {error}"
+        if not self._repeated and lost:
+            self._judge(facts, _grouped(self._trials))
         self._trials += restarts
         repeated = {" ".join(key): trials for key, trials in self._repeated.items()}
         self._judge(facts, repeated | _grouped(restarts))
-        return self._report(prober, timing)
+        return self._report(prober, timing, lost)
 
     def _choose_families(self, facts: Facts) -> None:
         self._families = list(FAMILIES)
@@ -264,19 +273,18 @@ class VerifyRun:
     def _all_trials(self) -> list[Trial]:
         return [*self._trials, *(trial for trials in self._repeated.values() for trial in trials)]
 
-    def _report(self, prober: Prober, timing: HitTiming) -> VerifyReport:
+    def _report(self, prober: Prober, timing: HitTiming, lost: str) -> VerifyReport:
         facts, floor = prober.facts, self._noise_floor()
         cold = self._cold(facts)
         noise = max([floor, *cold])
         findings = [*(self._finding(family, noise) for family in self._found), *self._errors, *_notes(prober)]
         results = tuple(self._family_result(name, noise) for name in self._names())
         outcome: Outcome = "findings" if findings else "clean"
-        reason = ""
-        if not findings and not self._any_hit(timing):
-            outcome, reason = (
-                "untestable",
-                "no hit was seen, neither counted nor by time: is prefix caching on?",
-            )
+        reason = lost
+        if not lost and not findings and not self._any_hit(timing):
+            reason = "no hit was seen, neither counted nor by time: is prefix caching on?"
+        if reason and not findings:
+            outcome = "untestable"
         return VerifyReport(
             outcome,
             tuple(findings),
