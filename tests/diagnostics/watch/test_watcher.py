@@ -154,6 +154,15 @@ def test_a_server_that_goes_away_keeps_its_figures(server: LiveServer) -> None:
     server.is_down = True
     report = watched(watcher, server)
     assert report.instances[0].num_queried_tokens == server.queried
+    assert any("its metrics did not answer 1 times" in text for text in report.unknown)
+
+
+def test_silence_is_explained(server: LiveServer) -> None:
+    with Watcher([address(server)], wall_clock=WallClock()) as watcher:
+        assert any("has it had any request?" in text for text in watcher.report().unknown)
+        server.queried = 100
+        watcher.update()
+        assert any("not of replays" in text for text in watcher.report().unknown)
 
 
 def test_counters_go_on_after_a_restart(server: LiveServer) -> None:

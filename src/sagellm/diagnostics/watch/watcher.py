@@ -204,6 +204,12 @@ class Watcher:
         for index, each in enumerate(instances):
             reader, events = self._readers[index], self._view.instance(index)
             texts += _unseen(self._endpoints[index], each, events, reader)
+            counters = self._counters[index]
+            if counters is not None and counters.num_failed:
+                texts.append(
+                    f"{each.endpoint}: its metrics did not answer {counters.num_failed:,} times; what it "
+                    "counted between the last answer and a restart is missing."
+                )
         if self._kept.num_dropped:
             texts.append(f"The first {self._kept.num_dropped:,} requests were forgotten for lack of memory.")
         if not self._view.sees_hits and any(each.num_events for each in instances):
@@ -220,6 +226,12 @@ def _in_blocks_of(counters: ServerCounters, block_size: int | None) -> int | Non
     return counters.num_blocks * counters.block_size // block_size
 
 
+def _why_silent(instance: InstanceReport) -> str:
+    if instance.num_queried_tokens:
+        return f"Is it the socket of events, and not of replays or another server? {HOW_TO_PUBLISH}."
+    return "A server publishes when it stores or evicts blocks: has it had any request?"
+
+
 def _unseen(
     endpoint: ServerAddress, instance: InstanceReport, events: InstanceEvents, reader: EventReader | None
 ) -> list[str]:
@@ -229,7 +241,7 @@ def _unseen(
             f"{endpoint.name}: no KV events were asked for, so only its hit rate is known. {HOW_TO_PUBLISH}."
         )
     elif not instance.num_events:
-        texts.append(f"{endpoint.name}: no KV event came. {HOW_TO_PUBLISH}.")
+        texts.append(f"{endpoint.name}: no KV event came, but the socket is open. {_why_silent(instance)}")
     if endpoint.metrics is None:
         texts.append(f"{endpoint.name}: its hit rate is not known; name its metrics, as ,http://host:port.")
     if reader is not None and reader.error is not None:
