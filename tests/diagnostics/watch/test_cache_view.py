@@ -243,6 +243,32 @@ def test_bounds_are_checked() -> None:
         GhostStack(0)
 
 
+@pytest.mark.parametrize(
+    ("event", "num_malformed"),
+    [
+        (stored([1], BLOCK, parent=1), 0),
+        (stored([1, 1, 1], 3 * BLOCK), 0),
+        (stored([1, 2], 2 * BLOCK, parent=2), 0),
+        (stored([1], 7, 7), 0),
+        (stored([], 0), 0),
+        (stored([1], 1), 1),
+        (stored([1], 0, 0), 1),
+        (BlockStored([1], None, [2**31] * BLOCK, BLOCK), 1),
+        (BlockStored([1], None, [-(2**31) - 1] * BLOCK, BLOCK), 1),
+    ],
+)
+@pytest.mark.parametrize("time_s", [0.0, -1e300, float("inf"), float("nan")])
+def test_no_event_ends_the_view(event: BlockStored, num_malformed: int, time_s: float) -> None:
+    view = CacheView(max_blocks=4)
+    events = (event, stored([1, 2, 3], 3 * BLOCK), event, stored([4], BLOCK, parent=3), event)
+    for seq, each in enumerate(events):
+        view.feed(0, ReceivedBatch(seq, KVEventBatch(time_s, [each])))
+        view.check()
+    view.finish()
+    assert view.instance(0).num_malformed == 3 * num_malformed
+    assert sum(view.gaps().counts) <= 12
+
+
 class GhostMachine(RuleBasedStateMachine):
     """`GhostStack` beside a list."""
 

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import isfinite
 from typing import TypeAlias
 
 from sagellm.control_plane.kv_events import (
@@ -200,7 +201,8 @@ class CacheView:
                     view.num_events += 1
                     match event:
                         case BlockStored():
-                            self._stored(instance, view, event, item.ts)
+                            now_s = item.ts if isfinite(item.ts) else 0.0
+                            self._stored(instance, view, event, now_s)
                         case BlockRemoved():
                             self._removed(instance, view, event)
                         case AllBlocksCleared():
@@ -280,7 +282,8 @@ class CacheView:
         view.num_block_events += len(event.block_hashes)
         if not event.block_hashes:
             return
-        if event.block_size < 1 or len(event.token_ids) != len(event.block_hashes) * event.block_size:
+        data = _token_bytes(event)
+        if data is None:
             view.num_malformed += 1
             return
         view.block_size = event.block_size
@@ -292,7 +295,8 @@ class CacheView:
         if request is None:
             return
         request.is_prompt_over |= is_single
-        self._store(instance, view, event, request, now_s, parent, view.single if is_single else view.sure)
+        tally = view.single if is_single else view.sure
+        self._store(instance, view, event, data, request, now_s, parent, tally)
         request.last_s, request.last_batch = now_s, view.num_batches
         if not request.is_prompt_over:
             request.num_prompt = len(request.contents)
@@ -362,13 +366,14 @@ class CacheView:
         instance: int,
         view: _Instance,
         event: BlockStored,
+        data: bytes,
         request: _Request,
         now_s: float,
         parent: _Resident | None,
         tally: _Tally,
     ) -> None:
-        """Enter the blocks of an event into the books of their instance."""
-        size, data = event.block_size, array("i", event.token_ids).tobytes()
+        """Enter the blocks of an event into the books of their instance. `data`: its tokens as bytes."""
+        size = event.block_size
         above = parent.content if parent is not None else self._contents.begin(event)
         is_single = tally is view.single  # if it was looked up, then now
         depth = parent.depth if parent is not None and request.contents and not is_single else 0
@@ -548,3 +553,15 @@ class CacheView:
                 if tally.causes.total() != tally.num_tokens or tally.depths.total() > tally.causes["evicted"]:
                     raise BookkeepingError(f"instance {number}: causes do not add up to the stored tokens")
         self._contents.check()
+
+
+def _token_bytes(event: BlockStored) -> bytes | None:
+    """The tokens of the blocks, 4 bytes each.
+
+    None if they do not fill the blocks or are no token ids."""
+    if event.block_size < 1 or len(event.token_ids) != len(event.block_hashes) * event.block_size:
+        return None
+    try:
+        return array("i", event.token_ids).tobytes()
+    except OverflowError:
+        return None

@@ -245,7 +245,7 @@ def _unseen(
     if endpoint.metrics is None:
         texts.append(f"{endpoint.name}: its hit rate is not known; name its metrics, as ,http://host:port.")
     if reader is not None and reader.error is not None:
-        texts.append(f"{endpoint.name}: reading events ended with an error: {reader.error}.")
+        texts.append(f"{endpoint.name}: reading events ended with an error: {reader.error!r}.")
     if instance.num_lost or instance.num_malformed:
         texts.append(
             f"{endpoint.name}: {instance.num_lost:,} batches were lost and {instance.num_malformed:,} events "
