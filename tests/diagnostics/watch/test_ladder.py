@@ -226,3 +226,21 @@ def test_one_cache_for_a_fleet_hits_what_one_server_with_all_memory_hits() -> No
     assert bases == [Basis.EVENTS, Basis.REQUESTS]
     other_size = [watched[0], Watched(watched[1].counters, 150, 2 * BLOCK)]
     assert Ladder(view, other_size, list(kept)).pooled() is None
+
+
+def test_a_server_that_hits_as_adaptive_does_is_not_told_to_use_it() -> None:
+    served = Served(conversations(11), 100, reports_hits=True)
+    adaptive = served.ladder().replayed("adaptive", 1.0) or 0.0
+    lru = served.ladder().replayed("lru", 1.0) or 0.0
+    assert adaptive > lru + 0.03
+    queried = served.counters.num_queried_tokens or 0
+    for now, gain in ((lru, 100 * (adaptive - lru)), (adaptive, 0.0), (0.5 * lru, 100 * (adaptive - lru))):
+        counters = ServerCounters("vLLM", "m", queried, round(now * queried), served.counters.num_requests)
+        ladder = served.ladder(counters=counters)
+        told = [
+            each.gain_points
+            for each in advice(ladder, served.view.missed(ladder.shares_of_singles), None)
+            if "`adaptive`" in each.text
+        ]
+        assert told == ([pytest.approx(gain, abs=0.05)] if gain >= 1 else [])
+        assert ladder.replay_error == pytest.approx(lru - now, abs=1e-4)

@@ -29,7 +29,8 @@ def _candidates(ladder: Ladder, missed: MissedTokens, kv_bytes: int | None) -> I
     yield from _memory(ladder, kv_bytes)
     adaptive, lru = ladder.replayed("adaptive", 1.0), ladder.replayed("lru", 1.0)
     if adaptive is not None and lru is not None:
-        points = 100 * (adaptive - lru)
+        # Against the server too: it may have such a policy already.
+        points = 100 * (adaptive - max(lru, ladder.now or 0.0))
         yield Advice(f"The eviction policy `adaptive`: +{points:.1f} points at no memory.", points)
     now, routed, queried = ladder.now, ladder.routed(), ladder.num_queried_tokens
     if now is not None and routed is not None and ladder.is_fleet:

@@ -171,6 +171,14 @@ class Ladder:
         hit = sum(self._hit_blocks(case) * sizes[case.instance or 0] for case in self._cases(policy, factor))
         return hit / _queried_tokens(self._accesses, self._watched)
 
+    @property
+    def replay_error(self) -> float | None:
+        """Replayed LRU at the same memory minus what the server hits.
+
+        It is large where the server does not evict as LRU does, or the watch began with a full cache."""
+        lru = self.replayed("lru", 1.0)
+        return None if lru is None or self.now is None else lru - self.now
+
     def pooled(self) -> float | None:
         """The hit ratio of one LRU cache for the whole fleet, with its memory.
 

@@ -22,6 +22,8 @@ from sagellm.diagnostics.watch.ladder import NEEDS_HITS, Ladder, Watched
 from sagellm.diagnostics.watch.report import InstanceReport, MissedTokens, WatchReport
 
 GIVEN_BY_SERVER = None
+MOST_ERROR_POINTS = 2.0
+"""A larger difference between a replay and the server is said."""
 MIN_BLOCKS_FOR_PROCESSES = 200_000
 """Of requests to replay: with fewer, starting processes takes longer than it saves."""
 
@@ -153,7 +155,7 @@ class Watcher:
                 gaps=self._view.gaps(),
                 prefixes=self._view.prefixes(decode=decode),
                 coverage=ladder.coverage,
-                unknown=tuple(self._unknown(instances)),
+                unknown=(*self._unknown(instances), *_replay_errors(ladder)),
                 advice=tuple(advice(ladder, missed, sum(sizes) if all(sizes) else None)),
             )
 
@@ -217,6 +219,19 @@ class Watcher:
                 f"Hits are not reported, so policies and less memory cannot be compared: this {NEEDS_HITS}."
             )
         return texts
+
+
+def _replay_errors(ladder: Ladder) -> list[str]:
+    """Says so where replays do not explain what the server hits."""
+    points = 100 * (ladder.replay_error or 0.0)
+    if abs(points) < MOST_ERROR_POINTS:
+        return []
+    text = (
+        f"Replayed LRU at the same memory is {points:+.1f} points off the server's own hit rate: the server "
+        "has another policy, or had much in its cache before the watch began. Compare replayed rungs with "
+        "each other only."
+    )
+    return [text]
 
 
 def _in_blocks_of(counters: ServerCounters, block_size: int | None) -> int | None:
