@@ -194,11 +194,13 @@ def test_users_do_not_get_each_others_cookies(proxy: ReportingProxy) -> None:
     assert "cookie" not in httpx2.get(f"{proxy.url}/login").json()["headers"]
 
 
-def raw_request(proxy: ReportingProxy, head: str) -> bytes:
+def raw_request(proxy: ReportingProxy, head: str, body: bytes = b"") -> bytes:
     """What a plain socket gets for these lines."""
     host, port = proxy.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
-        connection.sendall((head + "\r\nHost: h\r\nConnection: close, X-Mine\r\nX-Mine: 1\r\n\r\n").encode())
+        connection.sendall(
+            (head + "\r\nHost: h\r\nConnection: close, X-Mine\r\nX-Mine: 1\r\n\r\n").encode() + body
+        )
         return b"".join(iter(lambda: connection.recv(65_536), b""))
 
 
@@ -225,6 +227,13 @@ def test_chunked_uploads_pass(proxy: ReportingProxy) -> None:
     assert told["headers"]["transfer-encoding"] == "chunked"
     told = httpx2.post(f"{proxy.url}/v1/completions", content=iter([b'{"prompt":', b"1}"])).json()
     assert json.loads(told["body"])["vllm_xargs"] == {"kv_cache_report_mode": "full"}
+
+
+def test_a_request_has_one_length(proxy: ReportingProxy) -> None:
+    head = "POST /upload HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 5"
+    told = json.loads(raw_request(proxy, head, b"1\r\na\r\n0\r\n\r\n").partition(b"\r\n\r\n")[2])
+    assert told["body"] == "a"
+    assert "content-length" not in told["headers"]
 
 
 def test_an_answer_that_breaks_off_breaks_off(

@@ -162,7 +162,9 @@ class ReportingProxy:
             headers = [*_end_to_end(request.headers.raw, FRAMING), (b"content-length", b"%d" % len(body))]
             content = _Body(_once(body, is_sent))
         else:
-            headers = list(_end_to_end(request.headers.raw, ()))
+            # Both would let a client hide a second request in the first (RFC 9112, 6.1).
+            dropped = {b"content-length"} if "transfer-encoding" in request.headers else ()
+            headers = list(_end_to_end(request.headers.raw, dropped))
             content = _Body(_pieces(request, is_sent))
         host = self._upstream.netloc
         return httpx2.Request(
