@@ -19,7 +19,7 @@ USUAL_GRANULARITY = 16
 """Tokens; where a server does not tell hits."""
 NUM_BESIDE = 3
 """Other prompts beside the cold one of a batch arm."""
-MAX_NOTES = 5
+MAX_NOTES = 3
 """Findings of one kind that are kept."""
 
 
@@ -313,5 +313,5 @@ class Prober:
     def note(self, family: str, kind: str, message: str) -> None:
         """Keep a certain finding; only the first ones of a kind."""
         kept = self.notes.setdefault(f"{family} {kind}", [])
-        if len(kept) < MAX_NOTES:
+        if len(kept) < MAX_NOTES and all(finding.message != message for finding in kept):
             kept.append(Finding(family, kind, message))  # type: ignore[arg-type]
