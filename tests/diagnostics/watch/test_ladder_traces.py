@@ -16,7 +16,7 @@ from sagellm.diagnostics.watch.counters import ServerCounters
 from sagellm.diagnostics.watch.ladder import Ladder, Watched
 from tests.diagnostics.watch.reference_cache import ReferenceCache
 
-pytestmark = pytest.mark.traces
+pytestmark = [pytest.mark.traces, pytest.mark.slow]
 
 CONVERSATION = "mooncake_conversation_first_half.jsonl.xz"
 SYNTHETIC = "mooncake_synthetic_first_half.jsonl.xz"
