@@ -11,8 +11,9 @@ from typing import Any
 from sagellm.core.clock import Clock, MonotonicClock
 from sagellm.core.errors import RequestError
 from sagellm.core.kv_hints import HintOutcome, HintStatus, KVHintsEnvelope
-from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, PinnedPrefix
+from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, PinnedPrefix, PromptExplanation
 from sagellm.core.protocols.eviction import EvictionPolicy
+from sagellm.core.protocols.prefix_cache import PromptSpan, SpanState
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.types import (
     CapabilityDescriptor,
@@ -109,6 +110,12 @@ class ScriptedEngine:
 
     def clear_cache(self) -> int:
         return 0
+
+    def explain(
+        self, tokens: Tokens, namespace: Namespace, session_id: str | None = None
+    ) -> PromptExplanation:
+        """It caches nothing."""
+        return PromptExplanation([PromptSpan(0, len(tokens), SpanState.NEVER_SEEN)], 16, 1024)
 
     def hint(self, envelope: KVHintsEnvelope, namespace: Namespace) -> list[HintOutcome]:
         """It caches nothing, so nothing is found."""

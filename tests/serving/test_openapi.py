@@ -32,7 +32,9 @@ KEY, ADMIN_KEY = "a key", "an admin key"
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    with serving(load(str(DEMO_MODEL)), api_key=KEY, admin_key=ADMIN_KEY) as running:
+    with serving(
+        load(str(DEMO_MODEL), {"kv.miss_attribution": True}), api_key=KEY, admin_key=ADMIN_KEY
+    ) as running:
         running.http.headers["Authorization"] = f"Bearer {KEY}"
         yield running
 

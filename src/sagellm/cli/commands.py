@@ -9,6 +9,7 @@ import typer
 from sagellm import __version__
 from sagellm.cli import (
     bench,
+    cache,
     calibrate,
     chat,
     config,
@@ -43,6 +44,7 @@ app.add(watch.watch)
 app.add(replay.replay, simulate.simulate, calibrate.calibrate, explain.explain, version)
 app.add(verify.verify)
 app.add_typer(bench.app, name="bench")
+app.add_typer(cache.app, name="cache")
 app.add_typer(trace.app, name="trace")
 app.add_typer(config.app, name="config")
 

@@ -29,7 +29,13 @@ from sagellm.core.errors import CapacityError, RequestError
 from sagellm.core.events import EventBus, RequestPreempted, RequestQueued, RequestReceived, StepDone
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.plan import BlockTableDelta, Draft, ExecutionPlan, RequestState, StepResult
-from sagellm.core.protocols.engine import EngineDiagnostics, EngineStats, InferenceBackend, PinnedPrefix
+from sagellm.core.protocols.engine import (
+    EngineDiagnostics,
+    EngineStats,
+    InferenceBackend,
+    PinnedPrefix,
+    PromptExplanation,
+)
 from sagellm.core.protocols.eviction import EvictionPolicy
 from sagellm.core.protocols.scheduler_ir import NO_STEP, SchedulerPass, StepFacts
 from sagellm.core.types import (
@@ -201,6 +207,21 @@ class Engine:
 
     def hint(self, envelope: KVHintsEnvelope, namespace: Namespace) -> Sequence[HintOutcome]:
         return self.kv.hints.apply(envelope, namespace)
+
+    def explain(
+        self, tokens: Tokens, namespace: Namespace, session_id: str | None = None
+    ) -> PromptExplanation:
+        spans = self.kv.explain(tokens, namespace)
+        if spans is None:
+            raise RequestError(
+                "evictions are remembered with kv.miss_attribution only: start the server with "
+                "--set kv.miss_attribution=true"
+            )
+        session = None
+        if session_id is not None:
+            session = self.kv.hints.session_tokens(namespace.tenant, session_id)
+        size = self.backend.get_kv_schema().bytes_per_block
+        return PromptExplanation(spans, self.kv.block_size, size, session)
 
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
         self.kv.index.set_policy(factory)

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from sagellm.core.config import Config
 from sagellm.core.errors import CapacityError, RequestError, SageError
@@ -29,29 +29,14 @@ from sagellm.serving.errors import ConflictError, NotFoundError, clipped
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.prompts import PromptEncoder
 from sagellm.serving.reader import RequestReader
-from sagellm.serving.schema import MAX_SALT_CHARS, Body, TemplateFields, check_messages
+from sagellm.serving.schema import Body, PromptFields
 from sagellm.serving.sse import closed_on_disconnect
 
 MAX_PINS = 1024
 
 
-class PinRequest(TemplateFields):
-    """POST /v1/admin/pins: `prompt` (text or token ids) or `messages`, of the tenant `cache_salt`. At least
-    one whole block of tokens."""
-
-    model: str | None = None
-    prompt: str | list[int] | None = None
-    messages: list[dict[str, Any]] | None = Field(default=None, fail_fast=True)
-    cache_salt: str | None = Field(default=None, max_length=MAX_SALT_CHARS)
-
-    @model_validator(mode="after")
-    def _one_of_two(self) -> PinRequest:
-        if not self.prompt and not self.messages:
-            raise RequestError("send either prompt or messages, and not empty", "prompt")
-        if self.prompt is not None and self.messages is not None:
-            raise RequestError("send either prompt or messages, not both", "prompt")
-        check_messages(self.messages or [])
-        return self
+class PinRequest(PromptFields):
+    """POST /v1/admin/pins: a prompt of the tenant `cache_salt`. At least one whole block of tokens."""
 
 
 class PolicyRequest(Body):
@@ -107,7 +92,7 @@ class AdminRoutes:
         """Compute the prompt unless it is cached, then hold its whole blocks."""
         body = await self.reader.read(PinRequest, request)
         tenant = record_of(request.scope).tenant = body.cache_salt or ""
-        tokens = await run_in_threadpool(self._tokens, body)
+        tokens = await run_in_threadpool(self.encoder.of, body)
         await self._compute(request, tokens, tenant)
         pin_id = f"pin-{next(self._ids)}"
         return await self.gateway.call(lambda llm: self._hold(llm, pin_id, tokens, tenant))
@@ -176,11 +161,6 @@ class AdminRoutes:
                 raise RequestError(str(error), param) from error
 
         await self.gateway.call(replaced)
-
-    def _tokens(self, body: PinRequest) -> Tokens:
-        if body.messages:
-            return self.encoder.chat(body.messages, body.template_options(), add_generation_prompt=False)
-        return self.encoder.prompt(body.prompt or "")
 
     async def _compute(self, request: Request, tokens: Tokens, tenant: str) -> None:
         params = self.gateway.llm.sampling_params(max_tokens=1)

@@ -213,6 +213,45 @@ class HintAnswers(Body):
     outcomes: list[HintAnswer]
 
 
+class CacheSpan(Body):
+    """Tokens `[start, stop)` of a prompt, and what the cache knows of them.
+
+    `partial_block`: they fill no block. Of evicted ones: how long ago, why, for which request (the part of
+    its answer's id behind the hyphen; null for another tenant's), and the blocks and GiB by which LRU's
+    memory was too small, at most.
+    """
+
+    start: int
+    stop: int
+    state: Literal["hit", "evicted", "never_seen", "partial_block"]
+    tier: Literal["device"] | None = None
+    seconds_ago: float | None = None
+    cause: str | None = None
+    evicted_by: str | None = None
+    blocks_needed: int | None = None
+    gib_needed: float | None = None
+
+
+class SessionDifference(Body):
+    """Where a prompt leaves the last request of its session.
+
+    The first token that differs, the text before it, and both texts from there on."""
+
+    token: int
+    before: str
+    now: str
+    then: str
+
+
+class Explanation(Body):
+    """The answer of POST /v1/kv/explain: spans in order, which cover the prompt."""
+
+    num_tokens: int
+    block_size: int
+    spans: list[CacheSpan]
+    session: SessionDifference | None = None
+
+
 class Pin(Body):
     """A pinned prompt: its first `num_tokens` tokens stay in `num_blocks` KV blocks."""
 

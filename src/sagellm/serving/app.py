@@ -23,6 +23,7 @@ from sagellm.engines.llm import LLM
 from sagellm.serving import errors
 from sagellm.serving.access_log import REQUEST_ID_HEADER, AccessLog, RequestLog
 from sagellm.serving.admin import AdminRoutes, SchedulingInUse
+from sagellm.serving.explain import ExplainRoutes
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.generate import GenerationRoutes
 from sagellm.serving.openapi import ENDPOINTS, FOR_ALL, FOR_OPERATORS, document
@@ -176,6 +177,7 @@ def _handlers(
     encoder = PromptEncoder(gateway.llm)
     generation = GenerationRoutes(gateway, reader, encoder, wall_clock)
     admin = AdminRoutes(gateway, reader, encoder, SchedulingInUse.of(config))
+    explanation = ExplainRoutes(gateway, reader, encoder)
     others = OtherRoutes(gateway, reader, encoder, int(wall_clock()))
     return {
         ("GET", "/health"): others.health,
@@ -187,6 +189,7 @@ def _handlers(
         ("POST", "/v1/chat/completions"): generation.chat,
         ("POST", "/v1/completions"): generation.completions,
         ("POST", "/v1/kv/hints"): others.hint,
+        ("POST", "/v1/kv/explain"): explanation.explain,
         ("POST", "/tokenize"): others.tokenize,
         ("POST", "/detokenize"): others.detokenize,
         ("POST", "/v1/admin/pins"): admin.pin,

@@ -114,6 +114,16 @@ FOR_CLIENTS: Endpoints = {
         },
         statuses=RUNNING,
     ),
+    ("POST", "/v1/kv/explain"): Endpoint(
+        "What the KV cache knows of a prompt, span by span",
+        answers.Explanation,
+        schema.ExplainRequest,
+        examples={
+            "text": {"prompt": "1 + 1 ="},
+            "chat": {"messages": MESSAGES, "session_id": "mine", "cache_salt": "a"},
+        },
+        statuses=RUNNING,
+    ),
     ("POST", "/tokenize"): Endpoint(
         "The tokens of a text or a conversation",
         answers.Tokenized,
@@ -322,7 +332,7 @@ def _fields_of(model: type[BaseModel], gateway: Gateway, model_name: str) -> Sch
         fields["prompt"] = _prompt(tokens | {"minItems": 1})
         fields["max_tokens"] = _or_null(_integer(0, max_model_len - 1))
         fields["logprobs"] = _or_null(_in_range("logprobs", whole=True))
-    elif model is PinRequest:
+    elif issubclass(model, schema.PromptFields):
         fields["prompt"] = _or_null(TEXT, tokens | {"minItems": 1})
         fields["messages"] = _or_null(_messages())
     elif model is schema.TokenizeRequest:
@@ -441,7 +451,7 @@ def _kv_hints() -> Schema:
 
 def _rules(model: type[BaseModel]) -> Schema:
     """What the fields of a request demand of each other."""
-    if model in (schema.TokenizeRequest, PinRequest):
+    if issubclass(model, schema.TokenizeRequest | schema.PromptFields):
         prompt, messages = {"type": ["string", "array"]}, {"type": "array"}
         return {"oneOf": [_given("prompt", prompt), _given("messages", messages)]}
     if not issubclass(model, schema.GenerationFields):

@@ -10,6 +10,7 @@ from sagellm.core.errors import ContextLengthError, RequestError
 from sagellm.core.protocols.tokenizer import Message
 from sagellm.core.types import Tokens
 from sagellm.engines.llm import LLM
+from sagellm.serving.schema import PromptFields
 
 
 class PromptEncoder:
@@ -49,6 +50,13 @@ class PromptEncoder:
         return self._tokenizer.encode_chat(
             messages, add_generation_prompt=add_generation_prompt, template_options=options
         )
+
+    def of(self, body: PromptFields, *, add_generation_prompt: bool = False) -> Tokens:
+        """The tokens of the prompt or the messages of a request."""
+        if body.messages:
+            variables = body.template_options()
+            return self.chat(body.messages, variables, add_generation_prompt=add_generation_prompt)
+        return self.prompt(body.prompt or "")
 
     def decode(self, token_ids: Sequence[int], where: str) -> str:
         """The text of token ids, at most as many as the context holds."""

@@ -17,7 +17,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -456,6 +456,36 @@ class HintRequest(Body):
     model: str | None = None
     kv_hints: KVHints
     cache_salt: str | None = Field(default=None, max_length=MAX_SALT_CHARS)
+
+
+class PromptFields(TemplateFields):
+    """`prompt` (text or token ids) or `messages`, of the tenant `cache_salt`."""
+
+    model: str | None = None
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = Field(default=None, fail_fast=True)
+    cache_salt: str | None = Field(default=None, max_length=MAX_SALT_CHARS)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if not self.prompt and not self.messages:
+            raise RequestError("send either prompt or messages, and not empty", "prompt")
+        if self.prompt is not None and self.messages is not None:
+            raise RequestError("send either prompt or messages, not both", "prompt")
+        check_messages(self.messages or [])
+        return self
+
+
+class ExplainRequest(PromptFields):
+    """POST /v1/kv/explain.
+
+    `session_id`: the session whose last request the prompt is compared with. Since text of that request is
+    shown, and requests without `cache_salt` share one tenant, it is compared under a `cache_salt` only.
+    `add_generation_prompt`: whether the beginning of an answer follows the messages, by default as in a chat.
+    """
+
+    session_id: str | None = Field(default=None, min_length=1, max_length=MAX_SESSION_ID_CHARS)
+    add_generation_prompt: bool | None = None
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:

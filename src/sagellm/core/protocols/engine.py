@@ -10,7 +10,7 @@ from sagellm.core.clock import Clock
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
 from sagellm.core.plan import ExecutionPlan, StepResult
 from sagellm.core.protocols.eviction import EvictionPolicy
-from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseSnapshot, TenantReuse
+from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseSnapshot, PromptSpan, TenantReuse
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, Namespace, Request, RequestOutput, Tokens
 
@@ -67,6 +67,17 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) when weights begin to load, with 0 done, and as loading goes on."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptExplanation:
+    """`spans` cover the prompt in order. `session_tokens`: the last request of the session, its answer
+    included; None if it is not known."""
+
+    spans: Sequence[PromptSpan]
+    block_size: int
+    bytes_per_block: int
+    session_tokens: Tokens | None = None
+
+
 class InferenceBackend(Protocol):
     """Executes plans. Keeps the batch in rows between steps; owns the KV bytes and their layout.
 
@@ -112,6 +123,13 @@ class EngineCore(Protocol):
 
     def hint(self, envelope: KVHintsEnvelope, namespace: Namespace) -> Sequence[HintOutcome]:
         """Apply KV hints for one tenant's sessions and prompts; returns one outcome per action."""
+
+    def explain(
+        self, tokens: Tokens, namespace: Namespace, session_id: str | None = None
+    ) -> PromptExplanation:
+        """What the cache knows of a prompt, and a session's last request.
+
+        Raises `RequestError` without `kv.miss_attribution`."""
 
     def set_policy(self, factory: Callable[[], EvictionPolicy]) -> None:
         """Have other eviction policies choose from now on; the cache stays as it is. Where the factory or one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from operator import add, sub
@@ -204,6 +204,42 @@ class MissCounts(NamedTuple):
         return self if other is None else MissCounts(*map(sub, self, other))
 
 
+class SpanState(Enum):
+    """What the cache knows of a part of a prompt."""
+
+    HIT = "hit"
+    EVICTED = "evicted"
+    NEVER_SEEN = "never_seen"
+    PARTIAL_BLOCK = "partial_block"
+
+
+class Evictor(NamedTuple):
+    """The call that needed the room of evicted blocks, and its tenant.
+
+    `call` is the last part of `Request.client`, else the request's id. Both are empty where no request
+    did."""
+
+    call: str = ""
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """Tokens `[start, stop)` of a prompt and what the cache knows of them.
+
+    Of evicted blocks also: how many seconds ago, the cause, for which request, and `num_blocks_since`: how
+    many blocks were evicted from then on, these included. LRU with so many more blocks would have kept them.
+    """
+
+    start: int
+    stop: int
+    state: SpanState
+    seconds_ago: float | None = None
+    cause: str | None = None
+    evictor: Evictor | None = None
+    num_blocks_since: int | None = None
+
+
 class MissObserver(Protocol):
     """Attributes missing blocks to causes; the manager reports each admitted request to it."""
 
@@ -223,6 +259,12 @@ class MissObserver(Protocol):
 
     def snapshot(self) -> MissCounts:
         """The sums now."""
+
+    def evictions_are_for(self, evictor: Callable[[], Evictor]) -> None:
+        """Ask `evictor` at each eviction which request needs the room."""
+
+    def explain(self, index: PrefixReuseIndex, tokens: Tokens, namespace: Namespace) -> list[PromptSpan]:
+        """What is known of a prompt, span by span. Of other namespaces nothing is told."""
 
 
 class PrefixReuseIndex(Protocol):

@@ -10,7 +10,13 @@ from typing import Any, Self, cast
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ContextLengthError, RequestError, nearest, shown
 from sagellm.core.kv_hints import HintOutcome, KVHintsEnvelope
-from sagellm.core.protocols.engine import EngineCore, EngineDiagnostics, EngineStats, PinnedPrefix
+from sagellm.core.protocols.engine import (
+    EngineCore,
+    EngineDiagnostics,
+    EngineStats,
+    PinnedPrefix,
+    PromptExplanation,
+)
 from sagellm.core.protocols.prefix_cache import MissCounts
 from sagellm.core.protocols.tokenizer import Message, TextTokenizer
 from sagellm.core.types import (
@@ -249,6 +255,16 @@ class LLM:
         if "\0" in tenant:  # the cache itself uses such names, for groups of tenants
             raise RequestError("a tenant or cache salt must not hold NUL characters", "cache_salt")
         return self._engine.hint(_parsed(kv_hints), Namespace(tenant=tenant))
+
+    def explain(
+        self, prompt: Prompt, *, tenant: str = "", session_id: str | None = None
+    ) -> PromptExplanation:
+        """What the KV cache knows of a prompt of a tenant, span by span.
+
+        Raises `RequestError` without `kv.miss_attribution`, and for a bad prompt or tenant."""
+        if "\0" in tenant:
+            raise RequestError("a tenant or cache salt must not hold NUL characters", "cache_salt")
+        return self._engine.explain(self.encode(prompt), Namespace(tenant=tenant), session_id)
 
     def step(self) -> list[TextDelta]:
         """Run one engine step; returns its deltas, after those that `stream` kept back."""

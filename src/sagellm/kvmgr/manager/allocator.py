@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from sagellm.core.errors import CapacityError
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
-from sagellm.core.protocols.prefix_cache import PrefixReuseIndex
+from sagellm.core.protocols.prefix_cache import Evictor, PrefixReuseIndex
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, append_each
 from sagellm.kvmgr.manager.prefix_sharing import INDEX_OWNER, SharedTails
 from sagellm.kvmgr.manager.tables import BlockTables, RequestBlocks, free_leading
@@ -85,14 +85,25 @@ class BlockAllocator:
         self.quota = quota
         self.num_evicted: dict[str, int] = {}
         self.num_changes = 0
+        self._in_need: RequestBlocks | None = None
         self._windows = windows
         self._num_together = min(MAX_EXTRA, pool.total_blocks // BLOCKS_PER_EXTRA)
         self._unreturned: list[tuple[BlockIds, Account]] = []  # out of the index, not yet back in the pool
+
+    @property
+    def evictor(self) -> Evictor:
+        """The call of the last request that needed room."""
+        if self._in_need is None:
+            return Evictor()
+        request = self._in_need.state.request
+        call = request.client[-1] if request.client else request.request_id
+        return Evictor(call, request.namespace.tenant)
 
     def append_blocks(self, blocks: RequestBlocks, num_blocks: int) -> BlockIds:
         """Append so many blocks to the table of a request; returns them. Raises `CapacityError`."""
         own = blocks.own
         if self.pool.num_free < num_blocks or self.quota is not None:
+            self._in_need = blocks
             self.make_room(num_blocks, own.account)
         taken = self.pool.append_blocks(own, num_blocks)
         if taken is None:
@@ -112,6 +123,7 @@ class BlockAllocator:
         if self.quota is not None:  # each is charged for its own block
             return self._append_one_by_one(requests)
         if self.pool.num_free < len(requests):
+            self._in_need = requests[-1]
             self.make_room(len(requests), NO_ACCOUNT)
         taken = self.pool.append_block_to_each([blocks.own for blocks in requests])
         if taken is None:
@@ -163,6 +175,7 @@ class BlockAllocator:
     def clear(self) -> int:
         """Evict every cached block that no request uses; returns how many."""
         self.num_changes += 1
+        self._in_need = None
         num_freed = evicted = 0
         if self.quota is not None:
             while evicted := sum(self._evict_from(*item, "cleared") for item in self._evictable().items()):

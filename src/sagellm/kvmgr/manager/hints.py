@@ -63,6 +63,11 @@ class KVHints:
         if ended and request.kv_hints is not None:
             self.apply(request.kv_hints, request.namespace, state.tokens)
 
+    def session_tokens(self, tenant: str, session_id: str) -> Tokens | None:
+        """The last request of a session with its answer; None if unknown."""
+        known = self._sessions.get((tenant, session_id))
+        return None if known is None else known[0]
+
     def apply(
         self, envelope: KVHintsEnvelope, namespace: Namespace, own: Tokens | None = None
     ) -> tuple[HintOutcome, ...]:

@@ -41,7 +41,13 @@ from sagellm.core.errors import BookkeepingError
 from sagellm.core.plan import BlockCopy, Chunk, Draft, RequestState
 from sagellm.core.protocols.eviction import Use
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
-from sagellm.core.protocols.prefix_cache import MissObserver, PrefixHit, PrefixReuseIndex, ReuseRecorder
+from sagellm.core.protocols.prefix_cache import (
+    MissObserver,
+    PrefixHit,
+    PrefixReuseIndex,
+    PromptSpan,
+    ReuseRecorder,
+)
 from sagellm.core.types import NO_ACCOUNT, BlockIds, Namespace, Tokens
 from sagellm.kvmgr.manager.allocator import BlockAllocator, SlidingWindows
 from sagellm.kvmgr.manager.hints import KVHints
@@ -122,6 +128,8 @@ class KVCacheManager:
         self._tails = SharedTails(self._tables, pool.block_size)
         windows = SlidingWindows(window, self._tables, self._tails, pool)
         self.allocator = BlockAllocator(index, pool, quota, windows)
+        if misses is not None:
+            misses.evictions_are_for(lambda: self.allocator.evictor)
         self._registrar = PrefixRegistrar(index, pool, self._tables, groups, prefix_caching=prefix_caching)
         self.is_published = self._registrar.is_published
         self._publishes_early = index_as_computed and prefix_caching and window is None
@@ -225,6 +233,12 @@ class KVCacheManager:
             self.metrics.record(total, chunk.start, num_blocks, hit.num_blocks, tenant=tenant)
         if not self.is_published(state.request_id):
             self._attribute_misses(state, hit, again=again)
+
+    def explain(self, tokens: Tokens, namespace: Namespace) -> list[PromptSpan] | None:
+        """What the cache knows of a prompt; None without `kv.miss_attribution`."""
+        if self.misses is None:
+            return None
+        return self.misses.explain(self.index, tokens, self.namespace_of(namespace))
 
     def append_blocks(self, states: Sequence[RequestState]) -> None:
         """Append a block for each request in decode, without a binding.

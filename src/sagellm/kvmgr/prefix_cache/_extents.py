@@ -20,7 +20,7 @@ from sagellm.core.protocols.eviction import (
     UseListener,
     bonus_of,
 )
-from sagellm.core.protocols.prefix_cache import IndexNode
+from sagellm.core.protocols.prefix_cache import Evictor, IndexNode
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace
 
 MIN_SHARES_TO_PRUNE = 64
@@ -28,10 +28,14 @@ GhostKey = TypeVar("GhostKey", int, bytes)
 
 
 class Ghost(NamedTuple):
-    """An eviction: the clock's seconds and the cause."""
+    """An eviction: the clock's seconds, its cause and its request.
+
+    `num_before`: evicted blocks before it."""
 
     at_s: float
     cause: str
+    evictor: Evictor = Evictor()
+    num_before: int = 0
 
 
 class Ghosts(Generic[GhostKey]):

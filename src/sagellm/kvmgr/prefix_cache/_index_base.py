@@ -236,7 +236,7 @@ class IndexBase(ABC, Generic[ExtentType]):
         longest = max((other.num_blocks for other in others), default=0)
         elsewhere = longest if longest > hit.num_blocks else 0
         ghost = self._ghost_behind(hit, next_block)
-        at_s, cause = ghost if ghost is not None else (None, None)
+        at_s, cause = (ghost.at_s, ghost.cause) if ghost is not None else (None, None)
         end = MatchEnd.NEVER_SEEN
         if ghost is not None:
             end = MatchEnd.EVICTED

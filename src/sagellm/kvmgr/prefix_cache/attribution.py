@@ -8,11 +8,13 @@ it costs nothing.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from itertools import groupby
 
 from sagellm.core.clock import Clock
 from sagellm.core.errors import ConfigError
 from sagellm.core.events import BlocksRemoved, EventBus, IndexCleared
-from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseIndex
+from sagellm.core.protocols.prefix_cache import Evictor, MissCounts, PrefixReuseIndex, PromptSpan, SpanState
 from sagellm.core.types import TOKEN_BYTES, Namespace, Tokens
 from sagellm.kvmgr.prefix_cache._extents import Ghost, Ghosts
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
@@ -50,6 +52,8 @@ class MissAttribution:
         self._across_namespaces = across_namespaces
         self._ghosts: Ghosts[bytes] = Ghosts(max_ghosts)
         self._sums = NOTHING
+        self._num_evicted = 0
+        self._evictor: Callable[[], Evictor] = Evictor
         events.subscribe(BlocksRemoved, self._on_removed)
         events.subscribe(IndexCleared, self._on_cleared)
 
@@ -83,6 +87,40 @@ class MissAttribution:
     def snapshot(self) -> MissCounts:
         return self._sums
 
+    def evictions_are_for(self, evictor: Callable[[], Evictor]) -> None:
+        self._evictor = evictor
+
+    def explain(self, index: PrefixReuseIndex, tokens: Tokens, namespace: Namespace) -> list[PromptSpan]:
+        size, now_s = index.block_size, self._clock.now()
+        num_hit = index.lookup(tokens, namespace).num_blocks
+        spans = [PromptSpan(0, num_hit * size, SpanState.HIT)] if num_hit else []
+        whole = len(tokens) // size
+        digests = chain(tokens.tobytes(), size * TOKEN_BYTES, namespace)[num_hit:]
+        ghosts = [self._ghosts.get(digest) for digest in digests]
+        position = num_hit
+        for ghost, group in groupby(ghosts, key=lambda ghost: ghost and (ghost.at_s, *ghost[1:3])):
+            evicted = [each for each in group if each is not None]
+            if ghost is None:  # what is behind it was never seen either, or its eviction is forgotten
+                break
+            last = evicted[0]
+            spans.append(
+                PromptSpan(
+                    position * size,
+                    (position + len(evicted)) * size,
+                    SpanState.EVICTED,
+                    now_s - last.at_s,
+                    last.cause,
+                    last.evictor,
+                    self._num_evicted - min(each.num_before for each in evicted),
+                )
+            )
+            position += len(evicted)
+        if position < whole:
+            spans.append(PromptSpan(position * size, whole * size, SpanState.NEVER_SEEN))
+        if whole * size < len(tokens):
+            spans.append(PromptSpan(whole * size, len(tokens), SpanState.PARTIAL_BLOCK))
+        return spans
+
     def _cause(self, ghost: Ghost, *, preempted: bool) -> str:
         """The field of `MissCounts` for a block that was evicted."""
         if preempted:
@@ -92,7 +130,8 @@ class MissAttribution:
         return "premature" if self._clock.now() - ghost.at_s < self._premature_s else "capacity"
 
     def _on_removed(self, event: BlocksRemoved) -> None:
-        ghost = Ghost(self._clock.now(), event.cause)
+        ghost = Ghost(self._clock.now(), event.cause, self._evictor(), self._num_evicted)
+        self._num_evicted += len(event.hashes)
         for digest in event.hashes:
             self._ghosts.discard(digest)  # so that its new ghost is the youngest
             if event.cause not in FORGOTTEN:

@@ -1,0 +1,93 @@
+"""`sagellm cache explain`: why a prompt is, or is not, in a server's cache."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from sagellm.benchmarks.reporting import Table, print_tables
+from sagellm.cli._options import App, argument, command, flag
+from sagellm.core.errors import ConfigError
+from sagellm.core.ports import SagePorts
+
+app = App(help="Look into the KV cache of a running server.")
+API_KEY_VARIABLE = "OPENAI_API_KEY"
+TIMEOUT_S = 60.0
+_MESSAGES_HELP = "A JSON list of messages, in place of PROMPT."
+
+
+@command
+def explain(
+    prompt: str | None = argument("PROMPT", "The prompt, as for /v1/completions.", None),
+    url: str = flag("--url URL", "The server.", f"http://127.0.0.1:{int(SagePorts.HTTP)}"),
+    messages: Path | None = flag("FILE", _MESSAGES_HELP),
+    cache_salt: str | None = flag("SALT", "The tenant whose cache is meant."),
+    session_id: str | None = flag("ID", "Compare with the last request of this session."),
+    api_key: str | None = flag("--api-key KEY", f"Default: the environment variable {API_KEY_VARIABLE}."),
+) -> None:
+    """Explain span by span what the cache of a server knows of a prompt.
+
+    The server needs --set kv.miss_attribution=true.
+    """
+    body = {"prompt": prompt, "cache_salt": cache_salt, "session_id": session_id}
+    if messages is not None:
+        body["messages"] = _json_list(messages)
+    asked = {name: value for name, value in body.items() if value is not None}
+    found = _post(f"{url.rstrip('/')}/v1/kv/explain", asked, api_key or os.environ.get(API_KEY_VARIABLE))
+    print_tables([_table(found)])
+    difference = found["session"]
+    if difference is not None:
+        print(f"\nThe session's last request differs from token {difference['token']} on.")
+        print(f"  before: {difference['before']!r}")
+        print(f"  now:    {difference['now']!r}")
+        print(f"  then:   {difference['then']!r}")
+
+
+def _json_list(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no JSON list of messages: {error}") from error
+
+
+def _post(url: str, body: dict[str, Any], api_key: str | None) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        answer = httpx2.post(url, json=body, headers=headers, timeout=TIMEOUT_S)
+        found: dict[str, Any] = answer.json()
+    except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
+        raise ConfigError(f"no sageLLM server answers at {url}: {error}; name it with --url") from error
+    if answer.status_code != 200:
+        message = found.get("error", {}).get("message", f"status {answer.status_code}")
+        raise ConfigError(f"{url}: {message}")
+    return found
+
+
+def _table(found: dict[str, Any]) -> Table:
+    columns = ("state", "why", "tokens", "from", "to", "seconds ago", "blocks needed", "GiB needed")
+    title = f"{found['num_tokens']:,} tokens in blocks of {found['block_size']}"
+    return Table(title, columns, [_row(span) for span in found["spans"]], num_names=2)
+
+
+def _row(span: dict[str, Any]) -> tuple[str, ...]:
+    why = span["tier"] or span["cause"] or ""
+    if span["state"] == "evicted":
+        why += f", for {span['evicted_by'] or 'another tenant or no request'}"
+    ago, blocks, gib = span["seconds_ago"], span["blocks_needed"], span["gib_needed"]
+    return (
+        span["state"].replace("_", " "),
+        why,
+        f"{span['stop'] - span['start']:,}",
+        f"{span['start']:,}",
+        f"{span['stop']:,}",
+        "" if ago is None else f"{ago:.1f}",
+        "" if blocks is None else f"{blocks:,}",
+        "" if gib is None else f"{gib:.3g}",
+    )
+
+
+app.add(explain)

@@ -1,0 +1,80 @@
+"""POST /v1/kv/explain: what the KV cache knows of a prompt, span by span."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+
+from sagellm.core.protocols.prefix_cache import PromptSpan, SpanState
+from sagellm.core.types import Tokens
+from sagellm.serving.access_log import record_of
+from sagellm.serving.answers import CacheSpan, Explanation, SessionDifference
+from sagellm.serving.gateway import Gateway
+from sagellm.serving.prompts import PromptEncoder
+from sagellm.serving.reader import RequestReader
+from sagellm.serving.schema import ExplainRequest
+
+SHOWN_TOKENS = 16
+"""Of the texts around a difference."""
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainRoutes:
+    """The handler. A tenant is told of its own prompts, and nothing of others."""
+
+    gateway: Gateway
+    reader: RequestReader
+    encoder: PromptEncoder
+
+    async def explain(self, request: Request) -> Explanation:
+        """What the cache knows of a prompt of one tenant."""
+        body = await self.reader.read(ExplainRequest, request)
+        tenant = record_of(request.scope).tenant = body.cache_salt or ""
+        tokens = await run_in_threadpool(
+            self.encoder.of, body, add_generation_prompt=body.add_generation_prompt is not False
+        )
+        found = await self.gateway.call(
+            lambda llm: llm.explain(tokens, tenant=tenant, session_id=body.session_id if tenant else None)
+        )
+        return Explanation(
+            num_tokens=len(tokens),
+            block_size=found.block_size,
+            spans=[_span(span, tenant, found.bytes_per_block) for span in found.spans],
+            session=await run_in_threadpool(self._difference, tokens, found.session_tokens),
+        )
+
+    def _difference(self, tokens: Tokens, before: Tokens | None) -> SessionDifference | None:
+        """Where the prompt leaves the session's last request; None if one begins the other."""
+        pairs = enumerate(zip(tokens, before or (), strict=False))
+        token = next((index for index, (new, old) in pairs if new != old), None)
+        if token is None or before is None:
+            return None
+
+        def text(ids: Tokens, start: int, stop: int) -> str:
+            return self.encoder.decode(ids.slice(max(0, start), stop).tolist(), "tokens")
+
+        return SessionDifference(
+            token=token,
+            before=text(tokens, token - SHOWN_TOKENS, token),
+            now=text(tokens, token, token + SHOWN_TOKENS),
+            then=text(before, token, token + SHOWN_TOKENS),
+        )
+
+
+def _span(span: PromptSpan, tenant: str, bytes_per_block: int) -> CacheSpan:
+    needed, evictor = span.num_blocks_since, span.evictor
+    is_own = evictor is not None and evictor.tenant == tenant
+    return CacheSpan(
+        start=span.start,
+        stop=span.stop,
+        state=span.state.value,
+        tier="device" if span.state is SpanState.HIT else None,
+        seconds_ago=span.seconds_ago,
+        cause=span.cause,
+        evicted_by=(evictor.call or None) if evictor is not None and is_own else None,
+        blocks_needed=needed,
+        gib_needed=None if needed is None else needed * bytes_per_block / GIB,
+    )

@@ -1,0 +1,48 @@
+"""`sagellm cache explain` against a live server, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sagellm.engines.build import load
+from tests.serving.live import serving
+
+
+def test_the_spans_of_a_prompt_are_shown(cli: Any, tmp_path: Path) -> None:
+    messages = tmp_path / "messages.json"
+    messages.write_text(json.dumps([{"role": "user", "content": "What is 17 + 25, and what is 18 + 26?"}]))
+    text = "1 + 1 = 2, 1 + 2 = 3, 1 + 3 = 4, 1 + 4 = 5"
+    with serving(load(None, {"kv.miss_attribution": True})) as live:
+        body = {"prompt": text, "max_tokens": 1, "session_id": "s", "cache_salt": "t"}
+        live.http.post("/v1/completions", json=body)
+        known = cli("cache", "explain", text + " 9", "--url", live.url, "--cache-salt", "t")
+        changed = text.replace("1 + 3", "2 + 3")
+        session = cli(
+            "cache", "explain", changed, "--url", live.url, "--cache-salt", "t", "--session-id", "s"
+        )
+        chat = cli("cache", "explain", "--messages", str(messages), "--url", live.url)
+        neither = cli("cache", "explain", "--url", live.url)
+    assert known.exit_code == 0, known.output
+    assert "hit" in known.output
+    assert "device" in known.output
+    assert "differs from token" in session.output
+    assert "never seen" in chat.output
+    assert neither.exit_code == 2
+    assert "either prompt or messages" in neither.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x", "--url", "http://127.0.0.1:1"], "no sageLLM server answers"),
+        (["--messages", "/nowhere.json"], "is no JSON list of messages"),
+    ],
+)
+def test_what_is_refused(cli: Any, arguments: list[str], message: str) -> None:
+    result = cli("cache", "explain", *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
