@@ -137,7 +137,12 @@ def test_a_field_has_one_answer() -> None:
     served = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
     assert not OF_OTHER_SERVERS & (served | NEUTRAL.keys() | WITHOUT_EFFECT | RENAMED.keys())
     assert not RENAMED.keys() & (served | NEUTRAL.keys() | WITHOUT_EFFECT)
-    assert WITHOUT_EFFECT & (served | NEUTRAL.keys()) == {"user"}  # requests that do not generate ignore it
+    assert WITHOUT_EFFECT & (served | NEUTRAL.keys()) == {  # requests that do not generate ignore them
+        "user",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+    }
     assert set(RENAMED.values()) <= served
     both = GenerationFields.model_fields.keys() | TemplateFields.model_fields.keys()
     assert not MESSAGE_NEUTRAL.keys() & both

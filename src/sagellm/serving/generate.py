@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from json import JSONEncoder
 from typing import Any, TypeVar
 
@@ -12,13 +12,15 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
 from sagellm.core.errors import RequestError, UnsupportedParameterError
-from sagellm.core.types import SamplingParams, Tokens
+from sagellm.core.types import Retention, SamplingParams, Tokens
 from sagellm.engines.llm import Completion, RequestOptions, Usage
 from sagellm.serving.access_log import record_of
 from sagellm.serving.answers import AnswerHead, ChatReply, CompletionReply, Reply
+from sagellm.serving.cache_diagnostics import num_common
 from sagellm.serving.clients import client_of
 from sagellm.serving.errors import CLIENT_CLOSED_REQUEST
 from sagellm.serving.gateway import Gateway, Generation
+from sagellm.serving.prompt_cache import Messages, breakpoints
 from sagellm.serving.prompts import PromptEncoder
 from sagellm.serving.reader import RequestReader
 from sagellm.serving.schema import ChatRequest, CompletionRequest, GenerationFields, StreamOptions
@@ -49,6 +51,11 @@ class GenerationRoutes:
         variables = body.template_options()
         self.gateway.check_room(1, options.params.n, options.client)
         tokens = await run_in_threadpool(self.encoder.chat, body.messages, variables)
+        cache = body.prompt_cache_options
+        explicit = cache is not None and cache.mode == "explicit"
+        if marked := breakpoints(body.messages, explicit=explicit):
+            kept = await run_in_threadpool(lambda: list(self._kept(tokens, marked, variables)))
+            options = replace(options, retention=(*options.retention, *kept))
         generation, head = self._open("chatcmpl", request, [tokens], options, body)
         return await _answer(request, body, generation, ChatReply(head, logprobs=bool(body.logprobs)))
 
@@ -75,6 +82,21 @@ class GenerationRoutes:
         settings = self.gateway.settings
         client = client_of(request, body.user, trust_user=settings.trust_user)
         return body, body.options(self.gateway.llm, settings, client)
+
+    def _kept(
+        self,
+        tokens: Tokens,
+        marked: Sequence[tuple[Messages, float]],
+        variables: Mapping[str, Any],
+    ) -> Iterator[Retention]:
+        """Retention of a chat's tokens up to each breakpoint.
+
+        Those are the leading tokens that the messages up to there have, too."""
+        for messages, ttl_s in marked:
+            alone = self.encoder.chat(messages, variables, add_generation_prompt=False)
+            stop = num_common(tokens, alone)
+            if stop:
+                yield Retention(0, stop, 100, ttl_s)
 
     def _open(
         self,

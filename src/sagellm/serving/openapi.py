@@ -24,6 +24,7 @@ from sagellm.serving import answers, schema
 from sagellm.serving.access_log import REQUEST_ID_HEADER
 from sagellm.serving.admin import PinRequest, PolicyRequest, StrategyRequest
 from sagellm.serving.gateway import Gateway
+from sagellm.serving.prompt_cache import BREAKPOINT
 
 Schema = dict[str, Any]
 
@@ -384,6 +385,7 @@ def _generation_fields(gateway: Gateway) -> Schema:
         "retention": _or_null(
             {"type": "array", "items": schema.RetentionFields.model_json_schema(), "maxItems": MAX_RETENTIONS}
         ),
+        "prompt_cache_options": _or_null(schema.PromptCacheOptions.model_json_schema()),
         "return_cache_misses": {"enum": [None, False, True][: 2 + gateway.attributes_misses]},
     }
 
@@ -400,9 +402,15 @@ def numbers_below(limit: int) -> str:
 
 
 def _messages() -> Schema:
+    mark = {
+        "type": ["object", "null"],
+        "properties": {"mode": {"const": "explicit"}, "ttl": {"enum": ["30m", "12h", None]}},
+        "required": ["mode"],
+        "additionalProperties": False,
+    }
     part = {
         "type": "object",
-        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}, BREAKPOINT: mark},
         "required": ["type", "text"],
     }
     content = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}

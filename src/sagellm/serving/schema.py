@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -38,6 +38,7 @@ from sagellm.core.types import MAX_LOGPROBS, MAX_RETENTIONS, SLO, Retention, Sam
 from sagellm.engines.llm import LLM, MAX_SESSION_ID_CHARS, RequestOptions
 from sagellm.serving.clients import Client, allowed_priority
 from sagellm.serving.errors import MAX_ECHO_CHARS, clipped
+from sagellm.serving.prompt_cache import CACHE_LIFETIMES_S
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -112,7 +113,8 @@ WITHOUT_EFFECT = frozenset(
 )  # fmt: skip
 """Without effect on the answer: they describe the caller, or tools, of which there are none.
 
-A generation serves `user`, which may be its client; other requests ignore it.
+A generation serves `user`, which may be its client, and the fields of the prompt cache; other requests ignore
+them.
 """
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -169,6 +171,13 @@ class Body(BaseModel):
     """What a request or an answer holds, and nothing else."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class PromptCacheOptions(Body):
+    """What OpenAI's clients say of the cached prompt as a whole."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m"] | None = None
 
 
 class StreamOptions(Body):
@@ -281,6 +290,9 @@ class GenerationFields(Body):
     vllm_xargs: dict[str, Any] | None = Field(default=None, max_length=MAX_EXTRA_ARGUMENTS)
     service_tier: str | None = Field(default=None, pattern=r"^[\w.-]{1,64}$")
     user: str | None = None
+    prompt_cache_key: str | None = Field(default=None, max_length=MAX_SESSION_ID_CHARS)
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
     fewest_tokens: ClassVar[int] = 1
     """The least `max_tokens`."""
@@ -297,13 +309,24 @@ class GenerationFields(Body):
             priority=allowed_priority(settings, self.priority, self.service_tier),
             tenant=self.cache_salt or "",
             service_class="" if self.service_tier in (None, "auto", "default") else self.service_tier,
-            session_id=self.session_id,
+            session_id=self.session_id or self.prompt_cache_key or None,
             kv_hints=self.kv_hints,
             slo=SLO() if self.slo is None else SLO(**self.slo.model_dump()),
-            retention=tuple(Retention(**span.model_dump()) for span in self.retention or ()),
+            retention=(
+                *(Retention(**span.model_dump()) for span in self.retention or ()),
+                *self._kept_prompt(),
+            ),
             client=client,
             reports_hit=(self.vllm_xargs or {}).get(REPORT_MODE) == "full",
         )
+
+    def _kept_prompt(self) -> Iterator[Retention]:
+        """Retention of the whole prompt, as OpenAI's fields ask for it."""
+        options = self.prompt_cache_options
+        if self.prompt_cache_retention == "24h":
+            yield Retention(priority=100, duration_s=CACHE_LIFETIMES_S["24h"])
+        elif options is not None and options.mode != "explicit":
+            yield Retention(priority=100, duration_s=CACHE_LIFETIMES_S[options.ttl or "30m"])
 
     def sampling(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that were sent."""
