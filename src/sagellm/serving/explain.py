@@ -6,19 +6,33 @@ from dataclasses import dataclass
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
+from pydantic import Field
 
 from sagellm.core.protocols.prefix_cache import PromptSpan, SpanState
 from sagellm.core.types import Tokens
+from sagellm.engines.llm import MAX_SESSION_ID_CHARS
 from sagellm.serving.access_log import record_of
 from sagellm.serving.answers import CacheSpan, Explanation, SessionDifference
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.prompts import PromptEncoder
 from sagellm.serving.reader import RequestReader
-from sagellm.serving.schema import ExplainRequest
+from sagellm.serving.schema import PromptFields
 
 SHOWN_TOKENS = 16
 """Of the texts around a difference."""
 GIB = 2**30
+
+
+class ExplainRequest(PromptFields):
+    """POST /v1/kv/explain.
+
+    `session_id`: the session whose last request the prompt is compared with. Since text of that request is
+    shown, and requests without `cache_salt` share one tenant, it is compared under a `cache_salt` only.
+    `add_generation_prompt`: whether the beginning of an answer follows the messages, by default as in a chat.
+    """
+
+    session_id: str | None = Field(default=None, min_length=1, max_length=MAX_SESSION_ID_CHARS)
+    add_generation_prompt: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

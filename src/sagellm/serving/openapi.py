@@ -23,6 +23,7 @@ from sagellm.kvmgr.scheduler_ir import strategies
 from sagellm.serving import answers, schema
 from sagellm.serving.access_log import REQUEST_ID_HEADER
 from sagellm.serving.admin import PinRequest, PolicyRequest, StrategyRequest
+from sagellm.serving.explain import ExplainRequest
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.prompt_cache import BREAKPOINT
 
@@ -118,7 +119,7 @@ FOR_CLIENTS: Endpoints = {
     ("POST", "/v1/kv/explain"): Endpoint(
         "What the KV cache knows of a prompt, span by span",
         answers.Explanation,
-        schema.ExplainRequest,
+        ExplainRequest,
         examples={
             "text": {"prompt": "1 + 1 ="},
             "chat": {"messages": MESSAGES, "session_id": "mine", "cache_salt": "a"},

@@ -499,18 +499,6 @@ class PromptFields(TemplateFields):
         return self
 
 
-class ExplainRequest(PromptFields):
-    """POST /v1/kv/explain.
-
-    `session_id`: the session whose last request the prompt is compared with. Since text of that request is
-    shown, and requests without `cache_salt` share one tenant, it is compared under a `cache_salt` only.
-    `add_generation_prompt`: whether the beginning of an answer follows the messages, by default as in a chat.
-    """
-
-    session_id: str | None = Field(default=None, min_length=1, max_length=MAX_SESSION_ID_CHARS)
-    add_generation_prompt: bool | None = None
-
-
 def check_messages(messages: list[dict[str, Any]]) -> None:
     """Refuse unknown roles and fields of messages; the template checks their content."""
     for i, message in enumerate(messages):
