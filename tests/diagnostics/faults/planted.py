@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +21,16 @@ from sagellm.core.blocks import Tier
 from sagellm.core.plan import BlockCopy, ExecutionPlan, Join, RequestState, StepResult
 from sagellm.core.protocols.prefix_cache import PrefixHit
 from sagellm.core.types import Namespace
+from sagellm.engines.build import load
+from sagellm.engines.llm import LLM
+from sagellm.engines.native import DEMO_MODEL
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.rows import BatchRows
+from sagellm.kvmgr.manager.allocator import SlidingWindows
 from sagellm.kvmgr.manager.prefix_sharing import SharingGroups
 from sagellm.kvmgr.manager.quotes import Quotes
+from sagellm.kvmgr.manager.tables import RequestBlocks
 from sagellm.kvmgr.scheduler_ir.passes import memory_aware_preemption
 from sagellm.serving import create_app
 from tests.serving import live
@@ -34,7 +41,12 @@ ADAPTER = "lora|"
 
 
 class Plant:
-    """Sees every step of the backend; subclasses spoil KV before or after it."""
+    """Sees every step of the backend; subclasses spoil KV before or after it.
+
+    `window`: the model that shows the fault has sliding windows of so many tokens.
+    """
+
+    window: int | None = None
 
     def __init__(self) -> None:
         self.tenants: dict[str, str] = {}
@@ -61,6 +73,16 @@ class Plant:
         return plan
 
     def after(self, backend: NativeBackend, plan: ExecutionPlan) -> None: ...
+
+    def load(self, folder: Path) -> LLM:
+        """A small engine for it: the demo model, with sliding windows if the fault needs them."""
+        if self.window is None:
+            return load(None, {"kv.num_blocks": 160, "kv.swap_space_gb": 0.05})
+        shutil.copytree(DEMO_MODEL, folder, dirs_exist_ok=True)
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+        (folder / "config.json").write_text(json.dumps(config | {"sliding_window": self.window}))
+        return load(str(folder), {"kv.num_blocks": 160})
 
 
 def reused(join: Join) -> tuple[int, ...]:
@@ -144,14 +166,24 @@ class SwappedLayers(Plant):
         return plan
 
 
-class DroppedWindowBlock(Plant):
-    """Of a long hit the fourth last block, still in a window of four, is given up."""
+class WindowModel(Plant):
+    """No fault; a model with sliding windows."""
 
-    def before(self, backend: NativeBackend, plan: ExecutionPlan) -> ExecutionPlan:
-        for join in plan.joined:
-            if len(reused(join)) > 4:
-                zero(backend._kv, reused(join)[-4])
-        return plan
+    window = 2 * BLOCK
+
+
+class DroppedWindowBlock(WindowModel):
+    """When memory is short, a block is freed that is still in the sliding window."""
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().install(monkeypatch)
+        num_behind = SlidingWindows.num_behind
+
+        def one_more(windows: SlidingWindows, blocks: RequestBlocks) -> int:
+            behind = num_behind(windows, blocks)
+            return min(behind + 1, len(blocks.own.block_ids)) if behind else 0
+
+        monkeypatch.setattr(SlidingWindows, "num_behind", one_more)
 
 
 class BitFlip(Plant):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sagellm.engines.build import load
-from tests.diagnostics.faults.planted import FAULTS, Plant, WrongAdapter
+from tests.diagnostics.faults.planted import FAULTS, Plant, WindowModel, WrongAdapter
 from tests.effort import usual
 from tests.serving.live import Live, serving
 
 BLOCK = 16
-SMALL = {"kv.num_blocks": 160, "kv.swap_space_gb": 0.05}
 Prompt = list[int]
 Answers = list[list[float]]
 
@@ -90,20 +90,24 @@ SCENARIOS: dict[str, Scenario] = {
     "off by one at a border": one_over_the_border,
     "wrong position": twice,
     "swapped layers": twice,
-    "dropped window block": twice,
+    "dropped window block": under_pressure,
     "bit flip on return from host": under_pressure,
     "wrong adapter namespace": of_two_models,
     "partial block reused": other_half_of_a_block,
     "late write": right_after_one_another,
 }
+CLEAN: dict[str, Callable[[], Plant]] = {
+    "wrong adapter namespace": partial(WrongAdapter, right=True),
+    "dropped window block": WindowModel,
+}
 FAR = 5e-3
 """Nats; the noise of our server is 1e-5."""
 
 
-def answers(plant: Plant, scenario: Scenario) -> Answers:
+def answers(plant: Plant, scenario: Scenario, folder: Path) -> Answers:
     with pytest.MonkeyPatch.context() as patch:
         plant.install(patch)
-        with serving(load(None, SMALL), log_requests=False) as live:
+        with serving(plant.load(folder), model_name="sagellm-demo", log_requests=False) as live:
             return scenario(Client(live))
 
 
@@ -113,25 +117,26 @@ def distance(left: Answers, right: Answers) -> float:
 
 
 @pytest.mark.parametrize("name", usual(["off by one at a border"], SCENARIOS))
-def test_a_fault_changes_answers(name: str) -> None:
-    scenario = SCENARIOS[name]
-    clean = WrongAdapter(right=True) if name == "wrong adapter namespace" else Plant()
-    assert distance(answers(FAULTS[name](), scenario), answers(clean, scenario)) > FAR
+def test_a_fault_changes_answers(name: str, tmp_path: Path) -> None:
+    scenario, clean = SCENARIOS[name], CLEAN.get(name, Plant)()
+    assert distance(answers(FAULTS[name](), scenario, tmp_path), answers(clean, scenario, tmp_path)) > FAR
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", [*dict.fromkeys(SCENARIOS.values())])
-def test_the_clean_engine_gives_the_same_answers_twice(scenario: Scenario) -> None:
-    first, second = (answers(WrongAdapter(right=True), scenario) for _ in range(2))
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_clean_engine_gives_the_same_answers_twice(name: str, tmp_path: Path) -> None:
+    clean = CLEAN.get(name, Plant)
+    first, second = (answers(clean(), SCENARIOS[name], tmp_path) for _ in range(2))
     assert distance(first, second) < FAR
 
 
 @pytest.mark.parametrize(("plant", "hit"), [(Plant, False), (FAULTS["cross-salt hit"], True)])
-def test_a_cross_salt_hit_is_counted(plant: type[Plant], hit: bool) -> None:
+def test_a_cross_salt_hit_is_counted(plant: type[Plant], hit: bool, tmp_path: Path) -> None:
     """Its answers are right; what another tenant asked is what leaks."""
     with pytest.MonkeyPatch.context() as patch:
-        plant().install(patch)
-        with serving(load(None, SMALL), log_requests=False) as live:
+        planted = plant()
+        planted.install(patch)
+        with serving(planted.load(tmp_path), log_requests=False) as live:
             client = Client(live)
             prompt = client.prompt(4 * BLOCK + 3)
             client.ask(prompt, salt="a")
