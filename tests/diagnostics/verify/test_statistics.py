@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagellm.diagnostics.verify import statistics
-from sagellm.diagnostics.verify.statistics import MARGIN, holm, rank_test, tail_test
+from sagellm.diagnostics.verify.statistics import MARGIN, holm, rank_sum_test, rank_test, tail_test
 from tests.effort import examples
 
 sizes = st.lists(st.floats(0.0, 10.0), min_size=1, max_size=6)
@@ -77,3 +77,17 @@ def test_holm_adjusts_and_stops_at_the_first_that_is_not_significant() -> None:
     assert holm({"a": 0.001, "b": 0.02, "c": 0.5}, 0.05) == {"a": 0.003, "b": 0.04}
     assert holm({"a": 0.03, "b": 0.03}, 0.05) == {}
     assert holm({}, 0.05) == {}
+
+
+def test_the_rank_sum_is_that_of_all_orders() -> None:
+    numbers = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
+    orders = [
+        (low, [number for number in numbers if number not in low])
+        for low in itertools.combinations(numbers, 3)
+    ]
+    inversions = [sum(a >= b for a in low for b in high) for low, high in orders]
+    for (low, high), count in zip(orders, inversions, strict=True):
+        expected = sum(other <= count for other in inversions) / len(orders)
+        assert rank_sum_test(low, high) == pytest.approx(expected)
+    assert rank_sum_test(range(12), range(20, 32)) < 1e-6
+    assert rank_sum_test([1.0], [1.0]) == 1.0

@@ -15,7 +15,7 @@ from sagellm.diagnostics.verify.page import render
 from tests.diagnostics.verify.fake_server import FakeServer
 from tests.effort import usual
 
-QUICK = Preset(budget_s=60.0, long_tokens=128, max_rounds=1, repeats=6, churn_share=0.0)
+QUICK = Preset(budget_s=10.0, long_tokens=128, max_rounds=1, repeats=6, churn_share=0.0)
 
 
 def report_of(fake: FakeServer, seed: int = 0, **options: Any) -> VerifyReport:
@@ -104,6 +104,13 @@ def test_the_granularity_is_measured(block_size: int) -> None:
 
 def test_salts_that_share_are_a_finding() -> None:
     assert "isolation" in kinds(report_of(FakeServer(leaking_salts=True)))
+
+
+def test_a_hit_of_another_salt_that_only_time_tells_is_a_finding() -> None:
+    report = report_of(FakeServer(leaking_salts=True, tell=None, seconds_per_token=2e-4))
+    assert kinds(report) == {"timing"}
+    assert report.timing is not None
+    assert report.timing.other_salt_s is not None
 
 
 @pytest.mark.parametrize("wrong", usual([16], [3, 16, 1000, -1000]))

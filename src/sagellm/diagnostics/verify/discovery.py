@@ -282,16 +282,18 @@ class Discovery:
 
     async def _displace_unseen(self, facts: Facts) -> None:
         """The same by time, for servers that tell no hits."""
-        question = Question(self.prompt(facts.units, facts.max_units))
-        first = await self._server.ask(question)
-        again = min([(await self._server.ask(question)).seconds for _ in range(3)])
-        await self._others(facts, 2, 24)
-        later = await self._server.ask(question)
-        if again > 0.7 * first.seconds:
+        times: list[tuple[float, ...]] = []
+        for _ in range(3):
+            question = Question(self.prompt(facts.units, facts.max_units))
+            new, old = [(await self._server.ask(question)).seconds for _ in range(2)]
+            await self._others(facts, 2, 24)
+            times.append((new, old, (await self._server.ask(question)).seconds))
+        first, again, later = map(min, zip(*times, strict=True))
+        if again > 0.7 * first:
             self._limits.append(
                 "No hit was seen by time either: a repeated prompt took as long as a new one."
             )
-        elif later.seconds > (again + first.seconds) / 2:
+        elif later > (again + first) / 2:
             facts.cold_by, facts.displacers, facts.displacer_units = "displacement", 2, 24
 
     async def _others(self, facts: Facts, count: int, units: int) -> None:

@@ -150,7 +150,7 @@ async def churn(prober: Prober, trial: Trial) -> None:
     if (after[0].cached_tokens or 0) < (before[1].cached_tokens or 0):  # of the prefix that all share
         prober.evictions_seen += 1
     elif not prober.evictions_seen:
-        prober.churn_tokens = min(2 * prober.churn_tokens, prober.max_churn_tokens)
+        more_churn(prober)
     await unique_traffic(prober, tokens // 4)
     for each in zip(prompts, references, strict=True):
         await prober.warm(
@@ -178,6 +178,19 @@ async def unique_traffic(prober: Prober, tokens: int, times: int = 1) -> None:
             await all_of(*(prober.server.ask(question, alone=False) for question in asked))
 
 
+def more_churn(prober: Prober) -> bool:
+    """Doubles the traffic that has evicted nothing.
+
+    False once the most was in vain: then little is sent, since all of the time would go into it.
+    """
+    prober.most_churned = max(prober.most_churned, prober.churn_tokens)
+    if prober.most_churned >= prober.max_churn_tokens:
+        prober.churn_tokens = 2 * prober.facts.max_units
+        return False
+    prober.churn_tokens = min(2 * prober.churn_tokens, prober.max_churn_tokens)
+    return True
+
+
 async def measure_churn(prober: Prober, has_time: Callable[[], bool]) -> None:
     """How many tokens of other prompts evict one: doubles them while there is time."""
     while has_time():
@@ -189,9 +202,8 @@ async def measure_churn(prober: Prober, has_time: Callable[[], bool]) -> None:
         after = await prober.warm_up(lane, prompt)
         if not before.cached_tokens or (after.cached_tokens or 0) < before.cached_tokens:
             return
-        if prober.churn_tokens >= prober.max_churn_tokens:
+        if not more_churn(prober):
             return
-        prober.churn_tokens = min(2 * prober.churn_tokens, prober.max_churn_tokens)
 
 
 async def pressure(prober: Prober, trial: Trial) -> None:

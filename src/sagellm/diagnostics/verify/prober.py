@@ -10,7 +10,7 @@ from typing import Any
 
 from sagellm.diagnostics.verify.answers import Answer, Difference, compare, score_distance
 from sagellm.diagnostics.verify.discovery import Facts
-from sagellm.diagnostics.verify.report import Evidence, Finding
+from sagellm.diagnostics.verify.report import Evidence, Finding, Kind
 from sagellm.diagnostics.verify.target import COMPLETIONS, Prompt, Question, TargetServer
 
 NUM_GENERATED = 8
@@ -100,6 +100,7 @@ class Prober:
         self.num_shrunk = 0
         self.churn_tokens = 2 * facts.max_units
         self.max_churn_tokens = 2**17
+        self.most_churned = 0
         self.evictions_seen = 0
         self.pressure = 4 * concurrency
         self._num_salts = 0
@@ -310,8 +311,8 @@ class Prober:
             return True
         return (cached - (self.facts.smallest or 0)) % self.facts.granularity == 0
 
-    def note(self, family: str, kind: str, message: str) -> None:
-        """Keep a certain finding; only the first ones of a kind."""
+    def note(self, family: str, kind: Kind, message: str, p_value: float | None = None) -> None:
+        """Keep a finding of another kind than answers; only the first ones."""
         kept = self.notes.setdefault(f"{family} {kind}", [])
         if len(kept) < MAX_NOTES and all(finding.message != message for finding in kept):
-            kept.append(Finding(family, kind, message))  # type: ignore[arg-type]
+            kept.append(Finding(family, kind, message, p_value=p_value))

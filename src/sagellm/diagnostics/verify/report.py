@@ -7,6 +7,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+Kind = Literal["answers", "timing", "isolation", "accounting", "error"]
 Outcome = Literal["clean", "findings", "untestable"]
 EXIT_CODES: dict[Outcome, int] = {"clean": 0, "findings": 1, "untestable": 2}
 
@@ -37,12 +38,13 @@ class Evidence:
 class Finding:
     """Something wrong with cache hits.
 
-    Of the kind "answers" warm and cold answers differ, and `p_value` is adjusted for all tests of the run.
-    The other kinds are no matter of chance and have no p.
+    Of the kind "answers" warm and cold answers differ, and `p_value` is adjusted for all tests of the run. Of
+    the kind "timing" what another salt cached is answered as fast as a hit. The other kinds are no matter of
+    chance and have no p.
     """
 
     family: str
-    kind: Literal["answers", "isolation", "accounting", "error"]
+    kind: Kind
     message: str
     variant: str = ""
     p_value: float | None = None
@@ -103,11 +105,15 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class HitTiming:
-    """The least seconds of five one-token requests for the longest prompt."""
+    """Median seconds of one-token requests: new, again, and under another salt.
+
+    For the longest prompt.
+    """
 
     tokens: int
     cold_s: float
     warm_s: float
+    other_salt_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

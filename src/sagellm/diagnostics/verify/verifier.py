@@ -27,9 +27,14 @@ from sagellm.diagnostics.verify.report import (
 )
 from sagellm.diagnostics.verify.restart import restart_trials
 from sagellm.diagnostics.verify.target import CHAT, RefusedError, TargetServer, UntestableError
+from sagellm.diagnostics.verify.timing import TIMING_LEVEL, measure_timing
 
 LEVEL = 5e-4
-"""The probability of any false finding by chance in one run, at most; a half is for each stage."""
+"""The probability of any false finding by chance in one run, at most."""
+STAGE_LEVEL = (LEVEL - TIMING_LEVEL) / 2
+"""The part of each of the two stages."""
+TIMING_SHARE = 0.08
+"""Of the budget."""
 
 ASSUMED_NOISE = [0.25] * 100
 """Nats by scenario; the noise of servers on which no prompt can be asked cold twice."""
@@ -142,7 +147,8 @@ class VerifyRun:
         """
         facts = await Discovery(self._server, self._preset.long_tokens).run(model)
         prober = Prober(self._server, facts, self._seed, self._concurrency)
-        timing = await _measure_timing(prober)
+        timing_until = self._clock.now() + TIMING_SHARE * self._preset.budget_s
+        timing = await measure_timing(prober, lambda: self._clock.now() < timing_until)
         speed = facts.max_units / max(timing.cold_s, 1e-4)
         prober.max_churn_tokens = int(
             min(2**20, max(prober.churn_tokens, speed * self._preset.budget_s / 12))
@@ -240,8 +246,7 @@ class VerifyRun:
     def _judge(self, facts: Facts, groups: Mapping[str, Sequence[Trial]]) -> None:
         """Keeps the families of groups whose warm differences are significant.
 
-        A group's name begins with its family's. Half of the level is for each stage, and Holm's method for
-        the groups of a stage.
+        A group's name begins with its family's. Holm's method is for the groups of a stage.
         """
         cold, floor = self._cold(facts), self._noise_floor()
         p_values = {}
@@ -251,7 +256,7 @@ class VerifyRun:
             if self._server.form.logprobs:
                 p = min(p, statistics.tail_test(cold, warm, floor=floor))
             p_values[name] = min(1.0, 2 * p)
-        for name, p in statistics.holm(p_values, LEVEL / 2).items():
+        for name, p in statistics.holm(p_values, STAGE_LEVEL).items():
             family = name.partition(" ")[0]
             self._found[family] = min(p, self._found.get(family, 1.0))
 
@@ -355,7 +360,7 @@ class VerifyRun:
             yield f"Cold answers differ by up to {noise:.2g} nats: wrong hits that change less are not found."
         if self._server.form.hits and not prober.evictions_seen:
             yield (
-                f"churn: {prober.churn_tokens} tokens of other prompts evicted nothing, so blocks that "
+                f"churn: {prober.most_churned} tokens of other prompts evicted nothing, so blocks that "
                 "return after eviction were not tested; give a smaller KV memory, or the preset hour."
             )
 
@@ -373,18 +378,6 @@ def _round(families: Sequence[Family], rng: random.Random) -> list[tuple[Family,
     shuffled = [(family, rng.sample(family.variants, len(family.variants))) for family in families]
     most = max(len(variants) for _, variants in shuffled)
     return [(family, variants[i]) for i in range(most) for family, variants in shuffled if i < len(variants)]
-
-
-async def _measure_timing(prober: Prober) -> HitTiming:
-    """One-token requests of the longest prompt, each five times."""
-    length = prober.facts.max_units
-    colds, warms = [], []
-    for _ in range(5):
-        prompt = prober.prompt(length)
-        lane = await prober.lane()
-        colds.append((await prober.warm_up(lane, prompt)).seconds)
-        warms.append((await prober.warm_up(lane, prompt)).seconds)
-    return HitTiming(length + prober.facts.overhead, min(colds), min(warms))
 
 
 def _notes(prober: Prober) -> Iterable[Finding]:
