@@ -46,6 +46,7 @@ class FakeServer:
     outlier_noise: float = 0.0
     corrupt: float = 0.0
     corrupt_shift: float = 0.0
+    corrupt_after_restart: float = 0.0
     wrong_count: int = 0
     seconds_per_token: float = 0.0
     dies_after: int | None = None
@@ -62,11 +63,17 @@ class FakeServer:
 
     def app(self) -> Starlette:
         routes = [Route("/v1/models", self._models), Route("/metrics", self._metrics)]
+        routes += [Route("/restart", self._restart)]
         routes += [Route("/v1/completions", self._completions, methods=["POST"])] if self.completions else []
         return Starlette(routes=[*routes, Route("/v1/chat/completions", self._chat, methods=["POST"])])
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"data": [{"id": self.model, "max_model_len": 512}]})
+
+    async def _restart(self, _: Request) -> Response:
+        """Keeps the cache, as one on disk."""
+        self.corrupt = self.corrupt_after_restart
+        return PlainTextResponse("")
 
     async def _metrics(self, _: Request) -> Response:
         counter = f'vllm:prefix_cache_hits_total{{model="fake"}} {self.hits}\n'
