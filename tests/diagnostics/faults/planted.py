@@ -110,7 +110,7 @@ class StaleBlock(Plant):
     def after(self, backend: NativeBackend, plan: ExecutionPlan) -> None:
         for join in plan.joined:
             tenant = self.tenants.get(join.request_id, "")
-            for index in range(join.num_prompt_tokens // BLOCK):
+            for index in range(min(join.num_prompt_tokens // BLOCK, len(join.block_ids))):
                 key = (tenant, join.tokens[: 4 * BLOCK * (index + 1)])
                 old = self._place.setdefault(key, join.block_ids[index])
                 if index >= join.num_computed // BLOCK and old != join.block_ids[index]:
@@ -305,7 +305,7 @@ class PartialBlock(Plant):
     def after(self, backend: NativeBackend, plan: ExecutionPlan) -> None:
         for join in plan.joined:
             tenant, size = self.tenants.get(join.request_id, ""), 4 * BLOCK
-            for index in range(join.num_prompt_tokens // BLOCK):
+            for index in range(min(join.num_prompt_tokens // BLOCK, len(join.block_ids))):
                 head, own = join.tokens[: size * index], join.tokens[size * index : size * (index + 1)]
                 known = self._seen.setdefault((tenant, head), [])
                 for other, block in known:

@@ -30,21 +30,25 @@ COARSE_FLOOR = 0.02
 """Nats; the same where noise between shapes of computation could not be measured: rounding in bfloat16."""
 
 TAIL_INDEX = 2.0
-RANKS = (0.0, 0.1, 0.5)
-"""Shares of the cold numbers above the threshold of a rank test."""
+RANKS = (0, 1, 3)
+SHARES = (0.1, 0.5)
+"""How many cold numbers are above the threshold of a rank test, as a count or a share of them.
+
+A fault may strike a cold answer too, in a batch for instance; so the largest one alone is no threshold.
+"""
 
 
 def rank_test(cold: Sequence[float], warm: Sequence[float], *, floor: float) -> float:
     """The probability of so many large warm differences by chance.
 
-    1 if nothing can be said. The least p over thresholds at three ranks of the cold numbers, times three
+    1 if nothing can be said. The least p over thresholds at five ranks of the cold numbers, times five
     (Bonferroni).
     """
     if not cold or not warm:
         return 1.0
     scaled = sorted((MARGIN * max(size, floor) for size in cold), reverse=True)
-    ranks = {int(share * len(scaled)) for share in RANKS}
-    return min(1.0, len(RANKS) * min(_rank_p(scaled, warm, rank) for rank in ranks))
+    ranks = {*RANKS, *(int(share * len(scaled)) for share in SHARES)} & set(range(len(scaled)))
+    return min(1.0, len(ranks) * min(_rank_p(scaled, warm, rank) for rank in ranks))
 
 
 def _rank_p(cold: Sequence[float], warm: Sequence[float], rank: int) -> float:
