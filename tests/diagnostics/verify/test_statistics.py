@@ -81,7 +81,7 @@ def test_holm_adjusts_and_stops_at_the_first_that_is_not_significant() -> None:
 
 def test_cold_answers_that_the_fault_struck_too_hide_nothing_frequent() -> None:
     cold, warm = [1e-5] * 100 + [2.0], [1e-5] * 13 + [0.5] * 7
-    assert rank_test(cold, warm, floor=1e-4) < 1e-5
+    assert rank_test(cold, warm, floor=1e-4) < 1e-4
 
 
 def test_the_rank_sum_is_that_of_all_orders() -> None:

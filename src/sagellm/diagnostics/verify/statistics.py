@@ -30,7 +30,7 @@ COARSE_FLOOR = 0.02
 """Nats; the same where noise between shapes of computation could not be measured: rounding in bfloat16."""
 
 TAIL_INDEX = 2.0
-RANKS = (0, 1, 3)
+RANKS = (0, 1)
 SHARES = (0.1, 0.5)
 """How many cold numbers are above the threshold of a rank test, as a count or a share of them.
 
@@ -41,7 +41,7 @@ A fault may strike a cold answer too, in a batch for instance; so the largest on
 def rank_test(cold: Sequence[float], warm: Sequence[float], *, floor: float) -> float:
     """The probability of so many large warm differences by chance.
 
-    1 if nothing can be said. The least p over thresholds at five ranks of the cold numbers, times five
+    1 if nothing can be said. The least p over thresholds at four ranks of the cold numbers, times four
     (Bonferroni).
     """
     if not cold or not warm:

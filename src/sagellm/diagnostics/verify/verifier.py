@@ -64,13 +64,13 @@ class Preset:
     long_tokens: int
     max_rounds: int = 1000
     share: float = 0.6
-    repeats: int = 12
+    repeats: int = 40
     churn_share: float = 0.08
 
 
 PRESETS: Mapping[str, Preset] = {
     "minute": Preset(budget_s=60.0, long_tokens=1024),
-    "hour": Preset(budget_s=3600.0, long_tokens=8192, share=0.8, repeats=24),
+    "hour": Preset(budget_s=3600.0, long_tokens=8192, share=0.8, repeats=200),
 }
 
 
@@ -209,7 +209,8 @@ class VerifyRun:
     async def _second_stage(self, prober: Prober) -> None:
         """Variants with a warm answer beyond the cold noise are repeated with fresh prompts.
 
-        Those of families that are findings already are not.
+        Those of families that are findings already are not. Beyond means beyond all cold answers but one,
+        since the fault may have struck that.
         """
         by_variant: dict[tuple[str, str], float] = defaultdict(float)
         for trial in self._trials:
@@ -217,7 +218,7 @@ class VerifyRun:
             by_variant[key] = max(by_variant[key], trial.warm)
         largest = self._noise_floor()  # of texts, any that differs is suspicious
         if self._server.form.logprobs:
-            largest = max(largest, *self._cold(prober.facts))
+            largest = max(largest, *sorted(self._cold(prober.facts))[:-1])
         suspects = [key for key, size in by_variant.items() if size > largest and key[0] not in self._found]
         suspects.sort(key=lambda key: -by_variant[key])
         self._repeated = {key: [] for key in suspects[:MAX_SUSPECTS]}
