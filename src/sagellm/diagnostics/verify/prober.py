@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ USUAL_GRANULARITY = 16
 """Tokens; where a server does not tell hits."""
 NUM_BESIDE = 3
 """Other prompts beside the cold one of a batch arm."""
+WHOLE_WORD = re.compile(" [A-Za-z]+")
 MAX_NOTES = 3
 """Findings of one kind that are kept."""
 
@@ -204,8 +206,13 @@ class Prober:
             await self._text_path_arm(trial, prompt, reference)
 
     async def _text_path_arm(self, trial: Trial, prompt: Prompt, reference: Answer) -> None:
-        """An answer's beginning goes into the prompt, if it keeps its number of tokens."""
+        """An answer's beginning goes into the prompt, if it keeps its tokens there.
+
+        Whole words do: a tokenizer splits text before a space. Other texts may become other tokens.
+        """
         begun = NUM_GENERATED // 2
+        if not all(WHOLE_WORD.fullmatch(score.token) for score in reference.scores[:begun]):
+            return
         first = await self.cold(prompt, max_tokens=begun)
         rest = await self.cold((*prompt, first.text), max_tokens=NUM_GENERATED - begun)
         if first.prompt_tokens is None or rest.prompt_tokens != first.prompt_tokens + begun:

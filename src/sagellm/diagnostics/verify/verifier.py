@@ -255,8 +255,8 @@ class VerifyRun:
             warm = [trial.warm for trial in trials]
             p = statistics.rank_test(cold, warm, floor=floor)
             if self._server.form.logprobs:
-                p = min(p, statistics.tail_test(cold, warm, floor=floor))
-            p_values[name] = min(1.0, 2 * p)
+                p = 2 * min(p, statistics.tail_test(cold, warm, floor=floor))
+            p_values[name] = min(1.0, p)
         for name, p in statistics.holm(p_values, STAGE_LEVEL).items():
             family = name.partition(" ")[0]
             self._found[family] = min(p, self._found.get(family, 1.0))
