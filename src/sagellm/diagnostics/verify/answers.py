@@ -33,7 +33,8 @@ class Answer:
     """What a server answered to one request.
 
     `scores` is empty without log-probabilities. `cached_tokens` is None where the server does not tell,
-    `seconds` is the time of the whole request.
+    `seconds` is the time of the whole request. `retried`: this request or one beside it was sent again, since
+    the server was busy; so its own first try may be what it hit.
     """
 
     text: str
@@ -41,6 +42,7 @@ class Answer:
     prompt_tokens: int | None
     cached_tokens: int | None
     seconds: float
+    retried: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ def _least_listed(score: TokenScore) -> float:
 
 
 def _gap(a: float, b: float) -> float:
-    gap = abs(a - b)
+    gap = 0.0 if a == b else abs(a - b)
     return math.inf if math.isnan(gap) else gap
 
 
@@ -141,14 +143,14 @@ def read_scores(choice: Mapping[str, Any]) -> tuple[TokenScore, ...]:
         return ()
     tops = logprobs.get("top_logprobs") or [None] * len(tokens)
     return tuple(
-        TokenScore(str(token), _number(logprob), _unambiguous((top or {}).items()))
+        TokenScore(text_of(token), _number(logprob), _unambiguous((top or {}).items()))
         for token, logprob, top in zip(tokens, chosen, tops, strict=True)
     )
 
 
 def _chat_score(entry: Mapping[str, Any]) -> TokenScore:
     top = [(likely["token"], likely["logprob"]) for likely in entry.get("top_logprobs") or ()]
-    return TokenScore(str(entry["token"]), _number(entry["logprob"]), _unambiguous(top))
+    return TokenScore(text_of(entry["token"]), _number(entry["logprob"]), _unambiguous(top))
 
 
 def _unambiguous(top: Any) -> dict[str, float]:
@@ -156,9 +158,17 @@ def _unambiguous(top: Any) -> dict[str, float]:
 
     Bytes of an incomplete character all have the same text, so a dictionary keeps one of them at random.
     """
-    pairs = [(str(token), _number(logprob)) for token, logprob in top]
+    pairs = [(text_of(token), _number(logprob)) for token, logprob in top]
     named = {token: logprob for token, logprob in pairs if UNDECODABLE not in token}
     return named if len(named) == len(pairs) >= NUM_TOP else {}
+
+
+def text_of(value: Any) -> str:
+    """The value as text that UTF-8 can write.
+
+    Halves of surrogate pairs, which JSON allows, are escaped.
+    """
+    return str(value).encode(errors="backslashreplace").decode()
 
 
 def _number(value: Any) -> float:

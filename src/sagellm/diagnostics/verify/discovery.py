@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass, field
+from math import gcd, isfinite
 from typing import Any, Literal
 
 from sagellm.diagnostics.verify.answers import Answer
 from sagellm.diagnostics.verify.target import (
     CHAT,
     COMPLETIONS,
+    MAX_RETRIES,
     Prompt,
     Question,
     RefusedError,
@@ -34,6 +35,8 @@ SAFE_IDS = (range(1000, 20_000), range(300, 700), range(40, 120))
 """Token ids that are ordinary in usual vocabularies, the largest vocabularies first."""
 
 PROBE_UNITS = 160
+LONG_ANSWER = 64
+"""Generated tokens of the longest answers that are asked."""
 MAX_OTHER_MODELS = 3
 SEEN = 16
 """Tokens that a repeated prompt must have cached, so that a hit is told at all."""
@@ -88,10 +91,23 @@ class Discovery:
         if self._server.form.hits is not None:
             await self._measure_borders(facts)
         await self._choose_forced(facts)
-        facts.other_models = tuple(name for name in listed if name != self._server.form.model)[
-            :MAX_OTHER_MODELS
-        ]
+        facts.other_models = await self._other_models(units, listed)
         return facts
+
+    async def _other_models(self, units: tuple[int, ...], listed: list[str]) -> tuple[str, ...]:
+        """Those of the first listed ones that generate.
+
+        Some servers list embeddings too, or models that they load on demand.
+        """
+        others = [name for name in dict.fromkeys(listed) if name != self._server.form.model]
+        generating = []
+        for name in others[:MAX_OTHER_MODELS]:
+            try:
+                await self._server.ask(Question(self.prompt(units, 16), model=name))
+                generating.append(name)
+            except (RefusedError, UntestableError) as error:
+                self._limits.append(f"adapters: model {name} is not tested ({error}).")
+        return tuple(generating)
 
     def prompt(self, units: tuple[int, ...], length: int) -> Prompt:
         """A random prompt of this many units."""
@@ -107,10 +123,8 @@ class Discovery:
             answer = await self._server.get("/v1/models")
             entries = [entry for entry in answer["data"] if isinstance(entry.get("id"), str)]
         except (RefusedError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, RefusedError) and error.status in (401, 403):
-                raise UntestableError(f"the server refuses the key ({error}): give --api-key") from error
             if wanted is None:
-                raise UntestableError(f"/v1/models lists no model ({error!r}): give --model") from error
+                raise UntestableError(f"/v1/models lists no model ({error}): give --model") from error
             entries = []
         names = [entry["id"] for entry in entries]
         if wanted is None and not names:
@@ -150,7 +164,7 @@ class Discovery:
             self._server.change(extra={"ignore_eos": True})
         self._server.change(logprobs=True)
         answer = await self._accepts(question)
-        if answer is None or not answer.scores:
+        if answer is None or not answer.scores or not all(isfinite(each.logprob) for each in answer.scores):
             self._server.change(logprobs=False)
             self._limits.append(
                 "The server gives no log-probabilities: only texts are compared, so only large faults show."
@@ -192,11 +206,11 @@ class Discovery:
         return everything
 
     async def _longest(self, units: tuple[int, ...], told: int | None) -> int:
-        """The longest prompt in units that the preset and the server allow."""
-        room = 64
-        length = self._long_tokens if told is None else min(self._long_tokens, told - room)
+        """The longest prompt in units that leaves room for the longest answer."""
+        length = self._long_tokens if told is None else min(self._long_tokens, told - LONG_ANSWER)
         while length >= 32:
-            if await self._accepts(Question(self.prompt(units, length))) is not None:
+            question = Question(self.prompt(units, length), max_tokens=LONG_ANSWER)
+            if await self._accepts(question) is not None:
                 return length
             length //= 2
         raise UntestableError("the server takes no prompt of 32 tokens")
@@ -263,8 +277,11 @@ class Discovery:
     async def _shared(self, facts: Facts, question: Question) -> bool:
         """Whether a fresh salt finds what another has cached."""
         await self._server.ask(question)
-        other = await self._server.ask(Question(question.prompt, salt=self.salt()))
-        return bool(other.cached_tokens)
+        for _ in range(MAX_RETRIES):
+            other = await self._server.ask(Question(question.prompt, salt=self.salt()))
+            if not other.retried:  # else its own first try may be what it hit
+                return bool(other.cached_tokens)
+        return False
 
     async def _displace(self, facts: Facts) -> None:
         """Finds how many other prompts push one out of the cache."""
@@ -318,9 +335,11 @@ class Discovery:
                 return
             length = min(2 * length, facts.max_units - 8)
         second = await self._first_above(facts, prefix, smallest[1], length, salt)
-        assert second is not None
+        if second is None:
+            self._limits.append("Counts of cached tokens contradict each other: no granularity is known.")
+            return
         facts.smallest = smallest[1]
-        facts.granularity = math.gcd(second[1] - smallest[1], most - second[1])
+        facts.granularity = gcd(second[1] - smallest[1], most - second[1])
         facts.phase = second[0]
 
     async def _first_above(
@@ -348,7 +367,8 @@ class Discovery:
         other = self._rng.choice([unit for unit in facts.units[:64] if unit != following])
         tail = (other, *self.prompt(facts.units, 5))
         answer = await self._server.ask(Question(prefix[:shared] + tail, salt=salt))
-        return answer.cached_tokens or 0
+        most = shared + facts.overhead  # what is told beyond it is a finding later, and no length of a prompt
+        return min(answer.cached_tokens or 0, most)
 
     async def _choose_forced(self, facts: Facts) -> None:
         """A token that logit_bias forces, so that its id in the answer is known."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from sagellm.diagnostics.verify.answers import Answer, compare
+from sagellm.diagnostics.verify.discovery import LONG_ANSWER
 from sagellm.diagnostics.verify.prober import NUM_GENERATED, Lane, Prober, Trial, all_of
 from sagellm.diagnostics.verify.target import Prompt, Question
 
 OFFSETS = (-2, -1, 0, 1, 2)
 """Ends of a shared prefix, in units from a border."""
-LONG_ANSWER = 64
 PRESSURE_PROMPTS = 8
 MAX_PRESSURE = 64
 """Requests at once."""
@@ -297,7 +297,7 @@ async def isolation(prober: Prober, trial: Trial) -> None:
         (mine, "asked under both salts before"),
     ):
         answer = await prober.warm(trial, asked, prompt, colds, steps=steps)
-        if asked is other and answer.cached_tokens:
+        if asked is other and answer.cached_tokens and not answer.retried:
             prober.num_salted_hits += 1
             text = f"a prompt cached under one cache_salt had a hit of {answer.cached_tokens} tokens"
             prober.note("isolation", "isolation", f"{text} with {trial.variant}")

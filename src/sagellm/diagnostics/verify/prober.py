@@ -160,7 +160,7 @@ class Prober:
         salt = self.salt()
         self.num_cold += 1
         answer = await self.server.ask(Question(prompt, salt, max_tokens, forced, model, fields), alone=alone)
-        if salt is not None and answer.cached_tokens:
+        if salt is not None and answer.cached_tokens and not answer.retried:
             self.num_salted_hits += 1
             if self.server.form.hits != "metrics":
                 text = (
@@ -295,7 +295,7 @@ class Prober:
 
     def _check_usage(self, lane: Lane, prompt: Prompt, answer: Answer) -> None:
         cached, total = answer.cached_tokens, answer.prompt_tokens
-        if cached is None or self.server.form.hits == "metrics":
+        if cached is None or answer.retried or self.server.form.hits == "metrics":
             return
         counted = not any(isinstance(unit, str) for unit in prompt)  # texts of answers are several tokens
         shown = f"cached_tokens is {cached} for a prompt of {total} tokens"

@@ -12,14 +12,17 @@ import httpx2
 
 from sagellm.core.clock import Clock
 from sagellm.core.errors import SageError
-from sagellm.diagnostics.verify.answers import NUM_TOP, Answer, read_scores
+from sagellm.diagnostics.verify.answers import NUM_TOP, Answer, read_scores, text_of
 
 Prompt = tuple[int | str, ...]
 """Units: token ids, or places in a list of words that are sent as text; a text is sent as it is."""
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 REQUEST_TIMEOUT_S = 120.0
+KEEPALIVE_S = 1.0
+"""An idle connection is closed before servers close it, which uvicorn does after five seconds."""
 MAX_ANSWER_BYTES = 16 * 2**20
+BUSY = (429, 503)
 MAX_RETRIES = 5
 RETRY_S = 0.5
 HIT_COUNTERS = (
@@ -39,9 +42,9 @@ class UntestableError(SageError):
 class RefusedError(SageError):
     """The server answered a request with an error."""
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, request: str, status: int, text: str) -> None:
         self.status = status
-        super().__init__(f"HTTP {status}: {text[:300]}")
+        super().__init__(f"{request}: HTTP {status}: {text[:300]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +91,18 @@ class TargetServer:
         self.root = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
-            self._http = httpx2.AsyncClient(base_url=self.root, headers=headers, timeout=REQUEST_TIMEOUT_S)
+            self._http = httpx2.AsyncClient(
+                base_url=self.root,
+                headers=headers,
+                timeout=REQUEST_TIMEOUT_S,
+                limits=httpx2.Limits(keepalive_expiry=KEEPALIVE_S),
+            )
         except (httpx2.InvalidURL, UnicodeError) as error:
             raise UntestableError(f"{url}: not a URL ({error}); write http://host:port") from error
         self._clock = clock
         self.form = Form(model="")
         self.num_requests = 0
+        self._num_busy = 0  # answers 429 and 503
 
     async def __aenter__(self) -> TargetServer:
         return self
@@ -108,12 +117,12 @@ class TargetServer:
         that only metrics show are read only if no other request runs at the time (`alone`).
         """
         before = await self._hit_counter() if alone and self.form.hits == "metrics" else None
-        began = self._clock.now()
+        began, busy = self._clock.now(), self._num_busy
         body = await self._post(self.form.path, self.body(question))
         seconds = self._clock.now() - began
         after = None if before is None else await self._hit_counter()
         counted = None if before is None or after is None else round(after - before)
-        return self._read(body, seconds, counted)
+        return self._read(body, seconds, counted, retried=self._num_busy > busy)
 
     async def begin_and_leave(self, question: Question, *, after_s: float | None = None) -> None:
         """Abort a request: close its stream after the first event, or after `after_s` seconds."""
@@ -133,7 +142,7 @@ class TargetServer:
 
     async def get(self, path: str) -> Any:
         """The JSON of a GET; raises as `ask`."""
-        return _parsed(await self._send("GET", path, None))
+        return _parsed(f"GET {path}", await self._send("GET", path, None))
 
     async def raw_post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """The JSON object of a POST; raises as `ask`."""
@@ -149,32 +158,47 @@ class TargetServer:
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         self.num_requests += 1
-        parsed = _parsed(await self._send("POST", path, body))
+        parsed = _parsed(f"POST {path}", await self._send("POST", path, body))
         if not isinstance(parsed, dict):
             raise UntestableError(f"POST {path}: the answer is no JSON object")
         return parsed
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
         """The body of the answer; a busy server (429, 503) is asked again."""
+        request = f"{method} {path}"
         for attempt in range(MAX_RETRIES):
             status, content = await self._exchange(method, path, body)
-            if status in (429, 503) and attempt + 1 < MAX_RETRIES:
-                await asyncio.sleep(RETRY_S * 2**attempt)
-                continue
-            break
-        if not 200 <= status < 300:
-            raise RefusedError(status, content.decode(errors="replace"))
-        return content
+            if status not in BUSY:
+                break
+            self._num_busy += 1
+            await asyncio.sleep(RETRY_S * 2**attempt)
+        if 200 <= status < 300:
+            return content
+        refused = RefusedError(request, status, content.decode(errors="replace"))
+        if status in (401, 403):
+            raise UntestableError(f"the server refuses the key, give --api-key: {refused}") from refused
+        if status in BUSY:
+            raise UntestableError(f"the server stays busy: {refused}") from refused
+        raise refused
 
     async def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
         try:
-            async with self._http.stream(method, path, json=body) as response:
+            async with (
+                asyncio.timeout(REQUEST_TIMEOUT_S),
+                self._http.stream(method, path, json=body) as response,
+            ):
+                if response.is_redirect:
+                    where = response.headers.get("location")
+                    raise UntestableError(f"{method} {self.root}{path} leads to {where}: give that address")
                 content = bytearray()
                 async for part in response.aiter_bytes():
                     content += part
                     if len(content) > MAX_ANSWER_BYTES:
                         raise UntestableError(f"{method} {path}: an answer of over {MAX_ANSWER_BYTES} bytes")
                 return response.status_code, bytes(content)
+        except TimeoutError as error:
+            text = f"{method} {self.root}{path}: no whole answer within {REQUEST_TIMEOUT_S:.0f} s"
+            raise UntestableError(text) from error
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             reason = str(error) or type(error).__name__
             raise UntestableError(f"{method} {self.root}{path}: {reason}") from error
@@ -207,7 +231,7 @@ class TargetServer:
             return list(prompt)
         return "".join(unit if isinstance(unit, str) else words[unit] for unit in prompt)
 
-    def _read(self, body: Mapping[str, Any], seconds: float, counted: int | None) -> Answer:
+    def _read(self, body: Mapping[str, Any], seconds: float, counted: int | None, *, retried: bool) -> Answer:
         try:
             choice = body["choices"][0]
             text = choice["message"]["content"] if "message" in choice else choice["text"]
@@ -218,9 +242,8 @@ class TargetServer:
             raise UntestableError(
                 f"POST {self.form.path}: not the form of OpenAI's API ({error!r})"
             ) from error
-        return Answer(
-            str(text or ""), scores, _count(prompt_tokens), self._cached(body, usage, counted), seconds
-        )
+        cached = self._cached(body, usage, counted)
+        return Answer(text_of(text or ""), scores, _count(prompt_tokens), cached, seconds, retried=retried)
 
     def _cached(self, body: Mapping[str, Any], usage: Mapping[str, Any], counted: int | None) -> int | None:
         match self.form.hits:
@@ -270,8 +293,9 @@ def _sum_of(text: str, names: Sequence[str]) -> float | None:
     return None
 
 
-def _parsed(content: bytes) -> Any:
+def _parsed(request: str, content: bytes) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise UntestableError("an answer is no JSON; is this an OpenAI-compatible server?") from error
+        text = f"{request}: the answer is no JSON, but {content[:60]!r}; is this an OpenAI-compatible server?"
+        raise UntestableError(text) from error

@@ -182,7 +182,7 @@ class VerifyRun:
             meaning = "cached by another model of the server"
             self._families.append(Family("adapters", meaning, facts.other_models, adapters))
         else:
-            self._not_tested["adapters"] = "the server has one model"
+            self._not_tested["adapters"] = "the server has no other model that generates"
 
     async def _first_stage(self, prober: Prober) -> None:
         """Rounds of all variants until the time is over."""
