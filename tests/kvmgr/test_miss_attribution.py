@@ -9,7 +9,7 @@ import pytest
 from sagellm.core.clock import ManualClock
 from sagellm.core.errors import ConfigError
 from sagellm.core.events import EventBus
-from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseIndex
+from sagellm.core.protocols.prefix_cache import MissCounts, PrefixReuseIndex, SpanState
 from sagellm.core.registry import registry
 from sagellm.core.types import NO_ACCOUNT, Account, Namespace, Tokens
 from sagellm.kvmgr.prefix_cache.attribution import MissAttribution
@@ -39,6 +39,9 @@ class World:
     def ask(self, text: str, namespace: Namespace = A, **options: Any) -> MissCounts:
         hit = self.index.lookup(tokens(text), namespace)
         return self.misses.observe(self.index, hit.tokens, namespace, hit.num_blocks, **options)
+
+    def states(self, text: str) -> list[SpanState]:
+        return [span.state for span in self.misses.explain(self.index, tokens(text), A)]
 
 
 def tokens(text: str) -> Tokens:
@@ -86,6 +89,16 @@ def test_edges_that_were_split_and_came_back_are_remembered_by_block(name: str) 
     world.put("aayyzz")  # comes back in part, and goes elsewhere
     assert world.ask("aabbccdd") == MissCounts(capacity=3)
     assert world.ask("aabbxxdd") == MissCounts(cold=1, capacity=2)
+
+
+@each_index
+def test_what_may_be_forgotten_is_not_called_new(name: str) -> None:
+    world = World(name, max_ghosts=2)
+    assert world.states("abcd") == [SpanState.NEVER_SEEN]
+    world.put("abcdef")
+    world.index.evict(3)
+    assert world.states("xyz!") == [SpanState.UNKNOWN]
+    assert set(world.states("abcdef")) == {SpanState.EVICTED, SpanState.UNKNOWN}
 
 
 @each_index

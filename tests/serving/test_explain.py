@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,45 @@ def test_an_eviction_names_its_request_to_its_own_tenant_only(live: Live) -> Non
     assert span["gib_needed"] == pytest.approx(span["blocks_needed"] * bytes_per_block(live) / 2**30)
     complete(live, list(range(590, 760)), cache_salt="b")
     assert evicted(explain(live, list(range(400, 570)), cache_salt="a"))["evicted_by"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_says_what_was_evicted_of_its_prompt(live: Live, *, stream: bool) -> None:
+    old = list(range(300, 348))
+    complete(live, old, cache_salt="c")
+    blames = complete(live, list(range(400, 570)), cache_salt="c")
+    before = time.time()
+    with live.openai() as client:
+        told = {
+            "extra_body": {"return_cache_misses": True, "cache_salt": "c", "prompt": old},
+            "max_tokens": 1,
+        }
+        if stream:
+            options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+            *_, answer = client.completions.create(model="sagellm-demo", prompt="", **told, **options)
+        else:
+            answer = client.completions.create(model="sagellm-demo", prompt="", **told)
+    assert answer.model_extra is not None
+    found = answer.model_extra["sagellm"]
+    assert f"cmpl-{found['evicted_by']}" == blames
+    assert found["evicted_tokens"] in (16, 32, 48)
+    assert found["cause"] == "capacity"
+    assert before - 30 < found["evicted_at"] <= time.time()
+    assert found["gib_needed"] >= bytes_per_block(live) / 2**30
+    complete(live, list(range(590, 760)), cache_salt="d")
+    other = live.http.post("/v1/completions", json={**told["extra_body"], "max_tokens": 1}).json()["sagellm"]
+    assert (other["evicted_tokens"] > 0, other["evicted_by"]) == (True, None)
+
+
+def test_an_answer_whose_prompt_is_new_or_cached_names_no_eviction(live: Live) -> None:
+    body = {"prompt": list(range(640, 690)), "max_tokens": 1, "return_cache_misses": True, "cache_salt": "e"}
+    for _ in range(2):
+        answer = live.http.post("/v1/completions", json=body).json()
+        assert answer["sagellm"]["evicted_tokens"] == 0
+        assert set(answer["sagellm"].values()) == {0, None}
+    assert (
+        "sagellm" not in live.http.post("/v1/completions", json={**body, "return_cache_misses": None}).json()
+    )
 
 
 def evicted(found: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sagellm.core.protocols.prefix_cache import MissCounts, PrefixHit
+from sagellm.core.protocols.prefix_cache import MissCounts, PrefixHit, PromptSpan
 from sagellm.core.types import FinishReason, Request, RequestStatus, SamplingParams, TokenLogprob, Tokens
 
 NO_ROW = -1
@@ -42,7 +42,8 @@ class RequestState:
 
     `prompt_logprobs`: the prompt's log-probabilities that are known and not reported yet, of `num_scored`
     tokens; None if the request asked for none. `misses`: why blocks had to be computed, summed over its
-    admissions; None if misses are not attributed.
+    admissions; None if misses are not attributed. `evicted`: the first part of the prompt that was evicted
+    when it was admitted first, if it asked for that.
     """
 
     request: Request
@@ -59,6 +60,7 @@ class RequestState:
     prompt_logprobs: list[TokenLogprob] | None = None
     num_scored: int = 0
     misses: MissCounts | None = None
+    evicted: PromptSpan | None = None
 
     @classmethod
     def of(cls, request: Request) -> RequestState:

@@ -16,7 +16,7 @@ from sagellm.core.errors import RequestError, shown
 from sagellm.core.kv_hints import KVHintsEnvelope
 
 if TYPE_CHECKING:
-    from sagellm.core.protocols.prefix_cache import MissCounts
+    from sagellm.core.protocols.prefix_cache import MissCounts, PromptSpan
 
 TOKEN_BYTES = 4
 MAX_LOGPROBS = 20
@@ -359,6 +359,7 @@ class Request:
     answer ends by itself after that many tokens; no scheduling code may read it. `client`: API key or
     address, end user, call; the scheduler shares rows between siblings of that path. Empty: tenant, `group`.
     `reports_hit`: the blocks that it reuses are published as KV events, which do not show hits otherwise.
+    `reports_eviction`: its first output tells what was evicted of its prompt, if misses are attributed.
     """
 
     request_id: str
@@ -377,6 +378,7 @@ class Request:
     scripted_output: int | None = None
     client: tuple[str, ...] = ()
     reports_hit: bool = False
+    reports_eviction: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.tokens):
@@ -407,8 +409,9 @@ class RequestOutput(NamedTuple):
     `prompt_logprobs`: one for each prompt token but the first, which nothing predicts; given once, with the
     first token, to a request that asked for them. `error` explains a `FinishReason.ERROR`.
     The first output of a request and its last one also carry `queued_s`, the seconds from its arrival to the
-    step that first scheduled it (None: it never was), and `misses`, why blocks of its prompt had to be
-    computed (None: misses are not attributed).
+    step that first scheduled it (None: it never was), `misses`, why blocks of its prompt had to be computed
+    (None: misses are not attributed), and `evicted`, the first part of its prompt that was evicted, if it
+    asked for that.
     """
 
     request_id: str
@@ -422,6 +425,7 @@ class RequestOutput(NamedTuple):
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     queued_s: float | None = None
     misses: MissCounts | None = None
+    evicted: PromptSpan | None = None
 
 
 @dataclass(frozen=True, slots=True)

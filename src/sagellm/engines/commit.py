@@ -162,6 +162,7 @@ def output_of(
         state.take_prompt_logprobs() if token else None,
         None if scheduled_s is None else scheduled_s - state.request.arrival_s,
         state.misses,
+        state.evicted,
     )
 
 

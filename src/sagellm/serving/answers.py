@@ -13,11 +13,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from sagellm.core.protocols.prefix_cache import PromptSpan, SpanState
 from sagellm.core.types import FinishReason
 from sagellm.engines.llm import Choice, Completion, TextDelta, TokenText, Usage
 from sagellm.serving.schema import Body
 
 Json = dict[str, Any]
+GIB = 2**30
 LOWEST_LOGPROB = -9999.0
 """JSON has no infinity; this is what OpenAI sends for it."""
 
@@ -33,6 +35,34 @@ class CachedTokens(Body):
     )
     cached_tokens: int
     cache_miss_blocks: dict[str, int] | None = None
+
+
+class CacheEviction(Body):
+    """What the cache had of a prompt and evicted; for `return_cache_misses`.
+
+    The first such part of the prompt: its tokens, for which request of the same tenant, when (seconds since
+    1970), why, and by how much LRU's memory was too small, at most. 0 tokens and null: nothing was evicted,
+    as far as is remembered.
+    """
+
+    evicted_tokens: int = 0
+    evicted_by: str | None = None
+    evicted_at: float | None = None
+    cause: str | None = None
+    gib_needed: float | None = None
+
+    @classmethod
+    def of(cls, span: CacheSpan | None, arrived: float) -> CacheEviction:
+        """Of a request that arrived at this time, in seconds since 1970."""
+        if span is None or span.seconds_ago is None:
+            return cls()
+        return cls(
+            evicted_tokens=span.stop - span.start,
+            evicted_by=span.evicted_by,
+            evicted_at=arrived - span.seconds_ago,
+            cause=span.cause,
+            gib_needed=span.gib_needed,
+        )
 
 
 class TokenUsage(Body):
@@ -94,6 +124,7 @@ class ChatCompletion(Body):
     model: str
     choices: list[ChatChoice]
     usage: TokenUsage
+    sagellm: CacheEviction | None = None
 
 
 class ChatDelta(Body):
@@ -122,6 +153,7 @@ class ChatCompletionChunk(Body):
     model: str
     choices: list[ChatChunkChoice]
     usage: TokenUsage | None = None
+    sagellm: CacheEviction | None = None
 
 
 class CompletionLogprobs(Body):
@@ -157,6 +189,7 @@ class TextCompletion(Body):
     model: str
     choices: list[CompletionChoice]
     usage: TokenUsage
+    sagellm: CacheEviction | None = None
 
 
 class TextCompletionChunk(TextCompletion):
@@ -216,20 +249,37 @@ class HintAnswers(Body):
 class CacheSpan(Body):
     """Tokens `[start, stop)` of a prompt, and what the cache knows of them.
 
-    `partial_block`: they fill no block. Of evicted ones: how long ago, why, for which request (the part of
-    its answer's id behind the hyphen; null for another tenant's), and the blocks and GiB by which LRU's
-    memory was too small, at most.
+    `partial_block`: they fill no block. `unknown`: never seen, or evicted so long ago that it is forgotten.
+    Of evicted ones: how long ago, why, for which request (the part of its answer's id behind the hyphen; null
+    for another tenant's), and the blocks and GiB by which LRU's memory was too small, at most.
     """
 
     start: int
     stop: int
-    state: Literal["hit", "evicted", "never_seen", "partial_block"]
+    state: Literal["hit", "evicted", "never_seen", "unknown", "partial_block"]
     tier: Literal["device"] | None = None
     seconds_ago: float | None = None
     cause: str | None = None
     evicted_by: str | None = None
     blocks_needed: int | None = None
     gib_needed: float | None = None
+
+    @classmethod
+    def of(cls, span: PromptSpan, tenant: str, bytes_per_block: int) -> CacheSpan:
+        """As a tenant may see it."""
+        needed, evictor = span.num_blocks_since, span.evictor
+        is_own = evictor is not None and evictor.tenant == tenant
+        return cls(
+            start=span.start,
+            stop=span.stop,
+            state=span.state.value,
+            tier="device" if span.state is SpanState.HIT else None,
+            seconds_ago=span.seconds_ago,
+            cause=span.cause,
+            evicted_by=(evictor.call or None) if evictor is not None and is_own else None,
+            blocks_needed=needed,
+            gib_needed=None if needed is None else needed * bytes_per_block / GIB,
+        )
 
 
 class SessionDifference(Body):
@@ -333,13 +383,18 @@ class ErrorAnswer(Body):
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What every part of one answer repeats, and its size: `num_choices` for each prompt."""
+    """What every part of one answer repeats, and its size: `num_choices` for each prompt.
+
+    `with_misses`: the tenant asked why blocks of its prompt had to be computed.
+    """
 
     answer_id: str
     model: str
     created: int
     num_prompts: int
     num_choices: int
+    tenant: str = ""
+    bytes_per_block: int = 0
     with_misses: bool = False
 
 
@@ -365,7 +420,7 @@ class Reply(ABC):
 
     def closing(self, usage: Usage) -> Json:
         """The usage chunk: no choices."""
-        return self._wrap(self.chunk_kind, []) | {"usage": self.usage(usage)}
+        return self._wrap(self.chunk_kind, []) | {"usage": self.usage(usage)} | self._eviction(usage)
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
         choices = [
@@ -373,7 +428,7 @@ class Reply(ABC):
             for position, completion in enumerate(completions)
             for choice in completion.choices
         ]
-        return self._wrap(self.kind, choices) | {"usage": self.usage(usage)}
+        return self._wrap(self.kind, choices) | {"usage": self.usage(usage)} | self._eviction(usage)
 
     def usage(self, usage: Usage) -> Json:
         """Usage, with the causes of cache misses if the request asked (`return_cache_misses`)."""
@@ -386,6 +441,16 @@ class Reply(ABC):
             "total_tokens": usage.total_tokens,
             "prompt_tokens_details": details,
         }
+
+    def _eviction(self, usage: Usage) -> Json:
+        """What the cache evicted of the prompt, if the request asked (`return_cache_misses`)."""
+        head = self.head
+        if not head.with_misses:
+            return {}
+        span = None
+        if usage.evicted is not None:
+            span = CacheSpan.of(usage.evicted, head.tenant, head.bytes_per_block)
+        return {"sagellm": CacheEviction.of(span, head.created).model_dump()}
 
     @abstractmethod
     def _choice(self, position: int, choice: Choice) -> Json:

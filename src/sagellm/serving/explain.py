@@ -8,7 +8,6 @@ from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 from pydantic import Field
 
-from sagellm.core.protocols.prefix_cache import PromptSpan, SpanState
 from sagellm.core.types import Tokens
 from sagellm.engines.llm import MAX_SESSION_ID_CHARS
 from sagellm.serving.access_log import record_of
@@ -20,7 +19,6 @@ from sagellm.serving.schema import PromptFields
 
 SHOWN_TOKENS = 16
 """Of the texts around a difference."""
-GIB = 2**30
 
 
 class ExplainRequest(PromptFields):
@@ -56,7 +54,7 @@ class ExplainRoutes:
         return Explanation(
             num_tokens=len(tokens),
             block_size=found.block_size,
-            spans=[_span(span, tenant, found.bytes_per_block) for span in found.spans],
+            spans=[CacheSpan.of(span, tenant, found.bytes_per_block) for span in found.spans],
             session=await run_in_threadpool(self._difference, tokens, found.session_tokens),
         )
 
@@ -76,19 +74,3 @@ class ExplainRoutes:
             now=text(tokens, token, token + SHOWN_TOKENS),
             then=text(before, token, token + SHOWN_TOKENS),
         )
-
-
-def _span(span: PromptSpan, tenant: str, bytes_per_block: int) -> CacheSpan:
-    needed, evictor = span.num_blocks_since, span.evictor
-    is_own = evictor is not None and evictor.tenant == tenant
-    return CacheSpan(
-        start=span.start,
-        stop=span.stop,
-        state=span.state.value,
-        tier="device" if span.state is SpanState.HIT else None,
-        seconds_ago=span.seconds_ago,
-        cause=span.cause,
-        evicted_by=(evictor.call or None) if evictor is not None and is_own else None,
-        blocks_needed=needed,
-        gib_needed=None if needed is None else needed * bytes_per_block / GIB,
-    )

@@ -123,6 +123,8 @@ class GenerationRoutes:
             int(self.wall_clock()),
             len(prompts),
             options.params.n,
+            tenant=options.tenant,
+            bytes_per_block=self.gateway.llm.bytes_per_block,
             with_misses=bool(body.return_cache_misses),
         )
         return generation, head

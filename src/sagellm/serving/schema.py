@@ -318,6 +318,7 @@ class GenerationFields(Body):
             ),
             client=client,
             reports_hit=(self.vllm_xargs or {}).get(REPORT_MODE) == "full",
+            reports_eviction=bool(self.return_cache_misses),
         )
 
     def _kept_prompt(self) -> Iterator[Retention]:

@@ -205,11 +205,12 @@ class MissCounts(NamedTuple):
 
 
 class SpanState(Enum):
-    """What the cache knows of a part of a prompt."""
+    """What the cache knows of a part of a prompt. UNKNOWN: never seen, or its eviction is forgotten."""
 
     HIT = "hit"
     EVICTED = "evicted"
     NEVER_SEEN = "never_seen"
+    UNKNOWN = "unknown"
     PARTIAL_BLOCK = "partial_block"
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sagellm.core.protocols.prefix_cache import MissCounts
+from sagellm.core.protocols.prefix_cache import MissCounts, PromptSpan
 from sagellm.core.types import FinishReason
 
 
@@ -21,13 +21,15 @@ class Usage:
     """Tokens of one request.
 
     The prompt counts once, for any number of choices. `misses` says why blocks of the prompt had to be
-    computed (for the first choice); None where the engine does not attribute misses.
+    computed (for the first choice); None where the engine does not attribute misses. `evicted`: the first
+    evicted part of the prompt for a request that `reports_eviction`, its seconds counted from the arrival.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     misses: MissCounts | None = None
+    evicted: PromptSpan | None = None
 
     @property
     def total_tokens(self) -> int:
@@ -39,6 +41,7 @@ class Usage:
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
             other.misses if self.misses is None else self.misses.plus(other.misses),
+            self.evicted or other.evicted,
         )
 
     def __sub__(self, other: Usage) -> Usage:
@@ -48,6 +51,7 @@ class Usage:
             self.completion_tokens - other.completion_tokens,
             self.cached_tokens - other.cached_tokens,
             self.misses if self.misses is None else self.misses.minus(other.misses),
+            self.evicted,
         )
 
 

@@ -17,7 +17,7 @@ from sagellm.core.protocols.engine import (
     PinnedPrefix,
     PromptExplanation,
 )
-from sagellm.core.protocols.prefix_cache import MissCounts
+from sagellm.core.protocols.prefix_cache import MissCounts, PromptSpan
 from sagellm.core.protocols.tokenizer import Message, TextTokenizer
 from sagellm.core.types import (
     SLO,
@@ -50,7 +50,7 @@ class RequestOptions:
     used, `retention` ranges of the prompt that eviction should spare. Later hints refer to the request's KV
     by `session_id`; `kv_hints` are carried out when the request ends. `client` is the path of the sender (API
     key or address, end user, call): scheduling shares the batch between clients. With `reports_hit`, KV
-    events name the blocks that the request reuses.
+    events name the blocks that the request reuses; with `reports_eviction` its usage says what was evicted.
 
     Over HTTP `serving/schema.py` makes one, and `LLM.submit` turns it into the engine's `Request`.
     """
@@ -65,6 +65,7 @@ class RequestOptions:
     retention: Sequence[Retention] = ()
     client: tuple[str, ...] = ()
     reports_hit: bool = False
+    reports_eviction: bool = False
 
     def __post_init__(self) -> None:
         params: object = self.params
@@ -86,11 +87,13 @@ class _OpenRequest:
     num_cached_tokens: int | None = None
     queued_s: float | None = None
     misses: MissCounts | None = None
+    evicted: PromptSpan | None = None
 
     @property
     def usage(self) -> Usage:
         generated = sum(stream.num_tokens for stream in self.streams.values())
-        return Usage(self.num_prompt_tokens, generated, self.num_cached_tokens or 0, self.misses)
+        cached = self.num_cached_tokens or 0
+        return Usage(self.num_prompt_tokens, generated, cached, self.misses, self.evicted)
 
 
 class LLM:
@@ -218,6 +221,7 @@ class LLM:
             kv_hints=None if options.kv_hints is None else _parsed(options.kv_hints),
             client=options.client,
             reports_hit=options.reports_hit,
+            reports_eviction=options.reports_eviction,
         )
         self._add(request_id, list(_expand(request)))
         return request_id
@@ -302,6 +306,12 @@ class LLM:
     def capability(self) -> CapabilityDescriptor:
         """What the engine can do, and on which device."""
         return self._engine.capability()
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Of KV; 0 if the engine does not tell."""
+        schema = self._engine.capability().kv_schema
+        return 0 if schema is None else schema.bytes_per_block
 
     def diagnostics(self) -> EngineDiagnostics:
         """Evictions, fragmentation, pins and time by pass, as of now."""
@@ -399,6 +409,7 @@ class LLM:
         if opened.num_cached_tokens is None:
             opened.num_cached_tokens = min(output.num_cached_tokens, opened.num_prompt_tokens)
             opened.queued_s, opened.misses = output.queued_s, output.misses
+            opened.evicted = _before_arrival(output.evicted, output.queued_s)
         if reason is not None:
             del self._by_engine_id[engine_id]
             if output.finish_reason is None:  # a stop string ended the choice, and the engine runs on
@@ -456,3 +467,10 @@ def _no_prompt(given: object) -> RequestError:
     return RequestError(
         f"a prompt is a text, a list of messages or of token ids, got {shown(given)}", "prompt"
     )
+
+
+def _before_arrival(span: PromptSpan | None, queued_s: float | None) -> PromptSpan | None:
+    """The span with its seconds counted back from the request's arrival, not from its admission."""
+    if span is None or span.seconds_ago is None:
+        return span
+    return replace(span, seconds_ago=span.seconds_ago - (queued_s or 0.0))

@@ -47,6 +47,7 @@ from sagellm.core.protocols.prefix_cache import (
     PrefixReuseIndex,
     PromptSpan,
     ReuseRecorder,
+    SpanState,
 )
 from sagellm.core.types import NO_ACCOUNT, BlockIds, Namespace, Tokens
 from sagellm.kvmgr.manager.allocator import BlockAllocator, SlidingWindows
@@ -497,3 +498,6 @@ class KVCacheManager:
             namespace, had = self.namespace_of(state.request.namespace), hit.num_tokens // self.block_size
             found = self.misses.observe(self.index, state.tokens, namespace, had, preempted=again)
             state.misses = found.plus(state.misses) if again else found
+            if state.request.reports_eviction and not again:
+                spans = self.misses.explain(self.index, state.tokens, namespace)
+                state.evicted = next((span for span in spans if span.state is SpanState.EVICTED), None)

@@ -39,17 +39,22 @@ class Ghost(NamedTuple):
 
 
 class Ghosts(Generic[GhostKey]):
-    """The last `limit` evictions by key (None: all); the oldest is forgotten first."""
+    """The last `limit` evictions by key (None: all); the oldest is forgotten first.
+
+    `has_forgotten`: whether there were more.
+    """
 
     def __init__(self, limit: int | None) -> None:
         self._limit = math.inf if limit is None else limit
         self._ghosts: OrderedDict[GhostKey, Ghost] = OrderedDict()
+        self.has_forgotten = False
 
     def add(self, key: GhostKey, ghost: Ghost) -> None:
         ghosts = self._ghosts
         ghosts[key] = ghost
         if len(ghosts) > self._limit:
             ghosts.popitem(last=False)
+            self.has_forgotten = True
 
     def get(self, key: GhostKey) -> Ghost | None:
         return self._ghosts.get(key)

@@ -21,7 +21,7 @@ from sagellm.kvmgr.prefix_cache.fingerprint import chain
 
 NOTHING = MissCounts()
 FORGOTTEN = ("retracted", "cleared")
-"""Causes of removal after which a block counts as never seen."""
+"""Causes of removal that are not remembered."""
 
 
 class MissAttribution:
@@ -116,7 +116,8 @@ class MissAttribution:
             )
             position += len(evicted)
         if position < whole:
-            spans.append(PromptSpan(position * size, whole * size, SpanState.NEVER_SEEN))
+            state = SpanState.UNKNOWN if self._ghosts.has_forgotten else SpanState.NEVER_SEEN
+            spans.append(PromptSpan(position * size, whole * size, state))
         if whole * size < len(tokens):
             spans.append(PromptSpan(whole * size, len(tokens), SpanState.PARTIAL_BLOCK))
         return spans
@@ -139,3 +140,4 @@ class MissAttribution:
 
     def _on_cleared(self, event: IndexCleared) -> None:
         self._ghosts = Ghosts(self._max_ghosts)
+        self._ghosts.has_forgotten = True
