@@ -71,16 +71,14 @@ def test_an_answer_says_what_was_evicted_of_its_prompt(live: Live, *, stream: bo
     complete(live, old, cache_salt="c")
     blames = complete(live, list(range(400, 570)), cache_salt="c")
     before = time.time()
+    asked: dict[str, Any] = {"return_cache_misses": True, "cache_salt": "c", "prompt": old}
     with live.openai() as client:
-        told = {
-            "extra_body": {"return_cache_misses": True, "cache_salt": "c", "prompt": old},
-            "max_tokens": 1,
-        }
+        given: Any = {"model": "sagellm-demo", "prompt": "", "max_tokens": 1, "extra_body": asked}
         if stream:
             options: Any = {"stream": True, "stream_options": {"include_usage": True}}
-            *_, answer = client.completions.create(model="sagellm-demo", prompt="", **told, **options)
+            *_, answer = client.completions.create(**given, **options)
         else:
-            answer = client.completions.create(model="sagellm-demo", prompt="", **told)
+            answer = client.completions.create(**given)
     assert answer.model_extra is not None
     found = answer.model_extra["sagellm"]
     assert f"cmpl-{found['evicted_by']}" == blames
@@ -89,7 +87,7 @@ def test_an_answer_says_what_was_evicted_of_its_prompt(live: Live, *, stream: bo
     assert before - 30 < found["evicted_at"] <= time.time()
     assert found["gib_needed"] >= bytes_per_block(live) / 2**30
     complete(live, list(range(590, 760)), cache_salt="d")
-    other = live.http.post("/v1/completions", json={**told["extra_body"], "max_tokens": 1}).json()["sagellm"]
+    other = live.http.post("/v1/completions", json={**asked, "max_tokens": 1}).json()["sagellm"]
     assert (other["evicted_tokens"] > 0, other["evicted_by"]) == (True, None)
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from sagellm.core.types import Tokens
 from sagellm.engines.llm import MAX_SESSION_ID_CHARS
 from sagellm.serving.access_log import record_of
-from sagellm.serving.answers import CacheSpan, Explanation, SessionDifference
+from sagellm.serving.cache_facts import CacheSpan, Explanation, SessionDifference
 from sagellm.serving.gateway import Gateway
 from sagellm.serving.prompts import PromptEncoder
 from sagellm.serving.reader import RequestReader

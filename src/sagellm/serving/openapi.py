@@ -20,7 +20,7 @@ from sagellm.core.kv_hints import MAX_ACTIONS, PROTOCOL_VERSION
 from sagellm.core.registry import registry
 from sagellm.core.types import MAX_RETENTIONS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SAMPLING_RANGES
 from sagellm.kvmgr.scheduler_ir import strategies
-from sagellm.serving import answers, schema
+from sagellm.serving import answers, cache_facts, schema
 from sagellm.serving.access_log import REQUEST_ID_HEADER
 from sagellm.serving.admin import PinRequest, PolicyRequest, StrategyRequest
 from sagellm.serving.explain import ExplainRequest
@@ -118,7 +118,7 @@ FOR_CLIENTS: Endpoints = {
     ),
     ("POST", "/v1/kv/explain"): Endpoint(
         "What the KV cache knows of a prompt, span by span",
-        answers.Explanation,
+        cache_facts.Explanation,
         ExplainRequest,
         examples={
             "text": {"prompt": "1 + 1 ="},

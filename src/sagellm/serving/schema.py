@@ -312,17 +312,15 @@ class GenerationFields(Body):
             session_id=self.session_id or self.prompt_cache_key or None,
             kv_hints=self.kv_hints,
             slo=SLO() if self.slo is None else SLO(**self.slo.model_dump()),
-            retention=(
-                *(Retention(**span.model_dump()) for span in self.retention or ()),
-                *self._kept_prompt(),
-            ),
+            retention=tuple(self._retentions()),
             client=client,
             reports_hit=(self.vllm_xargs or {}).get(REPORT_MODE) == "full",
             reports_eviction=bool(self.return_cache_misses),
         )
 
-    def _kept_prompt(self) -> Iterator[Retention]:
-        """Retention of the whole prompt, as OpenAI's fields ask for it."""
+    def _retentions(self) -> Iterator[Retention]:
+        """Those of the request, and what OpenAI's fields keep."""
+        yield from (Retention(**span.model_dump()) for span in self.retention or ())
         options = self.prompt_cache_options
         if self.prompt_cache_retention == "24h":
             yield Retention(priority=100, duration_s=CACHE_LIFETIMES_S["24h"])

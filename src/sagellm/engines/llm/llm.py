@@ -470,7 +470,7 @@ def _no_prompt(given: object) -> RequestError:
 
 
 def _before_arrival(span: PromptSpan | None, queued_s: float | None) -> PromptSpan | None:
-    """The span with its seconds counted back from the request's arrival, not from its admission."""
+    """The span with its seconds counted back from the request's arrival."""
     if span is None or span.seconds_ago is None:
         return span
     return replace(span, seconds_ago=span.seconds_ago - (queued_s or 0.0))
