@@ -66,7 +66,7 @@ def test_lru_with_more_memory_is_known_exactly(reports_hits: bool, seed: int, mo
     small, large = serve(prompts, 40, reports_hits=reports_hits), serve(prompts, 40 + more)
     view = view_of(small)
     # Each request's blocks come in one event. One that hits a prefix and misses one block is no answer here.
-    gain = view.lru_gain(0, more, share_of_singles=1.0)
+    gain = view.depth_curve(0, 1.0, had_past=False).within(more)
     assert small.num_hit * BLOCK + gain == large.num_hit * BLOCK
 
 
@@ -74,7 +74,9 @@ def test_unlimited_memory_hits_whatever_was_seen() -> None:
     prompts = workload(3)
     small, endless = serve(prompts, 40), serve(prompts, 100_000)
     view = view_of(small)
-    assert (small.num_hit - endless.num_hit) * BLOCK + view.lru_gain(0, UNLIMITED, 1.0) == 0
+    assert (small.num_hit - endless.num_hit) * BLOCK + view.depth_curve(0, 1.0, had_past=False).within(
+        UNLIMITED
+    ) == 0
     stored, singles = view.stored_tokens(0)
     assert stored + singles == (small.num_queried - small.num_hit) * BLOCK
 
@@ -221,7 +223,7 @@ def test_a_cleared_cache_has_no_ghosts(end: ReceivedBatch | Restart) -> None:
     view.feed(0, end)
     view.feed(0, batch(stored([b"a", b"b"], 8)))
     view.check()
-    assert view.lru_gain(0, UNLIMITED) == 0
+    assert view.depth_curve(0, had_past=False).within(UNLIMITED) == 0
 
 
 def test_memory_is_bounded() -> None:

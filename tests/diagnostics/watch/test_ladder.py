@@ -22,7 +22,7 @@ from sagellm.diagnostics.watch.ladder import (
     Watched,
     share_of_singles,
 )
-from sagellm.diagnostics.watch.replays import hit_blocks
+from sagellm.diagnostics.watch.replays import WatchedRequests
 from sagellm.diagnostics.watch.report import UNLIMITED, Basis
 from tests.diagnostics.watch.reference_cache import BLOCK, ReferenceCache
 
@@ -167,8 +167,9 @@ def test_the_log_keeps_the_last_requests_in_order() -> None:
 
 def test_answers_are_stored_and_not_counted() -> None:
     accesses = [CacheAccess(0.0, 0, Tokens([1, 2, 3, 4]), 2), CacheAccess(1.0, 0, Tokens([1, 2, 3, 5]), 3)]
-    assert hit_blocks(accesses, "lru", 10) == 3
-    assert hit_blocks(accesses, "optimum", 10) == 3
+    requests = WatchedRequests(accesses)
+    assert sum(requests.hits("lru", 10)) == 3
+    assert sum(requests.hits("optimum", 10)) == 3
 
 
 def test_advice_names_memory_and_its_gain() -> None:

@@ -8,12 +8,11 @@ with the same next use, not on single blocks, so a trace of millions of blocks t
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sagellm.benchmarks.replay.reuse import Reuse, find_reuses
 from sagellm.benchmarks.traces.record import TraceRequest
-from sagellm.core.types import Namespace
 
 NEVER = 1 << 62
 
@@ -32,9 +31,14 @@ class _Run:
 def optimum(requests: Sequence[TraceRequest], capacity: int) -> list[int]:
     """Returns the hit blocks of each request, in order. A request longer than `capacity` blocks is cut to
     it."""
-    lengths = [min(capacity, len(request.ids)) for request in requests]
-    runs = _runs(requests, lengths)
-    arriving: list[list[_Run]] = [[] for _ in requests]
+    return optimum_of(find_reuses(requests), [len(request.ids) for request in requests], capacity)
+
+
+def optimum_of(reuses: Sequence[Sequence[Reuse]], lengths: Sequence[int], capacity: int) -> list[int]:
+    """`optimum` of requests whose reuses and blocks are known."""
+    lengths = [min(capacity, length) for length in lengths]
+    runs = _runs(reuses, lengths)
+    arriving: list[list[_Run]] = [[] for _ in lengths]
     heap: list[tuple[int, int, int, _Run]] = []
     hits: list[int] = []
     used = serial = 0
@@ -85,20 +89,16 @@ def _leading(runs: list[_Run]) -> int:
     return position
 
 
-def _runs(requests: Sequence[TraceRequest], lengths: Sequence[int]) -> list[list[_Run]]:
+def _runs(reuses: Sequence[Sequence[Reuse]], lengths: Sequence[int]) -> list[list[_Run]]:
     """Splits the path of each request where the next use of its blocks changes."""
-    later: dict[Namespace, dict[int, int]] = {}
-    made: list[list[_Run]] = [[] for _ in requests]
-    for number in range(len(requests) - 1, -1, -1):
-        request, length = requests[number], lengths[number]
-        seen = later.setdefault(request.namespace, {})
-        ids = request.ids.slice(0, length)
-        uses = [seen.get(block, NEVER) for block in ids]
-        start = 0
-        while start < length:
-            next_use = uses[start]
-            stop = bisect_right(uses, next_use, start, length)  # deeper blocks are not used sooner
-            made[number].append(_Run(start, stop, next_use, number, stop))
-            start = stop
-        seen.update(dict.fromkeys(ids, number))
+    made: list[list[_Run]] = [[] for _ in lengths]
+    for number, used in enumerate(reuses):
+        for start, stop, last in used:
+            stop = min(stop, lengths[last])
+            if start < stop:
+                made[last].append(_Run(start, stop, number, last, stop))
+    for number, length in enumerate(lengths):
+        start = made[number][-1].stop if made[number] else 0
+        if start < length:
+            made[number].append(_Run(start, length, NEVER, number, length))
     return made

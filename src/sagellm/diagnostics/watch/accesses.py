@@ -18,13 +18,15 @@ class CacheAccess:
     """The whole blocks of a request from its prompt's first on, numbered.
 
     Equal numbers are equal prefixes of one namespace. `num_queried` leading blocks are the prompt's, which
-    were looked up; those behind are the answer's, which were stored only. `instance`: index of the endpoint.
+    were looked up; those behind are the answer's, which were stored only. `num_hit` leading blocks were in
+    the server's cache. `instance`: index of the endpoint.
     """
 
     time_s: float
     instance: int
     blocks: Tokens
     num_queried: int
+    num_hit: int = 0
 
 
 class KeptAccesses:

@@ -44,7 +44,7 @@ from sagellm.diagnostics.watch.block_contents import (
     most_equal_tokens,
     path_to,
 )
-from sagellm.diagnostics.watch.ghosts import GhostStack
+from sagellm.diagnostics.watch.ghosts import DepthCurve, GhostStack
 from sagellm.diagnostics.watch.report import UNLIMITED, EvictedPrefix, MissedTokens, ReuseGaps
 
 Hash: TypeAlias = bytes | int
@@ -83,8 +83,9 @@ class _Resident:
 class _Request:
     """A request in reconstruction. `num_prompt` leading blocks are its prompt; `is_prompt_over`: what comes
     now is its answer. `last_batch`: the batch of its last event. `begins_known`: it began with a prompt's
-    first block, stored or reported as a hit. `num_stored`: blocks that it stored, `num_restored` those of
-    them that had been evicted. `evictions_before`: evictions of the instance before it was looked up."""
+    first block, stored or reported as a hit. `num_hit`: blocks that were reported as a hit. `num_stored`:
+    blocks that it stored, `num_restored` those of them that had been evicted. `evictions_before`: evictions
+    of the instance before it was looked up."""
 
     began_s: float
     last_s: float
@@ -93,6 +94,7 @@ class _Request:
     num_prompt: int
     begins_known: bool
     evictions_before: int
+    num_hit: int = 0
     num_stored: int = 0
     num_restored: int = 0
     is_prompt_over: bool = False
@@ -101,11 +103,13 @@ class _Request:
 @dataclass(slots=True)
 class _Tally:
     """Sums over stored blocks, in tokens. `depths`: by depth in the ghost stack, of those that were
-    evicted."""
+    evicted. `beyond`: of the others, by the ghosts that there were: if an eviction before the watch took
+    them, they are deeper than that."""
 
     num_tokens: int = 0
     causes: Counter[str] = field(default_factory=Counter)
     depths: Counter[int] = field(default_factory=Counter)
+    beyond: Counter[int] = field(default_factory=Counter)
     elsewhere: int = 0
 
 
@@ -115,6 +119,7 @@ class _Instance:
 
     `group`: group and medium of the blocks that are followed. `evictions_before`: evictions up to the last
     store or hit, or to the last batch: those behind it make room for the next request that stores.
+    `num_stored_at_first`: blocks stored before the first eviction.
     """
 
     max_ghosts: int
@@ -129,6 +134,8 @@ class _Instance:
     single: _Tally = field(default_factory=_Tally)
     num_evictions: int = 0
     evictions_before: int = 0
+    num_stored_at_first: int = 0
+    is_emptied: bool = False
     num_batches: int = 0
     num_events: int = 0
     num_block_events: int = 0
@@ -241,6 +248,7 @@ class CacheView:
         view.resident.clear()
         view.evicted.clear()
         view.ghosts.clear()
+        view.is_emptied = True
 
     def _end_idle(self, instance: int, view: _Instance, now_s: float) -> None:
         """End the requests that stored nothing for long, so that a recording has them."""
@@ -341,7 +349,7 @@ class CacheView:
         if former is None:
             self._num_hits_reported += 1
             request.contents = [block.content for block in hit]
-            request.num_prompt = len(hit)
+            request.num_hit = request.num_prompt = len(hit)
         for block in hit:
             if former is None:
                 self._note_use(block, now_s)
@@ -385,6 +393,7 @@ class CacheView:
         if not is_single:
             since = view.num_evictions - request.evictions_before - request.num_restored
         depths = [view.ghosts.depth(block_hash) for block_hash in event.block_hashes]
+        num_ghosts = max(0, len(view.ghosts) - since)
         for index, block_hash in enumerate(event.block_hashes):
             content = self._contents.behind(above, data[index * step : (index + 1) * step])
             ghost_depth = depths[index]
@@ -405,6 +414,7 @@ class CacheView:
                 tally.causes["unknown"] += size  # two requests computed it at once
             else:
                 self._count_new(tally, content, size, is_first=is_first)
+                tally.beyond[num_ghosts] += size
                 is_first = False
             if content.holders & ~(1 << instance):
                 tally.elsewhere += size
@@ -415,6 +425,8 @@ class CacheView:
             request.contents.append(content)
             above = content
         request.num_stored += len(event.block_hashes)
+        if not view.num_evictions:
+            view.num_stored_at_first += len(event.block_hashes)
         view.evictions_before = view.num_evictions
         if num_evicted:
             self._note_prefix(last_evicted, num_evicted * size)
@@ -448,7 +460,8 @@ class CacheView:
         if self._on_access is None or not is_whole:
             return
         numbers = Tokens([content.number for content in request.contents])
-        self._on_access(CacheAccess(request.began_s, instance, numbers, request.num_prompt))
+        access = CacheAccess(request.began_s, instance, numbers, request.num_prompt, request.num_hit)
+        self._on_access(access)
 
     @property
     def sees_hits(self) -> bool:
@@ -476,22 +489,24 @@ class CacheView:
         view = self._instances[instance]
         return view.sure.num_tokens, view.single.num_tokens
 
-    def lru_gain(self, instance: int, more_blocks: float, share_of_singles: float = 0.0) -> float:
-        """Computed prompt tokens that LRU with more memory would have had in its cache.
+    def depth_curve(self, instance: int, share_of_singles: float = 0.0, *, had_past: bool) -> DepthCurve:
+        """Computed prompt tokens by how many further blocks LRU would need to have them in its cache.
 
-        That is with `more_blocks` further blocks; `UNLIMITED` for a cache that never evicts."""
-        view = self._instances[instance]
-        return sum(
-            weight * tokens
-            for tally, weight in zip(view.tallies, (1.0, share_of_singles), strict=True)
-            for depth, tokens in tally.depths.items()
-            if depth <= more_blocks
-        )
+        `had_past`: the server evicted before the watch, so a block that was not seen may have been evicted.
+        """
+        depths, beyond = dict[int, float](), dict[int, float]()
+        for tally, weight in zip(self._instances[instance].tallies, (1.0, share_of_singles), strict=True):
+            for sums, counted in ((depths, tally.depths), (beyond, tally.beyond if had_past else {})):
+                for depth, tokens in counted.items():
+                    sums[depth] = sums.get(depth, 0.0) + weight * tokens
+        return DepthCurve(depths, beyond)
 
-    def depths(self, instance: int) -> list[int]:
-        """The numbers of further blocks at which LRU's hits grow, ascending."""
+    def num_free_at_first(self, instance: int) -> int | None:
+        """Blocks that were free when the watch began: stored before the first eviction.
+
+        None: there was no eviction, or the cache was emptied."""
         view = self._instances[instance]
-        return sorted(view.sure.depths.keys() | view.single.depths.keys())
+        return None if view.is_emptied or not view.num_evictions else view.num_stored_at_first
 
     def held_elsewhere(self, instance: int, share_of_singles: float = 0.0) -> float:
         """Prompt tokens that this instance computed while another one had them in its cache."""

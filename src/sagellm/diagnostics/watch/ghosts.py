@@ -7,7 +7,8 @@ tells how much more memory would have kept it, and no hit has to be seen for tha
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Mapping
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -17,6 +18,39 @@ from sagellm.core.errors import BookkeepingError, ConfigError
 Key = TypeVar("Key", bound=Hashable)
 CHUNK = 1024
 """Places whose ghosts are one integer of bits and one count."""
+LEAST_AT_RISK = 0.1
+"""Share of the tokens that must be known to be deeper before a depth is believed."""
+
+
+class DepthCurve:
+    """How many tokens are at most so deep in a stack.
+
+    `depths`: tokens by their depth; `beyond`: tokens of which only a depth is known that they exceed, since
+    the server evicted before it was watched. These are taken to be as deep as the others that exceed it
+    (product-limit estimate; Kaplan and Meier 1958). `known_until`: the depth up to which enough tokens were
+    seen; what is deeper counts as out of reach.
+    """
+
+    def __init__(self, depths: Mapping[int, float], beyond: Mapping[int, float]) -> None:
+        places = sorted(depths.keys() | beyond.keys())
+        self._depths = np.array(places, dtype=np.int64)
+        ended = np.array([depths.get(depth, 0.0) for depth in places])
+        self.known_until = math.inf
+        if not beyond:
+            self._within = np.cumsum(ended)
+            return
+        left = np.cumsum(ended + [beyond.get(depth, 0.0) for depth in places])
+        at_risk = left[-1] - np.concatenate(([0.0], left[:-1]))
+        deeper = np.cumprod(1.0 - ended / np.maximum(at_risk, 1e-9))
+        end = int((at_risk >= LEAST_AT_RISK * left[-1]).sum())  # they fall with the depth
+        deeper[end:] = deeper[end - 1]
+        self.known_until = float(places[end - 1])
+        self._within = left[-1] * (1.0 - deeper)
+
+    def within(self, limit: float) -> float:
+        """Tokens that are at most that deep."""
+        place = int(np.searchsorted(self._depths, limit, side="right"))
+        return float(self._within[place - 1]) if place else 0.0
 
 
 class GhostStack(Generic[Key]):

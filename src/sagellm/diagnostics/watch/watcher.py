@@ -19,13 +19,14 @@ from sagellm.diagnostics.watch.cache_view import MAX_BLOCKS, CacheView, Instance
 from sagellm.diagnostics.watch.counters import ServerCounters
 from sagellm.diagnostics.watch.endpoints import HOW_TO_PUBLISH, CounterWatch, EventReader, ServerAddress
 from sagellm.diagnostics.watch.ladder import NEEDS_HITS, Ladder, Watched
+from sagellm.diagnostics.watch.replays import OnReplay
 from sagellm.diagnostics.watch.report import InstanceReport, MissedTokens, WatchReport
 
 GIVEN_BY_SERVER = None
 MOST_ERROR_POINTS = 2.0
 """A larger difference between a replay and the server is said."""
-MIN_BLOCKS_FOR_PROCESSES = 200_000
-"""Of requests to replay: with fewer, starting processes takes longer than it saves."""
+MIN_REQUESTS_FOR_PROCESSES = 3000
+"""To replay: with fewer, starting processes takes longer than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +129,17 @@ class Watcher:
         self.close()
 
     def report(
-        self, *, with_replays: bool = True, jobs: int = 1, decode: Callable[[Tokens], str] | None = None
+        self,
+        *,
+        with_replays: bool = True,
+        jobs: int = 1,
+        decode: Callable[[Tokens], str] | None = None,
+        on_replay: OnReplay = lambda case, num_done, num_all: None,
     ) -> WatchReport:
         """What was found so far. Replays take seconds: leave them out while the watch goes on.
 
-        `jobs`: processes for replays, if there are `MIN_BLOCKS_FOR_PROCESSES` to replay."""
+        `jobs`: processes for replays, if there are `MIN_REQUESTS_FOR_PROCESSES` to replay. `on_replay` is
+        called after each one. A `KeyboardInterrupt` leaves out those that had not ended."""
         with self._lock:
             instances = [self._instance(index) for index in range(len(self._endpoints))]
             watched = [
@@ -141,8 +148,8 @@ class Watcher:
             ]
             ladder = Ladder(self._view, watched, list(self._kept) if with_replays else ())
             if with_replays:
-                is_long = self._kept.num_block_numbers >= MIN_BLOCKS_FOR_PROCESSES
-                ladder.replay_all(jobs if is_long else 1)
+                is_long = len(self._kept) >= MIN_REQUESTS_FOR_PROCESSES
+                ladder.replay_all(jobs if is_long else 1, on_replay)
             missed = self._missed(ladder, watched)
             sizes = [(each.num_blocks or 0) * (each.bytes_per_block or 0) for each in instances]
             return WatchReport(
@@ -155,7 +162,7 @@ class Watcher:
                 gaps=self._view.gaps(),
                 prefixes=self._view.prefixes(decode=decode),
                 coverage=ladder.coverage,
-                unknown=(*self._unknown(instances), *_replay_errors(ladder)),
+                unknown=(*self._unknown(instances), *ladder.limits(), *_replay_errors(ladder)),
                 advice=tuple(advice(ladder, missed, sum(sizes) if all(sizes) else None)),
             )
 
@@ -228,8 +235,8 @@ def _replay_errors(ladder: Ladder) -> list[str]:
         return []
     text = (
         f"Replayed LRU at the same memory is {points:+.1f} points off the server's own hit rate: the server "
-        "has another policy, or had much in its cache before the watch began. Compare replayed rungs with "
-        "each other only."
+        "has another policy, or hits that it had cached before the watch began could not be told apart. "
+        "Compare replayed rungs with each other only."
     )
     return [text]
 
