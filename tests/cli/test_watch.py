@@ -14,14 +14,14 @@ import pytest
 
 from sagellm.cli.watch import kv_bytes_per_token
 from sagellm.core.errors import ConfigError
+from sagellm.diagnostics.watch.ladder import LEFT_OUT
+from sagellm.diagnostics.watch.replays import WatchedRequests
 from sagellm.engines.native import DEMO_MODEL
 from tests.diagnostics.watch.live_server import LiveServer
 
 
-def test_a_watch_writes_page_figures_and_trace(
-    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def watch_under_load(cli: Any, *options: str) -> Any:
+    """Watch a server that reports hits while it serves."""
     with LiveServer(reports_hits=True) as server:
         is_over = threading.Event()
 
@@ -34,13 +34,20 @@ def test_a_watch_writes_page_figures_and_trace(
         thread = threading.Thread(target=load)
         thread.start()
         try:
-            result = cli(
-                "watch", f"{server.events},{server.url}", "--duration", "1.5", "--interval", "0.3",
-                "--json", "seen.json", "--record", "seen.jsonl", "--bytes-per-token", "1000",
-            )  # fmt: skip
+            servers = f"{server.events},{server.url}"
+            return cli("watch", servers, "--duration", "1.5", "--interval", "0.3", *options)
         finally:
             is_over.set()
             thread.join()
+
+
+def test_a_watch_writes_page_figures_and_trace(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = watch_under_load(
+        cli, "--json", "seen.json", "--record", "seen.jsonl", "--bytes-per-token", "1000"
+    )
     assert result.exit_code == 0, result.output
     assert "hit-rate ladder" in result.output
     assert "watch.html" in result.output
@@ -62,6 +69,30 @@ def test_ctrl_c_ends_it_with_a_report(cli: Any, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert time.monotonic() - began_s < 30
     assert "now" in result.output
+
+
+def test_ctrl_c_in_the_replays_writes_the_page_without_the_rest(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sagellm.cli.watch.SILENT_S", 0.0)
+
+    def interrupted(self: WatchedRequests, policy: str, capacity: int) -> list[int]:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+        raise AssertionError("the signal came to nothing")
+
+    monkeypatch.setattr(WatchedRequests, "hits_of_index", interrupted)
+    result = watch_under_load(cli, "--json", "seen.json")
+    assert result.exit_code == 0, result.output
+    assert "replays: 1 of 24 done" in result.output
+    figures = json.loads(Path("seen.json").read_text(encoding="utf-8"))
+    known = {rung["policy"]: rung["hit_ratio"] for rung in figures["ladder"] if rung["capacity"] == 1}
+    missing = {rung["policy"]: rung["missing"] for rung in figures["ladder"] if rung["capacity"] == 1}
+    assert known["lru"] is not None
+    assert known["optimum"] is not None
+    assert (known["adaptive"], missing["adaptive"]) == (None, LEFT_OUT)
+    assert {curve["policy"] for curve in figures["curves"]} >= {"lru", "optimum"}
 
 
 def test_a_proxy_alone_watches_its_server_and_says_what_is_missing(

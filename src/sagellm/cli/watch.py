@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from sagellm.core.errors import ConfigError, MissingExtraError
 if TYPE_CHECKING:
     from sagellm.core.types import Tokens
     from sagellm.diagnostics.watch.endpoints import ServerAddress
+    from sagellm.diagnostics.watch.replays import OnReplay, WatchReplay
     from sagellm.diagnostics.watch.report import WatchReport
     from sagellm.diagnostics.watch.watcher import CacheSizes, Watcher
 
@@ -124,14 +126,18 @@ def watch(
             on_access=recording.write if recording is not None else None,
             wall_clock=WallClock(),
         )
+        stop = stack.enter_context(_stopped_by_signals())
         try:
             if proxy is not None:
                 url = stack.enter_context(ReportingProxy(proxy, host, port)).url
                 print(f"sagellm: send requests to {url}, which passes them on to {proxy}", file=sys.stderr)
-            _follow(watcher, duration, interval)
+            _follow(watcher, duration, interval, stop.is_stopped)
         finally:
             watcher.close()
-        report = watcher.report(jobs=min(MAX_JOBS, os.cpu_count() or 1), decode=decode)
+        stop.is_stopped.set()  # the next signal ends the replays
+        with _replay_view() as show:
+            jobs = min(MAX_JOBS, os.cpu_count() or 1)
+            report = watcher.report(jobs=jobs, decode=decode, on_replay=show)
     out_file.write_text(render(report), encoding="utf-8")
     if json_file is not None:
         write_json(json_file, as_json(report))
@@ -179,15 +185,15 @@ def as_json(report: WatchReport) -> dict[str, Any]:
     return {name: plain(value) for name, value in dataclasses.asdict(report).items()}
 
 
-def _follow(watcher: Watcher, duration: float, interval: float) -> None:
-    """Show what is known until the time is up or the user ends it.
+def _follow(watcher: Watcher, duration: float, interval: float, ended: threading.Event) -> None:
+    """Show what is known until the time is up or the event is set.
 
     Without a terminal: a line every `LINE_S`, and what is missing once `SILENT_S` have passed."""
     from sagellm.diagnostics.watch.terminal import line, tables
 
     terminal = Console(stderr=True)
     next_line_s, said = LINE_S, set[str]()
-    with _ended_by_signals() as ended, Live(console=terminal, transient=True, auto_refresh=False) as live:
+    with Live(console=terminal, transient=True, auto_refresh=False) as live:
         while not ended.wait(max(0.0, min(interval, duration - watcher.seconds, threading.TIMEOUT_MAX))):
             if watcher.seconds >= duration:
                 return
@@ -210,22 +216,49 @@ def _log(text: str) -> None:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM set the event; a second one ends the program."""
-    ended, clock = threading.Event(), MonotonicClock()
-    signals_s: list[float] = []
+def _replay_view() -> Iterator[OnReplay]:
+    """Show which replays are done: in one line of a terminal, else in a line now and then."""
+    terminal, clock = Console(stderr=True), MonotonicClock()
+    next_line_s = clock.now() + SILENT_S
+    with terminal.status("replaying requests; Ctrl-C writes the page without the rest") as status:
 
-    def end(number: int, frame: object) -> None:
-        ended.set()
-        signals_s.append(clock.now())
-        if (
-            signals_s[-1] - signals_s[0] > TOGETHER_S
-        ):  # a shell and its program may both pass on the first one
+        def show(case: WatchReplay, num_done: int, num_all: int) -> None:
+            nonlocal next_line_s
+            text = f"replays: {num_done} of {num_all} done, the last one `{case.policy}`"
+            text += f" with {case.num_blocks:,} blocks; Ctrl-C writes the page without the rest"
+            if terminal.is_terminal:
+                status.update(text)
+            elif clock.now() >= next_line_s:
+                next_line_s = clock.now() + LINE_S
+                _log(text)
+
+        yield show
+
+
+class _Stop:
+    """Handles Ctrl-C and SIGTERM: the first one sets the event, the next one raises `KeyboardInterrupt`."""
+
+    def __init__(self) -> None:
+        self.is_stopped = threading.Event()
+        self._clock = MonotonicClock()
+        self._last_s = -math.inf
+
+    def __call__(self, number: int, frame: object) -> None:
+        former_s, self._last_s = self._last_s, self._clock.now()
+        if self._last_s - former_s < TOGETHER_S:
+            return  # a shell and its program may both pass on one signal
+        if self.is_stopped.is_set():
             raise KeyboardInterrupt
+        self.is_stopped.set()
 
-    former = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[_Stop]:
+    """Gives Ctrl-C and SIGTERM to a `_Stop`, and back to the former handlers at the end."""
+    stop = _Stop()
+    former = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield ended
+        yield stop
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)

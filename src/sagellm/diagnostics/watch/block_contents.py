@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from sagellm.control_plane.kv_events import BlockStored
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.types import TOKEN_BYTES
@@ -124,3 +126,15 @@ def _equal_tokens(tokens: bytes, other: bytes) -> int:
     length = min(len(tokens), len(other))
     difference = int.from_bytes(tokens[:length], "big") ^ int.from_bytes(other[:length], "big")
     return (length - (difference.bit_length() + 7) // 8) // TOKEN_BYTES if difference else 0
+
+
+def token_bytes(event: BlockStored) -> bytes | None:
+    """The tokens of the blocks, 4 bytes each.
+
+    None if they do not fill the blocks or are no token ids."""
+    if event.block_size < 1 or len(event.token_ids) != len(event.block_hashes) * event.block_size:
+        return None
+    try:
+        return array("i", event.token_ids).tobytes()
+    except OverflowError:
+        return None

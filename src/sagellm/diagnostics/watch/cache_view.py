@@ -18,7 +18,6 @@ from the server's counters, says how many of the singles count.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +42,7 @@ from sagellm.diagnostics.watch.block_contents import (
     BlockContents,
     most_equal_tokens,
     path_to,
+    token_bytes,
 )
 from sagellm.diagnostics.watch.ghosts import DepthCurve, GhostStack
 from sagellm.diagnostics.watch.report import UNLIMITED, EvictedPrefix, MissedTokens, ReuseGaps
@@ -59,6 +59,7 @@ IDLE_S, IDLE_AT_ONCE_S = 60.0, 600.0
 MAX_PREFIXES = 65_536
 """Evicted prefixes that are counted; the least computed ones are forgotten."""
 GAP_ENDS_S = (1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, UNLIMITED)
+NOT_KNOWN_S = -UNLIMITED
 NEVER = -1
 """The depth of a block that was never evicted: no memory would have kept it."""
 
@@ -290,7 +291,7 @@ class CacheView:
         view.num_block_events += len(event.block_hashes)
         if not event.block_hashes:
             return
-        data = _token_bytes(event)
+        data = token_bytes(event)
         if data is None:
             view.num_malformed += 1
             return
@@ -298,6 +299,8 @@ class CacheView:
         parent = None
         if event.parent_block_hash is not None:
             parent = view.resident.get(event.parent_block_hash)
+        elif self._is_hit_of_before(view, event):
+            self._enter_old(instance, view, event, data)
         is_single = self._is_single(view, event, parent)
         request = self._request_of(instance, view, event, now_s)
         if request is None:
@@ -309,6 +312,30 @@ class CacheView:
         if not request.is_prompt_over:
             request.num_prompt = len(request.contents)
         self._keep(instance, view, event.block_hashes[-1], request)
+
+    def _is_hit_of_before(self, view: _Instance, event: BlockStored) -> bool:
+        """Whether an event reports a hit of blocks that were stored before the watch began.
+
+        Before a full cache stores new blocks it evicts nearly as many; before a hit it evicts none, or a few
+        for running requests. One block alone may take the place of a partial one, which nothing reports.
+        """
+        is_known = all(block_hash in view.resident for block_hash in event.block_hashes)
+        was_evicted = any(block_hash in view.ghosts for block_hash in event.block_hashes)
+        if is_known or was_evicted or view.is_emptied or not view.num_evictions:
+            return False
+        num_blocks = len(event.block_hashes)
+        num_evicted = view.num_evictions - view.evictions_before
+        return num_blocks >= (2 if self.sees_hits else 4) and num_evicted <= num_blocks // 4
+
+    def _enter_old(self, instance: int, view: _Instance, event: BlockStored, data: bytes) -> None:
+        """Note blocks that were in the cache before the watch began."""
+        content, step = self._contents.begin(event), event.block_size * TOKEN_BYTES
+        for index, block_hash in enumerate(event.block_hashes):
+            content = self._contents.behind(content, data[index * step : (index + 1) * step])
+            if block_hash not in view.resident:
+                content.holders |= 1 << instance
+                old = _Resident(content, 0, view.num_batches, NOT_KNOWN_S, is_single=False)
+                view.resident[block_hash] = old
 
     @staticmethod
     def _is_single(view: _Instance, event: BlockStored, parent: _Resident | None) -> bool:
@@ -443,8 +470,9 @@ class CacheView:
     # ------------------------------------------------------------------------------------------- figures
 
     def _note_use(self, block: _Resident, now_s: float) -> None:
-        gap_s = now_s - block.used_s
-        self._gaps[next(i for i, end_s in enumerate(GAP_ENDS_S) if gap_s <= end_s)] += 1
+        if block.used_s != NOT_KNOWN_S:
+            gap_s = now_s - block.used_s
+            self._gaps[next(i for i, end_s in enumerate(GAP_ENDS_S) if gap_s <= end_s)] += 1
         block.used_s = now_s
 
     def _note_prefix(self, end: BlockContent, num_tokens: int) -> None:
@@ -568,15 +596,3 @@ class CacheView:
                 if tally.causes.total() != tally.num_tokens or tally.depths.total() > tally.causes["evicted"]:
                     raise BookkeepingError(f"instance {number}: causes do not add up to the stored tokens")
         self._contents.check()
-
-
-def _token_bytes(event: BlockStored) -> bytes | None:
-    """The tokens of the blocks, 4 bytes each.
-
-    None if they do not fill the blocks or are no token ids."""
-    if event.block_size < 1 or len(event.token_ids) != len(event.block_hashes) * event.block_size:
-        return None
-    try:
-        return array("i", event.token_ids).tobytes()
-    except OverflowError:
-        return None
