@@ -42,7 +42,7 @@ DEFAULT_DTYPE_BYTES = 2
 TOGETHER_S = 1.0
 """Signals within this time are one."""
 LINE_S, SILENT_S = 60.0, 10.0
-MAX_JOBS = 8
+JOBS = min(8, os.cpu_count() or 1)
 """Processes for replays. Each holds all requests."""
 
 
@@ -136,8 +136,7 @@ def watch(
             watcher.close()
         stop.is_stopped.set()  # the next signal ends the replays
         with _replay_view() as show:
-            jobs = min(MAX_JOBS, os.cpu_count() or 1)
-            report = watcher.report(jobs=jobs, decode=decode, on_replay=show)
+            report = watcher.report(jobs=JOBS, decode=decode, on_replay=show)
     out_file.write_text(render(report), encoding="utf-8")
     if json_file is not None:
         write_json(json_file, as_json(report))
@@ -217,7 +216,9 @@ def _log(text: str) -> None:
 
 @contextmanager
 def _replay_view() -> Iterator[OnReplay]:
-    """Show which replays are done: in one line of a terminal, else in a line now and then."""
+    """Show which replays are done.
+
+    In one line of a terminal, else in a line now and then."""
     terminal, clock = Console(stderr=True), MonotonicClock()
     next_line_s = clock.now() + SILENT_S
     with terminal.status("replaying requests; Ctrl-C writes the page without the rest") as status:
@@ -236,7 +237,9 @@ def _replay_view() -> Iterator[OnReplay]:
 
 
 class _Stop:
-    """Handles Ctrl-C and SIGTERM: the first one sets the event, the next one raises `KeyboardInterrupt`."""
+    """Handles Ctrl-C and SIGTERM.
+
+    The first one sets the event, the next one raises `KeyboardInterrupt`."""
 
     def __init__(self) -> None:
         self.is_stopped = threading.Event()
@@ -254,7 +257,7 @@ class _Stop:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[_Stop]:
-    """Gives Ctrl-C and SIGTERM to a `_Stop`, and back to the former handlers at the end."""
+    """Gives Ctrl-C and SIGTERM to a `_Stop` for a while."""
     stop = _Stop()
     former = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

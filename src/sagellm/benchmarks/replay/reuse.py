@@ -20,8 +20,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Reuse(NamedTuple):
-    """Blocks `[start, stop)` of a request's path; request number `last` was the last one before it to use
-    them."""
+    """Blocks `[start, stop)` of a request's path. Request number `last` used them last before it."""
 
     start: int
     stop: int
@@ -49,7 +48,7 @@ def find_reuses(requests: Sequence[TraceRequest]) -> list[list[Reuse]]:
 
 
 class LRUStack:
-    """The hits of LRU at any capacity, from one pass over the reuses of a trace.
+    """The hits of LRU at any capacity, from one pass over a trace.
 
     LRU of `n` blocks holds the `n` blocks that were used last, of one request those nearest to the root. So a
     block is a hit if its stack distance is at most `n` (Mattson, Gecsei, Slutz and Traiger 1970): the number
@@ -67,7 +66,7 @@ class LRUStack:
         self._rows: Ints = np.array(rows, dtype=np.int64).reshape(-1, 3)
 
     def hits(self, capacity: int) -> list[int]:
-        """Hit blocks of each request in a cache of that many blocks, empty at first."""
+        """Hit blocks of each request in a cache of that many blocks."""
         number, num_blocks, above = self._rows.T
         hit = np.clip(capacity - above, 0, num_blocks)
         hits: list[int] = np.bincount(number, hit, self._num_requests).astype(int).tolist()
@@ -75,7 +74,7 @@ class LRUStack:
 
 
 def _blocks_above(reuses: Sequence[Sequence[Reuse]], lengths: Sequence[int]) -> list[list[int]]:
-    """Returns for each reuse the blocks that were used after its last use, before this request.
+    """Returns for each reuse how many blocks were used since its last use.
 
     The blocks of each request that no later one used are in a Fenwick tree, by number of the request.
     """

@@ -314,7 +314,7 @@ class CacheView:
         self._keep(instance, view, event.block_hashes[-1], request)
 
     def _is_hit_of_before(self, view: _Instance, event: BlockStored) -> bool:
-        """Whether an event reports a hit of blocks that were stored before the watch began.
+        """Whether an event reports a hit of blocks from before the watch.
 
         Before a full cache stores new blocks it evicts nearly as many; before a hit it evicts none, or a few
         for running requests. One block alone may take the place of a partial one, which nothing reports.
@@ -413,8 +413,7 @@ class CacheView:
         is_single = tally is view.single  # if it was looked up, then now
         depth = parent.depth if parent is not None and request.contents and not is_single else 0
         is_first = is_single or not request.num_stored
-        num_evicted, last_evicted = 0, above
-        step = size * TOKEN_BYTES
+        num_evicted, last_evicted, step = 0, above, size * TOKEN_BYTES
         # Depths are those at the look-up, before anything was evicted or restored for this request.
         since = view.num_evictions - view.evictions_before
         if not is_single:
@@ -518,7 +517,7 @@ class CacheView:
         return view.sure.num_tokens, view.single.num_tokens
 
     def depth_curve(self, instance: int, share_of_singles: float = 0.0, *, had_past: bool) -> DepthCurve:
-        """Computed prompt tokens by how many further blocks LRU would need to have them in its cache.
+        """Computed prompt tokens by the further blocks that LRU would need for them.
 
         `had_past`: the server evicted before the watch, so a block that was not seen may have been evicted.
         """

@@ -176,7 +176,7 @@ class Ladder:
         ]
 
     def _was_full(self, index: int) -> bool:
-        """Whether an instance's cache was full when the watch began, so that blocks were evicted before."""
+        """Whether an instance's cache was full when the watch began."""
         free, num_blocks = self._view.num_free_at_first(index), self._watched[index].num_blocks
         return free is not None and num_blocks is not None and free <= MOST_FREE_AT_FIRST * num_blocks
 
@@ -320,7 +320,9 @@ class Ladder:
             yield Curve("lru", Basis.EVENTS, self._points(self.lru_from_events, EVENT_FACTORS))
 
     def _replayed_or_known(self, policy: str, factor: float) -> float | None:
-        """What is replayed; LRU with more memory than a server with a past has is known better by events."""
+        """The hit ratio by replay, or by events where they know more.
+
+        That is LRU with more memory than a server with a past has."""
         if policy == "lru" and factor > 1 and self._had_past:
             return self.lru_from_events(factor)
         return self.replayed(policy, factor)

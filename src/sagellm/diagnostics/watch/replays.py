@@ -1,6 +1,6 @@
-"""Replays of whole requests: LRU, the offline optimum, and any policy through the real prefix index.
+"""Replays of whole requests: LRU, the offline optimum, and any policy.
 
-They run in processes if asked to.
+Policies run through the real prefix index; all run in processes if asked to.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _initial_paths(accesses: Sequence[CacheAccess]) -> list[Sequence[int]]:
 def _never_asked_for(
     accesses: Sequence[CacheAccess], initial: Sequence[Sequence[int]], num_initial: int
 ) -> list[Sequence[int]]:
-    """As many paths of unknown blocks as there are known ones, to `num_initial` blocks in all."""
+    """A path of unknown blocks for each known one, `num_initial` blocks in all."""
     missing = num_initial - len(set[int]().union(*initial))
     first = 1 + max(max(access.blocks, default=0) for access in accesses)
     borders = [first + max(0, missing) * number // len(initial) for number in range(len(initial) + 1)]
