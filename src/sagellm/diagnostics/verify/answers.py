@@ -65,11 +65,12 @@ class Difference:
 
     `size` is the largest difference of a log-probability, in nats, over positions up to the first diverging
     token, that one included: until there both have the same context. Without log-probabilities it is 1 where
-    the texts differ, else 0.
+    the texts differ, else 0. `num_tokens` were compared, 1 without log-probabilities.
     """
 
     size: float
     divergence: Divergence | None = None
+    num_tokens: int = 1
 
 
 def compare(reference: Answer, other: Answer) -> Difference:
@@ -80,8 +81,9 @@ def compare(reference: Answer, other: Answer) -> Difference:
     for position, (mine, theirs) in enumerate(zip(reference.scores, other.scores, strict=False)):
         size = max(size, score_distance(mine, theirs))
         if mine.token != theirs.token:
-            return Difference(size, Divergence(position, mine.token, theirs.token, mine.margin))
-    return Difference(size)
+            split = Divergence(position, mine.token, theirs.token, mine.margin)
+            return Difference(size, split, position + 1)
+    return Difference(size, None, min(len(reference.scores), len(other.scores)))
 
 
 def _compare_texts(reference: str, other: str) -> Difference:

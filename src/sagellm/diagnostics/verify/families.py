@@ -215,20 +215,21 @@ async def pressure(prober: Prober, trial: Trial) -> None:
         prober.prompt(prober.granularity * (1 + index % 3) + index) for index in range(PRESSURE_PROMPTS)
     ]
     ask_cold = partial(prober.cold, max_tokens=LONG_ANSWER)
-    references = [await ask_cold(prompt) for prompt in prompts]
+    references = [[await ask_cold(prompt)] for prompt in prompts]
     if prober.facts.cold_by != "unique prompts":
-        trial.add_cold("again", compare(references[0], await ask_cold(prompts[0])))
+        trial.add_cold("again", compare(references[0][0], await ask_cold(prompts[0])))
         if not prober.facts.displacers:
             beside = await all_of(*(ask_cold(prompt, alone=False) for prompt in prompts))
-            for reference, answer in zip(references, beside, strict=True):
-                trial.add_cold("batch", compare(reference, answer))
+            for colds, answer in zip(references, beside, strict=True):
+                trial.add_cold("batch", compare(colds[0], answer))
+                colds.append(answer)
             trial.complete = True
     steps = f"{prober.pressure} requests with answers of {LONG_ANSWER} tokens at once"
     ask_warm = partial(prober.warm, trial, alone=False, max_tokens=LONG_ANSWER, steps=steps)
     asked = []
     for index in range(prober.pressure):
         lane = Lane(prober.salt())
-        asked.append(ask_warm(lane, prompts[index % len(prompts)], [references[index % len(prompts)]]))
+        asked.append(ask_warm(lane, prompts[index % len(prompts)], references[index % len(prompts)]))
     await all_of(*asked)
     prober.pressure = min(2 * prober.pressure, MAX_PRESSURE)
 

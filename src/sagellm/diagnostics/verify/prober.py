@@ -12,6 +12,7 @@ from typing import Any
 from sagellm.diagnostics.verify.answers import Answer, Difference, compare, score_distance
 from sagellm.diagnostics.verify.discovery import Facts
 from sagellm.diagnostics.verify.report import Evidence, Finding, Kind
+from sagellm.diagnostics.verify.statistics import RANKED_ANSWERS
 from sagellm.diagnostics.verify.target import COMPLETIONS, Prompt, Question, TargetServer
 
 NUM_GENERATED = 8
@@ -27,18 +28,19 @@ MAX_NOTES = 3
 
 @dataclass(slots=True)
 class Trial:
-    """One scenario: the largest differences of its cold arms and of its warm answers.
+    """One scenario: differences of its cold arms and of its warm answers.
 
     `cold` is None until two cold answers were compared in every way that the server allows. `hit` is None
-    if hits are not told.
+    if hits are not told. Sizes are those of `Difference`; so many tokens were compared in each arm.
     """
 
     family: str
     variant: str
     arms: dict[str, float] = field(default_factory=dict)
     complete: bool = False
-    warm: float = 0.0
-    asked_warm: int = 0
+    warm_sizes: list[float] = field(default_factory=list)
+    num_cold_tokens: int = 0
+    num_warm_tokens: int = 0
     hit: bool | None = None
     cold_divergences: int = 0
     warm_divergences: int = 0
@@ -48,9 +50,22 @@ class Trial:
     def cold(self) -> float | None:
         return max(self.arms.values()) if self.complete and self.arms else None
 
+    @property
+    def warm(self) -> float:
+        """The largest difference of a warm answer; 0 if there is none."""
+        return max(self.warm_sizes, default=0.0)
+
+    @property
+    def ranked(self) -> float:
+        """The same over `RANKED_ANSWERS` of them, evenly spaced, the last one included."""
+        count = len(self.warm_sizes)
+        places = {(i + 1) * count // RANKED_ANSWERS - 1 for i in range(RANKED_ANSWERS)} if count else ()
+        return max((self.warm_sizes[max(0, place)] for place in places), default=0.0)
+
     def add_cold(self, arm: str, difference: Difference) -> None:
         self.arms[arm] = max(self.arms.get(arm, 0.0), difference.size)
         self.cold_divergences += difference.divergence is not None
+        self.num_cold_tokens += difference.num_tokens
 
 
 @dataclass(slots=True)
@@ -267,13 +282,13 @@ class Prober:
         """Adds a warm answer to its trial."""
         nearest = min(colds, key=lambda cold: compare(cold, answer).size)
         difference = compare(nearest, answer)
-        trial.asked_warm += 1
         trial.warm_divergences += difference.divergence is not None
         if answer.cached_tokens is not None:
             trial.hit = bool(trial.hit) or answer.cached_tokens > 0
         if trial.evidence is None or difference.size > trial.warm:
             trial.evidence = self._evidence(question, answer, nearest, difference, steps)
-        trial.warm = max(trial.warm, difference.size)
+        trial.warm_sizes.append(difference.size)
+        trial.num_warm_tokens += difference.num_tokens
 
     def _evidence(
         self, question: Question, answer: Answer, cold: Answer, difference: Difference, steps: str

@@ -1,14 +1,16 @@
 """Which differences between cold and warm answers are more than the server's own noise.
 
 Every scenario gives one number for its cold arm (the largest difference between cold answers to one prompt)
-and one for its warm arm (the largest difference between a warm answer and its nearest cold one). Two tests
-compare them:
+and one for its warm arm (the largest difference between a warm answer and its nearest cold one). A maximum
+over more answers is larger by chance, and each of the two tests allows for that:
 
 * `rank_test`: under the hypothesis that warm differences are at most `MARGIN` times the cold ones, scaled
   cold and warm numbers are exchangeable. How many warm ones lie above the j-th largest cold one is then
-  hypergeometric, exactly.
-* `tail_test`: a single difference far beyond all cold ones. It assumes that the tail of the noise falls at
-  least as fast as x^-2 (Pareto with index 2: infinite variance), which is far heavier than float noise.
+  hypergeometric, exactly. It is given the maximum over `RANKED_ANSWERS` warm answers of a scenario, no more
+  than its cold arm compares.
+* `tail_test`: a single difference far beyond all cold ones, of all warm answers. It counts the compared
+  tokens of both arms, and assumes that the tail of the noise falls at least as fast as x^-2 (Pareto with
+  index 2: infinite variance), which is far heavier than float noise.
 
 `rank_sum_test` compares times. `holm` keeps the probability of any false finding in a run below the given
 level (Holm 1979).
@@ -26,8 +28,13 @@ MARGIN = 4.0
 FLOOR = 1e-4
 """Nats; the least noise that is assumed: rounding in float32 and in JSON."""
 
-COARSE_FLOOR = 0.02
-"""Nats; the same where noise between shapes of computation could not be measured: rounding in bfloat16."""
+COARSE_FLOOR = 2**-4
+"""Nats; the same where noise between shapes of computation could not be measured.
+
+It is the rounding of a logit of 16 to 32 in bfloat16.
+"""
+
+RANKED_ANSWERS = 2
 
 TAIL_INDEX = 2.0
 RANKS = (0, 1)
@@ -69,18 +76,20 @@ def _rank_p(cold: Sequence[float], warm: Sequence[float], rank: int) -> float:
     return ways / math.comb(total, draws)
 
 
-def tail_test(cold: Sequence[float], warm: Sequence[float], *, floor: float) -> float:
+def tail_test(
+    cold: Sequence[float], warm: Sequence[float], *, num_cold: int, num_warm: int, floor: float
+) -> float:
     """The probability that noise alone gives the largest warm difference.
 
-    1 if nothing can be said. With N cold numbers a further one exceeds their maximum with probability
-    1/(N+1), and r times that with r^-2 of it under the assumed tail.
+    1 if nothing can be said. `num_cold` and `num_warm` tokens were compared. A further one exceeds the
+    maximum over N cold ones with probability 1/(N+1), and r times that with r^-2 of it: the assumed tail.
     """
     if not cold or not warm:
         return 1.0
     ratio = max(warm) / max(floor, *cold)
     if ratio <= 1.0:
         return 1.0
-    return float(min(1.0, len(warm) * ratio**-TAIL_INDEX / (len(cold) + 1)))
+    return float(min(1.0, num_warm * ratio**-TAIL_INDEX / (num_cold + 1)))
 
 
 def rank_sum_test(low: Sequence[float], high: Sequence[float]) -> float:

@@ -15,7 +15,7 @@ from sagellm.core.errors import RequestError
 from sagellm.diagnostics.verify import statistics
 from sagellm.diagnostics.verify.discovery import Discovery, Facts
 from sagellm.diagnostics.verify.families import FAMILIES, Family, adapters, measure_churn
-from sagellm.diagnostics.verify.prober import Prober, Trial
+from sagellm.diagnostics.verify.prober import NUM_GENERATED, Prober, Trial
 from sagellm.diagnostics.verify.report import (
     FamilyResult,
     Finding,
@@ -234,15 +234,23 @@ class VerifyRun:
         form = self._server.form
         if not form.logprobs:
             return 0.1  # texts: 0 or 1
-        measured = any("path" in trial.arms for trial in self._trials)
-        return statistics.FLOOR if measured else statistics.COARSE_FLOOR
+        return statistics.FLOOR if self._measured_paths() else statistics.COARSE_FLOOR
 
     def _cold(self, facts: Facts) -> list[float]:
-        """One number for each scenario: the largest difference of its cold answers."""
+        """One number for each scenario: the largest difference of its cold answers.
+
+        Assumed ones where it was not measured how much another shape of computation changes.
+        """
+        logprobs = self._server.form.logprobs
         if facts.cold_by == "unique prompts":
-            return ASSUMED_NOISE if self._server.form.logprobs else ASSUMED_TEXTS
-        everything = [*self._trials, *(trial for trials in self._repeated.values() for trial in trials)]
-        return [trial.cold for trial in everything if trial.cold is not None]
+            return ASSUMED_NOISE if logprobs else ASSUMED_TEXTS
+        cold = [trial.cold for trial in self._all_trials() if trial.cold is not None]
+        if not logprobs and not self._measured_paths():
+            return max(cold, ASSUMED_TEXTS, key=lambda sizes: sum(sizes) / max(1, len(sizes)))
+        return cold
+
+    def _measured_paths(self) -> bool:
+        return any("path" in trial.arms for trial in self._trials)
 
     def _judge(self, facts: Facts, groups: Mapping[str, Sequence[Trial]]) -> None:
         """Keeps the families of groups whose warm differences are significant.
@@ -250,12 +258,16 @@ class VerifyRun:
         A group's name begins with its family's. Holm's method is for the groups of a stage.
         """
         cold, floor = self._cold(facts), self._noise_floor()
+        counts = (trial.num_cold_tokens for trial in self._all_trials() if trial.cold is not None)
+        num_cold = sum(counts) or NUM_GENERATED * len(cold)
         p_values = {}
         for name, trials in groups.items():
-            warm = [trial.warm for trial in trials]
-            p = statistics.rank_test(cold, warm, floor=floor)
+            p = statistics.rank_test(cold, [trial.ranked for trial in trials], floor=floor)
             if self._server.form.logprobs:
-                p = 2 * min(p, statistics.tail_test(cold, warm, floor=floor))
+                warm = [trial.warm for trial in trials]
+                num_warm = sum(trial.num_warm_tokens for trial in trials)
+                tail = statistics.tail_test(cold, warm, num_cold=num_cold, num_warm=num_warm, floor=floor)
+                p = 2 * min(p, tail)
             p_values[name] = min(1.0, p)
         for name, p in statistics.holm(p_values, STAGE_LEVEL).items():
             family = name.partition(" ")[0]
