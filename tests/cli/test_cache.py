@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -44,5 +46,33 @@ def test_the_spans_of_a_prompt_are_shown(cli: Any, tmp_path: Path) -> None:
 )
 def test_what_is_refused(cli: Any, arguments: list[str], message: str) -> None:
     result = cli("cache", "explain", *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (200, b"[]", "name a sageLLM server"),
+        (200, b"{}", "name a sageLLM server"),
+        (200, b'{"num_tokens": 1, "block_size": 16, "spans": [{}], "session": null}', "explains nothing"),
+        (404, b'{"detail": "Not Found"}', "status 404: is this a sageLLM server?"),
+        (404, b'{"error": "File Not Found"}', "status 404"),
+        (500, b"broken", "status 500"),
+        (400, b'{"error": {"message": "too long"}}', "too long"),
+    ],
+)
+def test_answers_of_other_servers(cli: Any, status: int, body: bytes, message: str) -> None:
+    class Answering(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+    with HTTPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        result = cli("cache", "explain", "x", "--url", f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
     assert result.exit_code == 2
     assert message in result.output

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+from pydantic import BaseModel, ValidationError
 
 from sagellm.benchmarks.reporting import Table, print_tables
 from sagellm.cli._options import App, argument, command, flag
@@ -18,6 +19,38 @@ app = App(help="Look into the KV cache of a running server.")
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 TIMEOUT_S = 60.0
 _MESSAGES_HELP = "A JSON list of messages, in place of PROMPT."
+
+
+class ShownSpan(BaseModel):
+    """What the command shows of `cache_facts.CacheSpan`."""
+
+    start: int
+    stop: int
+    state: str
+    tier: str | None
+    cause: str | None
+    evicted_by: str | None
+    seconds_ago: float | None
+    blocks_needed: int | None
+    gib_needed: float | None
+
+
+class ShownDifference(BaseModel):
+    """Of `cache_facts.SessionDifference`."""
+
+    token: int
+    before: str
+    now: str
+    then: str
+
+
+class ShownExplanation(BaseModel):
+    """Of `cache_facts.Explanation`."""
+
+    num_tokens: int
+    block_size: int
+    spans: list[ShownSpan]
+    session: ShownDifference | None
 
 
 @command
@@ -39,12 +72,12 @@ def explain(
     asked = {name: value for name, value in body.items() if value is not None}
     found = _post(f"{url.rstrip('/')}/v1/kv/explain", asked, api_key or os.environ.get(API_KEY_VARIABLE))
     print_tables([_table(found)])
-    difference = found["session"]
+    difference = found.session
     if difference is not None:
-        print(f"\nThe session's last request differs from token {difference['token']} on.")
-        print(f"  before: {difference['before']!r}")
-        print(f"  now:    {difference['now']!r}")
-        print(f"  then:   {difference['then']!r}")
+        print(f"\nThe session's last request differs from token {difference.token} on.")
+        print(f"  before: {difference.before!r}")
+        print(f"  now:    {difference.now!r}")
+        print(f"  then:   {difference.then!r}")
 
 
 def _json_list(path: Path) -> Any:
@@ -54,36 +87,44 @@ def _json_list(path: Path) -> Any:
         raise ConfigError(f"{path} is no JSON list of messages: {error}") from error
 
 
-def _post(url: str, body: dict[str, Any], api_key: str | None) -> dict[str, Any]:
+def _post(url: str, body: dict[str, Any], api_key: str | None) -> ShownExplanation:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         answer = httpx2.post(url, json=body, headers=headers, timeout=TIMEOUT_S)
-        found: dict[str, Any] = answer.json()
-    except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
+        if answer.status_code == 200:
+            return ShownExplanation.model_validate_json(answer.content)
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise ConfigError(f"no sageLLM server answers at {url}: {error}; name it with --url") from error
-    if answer.status_code != 200:
-        message = found.get("error", {}).get("message", f"status {answer.status_code}")
-        raise ConfigError(f"{url}: {message}")
-    return found
+    except ValidationError as error:
+        raise ConfigError(f"{url} explains nothing: name a sageLLM server with --url") from error
+    raise ConfigError(f"{url}: {_refusal(answer)}")
 
 
-def _table(found: dict[str, Any]) -> Table:
+def _refusal(answer: httpx2.Response) -> str:
+    """The message of a server that refused, in OpenAI's form, or the status."""
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {answer.status_code}: is this a sageLLM server?"
+
+
+def _table(found: ShownExplanation) -> Table:
     columns = ("state", "why", "tokens", "from", "to", "seconds ago", "blocks needed", "GiB needed")
-    title = f"{found['num_tokens']:,} tokens in blocks of {found['block_size']}"
-    return Table(title, columns, [_row(span) for span in found["spans"]], num_names=2)
+    title = f"{found.num_tokens:,} tokens in blocks of {found.block_size}"
+    return Table(title, columns, [_row(span) for span in found.spans], num_names=2)
 
 
-def _row(span: dict[str, Any]) -> tuple[str, ...]:
-    why = span["tier"] or span["cause"] or ""
-    if span["state"] == "evicted":
-        why += f", for {span['evicted_by'] or 'another tenant or no request'}"
-    ago, blocks, gib = span["seconds_ago"], span["blocks_needed"], span["gib_needed"]
+def _row(span: ShownSpan) -> tuple[str, ...]:
+    why = span.tier or span.cause or ""
+    if span.state == "evicted":
+        why += f", for {span.evicted_by or 'another tenant or no request'}"
+    ago, blocks, gib = span.seconds_ago, span.blocks_needed, span.gib_needed
     return (
-        span["state"].replace("_", " "),
+        span.state.replace("_", " "),
         why,
-        f"{span['stop'] - span['start']:,}",
-        f"{span['start']:,}",
-        f"{span['stop']:,}",
+        f"{span.stop - span.start:,}",
+        f"{span.start:,}",
+        f"{span.stop:,}",
         "" if ago is None else f"{ago:.1f}",
         "" if blocks is None else f"{blocks:,}",
         "" if gib is None else f"{gib:.3g}",

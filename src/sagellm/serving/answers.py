@@ -348,8 +348,10 @@ class Reply(ABC):
     def usage(self, usage: Usage) -> Json:
         """Usage, with the causes of cache misses if the request asked (`return_cache_misses`)."""
         details: Json = {"cached_tokens": usage.cached_tokens}
-        if self.head.with_misses and usage.misses is not None:
-            details["cache_miss_blocks"] = usage.misses._asdict()
+        misses = usage.misses
+        if self.head.with_misses and misses is not None:  # a tenant must not hear what another one has cached
+            own = misses._replace(cold=misses.cold + misses.namespace, namespace=0)
+            details["cache_miss_blocks"] = own._asdict()
         return {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,

@@ -84,7 +84,8 @@ class IndexBase(ABC, Generic[ExtentType]):
         """Free `num_blocks` blocks of one account, or all that its policy can give up."""
 
     @abstractmethod
-    def _namespaces(self) -> Iterable[Namespace]: ...
+    def _namespaces(self, first_block: bytes) -> Iterable[Namespace]:
+        """Those with a prompt that begins with this block."""
 
     @abstractmethod
     def _ghost_behind(self, hit: PrefixHit, next_block: bytes) -> Ghost | None:
@@ -232,7 +233,8 @@ class IndexBase(ABC, Generic[ExtentType]):
         next_block = tokens.tobytes()[start : start + self._block_bytes]
         if len(next_block) < self._block_bytes:
             return MatchReport(hit.num_tokens, hit.num_blocks, MatchEnd.COMPLETE)
-        others = (self.lookup(tokens, other) for other in self._namespaces() if other != namespace)
+        namespaces = self._namespaces(tokens.tobytes()[: self._block_bytes])
+        others = (self.lookup(tokens, other) for other in namespaces if other != namespace)
         longest = max((other.num_blocks for other in others), default=0)
         elsewhere = longest if longest > hit.num_blocks else 0
         ghost = self._ghost_behind(hit, next_block)

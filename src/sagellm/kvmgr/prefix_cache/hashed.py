@@ -324,8 +324,11 @@ class HashedIndex(IndexBase[BlockRecord]):
             return hit
         return self.lookup(hit.tokens, hit.namespace, hit.num_blocks * self.block_size)
 
-    def _namespaces(self) -> Iterable[Namespace]:
-        return {record.namespace for record in self._records.by_block.values()}
+    def _namespaces(self, first_block: bytes) -> Iterable[Namespace]:
+        records = self._records.by_block.values()
+        return [
+            record.namespace for record in records if record.parent is None and record.data == first_block
+        ]
 
     def _ghost_behind(self, hit: PrefixHit, next_block: bytes) -> Ghost | None:
         parent = next(self._path_of(hit), None)

@@ -180,8 +180,8 @@ class RadixIndex(IndexBase[Node]):
 
     # -- inside: for `explain`
 
-    def _namespaces(self) -> Iterable[Namespace]:
-        return tuple(self._roots)
+    def _namespaces(self, first_block: bytes) -> Iterable[Namespace]:
+        return [namespace for namespace, root in self._roots.items() if first_block in root.children]
 
     def _ghost_behind(self, hit: PrefixHit, next_block: bytes) -> Ghost | None:
         node = hit.node or self.tree.new_root(hit.namespace)
