@@ -27,14 +27,16 @@ def test_the_spans_of_a_prompt_are_shown(cli: Any, tmp_path: Path) -> None:
             "cache", "explain", changed, "--url", live.url, "--cache-salt", "t", "--session-id", "s"
         )
         chat = cli("cache", "explain", "--messages", str(messages), "--url", live.url)
-        neither = cli("cache", "explain", "--url", live.url)
+        api = cli("cache", "explain", text, "--url", f"{live.url}/v1/")
+        empty = cli("cache", "explain", "", "--url", live.url)
     assert known.exit_code == 0, known.output
     assert "hit" in known.output
     assert "device" in known.output
     assert "differs from token" in session.output
     assert "never seen" in chat.output
-    assert neither.exit_code == 2
-    assert "either prompt or messages" in neither.output
+    assert api.exit_code == 0, api.output
+    assert empty.exit_code == 2
+    assert "either prompt or messages" in empty.output
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,8 @@ def test_the_spans_of_a_prompt_are_shown(cli: Any, tmp_path: Path) -> None:
     [
         (["x", "--url", "http://127.0.0.1:1"], "no sageLLM server answers"),
         (["--messages", "/nowhere.json"], "is no JSON list of messages"),
+        ([], "name a PROMPT, or --messages FILE"),
+        (["x", "--messages", "/nowhere.json"], "name a PROMPT, or --messages FILE"),
     ],
 )
 def test_what_is_refused(cli: Any, arguments: list[str], message: str) -> None:

@@ -102,6 +102,26 @@ def test_what_may_be_forgotten_is_not_called_new(name: str) -> None:
 
 
 @each_index
+def test_what_was_cleared_in_part_is_not_called_new(name: str) -> None:
+    world = World(name)
+    world.put("abcdef")
+    used = world.index.pin(world.index.lookup(tokens("ab"), A))
+    world.index.clear()
+    assert world.states("abcdef") == [SpanState.HIT, SpanState.UNKNOWN]
+    world.index.unpin(used)
+
+
+@each_index
+def test_an_eviction_is_known_after_an_insertion_that_was_undone(name: str) -> None:
+    world = World(name, premature_s=0.0)
+    world.put("abcd")
+    world.index.evict(2)
+    world.index.retract(world.index.insert(tokens("abcd"), [8, 9], A, pin=True))
+    assert world.states("abcd") == [SpanState.EVICTED]
+    assert world.ask("abcdef") == MissCounts(cold=1, capacity=2)
+
+
+@each_index
 def test_quota(name: str) -> None:
     world, account = World(name), Account("x")
     world.put("abcd", account=account)

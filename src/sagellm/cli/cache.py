@@ -66,11 +66,14 @@ def explain(
 
     The server needs --set kv.miss_attribution=true.
     """
+    if (prompt is None) == (messages is None):
+        raise ConfigError("name a PROMPT, or --messages FILE in place of it")
     body = {"prompt": prompt, "cache_salt": cache_salt, "session_id": session_id}
     if messages is not None:
         body["messages"] = _json_list(messages)
     asked = {name: value for name, value in body.items() if value is not None}
-    found = _post(f"{url.rstrip('/')}/v1/kv/explain", asked, api_key or os.environ.get(API_KEY_VARIABLE))
+    base = url.rstrip("/").removesuffix("/v1")
+    found = _post(f"{base}/v1/kv/explain", asked, api_key or os.environ.get(API_KEY_VARIABLE))
     print_tables([_table(found)])
     difference = found.session
     if difference is not None:

@@ -20,8 +20,6 @@ from sagellm.kvmgr.prefix_cache._extents import Ghost, Ghosts
 from sagellm.kvmgr.prefix_cache.fingerprint import chain
 
 NOTHING = MissCounts()
-FORGOTTEN = ("retracted", "cleared")
-"""Causes of removal that are not remembered."""
 
 
 class MissAttribution:
@@ -131,11 +129,15 @@ class MissAttribution:
         return "premature" if self._clock.now() - ghost.at_s < self._premature_s else "capacity"
 
     def _on_removed(self, event: BlocksRemoved) -> None:
+        if event.cause == "retracted":  # never computed: an earlier eviction is still the last one
+            return
+        is_remembered = event.cause != "cleared"
+        self._ghosts.has_forgotten |= not is_remembered
         ghost = Ghost(self._clock.now(), event.cause, self._evictor(), self._num_evicted)
         self._num_evicted += len(event.hashes)
         for digest in event.hashes:
             self._ghosts.discard(digest)  # so that its new ghost is the youngest
-            if event.cause not in FORGOTTEN:
+            if is_remembered:
                 self._ghosts.add(digest, ghost)
 
     def _on_cleared(self, event: IndexCleared) -> None:
