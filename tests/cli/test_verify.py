@@ -47,7 +47,9 @@ REFUSED = {
     "nothing listens": (["http://127.0.0.1:9"], "127.0.0.1:9"),
     "no URL": (["localhost"], "write http://"),
     "no such preset": (["http://127.0.0.1:9", "--preset", "day"], "minute, hour"),
-    "no folder": (["http://127.0.0.1:9", "--html", "/nonexistent/x.html"], "there is no folder"),
+    "no folder": (["http://127.0.0.1:9", "--html", "/nonexistent/x.html"], "in a folder that exists"),
+    "a folder": (["http://127.0.0.1:9", "--html", "/"], "cannot write /: name a file"),
+    "a key that no header holds": (["http://127.0.0.1:9", "--api-key", "ключ"], "the API key"),
     "none at once": (["http://127.0.0.1:9", "--concurrency", "0"], "1 to 256"),
 }
 

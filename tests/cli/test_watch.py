@@ -120,6 +120,8 @@ def test_a_proxy_alone_watches_its_server_and_says_what_is_missing(
         (["tcp://a:1", "--duration", "0"], "--duration and --interval must be more than 0"),
         (["tcp://a:1", "--out", "/nowhere/x.html"], "name a file in a folder that exists"),
         (["tcp://a:1", "--blocks", "0"], "--blocks 0: at least one"),
+        (["http://127.0.0.1:1", "--bytes-per-token", "0"], "--bytes-per-token 0: at least one"),
+        (["tcp://a:1", "tcp://b:1", "tcp://a:1"], "tcp://a:1 is named twice"),
         (["tcp://a:1", "--text"], "--text needs --model"),
         (["tcp://a:1", "--model", "/nowhere"], "give --bytes-per-token"),
         (["tcp://a:1", "--proxy", "http://127.0.0.1:1", "--listen", "x"], "write HOST:PORT"),

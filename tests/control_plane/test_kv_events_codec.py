@@ -294,6 +294,8 @@ def test_fields_that_other_engines_leave_out_may_be_missing() -> None:
         (pack({"type": "BlockStored"}), "missing required field `block_hashes`"),
         (pack({"type": "BlockRemoved", "block_hashes": ["x"]}), "got `str` - at `\\$.block_hashes"),
         (pack(["BlockRemoved", ["x"]]), "got `str` - at `\\$.block_hashes"),
+        (pack({"type": "AllBlocksCleared"}).replace(b"Cleared", b"Clear\xe9d"), "event 0 .*'utf-8' codec"),
+        (pack(["BlockRemoved", [1], "GPU"]).replace(b"GPU", b"\xe9PU"), "event 0 .*'utf-8' codec"),
     ],
 )
 def test_a_malformed_payload_says_what_is_wrong(payload: bytes, says: str) -> None:

@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from sagellm.benchmarks.reporting import check_writable
 from sagellm.cli._options import argument, command, completing, flag
-from sagellm.core.errors import ConfigError
 from sagellm.diagnostics.verify import PRESETS, Finding, VerifyReport
 
 _PRESET_HELP = "minute or hour; default: minute."
@@ -40,8 +40,8 @@ def verify(
     from sagellm.diagnostics.verify.page import render
 
     for file in (html, json_file):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"{file}: there is no folder {file.parent}")
+        if file is not None and str(file) != "-":
+            check_writable(file)
     report = asyncio.run(
         run_verify(
             url,
@@ -79,7 +79,10 @@ def _print(report: VerifyReport) -> None:
         console.print(_table(report))
     if report.noise is not None:
         noise = report.noise
-        console.print(f"cold answers differ by at most {noise.largest:.3g} in {noise.scenarios} scenarios")
+        text = f"cold answers differ by at most {noise.largest:.3g} nats in {noise.scenarios} scenarios"
+        if report.server is None or not report.server.logprobs:
+            text = f"the texts of cold answers differ in {noise.divergences} of {noise.scenarios} scenarios"
+        console.print(text)
     for finding in report.findings:
         console.print(f"FINDING {finding.family}: {finding.message}{_evidence(finding)}")
     for limit in report.limits:

@@ -60,6 +60,8 @@ class Servers(OptionGroup):
 
         if self.blocks is not None and self.blocks < 1:
             raise ConfigError(f"--blocks {self.blocks}: at least one")
+        if self.bytes_per_token is not None and self.bytes_per_token < 1:
+            raise ConfigError(f"--bytes-per-token {self.bytes_per_token}: at least one")
         bytes_per_token = self.bytes_per_token
         if bytes_per_token is None and self.model is not None:
             bytes_per_token = kv_bytes_per_token(self.model / "config.json")
@@ -154,6 +156,9 @@ def _addresses(servers: Sequence[str], proxy: str | None) -> list[ServerAddress]
     if proxy is None and not servers:
         raise ConfigError("name a server, as tcp://host:5557,http://host:8000, or http://host:8000 alone")
     addresses = [ServerAddress.parse(server) for server in servers]
+    for address in addresses:
+        if addresses.count(address) > 1:
+            raise ConfigError(f"{address.name} is named twice: a fleet has each server once")
     if proxy is None or len(addresses) > 1:
         return addresses
     metrics = metrics_url(proxy)
@@ -271,7 +276,7 @@ def _host_and_port(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65_535:
         raise ConfigError(f"--listen {text!r}: write HOST:PORT, as 127.0.0.1:0")
-    return host, int(port)
+    return host.strip("[]"), int(port)
 
 
 def _decoder(folder: Path | None) -> Callable[[Tokens], str]:

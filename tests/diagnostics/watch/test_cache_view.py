@@ -312,3 +312,14 @@ class GhostMachine(RuleBasedStateMachine):
 
 TestGhosts = GhostMachine.TestCase
 TestGhosts.settings = settings(max_examples=examples(15), stateful_step_count=20, deadline=None)
+
+
+def test_a_replay_of_the_past_is_not_counted() -> None:
+    cache = serve(workload(1), 40)
+    view = view_of(cache)
+    before = view.instance(0)
+    view.begin(0)
+    after = view.instance(0)
+    assert before.num_block_events > 0
+    assert (after.num_block_events, after.num_repaired) == (0, 0)
+    assert after.num_cached == before.num_cached

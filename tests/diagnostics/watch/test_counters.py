@@ -89,6 +89,7 @@ def test_other_texts_are_refused(text: str, message: str) -> None:
     [
         ("http://h:8000", "http://h:8000/metrics"),
         ("http://h:8000/", "http://h:8000/metrics"),
+        ("http://h:8000/v1/", "http://h:8000/metrics"),
         ("https://h/engine/metrics", "https://h/engine/metrics"),
         ("http://[::1]:80", "http://[::1]:80/metrics"),
     ],
@@ -97,7 +98,7 @@ def test_addresses(address: str, url: str) -> None:
     assert metrics_url(address) == url
 
 
-@pytest.mark.parametrize("address", ["", "h:8000", "tcp://h:5557", "http://"])
+@pytest.mark.parametrize("address", ["", "h:8000", "tcp://h:5557", "http://", "http://[::1"])
 def test_what_is_no_address(address: str) -> None:
     with pytest.raises(ConfigError, match="write http://host:port"):
         metrics_url(address)

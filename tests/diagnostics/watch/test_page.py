@@ -152,6 +152,13 @@ def test_odd_curves_are_drawn(points: tuple[tuple[int, float], ...]) -> None:
     assert "inf" not in page.replace("info", "")
 
 
+def test_the_memory_of_today_is_on_the_axis() -> None:
+    points = tuple((250 * (i + 1), 0.5) for i in range(8))
+    instance = replace(INSTANCE, num_blocks=1000, bytes_per_block=None)
+    page = render(replace(REPORT, instances=(instance,), curves=(Curve("lru", Basis.EVENTS, points),)))
+    assert re.findall(r"[\d.]+ x\b", page) == ["0.5 x", "1 x", "1.5 x", "2 x"]
+
+
 def test_without_bytes_the_axis_has_factors_and_without_blocks_block_counts() -> None:
     bare = replace(INSTANCE, bytes_per_block=None)
     assert "2 x" in text_of(render(replace(REPORT, instances=(bare,))))

@@ -32,6 +32,11 @@ def test_a_recording_that_was_never_closed_is_a_trace(tmp_path: Path) -> None:
     recording.close()
 
 
+def test_a_recording_without_requests_says_what_it_needs(tmp_path: Path) -> None:
+    with WatchRecording(tmp_path / "none.jsonl") as recording:
+        assert "those through --proxy" in recording.summary()
+
+
 def test_a_file_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot record to"):
         WatchRecording(tmp_path / "no" / "folder.jsonl")

@@ -211,6 +211,7 @@ def test_sockets_are_tried_first(server: LiveServer, monkeypatch: pytest.MonkeyP
         (f"{server.events},{free}", "nothing publishes KV events"),
         ("tcp://nowhere.invalid:1", "nothing publishes KV events"),
         (f"tcp://{http}", "is no socket of KV events: another program answers"),
+        ("ipc:///nowhere/events", "there is no socket /nowhere/events"),
     ):
         with pytest.raises(ConfigError, match=message):
             Watcher([ServerAddress.parse(text)], wall_clock=WallClock())

@@ -250,6 +250,8 @@ class _RawBatch(msgspec.Struct, array_like=True, gc=False):
 _BATCHES = msgspec.msgpack.Decoder(_RawBatch)
 _MAPS = msgspec.msgpack.Decoder(WireEvent)
 _ROW_HEADS = frozenset(range(0x90, 0xA0)) | {0xDC, 0xDD}
+_UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+"""What msgspec raises for bytes that it cannot decode; the last one for text that is no UTF-8."""
 _KINDS: Mapping[str, type[WireEvent]] = {kind.__name__: kind for kind in get_args(WireEvent)}
 
 
@@ -281,7 +283,7 @@ def decode_batch(payload: bytes) -> KVEventBatch:
     Raises `KVEventError` naming the wrong event and why; unknown fields are ignored."""
     try:
         batch = _BATCHES.decode(payload)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise KVEventError(f"not a batch of KV events [ts, events, rank]: {error}") from error
     events = [_decode_event(bytes(raw), index) for index, raw in enumerate(batch.events)]
     return KVEventBatch(batch.ts, events, batch.data_parallel_rank)
@@ -290,7 +292,7 @@ def decode_batch(payload: bytes) -> KVEventBatch:
 def _decode_event(raw: bytes, index: int) -> WireEvent:
     try:
         return _decode_row(raw) if raw[0] in _ROW_HEADS else _MAPS.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise KVEventError(f"event {index} of the batch: {error}") from error
 
 

@@ -124,7 +124,8 @@ class Discovery:
             entries = [entry for entry in answer["data"] if isinstance(entry.get("id"), str)]
         except (RefusedError, KeyError, TypeError, AttributeError) as error:
             if wanted is None:
-                raise UntestableError(f"/v1/models lists no model ({error}): give --model") from error
+                text = f"no model is listed ({error}): write http://host:port without a path, or give --model"
+                raise UntestableError(text) from error
             entries = []
         names = [entry["id"] for entry in entries]
         if wanted is None and not names:

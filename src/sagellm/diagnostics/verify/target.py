@@ -19,6 +19,7 @@ Prompt = tuple[int | str, ...]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 REQUEST_TIMEOUT_S = 120.0
+GET_TIMEOUT_S = 20.0
 KEEPALIVE_S = 1.0
 """An idle connection is closed before servers close it, which uvicorn does after five seconds."""
 MAX_ANSWER_BYTES = 16 * 2**20
@@ -88,6 +89,8 @@ class TargetServer:
     def __init__(self, url: str, *, api_key: str | None, clock: Clock) -> None:
         if not url.startswith(("http://", "https://")):
             raise UntestableError(f"{url}: not the address of a server; write http://host:port")
+        if api_key and not (api_key.isascii() and api_key.isprintable()):
+            raise UntestableError("the API key has characters that no HTTP header may have")
         self.root = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
@@ -182,9 +185,10 @@ class TargetServer:
         raise refused
 
     async def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
+        limit_s = GET_TIMEOUT_S if method == "GET" else REQUEST_TIMEOUT_S
         try:
             async with (
-                asyncio.timeout(REQUEST_TIMEOUT_S),
+                asyncio.timeout(limit_s),
                 self._http.stream(method, path, json=body) as response,
             ):
                 if response.is_redirect:
@@ -197,7 +201,7 @@ class TargetServer:
                         raise UntestableError(f"{method} {path}: an answer of over {MAX_ANSWER_BYTES} bytes")
                 return response.status_code, bytes(content)
         except TimeoutError as error:
-            text = f"{method} {self.root}{path}: no whole answer within {REQUEST_TIMEOUT_S:.0f} s"
+            text = f"{method} {self.root}{path}: no whole answer within {limit_s:.0f} s"
             raise UntestableError(text) from error
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             reason = str(error) or type(error).__name__

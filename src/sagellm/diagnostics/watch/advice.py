@@ -38,7 +38,7 @@ def _candidates(ladder: Ladder, missed: MissedTokens, kv_bytes: int | None) -> I
         yield Advice(f"Routing by prefix: up to +{points:.1f} points; another instance had it.", points)
     if queried:
         points = 100 * missed.not_aligned / queried
-        yield Advice(f"Smaller KV blocks: up to +{points:.1f} points; prompts part inside a block.", points)
+        yield Advice(f"Smaller KV blocks: up to +{points:.1f} points; prompts diverge in a block.", points)
         points = 100 * missed.other_namespace / queried
         text = f"Shared salts or adapters: up to +{points:.1f} points; equal prompts are kept apart."
         yield Advice(text, points)

@@ -233,6 +233,7 @@ class CacheView:
         view = self._instances[instance]
         view.requests.clear()
         view.sure, view.single = _Tally(), _Tally()
+        view.num_block_events = view.num_repaired = 0
         if instance == 0:
             self._gaps.clear()
             self._prefixes.clear()

@@ -96,11 +96,18 @@ def scrape(url: str, clock: Clock | None = None) -> ServerCounters:
 
 
 def metrics_url(address: str) -> str:
-    """The address of a server's metrics: `http://host:8000` gets the path `/metrics`, another path stays."""
-    parts = urlsplit(address)
+    """The address of a server's metrics: `http://host:8000` gets the path `/metrics`, another path stays.
+
+    So does `http://host:8000/v1`, as clients write it. Raises `ConfigError` for what is no such address.
+    """
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{address!r} is no address of a server: write http://host:port")
-    return parts._replace(path="/metrics").geturl() if parts.path in ("", "/") else address
+    is_bare = parts.path.rstrip("/") in ("", "/v1")
+    return parts._replace(path="/metrics").geturl() if is_bare else address
 
 
 def read_counters(text: str, source: str = "the answer") -> ServerCounters:

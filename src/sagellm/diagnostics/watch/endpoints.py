@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from sagellm.control_plane.kv_events import KVEventError, KVEventSubscriber
 from sagellm.control_plane.kv_events.sequence import Item, Malformed
@@ -38,8 +39,11 @@ class ServerAddress:
     def check_sockets(self) -> None:
         """Connect to each tcp:// address. Raises `ConfigError` if no ZeroMQ socket listens there."""
         for address in filter(None, (self.events, self.replay)):
+            path = address.removeprefix("ipc://")
             if address.startswith("tcp://"):
                 _check_socket(address)
+            elif not path.startswith("@") and not Path(path).is_socket():
+                raise ConfigError(f"nothing publishes KV events at {address}: there is no socket {path}")
 
     @classmethod
     def parse(cls, text: str) -> ServerAddress:

@@ -139,11 +139,15 @@ def _plot(report: WatchReport) -> dict[str, Any]:
 
 
 def _ticks(report: WatchReport, blocks: Sequence[int], now_blocks: int | None) -> Iterator[tuple[int, str]]:
-    """At most six capacities, as GiB, as factors on today's memory, or blocks."""
+    """At most six capacities, as GiB, as factors on today's memory, or blocks.
+
+    Today's is among them if the curves have it.
+    """
     sizes = {instance.bytes_per_block for instance in report.instances}
     size = sizes.pop() if len(sizes) == 1 else None
     step = cdiv(len(blocks), 6)
-    for num_blocks in blocks[::step]:
+    first = blocks.index(now_blocks) % step if now_blocks in blocks else 0
+    for num_blocks in blocks[first::step]:
         if size:
             yield num_blocks, f"{num_blocks * size / GIB:.3g} GiB"
         elif now_blocks:

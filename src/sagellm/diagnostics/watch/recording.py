@@ -63,6 +63,8 @@ class WatchRecording:
     def summary(self) -> str:
         """What was written, and what was not, for people."""
         text = f"{self._path}: {self.num_requests:,} requests"
+        if not self.num_requests and self.error is None:
+            text += "; a recording needs requests that report their hits, as those through --proxy do"
         if self.num_left_out:
             text += f"; {self.num_left_out:,} of servers with another block size are left out"
         if self.error is not None:
