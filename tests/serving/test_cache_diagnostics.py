@@ -18,7 +18,9 @@ from sagellm.serving.cache_diagnostics import (
     anthropic_diagnostics,
     digest,
     openai_diagnostics,
+    with_eviction,
 )
+from sagellm.serving.cache_facts import CacheEviction
 
 OPENAI: TypeAdapter[Any] = TypeAdapter(PromptCacheDiagnostics)
 FIRST = ComparedRequest(Tokens(range(10)), "m", digest("be short"), digest([{"name": "add"}]))
@@ -59,6 +61,24 @@ def test_a_prompt_that_goes_on_and_one_that_is_not_known() -> None:
     assert anthropic_diagnostics(None, longer) == {"type": "previous_message_not_found"}
     OPENAI.validate_python(openai_diagnostics(None, longer), strict=True)
     assert digest({"a": 1, "b": "\ud800"}) == digest({"b": "\ud800", "a": 1}) != digest({"a": 1})
+
+
+def test_the_cache_itself_is_asked_too() -> None:
+    gone = CacheEviction(evicted_tokens=16, evicted_at=1.0, cause="capacity", gib_needed=0.5)
+    longer, other = replace(FIRST, tokens=Tokens(range(12))), replace(FIRST, model="n")
+    for later, kind in ((longer, "unavailable"), (other, "cache_miss")):
+        parsed = OPENAI.validate_python(with_eviction(openai_diagnostics(FIRST, later), gone), strict=True)
+        assert parsed.type == kind
+        assert parsed.model_extra["sagellm"] == gone.model_dump()
+    assert with_eviction(anthropic_diagnostics(FIRST, longer), gone) == {
+        "type": "unavailable",
+        "sagellm": gone.model_dump(),
+    }
+    held = CacheEviction()
+    hit = with_eviction(openai_diagnostics(FIRST, longer), held)
+    assert hit == {"type": "cache_hit", "sagellm": held.model_dump()}
+    assert with_eviction(anthropic_diagnostics(FIRST, longer), held) is None
+    assert with_eviction({"type": "cache_hit"}, None) == {"type": "cache_hit"}
 
 
 def test_memory_is_bounded_and_tenants_are_apart() -> None:

@@ -1,9 +1,9 @@
 """Why a prompt could not reuse an earlier one, in the clients' own fields.
 
 OpenAI types the answer as `prompt_cache_diagnostics` of a response (`openai` 3.54), Anthropic as
-`diagnostics.cache_miss_reason` of a message (`anthropic` 2.12). Both compare what two requests asked for, and
-do not say whether the cache still held it. /v1/responses and /v1/messages are not served yet; they are to
-keep a `ComparedRequests` and put what these functions return into their answers.
+`diagnostics.cache_miss_reason` of a message (`anthropic` 2.12). Both compare what two requests asked for;
+`with_eviction` adds whether the cache still held it. /v1/responses and /v1/messages are not served yet; they
+are to keep a `ComparedRequests` and put what these functions return into their answers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from hashlib import blake2b
 from typing import Any
 
 from sagellm.core.types import Tokens
+from sagellm.serving.cache_facts import CacheEviction
 
 OPENAI_SETTINGS = (
     "service_tier", "prompt_cache_key", "text_format", "reasoning_effort", "verbosity",
@@ -81,6 +82,19 @@ def anthropic_diagnostics(earlier: ComparedRequest | None, later: ComparedReques
     if earlier.settings != later.settings:
         return {"type": "unavailable"}
     return {"type": "messages_changed", "cache_missed_input_tokens": num_missed} if num_missed else None
+
+
+def with_eviction(reason: dict[str, Any] | None, evicted: CacheEviction | None) -> dict[str, Any] | None:
+    """A reason of either client; its `sagellm` says what the cache evicted.
+
+    Evicted tokens make a hit `unavailable`: neither client has a reason for evictions. `evicted` is None
+    without `kv.miss_attribution`; then, and for Anthropic's hits, nothing is added.
+    """
+    if evicted is None:
+        return reason
+    if evicted.evicted_tokens and (reason is None or reason["type"] == "cache_hit"):
+        reason = {"type": "unavailable"}
+    return None if reason is None else reason | {"sagellm": evicted.model_dump()}
 
 
 def _changed_for_openai(earlier: ComparedRequest, later: ComparedRequest) -> str | None:
