@@ -43,6 +43,24 @@ def test_a_prompt_of_another_tenant_is_told_of_as_a_new_one(live: Live, *, is_ev
     assert set(found["sagellm"].values()) == {0, None}
 
 
+@pytest.mark.parametrize("by", ["alice", "bob"])
+def test_what_went_block_by_block_is_told_at_once(live: Live, by: str) -> None:
+    """Growing requests evict a block in a step, and each has its own id."""
+    complete(live, SECRET, cache_salt="alice")
+    complete(live, FILLER[:100], cache_salt="filler")
+    for start in (10, 40, 70):
+        complete(live, list(range(start, start + 20)), cache_salt=by, max_tokens=30, ignore_eos=True)
+    spans = explain(live, SECRET, cache_salt="alice")["spans"]
+    evicted = [span for span in spans if span["state"] == "evicted"]
+    assert len({span["evicted_by"] for span in evicted}) == len(evicted)
+    assert all(span["evicted_by"] is None for span in evicted) is (by == "bob")
+    assert sum(span["stop"] - span["start"] for span in evicted) == len(SECRET)
+    found = told(live, SECRET, cache_salt="alice")["sagellm"]
+    assert found["evicted_tokens"] == len(SECRET)
+    assert found["evicted_by"] == evicted[0]["evicted_by"]
+    assert found["gib_needed"] >= max(span["gib_needed"] for span in evicted)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chat_hears_what_was_evicted(live: Live, *, stream: bool) -> None:
     message: Any = {"role": "user", "content": "What is 17 + 25, and what is 18 + 26, and 19 + 27?"}

@@ -42,8 +42,8 @@ class RequestState:
 
     `prompt_logprobs`: the prompt's log-probabilities that are known and not reported yet, of `num_scored`
     tokens; None if the request asked for none. `misses`: why blocks had to be computed, summed over its
-    admissions; None if misses are not attributed. `evicted`: the first part of the prompt that was evicted
-    when it was admitted first, if it asked for that.
+    admissions; None if misses are not attributed. `evicted`: the part of the prompt that was evicted when
+    it was admitted first, if it asked for that; seconds, cause and request are of the first of these tokens.
     """
 
     request: Request

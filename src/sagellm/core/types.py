@@ -410,8 +410,8 @@ class RequestOutput(NamedTuple):
     first token, to a request that asked for them. `error` explains a `FinishReason.ERROR`.
     The first output of a request and its last one also carry `queued_s`, the seconds from its arrival to the
     step that first scheduled it (None: it never was), `misses`, why blocks of its prompt had to be computed
-    (None: misses are not attributed), and `evicted`, the first part of its prompt that was evicted, if it
-    asked for that.
+    (None: misses are not attributed), and `evicted`, the part of its prompt that was evicted, if it asked
+    for that.
     """
 
     request_id: str

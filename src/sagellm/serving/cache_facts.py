@@ -14,8 +14,9 @@ class CacheSpan(Body):
     """Tokens `[start, stop)` of a prompt, and what the cache knows of them.
 
     `partial_block`: they fill no block. `unknown`: never seen, or evicted so long ago that it is forgotten.
-    Of evicted ones: how long ago, why, for which request (the part of its answer's id behind the hyphen; null
-    for another tenant's), and the blocks and GiB by which LRU's memory was too small, at most.
+    Of evicted ones: how long ago the first of them went, why, for which request (the part of its answer's id
+    behind the hyphen; null for other tenants' requests), and the blocks and GiB by which LRU's memory was too
+    small, at most.
     """
 
     start: int
@@ -69,9 +70,9 @@ class Explanation(Body):
 class CacheEviction(Body):
     """What the cache had of a prompt and evicted; for `return_cache_misses`.
 
-    The first such part of the prompt: its tokens, for which request of the same tenant, when (seconds since
-    1970), why, and by how much LRU's memory was too small, at most. 0 tokens and null: nothing was evicted,
-    as far as is remembered.
+    The evicted tokens, and by how much LRU's memory was too small for them, at most. Of the first one also
+    for which request of the same tenant, when (seconds since 1970), and why. 0 tokens and null: nothing was
+    evicted, as far as is remembered.
     """
 
     evicted_tokens: int = 0

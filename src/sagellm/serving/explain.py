@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
@@ -62,7 +64,7 @@ class ExplainRoutes:
         return Explanation(
             num_tokens=len(tokens),
             block_size=found.block_size,
-            spans=[CacheSpan.of(span, tenant, found.bytes_per_block) for span in found.spans],
+            spans=_shown(CacheSpan.of(span, tenant, found.bytes_per_block) for span in found.spans),
             session=await run_in_threadpool(self._difference, tokens, found.session_tokens),
         )
 
@@ -82,3 +84,13 @@ class ExplainRoutes:
             now=text(tokens, token, token + SHOWN_TOKENS),
             then=text(before, token, token + SHOWN_TOKENS),
         )
+
+
+def _shown(spans: Iterable[CacheSpan]) -> list[CacheSpan]:
+    """What other tenants' requests evicted piece by piece is one span."""
+    shown = []
+    for _, alike in groupby(spans, key=lambda span: (span.state, span.cause, span.evicted_by)):
+        pieces = list(alike)
+        oldest = max(pieces, key=lambda piece: piece.blocks_needed or 0)
+        shown.append(oldest.model_copy(update={"start": pieces[0].start, "stop": pieces[-1].stop}))
+    return shown

@@ -228,8 +228,9 @@ class Evictor(NamedTuple):
 class PromptSpan:
     """Tokens `[start, stop)` of a prompt and what the cache knows of them.
 
-    Of evicted blocks also: how many seconds ago, the cause, for which request, and `num_blocks_since`: how
-    many blocks were evicted from then on, these included. LRU with so many more blocks would have kept them.
+    Of evicted blocks also: how many seconds ago the first of them went, the cause, for which request, and
+    `num_blocks_since`: how many blocks were evicted from then on, these included. LRU with so many more
+    blocks would have kept them.
     """
 
     start: int

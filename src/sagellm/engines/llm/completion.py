@@ -21,8 +21,9 @@ class Usage:
     """Tokens of one request.
 
     The prompt counts once, for any number of choices. `misses` says why blocks of the prompt had to be
-    computed (for the first choice); None where the engine does not attribute misses. `evicted`: the first
-    evicted part of the prompt for a request that `reports_eviction`, its seconds counted from the arrival.
+    computed (for the first choice); None where the engine does not attribute misses. `evicted`: the
+    evicted part of the first prompt that has one, for a request that `reports_eviction`, its seconds counted
+    from the arrival.
     """
 
     prompt_tokens: int = 0

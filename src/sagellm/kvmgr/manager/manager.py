@@ -32,6 +32,7 @@ rolled back before the first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from sagellm.core.binding import Binding, BindingStage, ChunkBlocks
@@ -500,4 +501,7 @@ class KVCacheManager:
             state.misses = found.plus(state.misses) if again else found
             if state.request.reports_eviction and not again:
                 spans = self.misses.explain(self.index, state.tokens, namespace)
-                state.evicted = next((span for span in spans if span.state is SpanState.EVICTED), None)
+                evicted = [span for span in spans if span.state is SpanState.EVICTED]
+                if evicted:
+                    most = max(span.num_blocks_since or 0 for span in evicted)
+                    state.evicted = replace(evicted[0], stop=evicted[-1].stop, num_blocks_since=most)

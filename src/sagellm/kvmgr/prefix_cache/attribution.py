@@ -96,20 +96,20 @@ class MissAttribution:
         digests = chain(tokens.tobytes(), size * TOKEN_BYTES, namespace)[num_hit:]
         ghosts = [self._ghosts.get(digest) for digest in digests]
         position = num_hit
-        for ghost, group in groupby(ghosts, key=lambda ghost: ghost and (ghost.at_s, *ghost[1:3])):
+        for ghost, group in groupby(ghosts, key=lambda ghost: ghost and (ghost.cause, ghost.evictor)):
             evicted = [each for each in group if each is not None]
             if ghost is None:  # what is behind it was never seen either, or its eviction is forgotten
                 break
-            last = evicted[0]
+            oldest = min(evicted, key=lambda ghost: ghost.num_before)
             spans.append(
                 PromptSpan(
                     position * size,
                     (position + len(evicted)) * size,
                     SpanState.EVICTED,
-                    now_s - last.at_s,
-                    last.cause,
-                    last.evictor,
-                    self._num_evicted - min(each.num_before for each in evicted),
+                    now_s - oldest.at_s,
+                    oldest.cause,
+                    oldest.evictor,
+                    self._num_evicted - oldest.num_before,
                 )
             )
             position += len(evicted)
