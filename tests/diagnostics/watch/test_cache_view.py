@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Sequence
 
@@ -19,7 +20,9 @@ from sagellm.control_plane.kv_events import (
 )
 from sagellm.control_plane.kv_events.sequence import Gap, Malformed, Restart
 from sagellm.core.errors import ConfigError
+from sagellm.diagnostics.watch import cache_view
 from sagellm.diagnostics.watch.accesses import CacheAccess
+from sagellm.diagnostics.watch.block_contents import BlockContent
 from sagellm.diagnostics.watch.cache_view import CacheView
 from sagellm.diagnostics.watch.ghosts import CHUNK, GhostStack
 from sagellm.diagnostics.watch.report import UNLIMITED
@@ -323,3 +326,23 @@ def test_a_replay_of_the_past_is_not_counted() -> None:
     assert before.num_block_events > 0
     assert (after.num_block_events, after.num_repaired) == (0, 0)
     assert after.num_cached == before.num_cached
+
+
+def test_an_endless_request_keeps_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_view, "MAX_REQUEST_BLOCKS", 500)
+    accesses = list[CacheAccess]()
+    view = CacheView(max_blocks=1000, on_access=accesses.append)
+    num_alive = []
+    for number in range(400):
+        hashes: list[bytes | int] = [20 * number + i for i in range(20)]
+        parent = 20 * number - 1 if number else None
+        stored = BlockStored(hashes, parent, [*range(20 * number, 20 * number + 20)], 1, None, "GPU", None)
+        removed = BlockRemoved(list(range(20 * number - 2000, 20 * number - 1980)), "GPU")
+        view.feed(0, ReceivedBatch(number, KVEventBatch(float(number), [removed, stored])))
+        if number in (200, 399):
+            gc.collect()
+            num_alive.append(sum(isinstance(each, BlockContent) for each in gc.get_objects()))
+    assert num_alive[1] <= num_alive[0] + 10 <= 8000
+    view.check()
+    view.finish()
+    assert accesses == []

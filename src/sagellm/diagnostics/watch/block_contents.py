@@ -18,7 +18,8 @@ class BlockContent:
     """All tokens up to the end of a block, in one namespace.
 
     `text_key` is the same for equal tokens in all namespaces. `is_whole`: all blocks before it are known.
-    `holders`: bits of the instances that have it. A root has no tokens and no parent.
+    `holders`: bits of the instances that have it. A root has no tokens and no parent;
+    a forgotten block has no parent either.
     """
 
     __slots__ = ("children", "holders", "is_whole", "namespace", "number", "parent", "text_key", "tokens")
@@ -82,7 +83,8 @@ class BlockContents:
             self._next_number += 1
             parent.children = [*parent.children[1 - MAX_SIBLINGS :], content]
             if len(self._contents) >= self._max_blocks:
-                self._contents.pop(next(iter(self._contents))).children = []
+                forgotten = self._contents.pop(next(iter(self._contents)))
+                forgotten.children, forgotten.parent = [], None  # else an endless chain would keep all of it
         self._contents[key] = content  # the last one that was stored is the last to be forgotten
         return content
 
@@ -107,7 +109,7 @@ class BlockContents:
 
 
 def path_to(content: BlockContent) -> list[BlockContent]:
-    """The blocks from a prompt's first to this one."""
+    """The blocks of a prompt up to this one; those before a forgotten one are missing."""
     path = []
     while content.parent is not None:
         path.append(content)

@@ -52,8 +52,8 @@ Item: TypeAlias = ReceivedBatch | Gap | Malformed | Restart
 
 MAX_BLOCKS = 1_000_000
 """Different blocks that are remembered, of all instances together: about 0.6 GB."""
-MAX_REQUESTS = 4096
-"""Requests of one instance that may still store blocks; the oldest one counts as ended."""
+MAX_REQUESTS, MAX_REQUEST_BLOCKS = 4096, 1 << 18
+"""Open requests of one instance; the oldest one counts as ended. Longer requests are not replayed."""
 IDLE_S, IDLE_AT_ONCE_S = 60.0, 600.0
 """A request that stored nothing for so long has ended; the second where an answer is stored at its end."""
 MAX_PREFIXES = 65_536
@@ -394,6 +394,9 @@ class CacheView:
         if former is not None:  # both computed the same blocks at once
             self._end(instance, former)
         view.requests[end] = request
+        if len(request.contents) > MAX_REQUEST_BLOCKS:
+            request.begins_known = False
+            del request.contents[:-1]
         if len(view.requests) > MAX_REQUESTS:
             self._end(instance, view.requests.pop(next(iter(view.requests))))
 
