@@ -27,10 +27,8 @@ from sagellm.engines.native import DEMO_MODEL
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.rows import BatchRows
-from sagellm.kvmgr.manager.allocator import SlidingWindows
 from sagellm.kvmgr.manager.prefix_sharing import SharingGroups
 from sagellm.kvmgr.manager.quotes import Quotes
-from sagellm.kvmgr.manager.tables import RequestBlocks
 from sagellm.kvmgr.scheduler_ir.passes import memory_aware_preemption
 from sagellm.serving import create_app
 from tests.serving import live
@@ -169,21 +167,18 @@ class SwappedLayers(Plant):
 class WindowModel(Plant):
     """No fault; a model with sliding windows."""
 
-    window = 2 * BLOCK
+    window = 4 * BLOCK
 
 
 class DroppedWindowBlock(WindowModel):
-    """When memory is short, a block is freed that is still in the sliding window."""
+    """The block in which the window of a hit begins counts as behind it, and is given up."""
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().install(monkeypatch)
-        num_behind = SlidingWindows.num_behind
-
-        def one_more(windows: SlidingWindows, blocks: RequestBlocks) -> int:
-            behind = num_behind(windows, blocks)
-            return min(behind + 1, len(blocks.own.block_ids)) if behind else 0
-
-        monkeypatch.setattr(SlidingWindows, "num_behind", one_more)
+    def before(self, backend: NativeBackend, plan: ExecutionPlan) -> ExecutionPlan:
+        for join in plan.joined:
+            first = (join.num_computed - self.window + 1) // BLOCK
+            for block in reused(join)[first : first + 1] if first >= 0 else ():
+                zero(backend._kv, block)
+        return plan
 
 
 class BitFlip(Plant):

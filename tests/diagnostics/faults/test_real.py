@@ -90,7 +90,7 @@ SCENARIOS: dict[str, Scenario] = {
     "off by one at a border": one_over_the_border,
     "wrong position": twice,
     "swapped layers": twice,
-    "dropped window block": under_pressure,
+    "dropped window block": twice,
     "bit flip on return from host": under_pressure,
     "wrong adapter namespace": of_two_models,
     "partial block reused": other_half_of_a_block,

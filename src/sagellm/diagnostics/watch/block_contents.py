@@ -109,7 +109,7 @@ class BlockContents:
 
 
 def path_to(content: BlockContent) -> list[BlockContent]:
-    """The blocks of a prompt up to this one; those before a forgotten one are missing."""
+    """The blocks up to this one, without what is before a forgotten one."""
     path = []
     while content.parent is not None:
         path.append(content)
