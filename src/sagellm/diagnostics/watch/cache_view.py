@@ -59,9 +59,8 @@ IDLE_S, IDLE_AT_ONCE_S = 60.0, 600.0
 MAX_PREFIXES = 65_536
 """Evicted prefixes that are counted; the least computed ones are forgotten."""
 GAP_ENDS_S = (1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, UNLIMITED)
-NOT_KNOWN_S = -UNLIMITED
-NEVER = -1
-"""The depth of a block that was never evicted: no memory would have kept it."""
+NEVER, NOT_KNOWN_S = -1, -UNLIMITED
+"""`NEVER` is the depth of a block that was never evicted: no memory would have kept it."""
 
 
 class _Resident:
