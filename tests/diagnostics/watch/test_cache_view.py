@@ -351,3 +351,22 @@ def test_an_endless_request_keeps_bounded_memory(monkeypatch: pytest.MonkeyPatch
     view.check()
     view.finish()
     assert accesses == []
+
+
+def stored_with(number: int, tokens: list[int], parent: int | None, *keys: object) -> ReceivedBatch:
+    event = BlockStored([number], parent, tokens, 4, extra_keys=[keys] if keys else None)
+    return ReceivedBatch(number, KVEventBatch(float(number), [event]))
+
+
+def test_other_images_are_other_blocks_and_no_other_namespace() -> None:
+    """The tokens of two images are the same placeholders."""
+    view, text, image = CacheView(), [1, 2, 3, 4], [9] * 4
+    view.feed(0, stored_with(1, image, None, ["hash-a", 0]))
+    view.feed(0, stored_with(2, image, None, ["hash-b", 0]))
+    view.feed(0, stored_with(3, text, 2))
+    view.feed(0, stored_with(4, image, 3, ["hash-a", 8]))
+    view.feed(0, stored_with(5, image, 3, ["hash-c", 8]))
+    view.feed(0, stored_with(6, image, None, "salt", ["hash-a", 0]))
+    missed = view.missed([1.0])
+    assert (missed.other_namespace, missed.never_seen) == (4, 20)
+    view.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 
 from sagellm.control_plane.kv_events import BlockStored
 from sagellm.core.errors import BookkeepingError
@@ -24,12 +25,14 @@ class BlockContent:
 
     __slots__ = ("children", "holders", "is_whole", "namespace", "number", "parent", "text_key", "tokens")
 
-    def __init__(self, number: int, parent: BlockContent | None, tokens: bytes, namespace: int) -> None:
+    def __init__(
+        self, number: int, parent: BlockContent | None, tokens: bytes, namespace: int, media: bytes = b""
+    ) -> None:
         self.number = number
         self.parent = parent
         self.tokens = tokens
         self.namespace = namespace
-        self.text_key: int = hash((parent.text_key, tokens)) if parent is not None else 0
+        self.text_key: int = hash((parent.text_key, tokens, media)) if parent is not None else 0
         self.is_whole: bool = parent is None or parent.is_whole
         self.children: list[BlockContent] = []
         self.holders = 0
@@ -38,9 +41,8 @@ class BlockContent:
 class BlockContents:
     """Numbers blocks: equal numbers hold equal tokens and all before.
 
-
     Remembers `max_blocks` of them; those that were stored longest ago are forgotten, and get another number
-    when they come again. A namespace is an adapter and a salt (and whatever else the server's hashes cover).
+    when they come again. A namespace is an adapter and a salt; images are part of what a block holds.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -57,7 +59,8 @@ class BlockContents:
     def begin(self, event: BlockStored) -> BlockContent:
         """What is before the event's first block: a root or an unknown block."""
         keys = event.extra_keys[0] if event.extra_keys else None
-        name = (event.lora_name or "", event.cache_salt or "", *map(str, keys or ()))
+        salts = (key for key in keys or () if isinstance(key, str))
+        name = (event.lora_name or "", event.cache_salt or "", *salts)
         known = min(len(self._namespaces), MAX_NAMESPACES)
         number = self._namespaces.get(name if any(name) else (), known)
         if number < MAX_NAMESPACES:
@@ -75,11 +78,20 @@ class BlockContents:
         unknown.is_whole = False
         return unknown
 
-    def behind(self, parent: BlockContent, tokens: bytes) -> BlockContent:
-        key = hash((parent.number, tokens))
+    def below(self, content: BlockContent, event: BlockStored, data: bytes) -> Iterator[BlockContent]:
+        """The event's blocks, in order, below `content`. `data`: their tokens as bytes."""
+        step = event.block_size * TOKEN_BYTES
+        for index in range(len(event.block_hashes)):
+            tokens = data[index * step : (index + 1) * step]
+            content = self.behind(content, tokens, media_of(event, index))
+            yield content
+
+    def behind(self, parent: BlockContent, tokens: bytes, media: bytes = b"") -> BlockContent:
+        """The block of these tokens below `parent`. `media`: see `media_of`."""
+        key = hash((parent.number, tokens, media))
         content = self._contents.pop(key, None)
         if content is None:
-            content = BlockContent(self._next_number, parent, tokens, parent.namespace)
+            content = BlockContent(self._next_number, parent, tokens, parent.namespace, media)
             self._next_number += 1
             parent.children = [*parent.children[1 - MAX_SIBLINGS :], content]
             if len(self._contents) >= self._max_blocks:
@@ -128,6 +140,16 @@ def _equal_tokens(tokens: bytes, other: bytes) -> int:
     length = min(len(tokens), len(other))
     difference = int.from_bytes(tokens[:length], "big") ^ int.from_bytes(other[:length], "big")
     return (length - (difference.bit_length() + 7) // 8) // TOKEN_BYTES if difference else 0
+
+
+def media_of(event: BlockStored, index: int) -> bytes:
+    """What the hash of a block covers beside tokens, adapter and salt: its images and embeddings.
+
+    vLLM names them in `extra_keys`, as pairs of a hash and an offset, and as bytes.
+    """
+    keys = event.extra_keys[index] if event.extra_keys and index < len(event.extra_keys) else None
+    media = [key for key in keys or () if not isinstance(key, str)]
+    return repr(media).encode() if media else b""
 
 
 def token_bytes(event: BlockStored) -> bytes | None:

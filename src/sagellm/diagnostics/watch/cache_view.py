@@ -329,9 +329,8 @@ class CacheView:
 
     def _enter_old(self, instance: int, view: _Instance, event: BlockStored, data: bytes) -> None:
         """Note blocks that were in the cache before the watch began."""
-        content, step = self._contents.begin(event), event.block_size * TOKEN_BYTES
-        for index, block_hash in enumerate(event.block_hashes):
-            content = self._contents.behind(content, data[index * step : (index + 1) * step])
+        contents = self._contents.below(self._contents.begin(event), event, data)
+        for block_hash, content in zip(event.block_hashes, contents, strict=True):
             if block_hash not in view.resident:
                 content.holders |= 1 << instance
                 old = _Resident(content, 0, view.num_batches, NOT_KNOWN_S, is_single=False)
@@ -386,11 +385,8 @@ class CacheView:
         return None
 
     def _keep(self, instance: int, view: _Instance, end: Hash, request: _Request) -> None:
-        former = view.requests.pop(end, None)  # these blocks were evicted since it ended with them
-        if former is not None:
-            self._end(instance, former)
         former = view.requests.pop(end, None)
-        if former is not None:  # both computed the same blocks at once
+        if former is not None:  # both computed the same blocks at once, or they were evicted in between
             self._end(instance, former)
         view.requests[end] = request
         if len(request.contents) > MAX_REQUEST_BLOCKS:
@@ -416,16 +412,15 @@ class CacheView:
         is_single = tally is view.single  # if it was looked up, then now
         depth = parent.depth if parent is not None and request.contents and not is_single else 0
         is_first = is_single or not request.num_stored
-        num_evicted, last_evicted, step = 0, above, size * TOKEN_BYTES
+        num_evicted, last_evicted = 0, above
         # Depths are those at the look-up, before anything was evicted or restored for this request.
         since = view.num_evictions - view.evictions_before
         if not is_single:
             since = view.num_evictions - request.evictions_before - request.num_restored
         depths = [view.ghosts.depth(block_hash) for block_hash in event.block_hashes]
         num_ghosts = max(0, len(view.ghosts) - since)
-        for index, block_hash in enumerate(event.block_hashes):
-            content = self._contents.behind(above, data[index * step : (index + 1) * step])
-            ghost_depth = depths[index]
+        contents = self._contents.below(above, event, data)
+        for block_hash, ghost_depth, content in zip(event.block_hashes, depths, contents, strict=True):
             request.num_restored += view.ghosts.pop(block_hash)
             before = view.evicted.pop(block_hash, None) or view.resident.get(block_hash)
             if before is not None:
@@ -452,7 +447,6 @@ class CacheView:
                 content, depth, view.num_batches, now_s, is_single=is_single
             )
             request.contents.append(content)
-            above = content
         request.num_stored += len(event.block_hashes)
         if not view.num_evictions:
             view.num_stored_at_first += len(event.block_hashes)
