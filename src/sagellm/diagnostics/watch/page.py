@@ -24,8 +24,8 @@ COLORS = ("lru", "adaptive", "optimum", "server", "routing")
 MISSES = {
     "never_seen": ("never seen", "no cache could have had them"),
     "evicted": ("evicted", "they were cached and had to make room"),
-    "not_aligned": ("not aligned", "equal to cached tokens into a block; only whole blocks are shared"),
-    "other_namespace": ("other namespace", "cached under another salt or adapter"),
+    "not_aligned": ("not aligned", "equal to seen tokens into a block; only whole blocks are shared"),
+    "other_namespace": ("other namespace", "seen under another salt or adapter"),
     "unknown": ("unknown", "the events do not tell"),
 }  # fmt: skip
 GIB = 2**30
