@@ -143,7 +143,7 @@ def _equal_tokens(tokens: bytes, other: bytes) -> int:
 
 
 def media_of(event: BlockStored, index: int) -> bytes:
-    """What the hash of a block covers beside tokens, adapter and salt: its images and embeddings.
+    """Images and embeddings of a block: its hash covers them beside its tokens.
 
     vLLM names them in `extra_keys`, as pairs of a hash and an offset, and as bytes.
     """
