@@ -92,6 +92,12 @@ def test_plots_are_named(cli: Any, tmp_path: Path) -> None:
         (["--seed", "x"], "--seed 'x': write a whole number"),
         (["--on-error", "x"], "'skip' or 'fail'"),
         (["--block-tokens", "5"], "stands for 64 tokens"),
+        (["--checkpoints", "value"], "--checkpoints needs --groups"),
+        (["--groups", "x"], "write qwen3-next or nemotron-h"),
+        (["--groups", "qwen3-next", "--checkpoints", "x"], "no rule 'x'"),
+        (["--groups", "qwen3-next", "--policy", "lru"], "leave out the option for policies"),
+        (["--groups", "qwen3-next", "--plots", "p"], "leave out --plots"),
+        (["--groups", "qwen3-next", "--out", "r.parquet"], "name it *.json, *.csv"),
     ],
 )
 def test_what_is_refused_is_explained(cli: Any, arguments: list[str], text: str) -> None:
@@ -99,3 +105,16 @@ def test_what_is_refused_is_explained(cli: Any, arguments: list[str], text: str)
     assert result.exit_code == 2
     assert result.stdout == ""
     assert text in result.stderr
+
+
+def test_checkpoints_of_a_hybrid_model(cli: Any, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    names = ("--checkpoints", "value", "--checkpoints", "every-4096", "--checkpoints", "bound")
+    result = cli("replay", str(CHAT), "--groups", "qwen3-next", *names, "--capacity", "50%", "-o", str(out))
+    assert result.exit_code == 0, result.stderr
+    assert "of bound %" in result.stdout
+    written = json.loads(out.read_text())
+    assert written["manifest"]["configuration"]["groups"]["state_bytes"] == 77_266_944
+    assert [row["policy"] for row in written["rows"]] == ["value", "every-4096", "bound"]
+    value, every, bound = (row["hit_tokens"] for row in written["rows"])
+    assert every < value < bound

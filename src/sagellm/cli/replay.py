@@ -18,6 +18,7 @@ from sagellm.core.errors import ConfigError
 from sagellm.core.registry import registry
 
 if TYPE_CHECKING:
+    from sagellm.benchmarks.checkpoints.replayer import CheckpointPlan
     from sagellm.benchmarks.replay.sweep import ReplaySweepPlan
 
 PREFERRED = ("lru", "adaptive")
@@ -27,6 +28,14 @@ _OPTION_HELP = "Set an option of a policy, such as s3fifo.small_share=0.2, or of
 _OUT_HELP = "Write a row per replay to this file: .json (with a manifest), .csv or .parquet."
 _PREMATURE_HELP = (
     "With --causes: an eviction is premature if the block is missed within this time; default: 60."
+)
+_GROUPS_HELP = (
+    "Replay a hybrid model's cache: qwen3-next, nemotron-h, or attention_bytes=24576,state_bytes=77266944; "
+    "also window_tokens, window_bytes."
+)
+_CHECKPOINTS_HELP = (
+    "With --groups: value, vllm-sparse, three-per-path, junctions, prompt-end, every-4096, dense, or bound, "
+    "the upper one; may be repeated; default: vllm-sparse, three-per-path, value, bound."
 )
 _PER_TOKEN_HELP = "Seconds of prefill per token, for saved seconds; default: 5e-5."
 
@@ -54,6 +63,28 @@ class ReplayOptions(OptionGroup):
         if self.seeds:
             given["seeds"] = tuple(map(_seed, self.seeds))
         return ReplaySweepPlan(**{"policies": default, "options": options, **given})
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointOptions(OptionGroup):
+    """For hybrid models: what is kept of a prefix, and where checkpoints are."""
+
+    groups: str | None = flag("--groups SPEC", _GROUPS_HELP)
+    checkpoints: tuple[str, ...] = flag("--checkpoints NAME", _CHECKPOINTS_HELP, ())
+
+    def plan(self, replaying: ReplayOptions) -> CheckpointPlan:
+        """What is to be replayed; capacities and warm-up are those of other replays."""
+        from sagellm.benchmarks.checkpoints.groups import parse_groups
+        from sagellm.benchmarks.checkpoints.replayer import CheckpointPlan
+
+        given = replaying.given()
+        for name in given:
+            if name not in ("capacities", "warmup"):
+                raise ConfigError(f"--groups replays checkpoints: leave out the option for {name}")
+        assert self.groups is not None
+        if self.checkpoints:
+            given["policies"] = self.checkpoints
+        return CheckpointPlan(parse_groups(self.groups), **given)
 
 
 def _seed(text: str) -> int:
@@ -91,12 +122,21 @@ def replay(
     plots: Path | None = flag("FOLDER", "Draw there as PNG; needs the extra plots."),
     *,
     replaying: ReplayOptions,
+    hybrid: CheckpointOptions,
     reading: ReplayReading,
 ) -> None:
     """Replay a trace with eviction policies, beside the offline optimum.
 
-    "of gap" is the share of the way from LRU to the optimum, "saved s" the share of prefill seconds.
+    "of gap" is the share of the way from LRU to the optimum, "saved s" the share of prefill seconds. With
+    --groups: where a hybrid model keeps checkpoints of its recurrent state.
     """
+    if hybrid.groups is not None:
+        if plots is not None:
+            raise ConfigError("--groups draws nothing: leave out --plots")
+        _replay_checkpoints(file, block_tokens, out_file, hybrid.plan(replaying), reading)
+        return
+    if hybrid.checkpoints:
+        raise ConfigError("--checkpoints needs --groups: --groups qwen3-next")
     from sagellm.benchmarks.replay.block_trace import block_trace
     from sagellm.benchmarks.replay.outputs import check_out, headline, manifest, tables, write
     from sagellm.benchmarks.replay.plots import check_plots, draw
@@ -121,3 +161,24 @@ def replay(
         write(out_file, manifest(trace, plan, environment()), results)
     for path in draw(plots, trace, results) if plots is not None else ():
         print(path)
+
+
+def _replay_checkpoints(
+    file: Path, block_tokens: int | None, out_file: Path | None, plan: CheckpointPlan, reading: ReplayReading
+) -> None:
+    from sagellm.benchmarks.checkpoints.outputs import check_out, table, write
+    from sagellm.benchmarks.checkpoints.replayer import run_checkpoints
+    from sagellm.benchmarks.replay.block_trace import block_trace
+    from sagellm.benchmarks.replay.outputs import headline, manifest
+
+    if out_file is not None:
+        check_out(out_file)
+    trace = block_trace(reading.read(file), block_tokens)
+    terminal = Console(stderr=True)
+    with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
+        task = progress.add_task("replays", total=len(plan.policies) * len(plan.capacities))
+        results = run_checkpoints(trace, plan, lambda: progress.advance(task))
+    print(headline(trace))
+    print_tables([table(results)])
+    if out_file is not None:
+        write(out_file, manifest(trace, plan, environment()), results)

@@ -8,7 +8,7 @@ import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sagellm.benchmarks.replay.block_trace import BlockTrace
 from sagellm.benchmarks.replay.sweep import ReplayResult, ReplaySweepPlan
@@ -22,6 +22,9 @@ from sagellm.benchmarks.reporting import (
 )
 from sagellm.core.errors import ConfigError, MissingExtraError
 from sagellm.core.protocols.prefix_cache import MissCounts
+
+if TYPE_CHECKING:
+    from sagellm.benchmarks.checkpoints.replayer import CheckpointPlan
 
 FORMAT = "sagellm-replay/1"
 
@@ -48,7 +51,9 @@ def as_row(result: ReplayResult) -> dict[str, Any]:
     }
 
 
-def manifest(trace: BlockTrace, plan: ReplaySweepPlan, environment: Environment) -> dict[str, Any]:
+def manifest(
+    trace: BlockTrace, plan: ReplaySweepPlan | CheckpointPlan, environment: Environment
+) -> dict[str, Any]:
     """Describes what was replayed, how, by which code and on which machine."""
     return {
         "trace": {

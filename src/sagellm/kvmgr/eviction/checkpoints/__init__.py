@@ -1,0 +1,1 @@
+"""Where a hybrid model keeps checkpoints of its recurrent state."""
