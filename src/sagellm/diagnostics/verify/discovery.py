@@ -281,7 +281,7 @@ class Discovery:
         for _ in range(MAX_RETRIES):
             other = await self._server.ask(Question(question.prompt, salt=self.salt()))
             if not other.retried:  # else its own first try may be what it hit
-                return bool(other.cached_tokens)
+                return (other.cached_tokens or 0) > 0
         return False
 
     async def _displace(self, facts: Facts) -> None:

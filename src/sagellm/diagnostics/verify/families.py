@@ -298,7 +298,7 @@ async def isolation(prober: Prober, trial: Trial) -> None:
         (mine, "asked under both salts before"),
     ):
         answer = await prober.warm(trial, asked, prompt, colds, steps=steps)
-        if asked is other and answer.cached_tokens and not answer.retried:
+        if asked is other and (answer.cached_tokens or 0) > 0 and not answer.retried:
             prober.num_salted_hits += 1
             text = f"a prompt cached under one cache_salt had a hit of {answer.cached_tokens} tokens"
             prober.note("isolation", "isolation", f"{text} with {trial.variant}")

@@ -175,7 +175,7 @@ class Prober:
         salt = self.salt()
         self.num_cold += 1
         answer = await self.server.ask(Question(prompt, salt, max_tokens, forced, model, fields), alone=alone)
-        if salt is not None and answer.cached_tokens and not answer.retried:
+        if salt is not None and (answer.cached_tokens or 0) > 0 and not answer.retried:
             self.num_salted_hits += 1
             if self.server.form.hits != "metrics":
                 text = (
