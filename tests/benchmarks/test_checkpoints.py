@@ -133,14 +133,14 @@ def replayed(trace: BlockTrace, name: str, budget_bytes: float) -> list[int]:
 
 
 @pytest.mark.parametrize("name", [*RULES, "every-4"])
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(100))
 @given(prompts=PROMPTS, budget_bytes=st.integers(0, 120))
 def test_rules_reuse_what_the_slow_twin_reuses(name: str, prompts: list[Prompt], budget_bytes: int) -> None:
     twin = Twin(name, covered=name != "vllm-sparse")
     assert replayed(made(prompts), name, budget_bytes) == [twin.serve(one, budget_bytes) for one in prompts]
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(100))
 @given(prompts=PROMPTS)
 def test_every_policy_in_unlimited_memory_reuses_at_most_what_dense_reuses(prompts: list[Prompt]) -> None:
     trace = made(prompts)
@@ -154,7 +154,7 @@ def test_every_policy_in_unlimited_memory_reuses_at_most_what_dense_reuses(promp
 # -- the bound
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(100))
 @given(prompts=PROMPTS, budget_bytes=st.integers(1, 120))
 def test_no_policy_exceeds_the_bound(prompts: list[Prompt], budget_bytes: int) -> None:
     trace = made(prompts)
@@ -170,7 +170,7 @@ def _hits(trace: BlockTrace, name: str, budget_bytes: float) -> list[int]:
     ]
 
 
-@settings(max_examples=examples(16), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4),
     budget_bytes=st.integers(1, 40),
