@@ -132,7 +132,45 @@ def test_a_request_that_waits_is_looked_up_in_each_step_and_counts_once() -> Non
         cache.serve(list(range(8)))  # a hit of all blocks in three steps
     view = view_of(cache, on_access=found.append)
     view.finish()
-    assert [access.num_queried for access in found] == [2, 2]
+    assert [(access.num_queried, access.num_repeated) for access in found] == [(2, 0), (2, 2)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_hits_of_blocks_from_before_the_watch_are_told_from_stores(seed: int) -> None:
+    """The watch begins after 60 of 160 requests, with a full cache."""
+    prompts, found = workload(seed, 160), list[CacheAccess]()
+    cache = serve(prompts[:60], 40, reports_hits=True)
+    num_before, queried, hit = len(cache.items), cache.num_queried, cache.num_hit
+    for number, prompt in enumerate(prompts[60:], 60):
+        cache.serve(prompt, time_s=float(number))
+    view = CacheView(on_access=found.append)
+    for item in cache.items[num_before:]:
+        view.feed(0, item)
+        view.check()
+    view.finish()
+    queried, hit = cache.num_queried - queried, cache.num_hit - hit
+    num_known = sum(access.num_queried + access.num_repeated * access.num_hit for access in found)
+    assert num_known == pytest.approx(queried, rel=0.02)
+    num_hit = sum((1 + access.num_repeated) * access.num_hit for access in found)
+    assert num_hit == pytest.approx(hit, abs=0.03 * queried)
+    stored, singles = view.stored_tokens(0)
+    assert stored + singles == pytest.approx((queried - hit) * BLOCK, abs=0.03 * queried * BLOCK)
+    assert view.num_free_at_first(0) == pytest.approx(0, abs=4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_without_reported_hits_no_store_is_taken_for_a_hit(seed: int) -> None:
+    prompts = workload(seed, 160)
+    cache = serve(prompts[:60], 40)
+    num_before, missed = len(cache.items), cache.num_queried - cache.num_hit
+    for number, prompt in enumerate(prompts[60:], 60):
+        cache.serve(prompt, time_s=float(number))
+    view = CacheView()
+    for item in cache.items[num_before:]:
+        view.feed(0, item)
+    assert not view.sees_hits
+    stored, singles = view.stored_tokens(0)
+    assert stored + singles == (cache.num_queried - cache.num_hit - missed) * BLOCK
 
 
 def test_causes() -> None:

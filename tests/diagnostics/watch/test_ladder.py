@@ -21,6 +21,7 @@ from sagellm.diagnostics.watch.ladder import (
     Ladder,
     Watched,
     share_of_singles,
+    with_repeated,
 )
 from sagellm.diagnostics.watch.replays import WatchedRequests
 from sagellm.diagnostics.watch.report import UNLIMITED, Basis
@@ -170,6 +171,18 @@ def test_answers_are_stored_and_not_counted() -> None:
     requests = WatchedRequests(accesses)
     assert sum(requests.hits("lru", 10)) == 3
     assert sum(requests.hits("optimum", 10)) == 3
+
+
+def test_repeated_look_ups_are_requests_as_far_as_the_counters_have_more() -> None:
+    accesses = [
+        CacheAccess(0.0, 0, Tokens([1]), 1, 1, 2),
+        CacheAccess(1.0, 0, Tokens([2]), 1),
+        CacheAccess(2.0, 1, Tokens([1]), 1, 1, 5),
+    ]
+    for num_requests, found in ((None, 3), (2, 3), (3, 4), (4, 5), (9, 5)):
+        counters = ServerCounters("vLLM", "m", 100, 50, num_requests)
+        watched = [Watched(counters, 10, BLOCK), Watched(None, 10, BLOCK)]
+        assert len(with_repeated(accesses, watched)) == found
 
 
 def test_advice_names_memory_and_its_gain() -> None:

@@ -19,7 +19,8 @@ class CacheAccess:
 
     Equal numbers are equal prefixes of one namespace. `num_queried` leading blocks are the prompt's, which
     were looked up; those behind are the answer's, which were stored only. `num_hit` leading blocks were in
-    the server's cache. `instance`: index of the endpoint.
+    the server's cache. `instance`: index of the endpoint. `num_repeated` look-ups of the same blocks came in
+    the steps after it: of this request while it waited, or of others with the same prompt.
     """
 
     time_s: float
@@ -27,6 +28,7 @@ class CacheAccess:
     blocks: Tokens
     num_queried: int
     num_hit: int = 0
+    num_repeated: int = 0
 
 
 class KeptAccesses:

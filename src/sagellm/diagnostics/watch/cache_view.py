@@ -45,7 +45,13 @@ from sagellm.diagnostics.watch.block_contents import (
     token_bytes,
 )
 from sagellm.diagnostics.watch.ghosts import DepthCurve, GhostStack
-from sagellm.diagnostics.watch.report import UNLIMITED, EvictedPrefix, MissedTokens, ReuseGaps
+from sagellm.diagnostics.watch.report import (
+    UNLIMITED,
+    EvictedPrefix,
+    InstanceEvents,
+    MissedTokens,
+    ReuseGaps,
+)
 
 Hash: TypeAlias = bytes | int
 Item: TypeAlias = ReceivedBatch | Gap | Malformed | Restart
@@ -83,9 +89,9 @@ class _Resident:
 class _Request:
     """A request in reconstruction. `num_prompt` leading blocks are its prompt; `is_prompt_over`: what comes
     now is its answer. `last_batch`: the batch of its last event. `begins_known`: it began with a prompt's
-    first block, stored or reported as a hit. `num_hit`: blocks that were reported as a hit. `num_stored`:
-    blocks that it stored, `num_restored` those of them that had been evicted. `evictions_before`: evictions
-    of the instance before it was looked up."""
+    first block, stored or reported as a hit. `num_hit`: blocks that were reported as a hit, `num_repeated`:
+    how often they were again. `num_stored`: blocks that it stored, `num_restored` those of them that had been
+    evicted. `evictions_before`: evictions of the instance before it was looked up."""
 
     began_s: float
     last_s: float
@@ -95,6 +101,7 @@ class _Request:
     begins_known: bool
     evictions_before: int
     num_hit: int = 0
+    num_repeated: int = 0
     num_stored: int = 0
     num_restored: int = 0
     is_prompt_over: bool = False
@@ -119,7 +126,9 @@ class _Instance:
 
     `group`: group and medium of the blocks that are followed. `evictions_before`: evictions up to the last
     store or hit, or to the last batch: those behind it make room for the next request that stores.
-    `num_stored_at_first`: blocks stored before the first eviction.
+    `num_stored_at_first`: blocks stored behind known ones before the first eviction, `num_begun_at_first`:
+    others. None: the cache was emptied, or evicted blocks of the watch first: it had no older ones.
+    `is_full`: it has evicted since it was emptied, or does so in this batch.
     """
 
     max_ghosts: int
@@ -134,8 +143,9 @@ class _Instance:
     single: _Tally = field(default_factory=_Tally)
     num_evictions: int = 0
     evictions_before: int = 0
-    num_stored_at_first: int = 0
-    is_emptied: bool = False
+    num_stored_at_first: int | None = 0
+    num_begun_at_first: int = 0
+    is_full: bool = False
     num_batches: int = 0
     num_events: int = 0
     num_block_events: int = 0
@@ -151,22 +161,6 @@ class _Instance:
     @property
     def tallies(self) -> tuple[_Tally, _Tally]:
         return self.sure, self.single
-
-
-@dataclass(frozen=True, slots=True)
-class InstanceEvents:
-    """What came from one instance. `num_cached`: blocks stored and not evicted since the watch began."""
-
-    block_size: int | None
-    num_cached: int
-    num_batches: int
-    num_events: int
-    num_block_events: int
-    num_other_group: int
-    num_lost: int
-    num_repaired: int
-    num_restarts: int
-    num_malformed: int
 
 
 class CacheView:
@@ -192,7 +186,7 @@ class CacheView:
         self._contents = BlockContents(max_blocks)
         self._gaps: Counter[int] = Counter()
         self._prefixes: dict[BlockContent, list[int]] = {}
-        self._num_hits_reported = 0
+        self._num_hits_reported = self._num_old_hits = 0
 
     # ------------------------------------------------------------------------------------------- feeding
 
@@ -204,6 +198,7 @@ class CacheView:
                 view.num_batches += 1
                 view.num_repaired += item.replayed
                 view.evictions_before = view.num_evictions
+                view.is_full |= any(isinstance(event, BlockRemoved) for event in item.batch.events)
                 for event in item.batch.events:
                     view.num_events += 1
                     match event:
@@ -249,7 +244,7 @@ class CacheView:
         view.resident.clear()
         view.evicted.clear()
         view.ghosts.clear()
-        view.is_emptied = True
+        view.num_stored_at_first, view.is_full = None, False
 
     def _end_idle(self, instance: int, view: _Instance, now_s: float) -> None:
         """End the requests that stored nothing for long, so that a recording has them."""
@@ -271,6 +266,8 @@ class CacheView:
             view.num_other_group += len(event.block_hashes)
             return
         view.num_block_events += len(event.block_hashes)
+        if not view.num_evictions and event.block_hashes and event.block_hashes[0] in view.resident:
+            view.num_stored_at_first = None
         view.num_evictions += len(event.block_hashes)
         for block_hash in event.block_hashes:
             block = view.resident.pop(block_hash, None)
@@ -308,6 +305,10 @@ class CacheView:
         request.is_prompt_over |= is_single
         tally = view.single if is_single else view.sure
         self._store(instance, view, event, data, request, now_s, parent, tally)
+        if not view.is_full and parent is None:
+            view.num_begun_at_first += len(event.block_hashes)
+        elif not view.is_full and view.num_stored_at_first is not None:
+            view.num_stored_at_first += len(event.block_hashes)
         request.last_s, request.last_batch = now_s, view.num_batches
         if not request.is_prompt_over:
             request.num_prompt = len(request.contents)
@@ -321,11 +322,14 @@ class CacheView:
         """
         is_known = all(block_hash in view.resident for block_hash in event.block_hashes)
         was_evicted = any(block_hash in view.ghosts for block_hash in event.block_hashes)
-        if is_known or was_evicted or view.is_emptied or not view.num_evictions:
+        if is_known or was_evicted or not view.is_full:
             return False
         num_blocks = len(event.block_hashes)
         num_evicted = view.num_evictions - view.evictions_before
-        return num_blocks >= (2 if self.sees_hits else 4) and num_evicted <= num_blocks // 4
+        most_evicted = num_blocks // 4 if view.evictions_before else 0  # the first evictions fill a gap
+        is_hit = num_blocks >= (2 if self._num_old_hits >= 3 else 4) and num_evicted <= most_evicted
+        self._num_old_hits += is_hit
+        return is_hit
 
     def _enter_old(self, instance: int, view: _Instance, event: BlockStored, data: bytes) -> None:
         """Note blocks that were in the cache before the watch began."""
@@ -353,7 +357,8 @@ class CacheView:
         """The request that stores these blocks. None: the event only reports a hit."""
         if event.parent_block_hash is not None:
             request = view.requests.pop(event.parent_block_hash, None)
-            if not self.sees_hits and len(event.block_hashes) > 1:  # most likely another one, that hit these
+            is_seen = self.sees_hits or (request is not None and request.num_hit > 0)
+            if not is_seen and len(event.block_hashes) > 1:  # most likely another one, that hit these
                 request = None
             return request or _Request(
                 now_s, now_s, view.num_batches, [], 0, False, view.evictions_before
@@ -372,8 +377,9 @@ class CacheView:
         if not is_hit:
             return request
         request.last_s, request.last_batch = now_s, view.num_batches
+        request.num_repeated += former is not None
         if former is None:
-            self._num_hits_reported += 1
+            self._num_hits_reported += all(block.used_s != NOT_KNOWN_S for block in hit)
             request.contents = [block.content for block in hit]
             request.num_hit = request.num_prompt = len(hit)
         for block in hit:
@@ -386,7 +392,7 @@ class CacheView:
 
     def _keep(self, instance: int, view: _Instance, end: Hash, request: _Request) -> None:
         former = view.requests.pop(end, None)
-        if former is not None:  # both computed the same blocks at once, or they were evicted in between
+        if former is not None:  # both computed the blocks at once, or they were evicted since
             self._end(instance, former)
         view.requests[end] = request
         if len(request.contents) > MAX_REQUEST_BLOCKS:
@@ -407,7 +413,7 @@ class CacheView:
         tally: _Tally,
     ) -> None:
         """Enter the blocks of an event into the books of their instance. `data`: its tokens as bytes."""
-        size = event.block_size
+        size, step = event.block_size, event.block_size * TOKEN_BYTES
         above = parent.content if parent is not None else self._contents.begin(event)
         is_single = tally is view.single  # if it was looked up, then now
         depth = parent.depth if parent is not None and request.contents and not is_single else 0
@@ -448,8 +454,6 @@ class CacheView:
             )
             request.contents.append(content)
         request.num_stored += len(event.block_hashes)
-        if not view.num_evictions:
-            view.num_stored_at_first += len(event.block_hashes)
         view.evictions_before = view.num_evictions
         if num_evicted:
             self._note_prefix(last_evicted, num_evicted * size)
@@ -484,8 +488,8 @@ class CacheView:
         if self._on_access is None or not is_whole:
             return
         numbers = Tokens([content.number for content in request.contents])
-        access = CacheAccess(request.began_s, instance, numbers, request.num_prompt, request.num_hit)
-        self._on_access(access)
+        counts = request.num_prompt, request.num_hit, request.num_repeated
+        self._on_access(CacheAccess(request.began_s, instance, numbers, *counts))
 
     @property
     def sees_hits(self) -> bool:
@@ -528,9 +532,11 @@ class CacheView:
     def num_free_at_first(self, instance: int) -> int | None:
         """Blocks that were free when the watch began: stored before the first eviction.
 
-        None: there was no eviction, or the cache was emptied."""
+        Some that began a request may have been hits. None: there was no eviction, or no block is older."""
         view = self._instances[instance]
-        return None if view.is_emptied or not view.num_evictions else view.num_stored_at_first
+        if view.num_stored_at_first is None or not view.num_evictions:
+            return None
+        return view.num_stored_at_first + (0 if self.sees_hits else view.num_begun_at_first)
 
     def held_elsewhere(self, instance: int, share_of_singles: float = 0.0) -> float:
         """Prompt tokens that this instance computed while another one had them in its cache."""

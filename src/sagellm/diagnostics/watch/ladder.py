@@ -15,9 +15,10 @@ what `adaptive` would have learned. `limits` says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from sagellm.core.types import Tokens
 from sagellm.diagnostics.watch.accesses import CacheAccess
 from sagellm.diagnostics.watch.cache_view import CacheView
 from sagellm.diagnostics.watch.counters import ServerCounters
@@ -110,6 +111,25 @@ def share_of_singles(view: CacheView, instance: int, counters: ServerCounters | 
     return min(1.0, max(0.0, (computed - ends - sure) / single))
 
 
+def with_repeated(accesses: Sequence[CacheAccess], watched: Sequence[Watched]) -> list[CacheAccess]:
+    """Requests, and the repeated look-ups that must have been requests too.
+
+    A request that waits for memory is looked up in each step, as others with the same prompt would be. The
+    events do not tell which, but the counters say how many requests there were.
+    """
+    missing = [(each.counters.num_requests or 0) if each.counters else 0 for each in watched]
+    for access in accesses:
+        missing[access.instance] -= 1
+    requests = []
+    for access in accesses:
+        num_more = max(0, min(access.num_repeated, missing[access.instance]))
+        missing[access.instance] -= num_more
+        hit = Tokens(access.blocks.slice(0, access.num_hit))
+        requests += [replace(access, blocks=hit, num_queried=access.num_hit)] * num_more
+        requests.append(access)
+    return requests
+
+
 def coverage(accesses: Sequence[CacheAccess], watched: Sequence[Watched]) -> float | None:
     """The share of the queried tokens that known requests explain; None without counters."""
     queried = TokenSums.of(watched).queried
@@ -132,6 +152,7 @@ class Ladder:
         self._sums = TokenSums.of(watched)
         self._shares = [share_of_singles(view, i, each.counters) for i, each in enumerate(watched)]
         self._num_blocks = _all_or_none([each.num_blocks for each in watched])
+        accesses = with_repeated(accesses, watched)
         self.coverage = coverage(accesses, watched) if view.sees_hits else None
         is_whole = view.sees_hits and (self.coverage is None or self.coverage >= LEAST_COVERAGE)
         self._accesses = list(accesses) if is_whole else []

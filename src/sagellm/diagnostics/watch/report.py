@@ -81,6 +81,22 @@ class EvictedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceEvents:
+    """What came from one instance. `num_cached`: blocks stored and not evicted since the watch began."""
+
+    block_size: int | None
+    num_cached: int
+    num_batches: int
+    num_events: int
+    num_block_events: int
+    num_other_group: int
+    num_lost: int
+    num_repaired: int
+    num_restarts: int
+    num_malformed: int
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceReport:
     """One endpoint. `num_lost` batches never arrived, `num_repaired` came by the replay socket. `hit_ratio`
     is from the counters of the watched time. `bytes_per_block` and `num_blocks` are None if unknown."""

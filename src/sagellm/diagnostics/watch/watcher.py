@@ -15,12 +15,12 @@ from sagellm.core.errors import ConfigError
 from sagellm.core.types import Tokens
 from sagellm.diagnostics.watch.accesses import CacheAccess, KeptAccesses
 from sagellm.diagnostics.watch.advice import advice
-from sagellm.diagnostics.watch.cache_view import MAX_BLOCKS, CacheView, InstanceEvents
+from sagellm.diagnostics.watch.cache_view import MAX_BLOCKS, CacheView
 from sagellm.diagnostics.watch.counters import ServerCounters
 from sagellm.diagnostics.watch.endpoints import HOW_TO_PUBLISH, CounterWatch, EventReader, ServerAddress
 from sagellm.diagnostics.watch.ladder import NEEDS_HITS, Ladder, Watched
 from sagellm.diagnostics.watch.replays import OnReplay
-from sagellm.diagnostics.watch.report import InstanceReport, MissedTokens, WatchReport
+from sagellm.diagnostics.watch.report import InstanceEvents, InstanceReport, MissedTokens, WatchReport
 
 GIVEN_BY_SERVER = None
 MOST_ERROR_POINTS = 2.0
