@@ -10,10 +10,12 @@ import pytest
 
 from sagellm.benchmarks.replay.block_trace import block_trace
 from sagellm.benchmarks.traces import read_trace
-from sagellm.diagnostics.watch.accesses import KeptAccesses
+from sagellm.core.types import Tokens
+from sagellm.diagnostics.watch.accesses import CacheAccess, KeptAccesses
 from sagellm.diagnostics.watch.cache_view import CacheView
 from sagellm.diagnostics.watch.counters import ServerCounters
-from sagellm.diagnostics.watch.ladder import Ladder, Watched
+from sagellm.diagnostics.watch.ladder import ESTIMATED, LOWER_BOUNDS, Ladder, Watched
+from sagellm.diagnostics.watch.replays import WatchedRequests
 from tests.diagnostics.watch.reference_cache import ReferenceCache
 
 pytestmark = [pytest.mark.traces, pytest.mark.slow]
@@ -59,22 +61,30 @@ def turns_of(path: Path) -> list[Turn]:
 
 
 class Served:
-    """The trace served by a cache of `num_blocks`: its events, its counters and what is seen of it."""
+    """The trace served by a cache of `num_blocks`: its events, its counters and what is seen of it.
 
-    def __init__(self, turns: list[Turn], num_blocks: int, *, reports_hits: bool = False) -> None:
+    The watch begins after the first `num_before` requests; figures are of those behind."""
+
+    def __init__(
+        self, turns: list[Turn], num_blocks: int, *, reports_hits: bool = False, num_before: int = 0
+    ) -> None:
         self.cache = ReferenceCache(num_blocks, reports_hits=reports_hits, block=1)
-        for turn in turns:
+        for number, turn in enumerate(turns):
+            if number == num_before:
+                self._num_items_before = len(self.cache.items)
+                before = self.cache.num_queried, self.cache.num_hit
             self.cache.serve(turn.prompt, turn.answer, time_s=turn.time_s)
-        self.ratio = self.cache.num_hit / self.cache.num_queried
+        self._queried, self._hit = self.cache.num_queried - before[0], self.cache.num_hit - before[1]
+        self.ratio = self._hit / self._queried
 
     def ladder(self) -> Ladder:
         kept = KeptAccesses()
         view = CacheView(on_access=kept.add)
-        for item in self.cache.items:
+        for item in self.cache.items[self._num_items_before :]:
             view.feed(0, item)
         view.finish()
         # Prompts of a server end inside a block; these end with one, so the counters have no ends.
-        counters = ServerCounters("vLLM", "m", self.cache.num_queried, self.cache.num_hit)
+        counters = ServerCounters("vLLM", "m", self._queried, self._hit)
         return Ladder(view, [Watched(counters, self.cache.num_blocks, 1)], list(kept))
 
 
@@ -103,3 +113,46 @@ def test_replayed_requests_agree_with_the_cache_at_other_sizes(
         print(f"{name} {num_blocks} x {factor}: lru {lru:.4f}, run {run:.4f}, {adaptive=:.4f}, {best=:.4f}")
         assert lru == pytest.approx(run, abs=POINTS)
         assert best >= max(lru, adaptive)
+
+
+TUNED_ON = [(CONVERSATION, 4000), (CODING, 6000)]
+JUDGED_ON = [(SYNTHETIC, 4000), (CONVERSATION, 2000), (CODING, 1500)]
+NUM_BEFORE = 900
+
+
+@pytest.mark.parametrize(("name", "num_blocks"), TUNED_ON + JUDGED_ON)
+def test_a_watch_that_begins_with_a_full_cache(sagellm_traces: Path, name: str, num_blocks: int) -> None:
+    """Beside all that is known: the whole trace, of which the same requests are counted."""
+    turns = turns_of(sagellm_traces / name)
+    watched = Served(turns, num_blocks, reports_hits=True, num_before=NUM_BEFORE)
+    ladder = watched.ladder()
+    answers = iter(range(10**9, 2 * 10**9))
+    accesses = [
+        CacheAccess(
+            turn.time_s,
+            0,
+            Tokens([*turn.prompt, *(next(answers) for _ in turn.answer)]),
+            len(turn.prompt),
+        )
+        for turn in turns
+    ]
+    whole = WatchedRequests(accesses)
+    queried = sum(access.num_queried for access in accesses[NUM_BEFORE:])
+
+    def known(policy: str, factor: float) -> float:
+        return sum(whole.hits(policy, round(factor * num_blocks))[NUM_BEFORE:]) / queried
+
+    lru, double = ladder.replayed("lru", 1.0), ladder.lru_from_events(2.0)
+    assert lru is not None
+    assert double is not None
+    print(f"{name} {num_blocks}: lru {lru:.4f} / {known('lru', 1.0):.4f}")
+    print(f"    double memory {double:.4f} / {known('lru', 2.0):.4f}")
+    assert lru == pytest.approx(watched.ratio, abs=0.01)
+    assert lru == pytest.approx(known("lru", 1.0), abs=0.01)
+    assert double == pytest.approx(known("lru", 2.0), abs=0.02)
+    assert list(ladder.limits()) == [ESTIMATED, LOWER_BOUNDS]
+    for policy in ("adaptive", "optimum"):
+        found = ladder.replayed(policy, 1.0)
+        assert found is not None
+        print(f"    {policy} {found:.4f} / {known(policy, 1.0):.4f}")
+        assert found <= known(policy, 1.0) + 0.01
