@@ -413,7 +413,7 @@ class CacheView:
         tally: _Tally,
     ) -> None:
         """Enter the blocks of an event into the books of their instance. `data`: its tokens as bytes."""
-        size, step = event.block_size, event.block_size * TOKEN_BYTES
+        size = event.block_size
         above = parent.content if parent is not None else self._contents.begin(event)
         is_single = tally is view.single  # if it was looked up, then now
         depth = parent.depth if parent is not None and request.contents and not is_single else 0

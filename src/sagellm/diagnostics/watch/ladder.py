@@ -45,8 +45,8 @@ ESTIMATED = (
 )
 TOO_SHORT = (
     "The server's cache was full when the watch began, and since then it evicted too little to say what LRU "
-    "with double memory would hit: that figure is rough, and mostly too low. Watch until it has evicted twice "
-    "its size."
+    "with double memory would hit: that figure is rough, and mostly too low. Watch until it has evicted "
+    "twice its size."
 )
 LOWER_BOUNDS = (
     "Replays begin with the blocks that the server had at the start and hit later. `adaptive` and the "
