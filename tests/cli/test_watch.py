@@ -65,7 +65,7 @@ def test_ctrl_c_ends_it_with_a_report(cli: Any, tmp_path: Path) -> None:
     with LiveServer() as server:
         threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
         began_s = time.monotonic()
-        result = cli("watch", server.url, "--out", str(tmp_path / "page.html"))
+        result = cli("watch", server.url, "--html", str(tmp_path / "page.html"))
     assert result.exit_code == 0, result.output
     assert time.monotonic() - began_s < 30
     assert "now" in result.output
@@ -102,7 +102,7 @@ def test_a_proxy_alone_watches_its_server_and_says_what_is_missing(
     monkeypatch.setattr("sagellm.cli.watch.LINE_S", 0.3)
     with LiveServer() as server:
         out = str(tmp_path / "page.html")
-        result = cli("watch", "--proxy", server.url, "--duration", "1", "--interval", "0.2", "--out", out)
+        result = cli("watch", "--proxy", server.url, "--duration", "1", "--interval", "0.2", "--html", out)
     assert result.exit_code == 0, result.output
     assert f"which passes them on to {server.url}" in result.output
     assert result.output.count("no KV events were asked for") == 2  # when it begins, and at the end
@@ -118,7 +118,7 @@ def test_a_proxy_alone_watches_its_server_and_says_what_is_missing(
         (["nonsense"], "write tcp://host:port"),
         (["http://127.0.0.1:1"], "no metrics at http://127.0.0.1:1/metrics"),
         (["tcp://a:1", "--duration", "0"], "--duration and --interval must be more than 0"),
-        (["tcp://a:1", "--out", "/nowhere/x.html"], "name a file in a folder that exists"),
+        (["tcp://a:1", "--html", "/nowhere/x.html"], "name a file in a folder that exists"),
         (["tcp://a:1", "--blocks", "0"], "--blocks 0: at least one"),
         (["http://127.0.0.1:1", "--bytes-per-token", "0"], "--bytes-per-token 0: at least one"),
         (["tcp://a:1", "tcp://b:1", "tcp://a:1"], "tcp://a:1 is named twice"),
@@ -129,8 +129,8 @@ def test_a_proxy_alone_watches_its_server_and_says_what_is_missing(
     ],
 )
 def test_what_is_refused(cli: Any, arguments: list[str], message: str, tmp_path: Path) -> None:
-    if "--out" not in arguments:
-        arguments = [*arguments, "--out", str(tmp_path / "page.html")]
+    if "--html" not in arguments:
+        arguments = [*arguments, "--html", str(tmp_path / "page.html")]
     result = cli("watch", *arguments)
     assert result.exit_code == 2
     assert message in result.output

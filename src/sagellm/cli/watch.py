@@ -92,7 +92,7 @@ def watch(
     interval: float = flag("SECONDS", "Between two looks at the metrics.", 5.0),
     proxy: str | None = flag("URL", _PROXY_HELP),
     listen: str = flag("HOST:PORT", "Where the proxy listens; port 0: any.", "127.0.0.1:0"),
-    out_file: Path = flag("--out -o FILE", "Write the page there.", Path("watch.html")),
+    out_file: Path = flag("--html FILE", "Write the page there.", Path("watch.html")),
     json_file: Path | None = flag("--json FILE", "Write the figures there."),
     record: Path | None = flag("FILE", "Write whole requests there, as a trace without text."),
     max_blocks: int = flag("N", "Different blocks to remember, 0.6 kB each.", 1_000_000),
