@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,19 +20,13 @@ from sagellm.diagnostics.watch.recording import WatchRecording
 from sagellm.diagnostics.watch.report import WatchReport
 from sagellm.diagnostics.watch.watcher import CacheSizes, Watcher
 from tests.diagnostics.watch.live_server import LiveServer
+from tests.serving.live import wait_until
 
 
 @pytest.fixture
 def server() -> Iterator[LiveServer]:
     with LiveServer() as made:
         yield made
-
-
-def wait_until(is_so: Callable[[], bool], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def join(watcher: Watcher, *servers: LiveServer) -> None:
