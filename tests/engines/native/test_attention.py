@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.gemma2 import modeling_gemma2 as gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+from transformers.models.granite import modeling_granite as granite
 
 from sagellm.core.blocks import cdiv
+from sagellm.core.protocols.fusion import Scores
 from sagellm.engines.native import attention
 from sagellm.engines.native.attention import AttentionPlanner, Span, attend, group_rows
 from sagellm.engines.native.kv_cache import PagedKV
@@ -51,13 +57,17 @@ def new_rows(spans: list[Span], pool: torch.Tensor) -> torch.Tensor:
 
 
 def check(
-    decode: list[int], prefill: list[tuple[int, int]], window: int | None, seed: int, *, consecutive: bool
-) -> None:
+    decode: list[int], prefill: list[tuple[int, int]], window: int | None, seed: int, *, consecutive: bool,
+    scores: Scores | None = None,
+) -> None:  # fmt: skip
     first, second, kv, query = scene(decode, prefill, seed=seed, consecutive=consecutive)
-    plan = AttentionPlanner(kv).plan(first, second, window)
+    plain = scores is None or scores.is_scaled_only
+    plan = AttentionPlanner(kv, plain_scores=plain).plan(first, second, window)
     spans = first + second
-    got = attend(plan, kv, 0, query, new_rows(spans, kv.keys[0]), new_rows(spans, kv.values[0]))
-    torch.testing.assert_close(got, attention_reference(spans, kv, 0, query, window), atol=1e-12, rtol=1e-10)
+    key, value = new_rows(spans, kv.keys[0]), new_rows(spans, kv.values[0])
+    got = attend(plan, kv, 0, query, key, value, scores)
+    expected = attention_reference(spans, kv, 0, query, window, scores)
+    torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-10)
 
 
 @settings(max_examples=60)
@@ -67,12 +77,39 @@ def check(
     window=st.none() | st.integers(1, 40),
     seed=st.integers(0, 99),
     consecutive=st.booleans(),
+    scores=st.none() | st.builds(Scores, st.floats(0.05, 1.5), st.none() | st.floats(0.5, 60)),
+    with_sinks=st.booleans(),
 )
 def test_agrees_with_its_slow_twin(
-    decode: list[int], prefill: list[tuple[int, int]], window: int | None, seed: int, consecutive: bool
-) -> None:
+    decode: list[int], prefill: list[tuple[int, int]], window: int | None, seed: int, consecutive: bool,
+    scores: Scores | None, with_sinks: bool,
+) -> None:  # fmt: skip
+    if scores is not None and with_sinks:
+        scores = replace(scores, sinks=torch.randn(HEADS, dtype=torch.float64))
     if decode or prefill:
-        check(decode, prefill, window, seed, consecutive=consecutive)
+        check(decode, prefill, window, seed, consecutive=consecutive, scores=scores)
+
+
+@pytest.mark.parametrize("scale", [0.02, 1.0])
+def test_scores_are_those_of_transformers(scale: float) -> None:
+    """In float32, a prompt: soft-capping of Gemma 2, sinks of gpt-oss, a scale of Granite."""
+    kv = PagedKV(1, 8, BLOCK_SIZE, KV_HEADS, DIM, torch.device("cpu"), torch.float32)
+    torch.manual_seed(0)
+    query = torch.randn(25, HEADS, DIM)
+    key, value = torch.randn(2, 25, KV_HEADS, DIM)
+    module = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, training=False, sinks=torch.randn(HEADS))
+    mask = torch.full((25, 25), -torch.inf).triu(1)
+    heads_first = [part.transpose(0, 1)[None] for part in (query, key, value)]
+    for forward, scores, more in (
+        (gemma2.eager_attention_forward, Scores(scale, 2.5), {"softcap": 2.5}),
+        (gpt_oss.eager_attention_forward, Scores(scale, None, module.sinks), {}),
+        (granite.eager_attention_forward, Scores(scale), {}),
+    ):
+        theirs = forward(module, *heads_first, mask, scaling=scale, **more)[0][0]
+        planner = AttentionPlanner(kv, plain_scores=scores.is_scaled_only)
+        plan = planner.plan([], [Span(0, 25, 0, range(7))], None)
+        ours = attend(plan, kv, 0, query, key, value, scores)
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 3, 9, 33])

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from sagellm.core.errors import KernelError
-from sagellm.core.protocols.fusion import KernelSupport, Tolerance
+from sagellm.core.protocols.fusion import KernelSupport, Scores, Tolerance
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,11 +59,12 @@ class PagedAttention(CheckedKernel):
 
     `query` [T, heads, head_dim]; `keys` and `values`, pools [num_blocks, block_size, kv_heads, head_dim];
     `spans`, int64 [n, 4], for each sequence the first row, number of tokens, position of the first token and
-    first table entry; `tables`, int32, the block ids of all sequences; and optionally `window`.
+    first table entry; `tables`, int32, the block ids of all sequences; and optionally `window` and `scores`.
 
     A token attends to the last `window` positions of its sequence up to its own, or to all of them. Scores
-    are scaled by 1/sqrt(head_dim). The result is [T, heads, head_dim] in the query's dtype. Rows outside
-    every span are undefined. The kernel reads nothing behind a sequence's last position.
+    are scaled by 1/sqrt(head_dim), or made as `scores` says. The result is [T, heads, head_dim] in the
+    query's dtype. Rows outside every span are undefined. The kernel reads nothing behind a sequence's last
+    position.
     """
 
     name = "paged_attention"
@@ -71,9 +72,10 @@ class PagedAttention(CheckedKernel):
     def _obstacle(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None = None,
         spans: torch.Tensor | None = None, tables: torch.Tensor | None = None, window: int | None = None,
+        scores: Scores | None = None,
     ) -> str:  # fmt: skip
         if values is None or spans is None or tables is None:
-            return "it takes query, keys, values, spans, tables and optionally a window"
+            return "it takes query, keys, values, spans, tables and optionally a window and scores"
         if query.dtype not in DTYPES or keys.dtype not in DTYPES or values.dtype != keys.dtype:
             return f"no kernel for {query.dtype} over {keys.dtype} and {values.dtype}"
         if query.ndim != 3 or keys.ndim != 4 or values.shape != keys.shape or query.shape[2] != keys.shape[3]:
@@ -89,7 +91,24 @@ class PagedAttention(CheckedKernel):
             return f"tables are contiguous int32 [n], not {tables.dtype} {list(tables.shape)}"
         if window is not None and window < 1:
             return f"a window of {window} shows nothing: use at least 1, or None"
+        if scores is not None and not scores.is_scaled_only:
+            return "no kernel for capped scores or sinks"
         return self._device_obstacle(query, keys, values, spans, tables)
+
+
+def attention_weights(
+    products: torch.Tensor, head_dim: int, scores: Scores | None, hidden: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The weights of keys, from q k [heads, ..., keys]; 0 where `hidden`."""
+    made = products * (head_dim**-0.5 if scores is None else scores.scale)
+    if scores is not None and scores.softcap is not None:
+        made = scores.softcap * (made / scores.softcap).tanh()
+    if hidden is not None:
+        made = made.masked_fill(hidden, -torch.inf)
+    if scores is None or scores.sinks is None:
+        return made.softmax(-1)
+    sinks = scores.sinks.to(made.dtype).view(-1, *[1] * (made.ndim - 1)).expand(*made.shape[:-1], 1)
+    return torch.cat([made, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
 class GlueKernel(CheckedKernel):

@@ -48,6 +48,25 @@ class FusedKernel(Protocol):
         """The same operation from plain operators; runs wherever the engine runs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How one layer's attention scores differ from q k / sqrt(head_dim).
+
+    A score is `scale` x q k; with `softcap`, that becomes softcap x tanh(score / softcap). `sinks` [heads],
+    in float32 or float64, are logits without a key: each adds to the softmax's sum of weights and has no
+    value.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Any = None
+
+    @property
+    def is_scaled_only(self) -> bool:
+        """Whether the scale is all that differs."""
+        return self.softcap is None and self.sinks is None
+
+
 class Zeros(Protocol):
     """Gives a tensor of zeros; where it lies is the caller's matter."""
 
@@ -115,7 +134,7 @@ class KernelSet:
     """What a machine has kernels for; where there is none, plain operators do it.
 
     `linear` and `quantized` as their contracts say. `attention`: of query, pools of keys and values, spans,
-    tables and maybe a window.
+    tables and maybe a window and `Scores`.
 
     `add_rms_norm`: of x [T, n], delta [T, n] or None, weight [n] and eps; x becomes x + delta, the result is
     its RMSNorm. `rope_to_cache`: of heads [T, query + 2 kv heads, dim], cos and sin [T, dim / 2] or None,

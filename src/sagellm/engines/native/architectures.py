@@ -41,7 +41,8 @@ class ModelSpec:
     """Shape and wiring of a decoder-only transformer. `windows[i]` is the number of latest positions that
     layer i sees, its own included; None means all. `rope` is None where positions are learned (OPT); their
     table begins with `position_offset` unused rows. `embed_dim` differs from `hidden_size` where the
-    embedding is projected in and out.
+    embedding is projected in and out. Attention scores are scaled by `attention_scale`, None means
+    1/sqrt(head_dim), and limited to +-`score_softcap`; with `attention_sinks` each head has one more logit.
     """
 
     architecture: str
@@ -71,6 +72,9 @@ class ModelSpec:
     out_bias: bool = False
     mlp_bias: bool = False
     position_offset: int = 0
+    attention_scale: float | None = None
+    score_softcap: float | None = None
+    attention_sinks: bool = False
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -85,6 +89,10 @@ class ModelSpec:
             raise UnsupportedModelError(
                 f"config.json: {self.num_heads} heads, not a multiple of {self.num_kv_heads} KV heads"
             )
+        for name in ("attention_scale", "score_softcap"):
+            number = getattr(self, name)
+            if number is not None and not 0 < number < float("inf"):
+                raise UnsupportedModelError(f"config.json: {name} must be positive, got {number!r}")
         if self.activation not in ACTIVATIONS:
             raise UnsupportedModelError(
                 f"activation {self.activation!r} is not supported; these are: {', '.join(ACTIVATIONS)}"

@@ -25,7 +25,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sagellm.core.blocks import cdiv
-from sagellm.core.protocols.fusion import FusedKernel
+from sagellm.core.protocols.fusion import FusedKernel, Scores
 from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.measure import cpu_s, cuda_s, one_thread
 from sagellm.engines.native.memory import to_device
@@ -116,10 +116,14 @@ class KernelCall:
     window: int | None
     num_rows: int
 
-    def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores | None = None
+    ) -> torch.Tensor:
         """[T, heads, head_dim] over one layer's pools; rows of other spans are undefined."""
         own = query[: self.num_rows]
-        answer: torch.Tensor = self.kernel.apply(own, keys, values, self.spans, self.tables, self.window)
+        answer: torch.Tensor = self.kernel.apply(
+            own, keys, values, self.spans, self.tables, self.window, scores
+        )
         if len(own) == len(query):
             return answer
         output = query.new_empty(query.shape)
@@ -138,11 +142,15 @@ class AttentionPlan:
 
 class AttentionPlanner:
     """Makes a step's `AttentionPlan`s; keeps the causal masks that tiles share. `kernel` takes the decode
-    rows and, with `chunks`, the prefill chunks; torch computes the rest.
+    rows and, with `chunks`, the prefill chunks; torch computes the rest. With `plain_scores` every tile has a
+    mask: torch's own attention, which can do without, knows neither capped scores nor sinks.
     """
 
-    def __init__(self, kv: PagedKV, kernel: FusedKernel | None = None, *, chunks: bool = True) -> None:
-        self.kernel, self._chunks = kernel, chunks
+    def __init__(
+        self, kv: PagedKV, kernel: FusedKernel | None = None, *, chunks: bool = True,
+        plain_scores: bool = True,
+    ) -> None:  # fmt: skip
+        self.kernel, self._chunks, self._plain_scores = kernel, chunks, plain_scores
         pool = kv.keys[0]
         self._block_size = kv.block_size
         self._device, self._dtype = pool.device, pool.dtype
@@ -211,7 +219,7 @@ class AttentionPlanner:
     def _chunk(self, span: Span, window: int | None) -> PrefillPlan:
         bs = self._block_size
         if span.start == 0:
-            if window is None or span.num_tokens <= window:
+            if self._plain_scores and (window is None or span.num_tokens <= window):
                 tile = Tile(span.first_row, span.first_row + span.num_tokens, 0, span.num_tokens, None)
                 return PrefillPlan(span, None, (tile,))
             return PrefillPlan(span, None, self._tiles(span, 0, window))
@@ -272,17 +280,20 @@ def group_rows(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]
 
 
 def attend(
-    plan: AttentionPlan, kv: PagedKV, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> torch.Tensor:
+    plan: AttentionPlan, kv: PagedKV, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    scores: Scores | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attention output [T, heads, head_dim] after the new K and V are written. `query` is [T, heads,
-    head_dim]; `key` and `value` [T, kv_heads, head_dim] are the new ones. Scale 1/sqrt(head_dim).
+    head_dim]; `key` and `value` [T, kv_heads, head_dim] are the new ones. Scores are scaled by
+    1/sqrt(head_dim), or made as `scores` says; one that is not only scaled needs a plan without
+    `plain_scores`.
     """
     if plan.kernel is not None:
-        output = plan.kernel(query, kv.keys[layer], kv.values[layer])
+        output = plan.kernel(query, kv.keys[layer], kv.values[layer], scores)
     else:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for group in plan.decode:
-        _attend_group(group, kv.keys[layer], kv.values[layer], query, output)
+        _attend_group(group, kv.keys[layer], kv.values[layer], query, output, scores)
     for chunk in plan.prefill:
         if chunk.read is None:
             rows = slice(chunk.span.first_row, chunk.span.first_row + chunk.span.num_tokens)
@@ -290,57 +301,93 @@ def attend(
         else:
             keys, values = chunk.read.of(kv.keys[layer])[0], chunk.read.of(kv.values[layer])[0]
         for tile in chunk.tiles:
-            _attend_tile(tile, keys, values, query, output)
+            _attend_tile(tile, keys, values, query, output, scores)
     return output
 
 
 def _attend_group(
     group: DecodeGroup, key_pool: torch.Tensor, value_pool: torch.Tensor, query: torch.Tensor,
-    output: torch.Tensor,
+    output: torch.Tensor, scores: Scores | None,
 ) -> None:  # fmt: skip
     keys = group.read.of(key_pool)[:, group.key_start : group.key_stop].transpose(1, 2)
     values = group.read.of(value_pool)[:, group.key_start : group.key_stop].transpose(1, 2)
     rows = slice(group.first_row, group.stop_row)
     packed = query[rows].view(len(keys), keys.shape[1], -1, query.shape[2])
-    answer = scaled_dot_product_attention(packed, keys, values, attn_mask=group.mask)
+    if scores is not None and not scores.is_scaled_only:
+        output[rows] = _with_scores(query[rows][:, :, None], keys, values, group.mask, scores)[:, :, 0]
+        return
+    scale = None if scores is None else scores.scale
+    answer = scaled_dot_product_attention(packed, keys, values, attn_mask=group.mask, scale=scale)
     output[rows].view(packed.shape).copy_(answer)
 
 
 def _attend_tile(
-    tile: Tile, keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor, output: torch.Tensor
-) -> None:
+    tile: Tile, keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor, output: torch.Tensor,
+    scores: Scores | None,
+) -> None:  # fmt: skip
     rows, span = slice(tile.first_row, tile.stop_row), slice(tile.key_start, tile.key_stop)
-    answer = scaled_dot_product_attention(
-        query[rows].transpose(0, 1)[None],
-        keys[span].transpose(0, 1)[None],
-        values[span].transpose(0, 1)[None],
-        attn_mask=tile.mask,
-        is_causal=tile.mask is None,
-        enable_gqa=query.shape[1] != keys.shape[1],
-    )
+    q, k, v = (part.transpose(0, 1)[None] for part in (query[rows], keys[span], values[span]))
+    if scores is not None and not scores.is_scaled_only:
+        assert tile.mask is not None, "planned for plain scores"
+        answer = _with_scores(q, k, v, tile.mask, scores)
+    else:
+        answer = scaled_dot_product_attention(
+            q, k, v, attn_mask=tile.mask, is_causal=tile.mask is None,
+            scale=None if scores is None else scores.scale,
+            enable_gqa=query.shape[1] != keys.shape[1],
+        )  # fmt: skip
     output[rows].copy_(answer[0].transpose(0, 1))
+
+
+def _with_scores(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scores: Scores
+) -> torch.Tensor:
+    """Attention of `query` [n, heads, T, head_dim] by separate operators. `keys` and `values` are [n,
+    kv_heads, L, head_dim]. Softmax is in float32 at least. The query heads of a KV head are rows of one
+    matrix.
+    """
+    num_seqs, heads, tokens, _ = query.shape
+    packed = query.reshape(num_seqs, keys.shape[1], -1, query.shape[3])
+    logits = (packed @ keys.mT).view(num_seqs, heads, tokens, -1) * scores.scale
+    if scores.softcap is not None:
+        logits = (logits / scores.softcap).tanh_() * scores.softcap
+    if mask is not None:
+        logits += mask
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    if scores.sinks is None:
+        weights = logits.softmax(-1, dtype=dtype)
+    else:
+        sinks = scores.sinks.to(dtype).view(1, heads, 1, 1).expand(num_seqs, heads, tokens, 1)
+        weights = torch.cat([logits, sinks], dim=-1).softmax(-1, dtype=dtype)[..., :-1]
+    mixed = weights.to(values.dtype).reshape(num_seqs, keys.shape[1], -1, keys.shape[2]) @ values
+    return mixed.view(query.shape)
 
 
 CONTEXT, CHUNK, _REPEATS = 384, 128, 2
 
 
 def attention_planner(
-    kv: PagedKV, num_heads: int, kernel: FusedKernel | None, measured: FusedKernel | None
-) -> AttentionPlanner:
-    """A planner with `kernel` where the kernel supports the pool and pays. `measured` is the same kernel on
-    one thread.
+    kv: PagedKV, num_heads: int, kernel: FusedKernel | None, measured: FusedKernel | None,
+    scores: Scores | None = None,
+) -> AttentionPlanner:  # fmt: skip
+    """A planner with `kernel` where the kernel supports the pool and `scores`, and pays. `measured` is the
+    same kernel on one thread; `scores` are those of any layer.
     """
+    plain = scores is None or scores.is_scaled_only
     if kernel is None or measured is None:
-        return AttentionPlanner(kv)
+        return AttentionPlanner(kv, plain_scores=plain)
     pool = kv.keys[0]
     query = pool.new_ones(1, num_heads, pool.shape[3])
     spans, tables = query.new_zeros(0, 4, dtype=torch.int64), query.new_zeros(0, dtype=torch.int32)
-    if not kernel.supports(query, pool, kv.values[0], spans, tables).usable:
-        return AttentionPlanner(kv)
-    return AttentionPlanner(kv, kernel, chunks=kernel_wins_prefill(measured, kv, num_heads))
+    if not kernel.supports(query, pool, kv.values[0], spans, tables, None, scores).usable:
+        return AttentionPlanner(kv, plain_scores=plain)
+    chunks = kernel_wins_prefill(measured, kv, num_heads, scores)
+    return AttentionPlanner(kv, kernel, chunks=chunks, plain_scores=plain)
 
 
-def kernel_wins_prefill(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> bool:
+def kernel_wins_prefill(
+    kernel: FusedKernel, kv: PagedKV, num_heads: int, scores: Scores | None = None
+) -> bool:
     """Whether a prefill chunk behind a context is faster by `kernel` than by torch. Torch may win where it
     has bfloat16 instructions, or on a GPU a kernel of its own.
     """
@@ -355,7 +402,9 @@ def kernel_wins_prefill(kernel: FusedKernel, kv: PagedKV, num_heads: int) -> boo
     seconds = cuda_s if query.is_cuda else cpu_s
     with one_thread():
         by_torch, by_kernel = (
-            seconds(partial(attend, planner.plan([], [span], None), small, 0, query, key, key), _REPEATS)
+            seconds(
+                partial(attend, planner.plan([], [span], None), small, 0, query, key, key, scores), _REPEATS
+            )
             for planner in (AttentionPlanner(small), AttentionPlanner(small, kernel))
         )
     return by_kernel < by_torch

@@ -134,7 +134,7 @@ class NativeBackend:
                 self._compute_dtype, host_memory_bytes // block_bytes, has_scratch=recording is not None,
             )  # fmt: skip
             self._planner = attention_planner(
-                self._kv, spec.num_heads, kernel_set.attention, measured_set.attention
+                self._kv, spec.num_heads, kernel_set.attention, measured_set.attention, self._model.scores
             )
             self._steps = self._recorded(recording, kernel_set.record if capture else None)
         if self._packed and self._planner.all_by_kernel:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from sagellm.core.protocols.fusion import FusedKernel, KernelSet, Matrix
+from sagellm.core.protocols.fusion import FusedKernel, KernelSet, Matrix, Scores
 from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.attention import AttentionPlan, attend
 from sagellm.engines.native.kv_cache import PagedKV
@@ -75,9 +75,12 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Weights of one decoder layer. `qkv`, and gate over up in a gated MLP's `up`, are fused."""
+    """Weights of one decoder layer. `qkv`, and gate over up in a gated MLP's `up`, are fused. `scores` is
+    None where they are q k / sqrt(head_dim).
+    """
 
     window: int | None
+    scores: Scores | None
     attn_norm: NormWeights
     qkv: Linear
     q_norm: NormWeights
@@ -117,6 +120,11 @@ class DecoderModel:
         """Make the tables for positions up to `max_position` now."""
         if self._rope is not None:
             self._rope.extend_to(max_position)
+
+    @property
+    def scores(self) -> Scores | None:
+        """The scores of the first layer's attention; the other layers' differ in values only."""
+        return self._layers[0].scores
 
     @torch.inference_mode()
     def forward(self, step: StepInputs, kv: PagedKV, output: torch.Tensor | None = None) -> torch.Tensor:
@@ -165,7 +173,7 @@ class DecoderModel:
         heads = qkv.contiguous().view(len(x), -1, spec.head_dim)
         self._rope_to_cache(layer, heads, angles, step.slots, kv, index)
         query, key, value = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-        mixed = attend(step.attention[layer.window], kv, index, query, key, value)
+        mixed = attend(step.attention[layer.window], kv, index, query, key, value, layer.scores)
         return self._sublayer_output(x, layer.attn_out(mixed.flatten(1)), layer.attn_norm)
 
     def _mlp(self, layer: DecoderLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Stream:
@@ -237,10 +245,20 @@ def _layer(spec: ModelSpec, weights: ModelWeights, index: int) -> DecoderLayer:
         full = f"layers.{index}.{name}"
         return Linear(weights.matrices[full], weights.tensors.get(f"{full}.bias"))
 
+    scores = _scores(spec, weights.tensors.get(f"layers.{index}.sinks"))
     return DecoderLayer(
-        spec.windows[index], norm("attn_norm"), linear("qkv"), norm("q_norm"), norm("k_norm"), linear("out"),
-        norm("mlp_norm"), linear("up"), linear("down"),
+        spec.windows[index], scores, norm("attn_norm"), linear("qkv"), norm("q_norm"), norm("k_norm"),
+        linear("out"), norm("mlp_norm"), linear("up"), linear("down"),
     )  # fmt: skip
+
+
+def _scores(spec: ModelSpec, sinks: torch.Tensor | None) -> Scores | None:
+    if spec.attention_scale is None and spec.score_softcap is None and sinks is None:
+        return None
+    scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
+    if sinks is not None:
+        sinks = sinks.to(torch.promote_types(sinks.dtype, torch.float32))
+    return Scores(scale, spec.score_softcap, sinks)
 
 
 def usable_glue(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> KernelSet:

@@ -45,7 +45,7 @@ class Parameter:
 def parameters(spec: ModelSpec) -> list[Parameter]:
     """All parameters of a model of this shape, in the forward pass's order. Names: `embed`, `positions`,
     `project_in`, `layers.I.{attn_norm,qkv,q_norm,k_norm,out,mlp_norm,up,down}`, `final_norm`, `project_out`,
-    `head`; each followed by `.weight` or `.bias`.
+    `head`; each followed by `.weight` or `.bias`. `layers.I.sinks` are vectors of logits.
     """
     looked_up = {"positions.weight"} if spec.tied else {"positions.weight", EMBEDDING}
     return [
@@ -107,6 +107,8 @@ def _named_pieces(spec: ModelSpec) -> Plan:
         if spec.qk_norm:
             yield ours + "q_norm.weight", (WeightPiece(attn + "q_norm.weight", (spec.head_dim,)),)
             yield ours + "k_norm.weight", (WeightPiece(attn + "k_norm.weight", (spec.head_dim,)),)
+        if spec.attention_sinks:
+            yield ours + "sinks", (WeightPiece(attn + "sinks", (spec.num_heads,)),)
         yield from _linear(ours + "out", attn_out, spec.query_size, bias=spec.out_bias)
         yield from _norm(spec, ours + "mlp_norm", theirs + names.mlp_norm)
         yield from _linear(ours + "up", up, hidden, bias=spec.mlp_bias)

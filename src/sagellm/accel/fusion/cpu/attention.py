@@ -9,7 +9,7 @@ import ctypes
 
 import torch
 
-from sagellm.accel.fusion.checked_kernels import PagedAttention
+from sagellm.accel.fusion.checked_kernels import PagedAttention, attention_weights
 from sagellm.accel.fusion.cpu.calls import (
     DTYPE_CODES,
     CpuKernel,
@@ -20,6 +20,7 @@ from sagellm.accel.fusion.cpu.calls import (
     pointers,
     structure,
 )
+from sagellm.core.protocols.fusion import Scores
 
 _Pool = structure("Pool", pointers("data"), fields(ctypes.c_int64 * 3, "strides"))
 
@@ -47,7 +48,7 @@ class CpuPagedAttention(CpuKernel, PagedAttention):
 
     def reference(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor,
-        tables: torch.Tensor, window: int | None = None,
+        tables: torch.Tensor, window: int | None = None, scores: Scores | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """The slow twin, token by token, in the wider of both dtypes. Rows outside every span are NaN."""
         output = torch.full_like(query, torch.nan)
@@ -60,15 +61,14 @@ class CpuPagedAttention(CpuKernel, PagedAttention):
                 slots = (tables[first_entry + seen // block_size].long(), seen % block_size)
                 k = keys[slots].to(dtype).repeat_interleave(group, dim=1)
                 v = values[slots].to(dtype).repeat_interleave(group, dim=1)
-                scores = (
-                    torch.einsum("hd,lhd->hl", query[first_row + i].to(dtype), k) * query.shape[2] ** -0.5
-                )
-                output[first_row + i] = torch.einsum("hl,lhd->hd", scores.softmax(-1), v).to(query.dtype)
+                products = torch.einsum("hd,lhd->hl", query[first_row + i].to(dtype), k)
+                weights = attention_weights(products, query.shape[2], scores)
+                output[first_row + i] = torch.einsum("hl,lhd->hd", weights, v).to(query.dtype)
         return output
 
     def _compute(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor,
-        tables: torch.Tensor, window: int | None = None,
+        tables: torch.Tensor, window: int | None = None, scores: Scores | None = None,
     ) -> torch.Tensor:  # fmt: skip
         output = query.new_empty(query.shape)
         num_rows, heads, head_dim = query.shape
@@ -77,8 +77,8 @@ class CpuPagedAttention(CpuKernel, PagedAttention):
             query.data_ptr(), output.data_ptr(), (keys.data_ptr(), keys.stride()[:3]),
             (values.data_ptr(), values.stride()[:3]), tables.data_ptr(), spans.data_ptr(), num_rows,
             num_blocks, len(tables), len(spans), heads, kv_heads, head_dim, block_size, window or 0,
-            query.stride()[:2], output.stride()[:2], head_dim**-0.5, DTYPE_CODES[query.dtype],
-            DTYPE_CODES[keys.dtype],
+            query.stride()[:2], output.stride()[:2], head_dim**-0.5 if scores is None else scores.scale,
+            DTYPE_CODES[query.dtype], DTYPE_CODES[keys.dtype],
         )  # fmt: skip
         self._call(self.name, self._function, job, query, keys, values, spans, tables, output)
         return output

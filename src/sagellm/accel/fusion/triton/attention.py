@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from sagellm.accel.fusion.checked_kernels import PagedAttention
+from sagellm.accel.fusion.checked_kernels import PagedAttention, attention_weights
 from sagellm.accel.fusion.triton._launch import TritonKernel
+from sagellm.core.protocols.fusion import Scores
 
 FEWEST_ROWS, MOST_ROWS = 16, 64
 """Of a tile of queries or keys; a matrix unit takes no fewer."""
@@ -53,7 +54,7 @@ class TritonPagedAttention(TritonKernel, PagedAttention):
 
     def _compute(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor,
-        tables: torch.Tensor, window: int | None = None,
+        tables: torch.Tensor, window: int | None = None, scores: Scores | None = None,
     ) -> torch.Tensor:  # fmt: skip
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         if not len(spans):
@@ -73,7 +74,8 @@ class TritonPagedAttention(TritonKernel, PagedAttention):
             parts = query.new_empty(num_rows, heads, splits, dim, dtype=torch.float32)
         attention_kernel[tiles, kv_heads, splits](
             query, keys, values, spans, tables, parts, tops, totals, *query.stride()[:2], *keys.stride()[:3],
-            *values.stride()[:3], len(spans), window or _NO_WINDOW, dim**-0.5,
+            *values.stride()[:3], len(spans), window or _NO_WINDOW,
+            dim**-0.5 if scores is None else scores.scale,
             KV_HEADS=kv_heads, GROUP=group, PACKED=packed, DIM=dim, DIMS=max(dims, 16), BLOCK_SIZE=block_size,
             ROWS=rows, TILE=keys_of_tile, SPLITS=splits, ONE_TOKEN=one_token,
         )  # fmt: skip
@@ -103,7 +105,7 @@ def tile_sizes(bytes_per_head: int) -> tuple[int, int]:
 
 def paged_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor, tables: torch.Tensor,
-    window: int | None = None,
+    window: int | None = None, scores: Scores | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Slow twin, sequence by sequence: all scores, a mask, softmax. Rows outside every span are NaN."""
     output = torch.full_like(query, torch.nan)
@@ -115,8 +117,10 @@ def paged_attention(
         rows = slice(first_row, first_row + num_tokens)
         own = seen[start:, None]
         hidden = (seen > own) | (seen <= own - (window or _NO_WINDOW))
-        scores = torch.einsum("thd,lhd->htl", query[rows], k) * query.shape[2] ** -0.5
-        output[rows] = torch.einsum("htl,lhd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        weights = attention_weights(
+            torch.einsum("thd,lhd->htl", query[rows], k), query.shape[2], scores, hidden
+        )
+        output[rows] = torch.einsum("htl,lhd->thd", weights, v)
     return output
 
 
