@@ -59,8 +59,8 @@ Scene scene(int64_t block_size, int64_t num_blocks) {
 }
 
 // The slots of a pool that a span may read get numbers.
-void fill(Numbers &pool, const Attention &job, const Scene &scene) {
-    const int64_t size = job.kv_heads * job.head_dim;
+void fill(Numbers &pool, const Attention &job, int64_t dim, const Scene &scene) {
+    const int64_t size = job.kv_heads * dim;
     for (const Span &span : scene.spans)
         for (int64_t p = 0; p < span.start + span.tokens; p++) {
             const int64_t block = scene.tables[size_t(span.table + p / job.block_size)];
@@ -75,21 +75,25 @@ void fill(Numbers &pool, const Attention &job, const Scene &scene) {
 bool agrees(const Attention &job, const Span &span, int64_t token, int64_t head, const Numbers &query,
             const Numbers &keys, const Numbers &values, const char *out) {
     const int64_t position = span.start + token, dim = job.head_dim, row = span.first_row + token;
+    const int64_t value_dim = job.value_dim;
     const float *q = &query.values[size_t((row * job.heads + head) * dim)];
-    std::vector<double> sums(size_t(dim), 0.0);
-    double total = 0.0;
+    std::vector<double> sums(size_t(value_dim), 0.0);
+    double total = job.sinks ? std::exp(double(job.sinks[head])) : 0.0;
     for (int64_t p = job.first_key(position); p <= position; p++) {
         const int64_t block = job.tables[span.table + p / job.block_size];
         const int64_t slot = block * job.block_size + p % job.block_size;
-        const size_t at = size_t((slot * job.kv_heads + head / job.group()) * dim);
+        const int64_t slot_head = slot * job.kv_heads + head / job.group();
+        const size_t at = size_t(slot_head * dim), value_at = size_t(slot_head * value_dim);
         double score = 0.0;
         for (int64_t d = 0; d < dim; d++) score += double(q[d]) * keys.values[at + size_t(d)];
-        const double weight = std::exp(score * job.scale);
+        score *= job.scale;
+        if (job.softcap > 0) score = job.softcap * std::tanh(score / job.softcap);
+        const double weight = std::exp(score);
         total += weight;
-        for (int64_t d = 0; d < dim; d++) sums[size_t(d)] += weight * values.values[at + size_t(d)];
+        for (int64_t d = 0; d < value_dim; d++) sums[size_t(d)] += weight * values.values[value_at + size_t(d)];
     }
-    for (int64_t d = 0; d < dim; d++) {
-        const int64_t i = (row * job.heads + head) * dim + d;
+    for (int64_t d = 0; d < value_dim; d++) {
+        const int64_t i = (row * job.heads + head) * value_dim + d;
         const bool halves = query.type == BFLOAT16;
         const float found = halves ? as_float(reinterpret_cast<const BFloat16 *>(out)[i])
                                    : reinterpret_cast<const float *>(out)[i];
@@ -105,20 +109,24 @@ bool agrees(const Attention &job, const Span &span, int64_t token, int64_t head,
 bool one(int32_t query_type, int32_t pool_type) {
     const int64_t kv_heads = between(1, 3), group = between(1, 5), dim = between(1, 70), block_size = between(1, 9);
     const int64_t heads = kv_heads * group, num_blocks = between(1, 40), size = kv_heads * dim;
+    const int64_t value_dim = between(0, 1) ? dim : between(1, 70), value_size = kv_heads * value_dim;
     const Scene seen = scene(block_size, num_blocks);
     const int64_t slots = num_blocks * block_size, window = between(0, 1) ? 0 : between(1, 100);
-    Numbers query(seen.rows * heads * dim, query_type), keys(slots * size, pool_type), values(slots * size, pool_type);
+    Numbers query(seen.rows * heads * dim, query_type), keys(slots * size, pool_type), values(slots * value_size, pool_type);
     for (int64_t i = 0; i < seen.rows * heads * dim; i++) query.draw(i);
-    std::unique_ptr<char[]> out(new char[size_t(seen.rows * heads * dim) * (query_type == FLOAT32 ? 4 : 2)]);
+    std::unique_ptr<char[]> out(new char[size_t(seen.rows * heads * value_dim) * (query_type == FLOAT32 ? 4 : 2)]);
     std::unique_ptr<int32_t[]> tables(new int32_t[seen.tables.size()]);
     std::copy(seen.tables.begin(), seen.tables.end(), tables.get());
+    std::unique_ptr<float[]> sinks(between(0, 1) ? new float[size_t(heads)] : nullptr);
+    for (int64_t h = 0; sinks && h < heads; h++) sinks[size_t(h)] = float(between(-40, 40)) / 10;
     const Attention job = {query.bytes.get(), out.get(), {keys.bytes.get(), block_size * size, size, dim},
-                           {values.bytes.get(), block_size * size, size, dim}, tables.get(), seen.spans.data(),
+                           {values.bytes.get(), block_size * value_size, value_size, value_dim}, tables.get(), seen.spans.data(),
                            seen.rows, num_blocks, int64_t(seen.tables.size()), int64_t(seen.spans.size()),
-                           heads, kv_heads, dim, block_size, window, heads * dim, dim, heads * dim, dim,
-                           1.0f / std::sqrt(float(dim)), query_type, pool_type};
-    fill(keys, job, seen);
-    fill(values, job, seen);
+                           heads, kv_heads, dim, value_dim, block_size, window, heads * dim, dim,
+                           heads * value_dim, value_dim, sinks.get(), 1.0f / std::sqrt(float(dim)),
+                           between(0, 1) ? 0.0f : float(between(1, 50)), query_type, pool_type};
+    fill(keys, job, dim, seen);
+    fill(values, job, value_dim, seen);
     if (sagellm_paged_attention(&job, int32_t(between(1, 2))) != DONE) return false;
     for (const Span &span : seen.spans)
         for (int64_t token = 0; token < span.tokens; token++)

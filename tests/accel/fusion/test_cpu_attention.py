@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from sagellm.accel.fusion.cpu.calls import Caller
 from sagellm.accel.fusion.cpu.library import LEVELS, CpuLevel, compiled, find_compiler, loaded, this_cpu_flags
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError
-from sagellm.core.protocols.fusion import FusedKernel
+from sagellm.core.protocols.fusion import FusedKernel, Scores
 from tests.effort import examples
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,10 +42,11 @@ class Scene:
     spans: torch.Tensor
     tables: torch.Tensor
     window: int | None = None
+    scores: Scores | None = None
 
     @property
-    def args(self) -> tuple[torch.Tensor | int | None, ...]:
-        return self.query, self.keys, self.values, self.spans, self.tables, self.window
+    def args(self) -> tuple[torch.Tensor | int | Scores | None, ...]:
+        return self.query, self.keys, self.values, self.spans, self.tables, self.window, self.scores
 
 
 def scene(
@@ -84,7 +85,7 @@ def scene(
 def compare(kernel: FusedKernel, made: Scene, slack: float = 0.0) -> torch.Tensor:
     """In float64, so that the only rounding is the kernel's."""
     doubles = (made.query.double(), made.keys.double(), made.values.double())
-    expected = kernel.reference(*doubles, made.spans, made.tables, made.window)
+    expected = kernel.reference(*doubles, made.spans, made.tables, made.window, made.scores)
     found: torch.Tensor = kernel.apply(*made.args)
     assert found.dtype == made.query.dtype
     absolute, relative = (bound + slack for bound in TOLERANCES[found.dtype])
@@ -101,7 +102,12 @@ def check_shapes(kernel: FusedKernel) -> None:
         compare(kernel, scene([(130, 1), (70, 90), (0, 70)], block_size=block_size, window=65))
     for dtype in DTYPES:
         for pool_dtype in DTYPES:
-            compare(kernel, scene([(150, 1), (0, 33)], dim=72, dtype=dtype, pool_dtype=pool_dtype))
+            made = scene([(150, 1), (0, 33)], dim=72, dtype=dtype, pool_dtype=pool_dtype)
+            compare(kernel, made)
+            made.scores = Scores(0.2, 3.0, torch.tensor([-50.0, -1.0, 2.0, 80.0]))
+            compare(kernel, made)
+            made.values = made.keys[..., :40]
+            compare(kernel, made)
 
 
 def test_shapes_and_dtypes(kernel: FusedKernel) -> None:
@@ -169,11 +175,13 @@ def test_weights_of_bfloat16_add_up_to_one(kernel: FusedKernel) -> None:
     seed=st.integers(0, 99),
     shared=st.booleans(),
     strided=st.booleans(),
+    scores=st.none() | st.builds(Scores, st.floats(0.05, 1), st.none() | st.floats(0.5, 60)),
+    value_dim=st.none() | st.integers(1, 140),
 )
 def test_any_tables_and_strides(
     kernel: FusedKernel, parts: list[tuple[int, int]], kv_heads: int, group: int, dim: int, block_size: int,
     dtype: torch.dtype, pool_dtype: torch.dtype, window: int | None, seed: int, shared: bool,
-    strided: bool,
+    strided: bool, scores: Scores | None, value_dim: int | None,
 ) -> None:  # fmt: skip
     made = scene(
         parts, heads=kv_heads * group, kv_heads=kv_heads, dim=dim, block_size=block_size, dtype=dtype,
@@ -183,7 +191,30 @@ def test_any_tables_and_strides(
         made.query = torch.cat([made.query, made.query], dim=1)[:, : kv_heads * group]
         both = torch.cat([made.keys, made.values], dim=2)
         made.keys, made.values = both[:, :, :kv_heads], both[:, :, kv_heads:]
+    if scores is not None:
+        sinks = 4 * torch.randn(kv_heads * group, generator=torch.Generator().manual_seed(seed))
+        made.scores = replace(scores, sinks=sinks) if seed % 2 else scores
+    if value_dim is not None:  # as in latent attention: a part of the keys
+        made.values = made.keys[..., :value_dim]
     compare(kernel, made)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_capped_scores_of_any_size(kernel: FusedKernel, dtype: torch.dtype) -> None:
+    """From 1e-3 of the limit, where capping must change nothing, to far beyond it."""
+    for scale in (1e-3, 0.3, 30.0, 1e4):
+        made = scene([(300, 1), (0, 100)], dim=32, dtype=dtype, pool_dtype=dtype)
+        made.scores = Scores(scale, 30.0)
+        compare(kernel, made, slack=1e-4 * min(scale, 1.0))
+
+
+@pytest.mark.parametrize("sink", [-math.inf, -300.0, 0.0, 300.0])
+def test_sinks_far_from_the_scores(kernel: FusedKernel, sink: float) -> None:
+    made = scene([(300, 1), (0, 100)], dim=32)
+    made.scores = Scores(0.2, None, torch.tensor([sink, 0.0, sink, 1.0]))
+    found = compare(kernel, made)
+    if sink == 300.0:
+        assert not found[:, ::2].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -270,7 +301,7 @@ def test_what_leads_outside_is_refused(kernel: FusedKernel) -> None:
 
 
 def test_what_is_not_supported_is_named(kernel: FusedKernel) -> None:
-    q, k, v, spans, tables, _ = scene([(9, 3), (5, 1)]).args
+    q, k, v, spans, tables, *_ = scene([(9, 3), (5, 1)]).args
     assert isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)  # noqa: PT018
     assert isinstance(spans, torch.Tensor) and isinstance(tables, torch.Tensor)  # noqa: PT018
     cases: list[tuple[tuple[object, ...], str]] = [
@@ -285,6 +316,8 @@ def test_what_is_not_supported_is_named(kernel: FusedKernel) -> None:
         ((q, k, v, spans.int(), tables), "spans are contiguous int64"),
         ((q, k, v, spans, tables.long()), "tables are contiguous int32"),
         ((q, k, v, spans, tables, 0), "shows nothing"),
+        ((q, k, v, spans, tables, None, Scores(1.0, 0.0)), "limited to a positive number"),
+        ((q, k, v, spans, tables, None, Scores(1.0, None, q[0, :3, 0])), "sinks are contiguous float32"),
         ((q.clone().requires_grad_(), k, v, spans, tables), "has no gradient"),
         ((q.to("meta"), k, v, spans, tables), "runs on a CPU"),
     ]

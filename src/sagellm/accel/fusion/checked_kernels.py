@@ -57,12 +57,13 @@ class CheckedKernel(ABC):
 class PagedAttention(CheckedKernel):
     """Causal attention over the paged KV cache. Inputs, in this order:
 
-    `query` [T, heads, head_dim]; `keys` and `values`, pools [num_blocks, block_size, kv_heads, head_dim];
-    `spans`, int64 [n, 4], for each sequence the first row, number of tokens, position of the first token and
-    first table entry; `tables`, int32, the block ids of all sequences; and optionally `window` and `scores`.
+    `query` [T, heads, head_dim]; `keys`, a pool [num_blocks, block_size, kv_heads, head_dim], and `values`,
+    one of value_dim dims, which may be a part of the keys; `spans`, int64 [n, 4], for each sequence the first
+    row, number of tokens, position of the first token and first table entry; `tables`, int32, the block ids
+    of all sequences; and optionally `window` and `scores`.
 
     A token attends to the last `window` positions of its sequence up to its own, or to all of them. Scores
-    are scaled by 1/sqrt(head_dim), or made as `scores` says. The result is [T, heads, head_dim] in the
+    are scaled by 1/sqrt(head_dim), or made as `scores` says. The result is [T, heads, value_dim] in the
     query's dtype. Rows outside every span are undefined. The kernel reads nothing behind a sequence's last
     position.
     """
@@ -78,7 +79,9 @@ class PagedAttention(CheckedKernel):
             return "it takes query, keys, values, spans, tables and optionally a window and scores"
         if query.dtype not in DTYPES or keys.dtype not in DTYPES or values.dtype != keys.dtype:
             return f"no kernel for {query.dtype} over {keys.dtype} and {values.dtype}"
-        if query.ndim != 3 or keys.ndim != 4 or values.shape != keys.shape or query.shape[2] != keys.shape[3]:
+        if query.ndim != 3 or keys.ndim != 4 or query.shape[2] != keys.shape[3]:
+            return f"shapes {[list(t.shape) for t in (query, keys, values)]} are no query and pools"
+        if values.ndim != 4 or values.shape[:3] != keys.shape[:3] or not values.shape[3]:
             return f"shapes {[list(t.shape) for t in (query, keys, values)]} are no query and pools"
         if not keys.shape[2] or query.shape[1] % keys.shape[2] or not keys.shape[1] or not keys.shape[3]:
             blocks = list(keys.shape[1:3])
@@ -91,9 +94,21 @@ class PagedAttention(CheckedKernel):
             return f"tables are contiguous int32 [n], not {tables.dtype} {list(tables.shape)}"
         if window is not None and window < 1:
             return f"a window of {window} shows nothing: use at least 1, or None"
-        if scores is not None and not scores.is_scaled_only:
-            return "no kernel for capped scores or sinks"
-        return self._device_obstacle(query, keys, values, spans, tables)
+        if scores is not None and (reason := _wrong_scores(scores, query.shape[1])):
+            return reason
+        sinks = () if scores is None or scores.sinks is None else (scores.sinks,)
+        return self._device_obstacle(query, keys, values, spans, tables, *sinks)
+
+
+def _wrong_scores(scores: Scores, num_heads: int) -> str:
+    if scores.softcap is not None and not 0 < scores.softcap < float("inf"):
+        return f"scores are limited to a positive number, not {scores.softcap}"
+    sinks = scores.sinks
+    if sinks is None:
+        return ""
+    if sinks.dtype is not torch.float32 or sinks.shape != (num_heads,) or not sinks.is_contiguous():
+        return f"sinks are contiguous float32 [{num_heads}], not {sinks.dtype} {list(sinks.shape)}"
+    return ""
 
 
 def attention_weights(

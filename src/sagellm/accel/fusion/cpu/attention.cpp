@@ -89,7 +89,8 @@ bool run(const Attention &job, int32_t threads) {
     auto *parts = static_cast<char *>(part_memory.at_least(size_t(sum.parts) * part_bytes));
     if (!tasks || !progress || (sum.parts && !parts)) return false;
     list_tasks(job, tasks, progress);
-    const size_t query_bytes = sum.parts ? part_bytes : 0;
+    const size_t query_bytes =
+        sum.parts ? size_t(one_token::Sums::rows(job) * job.padded_dim()) * sizeof(float) : 0;
     const size_t tile_bytes = sum.tile_tasks ? query_tiles::Buffers::bytes(job) : 0;
     std::atomic<bool> failed{false};
     std::atomic<int64_t> next{0};

@@ -24,7 +24,9 @@ struct Span {
 };
 
 // A row of a span attends to the keys of its sequence up to its own position, or, if `window` is not 0, to the last
-// `window` of them. Rows outside every span are not written. Strides are as in `Pool`.
+// `window` of them. Rows outside every span are not written. Strides are as in `Pool`. Keys have `head_dim` dims, values
+// and the output `value_dim`. Scores are limited to +-`softcap`, if that is not 0. `sinks`, if not null, has a logit per
+// head whose weight is added to those of the keys.
 struct Attention {
     const void *query;
     void *out;
@@ -32,15 +34,17 @@ struct Attention {
     const int32_t *tables;
     const Span *spans;
     int64_t num_rows, num_blocks, num_entries, num_spans;
-    int64_t heads, kv_heads, head_dim, block_size, window;
+    int64_t heads, kv_heads, head_dim, value_dim, block_size, window;
     int64_t query_row_stride, query_head_stride, out_row_stride, out_head_stride;
-    float scale;
+    const float *sinks;
+    float scale, softcap;
     int32_t query_type, pool_type;
 
     int64_t group() const { return heads / kv_heads; }
     // The factor of a score s after which 2^s is the weight of a key.
     float factor() const { return scale * LOG2_E; }
     int64_t padded_dim() const { return (head_dim + WIDTH - 1) / WIDTH * WIDTH; }
+    int64_t padded_value_dim() const { return (value_dim + WIDTH - 1) / WIDTH * WIDTH; }
     // Keys that the query at `position` sees: [first_key, position].
     int64_t first_key(int64_t position) const { return window && position >= window ? position + 1 - window : 0; }
 };
@@ -172,9 +176,9 @@ inline void narrow_row(const float *from, int64_t count, float divisor, BFloat16
 inline void store_out(const Attention &job, int64_t row, int64_t head, const float *sums, float weight) {
     const int64_t at = row * job.out_row_stride + head * job.out_head_stride;
     switch (job.query_type) {
-        case FLOAT32: return narrow_row(sums, job.head_dim, weight, static_cast<float *>(job.out) + at);
-        case BFLOAT16: return narrow_row(sums, job.head_dim, weight, static_cast<BFloat16 *>(job.out) + at);
-        default: return narrow_row(sums, job.head_dim, weight, static_cast<Float16 *>(job.out) + at);
+        case FLOAT32: return narrow_row(sums, job.value_dim, weight, static_cast<float *>(job.out) + at);
+        case BFLOAT16: return narrow_row(sums, job.value_dim, weight, static_cast<BFloat16 *>(job.out) + at);
+        default: return narrow_row(sums, job.value_dim, weight, static_cast<Float16 *>(job.out) + at);
     }
 }
 
@@ -207,6 +211,20 @@ struct Softmax {
         return lanes[0];
     }
 };
+
+// The sum of the weights of a row of `head`, relative to `greatest`: that of its keys, `weight`, and that of its sink.
+inline float with_sink(const Attention &job, int64_t head, float greatest, float weight) {
+    if (!job.sinks) return weight;
+    const float distance = job.sinks[head] * LOG2_E - Softmax::origin(greatest);
+    return weight + (distance <= 0 ? Softmax::power(distance) : 1 / Softmax::power(-distance));
+}
+
+// Limits `count` scores, whole vectors of logits times LOG2_E, to +-softcap times LOG2_E by tanh.
+inline void cap_scores(const Attention &job, float *scores, int64_t count) {
+    const Vector limit = all(job.softcap * LOG2_E), inverse = all(1 / job.softcap);
+    for (int64_t i = 0; i < count; i += WIDTH)
+        save(scores + i, multiply(limit, tanh_of_log2(multiply(load(scores + i), inverse))));
+}
 
 // The greatest of scores [first, last), a range of whole vectors.
 inline float greatest_score(const float *scores, int64_t first, int64_t last) {

@@ -30,9 +30,10 @@ _Job = structure(
     fields(_Pool, "keys", "values"),
     pointers("tables", "spans"),
     int64s("num_rows", "num_blocks", "num_entries", "num_spans"),
-    int64s("heads", "kv_heads", "head_dim", "block_size", "window"),
+    int64s("heads", "kv_heads", "head_dim", "value_dim", "block_size", "window"),
     fields(ctypes.c_int64 * 2, "query_strides", "output_strides"),
-    floats("scale"),
+    pointers("sinks"),
+    floats("scale", "softcap"),
     int32s("query_type", "pool_type"),
 )
 
@@ -51,7 +52,7 @@ class CpuPagedAttention(CpuKernel, PagedAttention):
         tables: torch.Tensor, window: int | None = None, scores: Scores | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """The slow twin, token by token, in the wider of both dtypes. Rows outside every span are NaN."""
-        output = torch.full_like(query, torch.nan)
+        output = query.new_full((*query.shape[:2], values.shape[3]), torch.nan)
         dtype = torch.promote_types(query.dtype, keys.dtype)
         block_size, group = keys.shape[1], query.shape[1] // keys.shape[2]
         for first_row, num_tokens, start, first_entry in spans.tolist():
@@ -70,15 +71,19 @@ class CpuPagedAttention(CpuKernel, PagedAttention):
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor,
         tables: torch.Tensor, window: int | None = None, scores: Scores | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        output = query.new_empty(query.shape)
         num_rows, heads, head_dim = query.shape
+        value_dim = values.shape[3]
+        output = query.new_empty(num_rows, heads, value_dim)
+        scale, softcap, sinks = head_dim**-0.5, 0.0, None
+        if scores is not None:
+            scale, softcap, sinks = scores.scale, scores.softcap or 0.0, scores.sinks
         num_blocks, block_size, kv_heads, _ = keys.shape
         job = _Job(
             query.data_ptr(), output.data_ptr(), (keys.data_ptr(), keys.stride()[:3]),
             (values.data_ptr(), values.stride()[:3]), tables.data_ptr(), spans.data_ptr(), num_rows,
-            num_blocks, len(tables), len(spans), heads, kv_heads, head_dim, block_size, window or 0,
-            query.stride()[:2], output.stride()[:2], head_dim**-0.5 if scores is None else scores.scale,
-            DTYPE_CODES[query.dtype], DTYPE_CODES[keys.dtype],
+            num_blocks, len(tables), len(spans), heads, kv_heads, head_dim, value_dim, block_size,
+            window or 0, query.stride()[:2], output.stride()[:2], None if sinks is None else sinks.data_ptr(),
+            scale, softcap, DTYPE_CODES[query.dtype], DTYPE_CODES[keys.dtype],
         )  # fmt: skip
-        self._call(self.name, self._function, job, query, keys, values, spans, tables, output)
+        self._call(self.name, self._function, job, query, keys, values, spans, tables, output, sinks)
         return output

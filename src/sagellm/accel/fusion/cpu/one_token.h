@@ -24,14 +24,14 @@ struct Sums {
     Softmax *softmax;
     static int64_t rows(const Attention &job) { return job.kv_heads * padded_group(job); }
     static size_t bytes(const Attention &job) {
-        return size_t(rows(job)) * (size_t(job.padded_dim()) * sizeof(float) + sizeof(Softmax));
+        return size_t(rows(job)) * (size_t(job.padded_value_dim()) * sizeof(float) + sizeof(Softmax));
     }
     Sums(const Attention &job, void *at) {
         values = static_cast<float *>(at);
-        softmax = reinterpret_cast<Softmax *>(values + rows(job) * job.padded_dim());
+        softmax = reinterpret_cast<Softmax *>(values + rows(job) * job.padded_value_dim());
     }
     void begin(const Attention &job) {
-        std::memset(values, 0, size_t(rows(job) * job.padded_dim()) * sizeof *values);
+        std::memset(values, 0, size_t(rows(job) * job.padded_value_dim()) * sizeof *values);
         for (int64_t row = 0; row < rows(job); row++) softmax[row].begin();
     }
 };
@@ -105,13 +105,13 @@ void add_vectors(Rows<T> values, Weights weights, int64_t dims, int64_t row_size
 
 template <typename Form, int ROWS, typename T>
 void add_values(const Attention &job, Rows<T> values, Weights weights, float *sums) {
-    const int64_t size = job.padded_dim();
+    const int64_t dim = job.value_dim, size = job.padded_value_dim();
     int64_t d = 0;
-    for (; d + VECTORS * WIDTH <= job.head_dim; d += VECTORS * WIDTH)
+    for (; d + VECTORS * WIDTH <= dim; d += VECTORS * WIDTH)
         add_vectors<Form, ROWS, VECTORS, T>({values.at, values.offset + d}, weights, WIDTH, size, sums + d);
-    for (; d < job.head_dim; d += WIDTH)
-        add_vectors<Form, ROWS, 1, T>({values.at, values.offset + d}, weights,
-                                      job.head_dim - d < WIDTH ? job.head_dim - d : WIDTH, size, sums + d);
+    for (; d < dim; d += WIDTH)
+        add_vectors<Form, ROWS, 1, T>({values.at, values.offset + d}, weights, dim - d < WIDTH ? dim - d : WIDTH,
+                                      size, sums + d);
 }
 
 // Processes a tile's keys and values for the query rows of one kv head.
@@ -121,13 +121,13 @@ void head(const Attention &job, int64_t kv_head, const float *query, Rows<T> key
     alignas(64) float scores[ROWS * TILE];
     const int64_t rows = padded_group(job);
     for (int64_t row = kv_head * rows; row < (kv_head + 1) * rows; row += ROWS) {
-        const int64_t at = row * job.padded_dim();
         float factors[ROWS];
         int64_t low[ROWS], high[ROWS];
         for (int m = 0; m < ROWS; m++) low[m] = 0, high[m] = count;
-        score<Form, ROWS>(job, query + at, keys, count, scores);
+        score<Form, ROWS>(job, query + row * job.padded_dim(), keys, count, scores);
+        if (job.softcap > 0) cap_scores(job, scores, ROWS * TILE);
         add_scores<Form, ROWS, TILE>(scores, low, high, sums.softmax + row, factors);
-        add_values<Form, ROWS>(job, values, {scores, factors, count}, sums.values + at);
+        add_values<Form, ROWS>(job, values, {scores, factors, count}, sums.values + row * job.padded_value_dim());
     }
 }
 
@@ -145,13 +145,13 @@ struct Places {
     // Reads the tile into cache in memory order, all heads of a token side by side. The CPU's own prefetcher follows
     // that order; it does not follow separate heads, and prefetch instructions do not help.
     void come(const Attention &job) const {
-        come(keys, job.keys.head_stride, job);
-        come(values, job.values.head_stride, job);
+        come(keys, job.keys.head_stride, job.head_dim, job.kv_heads);
+        if (values[0] != keys[0]) come(values, job.values.head_stride, job.value_dim, job.kv_heads);
     }
-    void come(const T *const *rows, int64_t head_stride, const Attention &job) const {
-        if (head_stride != job.head_dim) return;
+    void come(const T *const *rows, int64_t head_stride, int64_t dim, int64_t heads) const {
+        if (heads > 1 && head_stride != dim) return;
         for (int64_t i = 0; i < count; i++)
-            for (int64_t d = 0; d < job.kv_heads * job.head_dim; d += int64_t(64 / sizeof(T)))
+            for (int64_t d = 0; d < heads * dim; d += int64_t(64 / sizeof(T)))
                 asm volatile("" ::"r"(*reinterpret_cast<const volatile char *>(rows[i] + d)));
     }
 };
@@ -190,7 +190,7 @@ inline int64_t splits(const Attention &job, const Span &span) {
 
 // Combines the sums over a span's parts, which lie one after the other, into its output. Overwrites the first part.
 inline void finish(const Attention &job, const Span &span, char *parts) {
-    const int64_t group = job.group(), size = job.padded_dim(), count = splits(job, span);
+    const int64_t group = job.group(), size = job.padded_value_dim(), count = splits(job, span);
     const Sums whole(job, parts);
     for (int64_t head = 0; head < job.heads; head++) {
         const int64_t row = head / group * padded_group(job) + head % group;
@@ -206,7 +206,7 @@ inline void finish(const Attention &job, const Span &span, char *parts) {
             for (int64_t d = 0; d < size; d++)
                 values[d] = values[d] * factor + part.values[row * size + d] * other_factor;
         }
-        store_out(job, span.first_row, head, values, weight);
+        store_out(job, span.first_row, head, values, with_sink(job, head, greatest, weight));
     }
 }
 

@@ -21,7 +21,7 @@ constexpr int64_t KEYS = 64 * Form::GROUP;
 
 // The most query tokens of one task.
 inline int64_t tile_tokens(const Attention &job) {
-    const int64_t row_bytes = (2 * job.padded_dim() + MOST_KEYS) * int64_t(sizeof(float));
+    const int64_t row_bytes = (job.padded_dim() + job.padded_value_dim() + MOST_KEYS) * int64_t(sizeof(float));
     const int64_t rows = MOST_BYTES / row_bytes < MOST_ROWS ? MOST_BYTES / row_bytes : MOST_ROWS;
     return rows < job.group() ? 1 : rows / job.group();
 }
@@ -43,17 +43,18 @@ struct Buffers {
         return (tile_tokens(job) * job.group() + PANEL - 1) / PANEL * PANEL;
     }
     static size_t bytes(const Attention &job) {
-        const int64_t dim = job.padded_dim(), floats = rows(job) * (2 * dim + MOST_KEYS) + 2 * MOST_KEYS * dim + 4 * dim;
+        const int64_t dim = job.padded_dim(), both = dim + job.padded_value_dim();
+        const int64_t floats = rows(job) * (both + MOST_KEYS) + MOST_KEYS * both + 4 * dim;
         return size_t(floats) * sizeof(float) + size_t(rows(job)) * (sizeof(Softmax) + sizeof(int64_t));
     }
     Buffers(const Attention &job, void *at) {
-        const int64_t dim = job.padded_dim(), count = rows(job);
+        const int64_t dim = job.padded_dim(), value_dim = job.padded_value_dim(), count = rows(job);
         query = static_cast<float *>(at);
         scores = query + count * dim;
         sums = scores + count * MOST_KEYS;
-        keys = sums + count * dim;
+        keys = sums + count * value_dim;
         values = keys + MOST_KEYS * dim;
-        row = values + MOST_KEYS * dim;
+        row = values + MOST_KEYS * value_dim;
         positions = reinterpret_cast<int64_t *>(row + 4 * dim);
         softmax = reinterpret_cast<Softmax *>(positions + count);
     }
@@ -154,10 +155,12 @@ struct Places {
     }
 
     // Prefetches the i-th of `of` equal shares to L2.
-    void prefetch(int64_t i, int64_t of, int64_t dim) const {
-        for (int64_t j = i * count / of; j < (i + 1) * count / of; j++)
-            for (int64_t d = 0; d < dim; d += int64_t(64 / sizeof(T)))
-                __builtin_prefetch(keys[j] + d, 0, 2), __builtin_prefetch(values[j] + d, 0, 2);
+    void prefetch(int64_t i, int64_t of, const Attention &job) const {
+        for (int64_t j = i * count / of; j < (i + 1) * count / of; j++) {
+            for (int64_t d = 0; d < job.head_dim; d += int64_t(64 / sizeof(T))) __builtin_prefetch(keys[j] + d, 0, 2);
+            if (values[j] == keys[j]) continue;
+            for (int64_t d = 0; d < job.value_dim; d += int64_t(64 / sizeof(T))) __builtin_prefetch(values[j] + d, 0, 2);
+        }
     }
 };
 
@@ -165,7 +168,7 @@ struct Places {
 template <typename Form>
 void pack_tile(const Attention &job, const Places<Form> &from, Buffers &to) {
     constexpr int64_t STEP = WIDTH * Form::GROUP;
-    const int64_t dim = job.head_dim, size = job.padded_dim(), words = (dim + STEP - 1) / STEP * WIDTH;
+    const int64_t dim = job.head_dim, size = job.padded_value_dim(), words = (dim + STEP - 1) / STEP * WIDTH;
     for (int64_t j = 0; j < KEYS<Form>; j += 4) {
         for (int64_t i = j; i < j + 4; i++) {
             float *key = to.row + (i - j) * words;
@@ -178,7 +181,7 @@ void pack_tile(const Attention &job, const Places<Form> &from, Buffers &to) {
     }
     for (int64_t i = 0; i < from.count; i += Form::GROUP) {
         const int64_t last = i + Form::GROUP <= from.count ? i + Form::GROUP - 1 : i;
-        pack_values<Form>(from.values[i], from.values[last], dim, to.values + i / Form::GROUP * size);
+        pack_values<Form>(from.values[i], from.values[last], job.value_dim, to.values + i / Form::GROUP * size);
     }
 }
 
@@ -239,7 +242,7 @@ void add_values(const float *values, const float *weights, const float *factors,
 template <typename Form>
 void add_panel(const Attention &job, Buffers &buffers, int64_t row, int64_t key) {
     static const float ones[1] = {1.0f};
-    const int64_t size = job.padded_dim();
+    const int64_t size = job.padded_value_dim();
     float *weights = buffers.scores + row * KEYS<Form>, *sums = buffers.sums + row * size, factors[PANEL];
     int64_t low[PANEL], high[PANEL], from = 0, to = KEYS<Form>;
     for (int m = 0; m < PANEL; m++) {
@@ -272,7 +275,7 @@ template <typename Form>
 void run(const Attention &job, const Task &task, void *memory) {
     Buffers buffers(job, memory);
     const Tile tile = {job, job.spans[task.span], task.kv_head, task.first, (task.last - task.first) * job.group()};
-    const int64_t size = job.padded_dim(), end = tile.span.start + task.last;
+    const int64_t query_size = job.padded_dim(), size = job.padded_value_dim(), end = tile.span.start + task.last;
     const int64_t words = num_words<Form>(job);
     pack_query<Form>(tile, buffers);
     std::memset(buffers.sums, 0, size_t(Buffers::rows(job) * size) * sizeof *buffers.sums);
@@ -284,17 +287,20 @@ void run(const Attention &job, const Task &task, void *memory) {
         visible_rows<Form>(tile, buffers, places.first, first, last);
         const int64_t panels = (last - first + PANEL - 1) / PANEL;
         for (int64_t i = 0, row = first; i < panels; i++, row += PANEL) {
-            next.prefetch(i, panels, job.head_dim);
+            next.prefetch(i, panels, job);
             float *scores = buffers.scores + row * KEYS<Form>;
-            score<Form>(buffers.query + row * size, buffers.keys, words, job.factor(), scores);
+            score<Form>(buffers.query + row * query_size, buffers.keys, words, job.factor(), scores);
+            if (job.softcap > 0) cap_scores(job, scores, PANEL * KEYS<Form>);
         }
         for (int64_t row = first; row < last; row += PANEL) add_panel<Form>(job, buffers, row, places.first);
         places = next;
     }
-    for (int64_t row = 0; row < tile.rows; row++)
-        store_out(job, tile.span.first_row + buffers.positions[row] - tile.span.start,
-                  tile.kv_head * job.group() + row % job.group(), buffers.sums + row * size,
-                  buffers.softmax[row].weight());
+    for (int64_t row = 0; row < tile.rows; row++) {
+        const int64_t head = tile.kv_head * job.group() + row % job.group();
+        const Softmax &softmax = buffers.softmax[row];
+        store_out(job, tile.span.first_row + buffers.positions[row] - tile.span.start, head, buffers.sums + row * size,
+                  with_sink(job, head, softmax.greatest, softmax.weight()));
+    }
 }
 
 }  // namespace query_tiles

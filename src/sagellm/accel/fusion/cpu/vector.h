@@ -34,6 +34,7 @@ inline Vector load(const BFloat16 *from) {
 inline void save(float *to, Vector v) { _mm512_storeu_ps(to, v); }
 inline Vector multiply(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
 inline Vector difference(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
+inline Vector quotient(Vector a, Vector b) { return _mm512_div_ps(a, b); }
 inline Vector greater_of(Vector a, Vector b) { return _mm512_max_ps(a, b); }
 inline Vector nearest(Vector v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vector times_power(Vector v, Vector exponent) { return _mm512_scalef_ps(v, exponent); }
@@ -76,6 +77,7 @@ inline Vector load(const BFloat16 *from) {
 inline void save(float *to, Vector v) { _mm256_storeu_ps(to, v); }
 inline Vector multiply(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
 inline Vector difference(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
+inline Vector quotient(Vector a, Vector b) { return _mm256_div_ps(a, b); }
 inline Vector greater_of(Vector a, Vector b) { return _mm256_max_ps(a, b); }
 inline Vector nearest(Vector v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vector times_power(Vector v, Vector exponent) {
@@ -127,6 +129,7 @@ inline Vector load(const BFloat16 *from) {
 inline void save(float *to, Vector v) { std::memcpy(to, &v, sizeof v); }
 inline Vector multiply(Vector a, Vector b) { return a * b; }
 inline Vector difference(Vector a, Vector b) { return a - b; }
+inline Vector quotient(Vector a, Vector b) { return a / b; }
 inline Vector greater_of(Vector a, Vector b) { return a > b ? a : b; }
 // v + 1.5 x 2^23 has no bits for a fraction; its lowest bits are the whole number.
 inline Vector nearest(Vector v) { return (v + 0x1.8p23f) - 0x1.8p23f; }
@@ -153,16 +156,31 @@ Vector load_part(const T *from, int64_t count) {
     return load(part);
 }
 
-// 2^x for x <= 0, to one or two units in the last place: 2^n times the Taylor series of 2^f, |f| <= 1/2. 0 below
-// -126 or so, as for -inf; NaN for NaN.
-inline Vector power_of_two(Vector x) {
-    x = greater_of(all(-200.0f), x);
-    const Vector whole = nearest(x), f = difference(x, whole);
+// (2^f - 1) / f for |f| <= 1/2, by the Taylor series of 2^f.
+inline Vector power_series(Vector f) {
     Vector sum = all(1.5403530e-4f);
     sum = multiply_add(sum, f, all(1.3333558e-3f));
     sum = multiply_add(sum, f, all(9.6181291e-3f));
     sum = multiply_add(sum, f, all(5.5504109e-2f));
     sum = multiply_add(sum, f, all(2.4022651e-1f));
-    sum = multiply_add(sum, f, all(6.9314718e-1f));
-    return times_power(multiply_add(sum, f, all(1.0f)), whole);
+    return multiply_add(sum, f, all(6.9314718e-1f));
+}
+
+// 2^x for x <= 0, to one or two units in the last place: 2^n times the series of 2^f, |f| <= 1/2. 0 below -126 or so,
+// as for -inf; NaN for NaN.
+inline Vector power_of_two(Vector x) {
+    x = greater_of(all(-200.0f), x);
+    const Vector whole = nearest(x), f = difference(x, whole);
+    return times_power(multiply_add(power_series(f), f, all(1.0f)), whole);
+}
+
+// tanh(x / log2(e)), to a few units in the last place; NaN for NaN. With e = 2^-2x - 1, which is exact near 0, it is
+// -e / (e + 2). Beyond 14 / log2(e) it is 1 in float32.
+inline Vector tanh_of_log2(Vector x) {
+    x = greater_of(all(-14.0f), x);
+    x = greater_of(all(-14.0f), difference(zero(), x));  // now -x
+    const Vector twice = multiply(x, all(2.0f)), whole = nearest(twice), f = difference(twice, whole);
+    const Vector power = times_power(all(1.0f), whole);
+    const Vector e = multiply_add(times_power(power_series(f), whole), f, difference(power, all(1.0f)));
+    return quotient(difference(zero(), e), multiply_add(e, all(1.0f), all(2.0f)));
 }

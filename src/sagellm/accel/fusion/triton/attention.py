@@ -48,6 +48,11 @@ class TritonPagedAttention(TritonKernel, PagedAttention):
         query, keys = inputs[:2]
         if query.dtype != keys.dtype:
             return f"no kernel for {query.dtype} over {keys.dtype}: use one dtype"
+        scores = inputs[6] if len(inputs) > 6 else None
+        if scores is not None and not scores.is_scaled_only:
+            return "no kernel for capped scores or sinks"
+        if inputs[2].shape != keys.shape:
+            return "keys and values have different numbers of dims"
         if keys.shape[3] > 256:
             return f"a head of {keys.shape[3]} is more than the 256 that fit into shared memory"
         return ""
