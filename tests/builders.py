@@ -37,6 +37,8 @@ def fake_engine(
         KVConfig(block_size=capability.block_size, prefix_caching=prefix_caching, **kv_options),
         capability.num_blocks,
         window=capability.sliding_window,
+        groups=backend.get_kv_schema().groups,
+        max_chunk=max_batched_tokens,
         swap=build_swap(capability),
         clock=clock,
         events=events,

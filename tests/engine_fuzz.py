@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sagellm.core.blocks import cdiv
 from sagellm.core.clock import Clock, ManualClock
@@ -33,6 +33,8 @@ from tests.builders import PreemptAtRandom, check_books, expected_tokens, reques
 
 TENANTS, CLASSES = ("a", "b", "c", "d"), ("", "flex", "priority")
 MAX_STEPS = 20_000
+WINDOWS = [(None, 5), (None, 12, 12), (None, None, 7), (None, 1), (None, 3, 3, 20), (None, None)]
+"""Windows of the KV groups."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Case:
     tenant_shares: dict[str, dict[str, float]]
     class_shares: dict[str, dict[str, float]]
     sharing_groups: dict[str, list[str]]
+    windows: tuple[int | None, ...] = (None,)
 
     @classmethod
     def of(cls, seed: int) -> Case:
@@ -64,7 +67,7 @@ class Case:
         index = draw.choice(registry("index").names())
         has_quotas = draw.random() < 0.6
         window = draw.choice([None, None, None, 12])
-        return cls(
+        case = cls(
             seed,
             preset,
             index,
@@ -83,15 +86,24 @@ class Case:
             class_shares=_shares(draw, CLASSES[1:]) if has_quotas and draw.random() < 0.5 else {},
             sharing_groups={"g": ["a", "c"]} if draw.random() < 0.3 else {},
         )
+        if window is not None or draw.random() < 0.6:
+            return case
+        no_shares: dict[str, dict[str, float]] = {}
+        windows = draw.choice(WINDOWS)
+        return replace(
+            case, windows=windows, num_host_blocks=0, tenant_shares=no_shares, class_shares=no_shares
+        )
 
     def engine(self, clock: Clock) -> Engine:
+        num_pages = self.num_blocks * len(self.windows)
         backend = TokenMemoryBackend(
-            self.num_blocks,
+            num_pages,
             self.block_size,
             self.num_rows,
             max_model_len=min(128, self.num_blocks * self.block_size),
             sliding_window=self.window,
             num_host_blocks=self.num_host_blocks,
+            windows=self.windows,
         )
         config = KVConfig.model_validate(
             {
@@ -106,7 +118,15 @@ class Case:
             }
         )
         swap = build_swap(backend.capability())
-        kv = build_kv(config, self.num_blocks, window=self.window, swap=swap, clock=clock)
+        kv = build_kv(
+            config,
+            num_pages,
+            window=self.window,
+            groups=backend.get_kv_schema().groups,
+            max_chunk=self.max_batched_tokens,
+            swap=swap,
+            clock=clock,
+        )
         passes = make(self.preset)
         if self.preempt_share:
             passes = [PreemptAtRandom(self.seed, self.preempt_share), *passes]

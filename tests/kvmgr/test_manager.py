@@ -19,7 +19,7 @@ from sagellm.engines.build import build_kv
 from sagellm.kvmgr.eviction import LRUPolicy
 from sagellm.kvmgr.kv_pool import FreeListPool, QuotaManager, Share
 from sagellm.kvmgr.manager import BlockAllocator, KVCacheManager, SwapSpace
-from sagellm.kvmgr.manager.prefix_sharing import INDEX_OWNER
+from sagellm.kvmgr.manager.tables import INDEX_OWNER
 from sagellm.kvmgr.prefix_cache import RadixIndex
 from sagellm.kvmgr.prefix_cache.metrics import PrefixReuseMetrics
 

@@ -37,7 +37,7 @@ OLD, YOUNG, FILLER = prompt_of(0), prompt_of(1), prompt_of(2, num_blocks=7)
 
 def simulated(eviction: str = "lru", **options: Any) -> LLM:
     tokenizer = toy_tokenizer()
-    size = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK, "max_model_len": 256}
+    size: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK, "max_model_len": 256}
     backend = TokenMemoryBackend(vocab_size=tokenizer.vocab_size, **size)
     engine = fake_engine(backend, max_batched_tokens=256, eviction=eviction, **options)
     return LLM(engine, tokenizer, model_name="toy", max_model_len=192)

@@ -166,6 +166,10 @@ class _PlainView:
     def kv(self) -> _PlainView:
         return self
 
+    @property
+    def most_blocks(self) -> int:
+        return self.num_blocks
+
     def bind_early(self, draft: Draft) -> bool:
         return False
 

@@ -13,6 +13,10 @@ class Tier(StrEnum):
     NVME = "nvme"
 
 
+NO_PAGE = -1
+"""In a block table: no block, because no token attends to that part of this KV group any more."""
+
+
 def cdiv(dividend: int, divisor: int) -> int:
     """The quotient, rounded up: how many blocks of `divisor` tokens hold `dividend` tokens."""
     return -(-dividend // divisor)

@@ -22,7 +22,11 @@ NO_ROW = -1
 
 
 class BlockTableDelta(NamedTuple):
-    """The block table of `row` holds `block_ids` from index `first` on. Applying it twice changes nothing."""
+    """The block table of `row` holds `block_ids` from index `first` on. Applying it twice changes nothing.
+
+    With several KV groups a table has a block of each group for every position, in order of the groups;
+    `NO_PAGE` where the group needs none any more.
+    """
 
     row: int
     first: int

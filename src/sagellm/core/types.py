@@ -428,12 +428,23 @@ class RequestOutput(NamedTuple):
     evicted: PromptSpan | None = None
 
 
+class KVGroup(NamedTuple):
+    """Layers whose KV has a block table of its own. `window`: a token sees that many latest tokens, itself
+    included; None: all."""
+
+    layers: tuple[int, ...]
+    window: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class KVCacheSchema:
     """Shape of one token's KV and of a block.
 
     Two engines must have equal schemas before blocks can move. `layout` is the backend's own name for
-    the order of axes; bytes can be copied as they are between equal layouts."""
+    the order of axes; bytes can be copied as they are between equal layouts. Without `groups`, one block
+    holds `block_size` tokens of all layers. With several groups it holds them for the layers of one group,
+    with room for as many layers as the largest has. The first group sees furthest back, and those with the
+    same window follow each other."""
 
     num_layers: int
     num_kv_heads: int
@@ -442,9 +453,20 @@ class KVCacheSchema:
     block_size: int
     layout: str
     model_fingerprint: str = ""
+    groups: tuple[KVGroup, ...] = ()
+
+    @property
+    def num_groups(self) -> int:
+        """Blocks that `block_size` tokens take: one in each group."""
+        return max(1, len(self.groups))
+
+    @property
+    def layers_per_block(self) -> int:
+        return max(len(group.layers) for group in self.groups) if self.groups else self.num_layers
 
     @property
     def bytes_per_token(self) -> int:
+        """Of all layers."""
         itemsize = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}[
             self.dtype
         ]
@@ -452,7 +474,8 @@ class KVCacheSchema:
 
     @property
     def bytes_per_block(self) -> int:
-        return self.bytes_per_token * self.block_size
+        """Of one block of the pool."""
+        return self.bytes_per_token * self.layers_per_block * self.block_size // self.num_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from sagellm.core.protocols.engine import EngineCore, InferenceBackend, Progress
 from sagellm.core.protocols.eviction import CostBenefitModel, EvictionPolicy
 from sagellm.core.protocols.scheduler_ir import SchedulerPass
 from sagellm.core.registry import registry
-from sagellm.core.types import CapabilityDescriptor
+from sagellm.core.types import CapabilityDescriptor, KVGroup
 from sagellm.engines.config_file import read_config_file
 from sagellm.engines.engine import Engine
 from sagellm.engines.llm import LLM
@@ -68,6 +68,8 @@ def build_kv(
     num_blocks: int,
     *,
     window: int | None = None,
+    groups: Sequence[KVGroup] = (),
+    max_chunk: int = 1,
     swap: SwapSpace | None = None,
     prefill_token_s: float = 0.0,
     cost_model: CostBenefitModel | None = None,
@@ -82,7 +84,7 @@ def build_kv(
     clock, events = clock or MonotonicClock(), events or EventBus()
     cost_model = cost_model or PrefillCostModel(config.block_size)
     _check_given(config.eviction_options)
-    quota = None
+    quota, capacity = None, num_blocks // max(1, len(groups))
     if config.tenant_shares or config.class_shares:
         tenants, classes = (
             {name: (share.guaranteed, share.ceiling) for name, share in shares.items()}
@@ -96,7 +98,7 @@ def build_kv(
         config.index,
         block_size=config.block_size,
         policy_factory=lambda: make_policy(
-            config.eviction, capacity=num_blocks, clock=clock, model=cost_model, **config.eviction_options
+            config.eviction, capacity=capacity, clock=clock, model=cost_model, **config.eviction_options
         ),
         events=events,
         clock=clock,
@@ -108,6 +110,8 @@ def build_kv(
         index_as_computed=config.index_as_computed,
         quota=quota,
         window=window,
+        groups=groups,
+        max_chunk=max_chunk,
         sharing_groups={name: group for group, names in config.sharing_groups.items() for name in names},
         max_pinned_share=config.max_pinned_share,
         swap=swap,
@@ -253,6 +257,8 @@ def build_engine(
         config.kv,
         capability.num_blocks,
         window=capability.sliding_window,
+        groups=capability.kv_schema.groups if capability.kv_schema else (),
+        max_chunk=config.scheduler.max_batched_tokens,
         swap=build_swap(capability),
         prefill_token_s=capability.prefill_token_s,
         cost_model=prefill_costs(capability),

@@ -105,8 +105,11 @@ class Engine:
         self.events = events or EventBus()
         self.max_batched_tokens = max_batched_tokens
         self._capability = capability = backend.capability()
+        num_groups = 1 if capability.kv_schema is None else capability.kv_schema.num_groups
+        if kv.num_groups != num_groups:
+            raise ValueError(f"the manager has {kv.num_groups} KV groups, the backend {num_groups}")
         self.max_num_seqs = capability.max_num_seqs
-        self.max_model_len = min(capability.max_model_len, kv.pool.total_blocks * kv.block_size)
+        self.max_model_len = min(capability.max_model_len, kv.quotes.most_blocks * kv.block_size)
         self.last_plan: ExecutionPlan | None = None
         self.last_step = NO_STEP
         self._request_table = table = RequestTable(

@@ -151,7 +151,7 @@ class Planner:
         """
         draft, table = in_flight.binding.draft, self._table
         ends_shared = any(c.samples and c.state.request.group is not None for c in draft.chunks.values())
-        if self._kv.window is not None or ends_shared:
+        if self._kv.has_windows or ends_shared:
             return None
         in_flight.drop_finished(table.decodes)
         chunks, indices = list(draft.chunks.values()), in_flight.binding.decode_indices

@@ -80,6 +80,7 @@ class Driver:
             self.random.shuffle(self.free_blocks)
         self.free_rows = list(range(capability.max_num_seqs))
         self.block_size = capability.block_size
+        self.num_groups = backend.get_kv_schema().num_groups
         self.running: list[Running] = []
         self.left: list[int] = []
         self.joining: list[Running] = []
@@ -118,7 +119,8 @@ class Driver:
             left = len(sequence.tokens) - sequence.computed
             size = min(left, self.random.choice(self.chunk_sizes))
             first = len(sequence.table)
-            sequence.table += self._blocks(cdiv(sequence.computed + size, self.block_size) - first)
+            wanted = cdiv(sequence.computed + size, self.block_size) * self.num_groups
+            sequence.table += self._blocks(wanted - first)
             if any(sequence is other for other in fresh):
                 joined.append(self._join(sequence))
             elif len(sequence.table) > first:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.core.plan import ExecutionPlan, Prefill
 from sagellm.core.protocols.fusion import Capture, FusedKernel, KernelSet
-from sagellm.core.types import SamplingParams
+from sagellm.core.types import KVGroup, SamplingParams
 from sagellm.engines.native import attention, matrices, recorded_steps, rope
 from sagellm.engines.native.attention import Span
 from sagellm.engines.native.backend import CaptureSource
@@ -57,32 +57,37 @@ def test_only_cuda_devices_record() -> None:
     seed=st.integers(0, 99),
 )
 def test_what_is_filled_in_is_what_the_model_gets(starts: list[int], padding: int, seed: int) -> None:
-    kv = PagedKV(1, 90, 4, 2, 8, CPU, torch.float32, has_scratch=True)
-    inputs = DecodeInputs(kv, None, (None, 7), 8, 64)  # type: ignore[arg-type]  # it is not called
-    inputs.fill([5] * 8, [Span(i, 1, 63, range(16)) for i in range(8)], 8)  # an earlier step's
+    groups = (KVGroup((0,)), KVGroup((1,), 7))
+    kv = PagedKV(2, 90, 4, 2, 8, CPU, torch.float32, has_scratch=True, groups=groups)
+    kinds = ((0, None), (1, 7))
+    inputs = DecodeInputs(kv, None, kinds, 8, 64)  # type: ignore[arg-type]  # it is not called
+    table = array("i", range(16))
+    inputs.fill([5] * 8, [Span(i, 1, 63, table) for i in range(8)], [[table] * 2] * 8, 8)  # an earlier step
     rows = len(starts) + padding
     step = inputs.step(rows, 63)
     blocks = torch.randperm(90, generator=torch.Generator().manual_seed(seed)).tolist()
     tables = [array("i", [blocks.pop() for _ in range(start // 4 + 1)]) for start in starts]
+    others = [array("i", reversed(table)) for table in tables]
     spans = [Span(i, 1, start, table) for i, (start, table) in enumerate(zip(starts, tables, strict=True))]
-    inputs.fill(list(range(7, 7 + len(starts))), spans, rows)
+    both = [list(pair) for pair in zip(tables, others, strict=True)]
+    inputs.fill(list(range(7, 7 + len(starts))), spans, both, rows)
 
     assert step.tokens.tolist() == [*range(7, 7 + len(starts)), *[0] * padding]
     assert step.positions.tolist() == [*starts, *[0] * padding]
     scratch = kv.scratch_block * 4
-    own = [table[start // 4] * 4 + start % 4 for start, table in zip(starts, tables, strict=True)]
-    assert step.slots.tolist() == [*own, *[scratch] * padding]
     assert step.sampled is None
-    for window in (None, 7):
-        call = step.attention[window].kernel
+    for (group, window), in_group in zip(kinds, (tables, others), strict=True):
+        own = [table[start // 4] * 4 + start % 4 for start, table in zip(starts, in_group, strict=True)]
+        assert step.slots[group].tolist() == [*own, *[scratch] * padding]
+        call = step.attention[group, window].kernel
         assert call is not None
         assert (call.window, call.num_rows) == (window, rows)
         assert call.spans[:, :3].tolist() == [
             [i, 1, start] for i, start in enumerate([*starts, *[0] * padding])
         ]
         firsts = call.spans[:, 3].tolist()
-        for table, first in zip([*tables, *[[kv.scratch_block]] * padding], firsts, strict=True):
-            assert call.tables[first : first + len(table)].tolist() == list(table)
+        for entries, first in zip([*in_group, *[[kv.scratch_block]] * padding], firsts, strict=True):
+            assert call.tables[first : first + len(entries)].tolist() == list(entries)
 
 
 class Recorder:

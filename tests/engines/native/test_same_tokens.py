@@ -71,8 +71,17 @@ def engine(
     clock = ManualClock()
     config = KVConfig(block_size=BLOCK, prefix_caching=caching, eviction=eviction)
     capability = backend(name, reference).capability()
-    swap = build_swap(capability) if capability.sliding_window is None else None
-    kv = build_kv(config, num_blocks, swap=swap, prefill_token_s=capability.prefill_token_s, clock=clock)
+    schema = backend(name, reference).get_kv_schema()
+    swap = build_swap(capability) if capability.sliding_window is None and not schema.groups else None
+    kv = build_kv(
+        config,
+        num_blocks * schema.num_groups,
+        groups=schema.groups,
+        max_chunk=budget,
+        swap=swap,
+        prefill_token_s=capability.prefill_token_s,
+        clock=clock,
+    )
     pools = backend(name, reference)._kv
     for pool in (*pools.keys, *pools.values):  # whatever an earlier owner left behind must not be read
         pool.fill_(math.nan)

@@ -11,7 +11,7 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.errors import ConfigError
 from sagellm.core.types import NO_ACCOUNT, Request
 from sagellm.kvmgr.manager import KVCacheManager
-from sagellm.kvmgr.manager.prefix_sharing import INDEX_OWNER
+from sagellm.kvmgr.manager.tables import INDEX_OWNER
 
 SPARE_BLOCKS = 4
 """Blocks that a decode instance keeps free for each of its requests before it accepts another."""

@@ -104,6 +104,8 @@ class ResumeCost(NamedTuple):
 class KVQuotes(Protocol):
     """Prices in blocks, for passes to use before anything is bound. No method changes state.
 
+    A block is one of each KV group, whichever groups the model has: prices are rounded up to whole ones.
+
     Without quotas, decisions that a fresh `block_budget()` can pay are sure to bind. With quotas, bind
     postpones a request that would use blocks guaranteed to others.
     """
@@ -114,6 +116,10 @@ class KVQuotes(Protocol):
     @property
     def num_blocks(self) -> int:
         """Blocks of the pool."""
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that one request can have. More than the pool's where windows let go of some."""
 
     @property
     def version(self) -> int:

@@ -26,7 +26,7 @@ from sagellm.core.types import (
 )
 from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.attention import attention_planner
-from sagellm.engines.native.kv_cache import LAYOUT, PagedKV
+from sagellm.engines.native.kv_cache import LAYOUT, PagedKV, deal_layers
 from sagellm.engines.native.loading import CheckedModel, WeightLoader
 from sagellm.engines.native.measure import fastest, host_copy_s
 from sagellm.engines.native.memory import pool_blocks
@@ -78,6 +78,9 @@ class NativeBackend:
     With `capture` and an attention kernel, decode steps are recorded: at start where `capture` supports the
     device, else by the kernels themselves when a batch size first comes.
 
+    `split_kv`: where windows differ by layer, layers are dealt into KV groups (`kv_cache.deal_layers`), and
+    what windows have passed is freed. `num_blocks` then counts one block of each group as one.
+
     `quantizer` quantizes matrices while they are loaded; `formats` reads matrices that a checkpoint stores
     quantized.
 
@@ -108,6 +111,7 @@ class NativeBackend:
         capture: CaptureSource | None = None,
         quantizer: WeightQuantizer | None = None,
         formats: FormatSource | None = None,
+        split_kv: bool = True,
     ) -> None:
         check_counts(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
         check_counts(max_model_len=max_model_len, threads=threads)
@@ -122,26 +126,27 @@ class NativeBackend:
         recording = capture(self._device) if capture and kernel_set.attention else None
         with _memory_errors(self._device):
             loader = source.loader(dtype, compute_dtype, kernel_set, measured_set)
-            self._model, self._schema = self._load(source, loader, progress, kernel_set, block_size)
-            most = max_num_seqs * cdiv(self._max_model_len, block_size)
-            block_bytes = self._schema.bytes_per_block
+            self._model, self._schema = self._load(source, loader, progress, kernel_set, block_size, split_kv)
+            most, groups = max_num_seqs * cdiv(self._max_model_len, block_size), self._schema.num_groups
+            block_bytes = self._schema.bytes_per_block * groups
             blocks = pool_blocks(
                 self._device, num_blocks, most, block_bytes, kv_memory_bytes, kv_memory_fraction,
                 host_memory_bytes,
-            )  # fmt: skip
+            ) * groups  # fmt: skip
             self._kv = PagedKV(
                 spec.num_layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, self._device,
                 self._compute_dtype, host_memory_bytes // block_bytes, has_scratch=recording is not None,
+                groups=self._schema.groups,
             )  # fmt: skip
-            self._planner = attention_planner(
-                self._kv, spec.num_heads, kernel_set.attention, measured_set.attention, self._model.scores
-            )
+            attention = kernel_set.attention, measured_set.attention, self._model.scores
+            self._planner = attention_planner(self._kv, spec.num_heads, *attention)
             self._steps = self._recorded(recording, kernel_set.record if capture else None)
         if self._packed and self._planner.all_by_kernel:
             torch.set_num_threads(1)
         draw = None if self._compute_dtype == torch.float64 else kernel_set.draw
         self._draw = kernel_draw(draw) if draw else None
-        self._rows = BatchRows(max_num_seqs, self._max_model_len, blocks, block_size, spec.vocab_size, seed)
+        lengths = (self._max_model_len, blocks, block_size)
+        self._rows = BatchRows(max_num_seqs, *lengths, spec.vocab_size, seed, groups)
         self._measure_returning(num_weights, prefill=measure_prefill)
 
     def _measure_returning(self, num_weights: int, *, prefill: bool) -> None:
@@ -153,7 +158,8 @@ class NativeBackend:
         if self._kv.num_host_blocks:
             self._host_copy_s = host_copy_s(self._kv, clock)
         if self._kv.num_host_blocks or prefill:
-            most = min(self._max_model_len, self._kv.num_blocks * self._kv.block_size)
+            num_blocks = self._kv.num_blocks // self._schema.num_groups
+            most = min(self._max_model_len, num_blocks * self._kv.block_size)
             num_tokens = min(MEASURED_TOKENS, most)
             plan = self._lone_prompt(Tokens([0] * num_tokens))  # samples: the token drawn is waited for
             self._prefill_token_s = fastest(lambda: self.execute(plan), 3, clock.now) / num_tokens
@@ -163,7 +169,7 @@ class NativeBackend:
 
     def _load(
         self, source: CheckedModel, loader: WeightLoader, progress: Progress | None, kernel_set: KernelSet,
-        block_size: int,
+        block_size: int, split_kv: bool,
     ) -> tuple[DecoderModel, KVCacheSchema]:  # fmt: skip
         spec, weights = self._spec, loader.weights(source.plan, progress)
         self._dtype, self._compute_dtype = loader.dtype, loader.compute_dtype
@@ -173,8 +179,10 @@ class NativeBackend:
         schema = KVCacheSchema(
             spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype_name(self._compute_dtype), block_size,
             LAYOUT, model_fingerprint=fingerprint + source.quantization.label,
+            groups=deal_layers(spec.windows) if split_kv else (),
         )  # fmt: skip
-        return DecoderModel(spec, weights, self._compute_dtype, self._device, kernel_set), schema
+        model = DecoderModel(spec, weights, self._compute_dtype, self._device, kernel_set, schema.groups)
+        return model, schema
 
     def _recorded(self, at_start: Capture | None, when_run: Capture | None) -> RecordedSteps | None:
         """The recorded decode steps; None where torch computes a part of their attention."""
@@ -183,9 +191,7 @@ class NativeBackend:
             return None
         sizes = buckets(most) if at_start else range(1, min(most, MOST_CPU_ROWS) + 1)
         with self._current_device():
-            steps = RecordedSteps(
-                self._model, self._kv, kernel, capture, sizes, self._max_model_len, set(self._spec.windows)
-            )
+            steps = RecordedSteps(self._model, self._kv, kernel, capture, sizes, self._max_model_len)
             if at_start:
                 steps.record_all()
         return steps
@@ -202,6 +208,7 @@ class NativeBackend:
     def capability(self) -> CapabilityDescriptor:
         """`dtype` is the weights' dtype. The KV schema has the computing dtype."""
         windows = [window for window in self._spec.windows if window is not None]
+        all_windowed = len(windows) == self._spec.num_layers and not self._schema.groups
         return CapabilityDescriptor(
             device=str(self._device),
             dtype=dtype_name(self._dtype),
@@ -213,7 +220,7 @@ class NativeBackend:
             kv_schema=self._schema,
             memory_bytes=self._kv.num_blocks * self._schema.bytes_per_block,
             features=FEATURES,
-            sliding_window=max(windows) if len(windows) == self._spec.num_layers else None,
+            sliding_window=max(windows) if all_windowed else None,
             num_host_blocks=self._kv.num_host_blocks,
             host_copy_s=self._host_copy_s,
             prefill_token_s=self._prefill_token_s,
@@ -269,7 +276,7 @@ class NativeBackend:
 
     def _inputs(self, plan: ExecutionPlan, scored: Sequence[ScoredPrompt] = ()) -> StepInputs:
         """The step's tensors. Zeros blocks that kernels read beyond the computed tokens."""
-        inputs = self._rows.inputs(plan, self._planner, set(self._spec.windows), self._device, scored)
+        inputs = self._rows.inputs(plan, self._planner, self._model.kinds, self._device, scored)
         fresh = self._rows.fresh_last_blocks(plan) if self._planner.reads_padding else ()
         if fresh:
             self._kv.clear_blocks(fresh)
@@ -288,7 +295,8 @@ class NativeBackend:
 
     def _lone_prompt(self, prompt: Tokens) -> ExecutionPlan:
         """Computes a prompt in the first row and blocks, which the next requests overwrite."""
-        count, blocks = len(prompt), tuple(range(cdiv(len(prompt), self._kv.block_size)))
+        count, num_groups = len(prompt), self._schema.num_groups
+        blocks = tuple(range(cdiv(count, self._kv.block_size) * num_groups))
         params = SamplingParams(max_tokens=1)
         join = Join(0, "start-up", prompt.tobytes(), count, 0, blocks, params, frozenset())
         return ExecutionPlan(0, joined=(join,), prefills=(Prefill(0, "start-up", 0, count, samples=True),))

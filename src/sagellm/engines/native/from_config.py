@@ -57,9 +57,19 @@ def native_backend(
         seed=config.engine.seed,
         progress=progress,
         cuda_kernels=triton_kernels if config.engine.kernels == "auto" else None,
+        split_kv=splits_kv(config),
         capture=cuda_capture if config.engine.recorded_steps else None,
         **_held_as(config),
     )
+
+
+def splits_kv(config: Config) -> bool:
+    """Whether KV may be split into groups by window.
+
+    Shares of memory and swapping need the blocks of a request whole.
+    """
+    kv = config.kv
+    return not (kv.tenant_shares or kv.class_shares or kv.swap_space_bytes)
 
 
 def _held_as(config: Config) -> dict[str, Any]:

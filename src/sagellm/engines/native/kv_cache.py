@@ -1,5 +1,8 @@
 """The KV pool's memory: per layer K and V as [num_blocks, block_size, kv_heads, head_dim].
 
+Where a model mixes windows, its layers are in groups (`deal_layers`), and a block belongs to one group at a
+time: the i-th layers of all groups share one pool.
+
 A token is one row of a block. So a gather by block table gives [tokens, kv_heads, head_dim] without a
 transpose, and consecutive blocks are a view. Attention may read padding behind a sequence's last token, and 0
 x NaN is not 0. So the pool starts as zeros, and a block is zeroed when it becomes the last block of a
@@ -13,32 +16,80 @@ from functools import partial
 
 import torch
 
-from sagellm.core.blocks import Tier
+from sagellm.core.blocks import Tier, cdiv
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import BlockCopy
+from sagellm.core.types import KVGroup
+from sagellm.engines.native.folder_files import MAX_POSITIONS
 from sagellm.engines.native.memory import lazy_zeros
 
 LAYOUT = "layer.kv.block.token.head.dim"
 
 
+LayerKind = tuple[int, int | None]
+"""The KV group of a layer, and its window."""
+MAX_GROUPS = 8
+_CONTEXT_WINDOWS = 8
+
+
+def deal_layers(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
+    """KV groups of layers with these windows; none where all windows are the same.
+
+    All groups have as many layers, or fewer than the others by padding. That number is the one with the
+    smallest memory for a context of eight windows, among those with at most `MAX_GROUPS` groups. The layers
+    that see furthest lead: their KV is kept whole.
+    """
+    kinds: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows):
+        kinds.setdefault(window, []).append(layer)
+    if len(kinds) == 1:
+        return ()
+    widest, *others = sorted(kinds, key=lambda window: -(window or MAX_POSITIONS))
+
+    def cost(size: int) -> tuple[int, int]:
+        whole, rest = cdiv(len(kinds[widest]), size), sum(cdiv(len(kinds[w]), size) for w in others)
+        too_many = whole + rest > max(MAX_GROUPS, len(kinds))
+        return (1 << 60 if too_many else size * (_CONTEXT_WINDOWS * whole + rest), -size)
+
+    size = min(range(1, len(windows) + 1), key=cost)
+    return tuple(
+        KVGroup(tuple(kinds[window][first : first + size]), None if window == widest else window)
+        for window in (widest, *others)
+        for first in range(0, len(kinds[window]), size)
+    )
+
+
+def layer_kinds(windows: Sequence[int | None], groups: Sequence[KVGroup]) -> list[LayerKind]:
+    """The kind of each layer."""
+    group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
+    return [(group_of.get(layer, 0), window) for layer, window in enumerate(windows)]
+
+
 class PagedKV:
-    """The pools: `keys[i]` and `values[i]` are those of layer i. Tier "dram" has `num_host_blocks` blocks.
-    With `has_scratch` the block `scratch_block` follows the pool's blocks; padding rows write there.
+    """The pools: `keys[i]` and `values[i]` are those of layer i. Layers of several `groups` share them.
+
+    Tier "dram" has `num_host_blocks` blocks. With `has_scratch` the block `scratch_block` follows the pool's
+    blocks; padding rows write there.
     """
 
     def __init__(
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int,
         device: torch.device, dtype: torch.dtype, num_host_blocks: int = 0, *, has_scratch: bool = False,
+        groups: Sequence[KVGroup] = (),
     ) -> None:  # fmt: skip
         shape = (num_blocks + has_scratch, block_size, num_kv_heads, head_dim)
         self.num_blocks = self.scratch_block = num_blocks
         self.block_size = block_size
         zeros = lazy_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
-        self.keys = [zeros(shape, dtype=dtype) for _ in range(num_layers)]
-        self.values = [zeros(shape, dtype=dtype) for _ in range(num_layers)]
+        self.num_groups = max(1, len(groups))
+        place = {layer: i for group in groups for i, layer in enumerate(group.layers)}
+        places = [place.get(layer, layer) for layer in range(num_layers)]
+        pools = [[zeros(shape, dtype=dtype) for _ in range(max(places) + 1)] for _ in range(2)]
+        self._pools = [*pools[0], *pools[1]]
+        self.keys, self.values = ([pool[i] for i in places] for pool in pools)
         self.num_host_blocks = num_host_blocks
         shape, pinned = (num_host_blocks, *shape[1:]), device.type == "cuda"
-        self._host = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for _ in range(2 * num_layers)]
+        self._host = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for _ in self._pools]
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store K and V [T, kv_heads, head_dim] at `slots` [T]. A slot is block id x block size + offset in
@@ -50,7 +101,7 @@ class PagedKV:
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero whole blocks: old values (an inf, say) must not be read as padding."""
         ids = torch.tensor(block_ids, dtype=torch.long, device=self.keys[0].device)
-        for pool in (*self.keys, *self.values):
+        for pool in self._pools:
             pool.index_fill_(0, ids, 0)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
@@ -60,7 +111,7 @@ class PagedKV:
         for copy in copies:
             self._check(copy, copy.source_tier, copy.source_block)
             self._check(copy, copy.target_tier, copy.target_block)
-        tiers: dict[str, list[torch.Tensor]] = {Tier.HBM: [*self.keys, *self.values], Tier.DRAM: self._host}
+        tiers: dict[str, list[torch.Tensor]] = {Tier.HBM: self._pools, Tier.DRAM: self._host}
         for copy in copies:
             pairs = zip(tiers[copy.source_tier], tiers[copy.target_tier], strict=True)
             for source, target in pairs:  # on a GPU in the order of its stream, for pinned memory too

@@ -6,16 +6,17 @@ are no torch modules: a layer is a record of tensors, and `ModelSpec` has what d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
 
 from sagellm.core.protocols.fusion import FusedKernel, KernelSet, Matrix, Scores
+from sagellm.core.types import KVGroup
 from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.attention import AttentionPlan, attend
-from sagellm.engines.native.kv_cache import PagedKV
+from sagellm.engines.native.kv_cache import LayerKind, PagedKV, layer_kinds
 from sagellm.engines.native.loading import ModelWeights
 from sagellm.engines.native.matrices import look_up
 from sagellm.engines.native.rope import RopeTable, apply_rope
@@ -40,16 +41,17 @@ Stream = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step as tensors. `tokens`, `positions` and KV `slots` are [T]. The last layer's MLP and the head
-    are computed for rows `sampled` [S], or for all (None). `attention` has one plan per distinct window.
+    """One step as tensors. `tokens`, `positions` and the KV `slots` of each group are [T]. The last layer's
+    MLP and the head are computed for rows `sampled` [S], or for all (None). `attention` has one plan per kind
+    of layers.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     max_position: int
-    slots: torch.Tensor
+    slots: Sequence[torch.Tensor]
     sampled: torch.Tensor | None
-    attention: Mapping[int | None, AttentionPlan]
+    attention: Mapping[LayerKind, AttentionPlan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class DecoderLayer:
     None where they are q k / sqrt(head_dim).
     """
 
-    window: int | None
+    kind: LayerKind
     scores: Scores | None
     attn_norm: NormWeights
     qkv: Linear
@@ -99,7 +101,7 @@ class DecoderModel:
 
     def __init__(
         self, spec: ModelSpec, weights: ModelWeights, dtype: torch.dtype, device: torch.device,
-        kernels: KernelSet = NO_KERNELS,
+        kernels: KernelSet = NO_KERNELS, groups: Sequence[KVGroup] = (),
     ) -> None:  # fmt: skip
         self.spec = spec
         self._dtype = dtype
@@ -107,7 +109,8 @@ class DecoderModel:
         self._positions = weights.tensors.get("positions.weight")
         self._project_in = weights.matrices.get("project_in")
         self._project_out = weights.matrices.get("project_out")
-        self._layers = [_layer(spec, weights, i) for i in range(spec.num_layers)]
+        self.kinds = layer_kinds(spec.windows, groups)
+        self._layers = [_layer(spec, weights, i, kind) for i, kind in enumerate(self.kinds)]
         self._final_norm = _affine(weights, "final_norm")
         self._head = weights.matrices["head"]
         self._activation = _ACTIVATIONS[spec.activation]
@@ -171,9 +174,9 @@ class DecoderModel:
         spec = self.spec
         qkv = layer.qkv(self._sublayer_input(x, delta, layer.attn_norm))
         heads = qkv.contiguous().view(len(x), -1, spec.head_dim)
-        self._rope_to_cache(layer, heads, angles, step.slots, kv, index)
+        self._rope_to_cache(layer, heads, angles, step.slots[layer.kind[0]], kv, index)
         query, key, value = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-        mixed = attend(step.attention[layer.window], kv, index, query, key, value, layer.scores)
+        mixed = attend(step.attention[layer.kind], kv, index, query, key, value, layer.scores)
         return self._sublayer_output(x, layer.attn_out(mixed.flatten(1)), layer.attn_norm)
 
     def _mlp(self, layer: DecoderLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Stream:
@@ -237,7 +240,7 @@ def _affine(weights: ModelWeights, name: str) -> NormWeights:
     return NormWeights(weights.tensors.get(f"{name}.weight"), weights.tensors.get(f"{name}.bias"))
 
 
-def _layer(spec: ModelSpec, weights: ModelWeights, index: int) -> DecoderLayer:
+def _layer(spec: ModelSpec, weights: ModelWeights, index: int, kind: LayerKind) -> DecoderLayer:
     def norm(name: str) -> NormWeights:
         return _affine(weights, f"layers.{index}.{name}")
 
@@ -247,7 +250,7 @@ def _layer(spec: ModelSpec, weights: ModelWeights, index: int) -> DecoderLayer:
 
     scores = _scores(spec, weights.tensors.get(f"layers.{index}.sinks"))
     return DecoderLayer(
-        spec.windows[index], scores, norm("attn_norm"), linear("qkv"), norm("q_norm"), norm("k_norm"),
+        kind, scores, norm("attn_norm"), linear("qkv"), norm("q_norm"), norm("k_norm"),
         linear("out"), norm("mlp_norm"), linear("up"), linear("down"),
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.plan import ExecutionPlan
 from sagellm.core.protocols.fusion import Capture, FusedKernel, Work
 from sagellm.engines.native.attention import AttentionPlan, KernelCall, Span
-from sagellm.engines.native.kv_cache import PagedKV
+from sagellm.engines.native.kv_cache import LayerKind, PagedKV
 from sagellm.engines.native.model import DecoderModel, StepInputs
 from sagellm.engines.native.rows import BatchRows
 
@@ -70,11 +70,11 @@ class RecordedSteps:
 
     def __init__(
         self, model: DecoderModel, kv: PagedKV, kernel: FusedKernel, capture: Capture, sizes: Sequence[int],
-        max_length: int, windows: Iterable[int | None],
+        max_length: int,
     ) -> None:  # fmt: skip
         self._model, self._kv, self._capture, self._sizes = model, kv, capture, sizes
         self._max_length, self._length = max_length, 0
-        self._inputs = DecodeInputs(kv, kernel, windows, sizes[-1], max_length)
+        self._inputs = DecodeInputs(kv, kernel, model.kinds, sizes[-1], max_length)
         self._logits = torch.empty(sizes[-1], model.spec.vocab_size, device=kv.keys[0].device)
         self._logits_of = [self._logits[:rows] for rows in range(sizes[-1] + 1)]
         self._replays: dict[int, Work | None] = {}
@@ -85,7 +85,7 @@ class RecordedSteps:
         """
         began_s = time.monotonic()
         self._length = self._max_length
-        self._inputs.fill((), (), self._sizes[-1])
+        self._inputs.fill((), (), (), self._sizes[-1])
         for size in reversed(self._sizes):
             self._record(size)
         log.info("recorded decode steps of %s rows in %.1f s", self._sizes, time.monotonic() - began_s)
@@ -100,10 +100,10 @@ class RecordedSteps:
 
     def logits(self, plan: ExecutionPlan, rows: BatchRows) -> torch.Tensor:
         """Logits [S, vocab] of the plan's rows, in memory that the next step overwrites."""
-        tokens, spans = rows.decodes(plan)
+        tokens, spans, tables = rows.decodes(plan)
         size = self._size(len(spans))
         self._ensure_length(max(span.end for span in spans))
-        self._inputs.fill(tokens, spans, size)
+        self._inputs.fill(tokens, spans, tables, size)
         replay = self._replays.get(size)
         if replay is None:
             self._record(size)
@@ -130,7 +130,7 @@ class RecordedSteps:
         self._replays[size] = self._capture(work)
 
 
-_FIELDS = 7  # token, position, slot, and the four numbers of a span
+_FIELDS = 6  # token, position, and the four numbers of a span; in addition a slot for each KV group
 
 
 class DecodeInputs:
@@ -141,53 +141,67 @@ class DecodeInputs:
     """
 
     def __init__(
-        self, kv: PagedKV, kernel: FusedKernel, windows: Iterable[int | None], max_rows: int, max_length: int
+        self, kv: PagedKV, kernel: FusedKernel, kinds: Iterable[LayerKind], max_rows: int, max_length: int
     ) -> None:
-        self._kernel, self._windows = kernel, tuple(windows)
-        self._max_rows = max_rows
+        self._kernel, self._kinds = kernel, set(kinds)
+        self._max_rows, groups = max_rows, kv.num_groups
         self._block_size, self._scratch = kv.block_size, kv.scratch_block
         device = kv.keys[0].device
-        most_entries = max_rows * cdiv(max_length, kv.block_size)
-        size = _FIELDS * max_rows + cdiv(most_entries, 2)
+        self._entries = cdiv(max_rows * cdiv(max_length, kv.block_size), 2)  # of a table, in int64
+        fields = _FIELDS + groups
+        size = fields * max_rows + groups * self._entries
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._device = self._host if device.type == "cpu" else self._host.to(device)
-        head = self._host[: _FIELDS * max_rows].view(_FIELDS, max_rows).numpy()
-        self._tokens, self._positions, self._slots = head[:3]
-        self._spans = head[3:].reshape(max_rows, 4)
-        self._tables = self._host[_FIELDS * max_rows :].view(torch.int32).numpy()
+        head = self._host[: fields * max_rows].view(fields, max_rows).numpy()
+        self._tokens, self._positions = head[:2]
+        self._spans = head[2:_FIELDS].reshape(max_rows, 4)
+        self._slots = head[_FIELDS:]
+        self._first_entry = fields * max_rows
+        self._tables = self._host[self._first_entry :].view(torch.int32).view(groups, -1).numpy()
 
     def step(self, rows: int, max_position: int) -> StepInputs:
         """The inputs of `rows` rows at positions up to `max_position`, always the same tensors."""
         most = self._max_rows
-        tokens, positions, slots = (self._device[i * most : i * most + rows] for i in range(3))
-        spans = self._device[3 * most : 3 * most + 4 * rows].view(rows, 4)
-        tables = self._device[_FIELDS * most :].view(torch.int32)
-        calls = {window: KernelCall(self._kernel, spans, tables, window, rows) for window in self._windows}
-        plans = {window: AttentionPlan(call, (), ()) for window, call in calls.items()}
-        return StepInputs(tokens, positions, max_position, slots, None, plans)
+        columns = self._device[: self._first_entry].view(-1, most)[:, :rows]
+        spans = self._device[2 * most : 2 * most + 4 * rows].view(rows, 4)
+        tables = self._device[self._first_entry :].view(torch.int32).view(len(self._tables), -1)
+        plans = {
+            kind: AttentionPlan(KernelCall(self._kernel, spans, tables[kind[0]], kind[1], rows), (), ())
+            for kind in self._kinds
+        }
+        return StepInputs(columns[0], columns[1], max_position, list(columns[_FIELDS:]), None, plans)
 
-    def fill(self, tokens: Sequence[int], spans: Sequence[Span], rows: int) -> None:
-        """Row i computes `tokens[i]` at `spans[i]`; the others up to `rows` are padding."""
+    def fill(
+        self, tokens: Sequence[int], spans: Sequence[Span], tables: Sequence[Sequence[array[int]]], rows: int
+    ) -> None:
+        """Row i computes `tokens[i]` at `spans[i]` with `tables[i]`. The others up to `rows` are padding."""
         count, size = len(spans), self._block_size
-        starts, firsts, slots, tables = [], [], [], array("i")
-        for span in spans:
-            starts.append(span.start)
-            firsts.append(len(tables))
-            slots.append(span.block_ids[span.start // size] * size + span.start % size)
-            tables.extend(span.block_ids[: span.start // size + 1])
-        padding = len(tables)
-        if rows > count:
-            tables.append(self._scratch)
+        starts = [span.start for span in spans]
+        firsts, padding = [], 0
+        for start in starts:
+            firsts.append(padding)
+            padding += start // size + 1
         for field, values, idle in (
             (self._tokens, tokens, 0),
             (self._positions, starts, 0),
-            (self._slots, slots, self._scratch * size),
             (self._spans[:, 2], starts, 0),
             (self._spans[:, 3], firsts, padding),
         ):
             field[:count], field[count:rows] = values, idle
         self._spans[:rows, 0], self._spans[:rows, 1] = range(rows), 1
-        self._tables[: len(tables)] = tables
+        num_entries = padding + (rows > count)
+        for group, (slots, entries) in enumerate(zip(self._slots, self._tables, strict=True)):
+            slots[:count] = [
+                table[group][start // size] * size + start % size
+                for table, start in zip(tables, starts, strict=True)
+            ]
+            slots[count:rows] = self._scratch * size
+            used = array("i")
+            for table, start in zip(tables, starts, strict=True):
+                used.extend(table[group][: start // size + 1])
+            if rows > count:
+                used.append(self._scratch)
+            entries[:num_entries] = used
         if self._device is not self._host:
-            used = _FIELDS * self._max_rows + cdiv(len(tables), 2)
-            self._device[:used].copy_(self._host[:used], non_blocking=True)
+            last = self._first_entry + (len(self._tables) - 1) * self._entries + cdiv(num_entries, 2)
+            self._device[:last].copy_(self._host[:last], non_blocking=True)

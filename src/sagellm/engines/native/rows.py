@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from sagellm.core.blocks import NO_PAGE
 from sagellm.core.errors import PlanError
 from sagellm.core.plan import BlockTableDelta, ExecutionPlan, Join
 from sagellm.engines.native.attention import AttentionPlanner, Span
+from sagellm.engines.native.kv_cache import LayerKind
 from sagellm.engines.native.memory import to_device
 from sagellm.engines.native.model import StepInputs
 from sagellm.engines.native.sampler import RowSampler, ScoredPrompt, request_seed
@@ -22,12 +24,12 @@ from sagellm.engines.native.sampler import RowSampler, ScoredPrompt, request_see
 
 @dataclass(slots=True)
 class BatchRow:
-    """One running request: `tokens` is prompt and output, `table` its block ids."""
+    """One running request. `tokens` is prompt and output; `tables` has its block ids in each KV group."""
 
     request_id: str
     tokens: array[int]
     num_prompt_tokens: int
-    table: array[int]
+    tables: list[array[int]]
     sampler: RowSampler
 
 
@@ -35,14 +37,16 @@ class BatchRows:
     """At most `max_rows` sequences by row number. Raises `PlanError` for a plan that cannot be executed."""
 
     def __init__(
-        self, max_rows: int, max_length: int, num_blocks: int, block_size: int, vocab_size: int, seed: int
-    ) -> None:
+        self, max_rows: int, max_length: int, num_blocks: int, block_size: int, vocab_size: int, seed: int,
+        num_groups: int = 1,
+    ) -> None:  # fmt: skip
         self._max_rows = max_rows
         self._max_length = max_length
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._seed = seed
+        self._num_groups = num_groups
         self._rows: dict[int, BatchRow] = {}
 
     def apply(self, plan: ExecutionPlan, device: torch.device) -> None:
@@ -66,19 +70,28 @@ class BatchRows:
         seed = request_seed(self._seed, join.request_id) if params.seed is None else params.seed
         prompt, outputs = tokens[: join.num_prompt_tokens], tokens[join.num_prompt_tokens :]
         sampler = RowSampler.of(params, seed, prompt, outputs, join.eos_token_ids, self._vocab_size, device)
-        table = array("i", join.block_ids)
-        self._rows[join.row] = BatchRow(join.request_id, tokens, join.num_prompt_tokens, table, sampler)
+        tables = self._by_group(join.block_ids)
+        self._rows[join.row] = BatchRow(join.request_id, tokens, join.num_prompt_tokens, tables, sampler)
 
     def _update_table(self, delta: BlockTableDelta) -> None:
         row = self._row(delta.row)
         self._check_blocks(row.request_id, delta.block_ids)
-        if delta.first > len(row.table):
-            raise PlanError(f"{row.request_id} grows at block {delta.first} of a table of {len(row.table)}")
-        row.table[delta.first : delta.first + len(delta.block_ids)] = array("i", delta.block_ids)
+        first, held = delta.first // self._num_groups, len(row.tables[0])
+        if first > held:
+            raise PlanError(f"{row.request_id} grows at block {first} of a table of {held}")
+        for table, new in zip(row.tables, self._by_group(delta.block_ids), strict=True):
+            table[first : first + len(new)] = new
+
+    def _by_group(self, block_ids: Sequence[int]) -> list[array[int]]:
+        """The ids of each KV group. In `block_ids` those of one position follow those of another."""
+        return [array("i", block_ids[group :: self._num_groups]) for group in range(self._num_groups)]
 
     def _check_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
-        if block_ids and (min(block_ids) < 0 or max(block_ids) >= self._num_blocks):
+        least = 0 if self._num_groups == 1 else NO_PAGE
+        if block_ids and (min(block_ids) < least or max(block_ids) >= self._num_blocks):
             raise PlanError(f"{request_id} has a block outside the pool of {self._num_blocks}: {block_ids}")
+        if len(block_ids) % self._num_groups:
+            raise PlanError(f"{request_id} has {len(block_ids)} blocks for {self._num_groups} KV groups")
 
     def _row(self, row: int) -> BatchRow:
         try:
@@ -90,7 +103,7 @@ class BatchRows:
         self,
         plan: ExecutionPlan,
         planner: AttentionPlanner,
-        windows: Iterable[int | None],
+        kinds: Iterable[LayerKind],
         device: torch.device,
         scored: Sequence[ScoredPrompt] = (),
     ) -> StepInputs:
@@ -109,19 +122,31 @@ class BatchRows:
             first += op.num_tokens
         rows = [plan.decode_rows[i] for i in order] + [op.row for op in plan.prefills]
         spans = decode + prefill
-        tokens, positions, slots, size = array("i"), array("q"), array("q"), self._block_size
+        tokens, positions = array("i"), array("q")
         for row, span in zip(rows, spans, strict=True):
             tokens.extend(self._rows[row].tokens[span.start : span.end])
             positions.extend(range(span.start, span.end))
-            slots.extend(span.block_ids[p // size] * size + p % size for p in range(span.start, span.end))
+        in_group = [(decode, prefill)]
+        for group in range(1, self._num_groups):
+            other = [
+                replace(span, block_ids=self._rows[row].tables[group])
+                for row, span in zip(rows, spans, strict=True)
+            ]
+            in_group.append((other[: len(decode)], other[len(decode) :]))
         return StepInputs(
             tokens=to_device(torch.frombuffer(tokens, dtype=torch.int32), device),
             positions=to_device(torch.frombuffer(positions, dtype=torch.long), device),
             max_position=max(span.end for span in spans) - 1,
-            slots=to_device(torch.frombuffer(slots, dtype=torch.long), device),
+            slots=[to_device(self._slots([*first, *then]), device) for first, then in in_group],
             sampled=to_device(self._sampled(plan, order, prefill, scored), device),
-            attention={window: planner.plan(decode, prefill, window) for window in windows},
+            attention={kind: planner.plan(*in_group[kind[0]], kind[1]) for kind in set(kinds)},
         )
+
+    def _slots(self, spans: Iterable[Span]) -> torch.Tensor:
+        slots, size = array("q"), self._block_size
+        for span in spans:
+            slots.extend(span.block_ids[p // size] * size + p % size for p in range(span.start, span.end))
+        return torch.frombuffer(slots, dtype=torch.long)
 
     def scored(self, plan: ExecutionPlan) -> list[ScoredPrompt]:
         """The positions in this step for which prompt log-probabilities are wanted."""
@@ -136,18 +161,19 @@ class BatchRows:
             first += op.num_tokens
         return found
 
-    def decodes(self, plan: ExecutionPlan) -> tuple[list[int], list[Span]]:
-        """The token and span of each of `plan.decode_rows`, in that order."""
+    def decodes(self, plan: ExecutionPlan) -> tuple[list[int], list[Span], list[list[array[int]]]]:
+        """The token, the span and the tables of each of `plan.decode_rows`, in that order."""
         places = list(zip(plan.decode_rows, plan.decode_positions, strict=True))
         spans = [self._span(i, row, position, 1) for i, (row, position) in enumerate(places)]
-        return [self._rows[row].tokens[position] for row, position in places], spans
+        tokens = [self._rows[row].tokens[position] for row, position in places]
+        return tokens, spans, [self._rows[row].tables for row in plan.decode_rows]
 
     def _span(self, first_row: int, row: int, start: int, num_tokens: int) -> Span:
         batch_row = self._row(row)
-        span = Span(first_row, num_tokens, start, batch_row.table)
+        span = Span(first_row, num_tokens, start, batch_row.tables[0])
         limits = {
             "tokens": len(batch_row.tokens),
-            "slots in its blocks": len(batch_row.table) * self._block_size,
+            "slots in its blocks": len(batch_row.tables[0]) * self._block_size,
             "positions in the model's length": self._max_length,
         }
         for name, limit in limits.items():
@@ -179,7 +205,10 @@ class BatchRows:
         ends = [(row, at, at) for row, at in zip(plan.decode_rows, plan.decode_positions, strict=True)]
         ends += [(op.row, op.start, op.start + op.num_tokens - 1) for op in plan.prefills]
         return [
-            self._row(row).table[last // size] for row, start, last in ends if last // size * size >= start
+            table[last // size]
+            for row, start, last in ends
+            if last // size * size >= start
+            for table in self._row(row).tables
         ]
 
     def samplers(self, rows: Iterable[int]) -> list[RowSampler]:

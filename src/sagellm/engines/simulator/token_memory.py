@@ -7,16 +7,17 @@ matched for the wrong prefix changes the answer, or is found as a missing positi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from sagellm.core.blocks import Tier
 from sagellm.core.errors import BookkeepingError
 from sagellm.core.plan import BlockCopy, ExecutionPlan, StepResult
-from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, TokenLogprob, Tokens
+from sagellm.core.types import CapabilityDescriptor, KVCacheSchema, KVGroup, TokenLogprob, Tokens
 
-_Slot = tuple[int, int] | None
-"""Token and position."""
+_Slot = tuple[int, int, int] | None
+"""Token, position and KV group."""
 
 
 @dataclass(slots=True)
@@ -41,8 +42,14 @@ class TokenMemoryBackend:
         vocab_size: int = 97,
         sliding_window: int | None = None,
         num_host_blocks: int = 0,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
-        schema = KVCacheSchema(1, 1, 1, "int8", block_size, "tokens")
+        """`windows`: one KV group of one layer for each, if there are several."""
+        groups = tuple(KVGroup((i,), window) for i, window in enumerate(windows))
+        schema = KVCacheSchema(
+            len(groups), 1, 1, "int8", block_size, "tokens", groups=groups if len(groups) > 1 else ()
+        )
+        self._windows = [sliding_window, *windows[1:]]
         self._capability = CapabilityDescriptor(
             "none", "int8", vocab_size, max_model_len, num_blocks, block_size, max_num_seqs, schema,
             sliding_window=sliding_window, num_host_blocks=num_host_blocks,
@@ -97,9 +104,12 @@ class TokenMemoryBackend:
         window = self._capability.sliding_window
         return 0 if window is None else max(0, num_tokens - window)
 
-    def _slot(self, row: _Row, position: int) -> int:
+    def _slot(self, row: _Row, position: int, group: int = 0) -> int:
         size = self._capability.block_size
-        return row.blocks[position // size] * size + position % size
+        block = row.blocks[position // size * len(self._windows) + group]
+        if block < 0:
+            raise BookkeepingError(f"position {position} has no block in group {group}")
+        return block * size + position % size
 
     def _copy(self, copy: BlockCopy) -> None:
         size = self._capability.block_size
@@ -111,17 +121,26 @@ class TokenMemoryBackend:
         row = self._rows[row_id]
         if end > len(row.tokens):
             raise BookkeepingError(f"row {row_id}: computes up to {end}, it has {len(row.tokens)} tokens")
-        for position in range(start, end):
-            self._memory[self._slot(row, position)] = (row.tokens[position], position)
+        for group, window in enumerate(self._windows):
+            for position in range(start, end):
+                self._memory[self._slot(row, position, group)] = (row.tokens[position], position, group)
+            for position in range(0 if window is None else max(0, start + 1 - window), end):
+                self._read(row_id, position, group)
+
+    def _read(self, row_id: int, position: int, group: int) -> int:
+        row = self._rows[row_id]
+        entry = self._memory[self._slot(row, position, group)]
+        if entry is None or entry[1:] != (position, group):
+            raise BookkeepingError(
+                f"row {row_id}: the KV of position {position} is not in its block: {entry}"
+            )
+        if group and entry[0] != row.tokens[position]:
+            raise BookkeepingError(f"row {row_id}: group {group} has another token at {position}: {entry}")
+        return entry[0]
 
     def _draw(self, row_id: int) -> int:
         row = self._rows[row_id]
         seen = Tokens()
         for position in range(self._first(len(row.tokens)), len(row.tokens)):
-            entry = self._memory[self._slot(row, position)]
-            if entry is None or entry[1] != position:
-                raise BookkeepingError(
-                    f"row {row_id}: the KV of position {position} is not in its block: {entry}"
-                )
-            seen.append(entry[0])
+            seen.append(self._read(row_id, position, 0))
         return self.answer(seen)

@@ -8,14 +8,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
+from sagellm.core.blocks import cdiv
 from sagellm.core.errors import CapacityError
 from sagellm.core.protocols.kv_pool import BlockQuota, KVPool
 from sagellm.core.protocols.prefix_cache import Evictor, PrefixReuseIndex
 from sagellm.core.types import NO_ACCOUNT, Account, BlockIds, append_each
-from sagellm.kvmgr.manager.prefix_sharing import INDEX_OWNER, SharedTails
-from sagellm.kvmgr.manager.tables import BlockTables, RequestBlocks, free_leading
+from sagellm.kvmgr.manager.page_groups import BEHIND_WINDOW, PageGroups
+from sagellm.kvmgr.manager.prefix_sharing import SharedTails
+from sagellm.kvmgr.manager.tables import INDEX_OWNER, BlockTables, RequestBlocks, free_leading
 
-BEHIND_WINDOW = "behind the window"
 MAX_EXTRA, BLOCKS_PER_EXTRA = 32, 1024
 """Blocks evicted together: one per 1,024 of the pool, at most 32; so 0.1 % of the cache may go early."""
 
@@ -23,11 +24,20 @@ MAX_EXTRA, BLOCKS_PER_EXTRA = 32, 1024
 class SlidingWindows:
     """Blocks of running requests that no later token attends to.
 
-    `width`: no token attends further back than this many tokens; None: each attends to all before it.
+    `width`: no token of any layer attends further back than this many tokens; None: some layer attends to
+    all before it. With several KV `groups`, those behind the first have windows of their own.
     """
 
-    def __init__(self, width: int | None, tables: BlockTables, tails: SharedTails, pool: KVPool) -> None:
+    def __init__(
+        self,
+        width: int | None,
+        tables: BlockTables,
+        tails: SharedTails,
+        pool: KVPool,
+        groups: PageGroups | None = None,
+    ) -> None:
         self.width = width
+        self._groups = groups
         self._tables = tables
         self._tails = tails
         self._pool = pool
@@ -37,13 +47,17 @@ class SlidingWindows:
 
         None of a request whose last block others of its group copy: a hit may count on its blocks.
         """
-        if self.width is None or blocks in self._tails:
+        if blocks in self._tails:
             return 0
+        if self.width is None:
+            return 0 if self._groups is None else self._groups.num_passed(blocks)
         behind = (blocks.state.num_computed - self.width + 1) // self._pool.block_size
         return max(0, min(behind - blocks.num_shared, len(blocks.own.block_ids)))
 
     def total_behind(self) -> int:
-        return sum(map(self.num_behind, self._tables)) if self.width is not None else 0
+        if self.width is None and self._groups is None:
+            return 0
+        return sum(map(self.num_behind, self._tables))
 
     def behind_by_account(self) -> Iterator[tuple[Account, int]]:
         """The same for each request, with the account that pays for its blocks."""
@@ -53,8 +67,14 @@ class SlidingWindows:
     def free_blocks(self, num_blocks: int, account: Account, quota: BlockQuota | None) -> None:
         """Free blocks until the account has room for so many.
 
-        A request that loses blocks leaves nothing in the index.
+        A request that loses blocks of the only group leaves nothing in the index.
         """
+        groups = self._groups
+        if groups is not None:
+            for blocks in self._tables:
+                if self._pool.num_free < num_blocks and blocks not in self._tails:
+                    groups.free_passed(blocks)
+            return
         for blocks in self._tables if self.width is not None else ():
             if (quota is None or quota.headroom(account) >= num_blocks) and self._pool.num_free >= num_blocks:
                 return
@@ -79,6 +99,7 @@ class BlockAllocator:
         pool: KVPool,
         quota: BlockQuota | None = None,
         windows: SlidingWindows | None = None,
+        groups: PageGroups | None = None,
     ) -> None:
         self.index = index
         self.pool = pool
@@ -87,6 +108,7 @@ class BlockAllocator:
         self.num_changes = 0
         self._in_need: RequestBlocks | None = None
         self._windows = windows
+        self._groups = groups
         self._num_together = min(MAX_EXTRA, pool.total_blocks // BLOCKS_PER_EXTRA)
         self._unreturned: list[tuple[BlockIds, Account]] = []  # out of the index, not yet back in the pool
 
@@ -100,27 +122,44 @@ class BlockAllocator:
         return Evictor(call, request.namespace.tenant)
 
     def append_blocks(self, blocks: RequestBlocks, num_blocks: int) -> BlockIds:
-        """Append so many blocks to the table of a request; returns them. Raises `CapacityError`."""
-        own = blocks.own
-        if self.pool.num_free < num_blocks or self.quota is not None:
+        """Append so many blocks to the table of a request, in each KV group.
+
+        Returns them, in the order of `RequestBlocks.table`. Raises `CapacityError`.
+        """
+        own, groups = blocks.own, self._groups
+        wanted = num_blocks
+        if groups is not None:
+            wanted *= groups.per_block
+            groups.advance(blocks)
+        if self.pool.num_free < wanted or self.quota is not None:
             self._in_need = blocks
-            self.make_room(num_blocks, own.account)
-        taken = self.pool.append_blocks(own, num_blocks)
+            self.make_room(wanted, own.account)
+        taken = self.pool.append_blocks(own, num_blocks) if self.pool.num_free >= wanted else None
         if taken is None:
             raise CapacityError(
-                f"{own.owner}: {num_blocks} blocks asked for, {self.pool.num_free} could be made free",
+                f"{own.owner}: {wanted} blocks asked for, {self.pool.num_free} could be made free",
                 own.owner,
-                num_blocks,
+                wanted,
             )
         blocks.block_ids += taken
-        return taken
+        if groups is None:
+            return taken
+        groups.append(blocks, num_blocks)
+        return blocks.table()[-wanted:]
+
+    def take_last(self, blocks: RequestBlocks, num_blocks: int) -> None:
+        """Undo `append_blocks`."""
+        self.pool.shrink(blocks.own, num_blocks)
+        del blocks.block_ids[len(blocks.block_ids) - num_blocks :]
+        if self._groups is not None:
+            self._groups.shrink(blocks, num_blocks)
 
     def append_block_to_each(self, requests: Sequence[RequestBlocks]) -> BlockIds:
         """Append one block to the table of each request; returns them in that order.
 
         Raises `CapacityError`; then nothing but evictions has happened.
         """
-        if self.quota is not None:  # each is charged for its own block
+        if self.quota is not None or self._groups is not None:  # each is charged for its own blocks
             return self._append_one_by_one(requests)
         if self.pool.num_free < len(requests):
             self._in_need = requests[-1]
@@ -146,6 +185,9 @@ class BlockAllocator:
             self._windows.free_blocks(num_blocks, account, self.quota)
         if self.quota is not None:
             self._reclaim(self.quota, num_blocks, account)
+            return
+        if self._groups is not None:
+            self._make_room_in_groups(self._groups, num_blocks)
             return
         missing = num_blocks - self.pool.num_free
         if missing > 0:
@@ -177,6 +219,9 @@ class BlockAllocator:
         self.num_changes += 1
         self._in_need = None
         num_freed = evicted = 0
+        if self._groups is not None:
+            for kept in (False, True):
+                num_freed += self._return_pages(self._groups.shed(self.pool.total_blocks, kept=kept))
         if self.quota is not None:
             while evicted := sum(self._evict_from(*item, "cleared") for item in self._evictable().items()):
                 num_freed += evicted
@@ -187,6 +232,8 @@ class BlockAllocator:
     def blocks_of_index(self) -> BlockIds:
         """Every block that the pool counts as held by the index."""
         ids = self.index.all_block_ids()
+        if self._groups is not None:
+            ids += self._groups.all_pages()
         for block_ids, _ in self._unreturned:
             ids += block_ids
         return ids
@@ -194,16 +241,30 @@ class BlockAllocator:
     # -- inside
 
     def _append_one_by_one(self, requests: Sequence[RequestBlocks]) -> BlockIds:
-        taken = array("i")
+        taken, num_done = array("i"), 0
         try:
             for blocks in requests:
                 taken += self.append_blocks(blocks, 1)
+                num_done += 1
         except Exception:
-            for blocks in requests[: len(taken)]:
-                self.pool.shrink(blocks.own, 1)
-                blocks.block_ids.pop()
+            for blocks in requests[:num_done]:
+                self.take_last(blocks, 1)
             raise
         return taken
+
+    def _make_room_in_groups(self, groups: PageGroups, num_pages: int) -> None:
+        """Have so many pages free. What no prefix needs goes first, then whole blocks, then kept windows."""
+        pool, index = self.pool, self.index
+        self._return_pages(groups.shed(num_pages - pool.num_free))
+        while (missing := num_pages - pool.num_free) > 0 and index.num_evictable:
+            wanted = max(cdiv(missing, groups.per_block), self._num_together)
+            evicted = index.evict(min(wanted, index.num_evictable))
+            self._return(evicted or array("i"), NO_ACCOUNT, "capacity")
+        self._return_pages(groups.shed(num_pages - pool.num_free, kept=True))
+
+    def _return_pages(self, pages: BlockIds) -> int:
+        self.pool.take_back(INDEX_OWNER, pages)
+        return len(pages)
 
     def _reclaim(self, quota: BlockQuota, num_blocks: int, account: Account) -> None:
         while (missing := num_blocks - min(self.pool.num_free, quota.headroom(account))) > 0:
@@ -236,6 +297,8 @@ class BlockAllocator:
 
     def _return(self, block_ids: BlockIds, account: Account, cause: str) -> None:
         """Return evicted blocks to the pool, and those that an exception kept back."""
+        if self._groups is not None:
+            block_ids = block_ids + self._groups.evicted(block_ids)
         if block_ids:
             self.num_evicted[cause] = self.num_evicted.get(cause, 0) + len(block_ids)
             self._unreturned.append((block_ids, account))

@@ -50,11 +50,11 @@ from sagellm.core.protocols.prefix_cache import (
     ReuseRecorder,
     SpanState,
 )
-from sagellm.core.types import NO_ACCOUNT, BlockIds, Namespace, Tokens
+from sagellm.core.types import NO_ACCOUNT, BlockIds, KVGroup, Namespace, Tokens
 from sagellm.kvmgr.manager.allocator import BlockAllocator, SlidingWindows
 from sagellm.kvmgr.manager.hints import KVHints
+from sagellm.kvmgr.manager.page_groups import PageGroups
 from sagellm.kvmgr.manager.prefix_sharing import (
-    INDEX_OWNER,
     PinnedPrefixes,
     PrefixRegistrar,
     SharedTails,
@@ -62,7 +62,7 @@ from sagellm.kvmgr.manager.prefix_sharing import (
 )
 from sagellm.kvmgr.manager.quotes import Quotes
 from sagellm.kvmgr.manager.swap import SwapSpace
-from sagellm.kvmgr.manager.tables import BlockTables, RequestBlocks
+from sagellm.kvmgr.manager.tables import INDEX_OWNER, BlockTables, RequestBlocks
 
 
 class BlockStates(NamedTuple):
@@ -90,9 +90,10 @@ class KVCacheManager:
     Passes ask `quotes` for hits and prices; planner and engine make the calls above. `prefix_caching=False`:
     nothing is matched or kept. `index_as_computed`: the blocks of a prompt enter the index with each chunk,
     not when all of it is computed. `window`: no token attends further back than this; blocks behind it are
-    freed before anything cached is evicted. `sharing_groups`: by tenant, the group with which it shares its
-    cache. `max_pinned_share` bounds what `pin_prefix` may hold of the pool. `swap`: host memory for the KV of
-    preempted requests; `prefill_token_s`: seconds to compute a token of it again.
+    freed before anything cached is evicted. `groups`: the KV groups of the model, if it has several;
+    `max_chunk`: the most tokens of a request that a step computes. `sharing_groups`: by tenant, the group
+    with which it shares its cache. `max_pinned_share` bounds what `pin_prefix` may hold of the pool. `swap`:
+    host memory for the KV of preempted requests; `prefill_token_s`: seconds to compute a token of it again.
     """
 
     def __init__(
@@ -104,6 +105,8 @@ class KVCacheManager:
         index_as_computed: bool = False,
         quota: BlockQuota | None = None,
         window: int | None = None,
+        groups: Sequence[KVGroup] = (),
+        max_chunk: int = 1,
         sharing_groups: Mapping[str, str] | None = None,
         max_pinned_share: float = 0.25,
         swap: SwapSpace | None = None,
@@ -114,36 +117,39 @@ class KVCacheManager:
     ) -> None:
         if index.block_size != pool.block_size:
             raise ValueError(f"block sizes differ: index {index.block_size}, pool {pool.block_size}")
-        now, groups = (clock or MonotonicClock()).now, SharingGroups(sharing_groups or {})
-        self.index = index
-        self.pool = pool
-        self.quota = quota
-        self.metrics = metrics
-        self.misses = misses
-        self.swap = swap
-        self.window = window
+        now, sharing = (clock or MonotonicClock()).now, SharingGroups(sharing_groups or {})
+        self.index, self.pool, self.quota = index, pool, quota
+        self.metrics, self.misses, self.swap = metrics, misses, swap
+        self.num_groups = max(1, len(groups))
+        self.has_windows = window is not None or self.num_groups > 1
         self.block_size = pool.block_size
         self.prefix_caching = prefix_caching
         self.index_as_computed = index_as_computed
-        self.namespace_of = groups.namespace_of
+        self.namespace_of = sharing.namespace_of
         self._tables = BlockTables(pool)
         self._tails = SharedTails(self._tables, pool.block_size)
-        windows = SlidingWindows(window, self._tables, self._tails, pool)
-        self.allocator = BlockAllocator(index, pool, quota, windows)
+        if len(groups) > 1 and (quota is not None or swap is not None or window is not None):
+            raise ValueError("several KV groups go with neither quotas nor swap space")
+        self._pages = PageGroups(groups, pool, self._tables, max_chunk) if len(groups) > 1 else None
+        windows = SlidingWindows(window, self._tables, self._tails, pool, self._pages)
+        self.allocator = BlockAllocator(index, pool, quota, windows, self._pages)
         if misses is not None:
             misses.evictions_are_for(lambda: self.allocator.evictor)
-        self._registrar = PrefixRegistrar(index, pool, self._tables, groups, prefix_caching=prefix_caching)
+        self._registrar = PrefixRegistrar(
+            index, pool, self._tables, sharing, self._pages, prefix_caching=prefix_caching
+        )
         self.is_published = self._registrar.is_published
-        self._publishes_early = index_as_computed and prefix_caching and window is None
-        self.hints = KVHints(index, groups.namespace_of, now)
-        self.pins = PinnedPrefixes(index, pool.total_blocks, max_pinned_share)
+        self._publishes_early = index_as_computed and prefix_caching and not self.has_windows
+        self.hints = KVHints(index, sharing.namespace_of, now)
+        self.pins = PinnedPrefixes(index, pool.total_blocks // self.num_groups, max_pinned_share)
         self.quotes = Quotes(
             self._tables,
             self.allocator,
             windows,
             self._registrar,
             self._tails,
-            groups,
+            sharing,
+            self._pages,
             swap,
             metrics,
             now,
@@ -154,8 +160,11 @@ class KVCacheManager:
     # -- what running requests hold
 
     def block_table(self, request_id: str) -> BlockIds:
-        """The blocks of a running request, in order of position; `KeyError` for any other."""
-        return self._tables[request_id].block_ids
+        """The blocks of a running request, in order of position; `KeyError` for any other.
+
+        With several KV groups each position has a block of each, in order of the groups, or `NO_PAGE`.
+        """
+        return self._tables[request_id].table()
 
     def num_slots(self, request_id: str) -> int:
         """Tokens that the blocks of a running request can hold."""
@@ -163,6 +172,8 @@ class KVCacheManager:
 
     def block_states(self) -> BlockStates:
         cached, free = self.index.num_evictable, self.pool.num_free
+        if self._pages is not None:
+            cached += self._pages.num_evictable(cached)
         return BlockStates(self.pool.total_blocks - cached - free, cached, free)
 
     def fragmentation(self) -> Fragmentation:
@@ -252,7 +263,7 @@ class KVCacheManager:
     @property
     def is_regular(self) -> bool:
         """Whether a step that only decodes does nothing here but append blocks."""
-        return self.window is None and self._tables.all_sent and self.hints.is_idle
+        return not self.has_windows and self._tables.all_sent and self.hints.is_idle
 
     # -- preempted requests in host memory
 
@@ -298,7 +309,7 @@ class KVCacheManager:
         The step that is bound next may reuse it, since it is executed later. Lasts until `commit` or
         `rollback` of the in-flight step.
         """
-        for chunk in chunks if self.prefix_caching else ():
+        for chunk in chunks if self.prefix_caching and self._pages is None else ():
             state = chunk.state
             is_whole = chunk.end >= state.num_prompt_tokens
             if (is_whole or self.index_as_computed) and not self.is_published(state.request_id):
@@ -357,6 +368,8 @@ class KVCacheManager:
         except Exception:
             blocks.hit = self.index.pin(blocks.hit)
             raise
+        if self._pages is not None:
+            self._pages.release(blocks)
         self._tables.remove(state)
         self._registrar.forget(state.request_id)
         self._tails.remove(blocks)
@@ -383,10 +396,15 @@ class KVCacheManager:
 
         Raises `CapacityError` if pinned prefixes together would hold more than `max_pinned_share`.
         """
-        return self.pins.add(self.index.lookup(tokens, self.namespace_of(namespace)))
+        hit = self.pins.add(self.quotes.lookup(tokens, self.namespace_of(namespace)))
+        if self._pages is not None:
+            self._pages.hold(self.index.block_ids(hit))
+        return hit
 
     def unpin_prefix(self, hit: PrefixHit) -> None:
         """Unpin what `pin_prefix` returned. Raises `BookkeepingError` for any other hit."""
+        if self._pages is not None and hit in self.pins:
+            self._pages.let_go(self.index.block_ids(hit))
         self.pins.remove(hit)
 
     def remap(self, moves: Mapping[int, int]) -> None:
@@ -394,6 +412,8 @@ class KVCacheManager:
         self.pool.remap(moves)
         self.index.remap(moves)
         self._tables.remap(moves)
+        if self._pages is not None:
+            self._pages.remap(moves)
 
     def check(self) -> None:
         """Raise `BookkeepingError` unless every block has exactly one of the owners drawn above."""
@@ -402,6 +422,8 @@ class KVCacheManager:
         self._tables.check(self.index)
         self._registrar.check()
         self._tails.check()
+        if self._pages is not None:
+            self._pages.check(self.index, self.pins.hits)
         if self.swap is not None:
             self.swap.check()
 
@@ -422,7 +444,9 @@ class KVCacheManager:
         account = NO_ACCOUNT if self.quota is None else self.quota.paying(state.request.account)
         hit = self.index.pin(wanted)
         try:
-            if hit.num_blocks != wanted.num_blocks or not self.quotes.is_current(wanted):
+            ids = self.index.block_ids(hit)
+            is_served = self._pages is None or self._pages.servable(ids) == len(ids)
+            if hit.num_blocks != wanted.num_blocks or not is_served or not self.quotes.is_current(wanted):
                 raise BookkeepingError(
                     f"{state.request_id}: a hit of {chunk.start} tokens shrank to {hit.num_tokens} by bind"
                 )
@@ -431,8 +455,10 @@ class KVCacheManager:
         except Exception:
             self.index.unpin(hit)
             raise
-        ids = self.index.block_ids(hit)
-        self._tables.add(RequestBlocks(state, hit, ids, own, hit.num_blocks, hit.num_blocks))
+        blocks = RequestBlocks(state, hit, ids, own, hit.num_blocks, hit.num_blocks)
+        if self._pages is not None:
+            self._pages.admit(blocks)
+        self._tables.add(blocks)
 
     def _bind_decodes(self, binding: Binding) -> None:
         """Append a block to each request in decode that needs one.
@@ -451,6 +477,7 @@ class KVCacheManager:
         blocks = self._tables[bound.chunk.state.request_id]
         held = len(blocks.block_ids)
         bound.first_block = held if blocks.unsent_from is None else blocks.unsent_from
+        bound.first_block *= blocks.num_groups
         missing = cdiv(bound.chunk.end, self.block_size) - held
         if missing > 0:
             bound.block_ids = tuple(self.allocator.append_blocks(blocks, missing))
@@ -458,7 +485,7 @@ class KVCacheManager:
     def _copies_for(self, request_id: str, hit: PrefixHit) -> Iterable[BlockCopy]:
         """Copies of what a hit counts on outside the index."""
         if hit.tail is not None:
-            return (self._tails.copy_of(hit.tail, request_id),)
+            return self._tails.copies_of(hit.tail, request_id)
         if hit.num_swapped:
             assert self.swap is not None
             return self.swap.copies_back(hit, request_id, self.block_table(request_id))
@@ -470,20 +497,24 @@ class KVCacheManager:
         With `decodes`, also those appended to requests in decode.
         """
         if decodes:
-            self._tables.undo_appended(binding)
+            for state in binding.appended_to:
+                appended = self._tables.find(state)
+                if appended is not None:  # the blocks of an ended request are free already
+                    self.allocator.take_last(appended, 1)
+            binding.clear_decodes()
         for name, bound in reversed(list(binding.chunks.items())[num_bound:]):
             del binding.chunks[name]
             chunk, blocks = bound.chunk, self._tables.find(bound.chunk.state)
             if blocks is None:  # never reached, or ended since
                 continue
             self._registrar.unpublish(blocks, 0 if chunk.admits else chunk.start)
-            count = len(bound.block_ids)
-            if count:
-                self.pool.shrink(blocks.own, count)
-                del blocks.block_ids[-count:]
+            if bound.block_ids:
+                self.allocator.take_last(blocks, len(bound.block_ids) // blocks.num_groups)
             if chunk.admits:
                 self.index.unpin(blocks.hit)
                 self.pool.free(blocks.own)
+                if self._pages is not None:
+                    self._pages.release(blocks)
                 self._tables.remove(chunk.state)
 
     def _publish(self, chunks: Sequence[Chunk]) -> None:

@@ -12,9 +12,9 @@ from sagellm.core.plan import BlockCopy, RequestState
 from sagellm.core.protocols.kv_pool import KVPool
 from sagellm.core.protocols.prefix_cache import InsertResult, PrefixHit, PrefixReuseIndex, SharedTail
 from sagellm.core.types import Namespace
-from sagellm.kvmgr.manager.tables import BlockTables, RequestBlocks, free_leading
+from sagellm.kvmgr.manager.page_groups import PageGroups
+from sagellm.kvmgr.manager.tables import INDEX_OWNER, BlockTables, RequestBlocks, free_leading
 
-INDEX_OWNER = "prefix index"
 DUPLICATES = "duplicates"
 GROUP_PREFIX = "\0group:"
 """No tenant's name begins like this: `Request` refuses NUL in it."""
@@ -59,6 +59,7 @@ class PrefixRegistrar:
         pool: KVPool,
         tables: BlockTables,
         groups: SharingGroups,
+        pages: PageGroups | None = None,
         *,
         prefix_caching: bool = True,
     ) -> None:
@@ -66,6 +67,7 @@ class PrefixRegistrar:
         self._pool = pool
         self._tables = tables
         self._groups = groups
+        self._pages = pages
         self._prefix_caching = prefix_caching
         self._published: dict[str, list[Publication]] = {}
         self.num_changes = 0
@@ -100,6 +102,8 @@ class PrefixRegistrar:
         if existing > shared:
             table[:whole] = self._index.block_ids(result.hit)
             self._tables.mark_unsent(blocks, shared)
+        if self._pages is not None:
+            self._pages.registered(blocks, shared, existing)
         return result
 
     def _hand_over(self, blocks: RequestBlocks, num_duplicates: int, num_whole: int) -> None:
@@ -226,7 +230,7 @@ class SharedTails:
         if donor is None or donor.state is state or hit.namespace != donor.hit.namespace:
             return hit
         start = hit.num_tokens
-        freed = donor.is_windowed and hit.num_blocks < donor.num_shared
+        freed = (donor.is_windowed or donor.pages) and hit.num_blocks < donor.num_shared
         if freed or state.tokens.slice(0, start) != donor.state.tokens.slice(0, start):
             return hit
         stop = min(start + self._block_size, limit, donor.state.num_computed)
@@ -237,10 +241,11 @@ class SharedTails:
         tail = SharedTail(donor.state.request_id, hit.num_blocks, shared)
         return dataclasses.replace(hit, num_tokens=start + shared, tail=tail)
 
-    def copy_of(self, tail: SharedTail, request_id: str) -> BlockCopy:
-        """The copy of the shared block to the same index of the request's table."""
-        source = self._tables[tail.request_id].block_ids[tail.position]
-        return BlockCopy(Tier.HBM, source, Tier.HBM, self._tables[request_id].block_ids[tail.position])
+    def copies_of(self, tail: SharedTail, request_id: str) -> list[BlockCopy]:
+        """The copies of the shared block to the same index of the request's tables."""
+        donor, request = self._tables[tail.request_id], self._tables[request_id]
+        pairs = zip(donor.blocks_at(tail.position), request.blocks_at(tail.position), strict=True)
+        return [BlockCopy(Tier.HBM, source, Tier.HBM, target) for source, target in pairs]
 
     def check(self) -> None:
         """Raise `BookkeepingError` where a request that is not running shares its last block."""
@@ -260,24 +265,27 @@ class PinnedPrefixes:
         self._index = index
         self._total_blocks = total_blocks
         self._max_share = max_share
-        self._hits: list[PrefixHit] = []
+        self.hits: list[PrefixHit] = []
+
+    def __contains__(self, hit: PrefixHit) -> bool:
+        return any(pinned is hit for pinned in self.hits)
 
     @property
     def num_prefixes(self) -> int:
-        return len(self._hits)
+        return len(self.hits)
 
     @property
     def num_blocks(self) -> int:
         """Pinned blocks, each counted once."""
-        return len({block for hit in self._hits for block in self._index.block_ids(hit)})
+        return len({block for hit in self.hits for block in self._index.block_ids(hit)})
 
     def add(self, wanted: PrefixHit) -> PrefixHit:
         """Pin a hit. Raises `CapacityError` if too much would be pinned."""
         hit = self._index.pin(wanted)
-        self._hits.append(hit)
+        self.hits.append(hit)
         num_blocks, limit = self.num_blocks, int(self._max_share * self._total_blocks)
         if num_blocks > limit:
-            self._hits.pop()
+            self.hits.pop()
             self._index.unpin(hit)
             raise CapacityError(
                 f"pinned prefixes would hold {num_blocks} blocks, at most {limit} may be pinned "
@@ -287,8 +295,8 @@ class PinnedPrefixes:
 
     def remove(self, hit: PrefixHit) -> None:
         """Unpin a hit that `add` returned. Raises `BookkeepingError` for any other."""
-        index = next((i for i, pinned in enumerate(self._hits) if pinned is hit), None)
+        index = next((i for i, pinned in enumerate(self.hits) if pinned is hit), None)
         if index is None:
             raise BookkeepingError(f"no pinned prefix of {hit.num_blocks} blocks: it was unpinned before")
-        del self._hits[index]
+        del self.hits[index]
         self._index.unpin(hit)

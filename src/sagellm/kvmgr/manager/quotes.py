@@ -8,8 +8,9 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.plan import RequestState
 from sagellm.core.protocols.prefix_cache import PrefixHit, ReuseRecorder
 from sagellm.core.protocols.scheduler_ir import BlockBudget, ResumeCost
-from sagellm.core.types import Account
+from sagellm.core.types import Account, Namespace, Tokens
 from sagellm.kvmgr.manager.allocator import BlockAllocator, SlidingWindows
+from sagellm.kvmgr.manager.page_groups import PageGroups
 from sagellm.kvmgr.manager.prefix_sharing import PrefixRegistrar, SharedTails, SharingGroups
 from sagellm.kvmgr.manager.swap import SwapSpace
 from sagellm.kvmgr.manager.tables import BlockTables
@@ -26,6 +27,7 @@ class Quotes:
         registrar: PrefixRegistrar,
         tails: SharedTails,
         groups: SharingGroups,
+        page_groups: PageGroups | None,
         swap: SwapSpace | None,
         metrics: ReuseRecorder | None,
         now: Callable[[], float],
@@ -36,10 +38,14 @@ class Quotes:
         self._index, self._pool, self._quota = allocator.index, allocator.pool, allocator.quota
         self._tables, self._allocator, self._windows = tables, allocator, windows
         self._registrar, self._tails, self._groups = registrar, tails, groups
-        self._swap, self._metrics, self._now = swap, metrics, now
+        self._pages, self._swap, self._metrics, self._now = page_groups, swap, metrics, now
+        self._per_block = 1 if page_groups is None else page_groups.per_block
         self._prefix_caching, self._prefill_token_s = prefix_caching, prefill_token_s
         self.block_size = self._pool.block_size
-        self.num_blocks = self._pool.total_blocks
+        self.num_blocks = self._pool.total_blocks // self._per_block
+        self.most_blocks = (
+            self.num_blocks if page_groups is None else page_groups.most_blocks(self._pool.total_blocks)
+        )
 
     # -- prefix hits
 
@@ -53,7 +59,7 @@ class Quotes:
         limit = state.max_reusable if self._prefix_caching else 0
         namespace = self._groups.namespace_of(state.request.namespace)
         began_s = self._now() if self._metrics is not None else 0.0
-        hit = self._index.lookup(state.tokens, namespace, limit)
+        hit = self.lookup(state.tokens, namespace, limit)
         if self._metrics is not None:
             self._metrics.observe_match(self._now() - began_s)
         if self._swap is not None:
@@ -62,6 +68,16 @@ class Quotes:
             return hit
         return self._tails.extend_hit(hit, state, limit)
 
+    def lookup(self, tokens: Tokens, namespace: Namespace, max_tokens: int | None = None) -> PrefixHit:
+        """The longest cached prefix that all KV groups can serve, at most `max_tokens` long."""
+        hit = self._index.lookup(tokens, namespace, max_tokens)
+        if self._pages is None or not hit.num_blocks:
+            return hit
+        servable = self._pages.servable(self._index.block_ids(hit))
+        if servable == hit.num_blocks:
+            return hit
+        return self._index.lookup(tokens, namespace, servable * self.block_size)
+
     def is_current(self, hit: PrefixHit) -> bool:
         """Whether the running request whose last block the hit would copy is still running."""
         return hit.tail is None or hit.tail.request_id in self._tables
@@ -69,7 +85,11 @@ class Quotes:
     # -- blocks
 
     def available_blocks(self) -> int:
-        return self._pool.num_free + self._index.num_evictable + self._windows.total_behind()
+        free, cached = self._pool.num_free, self._index.num_evictable
+        if self._pages is None:
+            return free + cached + self._windows.total_behind()
+        pages = free + cached + self._pages.num_evictable(cached) + self._windows.total_behind()
+        return pages // self._per_block
 
     def block_budget(self) -> BlockBudget:
         return BlockBudget(self.available_blocks(), None if self._quota is None else self._ceilings_of)
@@ -77,31 +97,44 @@ class Quotes:
     def max_blocks(self, account: Account) -> int:
         """Blocks that one account can have at most."""
         quota = self._quota
-        return (
-            self.num_blocks if quota is None else min(self.num_blocks, quota.ceiling(quota.paying(account)))
-        )
+        if quota is None:
+            return self.most_blocks
+        return min(self.most_blocks, quota.ceiling(quota.paying(account)))
 
     def blocks_to_append(self, state: RequestState, num_tokens: int) -> int:
         held = len(self._tables[state.request_id].block_ids)
-        return max(0, cdiv(state.num_computed + num_tokens, self.block_size) - held)
+        new = max(0, cdiv(state.num_computed + num_tokens, self.block_size) - held)
+        return new if self._pages is None else cdiv(self._pages.pages_of(new), self._per_block)
 
     def blocks_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
         new = cdiv(hit.num_tokens + num_tokens, self.block_size) - hit.num_blocks
-        return new + self._index.num_unpinned_on_path(hit) if hit.num_blocks else new
+        unpinned = self._index.num_unpinned_on_path(hit) if hit.num_blocks else 0
+        if self._pages is None:
+            return new + unpinned
+        held = self._pages.pages_to_hold(self._index.block_ids(hit), unpinned)
+        return cdiv(self._pages.pages_of(new) + held, self._per_block)
 
     def blocks_freed_by_preempting(self, state: RequestState) -> int:
-        blocks = self._tables[state.request_id]
-        own = len(blocks.own.block_ids) - self._windows.num_behind(blocks)
-        return own + self._index.num_held_alone(blocks.hit)
+        blocks, lost = self._tables[state.request_id], self._num_lost(state)
+        if self._pages is None:
+            return lost
+        alone = self._index.num_held_alone(blocks.hit)
+        return (lost + self._pages.pages_freed(blocks, alone)) // self._per_block
 
     def first_lost_block(self, state: RequestState) -> int:
         """The first block of its table that preempting the request makes available to others."""
-        return len(self._tables[state.request_id].block_ids) - self.blocks_freed_by_preempting(state)
+        return len(self._tables[state.request_id].block_ids) - self._num_lost(state)
+
+    def _num_lost(self, state: RequestState) -> int:
+        """Blocks of its first KV group that preempting the request makes available to others."""
+        blocks = self._tables[state.request_id]
+        behind = self._windows.num_behind(blocks) if self._pages is None else 0
+        return len(blocks.own.block_ids) - behind + self._index.num_held_alone(blocks.hit)
 
     def resume_cost(self, state: RequestState) -> ResumeCost:
         first, swap = self.first_lost_block(state), self._swap
         recompute_s = max(0, state.num_computed - first * self.block_size) * self._prefill_token_s
-        if swap is None or self._windows.width is not None:
+        if swap is None or self._windows.width is not None or self._pages is not None:
             return ResumeCost(0, 0, recompute_s, 0.0)
         num_blocks = cdiv(state.num_computed, self.block_size) - first
         return ResumeCost(num_blocks, swap.num_free, recompute_s, 2 * num_blocks * swap.block_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sagellm.core.binding import Binding
 from sagellm.core.errors import BookkeepingError
@@ -12,6 +12,46 @@ from sagellm.core.plan import BlockTableDelta, RequestState
 from sagellm.core.protocols.kv_pool import Allocation, KVPool
 from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
 from sagellm.core.types import BlockIds
+
+INDEX_OWNER = "prefix index"
+
+
+@dataclass(slots=True, eq=False)
+class RequestPages:
+    """Pages of one running request in KV groups with one window (see `page_groups`).
+
+    `tables`: a block table for each group. `own` has, in order of position and then of group, the pages from
+    block `first_own` on; those before it are attached to the index, or gone. The request needs what is
+    attached from block `needed_from` on. `end`: the leading block of the last end on its path.
+    """
+
+    own: Allocation
+    tables: list[BlockIds]
+    first_own: int
+    needed_from: int
+    end: int | None
+
+    @property
+    def num_passed(self) -> int:
+        """Leading blocks of `own` that the window has passed."""
+        return max(0, min(self.needed_from, len(self.tables[0])) - self.first_own)
+
+    def remap(self, moves: Mapping[int, int]) -> None:
+        """After a compaction: block `source` of any table is now block `target`."""
+        self.tables = [array("i", [moves.get(page, page) for page in table]) for table in self.tables]
+        self.end = None if self.end is None else moves.get(self.end, self.end)
+
+    def check(self, blocks: RequestBlocks, num_groups: int, attached: Mapping[int, BlockIds]) -> None:
+        """Raise `BookkeepingError` unless the tables are what is attached, and then the request's own."""
+        name, own = blocks.state.request_id, self.own.block_ids
+        for number, table in enumerate(self.tables):
+            if len(table) != len(blocks.block_ids):
+                raise BookkeepingError(f"{name}: tables of {len(table)} and {len(blocks.block_ids)} blocks")
+            if table[self.first_own :] != own[number::num_groups]:
+                raise BookkeepingError(f"{name}: the table of a group and its own pages differ")
+            for position in range(self.needed_from, min(self.first_own, blocks.num_shared)):
+                if attached[blocks.block_ids[position]][number] != table[position]:
+                    raise BookkeepingError(f"{name}: a page of block {position} is not the attached one")
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +61,8 @@ class RequestBlocks:
     `block_ids` is its block table. The first `num_shared` blocks belong to the index, where `hit` pins them;
     the blocks behind them are `own`, one for one. Once a sliding window has freed blocks of the request
     (`is_windowed`), its first `num_shared` entries mean nothing.
+
+    `pages`: what it has in KV groups behind the first, where there are several.
 
     `num_reused_blocks`: the blocks that it found in the index when it was admitted. `unsent_from`: the
     backend lacks the table from this index on, because of a change that bind `unsent_since` did not send.
@@ -32,9 +74,29 @@ class RequestBlocks:
     own: Allocation
     num_shared: int
     num_reused_blocks: int
+    pages: list[RequestPages] = field(default_factory=list)
     is_windowed: bool = False
     unsent_from: int | None = None
     unsent_since: int = 0
+
+    @property
+    def num_groups(self) -> int:
+        """KV groups, each with a block at each index of the table."""
+        return 1 + sum(len(pages.tables) for pages in self.pages)
+
+    def blocks_at(self, position: int) -> list[int]:
+        """The block of each group at this index of its table."""
+        return [self.block_ids[position], *(t[position] for pages in self.pages for t in pages.tables)]
+
+    def table(self) -> BlockIds:
+        """The blocks of all groups, position by position."""
+        if not self.pages:
+            return self.block_ids
+        tables = [self.block_ids, *(table for pages in self.pages for table in pages.tables)]
+        mixed = array("i", bytes(4 * len(tables) * len(self.block_ids)))
+        for number, table in enumerate(tables):
+            mixed[number :: len(tables)] = table
+        return mixed
 
     def check(self, indexed: BlockIds) -> None:
         """Raise `BookkeepingError` unless the table is `indexed`, the pinned blocks, and then its own."""
@@ -134,29 +196,26 @@ class BlockTables:
     def note_appended(
         self, binding: Binding, states: Sequence[RequestState], firsts: Sequence[int], block_ids: BlockIds
     ) -> None:
-        """Note in the binding the new block of each request, at index `firsts[i]`."""
+        """Note in the binding the new block of each request, at index `firsts[i]`.
+
+        With several KV groups, `block_ids` has a block of each for each request.
+        """
         binding.appended_to += states
         binding.appended_ids += block_ids
-        for state, first, block in zip(states, firsts, block_ids, strict=True):
+        each = len(block_ids) // len(states)
+        for i, (state, first) in enumerate(zip(states, firsts, strict=True)):
             if not self._unsent or self._by_state[state].unsent_from is None:
-                binding.table_deltas.append(BlockTableDelta(state.row, first, (block,)))
+                new = tuple(block_ids[i * each : (i + 1) * each])
+                binding.table_deltas.append(BlockTableDelta(state.row, first * each, new))
 
     def note_unsent(self, binding: Binding) -> None:
         """Note in the binding which other tables the backend has to be sent."""
         for blocks in self._unsent.values():
             state, first = blocks.state, blocks.unsent_from
             if first is not None and state.decoding and binding.draft.computes(state):
-                delta = BlockTableDelta(state.row, first, tuple(blocks.block_ids[first:]))
+                first *= blocks.num_groups
+                delta = BlockTableDelta(state.row, first, tuple(blocks.table()[first:]))
                 binding.table_deltas.append(delta)
-
-    def undo_appended(self, binding: Binding) -> None:
-        """Take back the blocks that requests in decode got. Those of ended requests are free already."""
-        for state in binding.appended_to:
-            blocks = self._by_state.get(state)
-            if blocks is not None:
-                self._pool.shrink(blocks.own, 1)
-                blocks.block_ids.pop()
-        binding.clear_decodes()
 
     def check(self, index: PrefixReuseIndex) -> None:
         """Raise `BookkeepingError` unless each table is what the index and the pool say."""

@@ -32,7 +32,8 @@ def verify_bound(binding: Binding) -> None:
         blocks += bound.block_ids
     if len(set(blocks)) == len(blocks):
         return
-    names = [state.request_id for state in binding.appended_to]
+    each = len(binding.appended_ids) // max(1, len(binding.appended_to))
+    names = [state.request_id for state in binding.appended_to for _ in range(each)]
     given = list(zip(binding.appended_ids, names, strict=True))
     given += [(block, name) for name, bound in binding.chunks.items() for block in bound.block_ids]
     owner: dict[int, str] = {}
@@ -84,9 +85,9 @@ def _check_bound(draft: Draft, binding: Binding) -> None:
     for request_id, bound in binding.chunks.items():
         if draft.chunks.get(request_id) is not bound.chunk:
             raise PlanError(f"{request_id} has the blocks of its chunk: no pass can take the chunk back")
-    for state, block in zip(binding.appended_to, binding.appended_ids, strict=True):
+    for state in binding.appended_to:
         if not draft.computes(state):
-            raise PlanError(f"{state.request_id} has block {block} for its token: no pass can leave it out")
+            raise PlanError(f"{state.request_id} has a block for its token: no pass can leave it out")
 
 
 def _check_budgets(draft: Draft, view: SchedulingView, binding: Binding | None) -> None:

@@ -34,6 +34,10 @@ class DeskView:
     def kv(self) -> DeskView:
         return self
 
+    @property
+    def most_blocks(self) -> int:
+        return self.num_blocks
+
     def match(self, state: RequestState) -> PrefixHit:
         self.num_matches += 1
         num_tokens = self.cached.get(state.request_id, 0)

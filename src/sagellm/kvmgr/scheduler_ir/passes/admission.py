@@ -91,8 +91,8 @@ class AdmissionPass:
     def _reject(self, draft: Draft, view: SchedulingView) -> None:
         for state in self._queue.arrived:
             price = cdiv(len(state.tokens), view.kv.block_size)
-            if price > view.kv.num_blocks:
-                reason = f"out of KV memory: it needs {price} blocks, there are {view.kv.num_blocks}"
+            if price > view.kv.most_blocks:
+                reason = f"out of KV memory: it needs {price} blocks, there are {view.kv.most_blocks}"
                 draft.reject(state, reason)
                 draft.record(self.name, state, "reject", reason)
                 draft.waiting.remove(state)

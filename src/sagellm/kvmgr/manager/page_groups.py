@@ -1,0 +1,433 @@
+"""`PageGroups`: the blocks of KV groups behind the first. Which cached prefixes they still serve.
+
+The layers of a model are dealt into groups (`core.types.KVGroup`). Each group takes one block of the pool, a
+page, for `block_size` tokens, and all groups of a request have equally long block tables. The first group
+sees all tokens and leads: its blocks are those that the prefix index knows. A page of another group is
+attached to the leading block of the same tokens, and leaves with it at the latest.
+
+    own        of a running request, behind its indexed prefix; what its window has passed is freed first
+    attached   to a block of the index, and there one of
+      needed     in the window of a running request: cannot go
+      kept       in the last window of a prefix that ended here: goes with the prefix
+      behind     neither: goes before any cached prefix, the longest unneeded first
+
+Pages of equal size for all kinds of layers are the way of Zhang et al. 2025, "Jenga" (arXiv:2503.18292). What
+is kept is ours: the last three ends of a path, so that a prompt sent again, or with its last turn edited,
+finds its window; and every end from which requests went two ways.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sagellm.core.blocks import NO_PAGE, cdiv
+from sagellm.core.errors import BookkeepingError
+from sagellm.core.protocols.kv_pool import KVPool
+from sagellm.core.protocols.prefix_cache import PrefixHit, PrefixReuseIndex
+from sagellm.core.types import BlockIds, KVGroup
+from sagellm.kvmgr.manager.tables import (
+    INDEX_OWNER,
+    BlockTables,
+    RequestBlocks,
+    RequestPages,
+    free_leading,
+)
+
+BEHIND_WINDOW = "behind the window"
+ENDS_PER_PATH = 3
+
+
+@dataclass(slots=True)
+class PrefixEnd:
+    """Where a request's prefix ended: the leading blocks of the last window before it.
+
+    `previous`: the leading block at which the end before it on the same path stands; `num_longer`: how many
+    ends have followed it.
+    """
+
+    leads: BlockIds
+    previous: int | None
+    num_longer: int = 0
+
+
+class WindowPages:
+    """Pages of all groups with one window, by leading block.
+
+    With `window` None the groups see all tokens, as the leading one does; then pages only come and go with
+    their leading blocks.
+    """
+
+    def __init__(self, window: int | None, num_groups: int, block_size: int) -> None:
+        self.window, self.num_groups, self._block_size = window, num_groups, block_size
+        self.attached: dict[int, BlockIds] = {}
+        self._needed: Counter[int] = Counter()
+        self._ends: dict[int, PrefixEnd] = {}
+        self._ends_over: Counter[int] = Counter()
+        self._behind: dict[int, None] = {}
+        self._kept: dict[int, None] = {}
+
+    @property
+    def window_blocks(self) -> int:
+        """Blocks that a window reaches into at most."""
+        assert self.window is not None
+        return cdiv(self.window - 1, self._block_size) + 1
+
+    @property
+    def num_unneeded(self) -> int:
+        """Leading blocks with pages that no running request needs."""
+        return len(self._behind) + len(self._kept)
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The first block that a token behind `num_tokens` computed ones attends to."""
+        if self.window is None:
+            return 0
+        return max(0, num_tokens - self.window + 1) // self._block_size
+
+    def num_to_need(self, leads: Iterable[int]) -> int:
+        """How many of these leading blocks no running request needs yet."""
+        return sum(lead not in self._needed for lead in leads)
+
+    def is_needed_once(self, lead: int) -> bool:
+        """Whether a single running request needs the pages of this block."""
+        return self._needed[lead] == 1
+
+    def need(self, leads: Iterable[int]) -> None:
+        """A running request's window covers these."""
+        for lead in leads if self.window is not None else ():
+            self._needed[lead] += 1
+            self._behind.pop(lead, None)
+            self._kept.pop(lead, None)
+
+    def pass_by(self, leads: Iterable[int]) -> None:
+        """It covers them no longer."""
+        for lead in leads if self.window is not None else ():
+            self._needed[lead] -= 1
+            if not self._needed[lead]:
+                del self._needed[lead]
+                self._place(lead)
+
+    def attach(self, lead: int, pages: BlockIds) -> None:
+        """Attach the pages of these tokens to a block of the index."""
+        self.attached[lead] = pages
+        self._place(lead)
+
+    def end_at(self, lead: int) -> int | None:
+        """`lead`, if a prefix ended there."""
+        return lead if lead in self._ends else None
+
+    def add_end(self, leads: Sequence[int], previous: int | None) -> int | None:
+        """A prefix ends with these leading blocks. Its last window is kept, if it is whole.
+
+        `previous` is the end before it on the path. Returns where the new one stands.
+        """
+        last = leads[-1]
+        tail = leads[self.first_needed(len(leads) * self._block_size) :]
+        if self.window is None or last in self._ends or any(lead not in self.attached for lead in tail):
+            return self.end_at(last) or previous
+        self._ends[last] = PrefixEnd(array("i", tail), previous)
+        for lead in tail:
+            self._ends_over[lead] += 1
+            if lead in self._behind:
+                del self._behind[lead]
+                self._kept[lead] = None
+        if previous in self._ends:
+            self._ends[previous].num_longer += 1
+        self._forget_old_end(last)
+        return last
+
+    def evicted(self, leads: Iterable[int]) -> BlockIds:
+        """These blocks have left the index; returns their pages."""
+        gone = array("i")
+        for lead in leads:
+            if lead in self._ends:
+                self._remove_end(lead)
+            self._behind.pop(lead, None)
+            self._kept.pop(lead, None)
+            gone += self.attached.pop(lead, array("i"))
+        return gone
+
+    def shed(self, num_pages: int, *, kept: bool = False) -> BlockIds:
+        """Detach at least so many pages that are behind, or `kept`. All, if there are fewer."""
+        queue, gone = self._kept if kept else self._behind, array("i")
+        while queue and len(gone) < num_pages:
+            lead = next(iter(queue))
+            del queue[lead]
+            gone += self.attached.pop(lead)
+        return gone
+
+    def remap(self, moves: Mapping[int, int]) -> None:
+        """After a compaction: block `source` is now block `target`."""
+
+        def moved(block: int) -> int:
+            return moves.get(block, block)
+
+        self.attached = {moved(lead): array("i", map(moved, pages)) for lead, pages in self.attached.items()}
+        self._needed = Counter({moved(lead): count for lead, count in self._needed.items()})
+        self._ends_over = Counter({moved(lead): count for lead, count in self._ends_over.items()})
+        self._behind = dict.fromkeys(map(moved, self._behind))
+        self._kept = dict.fromkeys(map(moved, self._kept))
+        self._ends = {moved(last): end for last, end in self._ends.items()}
+        for end in self._ends.values():
+            end.leads = array("i", map(moved, end.leads))
+            end.previous = None if end.previous is None else moved(end.previous)
+
+    def check(self, needed: Counter[int], indexed: set[int]) -> None:
+        """Raise `BookkeepingError` unless every attached page is in the state that its holders imply."""
+        strangers = self.attached.keys() - indexed
+        if strangers or not indexed.issuperset(self._ends):
+            raise BookkeepingError(f"pages are attached to {sorted(strangers)}, which the index has not")
+        if self.window is None:
+            if self.attached.keys() != indexed:
+                raise BookkeepingError(f"blocks {sorted(indexed - self.attached.keys())} lack pages")
+            return
+        over = Counter(lead for end in self._ends.values() for lead in end.leads)
+        if needed != self._needed or over != self._ends_over:
+            raise BookkeepingError("the windows of requests or of ended prefixes are counted wrong")
+        free = self.attached.keys() - needed.keys()
+        if self._kept.keys() != free & over.keys() or self._behind.keys() != free - over.keys():
+            raise BookkeepingError("pages are kept that no prefix needs, or the other way round")
+        if not needed.keys() <= self.attached.keys():
+            raise BookkeepingError(f"{sorted(needed.keys() - self.attached.keys())} are needed and gone")
+
+    def _place(self, lead: int) -> None:
+        if self.window is not None and lead in self.attached and lead not in self._needed:
+            (self._kept if lead in self._ends_over else self._behind)[lead] = None
+
+    def _forget_old_end(self, last: int) -> None:
+        """Give up the end `ENDS_PER_PATH` before this one. Not if requests went two ways from it."""
+        found: int | None = last
+        for _ in range(ENDS_PER_PATH):
+            found = self._ends[found].previous if found in self._ends else None
+        if found in self._ends and self._ends[found].num_longer < 2:
+            self._remove_end(found)
+
+    def _remove_end(self, last: int) -> None:
+        for lead in self._ends.pop(last).leads:
+            self._ends_over[lead] -= 1
+            if not self._ends_over[lead]:
+                del self._ends_over[lead]
+                if lead in self._kept:
+                    del self._kept[lead]
+                    self._behind[lead] = None
+
+
+class PageGroups:
+    """Pages of all groups behind the first, for all running requests and the index.
+
+    Its blocks count as the index's in the pool. There are no quotas: one account pays for everything.
+    `max_chunk` is the most tokens that one step computes of a request.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup], pool: KVPool, tables: BlockTables, max_chunk: int) -> None:
+        counts = Counter(group.window for group in groups[1:])
+        if [group.window for group in groups[1:]] != list(counts.elements()):
+            raise ValueError("KV groups with the same window must follow each other")
+        self._pool, self._tables, self._block_size = pool, tables, pool.block_size
+        self.rules = [WindowPages(window, count, pool.block_size) for window, count in counts.items()]
+        self.per_block = len(groups)
+        self._chunk_blocks = cdiv(max_chunk, pool.block_size) + 1
+
+    # -- prefix hits
+
+    def servable(self, leads: Sequence[int]) -> int:
+        """The longest prefix of these leading blocks whose last windows all groups have."""
+        longest = at = len(leads)
+        windowed = [rule for rule in self.rules if rule.window is not None]
+        while at > 0:
+            at -= 1
+            reaching = [r for r in windowed if r.first_needed(longest * self._block_size) <= at]
+            if not reaching:
+                break
+            if any(leads[at] not in rule.attached for rule in reaching):
+                longest = at
+        return longest
+
+    def hold(self, leads: Sequence[int]) -> None:
+        """Keep what a prefix with these leading blocks needs, until `let_go`."""
+        for rule in self.rules:
+            rule.need(leads[rule.first_needed(len(leads) * self._block_size) :])
+
+    def let_go(self, leads: Sequence[int]) -> None:
+        """Undo `hold`."""
+        for rule in self.rules:
+            rule.pass_by(leads[rule.first_needed(len(leads) * self._block_size) :])
+
+    # -- running requests
+
+    def admit(self, blocks: RequestBlocks) -> None:
+        """Give a request the tables of all groups. They begin with its pinned hit."""
+        leads, name = blocks.block_ids, blocks.state.request_id
+        for rule in self.rules:
+            own = self._pool.allocate(0, name)
+            assert own is not None
+            first = rule.first_needed(len(leads) * self._block_size)
+            tables = [array("i", [NO_PAGE]) * first for _ in range(rule.num_groups)]
+            for lead in leads[first:]:
+                for table, page in zip(tables, rule.attached[lead], strict=True):
+                    table.append(page)
+            end = rule.end_at(leads[-1]) if leads else None
+            blocks.pages.append(RequestPages(own, tables, len(leads), first, end))
+            rule.need(leads[first:])
+
+    def append(self, blocks: RequestBlocks, num_blocks: int) -> None:
+        """Append pages for so many blocks to every table. Enough are free."""
+        for rule, pages in zip(self.rules, blocks.pages, strict=True):
+            taken = self._pool.append_blocks(pages.own, num_blocks * rule.num_groups)
+            assert taken is not None
+            for j, table in enumerate(pages.tables):
+                table += taken[j :: rule.num_groups]
+
+    def shrink(self, blocks: RequestBlocks, num_blocks: int) -> None:
+        """Undo `append`."""
+        for rule, pages in zip(self.rules, blocks.pages, strict=True):
+            self._pool.shrink(pages.own, num_blocks * rule.num_groups)
+            for table in pages.tables:
+                del table[len(table) - num_blocks :]
+
+    def advance(self, blocks: RequestBlocks) -> None:
+        """The windows of a request have moved on to its computed tokens."""
+        for rule, pages in zip(self.rules, blocks.pages, strict=True):
+            first = rule.first_needed(blocks.state.num_computed)
+            if first > pages.needed_from:
+                rule.pass_by(blocks.block_ids[pages.needed_from : min(first, blocks.num_shared)])
+                pages.needed_from = first
+
+    def registered(self, blocks: RequestBlocks, num_before: int, num_existing: int) -> None:
+        """A request's prefix of `num_shared` blocks is in the index; attach its pages there.
+
+        Its first `num_before` were there before, and `num_existing` of some request. Pages that the index
+        lacks become its own; of others the request's are freed, and it goes on with those of the index.
+        """
+        leads = blocks.block_ids[: blocks.num_shared]
+        for rule, pages in zip(self.rules, blocks.pages, strict=True):
+            each, first = rule.num_groups, pages.first_own
+            stop = max(len(leads), first)
+            ids = self._pool.hand_over(pages.own, 0, (stop - first) * each, INDEX_OWNER)
+            duplicates = array("i")
+            for k, position in enumerate(range(first, stop)):
+                mine, theirs = ids[k * each : (k + 1) * each], rule.attached.get(leads[position])
+                if theirs is None:
+                    rule.attach(leads[position], mine)
+                    continue
+                duplicates += mine
+                for table, page in zip(pages.tables, theirs, strict=True):
+                    table[position] = page
+            if duplicates:
+                self._pool.take_back(INDEX_OWNER, duplicates)
+            pages.first_own = stop
+            rule.need(leads[max(pages.needed_from, num_before) :])
+            if num_before < num_existing < len(leads):  # another request went another way from there
+                pages.end = rule.add_end(leads[:num_existing], pages.end)
+            pages.end = rule.add_end(leads, pages.end)
+        self.advance(blocks)
+
+    def release(self, blocks: RequestBlocks) -> None:
+        """The request leaves the batch."""
+        for rule, pages in zip(self.rules, blocks.pages, strict=True):
+            rule.pass_by(blocks.block_ids[pages.needed_from : blocks.num_shared])
+            self._pool.free(pages.own)
+        blocks.pages.clear()
+
+    # -- memory
+
+    def num_evictable(self, num_leads: int) -> int:
+        """Attached pages that can go; `num_leads` leading blocks are evictable."""
+        return sum(
+            rule.num_groups * (num_leads if rule.window is None else rule.num_unneeded) for rule in self.rules
+        )
+
+    def num_passed(self, blocks: RequestBlocks) -> int:
+        """Own pages of a request that its windows have passed."""
+        return sum(
+            rule.num_groups * pages.num_passed for rule, pages in zip(self.rules, blocks.pages, strict=True)
+        )
+
+    def pages_of(self, num_blocks: int) -> int:
+        """Pages for so many new blocks of tokens.
+
+        They are computed in chunks, so what a window has passed is reused.
+        """
+        return num_blocks + sum(
+            rule.num_groups * min(num_blocks, self._most_blocks(rule, num_blocks)) for rule in self.rules
+        )
+
+    def pages_to_hold(self, leads: Sequence[int], num_unpinned: int) -> int:
+        """Pages that stop being evictable when a hit with these leading blocks is pinned."""
+        pages = num_unpinned
+        for rule in self.rules:
+            tail = leads[rule.first_needed(len(leads) * self._block_size) :]
+            pages += rule.num_groups * (num_unpinned if rule.window is None else rule.num_to_need(tail))
+        return pages
+
+    def pages_freed(self, blocks: RequestBlocks, num_leads: int) -> int:
+        """Pages that preempting a request makes evictable; `num_leads` leading blocks it holds alone."""
+        freed = 0
+        for rule, pages in zip(self.rules, blocks.pages, strict=True):
+            freed += len(pages.own.block_ids) - rule.num_groups * pages.num_passed
+            window = blocks.block_ids[pages.needed_from : blocks.num_shared]
+            alone = num_leads if rule.window is None else sum(rule.is_needed_once(lead) for lead in window)
+            freed += rule.num_groups * alone
+        return freed
+
+    def most_blocks(self, num_pages: int) -> int:
+        """Blocks of tokens that one request can have in so many pages."""
+        low, high = num_pages // self.per_block, num_pages
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.pages_of(middle) <= num_pages else (low, middle - 1)
+        return low
+
+    def free_passed(self, blocks: RequestBlocks) -> None:
+        """Free the own pages of a request that its windows have passed."""
+        for rule, pages in zip(self.rules, blocks.pages, strict=True):
+            count = pages.num_passed
+            if count:
+                free_leading(self._pool, pages.own, count * rule.num_groups, BEHIND_WINDOW)
+                for table in pages.tables:
+                    table[pages.first_own : pages.first_own + count] = array("i", [NO_PAGE]) * count
+                pages.first_own += count
+
+    def shed(self, num_pages: int, *, kept: bool = False) -> BlockIds:
+        """Take at least so many attached pages out of the index, behind or `kept`."""
+        gone = array("i")
+        for rule in self.rules:
+            gone += rule.shed(num_pages - len(gone), kept=kept)
+        return gone
+
+    def evicted(self, leads: BlockIds) -> BlockIds:
+        """These blocks have left the index; returns the pages that leave with them."""
+        gone = array("i")
+        for rule in self.rules:
+            gone += rule.evicted(leads)
+        return gone
+
+    def all_pages(self) -> BlockIds:
+        """Every attached page."""
+        return array("i", [page for rule in self.rules for ids in rule.attached.values() for page in ids])
+
+    def remap(self, moves: Mapping[int, int]) -> None:
+        """After a compaction: block `source` is now block `target`."""
+        for rule in self.rules:
+            rule.remap(moves)
+        for blocks in self._tables:
+            for pages in blocks.pages:
+                pages.remap(moves)
+
+    def check(self, index: PrefixReuseIndex, held: Sequence[PrefixHit]) -> None:
+        """Raise `BookkeepingError` where tables, pages and index disagree; `held` are held besides."""
+        indexed = set(index.all_block_ids())
+        for number, rule in enumerate(self.rules):
+            needed: Counter[int] = Counter()
+            for blocks in self._tables:
+                blocks.pages[number].check(blocks, rule.num_groups, rule.attached)
+                needed.update(blocks.block_ids[blocks.pages[number].needed_from : blocks.num_shared])
+            for hit in held:
+                leads = index.block_ids(hit)
+                needed.update(leads[rule.first_needed(len(leads) * self._block_size) :])
+            rule.check(needed, indexed)
+
+    def _most_blocks(self, rule: WindowPages, num_blocks: int) -> int:
+        return num_blocks if rule.window is None else rule.window_blocks + self._chunk_blocks
