@@ -31,18 +31,24 @@ SHARED_BYTES = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 
 Case = tuple[Any, Mapping[str, str], Mapping[str, Any]]
 
 
-def attention(dtype: str, dim: int, group: int, *, one_token: bool, splits: int) -> Case:
+def attention(
+    dtype: str, dim: int, group: int, *, one_token: bool, splits: int, rest: int = 0, more: bool = False
+) -> Case:
+    """With a `rest` values are the first `dim` of a key's dims; `more`: capped scores and sinks."""
     out = "*fp32" if splits > 1 else f"*{dtype}"
     pointers = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
-    pointers |= {"spans": "*i64", "tables": "*i32", "output": out, "tops": "*fp32", "totals": "*fp32"}
+    pointers |= {"spans": "*i64", "tables": "*i32", "output": out}
+    pointers |= dict.fromkeys(("tops", "totals", "sinks"), "*fp32")
     padded = triton.next_power_of_2(dim)
     tile, rows = tile_sizes(padded * (4 if dtype == "fp32" else 2))
     constants = {
         "KV_HEADS": 8, "GROUP": group, "PACKED": triton.next_power_of_2(group), "DIM": dim,
-        "DIMS": padded, "BLOCK_SIZE": 16, "ROWS": FEWEST_ROWS if one_token else rows, "TILE": tile,
+        "DIMS": padded, "REST": rest, "RESTS": max(16, triton.next_power_of_2(rest)), "VALUE_DIM": dim,
+        "VALUE_DIMS": padded, "VALUES_IN_KEYS": rest > 0, "CAPPED": more, "SINKS": more,
+        "BLOCK_SIZE": 16, "ROWS": FEWEST_ROWS if one_token else rows, "TILE": tile,
         "SPLITS": splits, "ONE_TOKEN": one_token,
     }  # fmt: skip
-    return attention_kernel, pointers | {"scale": "fp32"}, constants
+    return attention_kernel, pointers | {"scale": "fp32", "softcap": "fp32"}, constants
 
 
 def glue(dtype: str) -> Iterator[Case]:
@@ -69,8 +75,11 @@ def cases(*, every: bool) -> Iterator[Case]:
     ]:
         yield attention(dtype, dim, group, one_token=True, splits=8)
         yield attention(dtype, dim, group, one_token=False, splits=1)
-    pointers = {"parts": "*fp32", "tops": "*fp32", "totals": "*fp32", "output": "*bf16"}
-    yield reduce_kernel, pointers, {"DIM": 128, "DIMS": 128, "SPLITS": 8}
+    for rest in (0, 64):
+        yield attention("bf16", 512 if rest else 128, 16, one_token=True, splits=8, rest=rest, more=not rest)
+        yield attention("bf16", 512 if rest else 128, 16, one_token=False, splits=1, rest=rest, more=not rest)
+    pointers = dict.fromkeys(("parts", "tops", "totals", "sinks"), "*fp32") | {"output": "*bf16"}
+    yield reduce_kernel, pointers, {"DIM": 128, "DIMS": 128, "SPLITS": 8, "SINKS": True}
     for dtype in ("bf16", "fp32") if every else ("bf16",):
         yield from glue(dtype)
     yield draw_kernel, {"logits": "*fp32", "params": "*fp64", "tokens": "*i64"}, {"TILE": 4096}

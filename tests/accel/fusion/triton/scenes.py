@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sagellm.core.blocks import cdiv
+from sagellm.core.protocols.fusion import Scores
 from tests.effort import usual
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,10 +34,11 @@ class Attention:
     spans: torch.Tensor
     tables: torch.Tensor
     window: int | None = None
+    scores: Scores | None = None
 
     @property
     def args(self) -> tuple[Any, ...]:
-        return self.query, self.keys, self.values, self.spans, self.tables, self.window
+        return self.query, self.keys, self.values, self.spans, self.tables, self.window, self.scores
 
     def doubled(self) -> Attention:
         """The same in float64, so that the only rounding is the kernel's."""

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from sagellm.accel.fusion.triton.attention import TritonPagedAttention, paged_attention
 from sagellm.core.errors import KernelError
+from sagellm.core.protocols.fusion import Scores
 from tests.accel.fusion.triton.scenes import DEVICE, DTYPES, Attention, attention, interpreted
 from tests.effort import examples
 
@@ -39,6 +40,37 @@ def compare(scene: Attention, processors: int = 8) -> torch.Tensor:
 def test_head_dims(dim: int, dtype: torch.dtype) -> None:
     compare(attention([(0, 1), (37, 1)], dim=dim, seed=dim, dtype=dtype))
     compare(attention([(37, 1), (3, 20)], dim=dim, seed=dim, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "scores", [Scores(0.5), Scores(0.5, 2.0), Scores(0.3, 2.0, True), Scores(1.0, None, True)]
+)
+def test_scores(scores: Scores) -> None:
+    """A scale, soft-capping and sinks; in one part of the keys and in several."""
+    if scores.sinks:
+        scores = replace(scores, sinks=torch.tensor([-2.0, 0.5, 4.0, 30.0], device=DEVICE))
+    for processors in (1, 8):
+        compare(replace(attention([(70, 1), (0, 1)]), scores=scores), processors)
+    compare(replace(attention([(37, 1), (3, 20)]), scores=scores))
+
+
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "heads", "dtype"),
+    interpreted(
+        [(24, 16, 4, F32), (576, 512, 32, F16)], [(24, 16, 4, F32), (40, 32, 32, F16), (576, 512, 32, F16)]
+    ),
+)
+def test_values_that_are_a_part_of_the_keys(dim: int, value_dim: int, heads: int, dtype: torch.dtype) -> None:
+    for parts in ([(37, 1), (0, 1)], [(5, 1), (3, 9)]):
+        scene = attention(parts, heads=heads, kv_heads=1, dim=dim, dtype=dtype)
+        compare(replace(scene, values=scene.keys[..., :value_dim], scores=Scores(0.1)))
+
+
+def test_values_of_other_dims_than_keys() -> None:
+    for dim, value_dim in ((24, 40), (24, 16)):
+        scene = attention([(37, 1), (3, 20)], dim=dim, seed=dim)
+        values = torch.cat([scene.values, scene.keys], dim=-1)[..., :value_dim]
+        compare(replace(scene, values=values))
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 17])

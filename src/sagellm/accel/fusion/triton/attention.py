@@ -20,6 +20,8 @@ from sagellm.core.protocols.fusion import Scores
 
 FEWEST_ROWS, MOST_ROWS = 16, 64
 """Of a tile of queries or keys; a matrix unit takes no fewer."""
+MOST_DIMS, MOST_LATENT_DIMS = 256, 576
+"""Of a head, and of one whose values are a part of the keys."""
 MOST_SPLITS, PROGRAMS_PER_PROCESSOR = 32, 2
 _KEY_BYTES, _QUERY_BYTES = 16_384, 32_768
 _NO_WINDOW = 2**30
@@ -48,26 +50,28 @@ class TritonPagedAttention(TritonKernel, PagedAttention):
         query, keys = inputs[:2]
         if query.dtype != keys.dtype:
             return f"no kernel for {query.dtype} over {keys.dtype}: use one dtype"
-        scores = inputs[6] if len(inputs) > 6 else None
-        if scores is not None and not scores.is_scaled_only:
-            return "no kernel for capped scores or sinks"
-        if inputs[2].shape != keys.shape:
-            return "keys and values have different numbers of dims"
-        if keys.shape[3] > 256:
-            return f"a head of {keys.shape[3]} is more than the 256 that fit into shared memory"
+        if keys.shape[3] > MOST_DIMS and not _is_part(inputs[2], keys):
+            return f"a head of {keys.shape[3]} is more than the {MOST_DIMS} that fit into shared memory"
+        if keys.shape[3] > MOST_LATENT_DIMS:
+            return f"a latent vector of {keys.shape[3]} is more than the {MOST_LATENT_DIMS} that fit"
         return ""
 
     def _compute(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor,
         tables: torch.Tensor, window: int | None = None, scores: Scores | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        num_rows, heads, dim = query.shape
+        _, block_size, kv_heads, value_dim = values.shape
+        output = query.new_empty(num_rows, heads, value_dim)
         if not len(spans):
             return output
-        num_rows, heads, dim = query.shape
-        _, block_size, kv_heads, _ = keys.shape
-        group = heads // kv_heads
-        packed, dims = triton.next_power_of_2(group), triton.next_power_of_2(dim)
+        group, key_head, value_head = heads // kv_heads, keys.stride(2), values.stride(2)
+        if kv_heads == 1 and dim > MOST_DIMS and group > FEWEST_ROWS and group % FEWEST_ROWS == 0:
+            # The sums of many heads with so many dims do not fit: as KV heads that lie at one place.
+            kv_heads, group, key_head, value_head = group // FEWEST_ROWS, FEWEST_ROWS, 0, 0
+        main, rest = _parts_of(dim, value_dim)
+        packed, dims = triton.next_power_of_2(group), triton.next_power_of_2(main)
+        value_dims = triton.next_power_of_2(value_dim)
         one_token = len(spans) == num_rows  # a span has at least one
         keys_of_tile, queries = tile_sizes(dims * keys.element_size())
         rows = max(packed, FEWEST_ROWS if one_token else queries)
@@ -76,16 +80,25 @@ class TritonPagedAttention(TritonKernel, PagedAttention):
         parts, tops, totals = output, output, output
         if splits > 1:
             tops, totals = query.new_empty(2, num_rows, heads, splits, dtype=torch.float32)
-            parts = query.new_empty(num_rows, heads, splits, dim, dtype=torch.float32)
+            parts = query.new_empty(num_rows, heads, splits, value_dim, dtype=torch.float32)
+        scale, softcap, sinks = dim**-0.5, None, None
+        if scores is not None:
+            scale, softcap, sinks = scores.scale, scores.softcap, scores.sinks
         attention_kernel[tiles, kv_heads, splits](
-            query, keys, values, spans, tables, parts, tops, totals, *query.stride()[:2], *keys.stride()[:3],
-            *values.stride()[:3], len(spans), window or _NO_WINDOW,
-            dim**-0.5 if scores is None else scores.scale,
-            KV_HEADS=kv_heads, GROUP=group, PACKED=packed, DIM=dim, DIMS=max(dims, 16), BLOCK_SIZE=block_size,
-            ROWS=rows, TILE=keys_of_tile, SPLITS=splits, ONE_TOKEN=one_token,
+            query, keys, values, spans, tables, parts, tops, totals, totals if sinks is None else sinks,
+            *query.stride()[:2], *keys.stride()[:2], key_head, *values.stride()[:2], value_head, len(spans),
+            window or _NO_WINDOW, scale, softcap or 1.0,
+            KV_HEADS=kv_heads, GROUP=group, PACKED=packed, DIM=main, DIMS=max(dims, 16), REST=rest,
+            RESTS=max(16, triton.next_power_of_2(rest)), VALUE_DIM=value_dim, VALUE_DIMS=max(value_dims, 16),
+            BLOCK_SIZE=block_size, ROWS=rows, TILE=keys_of_tile, SPLITS=splits, ONE_TOKEN=one_token,
+            VALUES_IN_KEYS=main == value_dim and _is_part(values, keys), CAPPED=softcap is not None,
+            SINKS=sinks is not None,
         )  # fmt: skip
         if splits > 1:
-            reduce_kernel[(num_rows * heads,)](parts, tops, totals, output, DIM=dim, DIMS=dims, SPLITS=splits)
+            reduce_kernel[(num_rows * heads,)](
+                parts, tops, totals, totals if sinks is None else sinks, output, heads,
+                DIM=value_dim, DIMS=value_dims, SPLITS=splits, SINKS=sinks is not None,
+            )  # fmt: skip
         return output
 
     def _splits(self, programs: int, device: torch.device) -> int:
@@ -93,6 +106,21 @@ class TritonPagedAttention(TritonKernel, PagedAttention):
         wanted = PROGRAMS_PER_PROCESSOR * (self._processors or _processors(device))
         splits: int = triton.next_power_of_2(max(1, wanted // programs))
         return min(MOST_SPLITS, splits)
+
+
+def _is_part(values: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Whether values are the first dims of the keys."""
+    return values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride()
+
+
+def _parts_of(dim: int, value_dim: int) -> tuple[int, int]:
+    """The dims of a key as a power of two and a rest. 512 + 64 take less memory than 1,024. The rest is 0
+    where keys and values have equally many.
+    """
+    if dim == value_dim:
+        return dim, 0
+    power = 1 << (dim.bit_length() - 1)
+    return power, dim - power
 
 
 @cache
@@ -113,7 +141,7 @@ def paged_attention(
     window: int | None = None, scores: Scores | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Slow twin, sequence by sequence: all scores, a mask, softmax. Rows outside every span are NaN."""
-    output = torch.full_like(query, torch.nan)
+    output = query.new_full((*query.shape[:2], values.shape[3]), torch.nan)
     block_size, group = keys.shape[1], query.shape[1] // keys.shape[2]
     for first_row, num_tokens, start, first_entry in spans.tolist():
         seen = torch.arange(start + num_tokens, device=query.device)
@@ -147,18 +175,23 @@ def span_of_tile(spans: tl.tensor, num_spans: tl.tensor, tile: tl.tensor, TOKENS
 
 
 @triton.jit
+def base_of(top: tl.tensor) -> tl.tensor:
+    """What weights are relative to. While a row has met nothing above -inf, exp(-inf - -inf) would be NaN
+    where the twin has 0.
+    """
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
 def attend_tile(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, visible: tl.tensor, scale: tl.tensor, acc: tl.tensor,
-    top: tl.tensor, total: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    scores: tl.tensor, v: tl.tensor, visible: tl.tensor, acc: tl.tensor, top: tl.tensor, total: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add one tile of keys to `acc`, its top score and sum of weights. `top` is the largest score so far and
     `total` the sum of weights, both per row.
     """
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
-    # While a row has met nothing above -inf, exp(-inf - -inf) would be NaN where the twin has 0.
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    base = base_of(new_top)
     weights = tl.exp(scores - base[:, None])
     kept = tl.exp(top - base)
     acc = acc * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
@@ -166,30 +199,74 @@ def attend_tile(
 
 
 @triton.jit
-def load_tile(
-    pool: tl.tensor, block: tl.tensor, slot: tl.tensor, by_block: tl.tensor, by_token: tl.tensor,
-    head: tl.tensor, dims: tl.tensor, there: tl.tensor,
+def load_rows(
+    base: tl.tensor, place: tl.tensor, there: tl.tensor, FIRST: tl.constexpr, COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """[TILE, DIMS] of a pool; 0 where `there` is false. `head` is the offset in elements behind a token's
-    first one.
-    """
-    place = block * by_block + slot * by_token + head
-    return tl.load(pool + place[:, None] + dims[None, :], mask=there, other=0.0)
+    """COUNT dims from FIRST on of n vectors, as [n, PADDED]. Vectors that are not `there` are 0."""
+    dims = tl.arange(0, PADDED)
+    loaded = there[:, None] & (dims < COUNT)[None, :]
+    return tl.load(base + place[:, None] + (FIRST + dims)[None, :], mask=loaded, other=0.0)
+
+
+@triton.jit
+def score_tile(
+    q: tl.tensor, q_rest: tl.tensor, k: tl.tensor, k_rest: tl.tensor, scale: tl.tensor, softcap: tl.tensor,
+    REST: tl.constexpr, CAPPED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Scores [ROWS, TILE]. The second part of queries and keys has `REST` dims."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if REST > 0:
+        scores += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
+    scores = scores * scale
+    if CAPPED:  # tanh
+        scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
+    return scores
+
+
+@triton.jit
+def share_of_keys(
+    first: tl.tensor, stop: tl.tensor, split: tl.tensor, TILE: tl.constexpr, SPLITS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Begin and end of a split's keys, whole tiles but for the last."""
+    share = tl.cdiv(tl.cdiv(stop - first, TILE), SPLITS) * TILE
+    begin = first + split * share
+    return begin, tl.minimum(begin + share, stop)
+
+
+@triton.jit
+def store_part(
+    acc: tl.tensor, top: tl.tensor, total: tl.tensor, part: tl.tensor, own: tl.tensor, output: tl.tensor,
+    tops: tl.tensor, totals: tl.tensor, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Store the rows of one split. The only one is divided by the sum of weights."""
+    if SPLITS == 1:
+        acc = acc / total[:, None]
+    else:
+        tl.store(tops + part, top, mask=own)
+        tl.store(totals + part, total, mask=own)
+    dims = tl.arange(0, VALUE_DIMS)
+    place = part[:, None] * VALUE_DIM + dims[None, :]
+    tl.store(output + place, acc.to(output.dtype.element_ty), mask=own[:, None] & (dims < VALUE_DIM)[None, :])
 
 
 @triton.jit
 def attention_kernel(
     query: tl.tensor, keys: tl.tensor, values: tl.tensor, spans: tl.tensor, tables: tl.tensor,
-    output: tl.tensor, tops: tl.tensor, totals: tl.tensor, query_row: tl.tensor, query_head: tl.tensor,
-    key_block: tl.tensor, key_token: tl.tensor, key_head: tl.tensor, value_block: tl.tensor,
-    value_token: tl.tensor, value_head: tl.tensor, num_spans: tl.tensor, window: tl.tensor, scale: tl.tensor,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, DIM: tl.constexpr,
-    DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    SPLITS: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    output: tl.tensor, tops: tl.tensor, totals: tl.tensor, sinks: tl.tensor, query_row: tl.tensor,
+    query_head: tl.tensor, key_block: tl.tensor, key_token: tl.tensor, key_head: tl.tensor,
+    value_block: tl.tensor, value_token: tl.tensor, value_head: tl.tensor, num_spans: tl.tensor,
+    window: tl.tensor, scale: tl.tensor, softcap: tl.tensor, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    PACKED: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, REST: tl.constexpr, RESTS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, ONE_TOKEN: tl.constexpr, VALUES_IN_KEYS: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (tile of tokens, KV head, split of keys). Row r of a tile is token r // PACKED, head r % PACKED
-    of the group; PACKED, DIMS and TILE are powers of two. With several splits `output` is float32 [T, heads,
-    SPLITS, DIM], not divided by the sum of weights, which goes to `totals` beside `tops`.
+    of the group; PACKED, DIMS, RESTS, VALUE_DIMS and TILE are powers of two. A key has DIM and then REST
+    dims. With several splits `output` is float32 [T, heads, SPLITS, VALUE_DIM], not divided by the sum of
+    weights, which goes to `totals` beside `tops`.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tokens: tl.constexpr = 1 if ONE_TOKEN else ROWS // PACKED
@@ -202,21 +279,20 @@ def attention_kernel(
     if first_token >= num_tokens:
         return
 
-    rows, dims, columns = tl.arange(0, ROWS), tl.arange(0, DIMS), tl.arange(0, TILE)
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, TILE)
     token, head = first_token + rows // PACKED, rows % PACKED
     own = (head < GROUP) & (token < num_tokens) & (rows // PACKED < tokens)
     flat_row = (first_row + token).to(tl.int64)
-    flat_head, inside = kv_head * GROUP + head, dims < DIM
-    place = flat_row * query_row + flat_head * query_head
-    q = tl.load(query + place[:, None] + dims[None, :], mask=own[:, None] & inside[None, :], other=0.0)
+    flat_head = kv_head * GROUP + head
+    at_query = flat_row * query_row + flat_head * query_head
+    q = load_rows(query, at_query, own, 0, DIM, DIMS)
+    q_rest = load_rows(query, at_query, own, DIM, REST, RESTS) if REST > 0 else q
 
     position = start + token
     first_key = tl.maximum(start + first_token + 1 - window, 0)
     stop_key = start + tl.minimum(first_token + tokens, num_tokens)
-    share = tl.cdiv(tl.cdiv(stop_key - first_key, TILE), SPLITS) * TILE
-    begin = first_key + split * share
-    end = tl.minimum(begin + share, stop_key)
-    acc = tl.zeros([ROWS, DIMS], dtype=tl.float32)
+    begin, end = share_of_keys(first_key, stop_key, split, TILE, SPLITS)
+    acc = tl.zeros([ROWS, VALUE_DIMS], dtype=tl.float32)
     top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     for at in range(begin, end, TILE):
@@ -224,26 +300,24 @@ def attention_kernel(
         there = key < end
         block = tl.load(tables + entry + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
         slot = key % BLOCK_SIZE
-        loaded = there[:, None] & inside[None, :]
-        k = load_tile(keys, block, slot, key_block, key_token, kv_head * key_head, dims, loaded)
-        v = load_tile(values, block, slot, value_block, value_token, kv_head * value_head, dims, loaded)
+        at_key = block * key_block + slot * key_token + kv_head * key_head
+        k = load_rows(keys, at_key, there, 0, DIM, DIMS)
+        k_rest = load_rows(keys, at_key, there, DIM, REST, RESTS) if REST > 0 else k
+        scores = score_tile(q, q_rest, k, k_rest, scale, softcap, REST, CAPPED)
+        at_value = block * value_block + slot * value_token + kv_head * value_head
+        v = k if VALUES_IN_KEYS else load_rows(values, at_value, there, 0, VALUE_DIM, VALUE_DIMS)
         near = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
-        acc, top, total = attend_tile(q, k, v, near & there[None, :], scale, acc, top, total)
-
+        acc, top, total = attend_tile(scores, v, near & there[None, :], acc, top, total)
+    if SINKS and SPLITS == 1:
+        total += tl.exp(tl.load(sinks + flat_head, mask=own, other=float("-inf")) - base_of(top))
     part = (flat_row * (KV_HEADS * GROUP) + flat_head) * SPLITS + split
-    if SPLITS == 1:
-        acc = acc / total[:, None]
-    else:
-        tl.store(tops + part, top, mask=own)
-        tl.store(totals + part, total, mask=own)
-    place = part[:, None] * DIM + dims[None, :]
-    tl.store(output + place, acc.to(output.dtype.element_ty), mask=own[:, None] & inside[None, :])
+    store_part(acc, top, total, part, own, output, tops, totals, VALUE_DIM, VALUE_DIMS, SPLITS)
 
 
 @triton.jit
 def reduce_kernel(
-    parts: tl.tensor, tops: tl.tensor, totals: tl.tensor, output: tl.tensor,
-    DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr,
+    parts: tl.tensor, tops: tl.tensor, totals: tl.tensor, sinks: tl.tensor, output: tl.tensor,
+    heads: tl.tensor, DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (row times head): sum its splits [SPLITS, DIM]. SPLITS is a power of two."""
     row = tl.program_id(0).to(tl.int64)
@@ -251,8 +325,10 @@ def reduce_kernel(
     inside = dims < DIM
     top = tl.load(tops + row * SPLITS + splits)
     highest = tl.max(top, 0)
-    weight = tl.exp(top - tl.where(highest == float("-inf"), 0.0, highest))
+    weight = tl.exp(top - base_of(highest))
     total = tl.sum(weight * tl.load(totals + row * SPLITS + splits), 0)
+    if SINKS:
+        total += tl.exp(tl.load(sinks + row % heads) - base_of(highest))
     place = (row * SPLITS + splits)[:, None] * DIM + dims[None, :]
     part = tl.load(parts + place, mask=inside[None, :], other=0.0)
     answer = tl.sum(part * weight[:, None], 0) / total
