@@ -324,6 +324,8 @@ class KVCacheManager:
         """
         blocks, prompt = self._blocks_of(state, "commit"), state.num_prompt_tokens
         self._tables.mark_sent(state.request_id)
+        if self._pages is not None:
+            self._pages.advance(blocks)
         was_published = self._registrar.confirm(state.request_id)
         if state.num_computed < prompt:
             if self.index_as_computed:

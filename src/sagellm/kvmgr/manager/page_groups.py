@@ -322,7 +322,6 @@ class PageGroups:
             if num_before < num_existing < len(leads):  # another request went another way from there
                 pages.end = rule.add_end(leads[:num_existing], pages.end)
             pages.end = rule.add_end(leads, pages.end)
-        self.advance(blocks)
 
     def release(self, blocks: RequestBlocks) -> None:
         """The request leaves the batch."""
