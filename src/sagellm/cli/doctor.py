@@ -8,7 +8,7 @@ import platform
 import re
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -158,7 +158,26 @@ def _report_fit(config: Config, device: LocalDevice) -> None:
     tokens = blocks * config.kv.block_size
     pool = f"{as_text(tokens * size.kv_bytes_per_token)} of {room} ({share:.0%} of what is free)"
     print(f"    {size.kv_bytes_per_token} bytes of KV per token: {tokens} tokens, {pool}")
+    for line in _kv_groups(size):
+        print(f"    {line}")
     print(f"    room for {tokens // context} requests of {context} tokens at once")
+
+
+def _kv_groups(size: Footprint) -> Iterator[str]:
+    """The KV groups of a model that has several, and what they save."""
+    if not size.kv_groups:
+        return
+    most = max(len(group.layers) for group in size.kv_groups)
+    num_layers = sum(len(group.layers) for group in size.kv_groups)
+    padding = len(size.kv_groups) * most - num_layers
+    whole = [group for group in size.kv_groups if group.window is None]
+    each = size.kv_bytes_per_token // len(size.kv_groups)
+    windows = sorted({group.window for group in size.kv_groups if group.window is not None})
+    yield (
+        f"KV groups of {most} layers (padding: {padding}): {len(whole)} whole, "
+        f"{len(size.kv_groups) - len(whole)} with windows of {', '.join(map(str, windows))} tokens; "
+        f"behind those a token takes {each * len(whole)} bytes"
+    )
 
 
 def _print_size(name: str, size: Footprint) -> None:

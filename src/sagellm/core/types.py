@@ -457,25 +457,27 @@ class KVCacheSchema:
 
     @property
     def num_groups(self) -> int:
-        """Blocks that `block_size` tokens take: one in each group."""
+        """Blocks of the pool that `block_size` tokens take: one in each group."""
         return max(1, len(self.groups))
 
     @property
-    def layers_per_block(self) -> int:
-        return max(len(group.layers) for group in self.groups) if self.groups else self.num_layers
-
-    @property
     def bytes_per_token(self) -> int:
-        """Of all layers."""
+        """Of all layers, without padding."""
         itemsize = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}[
             self.dtype
         ]
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
     @property
+    def bytes_per_page(self) -> int:
+        """Of one block of the pool, which holds `block_size` tokens of one group."""
+        most = max(len(group.layers) for group in self.groups) if self.groups else self.num_layers
+        return self.bytes_per_token * most * self.block_size // self.num_layers
+
+    @property
     def bytes_per_block(self) -> int:
-        """Of one block of the pool."""
-        return self.bytes_per_token * self.layers_per_block * self.block_size // self.num_layers
+        """Of `block_size` tokens in all groups."""
+        return self.bytes_per_page * self.num_groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ from sagellm.engines.recovery import Recovery
 from sagellm.engines.request_table import RequestTable
 from sagellm.engines.validation import check_request
 from sagellm.kvmgr.kv_pool import as_copies, plan_compaction
-from sagellm.kvmgr.manager import KVCacheManager
+from sagellm.kvmgr.manager import BlockStates, KVCacheManager
 from sagellm.kvmgr.scheduler_ir import DecodeBatch, PassPipeline
 
 log = logging.getLogger("sagellm.engine")
@@ -178,7 +178,9 @@ class Engine:
         return bool(self._in_flight or self._request_table.states or self._outputs)
 
     def stats(self) -> EngineStats:
-        states, metrics = self.kv.block_states(), self.kv.metrics
+        metrics, each = self.kv.metrics, self.kv.num_groups
+        total, (_, cached, free) = self.kv.pool.total_blocks // each, self.kv.block_states()
+        states = BlockStates(total - cached // each - free // each, cached // each, free // each)
         reuse = metrics.snapshot() if metrics is not None else None
         misses = self.kv.misses.snapshot() if self.kv.misses is not None else None
         running, waiting = len(self._request_table.running), len(self._request_table.waiting)

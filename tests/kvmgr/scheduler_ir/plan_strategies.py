@@ -109,8 +109,8 @@ class Executed:
 class PlanKeeper(TokenMemoryBackend):
     """Keeps what it executes; fails at random, in a share of the steps."""
 
-    def __init__(self, random: Random, failing_share: float, window: int | None) -> None:
-        super().__init__(num_blocks=24, block_size=4, sliding_window=window)
+    def __init__(self, random: Random, failing_share: float, windows: tuple[int | None, ...]) -> None:
+        super().__init__(24 * len(windows), 4, sliding_window=windows[0], windows=windows)
         self.rows = Rows()
         self.executed: list[Executed] = []
         self._random, self._failing_share = random, failing_share
@@ -124,10 +124,12 @@ class PlanKeeper(TokenMemoryBackend):
         return result
 
 
-def run_engine(seed: int, *, window: int | None = None, failing_share: float = 0.0) -> list[Executed]:
+def run_engine(
+    seed: int, *, windows: tuple[int | None, ...] = (None,), failing_share: float = 0.0
+) -> list[Executed]:
     """Plans of a small engine under pressure: shared prefixes, forks, preemptions, too little memory."""
     random = Random(seed)
-    backend = PlanKeeper(random, failing_share, window)
+    backend = PlanKeeper(random, failing_share, windows)
     budget = random.choice([8, 16, 32])
     engine = fake_engine(backend, max_batched_tokens=budget, passes=[PreemptAtRandom(seed, 0.05)])
     waiting = list(_requests(random, 12))

@@ -79,9 +79,19 @@ def test_all_that_is_wrong_is_listed() -> None:
 def test_a_window_hides_what_lies_behind_it() -> None:
     overwritten = 'step 5 @local\n%0 = copy dram 0 to hbm 1\n%1 = decode row 0 "old" at 8\n'
     rows = {"local": Rows({0: Row("old", 9, 3, 8, [1, 2, 4])})}
-    verify_graph(parse_graph(overwritten), BLOCK_SIZE, before=rows, window=4)
+    verify_graph(parse_graph(overwritten), BLOCK_SIZE, before=rows, windows=(4,))
     with pytest.raises(PlanError, match="overwrites hbm block 1"):
-        verify_graph(parse_graph(overwritten), BLOCK_SIZE, before=rows, window=6)
+        verify_graph(parse_graph(overwritten), BLOCK_SIZE, before=rows, windows=(6,))
+
+
+def test_each_kv_group_has_a_table_and_a_window() -> None:
+    step = 'step 5 @local\n%0 = decode row 0 "old" at 8\n'
+    rows = {"local": Rows({0: Row("old", 9, 3, 8, [1, -1, 2, 7, 4, 5])})}
+    verify_graph(parse_graph(step), BLOCK_SIZE, before=rows, windows=(None, 4))
+    with pytest.raises(PlanError, match="KV group that has let go of it"):
+        verify_graph(parse_graph(step), BLOCK_SIZE, before=rows, windows=(None, 6))
+    with pytest.raises(PlanError, match="has 6 blocks for 4 tokens, it needs 15"):
+        verify_graph(parse_graph(step), 2, before=rows, windows=(None, 1, 1))
 
 
 @given(plans(), plans(), st.dictionaries(st.integers(0, 20), st.integers(1, 30), max_size=4))
@@ -90,18 +100,22 @@ def test_any_plan_is_judged(one: ExecutionPlan, other: ExecutionPlan, lengths: d
     """Whatever is in a plan, the verifier answers, and says where."""
     rows = {row: Row(f"r{row}", n, n, n - 1, list(range(n // 4))) for row, n in lengths.items()}
     graph = IRGraph.merged([IRGraph.of(one, instance="a"), IRGraph.of(other, instance="b")])
-    for problem in problems(graph, 4, token_budget=9, window=5, before={"a": Rows(rows)}):
+    for problem in problems(graph, 4, token_budget=9, windows=(5,), before={"a": Rows(rows)}):
         assert problem.startswith("%")
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("window", "failing_share"), [(None, 0.0), (6, 0.0), (None, 0.05)])
-def test_every_plan_of_an_engine_is_right(seed: int, window: int | None, failing_share: float) -> None:
-    executed = run_engine(seed, window=window, failing_share=failing_share)
+@pytest.mark.parametrize(
+    ("windows", "failing_share"), [((None,), 0.0), ((6,), 0.0), ((None,), 0.05), ((None, 6, 6), 0.0)]
+)
+def test_every_plan_of_an_engine_is_right(
+    seed: int, windows: tuple[int | None, ...], failing_share: float
+) -> None:
+    executed = run_engine(seed, windows=windows, failing_share=failing_share)
     assert len(executed) > 10
     for one in executed:
         graph = IRGraph.of(one.plan, rows=one.before)
-        verify_graph(graph, BLOCK_SIZE, token_budget=32, window=window, before={"local": one.before})
+        verify_graph(graph, BLOCK_SIZE, token_budget=32, windows=windows, before={"local": one.before})
 
 
 def test_engines_under_pressure_do_all_kinds_of_things() -> None:

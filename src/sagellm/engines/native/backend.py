@@ -128,7 +128,7 @@ class NativeBackend:
             loader = source.loader(dtype, compute_dtype, kernel_set, measured_set)
             self._model, self._schema = self._load(source, loader, progress, kernel_set, block_size, split_kv)
             most, groups = max_num_seqs * cdiv(self._max_model_len, block_size), self._schema.num_groups
-            block_bytes = self._schema.bytes_per_block * groups
+            block_bytes = self._schema.bytes_per_block
             blocks = pool_blocks(
                 self._device, num_blocks, most, block_bytes, kv_memory_bytes, kv_memory_fraction,
                 host_memory_bytes,
@@ -218,7 +218,7 @@ class NativeBackend:
             block_size=self._kv.block_size,
             max_num_seqs=self._max_num_seqs,
             kv_schema=self._schema,
-            memory_bytes=self._kv.num_blocks * self._schema.bytes_per_block,
+            memory_bytes=self._kv.num_blocks * self._schema.bytes_per_page,
             features=FEATURES,
             sliding_window=max(windows) if all_windowed else None,
             num_host_blocks=self._kv.num_host_blocks,

@@ -15,8 +15,8 @@ import torch
 from sagellm.core.errors import KernelError
 from sagellm.core.protocols.fusion import KernelSet, KernelSource
 from sagellm.core.protocols.quantization import FormatSource, QuantizedMatrix, StoredTensor, WeightQuantizer
-from sagellm.core.types import KVCacheSchema
-from sagellm.engines.native.kv_cache import LAYOUT
+from sagellm.core.types import KVCacheSchema, KVGroup
+from sagellm.engines.native.kv_cache import LAYOUT, deal_layers
 from sagellm.engines.native.loading import CheckedModel, WeightLoader
 from sagellm.engines.native.matrices import packed
 from sagellm.engines.native.options import dtype_name
@@ -38,13 +38,15 @@ class CodeFormat:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """A model as the engine would hold it, in `dtype` and `compute_dtype`. `codes` are quantized by `method`;
-    `obstacle` is why some of them have to be held as their values.
+    """A model as the engine would hold it, in `dtype` and `compute_dtype`. The KV of a token is that of all
+    groups, padding included. `codes` are quantized by `method`; `obstacle` is why some of them have to be
+    held as their values.
     """
 
     num_parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
+    kv_groups: tuple[KVGroup, ...]
     max_model_len: int
     dtype: str
     compute_dtype: str
@@ -62,6 +64,7 @@ def footprint(
     kernels: KernelSource | None = None,
     quantizer: WeightQuantizer | None = None,
     formats: FormatSource | None = None,
+    split_kv: bool = True,
 ) -> Footprint:
     """The footprint of a model folder or a hub name. The options are those of `NativeBackend`. Raises the
     same errors for a model that cannot be served.
@@ -89,11 +92,15 @@ def footprint(
         weight_bytes += num_bytes
     source.checkpoint.close()
     kv_dtype = dtype_name(loading.compute_dtype)
-    schema = KVCacheSchema(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype, 1, LAYOUT)
+    groups = deal_layers(spec.windows) if split_kv else ()
+    schema = KVCacheSchema(
+        spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype, 1, LAYOUT, groups=groups
+    )
     return Footprint(
         num_parameters(plan),
         weight_bytes,
-        schema.bytes_per_token,
+        schema.bytes_per_block,
+        groups,
         source.max_model_len,
         dtype_name(loading.dtype),
         kv_dtype,

@@ -127,7 +127,11 @@ def model_footprint(config: Config) -> Footprint:
     """The memory that the configured model needs. Loads nothing, and refuses what `build_llm` refuses."""
     model = config.model
     size = footprint(
-        model_source(config), device=model.device, max_model_len=model.max_model_len, **_held_as(config)
+        model_source(config),
+        device=model.device,
+        max_model_len=model.max_model_len,
+        split_kv=splits_kv(config),
+        **_held_as(config),
     )
     read_tokenizer(config)
     return size

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
-from sagellm.core.blocks import Tier, cdiv
+from sagellm.core.blocks import NO_PAGE, Tier, cdiv
 from sagellm.core.errors import PlanError
 from sagellm.core.ir import (
     BOTH_PHASES,
@@ -41,18 +41,18 @@ def verify_graph(
     block_size: int,
     *,
     token_budget: int | None = None,
-    window: int | None = None,
+    windows: Sequence[int | None] = (None,),
     before: Mapping[str, Rows] | None = None,
     peers: Collection[str] = (),
 ) -> None:
     """Raise `PlanError` naming the first operation that is wrong, and what would be right.
 
-    `token_budget` is that of each instance. With a `window`, a token attends at most that many tokens back.
-    `before` is the batch of each instance before the step; without it, a row that does not join is assumed to
-    be there. `peers` are instances outside the graph.
+    `token_budget` is that of each instance. `windows` has an entry for each KV group: a token attends at most
+    that many tokens back, or to all. `before` is the batch of each instance before the step; without it, a
+    row that does not join is assumed to be there. `peers` are instances outside the graph.
     """
     for problem in problems(
-        graph, block_size, token_budget=token_budget, window=window, before=before, peers=peers
+        graph, block_size, token_budget=token_budget, windows=windows, before=before, peers=peers
     ):
         raise PlanError(problem)
 
@@ -62,7 +62,7 @@ def problems(
     block_size: int,
     *,
     token_budget: int | None = None,
-    window: int | None = None,
+    windows: Sequence[int | None] = (None,),
     before: Mapping[str, Rows] | None = None,
     peers: Collection[str] = (),
 ) -> Iterator[str]:
@@ -82,8 +82,8 @@ def problems(
             *_budget_problems(computes, token_budget),
         ]
         rows = InstanceRows(own, (before or {}).get(instance.name))
-        found = found or [*_row_problems(own, rows, order, block_size)]
-        yield from found or _block_problems(own, [*_accesses(computes, rows, block_size, window)], order)
+        found = found or [*_row_problems(own, rows, order, block_size, len(windows))]
+        yield from found or _block_problems(own, [*_accesses(computes, rows, block_size, windows)], order)
 
 
 # -- order of operations
@@ -305,7 +305,7 @@ class InstanceRows:
 
 
 def _row_problems(
-    ops: Sequence[Operation], rows: InstanceRows, order: GraphOrder, block_size: int
+    ops: Sequence[Operation], rows: InstanceRows, order: GraphOrder, block_size: int, num_groups: int
 ) -> Iterator[str]:
     """Problems of rows, and of what is computed in them."""
     yield from rows.problems
@@ -326,7 +326,7 @@ def _row_problems(
                 if late and not order.comes_after(op.op_id, change.op_id):
                     yield f"{op.name} does not come after {change.name}; its row is not ready before that"
             if state.row is not None:
-                yield from _compute_problems(op, state.row, block_size)
+                yield from _compute_problems(op, state.row, block_size, num_groups)
     for join in only_of(ops, JoinOp):
         state = rows.get(join.row)
         for leave in only_of(state.changes[:-1], LeaveOp) if state is not None else ():
@@ -345,7 +345,7 @@ def _join_problems(op: JoinOp) -> Iterator[str]:
         )
 
 
-def _compute_problems(op: ComputeOp, row: Row, block_size: int) -> Iterator[str]:
+def _compute_problems(op: ComputeOp, row: Row, block_size: int, num_groups: int) -> Iterator[str]:
     """A compute operation against the request, the tokens and the table of its row."""
     if op.request_id not in (None, row.request_id):
         yield f'{op.name} computes row {op.row}, where "{row.request_id}" is'
@@ -355,11 +355,11 @@ def _compute_problems(op: ComputeOp, row: Row, block_size: int) -> Iterator[str]
         yield f"{op.name} ends at {op.end}; the request has {row.num_tokens} tokens"
     elif op.samples and op.end < row.num_tokens:
         yield f"{op.name} draws a token after {op.end} of {row.num_tokens} tokens; draw after the last"
-    room = len(row.block_ids) * block_size
+    room = len(row.block_ids) // num_groups * block_size
     if op.end > room:
         yield (
             f"{op.name} computes up to token {op.end}; the table of row {op.row} has {len(row.block_ids)} "
-            f"blocks for {room} tokens, it needs {cdiv(op.end, block_size)}"
+            f"blocks for {room} tokens, it needs {cdiv(op.end, block_size) * num_groups}"
         )
 
 
@@ -379,7 +379,7 @@ class Access:
 def _block_problems(ops: Sequence[Operation], accesses: Sequence[Access], order: GraphOrder) -> Iterator[str]:
     """Two writers, copies into blocks that are read, transfers before the KV is there."""
     copies = list(only_of(ops, CopyOp))
-    yield from _id_problems(ops)
+    yield from _id_problems(ops, accesses)
     yield from _writer_problems(accesses, order)
     yield from _copy_problems(copies, order)
     for copy in copies:
@@ -390,28 +390,33 @@ def _block_problems(ops: Sequence[Operation], accesses: Sequence[Access], order:
 
 
 def _accesses(
-    computes: Sequence[ComputeOp], rows: InstanceRows, block_size: int, window: int | None
+    computes: Sequence[ComputeOp], rows: InstanceRows, block_size: int, windows: Sequence[int | None]
 ) -> Iterator[Access]:
     """The accesses in rows whose whole table is known."""
     for op in computes:
         state = rows.get(op.row)
         if state is None or state.row is None:
             continue
-        table = state.row.block_ids
-        first = 0 if window is None else max(0, op.start + 1 - window)
-        end = cdiv(op.end, block_size)
-        yield Access(
-            op,
-            frozenset(table[first // block_size : end]),
-            frozenset(table[op.start // block_size : end]),
-            frozenset(state.new_blocks),
-        )
+        reads: list[int] = []
+        writes: list[int] = []
+        for group, window in enumerate(windows):
+            table = state.row.block_ids[group :: len(windows)]
+            first = 0 if window is None else max(0, op.start + 1 - window)
+            end = cdiv(op.end, block_size)
+            reads += table[first // block_size : end]
+            writes += table[op.start // block_size : end]
+        yield Access(op, frozenset(reads), frozenset(writes), frozenset(state.new_blocks))
 
 
-def _id_problems(ops: Sequence[Operation]) -> Iterator[str]:
+def _id_problems(ops: Sequence[Operation], accesses: Sequence[Access]) -> Iterator[str]:
+    for access in accesses:
+        if NO_PAGE in access.reads:
+            yield f"{access.op.name} reads a block of a KV group that has let go of it"
     for op in ops:
         ids: Sequence[int] = ()
-        if isinstance(op, JoinOp | BlockTableOp | TransferOp):
+        if isinstance(op, JoinOp | BlockTableOp):
+            ids = [block for block in op.block_ids if block != NO_PAGE]
+        elif isinstance(op, TransferOp):
             ids = op.block_ids
         elif isinstance(op, CopyOp):
             ids = (op.source[1], op.target[1])
