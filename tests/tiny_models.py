@@ -8,20 +8,39 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 VOCAB = 257
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -73,6 +92,43 @@ def _opt(**changes: Any) -> PreTrainedModel:
     return OPTForCausalLM(OPTConfig(**(_OPT_SHAPE | changes)))
 
 
+def _phi3(**changes: Any) -> PreTrainedModel:
+    shape = {key: value for key, value in _SHAPE.items() if key != "head_dim"}
+    return Phi3ForCausalLM(Phi3Config(**(shape | {"hidden_size": 128} | changes)))
+
+
+def _longrope(pairs: int) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope", "rope_theta": 1000.0,
+        "short_factor": [1.0 + 0.1 * i for i in range(pairs)], "long_factor": [2.0 + i for i in range(pairs)],
+    }  # fmt: skip
+
+
+def _olmo(config: type, model: type, **changes: Any) -> PreTrainedModel:
+    shape = {key: value for key, value in _SHAPE.items() if key != "head_dim"}
+    made: PreTrainedModel = model(config(**(shape | {"hidden_size": 128} | changes)))
+    return made
+
+
+def _smollm3(**changes: Any) -> PreTrainedModel:
+    shape = {key: value for key, value in _SHAPE.items() if key != "head_dim"}
+    shape |= {"hidden_size": 128, "num_hidden_layers": 4, "no_rope_layer_interval": 2}
+    return SmolLM3ForCausalLM(SmolLM3Config(**(shape | changes)))
+
+
+def _granite(**changes: Any) -> PreTrainedModel:
+    shape = {key: value for key, value in _SHAPE.items() if key != "head_dim"}
+    shape |= {"hidden_size": 128, "embedding_multiplier": 3.0, "logits_scaling": 0.7}
+    shape |= {"residual_multiplier": 0.6, "attention_multiplier": 0.11}
+    return GraniteForCausalLM(GraniteConfig(**(shape | changes)))
+
+
+def _gemma(config: type, model: type, **changes: Any) -> PreTrainedModel:
+    shape = {"num_hidden_layers": 4, "sliding_window": 19, "query_pre_attn_scalar": 40}
+    made: PreTrainedModel = model(config(**(_SHAPE | shape | changes)))
+    return made
+
+
 TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": _llama,
     "llama-head80-tied": lambda: _llama(head_dim=80, hidden_size=64, tie_word_embeddings=True),
@@ -107,6 +163,33 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         enable_bias=False, layer_norm_elementwise_affine=False, tie_word_embeddings=False,
         word_embed_proj_dim=64,
     ),
+    "phi3": _phi3,
+    "phi3-longrope-partial": lambda: _phi3(
+        rope_parameters=_longrope(8) | {"partial_rotary_factor": 0.5}, original_max_position_embeddings=4
+    ),
+    "phi3-longrope-short-window": lambda: _phi3(
+        rope_parameters=_longrope(16), original_max_position_embeddings=512, sliding_window=15
+    ),
+    "olmo2": lambda: _olmo(Olmo2Config, Olmo2ForCausalLM),
+    "olmo3-window-mix": lambda: _olmo(
+        Olmo3Config, Olmo3ForCausalLM, num_hidden_layers=4, sliding_window=14, attention_bias=True
+    ),
+    "smollm3": _smollm3,
+    "smollm3-window-mix": lambda: _smollm3(
+        use_sliding_window=True, sliding_window=18, tie_word_embeddings=False
+    ),
+    "granite": _granite,
+    "glm": lambda: GlmForCausalLM(GlmConfig(**_SHAPE)),
+    "glm4": lambda: Glm4ForCausalLM(Glm4Config(**(_SHAPE | {"attention_bias": False}))),
+    "gemma2": lambda: _gemma(Gemma2Config, Gemma2ForCausalLM),
+    "gemma3": lambda: _gemma(Gemma3TextConfig, Gemma3ForCausalLM, num_hidden_layers=7, num_key_value_heads=1),
+    "gemma3-rope-linear": lambda: _gemma(
+        Gemma3TextConfig, Gemma3ForCausalLM, tie_word_embeddings=False, layer_types=[FULL, SLIDING] * 2,
+        rope_parameters={
+            FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+            SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
 }  # fmt: skip
 
 
@@ -116,11 +199,12 @@ def make_tiny(name: str, seed: int = 0) -> PreTrainedModel:
     """
     model = TINY_MODELS[name]()
     generator = torch.Generator().manual_seed(seed)
+    norm = 0.0 if model.config.model_type.startswith("gemma") else 1.0  # Gemma adds 1 to a norm's weights
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 1:
-                parameter.copy_(0.1 * noise + (1.0 if "norm" in key and key.endswith("weight") else 0.0))
+                parameter.copy_(0.1 * noise + (norm if "norm" in key and key.endswith("weight") else 0.0))
             else:
                 parameter.copy_(noise * (1.2 / parameter.shape[1] ** 0.5))
     return model.float().eval()

@@ -56,7 +56,7 @@ def test_what_a_config_leaves_out_has_the_default_of_its_family() -> None:
     opt = read_spec({"architectures": ["OPTForCausalLM"], "vocab_size": 9, "hidden_size": 8, "ffn_dim": 8,
                      "num_hidden_layers": 1, "num_attention_heads": 2})  # fmt: skip
     assert opt.tied
-    assert opt.pre_norm
+    assert opt.norm_place == "input"
     assert opt.final_norm
     assert opt.qkv_bias
     assert opt.max_model_len == 2048
@@ -93,12 +93,13 @@ def test_length_after_stretching(rope: dict[str, Any], length: int) -> None:
     [
         (of("MixtralForCausalLM"), "MixtralForCausalLM.*LlamaForCausalLM.*OPTForCausalLM"),
         (changed(hidden_act="xielu"), "xielu.*silu"),
-        (changed(rope_scaling={"type": "longrope", "factor": 2.0}), "longrope.*llama3"),
+        (changed(rope_scaling={"type": "su", "factor": 2.0}), "'su'.*llama3"),
+        (changed(rope_scaling={"type": "longrope", "factor": 2.0}), "short_factor, long_factor"),
         (changed(rope_parameters={"rope_type": "default", "mrope_section": [1, 2]}), "mrope"),
         (changed(rope_parameters={"full_attention": {"rope_type": "default"}}), "layer type"),
         (changed(rope_scaling={"type": "llama3", "factor": 8.0}), "low_freq_factor, high_freq_factor"),
         (changed(rope_scaling={"type": "linear"}), "linear.*factor"),
-        (changed(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (changed(partial_rotary_factor=1.5), "partial_rotary_factor"),
         (changed(dtype="float8_e4m3fn"), "float8_e4m3fn.*bfloat16"),
         (changed(num_key_value_heads=3), "4 heads.*3 KV heads"),
         (changed(hidden_size="64", head_dim=16), "hidden_size"),
@@ -107,6 +108,21 @@ def test_length_after_stretching(rope: dict[str, Any], length: int) -> None:
         ({key: value for key, value in LLAMA.items() if key != "vocab_size"}, "vocab_size"),
         (of("Qwen2ForCausalLM", layer_types=["chunked_attention"] * 3), "chunked_attention"),
         (of("Qwen2ForCausalLM", layer_types=["full_attention"]), "1 layer_types for 3 layers"),
+        (of("SmolLM3ForCausalLM", no_rope_layers=[1, 0]), "2 no_rope_layers for 3 layers"),
+        (of("GraniteForCausalLM", residual_multiplier=-1.0), "residual_scale must be positive"),
+        (of("Gemma2ForCausalLM", layer_types=["local"] * 3), "unknown: local"),
+        (of("Gemma3ForCausalLM", use_bidirectional_attention=True), "does not generate text"),
+        (of("Gemma3ForCausalLM", sliding_window_pattern=2, rope_scaling={"type": "x"}), "'x'.*llama3"),
+        (
+            of("Gemma3ForCausalLM", rope_parameters={"sliding_attention": {"rope_type": "y"}}),
+            "'y'.*llama3",
+        ),
+        (of("Olmo3ForCausalLM", rope_theta=-1.0), "theta -1.0"),
+        (of("Glm4ForCausalLM", partial_rotary_factor=0.01), "even head_dim"),
+        (
+            of("Phi3ForCausalLM", rope_scaling={"type": "su", "short_factor": [1.0], "long_factor": [1.0]}),
+            "short_factor must be 8 positive numbers",
+        ),
         (of("OPTForCausalLM", num_attention_heads=5, ffn_dim=8), "64.*5 heads"),
     ],
 )

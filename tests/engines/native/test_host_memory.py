@@ -11,9 +11,9 @@ from sagellm.core.errors import CapacityError, ConfigError, PlanError
 from sagellm.core.plan import BlockCopy
 from sagellm.engines.native.backend import NativeBackend
 from sagellm.engines.native.kv_cache import PagedKV
-from tests.tiny_models import TINY_MODELS, save_tiny
+from tests.tiny_models import save_tiny
 
-NAME = min(TINY_MODELS)
+NAME = "llama"
 GIB = 2**30
 
 

@@ -153,7 +153,7 @@ def test_each_token_has_its_own_whatever_happens(
 
 
 def test_logits_are_held_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = min(TINY_MODELS)
+    name = "llama"
     busy = engine(name, 60, 64, [], caching=True)
     vocab_size = backend(name, False).capability().vocab_size
     monkeypatch.setattr(scoring, "MAX_LOGITS", 5 * vocab_size)
@@ -175,7 +175,7 @@ def test_logits_are_held_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_them_a_step_does_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """One head of the sampled rows a step, and steps that only decode are not even looked at."""
-    name = min(TINY_MODELS)
+    name = "llama"
     busy = engine(name, 60, 64, [], caching=True)
     native = backend(name, False)
     looked: list[int] = []
@@ -237,7 +237,7 @@ def _transformers_demo() -> torch.nn.Module:
 
 
 def test_a_fork_shares_the_kv_of_a_scored_prompt() -> None:
-    name = min(TINY_MODELS)
+    name = "llama"
     busy = engine(name, 60, 64, [], caching=True)
     ask(busy, "a", prompt(0, 20, 1), max_tokens=6)
     busy.step()

@@ -218,7 +218,7 @@ def test_rows_that_outgrow_the_tables_are_recorded_anew(
 
 
 def test_steps_with_prompts_are_not_recorded(kernel: FusedKernel, tmp_path: Path) -> None:
-    save_tiny(tmp_path, min(TINY_MODELS))
+    save_tiny(tmp_path, "llama")
     backend = RecordingBackend(
         tmp_path, num_blocks=8, max_num_seqs=2, threads=1, dtype="float32", capture=Recorder(),
         kernels=lambda _: KernelSet(attention=kernel),
@@ -232,7 +232,7 @@ def test_steps_with_prompts_are_not_recorded(kernel: FusedKernel, tmp_path: Path
 
 
 def test_without_an_attention_kernel_nothing_is_recorded(tmp_path: Path) -> None:
-    save_tiny(tmp_path, min(TINY_MODELS))
+    save_tiny(tmp_path, "llama")
     recorder = Recorder()
     backend = RecordingBackend(
         tmp_path, num_blocks=8, threads=1, kernels=lambda _: KernelSet(), capture=recorder

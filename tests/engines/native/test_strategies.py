@@ -14,9 +14,8 @@ from sagellm.core.types import SLO, Namespace, Request, Tokens
 from sagellm.kvmgr.scheduler_ir import strategies
 from tests.builders import run_all
 from tests.engines.native.test_same_tokens import SAMPLING, alone, engine, prompt
-from tests.tiny_models import TINY_MODELS
 
-NAME = min(TINY_MODELS)
+NAME = "llama"
 ASKS = [(number % 3, 9 + 5 * number % 31, number, 3 + number % 6, number % 5) for number in range(14)]
 """Family of the prompt, its length, its own seed, tokens to draw, sampling."""
 OTHERS = sorted(set(registry("pass").names()) - {"vllm_like"})

@@ -51,6 +51,10 @@ class RopeJson(_StrictModel):
     partial_rotary_factor: Positive | None = None
     original_max_position_embeddings: Positions | None = None
     truncate: bool | None = None
+    short_factor: list[Positive] | None = None
+    long_factor: list[Positive] | None = None
+    full_attention: RopeJson | None = None
+    sliding_attention: RopeJson | None = None
 
 
 class ConfigJson(_StrictModel):
@@ -78,9 +82,22 @@ class ConfigJson(_StrictModel):
     rope_theta: Annotated[float, Field(gt=1, lt=1e12)] | None = None
     rope_scaling: RopeJson | None = None
     rope_parameters: RopeJson | None = None
+    rope_local_base_freq: Annotated[float, Field(gt=1, lt=1e12)] | None = None
     partial_rotary_factor: Positive | None = None
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: Size | None = None
+    sliding_window_pattern: Size | None = None
+    query_pre_attn_scalar: Positive | None = None
+    attn_logit_softcapping: Positive | None = None
+    final_logit_softcapping: Positive | None = None
+    embedding_multiplier: Positive | None = None
+    residual_multiplier: Positive | None = None
+    attention_multiplier: Positive | None = None
+    logits_scaling: Positive | None = None
+    use_bidirectional_attention: bool | str | None = None
     rms_norm_eps: Annotated[float, Field(ge=0, lt=1)] | None = None
     hidden_act: str | None = None
+    hidden_activation: str | None = None
     activation_function: str | None = None
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None

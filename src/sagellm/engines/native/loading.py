@@ -89,6 +89,7 @@ class CheckedModel:
         spec = read_spec(config)
         quantization = quantization_of(config, quantizer, formats)
         where, length = usable_device(device), model_length(spec, max_model_len)
+        spec = spec.for_length(length)
         plan, checkpoint = parameters(spec), Checkpoint(folder)
         check(plan, checkpoint, quantization.stored)
         return cls(folder, spec, quantization, where, length, plan, checkpoint)

@@ -19,7 +19,7 @@ from sagellm.engines.native.attention import AttentionPlan, attend
 from sagellm.engines.native.kv_cache import LayerKind, PagedKV, layer_kinds
 from sagellm.engines.native.loading import ModelWeights
 from sagellm.engines.native.matrices import look_up
-from sagellm.engines.native.rope import RopeTable, apply_rope
+from sagellm.engines.native.rope import RopeSpec, RopeTable, apply_rope
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -88,9 +88,12 @@ class DecoderLayer:
     q_norm: NormWeights
     k_norm: NormWeights
     attn_out: Linear
+    attn_out_norm: NormWeights
     mlp_norm: NormWeights
     up: Linear
     down: Linear
+    mlp_out_norm: NormWeights
+    rope: int
 
 
 class DecoderModel:
@@ -110,19 +113,21 @@ class DecoderModel:
         self._project_in = weights.matrices.get("project_in")
         self._project_out = weights.matrices.get("project_out")
         self.kinds = layer_kinds(spec.windows, groups)
-        self._layers = [_layer(spec, weights, i, kind) for i, kind in enumerate(self.kinds)]
-        self._final_norm = _affine(weights, "final_norm")
+        ropes = list(dict.fromkeys(rope for rope in spec.ropes if rope is not None))
+        self._layers = [_layer(spec, weights, i, kind, ropes) for i, kind in enumerate(self.kinds)]
+        self._final_norm = _affine(weights, "final_norm", spec.norm_offset)
         self._head = weights.matrices["head"]
         self._activation = _ACTIVATIONS[spec.activation]
         linear = kernels.linear
         rows_of = linear.gather if linear is not None and linear.multiplies(dtype, dtype) else look_up
-        self._rope = RopeTable(spec.rope, device, dtype, rows_of) if spec.rope else None
+        self._ropes = [RopeTable(rope, device, dtype, rows_of) for rope in ropes]
+        self._embed_scale = float(torch.tensor(spec.embed_scale).to(dtype))
         self._kernels = usable_glue(kernels, spec, dtype, device)
 
     def extend_to(self, max_position: int) -> None:
         """Make the tables for positions up to `max_position` now."""
-        if self._rope is not None:
-            self._rope.extend_to(max_position)
+        for rope in self._ropes:
+            rope.extend_to(max_position)
 
     @property
     def scores(self) -> Scores | None:
@@ -139,14 +144,16 @@ class DecoderModel:
         V to `kv`.
         """
         x, delta = self._embedded(step), None
-        angles = self._rope.cos_sin(step.positions, step.max_position) if self._rope else None
+        angles = [rope.cos_sin(step.positions, step.max_position) for rope in self._ropes]
         last = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
-            x, delta = self._attention(layer, i, x, delta, step, kv, angles)
+            x, delta = self._attention(layer, i, x, delta, step, kv, [*angles, None][layer.rope])
             if i == last and step.sampled is not None:
                 x, delta = _sum(x, delta)[step.sampled], None
             x, delta = self._mlp(layer, x, delta)
-        x = self._sublayer_input(x, delta, self._final_norm) if self.spec.final_norm else _sum(x, delta)
+        x = self._add_norm(x, delta, self._final_norm) if self.spec.final_norm else _sum(x, delta)
+        if self.spec.head_scale != 1:
+            x = x * self.spec.head_scale
         return x if self._project_out is None else self._project_out.multiply(x)
 
     def head(self, hidden: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
@@ -157,10 +164,13 @@ class DecoderModel:
             dtype = torch.promote_types(self._dtype, torch.float32)
             output = hidden.new_empty(len(hidden), self.spec.vocab_size, dtype=dtype)
         logits: torch.Tensor = self._head.multiply(hidden, None, output)
-        return logits
+        cap = self.spec.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _embedded(self, step: StepInputs) -> torch.Tensor:
         x: torch.Tensor = self._embed.rows(step.tokens, self._dtype)
+        if self._embed_scale != 1:
+            x = x * self._embed_scale
         if self._project_in is not None:
             x = self._project_in.multiply(x)
         if self._positions is not None:
@@ -177,23 +187,37 @@ class DecoderModel:
         self._rope_to_cache(layer, heads, angles, step.slots[layer.kind[0]], kv, index)
         query, key, value = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         mixed = attend(step.attention[layer.kind], kv, index, query, key, value, layer.scores)
-        return self._sublayer_output(x, layer.attn_out(mixed.flatten(1)), layer.attn_norm)
+        delta = layer.attn_out(mixed.flatten(1))
+        return self._sublayer_output(x, delta, layer.attn_norm, layer.attn_out_norm)
 
     def _mlp(self, layer: DecoderLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Stream:
         wide = self._activated(layer.up(self._sublayer_input(x, delta, layer.mlp_norm)))
-        return self._sublayer_output(x, layer.down(wide), layer.mlp_norm)
+        return self._sublayer_output(x, layer.down(wide), layer.mlp_norm, layer.mlp_out_norm)
 
     def _sublayer_input(self, x: torch.Tensor, delta: torch.Tensor | None, norm: NormWeights) -> torch.Tensor:
         """The input of a sublayer; adds `delta` to `x`."""
+        if self.spec.norm_place in ("input", "both"):
+            return self._add_norm(x, delta, norm)
+        return x if delta is None else x.add_(delta)
+
+    def _add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: NormWeights) -> torch.Tensor:
+        """Adds `delta` to `x`; returns the norm of that."""
         if self._kernels.add_rms_norm is not None:
             normed: torch.Tensor = self._kernels.add_rms_norm.apply(x, delta, norm.weight, self.spec.norm_eps)
             return normed
         if delta is not None:
             x.add_(delta)
-        return self._norm(x, norm) if self.spec.pre_norm else x
+        return self._norm(x, norm)
 
-    def _sublayer_output(self, x: torch.Tensor, delta: torch.Tensor, norm: NormWeights) -> Stream:
-        return (x, delta) if self.spec.pre_norm else (self._norm(x + delta, norm), None)
+    def _sublayer_output(
+        self, x: torch.Tensor, delta: torch.Tensor, norm: NormWeights, out_norm: NormWeights
+    ) -> Stream:
+        place = self.spec.norm_place
+        if place == "residual":
+            return self._norm(x + delta, norm), None
+        if place != "input":
+            delta = self._add_norm(delta.contiguous(), None, out_norm)
+        return x, delta if self.spec.residual_scale == 1 else delta * self.spec.residual_scale
 
     def _rope_to_cache(
         self, layer: DecoderLayer, heads: torch.Tensor, angles: Angles | None, slots: torch.Tensor,
@@ -209,11 +233,13 @@ class DecoderModel:
             )  # fmt: skip
             return
         query, key, value = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-        if spec.qk_norm:
-            for part, norm in zip((query, key), norms, strict=True):
-                part.copy_(self._norm(part, norm))
-        if angles is not None:
-            apply_rope(heads[:, : spec.num_heads + spec.num_kv_heads], *angles)
+        for part, norm in zip((query, key) if spec.qk_norm else (), norms, strict=False):
+            together = part.flatten(1) if spec.qk_norm == "all" else part
+            part.copy_(self._norm(together, norm).view(part.shape))
+        rope = spec.ropes[index]
+        if angles is not None and rope is not None:
+            rotated = heads[:, : spec.num_heads + spec.num_kv_heads]
+            apply_rope(rotated, *angles, interleaved=rope.interleaved)
         kv.write(index, slots, key, value)
 
     def _activated(self, wide: torch.Tensor) -> torch.Tensor:
@@ -236,22 +262,29 @@ def _sum(x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
     return x if delta is None else x + delta
 
 
-def _affine(weights: ModelWeights, name: str) -> NormWeights:
-    return NormWeights(weights.tensors.get(f"{name}.weight"), weights.tensors.get(f"{name}.bias"))
+def _affine(weights: ModelWeights, name: str, offset: float) -> NormWeights:
+    """The weights of a norm, with `offset` added to its scale."""
+    scale = weights.tensors.get(f"{name}.weight")
+    if scale is not None and offset:
+        scale = (scale.to(torch.promote_types(scale.dtype, torch.float32)) + offset).to(scale.dtype)
+    return NormWeights(scale, weights.tensors.get(f"{name}.bias"))
 
 
-def _layer(spec: ModelSpec, weights: ModelWeights, index: int, kind: LayerKind) -> DecoderLayer:
+def _layer(
+    spec: ModelSpec, weights: ModelWeights, index: int, kind: LayerKind, ropes: Sequence[RopeSpec]
+) -> DecoderLayer:
     def norm(name: str) -> NormWeights:
-        return _affine(weights, f"layers.{index}.{name}")
+        return _affine(weights, f"layers.{index}.{name}", spec.norm_offset)
 
     def linear(name: str) -> Linear:
         full = f"layers.{index}.{name}"
         return Linear(weights.matrices[full], weights.tensors.get(f"{full}.bias"))
 
-    scores = _scores(spec, weights.tensors.get(f"layers.{index}.sinks"))
+    scores, own = _scores(spec, weights.tensors.get(f"layers.{index}.sinks")), spec.ropes[index]
     return DecoderLayer(
         kind, scores, norm("attn_norm"), linear("qkv"), norm("q_norm"), norm("k_norm"),
-        linear("out"), norm("mlp_norm"), linear("up"), linear("down"),
+        linear("out"), norm("attn_out_norm"), norm("mlp_norm"), linear("up"), linear("down"),
+        norm("mlp_out_norm"), -1 if own is None else ropes.index(own),
     )  # fmt: skip
 
 
@@ -277,9 +310,11 @@ def usable_glue(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device:
     pool = ones(1, 1, spec.num_kv_heads, spec.head_dim)
     angles = ones(1, spec.head_dim // 2) if spec.rope else None
     weight = ones(spec.head_dim) if spec.qk_norm else None
+    whole = all(rope is None or (rope.dim == spec.head_dim and not rope.interleaved) for rope in spec.ropes)
     slots = torch.zeros(1, dtype=torch.long, device=device)
     rotation = heads, angles, angles, weight, weight, spec.norm_eps, slots, pool, pool
-    can_norm, can_rotate = spec.rms_norm and spec.pre_norm, spec.rms_norm or not spec.qk_norm
+    can_norm = spec.rms_norm and spec.norm_place != "residual"
+    can_rotate = whole and spec.qk_norm != "all" and (spec.rms_norm or not spec.qk_norm)
     can_gate = spec.gated_mlp and spec.activation in ("silu", "swish")
     return replace(
         kernels,

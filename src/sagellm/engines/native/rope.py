@@ -5,12 +5,17 @@
     dynamic   theta grows with the length ("dynamic NTK": bloc97 and emozilla, 2023)
     llama3    low frequencies divided by `factor`, high ones kept, a ramp between (Llama 3.1, 2024)
     yarn      the same by number of rotations, a factor on cos and sin (Peng et al. 2023, arXiv:2309.00071)
+    longrope  each frequency divided by a number of its own (Ding et al. 2024, arXiv:2402.13753)
 
 Dynamic scaling is position-wise: query and key at position p use the theta for length max(p + 1,
 max_position_embeddings). For prompts within `max_position_embeddings` this is what transformers computes,
 token by token, generation beyond it included. For longer prompts the result of transformers depends on how
 the prompt is fed, since all keys of one forward pass get the theta of its last position. The rule of this
 module does not, so chunked prefill, prefix reuse and recomputation after preemption give the same keys.
+
+LongRoPE has two sets of divisors, for lengths up to `original_max_position_embeddings` and beyond. Which one
+is used follows, as in vLLM, from the longest sequence that the engine takes, since KV of the two cannot be
+mixed.
 """
 
 from __future__ import annotations
@@ -25,14 +30,15 @@ import torch
 from sagellm.core.errors import UnsupportedModelError
 from sagellm.engines.native.matrices import LookUp, look_up
 
-VARIANTS = ("default", "linear", "dynamic", "llama3", "yarn")
+VARIANTS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _FIRST_TABLE = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """Parameters of one variant; those of other variants keep their defaults. `original_max` is the length
-    before extension, in tokens. `attention_factor` multiplies cos and sin.
+    before extension, in tokens. `attention_factor` multiplies cos and sin. The first `dim` numbers of a head
+    are rotated; pairs are neighbours if `interleaved`, else `dim / 2` apart.
     """
 
     variant: str
@@ -46,6 +52,10 @@ class RopeSpec:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    interleaved: bool = False
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    is_long: bool = False
 
     def __post_init__(self) -> None:
         if self.dim % 2 or self.dim < 4:
@@ -61,6 +71,10 @@ class RopeSpec:
             return max(max_positions, int(self.original_max * self.factor))
         return max_positions
 
+    def for_length(self, max_length: int) -> RopeSpec:
+        """The same for an engine whose sequences have at most so many tokens."""
+        return replace(self, is_long=max_length > self.original_max) if self.long_factors else self
+
 
 def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:
     """RoPE parameters of a config.json, transformers 4 or 5. Raises `UnsupportedModelError`."""
@@ -72,12 +86,12 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> R
         shown = "mrope" if "mrope_section" in params else variant
         raise UnsupportedModelError(f"RoPE type {shown!r} is not supported; these are: {', '.join(VARIANTS)}")
     partial = params.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise UnsupportedModelError(f"partial_rotary_factor {partial} is not supported; 1.0 is")
+    if not 0 < partial <= 1:
+        raise UnsupportedModelError(f"partial_rotary_factor must be above 0 and at most 1, got {partial}")
     theta = float(params.get("rope_theta") or config.get("rope_theta") or 10000.0)
     key = "original_max_position_embeddings"
     original = config.get(key) or params.get(key)
-    base = RopeSpec(variant, head_dim, theta)
+    base = RopeSpec(variant, int(head_dim * partial), theta)
     if variant == "default":
         return base
     return _extended(base, params, max_positions, int(original or max_positions))
@@ -85,13 +99,18 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> R
 
 def _extended(base: RopeSpec, params: Mapping[str, Any], max_positions: int, original_max: int) -> RopeSpec:
     factor = params.get("factor")
-    if factor is None and base.variant == "yarn":
+    if factor is None and base.variant in ("yarn", "longrope"):
         factor = max_positions / original_max
-    wanted = ("low_freq_factor", "high_freq_factor") if base.variant == "llama3" else ()
+    wanted = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "longrope": ("short_factor", "long_factor"),
+    }.get(base.variant, ())
     missing = [key for key in wanted if params.get(key) is None]
     if factor is None or missing:
         missing += ["factor"] if factor is None else []
         raise UnsupportedModelError(f"RoPE type {base.variant!r} needs {', '.join(missing)} in config.json")
+    if base.variant == "longrope":
+        return _longrope(base, params, float(factor), original_max)
     return replace(
         base,
         factor=float(factor),
@@ -103,6 +122,29 @@ def _extended(base: RopeSpec, params: Mapping[str, Any], max_positions: int, ori
         beta_slow=float(params.get("beta_slow") or 1.0),
         truncate=bool(params.get("truncate", True)),
     )
+
+
+def _longrope(base: RopeSpec, params: Mapping[str, Any], factor: float, original_max: int) -> RopeSpec:
+    lists = {key: params[key] for key in ("short_factor", "long_factor")}
+    for key, values in lists.items():
+        is_right = isinstance(values, list) and all(
+            isinstance(x, int | float) and 0 < x < math.inf for x in values
+        )
+        if not is_right or len(values) != base.dim // 2:
+            raise UnsupportedModelError(
+                f"RoPE type 'longrope': {key} must be {base.dim // 2} positive numbers, one for each pair of "
+                f"rotated dimensions"
+            )
+    if original_max < 2:
+        raise UnsupportedModelError(f"RoPE: original_max_position_embeddings is {original_max}")
+    attention = params.get("attention_factor")
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original_max)) if factor > 1 else 1.0
+    short, long = (tuple(map(float, lists[key])) for key in lists)
+    return replace(
+        base, factor=factor, original_max=original_max, attention_factor=float(attention),
+        short_factors=short, long_factors=long,
+    )  # fmt: skip
 
 
 def _yarn_attention(params: Mapping[str, Any], factor: float) -> float:
@@ -122,6 +164,9 @@ def _yarn_attention(params: Mapping[str, Any], factor: float) -> float:
 def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
     """Radians per position, [dim / 2] float32. For "dynamic" they hold below `original_max`."""
     frequencies = 1.0 / spec.theta ** _exponents(spec)
+    if spec.variant == "longrope":
+        divisors = spec.long_factors if spec.is_long else spec.short_factors
+        return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * spec.theta ** _exponents(spec))
     if spec.variant == "linear":
         return frequencies / spec.factor
     if spec.variant == "llama3":
@@ -202,12 +247,19 @@ class RopeTable:
         return positions[:, None] * (1.0 / theta[:, None] ** _exponents(spec))
 
 
-def apply_rope(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate `heads` [T, H, dim] in place by [T, dim / 2] angles. `cos` and `sin` are those of the angles.
-    Element i of a head's first half pairs with element i of its second half.
+def apply_rope(
+    heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
+) -> None:
+    """Rotate the first `dim` numbers of `heads` [T, H, head_dim] in place.
+
+    `cos` and `sin` [T, dim / 2] are those of the angles. Element i of the first half of these numbers pairs
+    with element i of the second half, or, if `interleaved`, element 2 i with the next one.
     """
-    half = heads.shape[-1] // 2
-    first, second = heads[..., :half], heads[..., half:]
+    half = cos.shape[-1]
+    rotated = heads[..., : 2 * half]
+    first, second = rotated[..., :half], rotated[..., half:]
+    if interleaved:
+        first, second = rotated[..., ::2], rotated[..., 1::2]
     cos, sin = cos[:, None], sin[:, None]
     turned = torch.addcmul(first * cos, second, sin, value=-1)
     second.mul_(cos).addcmul_(first, sin)

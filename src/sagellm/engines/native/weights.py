@@ -62,63 +62,55 @@ def num_parameters(plan: Iterable[Parameter]) -> int:
 Plan = Iterator[tuple[str, tuple[WeightPiece, ...]]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """A family's names in its checkpoints, below `root` and below a layer."""
-
-    root: str
-    attn_norm: str
-    attn_out: str
-    mlp_norm: str
-    up: tuple[str, ...]
-    down: str
-    final_norm: str
-
-
-_ROPE = _Names(
-    "model.", "input_layernorm", "self_attn.o_proj", "post_attention_layernorm",
-    ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", "norm",
-)  # fmt: skip
-"""Llama, Mistral, Qwen2 and Qwen3."""
-_OPT = _Names(
-    "model.decoder.", "self_attn_layer_norm", "self_attn.out_proj", "final_layer_norm", ("fc1",), "fc2",
-    "final_layer_norm",
-)  # fmt: skip
-
-
 def _named_pieces(spec: ModelSpec) -> Plan:
-    names = _OPT if spec.rope is None else _ROPE
-    root, hidden, inner, embed = names.root, spec.hidden_size, spec.intermediate_size, spec.embed_dim
+    names = spec.names
+    root, hidden, embed = names.root, spec.hidden_size, spec.embed_dim
     yield from _linear("embed", [(root + "embed_tokens", spec.vocab_size)], embed)
-    if spec.rope is None:
+    if spec.learned_positions:
         rows = spec.max_positions + spec.position_offset
         yield from _linear("positions", [(root + "embed_positions", rows)], hidden)
     if embed != hidden:
         yield from _linear("project_in", [(root + "project_in", hidden)], embed)
     for i in range(spec.num_layers):
-        ours, theirs = f"layers.{i}.", f"{root}layers.{i}."
-        attn = theirs + "self_attn."
-        sizes = {"q_proj": spec.query_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
-        qkv = [(attn + name, size) for name, size in sizes.items()]
-        attn_out = [(theirs + names.attn_out, hidden)]
-        up = [(theirs + name, inner) for name in names.up]
-        yield from _norm(spec, ours + "attn_norm", theirs + names.attn_norm)
-        yield from _linear(ours + "qkv", qkv, hidden, bias=spec.qkv_bias)
-        if spec.qk_norm:
-            yield ours + "q_norm.weight", (WeightPiece(attn + "q_norm.weight", (spec.head_dim,)),)
-            yield ours + "k_norm.weight", (WeightPiece(attn + "k_norm.weight", (spec.head_dim,)),)
-        if spec.attention_sinks:
-            yield ours + "sinks", (WeightPiece(attn + "sinks", (spec.num_heads,)),)
-        yield from _linear(ours + "out", attn_out, spec.query_size, bias=spec.out_bias)
-        yield from _norm(spec, ours + "mlp_norm", theirs + names.mlp_norm)
-        yield from _linear(ours + "up", up, hidden, bias=spec.mlp_bias)
-        yield from _linear(ours + "down", [(theirs + names.down, hidden)], inner, bias=spec.mlp_bias)
+        yield from _layer_pieces(spec, i)
     if spec.final_norm:
         yield from _norm(spec, "final_norm", root + names.final_norm)
     if embed != hidden:
         yield from _linear("project_out", [(root + "project_out", embed)], hidden)
     if not spec.tied:
         yield from _linear("head", [("lm_head", spec.vocab_size)], embed)
+
+
+def _layer_pieces(spec: ModelSpec, index: int) -> Plan:
+    names, hidden, inner = spec.names, spec.hidden_size, spec.intermediate_size
+    ours, theirs = f"layers.{index}.", f"{names.root}layers.{index}."
+    qkv = _stacked(theirs, names.qkv, (spec.query_size, spec.kv_size, spec.kv_size))
+    up = _stacked(theirs, names.up, (inner,) * (1 + spec.gated_mlp))
+    norm_dims = (spec.head_dim,) * 2 if spec.qk_norm == "head" else (spec.query_size, spec.kv_size)
+    if spec.norm_place != "output":
+        yield from _norm(spec, ours + "attn_norm", theirs + names.attn_norm)
+    yield from _linear(ours + "qkv", qkv, hidden, bias=spec.qkv_bias)
+    for part, dim in zip("qk" if spec.qk_norm else "", norm_dims, strict=False):
+        piece = WeightPiece(f"{theirs}self_attn.{part}_norm.weight", (dim,))
+        yield f"{ours}{part}_norm.weight", (piece,)
+    if spec.attention_sinks:
+        yield ours + "sinks", (WeightPiece(theirs + "self_attn.sinks", (spec.num_heads,)),)
+    attn_out, down = [(theirs + names.attn_out, hidden)], [(theirs + names.down, hidden)]
+    yield from _linear(ours + "out", attn_out, spec.query_size, bias=spec.out_bias)
+    if names.attn_out_norm:
+        yield from _norm(spec, ours + "attn_out_norm", theirs + names.attn_out_norm)
+    if spec.norm_place != "output":
+        yield from _norm(spec, ours + "mlp_norm", theirs + names.mlp_norm)
+    yield from _linear(ours + "up", up, hidden, bias=spec.mlp_bias)
+    yield from _linear(ours + "down", down, inner, bias=spec.mlp_bias)
+    if names.mlp_out_norm:
+        yield from _norm(spec, ours + "mlp_out_norm", theirs + names.mlp_out_norm)
+
+
+def _stacked(layer: str, names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, int]]:
+    """Matrices of these rows, each under its name or all under one."""
+    rows = sizes if len(names) == len(sizes) else (sum(sizes),)
+    return [(layer + name, size) for name, size in zip(names, rows, strict=True)]
 
 
 def _linear(ours: str, rows: list[tuple[str, int]], columns: int, *, bias: bool = False) -> Plan:
