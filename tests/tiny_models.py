@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -88,6 +92,25 @@ def _qwen3(**changes: Any) -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**(_SHAPE | changes)))
 
 
+_LATENT: dict[str, Any] = {
+    **{key: value for key, value in _SHAPE.items() if key not in ("head_dim", "num_key_value_heads")},
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 3,
+}
+
+
+def _deepseek2(**changes: Any) -> PreTrainedModel:
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**(_LATENT | changes)))
+
+
+def _deepseek3(**changes: Any) -> PreTrainedModel:
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**(_LATENT | changes)))
+
+
 def _opt(**changes: Any) -> PreTrainedModel:
     return OPTForCausalLM(OPTConfig(**(_OPT_SHAPE | changes)))
 
@@ -157,6 +180,16 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3-head80-window": lambda: _qwen3(
         head_dim=80, attention_bias=True, use_sliding_window=True, sliding_window=20, max_window_layers=2
     ),
+    "deepseek2": _deepseek2,
+    "deepseek2-lite": lambda: _deepseek2(q_lora_rank=None, v_head_dim=40),
+    "deepseek3-yarn": lambda: _deepseek3(
+        max_position_embeddings=512,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.8,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "deepseek3-halves": lambda: _deepseek3(rope_interleave=False, num_attention_heads=6),
     "opt": _opt,
     "opt-post-norm-projected": lambda: _opt(do_layer_norm_before=False, word_embed_proj_dim=64),
     "opt-plain-untied": lambda: _opt(

@@ -153,6 +153,8 @@ def test_kv_bytes_of_a_model(tmp_path: Path) -> None:
     assert kv_bytes_per_token(config) == 2 * 32 * 8 * 128 * 2
     config.write_text(json.dumps({"text_config": {**model, "head_dim": 64, "dtype": "float32"}}))
     assert kv_bytes_per_token(config) == 2 * 32 * 8 * 64 * 4
+    config.write_text(json.dumps({**model, "kv_lora_rank": 512, "qk_rope_head_dim": 64}))
+    assert kv_bytes_per_token(config) == 32 * 576 * 2
     assert kv_bytes_per_token(DEMO_MODEL / "config.json") > 0
     for broken in ("[]", "{}", "no json"):
         config.write_text(broken)

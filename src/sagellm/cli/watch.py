@@ -73,11 +73,14 @@ def kv_bytes_per_token(config: Path) -> int:
     try:
         model = json.loads(config.read_text(encoding="utf-8"))
         model = model.get("text_config", model)
+        dtype = model.get("dtype") or model.get("torch_dtype") or ""
+        size = DTYPE_BYTES.get(dtype, DEFAULT_DTYPE_BYTES)
+        if "kv_lora_rank" in model:  # latent attention: one vector
+            width = model["kv_lora_rank"] + model["qk_rope_head_dim"]
+            return int(model["num_hidden_layers"] * width * size)
         heads = model["num_attention_heads"]
         head_dim = model.get("head_dim") or model["hidden_size"] // heads
         kv_heads = model.get("num_key_value_heads") or heads
-        dtype = model.get("dtype") or model.get("torch_dtype") or ""
-        size = DTYPE_BYTES.get(dtype, DEFAULT_DTYPE_BYTES)
         return int(2 * model["num_hidden_layers"] * kv_heads * head_dim * size)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(

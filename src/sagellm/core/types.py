@@ -454,6 +454,8 @@ class KVCacheSchema:
     layout: str
     model_fingerprint: str = ""
     groups: tuple[KVGroup, ...] = ()
+    values_in_keys: bool = False
+    """Values are a part of the keys (latent attention), so they take no memory."""
 
     @property
     def num_groups(self) -> int:
@@ -466,7 +468,7 @@ class KVCacheSchema:
         itemsize = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}[
             self.dtype
         ]
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+        return (2 - self.values_in_keys) * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
     @property
     def bytes_per_page(self) -> int:

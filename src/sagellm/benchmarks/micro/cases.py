@@ -149,7 +149,7 @@ class MicroBenchPlan:
     `sizes` are prompts in tokens, `allocations` requests in blocks, and `evictions` blocks evicted from a
     pool of `large_pool` blocks. `memory_blocks` are cached to weigh the metadata. `running` and `new` are
     numbers of requests. `rows` are tokens that kernels compute at a time, in `layers` layers; `lengths` are
-    contexts in tokens.
+    contexts in tokens, `contexts` those of a single sequence.
     """
 
     variants: tuple[str, ...]
@@ -163,6 +163,7 @@ class MicroBenchPlan:
     new: tuple[int, ...] = (16, 64, 256)
     rows: tuple[int, ...] = (1, 4, 8, 16, 32, 64, 128, 512)
     lengths: tuple[int, ...] = (512, 2048)
+    contexts: tuple[int, ...] = (2048, 8192)
     layers: int = 12
     repeats: int = 100
     seed: int = 0
@@ -194,6 +195,7 @@ class MicroBenchPlan:
             new=(16,),
             rows=(1, 8),
             lengths=(256,),
+            contexts=(256,),
             layers=1,
             repeats=min(self.repeats, 20),
         )

@@ -17,12 +17,14 @@ from sagellm.accel.fusion.cpu import cpu_kernels
 from sagellm.benchmarks.micro.cases import MicroBenchCell, MicroBenchmark, Recipe, TimedOperation, timed
 from sagellm.core.blocks import cdiv
 from sagellm.core.errors import KernelError, UnknownNameError, nearest
-from sagellm.core.protocols.fusion import FusedKernel, KernelSet
+from sagellm.core.protocols.fusion import FusedKernel, KernelSet, Scores
 
 KERNELS, TORCH = WAYS = ("kernels", "torch")
 MATRICES = "all matrices of the layers, and the output"
 ATTENTION = "attention of one token, 8 sequences of so many"
 PROMPT = "attention of a prompt"
+LATENT = "latent attention of one token, absorbed"
+EXPANDED = "the same with the keys and values of all heads in the cache"
 NORM = "residual add and RMSNorm"
 GATE = "gated activation"
 ROPE = "rotary embedding and KV write"
@@ -30,6 +32,7 @@ ROPE = "rotary embedding and KV write"
 _HIDDEN, _INNER, _VOCAB = 1024, 3072, 32_000
 _HEADS, _KV_HEADS, _DIM = 16, 8, 64
 _BLOCK, _SEQUENCES = 16, 8
+_RANK, _ROPE, _NOPE, _VALUE = 512, 64, 128, 128  # of latent attention, as in DeepSeek-V2 and V3
 _EPS = 1e-6
 _DTYPE = torch.bfloat16
 
@@ -102,6 +105,45 @@ def _attention(cell: MicroBenchCell, sequences: int, tokens: int, start: int) ->
     return _timed(lambda: attention.apply(query, keys, values, spans, tables))
 
 
+def _latent(cell: MicroBenchCell, *, absorbed: bool) -> TimedOperation:
+    """One token of a sequence, from the queries to the outputs of `_HEADS` heads.
+
+    In absorbed form queries go to the latent space and outputs come back from it; else the token's own keys
+    and values are expanded. Torch gets contiguous keys and values.
+    """
+    entries = cdiv(cell.size, _BLOCK)
+    kv_heads, key_dim, value_dim = (1, _RANK + _ROPE, _RANK) if absorbed else (_HEADS, _NOPE + _ROPE, _VALUE)
+    query, latent = _random(cell, 1, _HEADS, _NOPE + _ROPE), _random(cell, 1, _RANK)
+    keys = _random(cell, entries, _BLOCK, kv_heads, key_dim)
+    values = keys[..., :value_dim] if absorbed else _random(cell, entries, _BLOCK, kv_heads, value_dim)
+    key_up, value_up = _random(cell, _HEADS, _NOPE, _RANK), _random(cell, _HEADS, _RANK, _VALUE)
+    spans = torch.tensor([[0, 1, cell.size - 1, 0]])
+    tables = torch.arange(entries, dtype=torch.int32)
+    attention, scale = _kernels().attention, (_NOPE + _ROPE) ** -0.5
+    assert attention is not None
+    kernel, scores = attention.apply, Scores(scale)
+    k, v = (pool.flatten(0, 1)[None, : cell.size].transpose(1, 2) for pool in (keys, values))
+    if cell.variant == TORCH:
+        k, v = k.contiguous(), v.contiguous()
+
+    def mixed(q: torch.Tensor) -> torch.Tensor:
+        if cell.variant == KERNELS:
+            answer: torch.Tensor = kernel(q, keys, values, spans, tables, None, scores)
+            return answer
+        packed = q.view(1, kv_heads, -1, key_dim)
+        return F.scaled_dot_product_attention(packed, k, v, scale=scale).view(1, _HEADS, value_dim)
+
+    def run() -> torch.Tensor:
+        if not absorbed:
+            torch.matmul(latent, key_up.mT), torch.matmul(latent, value_up)
+            return mixed(query)
+        in_latent_space = torch.bmm(query[..., :_NOPE].transpose(0, 1), key_up).transpose(0, 1)
+        answer = mixed(torch.cat([in_latent_space, query[..., _NOPE:]], dim=2))
+        return torch.bmm(answer.transpose(0, 1), value_up)
+
+    return _timed(run)
+
+
 def _norm(cell: MicroBenchCell, calls: int) -> TimedOperation:
     x, delta, weight = (_random(cell, *shape) for shape in ((cell.size, _HIDDEN),) * 2 + ((_HIDDEN,),))
     norm = _way(cell, _kernels().add_rms_norm)
@@ -139,6 +181,8 @@ BENCHMARK = MicroBenchmark(
             "a",
             Recipe(ATTENTION, lambda cell, calls: _attention(cell, _SEQUENCES, 1, cell.size - 1), "lengths"),
             Recipe(PROMPT, lambda cell, calls: _attention(cell, 1, cell.size, 0), "lengths"),
+            Recipe(LATENT, lambda cell, calls: _latent(cell, absorbed=True), "contexts"),
+            Recipe(EXPANDED, lambda cell, calls: _latent(cell, absorbed=False), "contexts"),
         ),
         "g": timed(
             "g", Recipe(NORM, _norm, "rows"), Recipe(GATE, _gate, "rows"), Recipe(ROPE, _rope, "rows")

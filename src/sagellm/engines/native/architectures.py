@@ -16,7 +16,8 @@ from typing import Any
 
 from sagellm.core.errors import ModelError, UnsupportedModelError
 from sagellm.engines.native.folder_files import MAX_POSITIONS, ConfigJson, checked, read_object
-from sagellm.engines.native.rope import RopeSpec, read_rope
+from sagellm.engines.native.latent_spec import LatentSpec, read_latent
+from sagellm.engines.native.rope import RopeSpec, read_rope, yarn_score_factor
 
 Config = Mapping[str, Any]
 
@@ -35,7 +36,7 @@ _COUNTS = (
 _POSITIVE = (
     "attention_scale", "score_softcap", "embed_scale", "residual_scale", "head_scale", "logit_softcap"
 )  # fmt: skip
-_NULL_HAS_A_MEANING = ("sliding_window", "final_logit_softcapping", "attn_logit_softcapping")
+_NULL_HAS_A_MEANING = ("sliding_window", "final_logit_softcapping", "attn_logit_softcapping", "q_lora_rank")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -124,6 +125,8 @@ class ModelSpec:
     logit_softcap: float | None = None
     learned_positions: bool = False
     names: TensorNames = TensorNames()
+    latent: LatentSpec | None = None
+    """Latent attention: the cache has one KV head of `latent.width` numbers."""
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -168,6 +171,16 @@ class ModelSpec:
     @property
     def query_size(self) -> int:
         return self.num_heads * self.head_dim
+
+    @property
+    def attention_size(self) -> int:
+        """Numbers of a token's attention output."""
+        return self.num_heads * (self.latent.value_dim if self.latent else self.head_dim)
+
+    @property
+    def value_dim(self) -> int | None:
+        """The leading numbers of a cached key that are its value. None: values lie elsewhere."""
+        return self.latent.rank if self.latent else None
 
     @property
     def kv_size(self) -> int:
@@ -460,6 +473,28 @@ def _gemma3(name: str, config: Config) -> ModelSpec:
     )  # fmt: skip
 
 
+def _deepseek(name: str, config: Config) -> ModelSpec:
+    """DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437) without experts."""
+    third = name == "DeepseekV3ForCausalLM"
+    layers = _number(config, "num_hidden_layers")
+    dense = config.get("first_k_dense_replace", 3 if third else 0)
+    if dense < layers:
+        raise UnsupportedModelError(
+            f"{name} with experts is not supported: first_k_dense_replace is {dense} of {layers} layers"
+        )
+    if config.get("attention_bias"):
+        raise UnsupportedModelError(f"{name} with attention_bias is not supported; without it is")
+    latent = read_latent(config, interleaved=not third or bool(config.get("rope_interleave", True)))
+    max_positions = config.get("max_position_embeddings", 4096 if third else 2048)
+    rotated = {**config, "head_dim": latent.rope_dim, "max_position_embeddings": max_positions}
+    spec = _rope_family(
+        name, rotated, num_kv_heads=1, latent=latent,
+        attention_scale=latent.key_dim**-0.5 * yarn_score_factor(config),
+        mlp_bias=not third and bool(config.get("mlp_bias", False)),
+    )  # fmt: skip
+    return replace(spec, head_dim=latent.width)
+
+
 def _opt(name: str, config: Config) -> ModelSpec:
     """Zhang et al. 2022, arXiv:2205.01068: LayerNorm, learned positions, ReLU, biases everywhere."""
     hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
@@ -516,4 +551,6 @@ _READERS: dict[str, Callable[[str, Config], ModelSpec]] = {
     "GraniteForCausalLM": _granite,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
+    "DeepseekV2ForCausalLM": _deepseek,
+    "DeepseekV3ForCausalLM": _deepseek,
 }

@@ -17,8 +17,8 @@ context once more. It takes chunks where a measurement at start shows that it is
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -49,6 +49,10 @@ class Span:
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_row, self.first_row + self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +101,12 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """A prefill chunk; `read` is None if its own fresh K and V suffice."""
+    """A prefill chunk. `read` is None if its own fresh K and V suffice. A `kernel` needs no tiles."""
 
     span: Span
     read: BlockRead | None
     tiles: tuple[Tile, ...]
+    kernel: FusedKernel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,42 +124,49 @@ class KernelCall:
     def __call__(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores | None = None
     ) -> torch.Tensor:
-        """[T, heads, head_dim] over one layer's pools; rows of other spans are undefined."""
+        """[T, heads, value_dim] over one layer's pools; rows of other spans are undefined."""
         own = query[: self.num_rows]
         answer: torch.Tensor = self.kernel.apply(
             own, keys, values, self.spans, self.tables, self.window, scores
         )
         if len(own) == len(query):
             return answer
-        output = query.new_empty(query.shape)
+        output = query.new_empty(*query.shape[:2], values.shape[3])
         output[: len(own)] = answer
         return output
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """A step's attention in layers with one window: a kernel call, then torch."""
+    """A step's attention in layers with one window: a kernel call, then torch. Of latent attention, chunks in
+    expanded form are in `expanded`, and all else is in absorbed form.
+    """
 
     kernel: KernelCall | None
     decode: tuple[DecodeGroup, ...]
     prefill: tuple[PrefillPlan, ...]
+    expanded: tuple[PrefillPlan, ...] = ()
+    num_absorbed: int | None = None
+    """Rows outside `expanded` are among the first so many; None: all rows."""
 
 
 class AttentionPlanner:
     """Makes a step's `AttentionPlan`s; keeps the causal masks that tiles share. `kernel` takes the decode
     rows and, with `chunks`, the prefill chunks; torch computes the rest. With `plain_scores` every tile has a
-    mask: torch's own attention, which can do without, knows neither capped scores nor sinks.
+    mask: torch's own attention, which can do without, knows neither capped scores nor sinks. Chunks of which
+    `expands` is true are planned in expanded form.
     """
 
     def __init__(
         self, kv: PagedKV, kernel: FusedKernel | None = None, *, chunks: bool = True,
-        plain_scores: bool = True,
+        plain_scores: bool = True, expands: Callable[[Span], bool] | None = None,
     ) -> None:  # fmt: skip
+        self._expands = expands
         self.kernel, self._chunks, self._plain_scores = kernel, chunks, plain_scores
         pool = kv.keys[0]
         self._block_size = kv.block_size
         self._device, self._dtype = pool.device, pool.dtype
-        bytes_per_token = 2 * pool[0, 0].numel() * pool.element_size()
+        bytes_per_token = (2 if kv.value_dim is None else 1) * pool[0, 0].numel() * pool.element_size()
         self._group_tokens = max(1, GROUP_BYTES // bytes_per_token)
         self._masks: dict[int | None, torch.Tensor] = {}
 
@@ -170,7 +182,12 @@ class AttentionPlanner:
 
     def plan(self, decode: Sequence[Span], prefill: Sequence[Span], window: int | None) -> AttentionPlan:
         """Plan `decode` spans, one token each and longest first, and `prefill` spans."""
-        call = None
+        call, num_absorbed = None, None
+        expanded: tuple[PrefillPlan, ...] = ()
+        if self._expands is not None and prefill:
+            expanded = tuple(self._expanded(span) for span in prefill if self._expands(span))
+            prefill = [span for span in prefill if not self._expands(span)]
+            num_absorbed = max((span.rows.stop for span in (*decode, *prefill)), default=0)
         taken = [*decode, *prefill] if self._chunks else decode
         if self.kernel is not None and taken:
             call = _kernel_call(self.kernel, taken, window, self._device)
@@ -179,7 +196,14 @@ class AttentionPlanner:
         groups = tuple(
             self._group(decode[start:stop], window) for start, stop in group_rows(lengths, self._group_tokens)
         )
-        return AttentionPlan(call, groups, tuple(self._chunk(span, window) for span in prefill))
+        chunks = tuple(self._chunk(span, window) for span in prefill)
+        return AttentionPlan(call, groups, chunks, expanded, num_absorbed)
+
+    def _expanded(self, span: Span) -> PrefillPlan:
+        if not self.all_by_kernel:
+            return self._chunk(span, None)
+        read = self._read([span.block_ids[: cdiv(span.end, self._block_size)]]) if span.start else None
+        return PrefillPlan(span, read, (), self.kernel)
 
     def _group(self, spans: Sequence[Span], window: int | None) -> DecodeGroup:
         bs = self._block_size
@@ -283,7 +307,7 @@ def attend(
     plan: AttentionPlan, kv: PagedKV, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     scores: Scores | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention output [T, heads, head_dim] after the new K and V are written. `query` is [T, heads,
+    """Attention output [T, heads, value_dim] after the new K and V are written. `query` is [T, heads,
     head_dim]; `key` and `value` [T, kv_heads, head_dim] are the new ones. Scores are scaled by
     1/sqrt(head_dim), or made as `scores` says; one that is not only scaled needs a plan without
     `plain_scores`.
@@ -291,17 +315,35 @@ def attend(
     if plan.kernel is not None:
         output = plan.kernel(query, kv.keys[layer], kv.values[layer], scores)
     else:
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        output = query.new_empty(*query.shape[:2], value.shape[2])
     for group in plan.decode:
         _attend_group(group, kv.keys[layer], kv.values[layer], query, output, scores)
     for chunk in plan.prefill:
         if chunk.read is None:
-            rows = slice(chunk.span.first_row, chunk.span.first_row + chunk.span.num_tokens)
-            keys, values = key[rows], value[rows]
+            keys, values = key[chunk.span.rows], value[chunk.span.rows]
         else:
             keys, values = chunk.read.of(kv.keys[layer])[0], chunk.read.of(kv.values[layer])[0]
         for tile in chunk.tiles:
             _attend_tile(tile, keys, values, query, output, scores)
+    return output
+
+
+def attend_chunk(
+    chunk: PrefillPlan, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores | None
+) -> torch.Tensor:
+    """Attention output of a chunk in expanded form. `query` [T, heads, head_dim] are its rows; `keys` and
+    `values` [L, heads, dims] begin at the sequence's first position.
+    """
+    span = chunk.span
+    if chunk.kernel is not None:  # the sequence is one block
+        spans = to_device(torch.tensor([(0, span.num_tokens, span.start, 0)]), query.device)
+        tables = torch.zeros(1, dtype=torch.int32, device=query.device)
+        mixed: torch.Tensor = chunk.kernel.apply(query, keys[None], values[None], spans, tables, None, scores)
+        return mixed
+    output = query.new_empty(*query.shape[:2], values.shape[2])
+    for tile in chunk.tiles:
+        first, stop = tile.first_row - span.first_row, tile.stop_row - span.first_row
+        _attend_tile(replace(tile, first_row=first, stop_row=stop), keys, values, query, output, scores)
     return output
 
 
@@ -318,7 +360,7 @@ def _attend_group(
         return
     scale = None if scores is None else scores.scale
     answer = scaled_dot_product_attention(packed, keys, values, attn_mask=group.mask, scale=scale)
-    output[rows].view(packed.shape).copy_(answer)
+    output[rows].view(answer.shape).copy_(answer)
 
 
 def _attend_tile(
@@ -360,7 +402,7 @@ def _with_scores(
         sinks = scores.sinks.to(dtype).view(1, heads, 1, 1).expand(num_seqs, heads, tokens, 1)
         weights = torch.cat([logits, sinks], dim=-1).softmax(-1, dtype=dtype)[..., :-1]
     mixed = weights.to(values.dtype).reshape(num_seqs, keys.shape[1], -1, keys.shape[2]) @ values
-    return mixed.view(query.shape)
+    return mixed.view(num_seqs, heads, tokens, -1)
 
 
 CONTEXT, CHUNK, _REPEATS = 384, 128, 2
@@ -368,21 +410,21 @@ CONTEXT, CHUNK, _REPEATS = 384, 128, 2
 
 def attention_planner(
     kv: PagedKV, num_heads: int, kernel: FusedKernel | None, measured: FusedKernel | None,
-    scores: Scores | None = None,
+    scores: Scores | None = None, expands: Callable[[Span], bool] | None = None,
 ) -> AttentionPlanner:  # fmt: skip
     """A planner with `kernel` where the kernel supports the pool and `scores`, and pays. `measured` is the
-    same kernel on one thread; `scores` are those of any layer.
+    same kernel on one thread; `scores` are those of any layer. For `expands` see `AttentionPlanner`.
     """
     plain = scores is None or scores.is_scaled_only
     if kernel is None or measured is None:
-        return AttentionPlanner(kv, plain_scores=plain)
+        return AttentionPlanner(kv, plain_scores=plain, expands=expands)
     pool = kv.keys[0]
     query = pool.new_ones(1, num_heads, pool.shape[3])
     spans, tables = query.new_zeros(0, 4, dtype=torch.int64), query.new_zeros(0, dtype=torch.int32)
     if not kernel.supports(query, pool, kv.values[0], spans, tables, None, scores).usable:
-        return AttentionPlanner(kv, plain_scores=plain)
+        return AttentionPlanner(kv, plain_scores=plain, expands=expands)
     chunks = kernel_wins_prefill(measured, kv, num_heads, scores)
-    return AttentionPlanner(kv, kernel, chunks=chunks, plain_scores=plain)
+    return AttentionPlanner(kv, kernel, chunks=chunks, plain_scores=plain, expands=expands)
 
 
 def kernel_wins_prefill(
@@ -394,16 +436,19 @@ def kernel_wins_prefill(
     pool = kv.keys[0]
     _, block_size, kv_heads, head_dim = pool.shape
     num_blocks = cdiv(CONTEXT + CHUNK, block_size)
-    small = PagedKV(1, num_blocks, block_size, kv_heads, head_dim, pool.device, pool.dtype)
+    small = PagedKV(
+        1, num_blocks, block_size, kv_heads, head_dim, pool.device, pool.dtype, value_dim=kv.value_dim
+    )
     for written in (*small.keys, *small.values):
         written.fill_(1.0)  # untouched memory reads too fast
     span = Span(0, CHUNK, CONTEXT, range(small.num_blocks))
     query, key = pool.new_ones(CHUNK, num_heads, head_dim), pool.new_ones(CHUNK, kv_heads, head_dim)
+    value = key[..., : kv.value_dim]
     seconds = cuda_s if query.is_cuda else cpu_s
     with one_thread():
         by_torch, by_kernel = (
             seconds(
-                partial(attend, planner.plan([], [span], None), small, 0, query, key, key, scores), _REPEATS
+                partial(attend, planner.plan([], [span], None), small, 0, query, key, value, scores), _REPEATS
             )
             for planner in (AttentionPlanner(small), AttentionPlanner(small, kernel))
         )

@@ -136,9 +136,9 @@ class NativeBackend:
             self._kv = PagedKV(
                 spec.num_layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, self._device,
                 self._compute_dtype, host_memory_bytes // block_bytes, has_scratch=recording is not None,
-                groups=self._schema.groups,
+                groups=self._schema.groups, value_dim=spec.value_dim,
             )  # fmt: skip
-            attention = kernel_set.attention, measured_set.attention, self._model.scores
+            attention = kernel_set.attention, measured_set.attention, self._model.scores, self._model.expands
             self._planner = attention_planner(self._kv, spec.num_heads, *attention)
             self._steps = self._recorded(recording, kernel_set.record if capture else None)
         if self._packed and self._planner.all_by_kernel:
@@ -179,7 +179,7 @@ class NativeBackend:
         schema = KVCacheSchema(
             spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype_name(self._compute_dtype), block_size,
             LAYOUT, model_fingerprint=fingerprint + source.quantization.label,
-            groups=deal_layers(spec.windows) if split_kv else (),
+            groups=deal_layers(spec.windows) if split_kv else (), values_in_keys=spec.latent is not None,
         )  # fmt: skip
         model = DecoderModel(spec, weights, self._compute_dtype, self._device, kernel_set, schema.groups)
         return model, schema

@@ -95,6 +95,13 @@ class ConfigJson(_StrictModel):
     attention_multiplier: Positive | None = None
     logits_scaling: Positive | None = None
     use_bidirectional_attention: bool | str | None = None
+    kv_lora_rank: Size | None = None
+    q_lora_rank: Size | None = None
+    qk_rope_head_dim: Size | None = None
+    qk_nope_head_dim: Size | None = None
+    v_head_dim: Size | None = None
+    rope_interleave: bool | None = None
+    first_k_dense_replace: Annotated[int, Field(ge=0)] | None = None
     rms_norm_eps: Annotated[float, Field(ge=0, lt=1)] | None = None
     hidden_act: str | None = None
     hidden_activation: str | None = None

@@ -94,7 +94,14 @@ def footprint(
     kv_dtype = dtype_name(loading.compute_dtype)
     groups = deal_layers(spec.windows) if split_kv else ()
     schema = KVCacheSchema(
-        spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype, 1, LAYOUT, groups=groups
+        spec.num_layers,
+        spec.num_kv_heads,
+        spec.head_dim,
+        kv_dtype,
+        1,
+        LAYOUT,
+        groups=groups,
+        values_in_keys=spec.latent is not None,
     )
     return Footprint(
         num_parameters(plan),

@@ -69,13 +69,13 @@ class PagedKV:
     """The pools: `keys[i]` and `values[i]` are those of layer i. Layers of several `groups` share them.
 
     Tier "dram" has `num_host_blocks` blocks. With `has_scratch` the block `scratch_block` follows the pool's
-    blocks; padding rows write there.
+    blocks; padding rows write there. With `value_dim` values are the first so many numbers of the keys.
     """
 
     def __init__(
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int,
         device: torch.device, dtype: torch.dtype, num_host_blocks: int = 0, *, has_scratch: bool = False,
-        groups: Sequence[KVGroup] = (),
+        groups: Sequence[KVGroup] = (), value_dim: int | None = None,
     ) -> None:  # fmt: skip
         shape = (num_blocks + has_scratch, block_size, num_kv_heads, head_dim)
         self.num_blocks = self.scratch_block = num_blocks
@@ -84,19 +84,25 @@ class PagedKV:
         self.num_groups = max(1, len(groups))
         place = {layer: i for group in groups for i, layer in enumerate(group.layers)}
         places = [place.get(layer, layer) for layer in range(num_layers)]
-        pools = [[zeros(shape, dtype=dtype) for _ in range(max(places) + 1)] for _ in range(2)]
-        self._pools = [*pools[0], *pools[1]]
-        self.keys, self.values = ([pool[i] for i in places] for pool in pools)
+        self.value_dim, count = value_dim, max(places) + 1
+        self._pools = [zeros(shape, dtype=dtype) for _ in range(count if value_dim else 2 * count)]
+        self.keys = [self._pools[i] for i in places]
+        self.values = [key[..., :value_dim] for key in self.keys]
+        if value_dim is None:
+            self.values = [self._pools[count + i] for i in places]
         self.num_host_blocks = num_host_blocks
         shape, pinned = (num_host_blocks, *shape[1:]), device.type == "cuda"
         self._host = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for _ in self._pools]
 
-    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(
+        self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None = None
+    ) -> None:
         """Store K and V [T, kv_heads, head_dim] at `slots` [T]. A slot is block id x block size + offset in
-        the block.
+        the block. `values` is None where they are a part of the keys.
         """
         self.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
+        if values is not None:
+            self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero whole blocks: old values (an inf, say) must not be read as padding."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -15,8 +16,9 @@ from torch.nn import functional as F
 from sagellm.core.protocols.fusion import FusedKernel, KernelSet, Matrix, Scores
 from sagellm.core.types import KVGroup
 from sagellm.engines.native.architectures import ModelSpec
-from sagellm.engines.native.attention import AttentionPlan, attend
+from sagellm.engines.native.attention import AttentionPlan, Span, attend
 from sagellm.engines.native.kv_cache import LayerKind, PagedKV, layer_kinds
+from sagellm.engines.native.latent_attention import LatentLayer, fewer_expanded
 from sagellm.engines.native.loading import ModelWeights
 from sagellm.engines.native.matrices import look_up
 from sagellm.engines.native.rope import RopeSpec, RopeTable, apply_rope
@@ -94,6 +96,7 @@ class DecoderLayer:
     down: Linear
     mlp_out_norm: NormWeights
     rope: int
+    latent: LatentLayer | None = None
 
 
 class DecoderModel:
@@ -133,6 +136,12 @@ class DecoderModel:
     def scores(self) -> Scores | None:
         """The scores of the first layer's attention; the other layers' differ in values only."""
         return self._layers[0].scores
+
+    @property
+    def expands(self) -> Callable[[Span], bool] | None:
+        """Which prefill chunks latent attention computes in expanded form; None without."""
+        latent = self.spec.latent
+        return None if latent is None else partial(fewer_expanded, latent, self.spec.num_heads)
 
     @torch.inference_mode()
     def forward(self, step: StepInputs, kv: PagedKV, output: torch.Tensor | None = None) -> torch.Tensor:
@@ -183,10 +192,16 @@ class DecoderModel:
     ) -> Stream:  # fmt: skip
         spec = self.spec
         qkv = layer.qkv(self._sublayer_input(x, delta, layer.attn_norm))
-        heads = qkv.contiguous().view(len(x), -1, spec.head_dim)
-        self._rope_to_cache(layer, heads, angles, step.slots[layer.kind[0]], kv, index)
-        query, key, value = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-        mixed = attend(step.attention[layer.kind], kv, index, query, key, value, layer.scores)
+        if layer.latent is not None:
+            assert angles is not None
+            plan, slots = step.attention[layer.kind], step.slots[layer.kind[0]]
+            mixed = layer.latent.attend(plan, kv, index, qkv, slots, angles, layer.scores)
+        else:
+            heads = qkv.contiguous().view(len(x), -1, spec.head_dim)
+            self._rope_to_cache(layer, heads, angles, step.slots[layer.kind[0]], kv, index)
+            sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+            query, key, value = torch.split(heads, sizes, dim=1)
+            mixed = attend(step.attention[layer.kind], kv, index, query, key, value, layer.scores)
         delta = layer.attn_out(mixed.flatten(1))
         return self._sublayer_output(x, delta, layer.attn_norm, layer.attn_out_norm)
 
@@ -284,7 +299,18 @@ def _layer(
     return DecoderLayer(
         kind, scores, norm("attn_norm"), linear("qkv"), norm("q_norm"), norm("k_norm"),
         linear("out"), norm("attn_out_norm"), norm("mlp_norm"), linear("up"), linear("down"),
-        norm("mlp_out_norm"), -1 if own is None else ropes.index(own),
+        norm("mlp_out_norm"), -1 if own is None else ropes.index(own), _latent(spec, weights, index),
+    )  # fmt: skip
+
+
+def _latent(spec: ModelSpec, weights: ModelWeights, index: int) -> LatentLayer | None:
+    if spec.latent is None:
+        return None
+    ours, tensors = f"layers.{index}.", weights.tensors
+    return LatentLayer.of(
+        spec.latent, spec.norm_eps, tensors.get(ours + "query_norm.weight"),
+        weights.matrices.get(ours + "query_up"), tensors[ours + "kv_norm.weight"],
+        weights.matrices[ours + "kv_up"],
     )  # fmt: skip
 
 

@@ -161,6 +161,13 @@ def _yarn_attention(params: Mapping[str, Any], factor: float) -> float:
     return mscale(over) / mscale(under) if over and under else mscale(1.0)
 
 
+def yarn_score_factor(config: Mapping[str, Any]) -> float:
+    """The factor on attention scores that DeepSeek's `mscale_all_dim` asks for."""
+    params: dict[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    weight, factor = params.get("mscale_all_dim") or 0.0, float(params.get("factor") or 1.0)
+    return (0.1 * weight * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
+
+
 def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
     """Radians per position, [dim / 2] float32. For "dynamic" they hold below `original_max`."""
     frequencies = 1.0 / spec.theta ** _exponents(spec)

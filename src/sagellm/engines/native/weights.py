@@ -16,6 +16,7 @@ from sagellm.core.errors import MissingWeightsError, UnsupportedModelError, Weig
 from sagellm.core.protocols.quantization import StoredTensor, WeightFormat
 from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.checkpoint import FLOATS, Checkpoint, TensorEntry
+from sagellm.engines.native.latent_spec import LatentSpec
 
 EMBEDDING = "embed.weight"
 
@@ -46,6 +47,7 @@ def parameters(spec: ModelSpec) -> list[Parameter]:
     """All parameters of a model of this shape, in the forward pass's order. Names: `embed`, `positions`,
     `project_in`, `layers.I.{attn_norm,qkv,q_norm,k_norm,out,mlp_norm,up,down}`, `final_norm`, `project_out`,
     `head`; each followed by `.weight` or `.bias`. `layers.I.sinks` are vectors of logits.
+    Latent attention has `query_norm`, `query_up`, `kv_norm` and `kv_up` in place of q_norm and k_norm.
     """
     looked_up = {"positions.weight"} if spec.tied else {"positions.weight", EMBEDDING}
     return [
@@ -89,14 +91,17 @@ def _layer_pieces(spec: ModelSpec, index: int) -> Plan:
     norm_dims = (spec.head_dim,) * 2 if spec.qk_norm == "head" else (spec.query_size, spec.kv_size)
     if spec.norm_place != "output":
         yield from _norm(spec, ours + "attn_norm", theirs + names.attn_norm)
-    yield from _linear(ours + "qkv", qkv, hidden, bias=spec.qkv_bias)
+    if spec.latent is not None:
+        yield from _latent(spec, spec.latent, ours, theirs + "self_attn.")
+    else:
+        yield from _linear(ours + "qkv", qkv, hidden, bias=spec.qkv_bias)
     for part, dim in zip("qk" if spec.qk_norm else "", norm_dims, strict=False):
         piece = WeightPiece(f"{theirs}self_attn.{part}_norm.weight", (dim,))
         yield f"{ours}{part}_norm.weight", (piece,)
     if spec.attention_sinks:
         yield ours + "sinks", (WeightPiece(theirs + "self_attn.sinks", (spec.num_heads,)),)
     attn_out, down = [(theirs + names.attn_out, hidden)], [(theirs + names.down, hidden)]
-    yield from _linear(ours + "out", attn_out, spec.query_size, bias=spec.out_bias)
+    yield from _linear(ours + "out", attn_out, spec.attention_size, bias=spec.out_bias)
     if names.attn_out_norm:
         yield from _norm(spec, ours + "attn_out_norm", theirs + names.attn_out_norm)
     if spec.norm_place != "output":
@@ -111,6 +116,19 @@ def _stacked(layer: str, names: Sequence[str], sizes: Sequence[int]) -> list[tup
     """Matrices of these rows, each under its name or all under one."""
     rows = sizes if len(names) == len(sizes) else (sum(sizes),)
     return [(layer + name, size) for name, size in zip(names, rows, strict=True)]
+
+
+def _latent(spec: ModelSpec, latent: LatentSpec, ours: str, attn: str) -> Plan:
+    heads, query_size = spec.num_heads, spec.num_heads * latent.key_dim
+    query = ("q_proj", query_size) if latent.query_rank is None else ("q_a_proj", latent.query_rank)
+    rows = [(attn + query[0], query[1]), (attn + "kv_a_proj_with_mqa", latent.width)]
+    yield from _linear(ours + "qkv", rows, spec.hidden_size)
+    if latent.query_rank is not None:
+        yield ours + "query_norm.weight", (WeightPiece(attn + "q_a_layernorm.weight", (latent.query_rank,)),)
+        yield from _linear(ours + "query_up", [(attn + "q_b_proj", query_size)], latent.query_rank)
+    yield ours + "kv_norm.weight", (WeightPiece(attn + "kv_a_layernorm.weight", (latent.rank,)),)
+    kv_size = heads * (latent.nope_dim + latent.value_dim)
+    yield from _linear(ours + "kv_up", [(attn + "kv_b_proj", kv_size)], latent.rank)
 
 
 def _linear(ours: str, rows: list[tuple[str, int]], columns: int, *, bias: bool = False) -> Plan:
