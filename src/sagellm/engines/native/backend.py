@@ -24,7 +24,6 @@ from sagellm.core.types import (
     TokenLogprob,
     Tokens,
 )
-from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.attention import attention_planner
 from sagellm.engines.native.kv_cache import LAYOUT, PagedKV, deal_layers
 from sagellm.engines.native.loading import CheckedModel, WeightLoader
@@ -32,6 +31,7 @@ from sagellm.engines.native.measure import fastest, host_copy_s
 from sagellm.engines.native.memory import pool_blocks
 from sagellm.engines.native.model import DecoderModel, StepInputs
 from sagellm.engines.native.model_fingerprint import model_fingerprint
+from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.options import check_counts, dtype_name
 from sagellm.engines.native.recorded_steps import MOST_CPU_ROWS, RecordedSteps, buckets
 from sagellm.engines.native.rows import BatchRows

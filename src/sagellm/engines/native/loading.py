@@ -19,7 +19,7 @@ from sagellm.core.errors import KernelError, UnsupportedModelError
 from sagellm.core.protocols.engine import Progress
 from sagellm.core.protocols.fusion import KernelSet, LinearKernel, Matrix, QuantizedKernel, StoredMatrix
 from sagellm.core.protocols.quantization import FormatSource, QuantizedMatrix, StoredTensor, WeightQuantizer
-from sagellm.engines.native.architectures import ModelSpec, read_config, read_spec
+from sagellm.engines.native.architectures import read_config, read_spec
 from sagellm.engines.native.checkpoint import Checkpoint
 from sagellm.engines.native.hub import model_folder
 from sagellm.engines.native.matrices import (
@@ -31,6 +31,7 @@ from sagellm.engines.native.matrices import (
     quantization_of,
 )
 from sagellm.engines.native.memory import lazy_zeros
+from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.options import fastest_dtype, model_length, torch_dtype, usable_device
 from sagellm.engines.native.weights import (
     EMBEDDING,

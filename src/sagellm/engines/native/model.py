@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from sagellm.core.protocols.fusion import FusedKernel, KernelSet, Matrix, Scores
 from sagellm.core.types import KVGroup
-from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.attention import AttentionPlan, Span, attend
 from sagellm.engines.native.kv_cache import LayerKind, PagedKV, layer_kinds
 from sagellm.engines.native.latent_attention import LatentLayer, fewer_expanded
 from sagellm.engines.native.loading import ModelWeights
 from sagellm.engines.native.matrices import look_up
+from sagellm.engines.native.model_spec import ModelSpec
 from sagellm.engines.native.rope import RopeSpec, RopeTable, apply_rope
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from sagellm.core.errors import ConfigError
-from sagellm.engines.native.architectures import DTYPES, ModelSpec
 from sagellm.engines.native.measure import cpu_s, one_thread
 from sagellm.engines.native.memory import available_bytes
+from sagellm.engines.native.model_spec import DTYPES, ModelSpec
 
 
 def check_counts(**counts: int | None) -> None:

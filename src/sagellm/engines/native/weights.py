@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from sagellm.core.errors import MissingWeightsError, UnsupportedModelError, WeightShapeError
 from sagellm.core.protocols.quantization import StoredTensor, WeightFormat
-from sagellm.engines.native.architectures import ModelSpec
 from sagellm.engines.native.checkpoint import FLOATS, Checkpoint, TensorEntry
 from sagellm.engines.native.latent_spec import LatentSpec
+from sagellm.engines.native.model_spec import ModelSpec
 
 EMBEDDING = "embed.weight"
 

@@ -1,0 +1,1 @@
+"""Readers of config.json: a module per kin of families, a function per family."""

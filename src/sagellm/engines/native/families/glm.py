@@ -1,0 +1,33 @@
+"""GLM-4, whose RoPE turns neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sagellm.engines.native.families.values import (
+    Config,
+    llama_like,
+    number,
+)
+from sagellm.engines.native.model_spec import ModelSpec, TensorNames
+from sagellm.engines.native.rope import read_rope
+
+_GLM_NAMES = TensorNames(up=("mlp.gate_up_proj",))
+_GLM4_NAMES = replace(_GLM_NAMES, attn_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm")
+
+
+def glm(name: str, config: Config) -> ModelSpec:
+    """GLM-4 (arXiv:2406.12793) and GLM-4-0414: RoPE of pairs of neighbours in half of each head."""
+    given = {
+        "rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131_072, "head_dim": 128,
+        "partial_rotary_factor": 0.5, **config,
+    }  # fmt: skip
+    head_dim, layers = given["head_dim"], number(config, "num_hidden_layers")
+    rope = replace(read_rope(given, head_dim, given["max_position_embeddings"]), interleaved=True)
+    has_output_norms = name == "Glm4ForCausalLM"
+    return llama_like(
+        name, given, ropes=(rope,) * layers, qkv_bias=bool(config.get("attention_bias", True)),
+        num_kv_heads=config.get("num_key_value_heads", 2),
+        norm_place="both" if has_output_norms else "input",
+        names=_GLM4_NAMES if has_output_norms else _GLM_NAMES,
+    )  # fmt: skip

@@ -1,0 +1,164 @@
+"""Shape and wiring of a decoder-only transformer.
+
+What differs between families is a field of `ModelSpec`; their readers are in `families`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sagellm.core.errors import UnsupportedModelError
+from sagellm.engines.native.folder_files import MAX_POSITIONS
+from sagellm.engines.native.latent_spec import LatentSpec
+from sagellm.engines.native.rope import RopeSpec
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu")
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_positions",
+)
+_POSITIVE = (
+    "attention_scale", "score_softcap", "embed_scale", "residual_scale", "head_scale", "logit_softcap"
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """A family's names in its checkpoints, below `root` and below a layer. `qkv` and `up` are stacked; the
+    output norms are there where `ModelSpec.norm_place` has them.
+    """
+
+    root: str = "model."
+    attn_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    attn_out: str = "self_attn.o_proj"
+    attn_out_norm: str = ""
+    mlp_norm: str = "post_attention_layernorm"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    mlp_out_norm: str = ""
+    final_norm: str = "norm"
+
+
+NORM_PLACES = ("input", "residual", "output", "both")
+"""Of a sublayer f with residual x: x + f(norm(x)); norm(x + f(x)); x + norm(f(x)); x + norm(f(norm(x)))."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Shape and wiring of a decoder-only transformer. `windows[i]` is the number of latest positions that
+    layer i sees, its own included; None means all. `ropes[i]` are the rotations of layer i, None for none;
+    with `learned_positions` (OPT) a table of them begins with `position_offset` unused rows. `embed_dim`
+    differs from `hidden_size` where the embedding is projected in and out.
+
+    `norm_place` is one of `NORM_PLACES`; `norm_offset` is added to the weights of all norms. `qk_norm`:
+    "head" norms each head of queries and keys, "all" the heads together. Attention scores are scaled by
+    `attention_scale`, None means 1/sqrt(head_dim), and limited to +-`score_softcap`; with `attention_sinks`
+    each head has one more logit. Embeddings are multiplied by `embed_scale`, sublayers' outputs by
+    `residual_scale`, the head's input by `head_scale`; logits are limited to +-`logit_softcap`.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    max_model_len: int
+    windows: tuple[int | None, ...]
+    ropes: tuple[RopeSpec | None, ...]
+    embed_dim: int
+    activation: str
+    dtype: str
+    tied: bool
+    norm_eps: float = 1e-6
+    rms_norm: bool = True
+    norm_affine: bool = True
+    norm_place: str = "input"
+    norm_offset: float = 0.0
+    final_norm: bool = True
+    gated_mlp: bool = True
+    qk_norm: str = ""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    position_offset: int = 0
+    attention_scale: float | None = None
+    score_softcap: float | None = None
+    attention_sinks: bool = False
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    head_scale: float = 1.0
+    logit_softcap: float | None = None
+    learned_positions: bool = False
+    names: TensorNames = TensorNames()
+    latent: LatentSpec | None = None
+    """Latent attention: the cache has one KV head of `latent.width` numbers."""
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UnsupportedModelError(f"config.json: {name} must be a positive integer, got {value!r}")
+        if self.max_model_len > MAX_POSITIONS:
+            raise UnsupportedModelError(
+                f"config.json: {self.max_model_len} positions; at most {MAX_POSITIONS} are supported"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise UnsupportedModelError(
+                f"config.json: {self.num_heads} heads, not a multiple of {self.num_kv_heads} KV heads"
+            )
+        for name in _POSITIVE:
+            number = getattr(self, name)
+            if number is not None and not 0 < number < float("inf"):
+                raise UnsupportedModelError(f"config.json: {name} must be positive, got {number!r}")
+        if self.activation not in ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"activation {self.activation!r} is not supported; these are: {', '.join(ACTIVATIONS)}"
+            )
+        if self.dtype not in DTYPES:
+            raise UnsupportedModelError(
+                f"dtype {self.dtype!r} is not supported; these are: {', '.join(DTYPES)}"
+            )
+
+    @property
+    def rope(self) -> RopeSpec | None:
+        """The rotations of the first layer that has any."""
+        return next((rope for rope in self.ropes if rope is not None), None)
+
+    def for_length(self, max_length: int) -> ModelSpec:
+        """The same for an engine whose sequences have at most so many tokens."""
+        return replace(self, ropes=tuple(rope and rope.for_length(max_length) for rope in self.ropes))
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def attention_size(self) -> int:
+        """Numbers of a token's attention output."""
+        return self.num_heads * (self.latent.value_dim if self.latent else self.head_dim)
+
+    @property
+    def value_dim(self) -> int | None:
+        """The leading numbers of a cached key that are its value. None: values lie elsewhere."""
+        return self.latent.rank if self.latent else None
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
