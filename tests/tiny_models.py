@@ -26,6 +26,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -39,6 +41,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -152,6 +156,15 @@ def _gemma(config: type, model: type, **changes: Any) -> PreTrainedModel:
     return made
 
 
+def _qwen3_moe(**changes: Any) -> PreTrainedModel:
+    shape = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**(_SHAPE | shape | changes)))
+
+
+def _mixtral(**changes: Any) -> PreTrainedModel:
+    return MixtralForCausalLM(MixtralConfig(**(_SHAPE | {"num_local_experts": 4} | changes)))
+
+
 TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": _llama,
     "llama-head80-tied": lambda: _llama(head_dim=80, hidden_size=64, tie_word_embeddings=True),
@@ -195,6 +208,12 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "opt-plain-untied": lambda: _opt(
         enable_bias=False, layer_norm_elementwise_affine=False, tie_word_embeddings=False,
         word_embed_proj_dim=64,
+    ),
+    "mixtral": _mixtral,
+    "mixtral-window": lambda: _mixtral(sliding_window=21, num_experts_per_tok=1),
+    "qwen3-moe": _qwen3_moe,
+    "qwen3-moe-some-dense": lambda: _qwen3_moe(
+        mlp_only_layers=[0], norm_topk_prob=True, attention_bias=True, tie_word_embeddings=True
     ),
     "phi3": _phi3,
     "phi3-longrope-partial": lambda: _phi3(

@@ -14,8 +14,15 @@ from sagellm.core.blocks import cdiv
 from sagellm.core.plan import BlockTableDelta, ExecutionPlan, Join, Prefill, StepResult
 from sagellm.core.types import SamplingParams, TokenLogprob, Tokens
 from sagellm.engines.native.backend import NativeBackend
+from sagellm.engines.native.model import DecoderLayer, Mlp
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def mlp_of(layer: DecoderLayer) -> Mlp:
+    """The MLP of a layer without experts."""
+    assert isinstance(layer.mlp, Mlp)
+    return layer.mlp
 
 
 class RecordingBackend(NativeBackend):

@@ -91,7 +91,9 @@ def test_length_after_stretching(rope: dict[str, Any], length: int) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (of("MixtralForCausalLM"), "MixtralForCausalLM.*LlamaForCausalLM.*OPTForCausalLM"),
+        (of("BloomForCausalLM"), "BloomForCausalLM.*LlamaForCausalLM.*OPTForCausalLM"),
+        (of("MixtralForCausalLM", num_experts_per_tok=9), "9 of 8 experts per token"),
+        (of("Qwen3MoeForCausalLM", num_experts=0), "count must be positive, got 0"),
         (changed(hidden_act="xielu"), "xielu.*silu"),
         (changed(rope_scaling={"type": "su", "factor": 2.0}), "'su'.*llama3"),
         (changed(rope_scaling={"type": "longrope", "factor": 2.0}), "short_factor, long_factor"),

@@ -18,7 +18,7 @@ from sagellm.engines.build import build_backend, build_engine, load_config
 from sagellm.engines.native import matrices
 from sagellm.engines.native.matrices import MEASURED_ROWS, packing_is_faster, time_kernel
 from tests.effort import usual
-from tests.engines.native.driver import Driver, RecordingBackend, Running
+from tests.engines.native.driver import Driver, RecordingBackend, Running, mlp_of
 from tests.tiny_models import VOCAB, save_tiny
 
 MODELS = ("llama-head80-tied", "llama-biases", "mistral-window", "qwen3", "opt-post-norm-projected")
@@ -124,11 +124,12 @@ def test_matrices_stay_as_they_are_stored(kernels: KernelSet, tmp_path: Path) ->
         kernels=lambda _: kernels,
     )  # fmt: skip
     layer = backend._model._layers[0]
-    assert layer.up.bias is not None
+    up = mlp_of(layer).up
+    assert up.bias is not None
     assert layer.mlp_norm.weight is not None
-    assert isinstance(layer.up.matrix, PackedMatrix)
-    assert layer.up.matrix.dtype == torch.bfloat16
-    assert layer.up.bias.dtype == layer.mlp_norm.weight.dtype == torch.float32
+    assert isinstance(up.matrix, PackedMatrix)
+    assert up.matrix.dtype == torch.bfloat16
+    assert up.bias.dtype == layer.mlp_norm.weight.dtype == torch.float32
     assert backend.get_kv_schema().dtype == "float32"
     assert backend.capability().dtype == "bfloat16"
 

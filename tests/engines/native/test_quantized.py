@@ -15,7 +15,7 @@ from sagellm.core.errors import ModelError
 from sagellm.core.protocols.fusion import KernelSet
 from sagellm.engines.build import build_backend, load_config
 from sagellm.engines.native.matrices import PackedQuantizedMatrix
-from tests.engines.native.driver import Driver, RecordingBackend, Running
+from tests.engines.native.driver import Driver, RecordingBackend, Running, mlp_of
 from tests.tiny_models import VOCAB, save_tiny
 
 MODELS = ("llama-head80-tied", "llama-biases", "mistral-window", "qwen3", "opt-post-norm-projected")
@@ -62,8 +62,12 @@ def test_logits_are_those_of_the_model_within_what_bits_cost(
 
 
 def _packed(made: RecordingBackend) -> list[PackedQuantizedMatrix]:
-    layers = [layer for one in made._model._layers for layer in (one.qkv, one.attn_out, one.up, one.down)]
-    matrices = (*(layer.matrix for layer in layers), made._model._head)
+    layers = [
+        layer
+        for one in made._model._layers
+        for layer in (one.qkv, one.attn_out, mlp_of(one).up, mlp_of(one).down)
+    ]
+    matrices = (*(part.matrix for part in layers), made._model._head)
     return [matrix for matrix in matrices if isinstance(matrix, PackedQuantizedMatrix)]
 
 
@@ -102,11 +106,11 @@ def test_what_is_held_takes_less(kernels: KernelSet, tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama-biases")
     made = backend(tmp_path, 4, kernels)
     layer = made._model._layers[0]
-    assert isinstance(layer.up.matrix, PackedQuantizedMatrix)
-    assert layer.up.matrix.packed.codes.numel() == 2 * 112 * 96 // 2
-    assert made._model._embed.dtype == torch.float32
-    assert layer.up.bias is not None
-    assert layer.up.bias.dtype == torch.float32
+    up = mlp_of(layer).up
+    assert isinstance(up.matrix, PackedQuantizedMatrix)
+    assert up.matrix.packed.codes.numel() == 2 * 112 * 96 // 2
+    assert up.bias is not None
+    assert up.bias.dtype == torch.float32
     assert made._model._embed.dtype == torch.float32
     assert made.get_kv_schema().model_fingerprint.endswith("-int4")
 

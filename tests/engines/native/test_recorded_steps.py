@@ -132,7 +132,8 @@ def test_the_same_tokens_with_graphs_on_and_off(name: str, kernel: FusedKernel, 
     save_tiny(tmp_path, name)
     recorder = Recorder()
     with_graphs, without = generate(tmp_path, kernel, recorder), generate(tmp_path, kernel, None)
-    assert recorder.replays > 10
+    has_experts = "moe" in name or "mixtral" in name
+    assert recorder.replays == 0 if has_experts else recorder.replays > 10
     for one, other in zip(with_graphs, without, strict=True):
         assert one.outputs == other.outputs
         for ours, theirs in zip(one.logits, other.logits, strict=True):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core.errors import ModelError, UnsupportedModelError
-from sagellm.engines.native.families import deepseek, gemma, glm, llama, olmo, opt
+from sagellm.engines.native.families import deepseek, gemma, glm, llama, mixture, olmo, opt
 from sagellm.engines.native.families.values import Config
 from sagellm.engines.native.folder_files import ConfigJson, checked, read_object
 from sagellm.engines.native.model_spec import ModelSpec
@@ -50,7 +50,7 @@ def _architecture_of_type(config: Config) -> str:
     """The architecture of a folder that gives only `model_type`."""
     by_type = {name.removesuffix("ForCausalLM").lower(): name for name in _READERS}
     model_type = str(config.get("model_type", "(no architectures in config.json)"))
-    return by_type.get(model_type, model_type)
+    return by_type.get(model_type.removesuffix("_text").replace("_", ""), model_type)
 
 
 _READERS: dict[str, Callable[[str, Config], ModelSpec]] = {
@@ -59,6 +59,8 @@ _READERS: dict[str, Callable[[str, Config], ModelSpec]] = {
     "Qwen2ForCausalLM": llama.qwen2,
     "Qwen3ForCausalLM": llama.qwen3,
     "OPTForCausalLM": opt.opt,
+    "MixtralForCausalLM": mixture.mixtral,
+    "Qwen3MoeForCausalLM": mixture.qwen3_moe,
     "Olmo2ForCausalLM": olmo.olmo2,
     "Olmo3ForCausalLM": olmo.olmo3,
     "Phi3ForCausalLM": llama.phi3,

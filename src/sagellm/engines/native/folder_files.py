@@ -70,6 +70,13 @@ class ConfigJson(_StrictModel):
     ffn_dim: Size | None = None
     word_embed_proj_dim: Size | None = None
     num_hidden_layers: Layers | None = None
+    num_experts: Size | None = None
+    num_local_experts: Size | None = None
+    num_experts_per_tok: Size | None = None
+    moe_intermediate_size: Size | None = None
+    decoder_sparse_step: Size | None = None
+    mlp_only_layers: list[int] | None = None
+    norm_topk_prob: bool | None = None
     num_attention_heads: Size | None = None
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None

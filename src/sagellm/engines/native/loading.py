@@ -141,7 +141,8 @@ class WeightLoader:
         matrices: dict[str, Matrix] = {}
         tensors: dict[str, torch.Tensor] = {}
         embedding: StoredMatrix | None = None
-        report(0, sum(sizes))
+        done, total = 0, sum(sizes)
+        report(done, total)
         for i, parameter in enumerate(plan):
             if parameter.name == EMBEDDING:
                 embedding = self._values(parameter)
@@ -149,7 +150,8 @@ class WeightLoader:
                 matrices[parameter.name.removesuffix(".weight")] = self._matrix(parameter)
             else:
                 tensors[parameter.name] = self._tensor(parameter)
-            report(sum(sizes[: i + 1]), sum(sizes))
+            done += sizes[i]
+            report(done, total)
         assert embedding is not None
         if "head" not in matrices:
             matrices["head"] = self._tied_head(embedding)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from sagellm.core.protocols.fusion import FusedKernel, KernelSet, Matrix, Scores
 from sagellm.core.types import KVGroup
 from sagellm.engines.native.attention import AttentionPlan, Span, attend
+from sagellm.engines.native.experts import Expert, compute_experts, route
 from sagellm.engines.native.kv_cache import LayerKind, PagedKV, layer_kinds
 from sagellm.engines.native.latent_attention import LatentLayer, fewer_expanded
 from sagellm.engines.native.loading import ModelWeights
@@ -78,6 +79,22 @@ class NormWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class Mlp:
+    """A dense MLP. Gate over up are fused in a gated one's `up`."""
+
+    up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A mixture of experts, and the matrix that chooses among them."""
+
+    router: Linear
+    experts: Sequence[Expert]
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """Weights of one decoder layer. `qkv`, and gate over up in a gated MLP's `up`, are fused. `scores` is
     None where they are q k / sqrt(head_dim).
@@ -92,8 +109,7 @@ class DecoderLayer:
     attn_out: Linear
     attn_out_norm: NormWeights
     mlp_norm: NormWeights
-    up: Linear
-    down: Linear
+    mlp: Mlp | Mixture
     mlp_out_norm: NormWeights
     rope: int
     latent: LatentLayer | None = None
@@ -206,8 +222,14 @@ class DecoderModel:
         return self._sublayer_output(x, delta, layer.attn_norm, layer.attn_out_norm)
 
     def _mlp(self, layer: DecoderLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Stream:
-        wide = self._activated(layer.up(self._sublayer_input(x, delta, layer.mlp_norm)))
-        return self._sublayer_output(x, layer.down(wide), layer.mlp_norm, layer.mlp_out_norm)
+        seen, mlp = self._sublayer_input(x, delta, layer.mlp_norm), layer.mlp
+        if isinstance(mlp, Mlp):
+            delta = mlp.down(self._activated(mlp.up(seen)))
+        else:
+            assert self.spec.experts is not None
+            routing = route(self.spec.experts, mlp.router(seen))
+            delta = compute_experts(mlp.experts, routing, seen, self._activated)
+        return self._sublayer_output(x, delta, layer.mlp_norm, layer.mlp_out_norm)
 
     def _sublayer_input(self, x: torch.Tensor, delta: torch.Tensor | None, norm: NormWeights) -> torch.Tensor:
         """The input of a sublayer; adds `delta` to `x`."""
@@ -295,11 +317,18 @@ def _layer(
         full = f"layers.{index}.{name}"
         return Linear(weights.matrices[full], weights.tensors.get(f"{full}.bias"))
 
+    mlp: Mlp | Mixture
+    if spec.has_experts(index) and spec.experts is not None:
+        names = [f"layers.{index}.experts.{number}." for number in range(spec.experts.count)]
+        matrices = weights.matrices
+        mlp = Mixture(linear("router"), [Expert(matrices[n + "up"], matrices[n + "down"]) for n in names])
+    else:
+        mlp = Mlp(linear("up"), linear("down"))
     scores, own = _scores(spec, weights.tensors.get(f"layers.{index}.sinks")), spec.ropes[index]
     return DecoderLayer(
         kind, scores, norm("attn_norm"), linear("qkv"), norm("q_norm"), norm("k_norm"),
-        linear("out"), norm("attn_out_norm"), norm("mlp_norm"), linear("up"), linear("down"),
-        norm("mlp_out_norm"), -1 if own is None else ropes.index(own), _latent(spec, weights, index),
+        linear("out"), norm("attn_out_norm"), norm("mlp_norm"), mlp, norm("mlp_out_norm"),
+        -1 if own is None else ropes.index(own), _latent(spec, weights, index),
     )  # fmt: skip
 
 

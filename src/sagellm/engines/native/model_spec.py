@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sagellm.core.errors import UnsupportedModelError
+from sagellm.engines.native.experts import ExpertSpec
 from sagellm.engines.native.folder_files import MAX_POSITIONS
 from sagellm.engines.native.latent_spec import LatentSpec
 from sagellm.engines.native.rope import RopeSpec
@@ -45,6 +46,10 @@ class TensorNames:
     down: str = "mlp.down_proj"
     mlp_out_norm: str = ""
     final_norm: str = "norm"
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
 
 
 NORM_PLACES = ("input", "residual", "output", "both")
@@ -101,6 +106,7 @@ class ModelSpec:
     head_scale: float = 1.0
     logit_softcap: float | None = None
     learned_positions: bool = False
+    experts: ExpertSpec | None = None
     names: TensorNames = TensorNames()
     latent: LatentSpec | None = None
     """Latent attention: the cache has one KV head of `latent.width` numbers."""
@@ -130,6 +136,10 @@ class ModelSpec:
             raise UnsupportedModelError(
                 f"dtype {self.dtype!r} is not supported; these are: {', '.join(DTYPES)}"
             )
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of a layer is a mixture of experts."""
+        return self.experts is not None and self.experts.layers[layer]
 
     @property
     def rope(self) -> RopeSpec | None:

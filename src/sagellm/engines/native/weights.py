@@ -46,6 +46,7 @@ class Parameter:
 def parameters(spec: ModelSpec) -> list[Parameter]:
     """All parameters of a model of this shape, in the forward pass's order. Names: `embed`, `positions`,
     `project_in`, `layers.I.{attn_norm,qkv,q_norm,k_norm,out,mlp_norm,up,down}`, `final_norm`, `project_out`,
+    with experts `layers.I.{router,experts.E.{up,down}}` for up and down,
     `head`; each followed by `.weight` or `.bias`. `layers.I.sinks` are vectors of logits.
     Latent attention has `query_norm`, `query_up`, `kv_norm` and `kv_up` in place of q_norm and k_norm.
     """
@@ -106,10 +107,24 @@ def _layer_pieces(spec: ModelSpec, index: int) -> Plan:
         yield from _norm(spec, ours + "attn_out_norm", theirs + names.attn_out_norm)
     if spec.norm_place != "output":
         yield from _norm(spec, ours + "mlp_norm", theirs + names.mlp_norm)
-    yield from _linear(ours + "up", up, hidden, bias=spec.mlp_bias)
-    yield from _linear(ours + "down", down, inner, bias=spec.mlp_bias)
+    if spec.has_experts(index):
+        yield from _expert_pieces(spec, ours, theirs)
+    else:
+        yield from _linear(ours + "up", up, hidden, bias=spec.mlp_bias)
+        yield from _linear(ours + "down", down, inner, bias=spec.mlp_bias)
     if names.mlp_out_norm:
         yield from _norm(spec, ours + "mlp_out_norm", theirs + names.mlp_out_norm)
+
+
+def _expert_pieces(spec: ModelSpec, ours: str, theirs: str) -> Plan:
+    names, experts = spec.names, spec.experts
+    assert experts is not None
+    yield from _linear(ours + "router", [(theirs + names.router, experts.count)], spec.hidden_size)
+    for number in range(experts.count):
+        module, mine = f"{theirs}{names.experts}.{number}.", f"{ours}experts.{number}."
+        up = [(module + name, experts.width) for name in names.expert_up]
+        yield from _linear(mine + "up", up, spec.hidden_size)
+        yield from _linear(mine + "down", [(module + names.expert_down, spec.hidden_size)], experts.width)
 
 
 def _stacked(layer: str, names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, int]]:

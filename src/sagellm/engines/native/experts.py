@@ -1,0 +1,106 @@
+"""Mixture of experts: which ones compute a token, and with what weight.
+
+Shazeer et al. 2017, arXiv:1701.06538. The rows of a step are sorted by expert, so every expert that is hit
+multiplies once, by all of its rows. An expert is two matrices like those of any MLP: packed by the same
+kernels, and quantized by the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sagellm.core.errors import UnsupportedModelError
+from sagellm.core.protocols.fusion import Matrix
+
+SCORINGS = ("softmax", "softmax_of_chosen", "sigmoid")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """Experts of the layers `layers`: `count` MLPs of width `width`. A token uses `per_token` of them.
+
+    `scoring` of the router's logits: "softmax" of all, then the best; "softmax_of_chosen" of the best ones
+    alone; "sigmoid" (DeepSeek-V3), to which a bias is added for the choice. `renormalize`: the chosen
+    weights sum to 1. They are multiplied by `scale`.
+    """
+
+    layers: tuple[bool, ...]
+    count: int
+    per_token: int
+    width: int
+    scoring: str = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("count", "per_token", "width"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UnsupportedModelError(f"config.json: experts: {name} must be positive, got {value!r}")
+        if self.per_token > self.count:
+            raise UnsupportedModelError(f"config.json: {self.per_token} of {self.count} experts per token")
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Expert `indices` and their `weights` for each row, both [T, per_token]."""
+
+    indices: torch.Tensor
+    weights: torch.Tensor
+
+
+def route(spec: ExpertSpec, logits: torch.Tensor, bias: torch.Tensor | None = None) -> Routing:
+    """The experts of each row, from the router's logits [T, count].
+
+    `bias` [count] is added for the choice alone.
+    """
+    if spec.scoring == "softmax_of_chosen":
+        best, indices = logits.topk(spec.per_token, dim=-1)
+        return Routing(indices, best.softmax(-1) * spec.scale)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = wide.softmax(-1) if spec.scoring == "softmax" else wide.sigmoid()
+    indices = (scores if bias is None else scores + bias).topk(spec.per_token, dim=-1).indices
+    weights = scores.gather(-1, indices)
+    if spec.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Routing(indices, (weights * spec.scale).to(logits.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """One expert's matrices: `up` has gate over up, as in a dense MLP."""
+
+    up: Matrix
+    down: Matrix
+
+
+def compute_experts(
+    experts: Sequence[Expert], routing: Routing, x: torch.Tensor,
+    activated: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    """The weighted sum of the chosen experts' answers to rows `x`, both [T, hidden].
+
+    The answers of a row are added in the order of its choices, so they do not depend on the other rows.
+    """
+    num_rows, per_token = routing.indices.shape
+    flat = routing.indices.flatten()
+    order = flat.argsort(stable=True)
+    counts = flat.bincount(minlength=len(experts)).tolist()
+    sorted_rows = x.index_select(0, order // per_token)
+    answers = torch.empty(num_rows * per_token, x.shape[1], dtype=x.dtype, device=x.device)
+    first = 0
+    for expert, count in zip(experts, counts, strict=True):
+        if count:
+            own = slice(first, first + count)
+            answers[own] = expert.down.multiply(activated(expert.up.multiply(sorted_rows[own])))
+            first += count
+    in_order = torch.empty_like(answers)
+    in_order[order] = answers
+    weighted = in_order.view(num_rows, per_token, x.shape[1]) * routing.weights.unsqueeze(-1)
+    total = weighted[:, 0]
+    for choice in range(1, per_token):
+        total = total + weighted[:, choice]
+    return total
