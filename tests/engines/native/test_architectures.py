@@ -111,7 +111,7 @@ def test_length_after_stretching(rope: dict[str, Any], length: int) -> None:
         (of("Qwen2ForCausalLM", layer_types=["chunked_attention"] * 3), "chunked_attention"),
         (of("Qwen2ForCausalLM", layer_types=["full_attention"]), "1 layer_types for 3 layers"),
         (of("SmolLM3ForCausalLM", no_rope_layers=[1, 0]), "2 no_rope_layers for 3 layers"),
-        (of("GraniteForCausalLM", residual_multiplier=-1.0), "residual_scale must be positive"),
+        (of("GraniteForCausalLM", residual_multiplier=-1.0), "residual_multiplier must be positive"),
         (of("Gemma2ForCausalLM", layer_types=["local"] * 3), "unknown: local"),
         (of("Gemma3ForCausalLM", use_bidirectional_attention=True), "does not generate text"),
         (of("Gemma3ForCausalLM", sliding_window_pattern=2, rope_scaling={"type": "x"}), "'x'.*llama3"),

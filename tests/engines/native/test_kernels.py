@@ -21,7 +21,16 @@ from tests.effort import usual
 from tests.engines.native.driver import Driver, RecordingBackend, Running, mlp_of
 from tests.tiny_models import VOCAB, save_tiny
 
-MODELS = ("llama-head80-tied", "llama-biases", "mistral-window", "qwen3", "opt-post-norm-projected")
+MODELS = (
+    "llama-head80-tied",
+    "llama-biases",
+    "mistral-window",
+    "qwen3",
+    "opt-post-norm-projected",
+    "glm4",
+    "phi3-longrope-partial",
+    "granite",
+)
 DTYPES = ("float32", "bfloat16", "float16")
 LOGIT_TOLERANCE = 1e-4
 

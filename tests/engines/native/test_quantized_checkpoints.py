@@ -87,6 +87,14 @@ def test_logits_are_those_of_the_values(name: str, tmp_path: Path) -> None:
     assert 0 < (found - plain).norm() < 0.1 * plain.norm()
 
 
+@pytest.mark.parametrize("kind", ["awq", "w8a8"])
+def test_heads_are_reordered_as_those_of_values_are(kind: str, tmp_path: Path) -> None:
+    """GLM-4 rotates neighbours in half of each head."""
+    save_pair(tmp_path, KINDS[kind], model="glm")
+    plain = logits(backend(tmp_path / "plain"))
+    assert torch.equal(logits(backend(tmp_path / "quantized")), plain)
+
+
 def test_pieces_in_different_orders_are_held_dequantized(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

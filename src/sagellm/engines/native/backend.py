@@ -178,7 +178,7 @@ class NativeBackend:
         source.checkpoint.close()
         schema = KVCacheSchema(
             spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype_name(self._compute_dtype), block_size,
-            LAYOUT, model_fingerprint=fingerprint + source.quantization.label,
+            LAYOUT, model_fingerprint=fingerprint + source.label,
             groups=deal_layers(spec.windows) if split_kv else (), values_in_keys=spec.latent is not None,
         )  # fmt: skip
         model = DecoderModel(spec, weights, self._compute_dtype, self._device, kernel_set, schema.groups)

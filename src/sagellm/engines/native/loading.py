@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -95,6 +95,14 @@ class CheckedModel:
         check(plan, checkpoint, quantization.stored)
         return cls(folder, spec, quantization, where, length, plan, checkpoint)
 
+    @property
+    def label(self) -> str:
+        """A suffix for the fingerprint: what makes another model of the same checkpoint."""
+        is_short = any(
+            rope is not None and rope.long_factors and not rope.is_long for rope in self.spec.ropes
+        )
+        return self.quantization.label + ("-short-rope" if is_short else "")
+
     def loader(
         self, dtype: str, compute_dtype: str, kernel_set: KernelSet, measured_set: KernelSet
     ) -> WeightLoader:
@@ -165,7 +173,7 @@ class WeightLoader:
         return self._packed("head.weight", [quantizer.quantized("head.weight", whole)])
 
     def _matrix(self, parameter: Parameter) -> Matrix:
-        codes = [self.codes(piece) for piece in parameter.pieces]
+        codes = [_codes_in_order(piece, self.codes(piece)) for piece in parameter.pieces]
         quantized = [matrix for matrix in codes if matrix is not None]
         if len(quantized) == len(codes):
             return self._packed(parameter.name, quantized)
@@ -213,11 +221,14 @@ class WeightLoader:
         return self.linear.empty(outputs, inputs, self.dtype, zeros)
 
     def _fill(self, target: StoredMatrix, parameter: Parameter) -> None:
-        """Store the values of all pieces, some rows at a time. A quantized piece is stored whole."""
+        """Store the values of all pieces, some rows at a time. A quantized or reordered piece is
+        stored whole."""
         row = 0
         for piece in parameter.pieces:
-            codes = self.codes(piece)
+            codes, order = self.codes(piece), _row_order(piece)
             whole = [] if codes is None else [codes.values().to(self.dtype)]
+            if order is not None:
+                whole = [torch.cat(whole or list(self.checkpoint.parts(piece.name, self.dtype)))[order]]
             for part in whole or self.checkpoint.parts(piece.name, self.dtype):
                 target.store(row, part)
                 row += len(part)
@@ -250,3 +261,21 @@ class WeightLoader:
         stored, checkpoint = self.quantization.stored, self.checkpoint
         names = [name for piece in parameter.pieces for name, _ in stored_tensors(piece, checkpoint, stored)]
         return sum(checkpoint[name].nbytes for name in names if name in checkpoint)
+
+
+def _row_order(piece: WeightPiece) -> torch.Tensor | None:
+    """The stored row of each row; None where all stay in place."""
+    if not piece.num_reordered or not piece.head_order:
+        return None
+    order, dims = torch.arange(piece.shape[0]), torch.tensor(piece.head_order)
+    heads = order[: piece.num_reordered * len(dims)].view(-1, len(dims))
+    heads.copy_(heads[:, dims])
+    return order
+
+
+def _codes_in_order(piece: WeightPiece, codes: QuantizedMatrix | None) -> QuantizedMatrix | None:
+    order = _row_order(piece)
+    if codes is None or order is None:
+        return codes
+    zeros = None if codes.zeros is None else codes.zeros[order]
+    return replace(codes, codes=codes.codes[order], scales=codes.scales[order], zeros=zeros)

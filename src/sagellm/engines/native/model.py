@@ -134,7 +134,7 @@ class DecoderModel:
         self.kinds = layer_kinds(spec.windows, groups)
         ropes = list(dict.fromkeys(rope for rope in spec.ropes if rope is not None))
         self._layers = [_layer(spec, weights, i, kind, ropes) for i, kind in enumerate(self.kinds)]
-        self._final_norm = _affine(weights, "final_norm", spec.norm_offset)
+        self._final_norm = _affine(weights, "final_norm", spec.norm_offset, spec.logit_scale)
         self._head = weights.matrices["head"]
         self._activation = _ACTIVATIONS[spec.activation]
         linear = kernels.linear
@@ -177,8 +177,6 @@ class DecoderModel:
                 x, delta = _sum(x, delta)[step.sampled], None
             x, delta = self._mlp(layer, x, delta)
         x = self._add_norm(x, delta, self._final_norm) if self.spec.final_norm else _sum(x, delta)
-        if self.spec.head_scale != 1:
-            x = x * self.spec.head_scale
         return x if self._project_out is None else self._project_out.multiply(x)
 
     def head(self, hidden: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
@@ -254,7 +252,7 @@ class DecoderModel:
             return self._norm(x + delta, norm), None
         if place != "input":
             delta = self._add_norm(delta.contiguous(), None, out_norm)
-        return x, delta if self.spec.residual_scale == 1 else delta * self.spec.residual_scale
+        return x, delta
 
     def _rope_to_cache(
         self, layer: DecoderLayer, heads: torch.Tensor, angles: Angles | None, slots: torch.Tensor,
@@ -273,10 +271,8 @@ class DecoderModel:
         for part, norm in zip((query, key) if spec.qk_norm else (), norms, strict=False):
             together = part.flatten(1) if spec.qk_norm == "all" else part
             part.copy_(self._norm(together, norm).view(part.shape))
-        rope = spec.ropes[index]
-        if angles is not None and rope is not None:
-            rotated = heads[:, : spec.num_heads + spec.num_kv_heads]
-            apply_rope(rotated, *angles, interleaved=rope.interleaved)
+        if angles is not None:
+            apply_rope(heads[:, : spec.num_heads + spec.num_kv_heads], *angles)
         kv.write(index, slots, key, value)
 
     def _activated(self, wide: torch.Tensor) -> torch.Tensor:
@@ -299,11 +295,12 @@ def _sum(x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
     return x if delta is None else x + delta
 
 
-def _affine(weights: ModelWeights, name: str, offset: float) -> NormWeights:
-    """The weights of a norm, with `offset` added to its scale."""
+def _affine(weights: ModelWeights, name: str, offset: float, factor: float = 1.0) -> NormWeights:
+    """The weights of a norm, its scale as (scale + `offset`) `factor`."""
     scale = weights.tensors.get(f"{name}.weight")
-    if scale is not None and offset:
-        scale = (scale.to(torch.promote_types(scale.dtype, torch.float32)) + offset).to(scale.dtype)
+    if scale is not None and (offset or factor != 1.0):
+        wide = scale.to(torch.promote_types(scale.dtype, torch.float32))
+        scale = ((wide + offset) * factor).to(scale.dtype)
     return NormWeights(scale, weights.tensors.get(f"{name}.bias"))
 
 
@@ -365,11 +362,10 @@ def usable_glue(kernels: KernelSet, spec: ModelSpec, dtype: torch.dtype, device:
     pool = ones(1, 1, spec.num_kv_heads, spec.head_dim)
     angles = ones(1, spec.head_dim // 2) if spec.rope else None
     weight = ones(spec.head_dim) if spec.qk_norm else None
-    whole = all(rope is None or (rope.dim == spec.head_dim and not rope.interleaved) for rope in spec.ropes)
     slots = torch.zeros(1, dtype=torch.long, device=device)
     rotation = heads, angles, angles, weight, weight, spec.norm_eps, slots, pool, pool
     can_norm = spec.rms_norm and spec.norm_place != "residual"
-    can_rotate = whole and spec.qk_norm != "all" and (spec.rms_norm or not spec.qk_norm)
+    can_rotate = spec.qk_norm != "all" and (spec.rms_norm or not spec.qk_norm)
     can_gate = spec.gated_mlp and spec.activation in ("silu", "swish")
     return replace(
         kernels,

@@ -25,9 +25,7 @@ _COUNTS = (
     "head_dim",
     "max_positions",
 )
-_POSITIVE = (
-    "attention_scale", "score_softcap", "embed_scale", "residual_scale", "head_scale", "logit_softcap"
-)  # fmt: skip
+_POSITIVE = ("attention_scale", "score_softcap", "embed_scale", "logit_scale", "logit_softcap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +64,8 @@ class ModelSpec:
     `norm_place` is one of `NORM_PLACES`; `norm_offset` is added to the weights of all norms. `qk_norm`:
     "head" norms each head of queries and keys, "all" the heads together. Attention scores are scaled by
     `attention_scale`, None means 1/sqrt(head_dim), and limited to +-`score_softcap`; with `attention_sinks`
-    each head has one more logit. Embeddings are multiplied by `embed_scale`, sublayers' outputs by
-    `residual_scale`, the head's input by `head_scale`; logits are limited to +-`logit_softcap`.
+    each head has one more logit. Embeddings are multiplied by `embed_scale`, logits by `logit_scale`; they
+    are limited to +-`logit_softcap`.
     """
 
     architecture: str
@@ -102,8 +100,7 @@ class ModelSpec:
     score_softcap: float | None = None
     attention_sinks: bool = False
     embed_scale: float = 1.0
-    residual_scale: float = 1.0
-    head_scale: float = 1.0
+    logit_scale: float = 1.0
     logit_softcap: float | None = None
     learned_positions: bool = False
     experts: ExpertSpec | None = None

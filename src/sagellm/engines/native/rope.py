@@ -16,6 +16,10 @@ module does not, so chunked prefill, prefix reuse and recomputation after preemp
 LongRoPE has two sets of divisors, for lengths up to `original_max_position_embeddings` and beyond. Which one
 is used follows, as in vLLM, from the longest sequence that the engine takes, since KV of the two cannot be
 mixed.
+
+A step rotates all dims of a head, element i with element i + head_dim / 2. Where a family rotates fewer dims,
+or neighbours, the rows of its query and key projections are reordered when they are loaded
+(`RopeSpec.head_order`): scores do not depend on the order of dims. Dims that stay have cos 1 and sin 0.
 """
 
 from __future__ import annotations
@@ -38,12 +42,14 @@ _FIRST_TABLE = 1024
 class RopeSpec:
     """Parameters of one variant; those of other variants keep their defaults. `original_max` is the length
     before extension, in tokens. `attention_factor` multiplies cos and sin. The first `dim` numbers of a head
-    are rotated; pairs are neighbours if `interleaved`, else `dim / 2` apart.
+    are rotated, 0 means that `head_dim` is the same; as they are stored, pairs are neighbours if
+    `interleaved`, else `dim / 2` apart.
     """
 
     variant: str
     dim: int
     theta: float
+    head_dim: int = 0
     factor: float = 1.0
     original_max: int = 0
     low_freq_factor: float = 1.0
@@ -58,10 +64,22 @@ class RopeSpec:
     is_long: bool = False
 
     def __post_init__(self) -> None:
-        if self.dim % 2 or self.dim < 4:
-            raise UnsupportedModelError(f"RoPE needs an even head_dim of at least 4, got {self.dim}")
+        if self.dim % 2 or self.dim < 4 or self.head_dim % 2:
+            dims = f"{self.dim} of {self.head_dim}" if self.head_dim else str(self.dim)
+            raise UnsupportedModelError(f"RoPE needs an even head_dim of at least 4, got {dims}")
         if self.theta <= 0 or self.factor <= 0:
             raise UnsupportedModelError(f"RoPE: theta {self.theta} and factor {self.factor} must be positive")
+
+    @property
+    def head_order(self) -> tuple[int, ...]:
+        """The stored dims of a head in the order of a step. Empty where that is the stored one."""
+        head_dim = self.head_dim or self.dim
+        if self.dim == head_dim and not self.interleaved:
+            return ()
+        first = range(0, self.dim, 2) if self.interleaved else range(self.dim // 2)
+        second = range(1, self.dim, 2) if self.interleaved else range(self.dim // 2, self.dim)
+        middle = (self.dim + head_dim) // 2
+        return (*first, *range(self.dim, middle), *second, *range(middle, head_dim))
 
     def max_length(self, max_positions: int) -> int:
         """Tokens to which the variant extends `max_positions`."""
@@ -91,7 +109,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> R
     theta = float(params.get("rope_theta") or config.get("rope_theta") or 10000.0)
     key = "original_max_position_embeddings"
     original = config.get(key) or params.get(key)
-    base = RopeSpec(variant, int(head_dim * partial), theta)
+    base = RopeSpec(variant, int(head_dim * partial), theta, head_dim)
     if variant == "default":
         return base
     return _extended(base, params, max_positions, int(original or max_positions))
@@ -226,10 +244,11 @@ class RopeTable:
         self._device = device
         self._dtype = dtype
         self._frequencies = inverse_frequencies(spec)
-        self._cos = self._sin = torch.empty(0, spec.dim // 2, dtype=dtype, device=device)
+        self._num_still = (spec.head_dim or spec.dim) // 2 - spec.dim // 2
+        self._cos = self._sin = torch.empty(0, spec.dim // 2 + self._num_still, dtype=dtype, device=device)
 
     def cos_sin(self, positions: torch.Tensor, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cos and sin of `positions` [T], each [T, dim / 2]. No position exceeds `max_position`."""
+        """The cos and sin of `positions` [T], each [T, head_dim / 2]. No position exceeds `max_position`."""
         self.extend_to(max_position)
         look_up, dtype = self._look_up, self._dtype
         return look_up(self._cos, positions, dtype), look_up(self._sin, positions, dtype)
@@ -241,8 +260,10 @@ class RopeTable:
         length = max(_FIRST_TABLE, 1 << max_position.bit_length())
         angles = self._angles(torch.arange(length, dtype=torch.float32))
         scale = self._spec.attention_factor
-        self._cos = (angles.cos() * scale).to(self._device, self._dtype)
-        self._sin = (angles.sin() * scale).to(self._device, self._dtype)
+        still = angles.new_ones(length, self._num_still)
+        cos = torch.cat([angles.cos() * scale, still], dim=1)
+        sin = torch.cat([angles.sin() * scale, still - 1], dim=1)
+        self._cos, self._sin = cos.to(self._device, self._dtype), sin.to(self._device, self._dtype)
 
     def _angles(self, positions: torch.Tensor) -> torch.Tensor:
         spec = self._spec

@@ -23,10 +23,14 @@ EMBEDDING = "embed.weight"
 
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
-    """One tensor of the checkpoint; pieces are stacked along their first dimension."""
+    """One tensor of the checkpoint; pieces are stacked along their first dimension. Row i of each of its
+    first `num_reordered` heads is row `head_order[i]` of the stored head.
+    """
 
     name: str
     shape: tuple[int, ...]
+    num_reordered: int = 0
+    head_order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,10 @@ def _named_pieces(spec: ModelSpec) -> Plan:
 def _layer_pieces(spec: ModelSpec, index: int) -> Plan:
     names, hidden, inner = spec.names, spec.hidden_size, spec.intermediate_size
     ours, theirs = f"layers.{index}.", f"{names.root}layers.{index}."
+    rope, heads = spec.ropes[index], (spec.num_heads, spec.num_kv_heads)
+    order = rope.head_order if rope is not None else ()
     qkv = _stacked(theirs, names.qkv, (spec.query_size, spec.kv_size, spec.kv_size))
+    turned = (*heads, 0) if len(qkv) > 1 else (sum(heads),)
     up = _stacked(theirs, names.up, (inner,) * (1 + spec.gated_mlp))
     norm_dims = (spec.head_dim,) * 2 if spec.qk_norm == "head" else (spec.query_size, spec.kv_size)
     if spec.norm_place != "output":
@@ -95,9 +102,9 @@ def _layer_pieces(spec: ModelSpec, index: int) -> Plan:
     if spec.latent is not None:
         yield from _latent(spec, spec.latent, ours, theirs + "self_attn.")
     else:
-        yield from _linear(ours + "qkv", qkv, hidden, bias=spec.qkv_bias)
+        yield from _linear(ours + "qkv", qkv, hidden, bias=spec.qkv_bias, turned=turned, order=order)
     for part, dim in zip("qk" if spec.qk_norm else "", norm_dims, strict=False):
-        piece = WeightPiece(f"{theirs}self_attn.{part}_norm.weight", (dim,))
+        piece = WeightPiece(f"{theirs}self_attn.{part}_norm.weight", (dim,), dim // spec.head_dim, order)
         yield f"{ours}{part}_norm.weight", (piece,)
     if spec.attention_sinks:
         yield ours + "sinks", (WeightPiece(theirs + "self_attn.sinks", (spec.num_heads,)),)
@@ -146,11 +153,19 @@ def _latent(spec: ModelSpec, latent: LatentSpec, ours: str, attn: str) -> Plan:
     yield from _linear(ours + "kv_up", [(attn + "kv_b_proj", kv_size)], latent.rank)
 
 
-def _linear(ours: str, rows: list[tuple[str, int]], columns: int, *, bias: bool = False) -> Plan:
-    """A matrix of these pieces, each with its rows, or a table."""
-    yield ours + ".weight", tuple(WeightPiece(name + ".weight", (size, columns)) for name, size in rows)
-    if bias:
-        yield ours + ".bias", tuple(WeightPiece(name + ".bias", (size,)) for name, size in rows)
+def _linear(
+    ours: str, rows: list[tuple[str, int]], columns: int, *, bias: bool = False, turned: Sequence[int] = (),
+    order: tuple[int, ...] = (),
+) -> Plan:  # fmt: skip
+    """A matrix of these pieces, each with its rows, or a table. `turned` heads of each are reordered."""
+    for kind, inputs in (("weight", (columns,)), ("bias", ())) if bias else (("weight", (columns,)),):
+        yield (
+            f"{ours}.{kind}",
+            tuple(
+                WeightPiece(f"{name}.{kind}", (size, *inputs), num_heads, order)
+                for (name, size), num_heads in zip(rows, turned or (0,) * len(rows), strict=True)
+            ),
+        )
 
 
 def _norm(spec: ModelSpec, ours: str, theirs: str) -> Plan:

@@ -92,12 +92,19 @@ def smollm3(name: str, config: Config) -> ModelSpec:
 
 
 def granite(name: str, config: Config) -> ModelSpec:
-    """Granite 3 and 4 dense: Llama with multipliers."""
+    """Granite 3 and 4 dense: Llama with multipliers.
+
+    That of sublayers' outputs is in the others: a residual stream x / r with norms of eps / r^2 gives the
+    same sums and the same norms, and nothing is left to multiply in a layer.
+    """
+    residual = config.get("residual_multiplier", 1.0)
+    if residual <= 0:
+        raise UnsupportedModelError(f"config.json: residual_multiplier must be positive, got {residual}")
     bias = bool(config.get("attention_bias", False))
     return llama_like(
         name, config, qkv_bias=bias, out_bias=bias, mlp_bias=bool(config.get("mlp_bias", False)),
-        embed_scale=config.get("embedding_multiplier", 1.0),
-        residual_scale=config.get("residual_multiplier", 1.0),
+        embed_scale=config.get("embedding_multiplier", 1.0) / residual,
+        norm_eps=config.get("rms_norm_eps", 1e-6) / residual**2,
         attention_scale=config.get("attention_multiplier", 1.0),
-        head_scale=1.0 / config.get("logits_scaling", 1.0),
+        logit_scale=1.0 / config.get("logits_scaling", 1.0),
     )  # fmt: skip

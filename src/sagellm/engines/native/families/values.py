@@ -37,6 +37,7 @@ def llama_like(name: str, config: Config, **wiring: Any) -> ModelSpec:
         "windows": (None,) * layers,
         "num_kv_heads": config.get("num_key_value_heads") or heads,
         "tied": bool(config.get("tie_word_embeddings", False)),
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
     }
     return ModelSpec(
         architecture=name,
@@ -54,7 +55,6 @@ def llama_like(name: str, config: Config, **wiring: Any) -> ModelSpec:
         embed_dim=hidden,
         activation=config.get("hidden_act", "silu"),
         dtype=dtype_of(config),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
         **(values | wiring),
     )
 
