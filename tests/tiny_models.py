@@ -14,7 +14,9 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
@@ -165,6 +167,14 @@ def _mixtral(**changes: Any) -> PreTrainedModel:
     return MixtralForCausalLM(MixtralConfig(**(_SHAPE | {"num_local_experts": 4} | changes)))
 
 
+def _gemma3_with_images() -> PreTrainedModel:
+    text = _SHAPE | {"num_hidden_layers": 4, "sliding_window": 12, "layer_types": [SLIDING, FULL] * 2}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
+    vision |= {"num_hidden_layers": 1, "num_attention_heads": 1}
+    images = {"vision_config": vision, "mm_tokens_per_image": 4, "image_token_index": VOCAB}
+    return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, **images))
+
+
 TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": _llama,
     "llama-head80-tied": lambda: _llama(head_dim=80, hidden_size=64, tie_word_embeddings=True),
@@ -235,6 +245,7 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "glm4": lambda: Glm4ForCausalLM(Glm4Config(**(_SHAPE | {"attention_bias": False}))),
     "gemma2": lambda: _gemma(Gemma2Config, Gemma2ForCausalLM),
     "gemma3": lambda: _gemma(Gemma3TextConfig, Gemma3ForCausalLM, num_hidden_layers=7, num_key_value_heads=1),
+    "gemma3-text-part": _gemma3_with_images,
     "gemma3-rope-linear": lambda: _gemma(
         Gemma3TextConfig, Gemma3ForCausalLM, tie_word_embeddings=False, layer_types=[FULL, SLIDING] * 2,
         rope_parameters={

@@ -121,6 +121,7 @@ class ConfigJson(_StrictModel):
     layer_norm_elementwise_affine: bool | None = None
     remove_final_layer_norm: bool | None = Field(default=None, alias="_remove_final_layer_norm")
     eos_token_id: TokenIds = None
+    text_config: ConfigJson | None = None
     quantization_config: dict[str, Any] | None = None
     compression_config: dict[str, Any] | None = None
 

@@ -85,7 +85,7 @@ def _named_pieces(spec: ModelSpec) -> Plan:
     if embed != hidden:
         yield from _linear("project_out", [(root + "project_out", embed)], hidden)
     if not spec.tied:
-        yield from _linear("head", [("lm_head", spec.vocab_size)], embed)
+        yield from _linear("head", [(names.head, spec.vocab_size)], embed)
 
 
 def _layer_pieces(spec: ModelSpec, index: int) -> Plan:
@@ -178,6 +178,7 @@ def _norm(spec: ModelSpec, ours: str, theirs: str) -> Plan:
 _SHOWN = 4
 _HARMLESS = ("rotary_emb.inv_freq", ".masked_bias", "decoder.version", "lm_head.weight")
 """Constants that can be computed, and the head of a model with a tied head."""
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
 log = logging.getLogger("sagellm.weights")
 
 
@@ -232,7 +233,9 @@ def _check_unused(pieces: Iterable[WeightPiece], checkpoint: Checkpoint, used: s
             f"{checkpoint.folder} has {_few(wrong)}, not zero, for modules that have no bias by config.json: "
             "correct that (architectures, attention_bias, mlp_bias, enable_bias), or take the biases out"
         )
-    others = [name for name in unused if name not in biases]
+    others = [name for name in unused if name not in biases and not name.startswith(_OF_IMAGES)]
+    if any(name.startswith(_OF_IMAGES) for name in unused):
+        log.warning("images are not read: %s has tensors for them, which are left out", checkpoint.folder)
     if others:
         log.warning("not used, config.json describes a model without: %s", _few(others))
 
