@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def of(architecture: str, **changes: Any) -> dict[str, Any]:
 
 
 def thetas(spec: ModelSpec) -> list[float | None]:
-    return [rope and rope.theta for rope in spec.ropes]
+    return [None if rope is None else rope.theta for rope in spec.ropes]
 
 
 def test_olmo() -> None:
@@ -46,10 +47,8 @@ def test_phi() -> None:
     """What decides between the factors of LongRoPE is the longest sequence of the engine."""
     spec = read_spec(of("Phi3", original_max_position_embeddings=512, rope_scaling=LONG))
     assert spec.max_model_len == 4096
-    assert [spec.for_length(length).ropes[0] for length in (512, 513)] == [
-        rope and rope.for_length(length) for length, rope in ((512, spec.ropes[0]), (513, spec.ropes[1]))
-    ]
-    assert [rope.is_long for rope in spec.for_length(513).ropes if rope] == [True] * 4
+    for length, is_long in ((512, False), (513, True)):
+        assert [rope and rope.is_long for rope in spec.for_length(length).ropes] == [is_long] * 4
     partial = read_spec(of("Phi3", partial_rotary_factor=0.5)).ropes[0]
     assert partial is not None
     assert partial.head_order == (0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15)
@@ -133,12 +132,10 @@ def test_images_are_not_read_and_that_is_said(tmp_path: Path, caplog: pytest.Log
         (of("Glm", head_dim=30), "even head_dim"),
         (of("Granite", residual_multiplier=0.0), "residual_multiplier must be positive"),
         (of("Granite", logits_scaling=-2.0), "logit_scale must be positive"),
-        (of("Gemma2", query_pre_attn_scalar=0), "query_pre_attn_scalar must be positive"),
         (of("Gemma2", hidden_activation="swiglu"), "swiglu.*gelu"),
         (of("Gemma3", use_bidirectional_attention=True), "does not generate text"),
         (of("Gemma3", sliding_window_pattern=2, rope_scaling={"type": "spiral"}), "spiral.*linear"),
         (of("Gemma4"), "Gemma4ForCausalLM.*Gemma3ForCausalLM"),
-        (of("Granite", num_attention_heads=3), "head"),
     ],
 )
 def test_refusals(config: dict[str, Any], words: str) -> None:
@@ -158,8 +155,6 @@ def test_refusals(config: dict[str, Any], words: str) -> None:
     ],
 )
 def test_values_of_the_wrong_kind_are_named(wrong: dict[str, Any], tmp_path: Path) -> None:
-    import json
-
     (tmp_path / "config.json").write_text(json.dumps(of("Llama", **wrong)), encoding="utf-8")
     with pytest.raises(ModelError, match=next(iter(wrong))):
         read_config(tmp_path)
