@@ -109,6 +109,14 @@ _LATENT: dict[str, Any] = {
 }
 
 
+_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+}
+
+
 def _deepseek2(**changes: Any) -> PreTrainedModel:
     return DeepseekV2ForCausalLM(DeepseekV2Config(**(_LATENT | changes)))
 
@@ -205,6 +213,12 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "deepseek2": _deepseek2,
     "deepseek2-lite": lambda: _deepseek2(q_lora_rank=None, v_head_dim=40),
+    "deepseek2-moe": lambda: _deepseek2(**_EXPERTS, first_k_dense_replace=0, q_lora_rank=None),
+    "deepseek2-moe-groups": lambda: _deepseek2(
+        **_EXPERTS, first_k_dense_replace=0, topk_method="group_limited_greedy", n_group=4, topk_group=2,
+        routed_scaling_factor=3.0,
+    ),
+    "deepseek3-moe-groups": lambda: _deepseek3(**_EXPERTS, n_group=4, topk_group=2, first_k_dense_replace=1),
     "deepseek3-yarn": lambda: _deepseek3(
         max_position_embeddings=512,
         rope_parameters={
@@ -270,6 +284,9 @@ def make_tiny(name: str, seed: int = 0) -> PreTrainedModel:
                 parameter.copy_(0.1 * noise + (norm if "norm" in key and key.endswith("weight") else 0.0))
             else:
                 parameter.copy_(noise * (1.2 / parameter.shape[1] ** 0.5))
+        for key, buffer in model.named_buffers():
+            if key.endswith("correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model.float().eval()
 
 

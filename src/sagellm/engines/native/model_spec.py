@@ -51,6 +51,7 @@ class TensorNames:
     experts: str = "mlp.experts"
     expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    shared_experts: str = "mlp.shared_experts"
 
 
 NORM_PLACES = ("input", "residual", "output", "both")

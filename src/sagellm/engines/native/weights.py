@@ -50,7 +50,7 @@ class Parameter:
 def parameters(spec: ModelSpec) -> list[Parameter]:
     """All parameters of a model of this shape, in the forward pass's order. Names: `embed`, `positions`,
     `project_in`, `layers.I.{attn_norm,qkv,q_norm,k_norm,out,mlp_norm,up,down}`, `final_norm`, `project_out`,
-    with experts `layers.I.{router,experts.E.{up,down}}` for up and down,
+    with experts `layers.I.{router,experts.E.{up,down}}`, and up and down if a part is shared by all tokens,
     `head`; each followed by `.weight` or `.bias`. `layers.I.sinks` are vectors of logits.
     Latent attention has `query_norm`, `query_up`, `kv_norm` and `kv_up` in place of q_norm and k_norm.
     """
@@ -126,12 +126,22 @@ def _layer_pieces(spec: ModelSpec, index: int) -> Plan:
 def _expert_pieces(spec: ModelSpec, ours: str, theirs: str) -> Plan:
     names, experts = spec.names, spec.experts
     assert experts is not None
+    shared = experts.shared_width
     yield from _linear(ours + "router", [(theirs + names.router, experts.count)], spec.hidden_size)
     for number in range(experts.count):
         module, mine = f"{theirs}{names.experts}.{number}.", f"{ours}experts.{number}."
         up = [(module + name, experts.width) for name in names.expert_up]
         yield from _linear(mine + "up", up, spec.hidden_size)
         yield from _linear(mine + "down", [(module + names.expert_down, spec.hidden_size)], experts.width)
+    if experts.is_corrected:
+        bias = WeightPiece(f"{theirs}{names.router}.e_score_correction_bias", (experts.count,))
+        yield ours + "router.correction", (bias,)
+    if shared:
+        module = f"{theirs}{names.shared_experts}."
+        up = [(module + name, shared) for name in names.expert_up]
+        yield from _linear(ours + "up", up, spec.hidden_size, bias=spec.mlp_bias)
+        down = [(module + names.expert_down, spec.hidden_size)]
+        yield from _linear(ours + "down", down, shared, bias=spec.mlp_bias)
 
 
 def _stacked(layer: str, names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, int]]:
