@@ -50,7 +50,7 @@ def attended(planner: AttentionPlanner, kv: PagedKV) -> torch.Tensor:
     generator, dtype = torch.Generator().manual_seed(3), kv.keys[0].dtype
     weight = torch.randn(HEADS * (SPEC.nope_dim + SPEC.value_dim), SPEC.rank, generator=generator).to(dtype)
     norm = torch.rand(SPEC.rank, generator=generator).to(dtype)
-    layer = LatentLayer.of(SPEC, 1e-6, None, None, norm, Dense(weight))
+    layer = LatentLayer.of(SPEC, 1e-6, None, None, None, norm, Dense(weight))
     projected = torch.randn(21, HEADS * SPEC.key_dim + SPEC.width, generator=generator).to(dtype)
     slots = torch.tensor(
         [s.block_ids[p // 4] * 4 + p % 4 for s in decode + prefill for p in range(s.start, s.end)]
@@ -112,9 +112,16 @@ def test_absorbed_weights_are_those_of_a_quantized_matrix(bits: int, tmp_path: P
         torch.testing.assert_close((latent @ own.absorb_value)[:, 0], value, atol=slack, rtol=slack)
 
 
-def test_biases_of_attention_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="with attention_bias is not supported"):
-        read_spec({**DEEPSEEK, "attention_bias": True})
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "with experts is not supported: first_k_dense_replace is 3 of 4 layers"),
+        ({"num_hidden_layers": 3, "attention_bias": True}, "with attention_bias is not supported"),
+    ],
+)
+def test_what_is_not_supported_is_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        read_spec({**DEEPSEEK, "num_hidden_layers": 4, **changes})
 
 
 def test_defaults_are_those_of_the_family() -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from sagellm.core.protocols.fusion import Matrix, Scores
+from sagellm.core.protocols.fusion import FusedKernel, Matrix, Scores
 from sagellm.engines.native.attention import AttentionPlan, PrefillPlan, Span, attend, attend_chunk
 from sagellm.engines.native.kv_cache import PagedKV
 from sagellm.engines.native.latent_spec import LatentSpec
@@ -43,11 +43,13 @@ class LatentLayer:
 
     `query_up` gives the heads' queries from a normed latent query; None where the first projection does.
     `kv_up` [heads x (nope_dim + value_dim), rank] gives keys and values. `absorb_key` [heads, nope_dim, rank]
-    and `absorb_value` [heads, rank, value_dim] are the same weights.
+    and `absorb_value` [heads, rank, value_dim] are the same weights. `add_rms_norm` does the norms, if there
+    is such a kernel.
     """
 
     spec: LatentSpec
     eps: float
+    add_rms_norm: FusedKernel | None
     query_norm: torch.Tensor | None
     query_up: Matrix | None
     kv_norm: torch.Tensor
@@ -57,15 +59,15 @@ class LatentLayer:
 
     @classmethod
     def of(
-        cls, spec: LatentSpec, eps: float, query_norm: torch.Tensor | None, query_up: Matrix | None,
-        kv_norm: torch.Tensor, kv_up: Matrix,
+        cls, spec: LatentSpec, eps: float, add_rms_norm: FusedKernel | None, query_norm: torch.Tensor | None,
+        query_up: Matrix | None, kv_norm: torch.Tensor, kv_up: Matrix,
     ) -> LatentLayer:  # fmt: skip
         """The layer with its absorbed weights. They are read off the matrix, whatever form that has."""
         unit = torch.eye(spec.rank, dtype=kv_norm.dtype, device=kv_norm.device)
         weight = kv_up.multiply(unit).t().unflatten(0, (-1, spec.nope_dim + spec.value_dim))
         key, value = weight.split([spec.nope_dim, spec.value_dim], dim=1)
         absorbed = key.contiguous(), value.mT.contiguous()
-        return cls(spec, eps, query_norm, query_up, kv_norm, kv_up, *absorbed)
+        return cls(spec, eps, add_rms_norm, query_norm, query_up, kv_norm, kv_up, *absorbed)
 
     def attend(
         self, plan: AttentionPlan, kv: PagedKV, index: int, projected: torch.Tensor, slots: torch.Tensor,
@@ -78,13 +80,13 @@ class LatentLayer:
         sizes = [projected.shape[1] - spec.width, spec.rank, spec.rope_dim]
         first, latent, shared = torch.split(projected, sizes, dim=1)
         if self.query_up is not None:
-            first = self.query_up.multiply(F.rms_norm(first, first.shape[1:], self.query_norm, self.eps))
+            first = self.query_up.multiply(self._norm(first, self.query_norm))
         heads = first.reshape(len(first), -1, spec.key_dim)
         nope, rope = torch.split(heads, [spec.nope_dim, spec.rope_dim], dim=2)
         rotated = torch.cat([rope, shared[:, None]], dim=1)
         apply_rope(rotated, *angles, interleaved=spec.interleaved)
         rope, shared = rotated[:, :-1], rotated[:, -1]
-        vectors = torch.cat([F.rms_norm(latent, latent.shape[1:], self.kv_norm, self.eps), shared], dim=1)
+        vectors = torch.cat([self._norm(latent, self.kv_norm), shared], dim=1)
         kv.write(index, slots, vectors[:, None])
         if plan.num_absorbed is None:
             return self._attend_absorbed(plan, kv, index, nope, rope, vectors, scores)
@@ -99,6 +101,12 @@ class LatentLayer:
             query = torch.cat([nope[rows], rope[rows]], dim=2)
             output[rows] = self._attend_expanded(chunk, kv, index, query, vectors[rows], scores)
         return output
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        if self.add_rms_norm is not None and x.stride(1) == 1:
+            normed: torch.Tensor = self.add_rms_norm.apply(x, None, weight, self.eps)
+            return normed
+        return F.rms_norm(x, x.shape[1:], weight, self.eps)
 
     def _attend_absorbed(
         self, plan: AttentionPlan, kv: PagedKV, index: int, nope: torch.Tensor, rope: torch.Tensor,

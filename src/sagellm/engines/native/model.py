@@ -88,15 +88,10 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A mixture of experts, and the matrix that chooses among them.
-
-    `correction` is added to scores for the choice; `shared` computes all tokens.
-    """
+    """A mixture of experts, and the matrix that chooses among them."""
 
     router: Linear
-    correction: torch.Tensor | None
     experts: Sequence[Expert]
-    shared: Mlp | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +133,9 @@ class DecoderModel:
         self._project_out = weights.matrices.get("project_out")
         self.kinds = layer_kinds(spec.windows, groups)
         ropes = list(dict.fromkeys(rope for rope in spec.ropes if rope is not None))
-        self._layers = [_layer(spec, weights, i, kind, ropes) for i, kind in enumerate(self.kinds)]
+        self._kernels = usable_glue(kernels, spec, dtype, device)
+        norm = self._kernels.add_rms_norm
+        self._layers = [_layer(spec, weights, i, kind, ropes, norm) for i, kind in enumerate(self.kinds)]
         self._final_norm = _affine(weights, "final_norm", spec.norm_offset, spec.logit_scale)
         self._head = weights.matrices["head"]
         self._activation = _ACTIVATIONS[spec.activation]
@@ -146,7 +143,6 @@ class DecoderModel:
         rows_of = linear.gather if linear is not None and linear.multiplies(dtype, dtype) else look_up
         self._ropes = [RopeTable(rope, device, dtype, rows_of) for rope in ropes]
         self._embed_scale = float(torch.tensor(spec.embed_scale).to(dtype))
-        self._kernels = usable_glue(kernels, spec, dtype, device)
 
     def extend_to(self, max_position: int) -> None:
         """Make the tables for positions up to `max_position` now."""
@@ -226,20 +222,13 @@ class DecoderModel:
 
     def _mlp(self, layer: DecoderLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Stream:
         seen, mlp = self._sublayer_input(x, delta, layer.mlp_norm), layer.mlp
-        delta = self._dense(mlp, seen) if isinstance(mlp, Mlp) else self._mixture(mlp, seen)
+        if isinstance(mlp, Mlp):
+            delta = mlp.down(self._activated(mlp.up(seen)))
+        else:
+            assert self.spec.experts is not None
+            routing = route(self.spec.experts, mlp.router(seen))
+            delta = compute_experts(mlp.experts, routing, seen, self._activated)
         return self._sublayer_output(x, delta, layer.mlp_norm, layer.mlp_out_norm)
-
-    def _dense(self, mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
-        return mlp.down(self._activated(mlp.up(x)))
-
-    def _mixture(self, mlp: Mixture, x: torch.Tensor) -> torch.Tensor:
-        spec = self.spec.experts
-        assert spec is not None
-        wide = torch.promote_types(self._dtype, torch.float32)
-        logits = x.new_empty(len(x), spec.count, dtype=wide)
-        mlp.router.matrix.multiply(x, mlp.router.bias, logits)
-        mixed = compute_experts(mlp.experts, route(spec, logits, mlp.correction), x, self._activated)
-        return mixed if mlp.shared is None else mixed + self._dense(mlp.shared, x)
 
     def _sublayer_input(self, x: torch.Tensor, delta: torch.Tensor | None, norm: NormWeights) -> torch.Tensor:
         """The input of a sublayer; adds `delta` to `x`."""
@@ -317,8 +306,9 @@ def _affine(weights: ModelWeights, name: str, offset: float, factor: float = 1.0
 
 
 def _layer(
-    spec: ModelSpec, weights: ModelWeights, index: int, kind: LayerKind, ropes: Sequence[RopeSpec]
-) -> DecoderLayer:
+    spec: ModelSpec, weights: ModelWeights, index: int, kind: LayerKind, ropes: Sequence[RopeSpec],
+    add_rms_norm: FusedKernel | None,
+) -> DecoderLayer:  # fmt: skip
     def norm(name: str) -> NormWeights:
         return _affine(weights, f"layers.{index}.{name}", spec.norm_offset)
 
@@ -330,26 +320,25 @@ def _layer(
     if spec.has_experts(index) and spec.experts is not None:
         names = [f"layers.{index}.experts.{number}." for number in range(spec.experts.count)]
         matrices = weights.matrices
-        experts = [Expert(matrices[n + "up"], matrices[n + "down"]) for n in names]
-        correction = weights.tensors.get(f"layers.{index}.router.correction")
-        shared = Mlp(linear("up"), linear("down")) if spec.experts.shared_width else None
-        mlp = Mixture(linear("router"), correction, experts, shared)
+        mlp = Mixture(linear("router"), [Expert(matrices[n + "up"], matrices[n + "down"]) for n in names])
     else:
         mlp = Mlp(linear("up"), linear("down"))
     scores, own = _scores(spec, weights.tensors.get(f"layers.{index}.sinks")), spec.ropes[index]
     return DecoderLayer(
         kind, scores, norm("attn_norm"), linear("qkv"), norm("q_norm"), norm("k_norm"),
         linear("out"), norm("attn_out_norm"), norm("mlp_norm"), mlp, norm("mlp_out_norm"),
-        -1 if own is None else ropes.index(own), _latent(spec, weights, index),
+        -1 if own is None else ropes.index(own), _latent(spec, weights, index, add_rms_norm),
     )  # fmt: skip
 
 
-def _latent(spec: ModelSpec, weights: ModelWeights, index: int) -> LatentLayer | None:
+def _latent(
+    spec: ModelSpec, weights: ModelWeights, index: int, add_rms_norm: FusedKernel | None
+) -> LatentLayer | None:
     if spec.latent is None:
         return None
     ours, tensors = f"layers.{index}.", weights.tensors
     return LatentLayer.of(
-        spec.latent, spec.norm_eps, tensors.get(ours + "query_norm.weight"),
+        spec.latent, spec.norm_eps, add_rms_norm, tensors.get(ours + "query_norm.weight"),
         weights.matrices.get(ours + "query_up"), tensors[ours + "kv_norm.weight"],
         weights.matrices[ours + "kv_up"],
     )  # fmt: skip

@@ -55,7 +55,7 @@ void list_tasks(const Attention &job, Task *to, Progress *progress) {
     for (int64_t i = 0; i < job.num_spans; i++) {
         const Span &span = job.spans[i];
         if (span.tokens > 1) continue;
-        const int64_t end = span.start + 1, step = one_token::SPLIT;
+        const int64_t end = span.start + 1, step = one_token::split(job);
         progress[i] = {part, one_token::splits(job, span)};
         part += progress[i].left;
         for (int64_t first = first_key(job, span); first < end; first += step)

@@ -7,10 +7,13 @@
 namespace one_token {
 
 constexpr int64_t TILE = 64;    // keys whose scores are made before their values are read
-constexpr int64_t SPLIT = 128;  // keys of one task
 constexpr int MOST_ROWS = WIDTH == 16 ? 4 : 2;
 constexpr int VECTORS = 4;
 static_assert(TILE % WIDTH == 0 && TILE % 4 == 0, "scores are whole vectors, made four at a time");
+
+// Keys of one task. In latent attention, where values are a part of the keys, a key is one vector for many heads: much
+// to compute, and large sums to combine.
+inline int64_t split(const Attention &job) { return job.values.data == job.keys.data ? 512 : 128; }
 
 // Query rows of one kv head, padded to a size that the kernels have.
 inline int64_t padded_group(const Attention &job) {
@@ -185,7 +188,7 @@ void run(const Attention &job, const Task &task, float *query, Sums sums) {
 
 // The number of tasks of a span of one token.
 inline int64_t splits(const Attention &job, const Span &span) {
-    return (span.start + 1 - job.first_key(span.start) + SPLIT - 1) / SPLIT;
+    return (span.start + 1 - job.first_key(span.start) + split(job) - 1) / split(job);
 }
 
 // Combines the sums over a span's parts, which lie one after the other, into its output. Overwrites the first part.
