@@ -14,7 +14,9 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
@@ -107,6 +109,14 @@ _LATENT: dict[str, Any] = {
 }
 
 
+_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+}
+
+
 def _deepseek2(**changes: Any) -> PreTrainedModel:
     return DeepseekV2ForCausalLM(DeepseekV2Config(**(_LATENT | changes)))
 
@@ -165,6 +175,14 @@ def _mixtral(**changes: Any) -> PreTrainedModel:
     return MixtralForCausalLM(MixtralConfig(**(_SHAPE | {"num_local_experts": 4} | changes)))
 
 
+def _gemma3_with_images() -> PreTrainedModel:
+    text = _SHAPE | {"num_hidden_layers": 4, "sliding_window": 12, "layer_types": [SLIDING, FULL] * 2}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
+    vision |= {"num_hidden_layers": 1, "num_attention_heads": 1}
+    images = {"vision_config": vision, "mm_tokens_per_image": 4, "image_token_index": VOCAB}
+    return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, **images))
+
+
 TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": _llama,
     "llama-head80-tied": lambda: _llama(head_dim=80, hidden_size=64, tie_word_embeddings=True),
@@ -195,6 +213,12 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "deepseek2": _deepseek2,
     "deepseek2-lite": lambda: _deepseek2(q_lora_rank=None, v_head_dim=40),
+    "deepseek2-moe": lambda: _deepseek2(**_EXPERTS, first_k_dense_replace=0, q_lora_rank=None),
+    "deepseek2-moe-groups": lambda: _deepseek2(
+        **_EXPERTS, first_k_dense_replace=0, topk_method="group_limited_greedy", n_group=4, topk_group=2,
+        routed_scaling_factor=3.0,
+    ),
+    "deepseek3-moe-groups": lambda: _deepseek3(**_EXPERTS, n_group=4, topk_group=2, first_k_dense_replace=1),
     "deepseek3-yarn": lambda: _deepseek3(
         max_position_embeddings=512,
         rope_parameters={
@@ -235,6 +259,7 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "glm4": lambda: Glm4ForCausalLM(Glm4Config(**(_SHAPE | {"attention_bias": False}))),
     "gemma2": lambda: _gemma(Gemma2Config, Gemma2ForCausalLM),
     "gemma3": lambda: _gemma(Gemma3TextConfig, Gemma3ForCausalLM, num_hidden_layers=7, num_key_value_heads=1),
+    "gemma3-text-part": _gemma3_with_images,
     "gemma3-rope-linear": lambda: _gemma(
         Gemma3TextConfig, Gemma3ForCausalLM, tie_word_embeddings=False, layer_types=[FULL, SLIDING] * 2,
         rope_parameters={
@@ -259,6 +284,9 @@ def make_tiny(name: str, seed: int = 0) -> PreTrainedModel:
                 parameter.copy_(0.1 * noise + (norm if "norm" in key and key.endswith("weight") else 0.0))
             else:
                 parameter.copy_(noise * (1.2 / parameter.shape[1] ** 0.5))
+        for key, buffer in model.named_buffers():
+            if key.endswith("correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model.float().eval()
 
 

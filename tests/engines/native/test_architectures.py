@@ -125,6 +125,16 @@ def test_length_after_stretching(rope: dict[str, Any], length: int) -> None:
             of("Phi3ForCausalLM", rope_scaling={"type": "su", "short_factor": [1.0], "long_factor": [1.0]}),
             "short_factor must be 8 positive numbers",
         ),
+        (of("DeepseekV3ForCausalLM", n_group=3, first_k_dense_replace=0), "groups have equally many"),
+        (of("DeepseekV3ForCausalLM", n_group=2, topk_group=3, first_k_dense_replace=0), "at most all"),
+        (
+            of("DeepseekV3ForCausalLM", n_group=128, topk_group=2, first_k_dense_replace=0),
+            "2 groups of 2 experts are too few for 8",
+        ),
+        (of("DeepseekV3ForCausalLM", scoring_func="softmax", first_k_dense_replace=0), "'sigmoid' is"),
+        (of("DeepseekV2ForCausalLM", topk_method="noaux_tc"), "'greedy' or 'group_limited_greedy' is"),
+        (of("DeepseekV2ForCausalLM", norm_topk_prob=True), "without it is"),
+        (of("DeepseekV2ForCausalLM"), "no 'num_experts_per_tok'"),
         (of("OPTForCausalLM", num_attention_heads=5, ffn_dim=8), "64.*5 heads"),
     ],
 )

@@ -76,7 +76,9 @@ def generate(backend: RecordingBackend, chunks: tuple[int, ...], requests: list[
 def test_greedy_parity_with_transformers(name: str, tmp_path: Path, tally: Tally) -> None:
     model = save_tiny(tmp_path, name)
     backend = RecordingBackend(tmp_path, num_blocks=64, max_num_seqs=6, block_size=8, threads=1)
-    requests = prompts(tuple(n for n in PROMPT_LENGTHS if n <= model.config.max_position_embeddings))
+    requests = prompts(
+        tuple(n for n in PROMPT_LENGTHS if n <= model.config.get_text_config().max_position_embeddings)
+    )
     expected = [reference(model, prompt, NEW_TOKENS) for prompt in requests]
     for chunks in ((10_000,), (1, 7, 16, 30)):
         for sequence, (tokens, logits) in zip(generate(backend, chunks, requests), expected, strict=True):

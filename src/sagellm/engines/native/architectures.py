@@ -48,7 +48,8 @@ def read_spec(config: Config) -> ModelSpec:
 
 def _architecture_of_type(config: Config) -> str:
     """The architecture of a folder that gives only `model_type`."""
-    by_type = {name.removesuffix("ForCausalLM").lower(): name for name in _READERS}
+    by_type = {name.partition("For")[0].lower(): name for name in _READERS}
+    by_type["gemma3_text"] = "Gemma3ForCausalLM"
     model_type = str(config.get("model_type", "(no architectures in config.json)"))
     return by_type.get(model_type.removesuffix("_text").replace("_", ""), model_type)
 
@@ -70,6 +71,7 @@ _READERS: dict[str, Callable[[str, Config], ModelSpec]] = {
     "GraniteForCausalLM": llama.granite,
     "Gemma2ForCausalLM": gemma.gemma2,
     "Gemma3ForCausalLM": gemma.gemma3,
+    "Gemma3ForConditionalGeneration": gemma.gemma3_text_part,
     "DeepseekV2ForCausalLM": deepseek.deepseek,
     "DeepseekV3ForCausalLM": deepseek.deepseek,
 }

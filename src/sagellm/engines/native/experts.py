@@ -23,8 +23,10 @@ class ExpertSpec:
     """Experts of the layers `layers`: `count` MLPs of width `width`. A token uses `per_token` of them.
 
     `scoring` of the router's logits: "softmax" of all, then the best; "softmax_of_chosen" of the best ones
-    alone; "sigmoid" (DeepSeek-V3), to which a bias is added for the choice. `renormalize`: the chosen
-    weights sum to 1. They are multiplied by `scale`.
+    alone; "sigmoid". With `is_corrected` a bias is added to scores, for the choice alone. Experts lie in
+    `groups`, and are chosen from the `kept_groups` best: a group's score is the sum of its `group_best` best
+    (DeepSeek V2 and V3). `renormalize`: the chosen weights sum to 1. They are multiplied by `scale`. One more
+    MLP, of `shared_width`, computes all tokens; 0 for none.
     """
 
     layers: tuple[bool, ...]
@@ -34,14 +36,30 @@ class ExpertSpec:
     scoring: str = "softmax"
     renormalize: bool = True
     scale: float = 1.0
+    is_corrected: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    group_best: int = 1
+    shared_width: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("count", "per_token", "width"):
+        for name in ("count", "per_token", "width", "groups", "kept_groups"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise UnsupportedModelError(f"config.json: experts: {name} must be positive, got {value!r}")
         if self.per_token > self.count:
             raise UnsupportedModelError(f"config.json: {self.per_token} of {self.count} experts per token")
+        if self.count % self.groups or self.kept_groups > self.groups:
+            raise UnsupportedModelError(
+                f"config.json: {self.kept_groups} of {self.groups} groups of {self.count} experts: groups "
+                "have equally many, and at most all are kept"
+            )
+        size = self.count // self.groups
+        if self.groups > 1 and (size < self.group_best or size * self.kept_groups < self.per_token):
+            raise UnsupportedModelError(
+                f"config.json: {self.kept_groups} groups of {size} experts are too few for {self.per_token} "
+                "per token"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +80,22 @@ def route(spec: ExpertSpec, logits: torch.Tensor, bias: torch.Tensor | None = No
         return Routing(indices, best.softmax(-1) * spec.scale)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = wide.softmax(-1) if spec.scoring == "softmax" else wide.sigmoid()
-    indices = (scores if bias is None else scores + bias).topk(spec.per_token, dim=-1).indices
+    rank = _in_kept_groups(spec, scores if bias is None else scores + bias)
+    indices = rank.topk(spec.per_token, dim=-1).indices
     weights = scores.gather(-1, indices)
     if spec.renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return Routing(indices, (weights * spec.scale).to(logits.dtype))
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return Routing(indices, weights * spec.scale)
+
+
+def _in_kept_groups(spec: ExpertSpec, rank: torch.Tensor) -> torch.Tensor:
+    """`rank` [T, count], minus infinity for experts of other groups than the best."""
+    if spec.groups == 1:
+        return rank
+    by_group = rank.view(len(rank), spec.groups, spec.count // spec.groups)
+    best = by_group.topk(spec.group_best, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best).scatter_(1, best.topk(spec.kept_groups, dim=-1).indices, 1.0)
+    return by_group.masked_fill(kept[..., None] == 0, -torch.inf).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,4 +132,4 @@ def compute_experts(
     total = weighted[:, 0]
     for choice in range(1, per_token):
         total = total + weighted[:, choice]
-    return total
+    return total.to(x.dtype)

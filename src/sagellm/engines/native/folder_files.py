@@ -77,6 +77,14 @@ class ConfigJson(_StrictModel):
     decoder_sparse_step: Size | None = None
     mlp_only_layers: list[int] | None = None
     norm_topk_prob: bool | None = None
+    n_routed_experts: Size | None = None
+    n_shared_experts: Annotated[int, Field(ge=0)] | None = None
+    n_group: Size | None = None
+    topk_group: Size | None = None
+    topk_method: str | None = None
+    scoring_func: str | None = None
+    moe_layer_freq: Size | None = None
+    routed_scaling_factor: Positive | None = None
     num_attention_heads: Size | None = None
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
@@ -121,6 +129,7 @@ class ConfigJson(_StrictModel):
     layer_norm_elementwise_affine: bool | None = None
     remove_final_layer_norm: bool | None = Field(default=None, alias="_remove_final_layer_norm")
     eos_token_id: TokenIds = None
+    text_config: ConfigJson | None = None
     quantization_config: dict[str, Any] | None = None
     compression_config: dict[str, Any] | None = None
 

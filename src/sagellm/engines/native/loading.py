@@ -204,7 +204,10 @@ class WeightLoader:
         return matrix
 
     def _tensor(self, parameter: Parameter) -> torch.Tensor:
-        tensor = torch.empty(parameter.shape, dtype=self.compute_dtype, device=self.device)
+        # Corrections decide between nearly equal scores, which are float32.
+        wide = torch.promote_types(self.compute_dtype, torch.float32)
+        dtype = wide if parameter.name.endswith("correction") else self.compute_dtype
+        tensor = torch.empty(parameter.shape, dtype=dtype, device=self.device)
         self._fill(Dense(tensor), parameter)
         return tensor
 

@@ -88,10 +88,15 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A mixture of experts, and the matrix that chooses among them."""
+    """A mixture of experts, and the matrix that chooses among them.
+
+    `correction` is added to scores for the choice; `shared` computes all tokens.
+    """
 
     router: Linear
+    correction: torch.Tensor | None
     experts: Sequence[Expert]
+    shared: Mlp | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,13 +227,20 @@ class DecoderModel:
 
     def _mlp(self, layer: DecoderLayer, x: torch.Tensor, delta: torch.Tensor | None) -> Stream:
         seen, mlp = self._sublayer_input(x, delta, layer.mlp_norm), layer.mlp
-        if isinstance(mlp, Mlp):
-            delta = mlp.down(self._activated(mlp.up(seen)))
-        else:
-            assert self.spec.experts is not None
-            routing = route(self.spec.experts, mlp.router(seen))
-            delta = compute_experts(mlp.experts, routing, seen, self._activated)
+        delta = self._dense(mlp, seen) if isinstance(mlp, Mlp) else self._mixture(mlp, seen)
         return self._sublayer_output(x, delta, layer.mlp_norm, layer.mlp_out_norm)
+
+    def _dense(self, mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
+        return mlp.down(self._activated(mlp.up(x)))
+
+    def _mixture(self, mlp: Mixture, x: torch.Tensor) -> torch.Tensor:
+        spec = self.spec.experts
+        assert spec is not None
+        wide = torch.promote_types(self._dtype, torch.float32)
+        logits = x.new_empty(len(x), spec.count, dtype=wide)
+        mlp.router.matrix.multiply(x, mlp.router.bias, logits)
+        mixed = compute_experts(mlp.experts, route(spec, logits, mlp.correction), x, self._activated)
+        return mixed if mlp.shared is None else mixed + self._dense(mlp.shared, x)
 
     def _sublayer_input(self, x: torch.Tensor, delta: torch.Tensor | None, norm: NormWeights) -> torch.Tensor:
         """The input of a sublayer; adds `delta` to `x`."""
@@ -320,7 +332,10 @@ def _layer(
     if spec.has_experts(index) and spec.experts is not None:
         names = [f"layers.{index}.experts.{number}." for number in range(spec.experts.count)]
         matrices = weights.matrices
-        mlp = Mixture(linear("router"), [Expert(matrices[n + "up"], matrices[n + "down"]) for n in names])
+        experts = [Expert(matrices[n + "up"], matrices[n + "down"]) for n in names]
+        correction = weights.tensors.get(f"layers.{index}.router.correction")
+        shared = Mlp(linear("up"), linear("down")) if spec.experts.shared_width else None
+        mlp = Mixture(linear("router"), correction, experts, shared)
     else:
         mlp = Mlp(linear("up"), linear("down"))
     scores, own = _scores(spec, weights.tensors.get(f"layers.{index}.sinks")), spec.ropes[index]

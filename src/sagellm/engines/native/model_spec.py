@@ -30,7 +30,9 @@ _POSITIVE = ("attention_scale", "score_softcap", "embed_scale", "logit_scale", "
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """A family's names in its checkpoints, below `root` and below a layer. `qkv` and `up` are stacked; the
+    """A family's names in its checkpoints.
+
+    All but `head` are below `root`; those of a layer are below the layer. `qkv` and `up` are stacked. The
     output norms are there where `ModelSpec.norm_place` has them.
     """
 
@@ -44,10 +46,12 @@ class TensorNames:
     down: str = "mlp.down_proj"
     mlp_out_norm: str = ""
     final_norm: str = "norm"
+    head: str = "lm_head"
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
     expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    shared_experts: str = "mlp.shared_experts"
 
 
 NORM_PLACES = ("input", "residual", "output", "both")

@@ -50,7 +50,7 @@ class Parameter:
 def parameters(spec: ModelSpec) -> list[Parameter]:
     """All parameters of a model of this shape, in the forward pass's order. Names: `embed`, `positions`,
     `project_in`, `layers.I.{attn_norm,qkv,q_norm,k_norm,out,mlp_norm,up,down}`, `final_norm`, `project_out`,
-    with experts `layers.I.{router,experts.E.{up,down}}` for up and down,
+    with experts `layers.I.{router,experts.E.{up,down}}`, and up and down if a part is shared by all tokens,
     `head`; each followed by `.weight` or `.bias`. `layers.I.sinks` are vectors of logits.
     Latent attention has `query_norm`, `query_up`, `kv_norm` and `kv_up` in place of q_norm and k_norm.
     """
@@ -85,7 +85,7 @@ def _named_pieces(spec: ModelSpec) -> Plan:
     if embed != hidden:
         yield from _linear("project_out", [(root + "project_out", embed)], hidden)
     if not spec.tied:
-        yield from _linear("head", [("lm_head", spec.vocab_size)], embed)
+        yield from _linear("head", [(names.head, spec.vocab_size)], embed)
 
 
 def _layer_pieces(spec: ModelSpec, index: int) -> Plan:
@@ -126,12 +126,22 @@ def _layer_pieces(spec: ModelSpec, index: int) -> Plan:
 def _expert_pieces(spec: ModelSpec, ours: str, theirs: str) -> Plan:
     names, experts = spec.names, spec.experts
     assert experts is not None
+    shared = experts.shared_width
     yield from _linear(ours + "router", [(theirs + names.router, experts.count)], spec.hidden_size)
     for number in range(experts.count):
         module, mine = f"{theirs}{names.experts}.{number}.", f"{ours}experts.{number}."
         up = [(module + name, experts.width) for name in names.expert_up]
         yield from _linear(mine + "up", up, spec.hidden_size)
         yield from _linear(mine + "down", [(module + names.expert_down, spec.hidden_size)], experts.width)
+    if experts.is_corrected:
+        bias = WeightPiece(f"{theirs}{names.router}.e_score_correction_bias", (experts.count,))
+        yield ours + "router.correction", (bias,)
+    if shared:
+        module = f"{theirs}{names.shared_experts}."
+        up = [(module + name, shared) for name in names.expert_up]
+        yield from _linear(ours + "up", up, spec.hidden_size, bias=spec.mlp_bias)
+        down = [(module + names.expert_down, spec.hidden_size)]
+        yield from _linear(ours + "down", down, shared, bias=spec.mlp_bias)
 
 
 def _stacked(layer: str, names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, int]]:
@@ -178,6 +188,7 @@ def _norm(spec: ModelSpec, ours: str, theirs: str) -> Plan:
 _SHOWN = 4
 _HARMLESS = ("rotary_emb.inv_freq", ".masked_bias", "decoder.version", "lm_head.weight")
 """Constants that can be computed, and the head of a model with a tied head."""
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
 log = logging.getLogger("sagellm.weights")
 
 
@@ -232,7 +243,9 @@ def _check_unused(pieces: Iterable[WeightPiece], checkpoint: Checkpoint, used: s
             f"{checkpoint.folder} has {_few(wrong)}, not zero, for modules that have no bias by config.json: "
             "correct that (architectures, attention_bias, mlp_bias, enable_bias), or take the biases out"
         )
-    others = [name for name in unused if name not in biases]
+    others = [name for name in unused if name not in biases and not name.startswith(_OF_IMAGES)]
+    if any(name.startswith(_OF_IMAGES) for name in unused):
+        log.warning("images are not read: %s has tensors for them, which are left out", checkpoint.folder)
     if others:
         log.warning("not used, config.json describes a model without: %s", _few(others))
 

@@ -1,0 +1,160 @@
+"""Families of models: what their config.json leaves out, and what is refused, in words that say what runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sagellm.core.errors import ModelError, UnsupportedModelError
+from sagellm.engines.native.architectures import read_config, read_spec
+from sagellm.engines.native.loading import CheckedModel
+from sagellm.engines.native.model_spec import ModelSpec
+from tests.tiny_models import save_tiny
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
+YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
+LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+def of(architecture: str, **changes: Any) -> dict[str, Any]:
+    return {"architectures": [f"{architecture}ForCausalLM"], **SHAPE, **changes}
+
+
+def thetas(spec: ModelSpec) -> list[float | None]:
+    return [None if rope is None else rope.theta for rope in spec.ropes]
+
+
+def test_olmo() -> None:
+    two, three = read_spec(of("Olmo2")), read_spec(of("Olmo3", rope_theta=5e5, rope_scaling=YARN))
+    assert (two.norm_place, two.norm_eps, two.qk_norm, two.num_kv_heads) == ("output", 1e-5, "all", 4)
+    assert three.windows == (4096, 4096, 4096, None)
+    assert [rope and rope.variant for rope in three.ropes] == ["default"] * 3 + ["yarn"]
+    assert thetas(three) == [5e5] * 4
+
+
+def test_phi() -> None:
+    """What decides between the factors of LongRoPE is the longest sequence of the engine."""
+    spec = read_spec(of("Phi3", original_max_position_embeddings=512, rope_scaling=LONG))
+    assert spec.max_model_len == 4096
+    for length, is_long in ((512, False), (513, True)):
+        assert [rope and rope.is_long for rope in spec.for_length(length).ropes] == [is_long] * 4
+    partial = read_spec(of("Phi3", partial_rotary_factor=0.5)).ropes[0]
+    assert partial is not None
+    assert partial.head_order == (0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15)
+
+
+def test_smollm3() -> None:
+    spec = read_spec(of("SmolLM3"))
+    assert thetas(spec) == [2e6, 2e6, 2e6, None]
+    assert spec.tied
+    assert spec.num_kv_heads == 4
+    windowed = read_spec(of("SmolLM3", use_sliding_window=True, sliding_window=9, no_rope_layer_interval=2))
+    assert windowed.windows == (None, 9, None, 9)
+
+
+def test_glm() -> None:
+    spec = read_spec(of("Glm4"))
+    assert (spec.head_dim, spec.num_kv_heads, spec.qkv_bias, spec.out_bias) == (128, 2, True, False)
+    rope = spec.ropes[0]
+    assert rope is not None
+    assert (rope.dim, rope.head_dim) == (64, 128)
+    assert rope.head_order[:3] == (0, 2, 4)
+    assert sorted(rope.head_order) == list(range(128))
+
+
+def test_granite() -> None:
+    """The multiplier of sublayers' outputs is in that of embeddings and in eps."""
+    numbers = {"embedding_multiplier": 12.0, "residual_multiplier": 0.5, "logits_scaling": 8.0}
+    spec = read_spec(of("Granite", attention_multiplier=0.25, rms_norm_eps=1e-5, **numbers))
+    assert (spec.embed_scale, spec.norm_eps, spec.logit_scale, spec.attention_scale) == (
+        24,
+        4e-5,
+        0.125,
+        0.25,
+    )
+
+
+def test_gemma() -> None:
+    two = read_spec(of("Gemma2"))
+    assert (two.windows, two.score_softcap, two.logit_softcap) == ((4096, None) * 2, 50.0, 30.0)
+    assert (two.head_dim, two.attention_scale, two.embed_scale, two.tied) == (256, 0.0625, 8.0, True)
+    uncapped = read_spec(of("Gemma2", attn_logit_softcapping=None, final_logit_softcapping=None))
+    assert (uncapped.score_softcap, uncapped.logit_softcap) == (None, None)
+    three = read_spec(
+        of("Gemma3", sliding_window_pattern=2, rope_scaling={"rope_type": "linear", "factor": 8})
+    )
+    assert three.windows == (4096, None) * 2
+    assert thetas(three) == [1e4, 1e6] * 2
+    assert [rope and rope.factor for rope in three.ropes] == [1.0, 8.0] * 2
+
+
+def test_a_gemma_of_the_hub_gives_little_more_than_its_size() -> None:
+    text = {"hidden_size": 2560, "num_hidden_layers": 34, "intermediate_size": 10240, "sliding_window": 1024}
+    spec = read_spec(
+        {"architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "bfloat16", "text_config": text}
+    )
+    assert (spec.vocab_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (262_208, 8, 4, 256)
+    assert (spec.dtype, spec.windows.count(None), spec.max_model_len) == ("bfloat16", 5, 131_072)
+    assert spec.names.root == "language_model.model."
+
+
+def test_images_are_not_read_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_tiny(tmp_path, "gemma3-text-part")
+    with caplog.at_level(logging.WARNING):
+        CheckedModel.of(tmp_path, "cpu", None, None, None)
+    [record] = [record for record in caplog.records if record.name == "sagellm.weights"]
+    assert record.getMessage().startswith("images are not read")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (of("Olmo2", hidden_act="xielu"), "xielu.*silu"),
+        (of("Olmo3", layer_types=["full_attention"] * 3), "3 layer_types for 4 layers"),
+        (of("Olmo3", layer_types=["linear_attention"] * 4), "linear_attention.*sliding_attention"),
+        (of("Olmo3", rope_parameters={"full_attention": {"rope_type": "spiral"}}), "spiral.*yarn"),
+        (of("Phi3", rope_scaling={**LONG, "long_factor": None}), "longrope.*needs long_factor"),
+        (of("Phi3", rope_scaling={**LONG, "short_factor": [1.0]}), "short_factor must be 8 positive numbers"),
+        (of("Phi3", partial_rotary_factor=1.2), "partial_rotary_factor.*at most 1"),
+        (of("Phi3", partial_rotary_factor=0.2), "even head_dim.*3 of 16"),
+        (of("SmolLM3", no_rope_layers=[1]), "1 no_rope_layers for 4 layers"),
+        (of("Glm", head_dim=30), "even head_dim"),
+        (of("Granite", residual_multiplier=0.0), "residual_multiplier must be positive"),
+        (of("Granite", logits_scaling=-2.0), "logit_scale must be positive"),
+        (of("Gemma2", hidden_activation="swiglu"), "swiglu.*gelu"),
+        (of("Gemma3", use_bidirectional_attention=True), "does not generate text"),
+        (of("Gemma3", sliding_window_pattern=2, rope_scaling={"type": "spiral"}), "spiral.*linear"),
+        (of("Gemma4"), "Gemma4ForCausalLM.*Gemma3ForCausalLM"),
+    ],
+)
+def test_refusals(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        read_spec(config)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rope_scaling": {"type": "longrope", "long_factor": "long"}},
+        {"rope_parameters": {"full_attention": {"rope_theta": "1e6"}}},
+        {"text_config": {"hidden_size": "2560"}},
+        {"query_pre_attn_scalar": -1},
+        {"no_rope_layers": 3},
+        {"residual_multiplier": 0},
+    ],
+)
+def test_values_of_the_wrong_kind_are_named(wrong: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(of("Llama", **wrong)), encoding="utf-8")
+    with pytest.raises(ModelError, match=next(iter(wrong))):
+        read_config(tmp_path)
