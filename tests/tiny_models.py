@@ -22,6 +22,8 @@ from transformers import (
     Glm4ForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -171,6 +173,15 @@ def _qwen3_moe(**changes: Any) -> PreTrainedModel:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**(_SHAPE | shape | changes)))
 
 
+def _gpt_oss(**changes: Any) -> PreTrainedModel:
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0, "truncate": False}
+    shape: dict[str, Any] = {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "num_hidden_layers": 4,
+        "sliding_window": 16, "rope_parameters": rope | {"original_max_position_embeddings": 128},
+    }  # fmt: skip
+    return GptOssForCausalLM(GptOssConfig(**(_SHAPE | shape | changes)))
+
+
 def _mixtral(**changes: Any) -> PreTrainedModel:
     return MixtralForCausalLM(MixtralConfig(**(_SHAPE | {"num_local_experts": 4} | changes)))
 
@@ -233,6 +244,7 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         enable_bias=False, layer_norm_elementwise_affine=False, tie_word_embeddings=False,
         word_embed_proj_dim=64,
     ),
+    "gpt-oss": _gpt_oss,
     "mixtral": _mixtral,
     "mixtral-window": lambda: _mixtral(sliding_window=21, num_experts_per_tok=1),
     "qwen3-moe": _qwen3_moe,

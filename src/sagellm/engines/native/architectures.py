@@ -61,6 +61,7 @@ _READERS: dict[str, Callable[[str, Config], ModelSpec]] = {
     "Qwen3ForCausalLM": llama.qwen3,
     "OPTForCausalLM": opt.opt,
     "MixtralForCausalLM": mixture.mixtral,
+    "GptOssForCausalLM": mixture.gpt_oss,
     "Qwen3MoeForCausalLM": mixture.qwen3_moe,
     "Olmo2ForCausalLM": olmo.olmo2,
     "Olmo3ForCausalLM": olmo.olmo3,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from sagellm.core.errors import UnsupportedModelError
-from sagellm.core.protocols.fusion import Matrix
 
 SCORINGS = ("softmax", "softmax_of_chosen", "sigmoid")
 
@@ -27,6 +26,9 @@ class ExpertSpec:
     `groups`, and are chosen from the `kept_groups` best: a group's score is the sum of its `group_best` best
     (DeepSeek V2 and V3). `renormalize`: the chosen weights sum to 1. They are multiplied by `scale`. One more
     MLP, of `shared_width`, computes all tokens; 0 for none.
+    With `is_stacked` (gpt-oss) a tensor of the checkpoint has all experts of a layer; with `has_bias` router
+    and experts have biases. `swiglu_limit`: the gate is clamped, multiplied by the sigmoid of `swiglu_alpha`
+    times itself, and by the clamped up plus 1.
     """
 
     layers: tuple[bool, ...]
@@ -41,6 +43,10 @@ class ExpertSpec:
     kept_groups: int = 1
     group_best: int = 1
     shared_width: int = 0
+    is_stacked: bool = False
+    has_bias: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
 
     def __post_init__(self) -> None:
         for name in ("count", "per_token", "width", "groups", "kept_groups"):
@@ -100,10 +106,17 @@ def _in_kept_groups(spec: ExpertSpec, rank: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """One expert's matrices: `up` has gate over up, as in a dense MLP."""
+    """One expert's projections: `up` has gate over up, as in a dense MLP."""
 
-    up: Matrix
-    down: Matrix
+    up: Callable[[torch.Tensor], torch.Tensor]
+    down: Callable[[torch.Tensor], torch.Tensor]
+
+
+def clamped_swiglu(wide: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
+    """The activation of gpt-oss, of gate beside up [T, 2 n]."""
+    gate, up = wide.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * gate * (gate * alpha).sigmoid()
 
 
 def compute_experts(
@@ -124,7 +137,7 @@ def compute_experts(
     for expert, count in zip(experts, counts, strict=True):
         if count:
             own = slice(first, first + count)
-            answers[own] = expert.down.multiply(activated(expert.up.multiply(sorted_rows[own])))
+            answers[own] = expert.down(activated(expert.up(sorted_rows[own])))
             first += count
     in_order = torch.empty_like(answers)
     in_order[order] = answers

@@ -85,6 +85,8 @@ class ConfigJson(_StrictModel):
     scoring_func: str | None = None
     moe_layer_freq: Size | None = None
     routed_scaling_factor: Positive | None = None
+    swiglu_limit: Positive | None = None
+    swiglu_alpha: Positive | None = None
     num_attention_heads: Size | None = None
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None

@@ -15,6 +15,7 @@ from typing import Self
 
 import torch
 
+from sagellm.accel.quantization.formats import mxfp4
 from sagellm.core.errors import KernelError, UnsupportedModelError
 from sagellm.core.protocols.engine import Progress
 from sagellm.core.protocols.fusion import KernelSet, LinearKernel, Matrix, QuantizedKernel, StoredMatrix
@@ -230,6 +231,9 @@ class WeightLoader:
         for piece in parameter.pieces:
             codes, order = self.codes(piece), _row_order(piece)
             whole = [] if codes is None else [codes.values().to(self.dtype)]
+            if codes is None and piece.part is not None:
+                stored = self.checkpoint.tensor(piece.name)[piece.part.index].to(self.dtype)
+                whole = [piece.ordered(stored.T if piece.part.is_transposed else stored)]
             if order is not None:
                 whole = [torch.cat(whole or list(self.checkpoint.parts(piece.name, self.dtype)))[order]]
             for part in whole or self.checkpoint.parts(piece.name, self.dtype):
@@ -244,6 +248,8 @@ class WeightLoader:
         `outputs` rows from the stored ones.
         """
         stored, checkpoint = self.quantization.stored, self.checkpoint
+        if piece.part is not None:
+            return self._stacked_codes(piece, outputs)
         if stored is None or not is_quantized(piece, checkpoint, stored):
             return None
         module, shape = piece.name.removesuffix("weight"), (outputs or piece.shape[0], piece.shape[1])
@@ -260,10 +266,24 @@ class WeightLoader:
             checkpoint.release_pages(module + name)
         return matrix
 
+    def _stacked_codes(self, piece: WeightPiece, outputs: int | None) -> QuantizedMatrix | None:
+        """One expert of a tensor that has all. None if it is not in MXFP4."""
+        assert piece.part is not None
+        if piece.name + "_blocks" not in self.checkpoint:
+            return None
+        parts = (
+            self.checkpoint.tensor(piece.name + ending)[piece.part.index][:outputs]
+            for ending in ("_blocks", "_scales")
+        )
+        return mxfp4.expert(*(piece.ordered(part) for part in parts))
+
     def _stored_bytes(self, parameter: Parameter) -> int:
         stored, checkpoint = self.quantization.stored, self.checkpoint
-        names = [name for piece in parameter.pieces for name, _ in stored_tensors(piece, checkpoint, stored)]
-        return sum(checkpoint[name].nbytes for name in names if name in checkpoint)
+        total = 0
+        for piece in parameter.pieces:
+            names = [name for name, _ in stored_tensors(piece, checkpoint, stored) if name in checkpoint]
+            total += sum(checkpoint[name].nbytes for name in names) // (piece.part.count if piece.part else 1)
+        return total
 
 
 def _row_order(piece: WeightPiece) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from sagellm.core.protocols.fusion import FusedKernel, KernelSet, Matrix, Scores
 from sagellm.core.types import KVGroup
 from sagellm.engines.native.attention import AttentionPlan, Span, attend
-from sagellm.engines.native.experts import Expert, compute_experts, route
+from sagellm.engines.native.experts import Expert, clamped_swiglu, compute_experts, route
 from sagellm.engines.native.kv_cache import LayerKind, PagedKV, layer_kinds
 from sagellm.engines.native.latent_attention import LatentLayer, fewer_expanded
 from sagellm.engines.native.loading import ModelWeights
@@ -289,6 +289,9 @@ class DecoderModel:
         kv.write(index, slots, key, value)
 
     def _activated(self, wide: torch.Tensor) -> torch.Tensor:
+        experts = self.spec.experts
+        if experts is not None and experts.swiglu_limit is not None:
+            return clamped_swiglu(wide, experts.swiglu_limit, experts.swiglu_alpha)
         if self._kernels.silu_and_mul is not None:
             product: torch.Tensor = self._kernels.silu_and_mul.apply(wide)
             return product
@@ -330,9 +333,8 @@ def _layer(
 
     mlp: Mlp | Mixture
     if spec.has_experts(index) and spec.experts is not None:
-        names = [f"layers.{index}.experts.{number}." for number in range(spec.experts.count)]
-        matrices = weights.matrices
-        experts = [Expert(matrices[n + "up"], matrices[n + "down"]) for n in names]
+        numbers = range(spec.experts.count)
+        experts = [Expert(linear(f"experts.{n}.up"), linear(f"experts.{n}.down")) for n in numbers]
         correction = weights.tensors.get(f"layers.{index}.router.correction")
         shared = Mlp(linear("up"), linear("down")) if spec.experts.shared_width else None
         mlp = Mixture(linear("router"), correction, experts, shared)

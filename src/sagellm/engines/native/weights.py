@@ -12,9 +12,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from sagellm.accel.quantization.formats import mxfp4
 from sagellm.core.errors import MissingWeightsError, UnsupportedModelError, WeightShapeError
 from sagellm.core.protocols.quantization import StoredTensor, WeightFormat
 from sagellm.engines.native.checkpoint import FLOATS, Checkpoint, TensorEntry
+from sagellm.engines.native.experts import ExpertSpec
 from sagellm.engines.native.latent_spec import LatentSpec
 from sagellm.engines.native.model_spec import ModelSpec
 
@@ -22,15 +26,34 @@ EMBEDDING = "embed.weight"
 
 
 @dataclass(frozen=True, slots=True)
+class StackedPart:
+    """One of `count` experts in a tensor that has them all. Rows are the model's outputs, or columns if
+    `is_transposed`; of a gate and an up that alternate (`alternates`), the gate's come first in the model.
+    """
+
+    index: int
+    count: int
+    is_transposed: bool = False
+    alternates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class WeightPiece:
-    """One tensor of the checkpoint; pieces are stacked along their first dimension. Row i of each of its
-    first `num_reordered` heads is row `head_order[i]` of the stored head.
+    """One tensor of the checkpoint, or a part of one. Pieces are stacked along their first dimension. Row i
+    of each of its first `num_reordered` heads is row `head_order[i]` of the stored head.
     """
 
     name: str
     shape: tuple[int, ...]
     num_reordered: int = 0
     head_order: tuple[int, ...] = ()
+    part: StackedPart | None = None
+
+    def ordered(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of a part in the model's order."""
+        if self.part is None or not self.part.alternates:
+            return rows
+        return torch.cat((rows[::2], rows[1::2]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +150,11 @@ def _expert_pieces(spec: ModelSpec, ours: str, theirs: str) -> Plan:
     names, experts = spec.names, spec.experts
     assert experts is not None
     shared = experts.shared_width
-    yield from _linear(ours + "router", [(theirs + names.router, experts.count)], spec.hidden_size)
+    router = [(theirs + names.router, experts.count)]
+    yield from _linear(ours + "router", router, spec.hidden_size, bias=experts.has_bias)
+    if experts.is_stacked:
+        yield from _stacked_experts(spec, experts, ours, theirs + names.experts)
+        return
     for number in range(experts.count):
         module, mine = f"{theirs}{names.experts}.{number}.", f"{ours}experts.{number}."
         up = [(module + name, experts.width) for name in names.expert_up]
@@ -142,6 +169,20 @@ def _expert_pieces(spec: ModelSpec, ours: str, theirs: str) -> Plan:
         yield from _linear(ours + "up", up, spec.hidden_size, bias=spec.mlp_bias)
         down = [(module + names.expert_down, spec.hidden_size)]
         yield from _linear(ours + "down", down, shared, bias=spec.mlp_bias)
+
+
+def _stacked_experts(spec: ModelSpec, experts: ExpertSpec, ours: str, module: str) -> Plan:
+    sizes = {"up": ("gate_up_proj", 2 * experts.width, spec.hidden_size)}
+    sizes["down"] = ("down_proj", spec.hidden_size, experts.width)
+    for number in range(experts.count):
+        for ending, (name, outputs, inputs) in sizes.items():
+            mine, stored = f"{ours}experts.{number}.{ending}", f"{module}.{name}"
+            alternates = ending == "up"
+            matrix = StackedPart(number, experts.count, is_transposed=True, alternates=alternates)
+            yield mine + ".weight", (WeightPiece(stored, (outputs, inputs), part=matrix),)
+            if experts.has_bias:
+                bias = StackedPart(number, experts.count, alternates=alternates)
+                yield mine + ".bias", (WeightPiece(stored + "_bias", (outputs,), part=bias),)
 
 
 def _stacked(layer: str, names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, int]]:
@@ -270,6 +311,13 @@ def stored_tensors(
     piece: WeightPiece, checkpoint: Checkpoint, stored: WeightFormat | None
 ) -> list[tuple[str, StoredTensor]]:
     """The checkpoint's tensors that make the piece, by name."""
+    part = piece.part
+    if part is not None:
+        if piece.name + "_blocks" in checkpoint:
+            sizes = mxfp4.stored_parts(part.count, *piece.shape)
+            return [(piece.name + ending, tensor) for ending, tensor in sizes.items()]
+        shape = (*reversed(piece.shape),) if part.is_transposed else piece.shape
+        return [(piece.name, StoredTensor((part.count, *shape), tuple(FLOATS)))]
     if stored is None or not is_quantized(piece, checkpoint, stored):
         return [(piece.name, StoredTensor(piece.shape, tuple(FLOATS)))]
     module = piece.name.removesuffix("weight")
