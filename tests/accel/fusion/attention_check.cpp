@@ -83,7 +83,7 @@ bool agrees(const Attention &job, const Span &span, int64_t token, int64_t head,
         const int64_t block = job.tables[span.table + p / job.block_size];
         const int64_t slot = block * job.block_size + p % job.block_size;
         const int64_t slot_head = slot * job.kv_heads + head / job.group();
-        const size_t at = size_t(slot_head * dim), value_at = size_t(slot_head * value_dim);
+        const size_t at = size_t(slot_head * dim), value_at = size_t(slot_head * job.values.head_stride);
         double score = 0.0;
         for (int64_t d = 0; d < dim; d++) score += double(q[d]) * keys.values[at + size_t(d)];
         score *= job.scale;
@@ -109,7 +109,9 @@ bool agrees(const Attention &job, const Span &span, int64_t token, int64_t head,
 bool one(int32_t query_type, int32_t pool_type) {
     const int64_t kv_heads = between(1, 3), group = between(1, 5), dim = between(1, 70), block_size = between(1, 9);
     const int64_t heads = kv_heads * group, num_blocks = between(1, 40), size = kv_heads * dim;
-    const int64_t value_dim = between(0, 1) ? dim : between(1, 70), value_size = kv_heads * value_dim;
+    const bool shared = between(0, 3) == 0;  // values are a part of the keys
+    const int64_t value_dim = shared ? between(1, dim) : between(0, 1) ? dim : between(1, 70);
+    const int64_t value_stride = shared ? dim : value_dim, value_size = kv_heads * value_stride;
     const Scene seen = scene(block_size, num_blocks);
     const int64_t slots = num_blocks * block_size, window = between(0, 1) ? 0 : between(1, 100);
     Numbers query(seen.rows * heads * dim, query_type), keys(slots * size, pool_type), values(slots * value_size, pool_type);
@@ -120,18 +122,19 @@ bool one(int32_t query_type, int32_t pool_type) {
     std::unique_ptr<float[]> sinks(between(0, 1) ? new float[size_t(heads)] : nullptr);
     for (int64_t h = 0; sinks && h < heads; h++) sinks[size_t(h)] = float(between(-40, 40)) / 10;
     const Attention job = {query.bytes.get(), out.get(), {keys.bytes.get(), block_size * size, size, dim},
-                           {values.bytes.get(), block_size * value_size, value_size, value_dim}, tables.get(), seen.spans.data(),
+                           {shared ? keys.bytes.get() : values.bytes.get(), block_size * value_size, value_size,
+                            value_stride}, tables.get(), seen.spans.data(),
                            seen.rows, num_blocks, int64_t(seen.tables.size()), int64_t(seen.spans.size()),
                            heads, kv_heads, dim, value_dim, block_size, window, heads * dim, dim,
                            heads * value_dim, value_dim, sinks.get(), 1.0f / std::sqrt(float(dim)),
                            between(0, 1) ? 0.0f : float(between(1, 50)), query_type, pool_type};
     fill(keys, job, dim, seen);
-    fill(values, job, value_dim, seen);
+    if (!shared) fill(values, job, value_dim, seen);
     if (sagellm_paged_attention(&job, int32_t(between(1, 2))) != DONE) return false;
     for (const Span &span : seen.spans)
         for (int64_t token = 0; token < span.tokens; token++)
             for (int64_t head = 0; head < heads; head++)
-                if (!agrees(job, span, token, head, query, keys, values, out.get())) return false;
+                if (!agrees(job, span, token, head, query, keys, shared ? keys : values, out.get())) return false;
     return true;
 }
 

@@ -127,6 +127,15 @@ def test_lengths(kernel: FusedKernel, start: int) -> None:
     compare(kernel, scene([(start, 1), (start // 2, 1)], block_size=16))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("start", [0, 511, 512, 1100])
+def test_latent_vectors(kernel: FusedKernel, start: int, dtype: torch.dtype) -> None:
+    """Values that are a part of the keys of one KV head: tasks of 512 keys."""
+    made = scene([(start, 1), (start // 3, 7)], heads=16, kv_heads=1, dim=576, dtype=dtype, pool_dtype=dtype)
+    made.values, made.scores = made.keys[..., :512], Scores(192**-0.5)
+    compare(kernel, made)
+
+
 def test_a_long_prompt_and_chunks_of_it(kernel: FusedKernel) -> None:
     whole = scene([(0, 700)], heads=6, kv_heads=2, block_size=16)
     expected = compare(kernel, whole)

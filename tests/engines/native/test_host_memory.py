@@ -50,9 +50,11 @@ def test_wrong_sizes_are_refused_before_anything_is_taken(
         backend(tmp_path, size)
 
 
-def test_blocks_go_there_and_come_back_as_they_were() -> None:
+@pytest.mark.parametrize("value_dim", [None, 5])
+def test_blocks_go_there_and_come_back_as_they_were(value_dim: int | None) -> None:
     torch.manual_seed(0)
-    kv = PagedKV(2, 4, 4, 2, 8, torch.device("cpu"), torch.float32, num_host_blocks=2)
+    cpu = torch.device("cpu")
+    kv = PagedKV(2, 4, 4, 2, 8, cpu, torch.float32, num_host_blocks=2, value_dim=value_dim)
     for pool in (*kv.keys, *kv.values):
         pool.normal_()
     before = [pool.clone() for pool in (*kv.keys, *kv.values)]

@@ -151,7 +151,7 @@ class NativeBackend:
 
     def _measure_returning(self, num_weights: int, *, prefill: bool) -> None:
         """Measure what it costs to resume a preempted request: swap in, or recompute. A token takes 2 FLOPs
-        per parameter, and 4 per layer, head dimension and token in front of it.
+        per parameter, and 2 per layer, dim of keys and values and token in front of it.
         """
         self._host_copy_s = self._prefill_token_s = self._prefill_token_squared_s = 0.0
         spec, clock = self._spec, MonotonicClock()
@@ -164,7 +164,7 @@ class NativeBackend:
             plan = self._lone_prompt(Tokens([0] * num_tokens))  # samples: the token drawn is waited for
             self._prefill_token_s = fastest(lambda: self.execute(plan), 3, clock.now) / num_tokens
             self.execute(ExecutionPlan(0, left=(0,)))
-            attention_share = 4 * spec.num_layers * spec.num_heads * spec.head_dim / (2 * num_weights)
+            attention_share = spec.num_layers * spec.num_heads * spec.prompt_head_dims / num_weights
             self._prefill_token_squared_s = self._prefill_token_s * attention_share
 
     def _load(

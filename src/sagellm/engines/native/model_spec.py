@@ -166,6 +166,11 @@ class ModelSpec:
         return self.num_heads * (self.latent.value_dim if self.latent else self.head_dim)
 
     @property
+    def prompt_head_dims(self) -> int:
+        """Dims of a head's key and value together, as long prompts compute them."""
+        return self.latent.key_dim + self.latent.value_dim if self.latent else 2 * self.head_dim
+
+    @property
     def value_dim(self) -> int | None:
         """The leading numbers of a cached key that are its value. None: values lie elsewhere."""
         return self.latent.rank if self.latent else None
