@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def test_random_weights_are_measured_beside_rows_and_gone(
 def test_a_model_by_its_folder(cli: Any, tmp_path: Path) -> None:
     folder, out = tmp_path / "mine", tmp_path / "out.json"
     folder.mkdir()
-    write_model(replace(SHAPES["tiny"], vocab_size=1000, hidden_size=64), folder)
+    write_model(SHAPES["tiny"].changed(vocab_size=1000, hidden_size=64), folder)
     given = ("--model", str(folder), "--only", "b1,long-context", "-o", str(out), "--max-model-len", "300")
     result = cli("bench", "engine", *given, *QUICK)
     assert result.exit_code == 2
@@ -49,7 +48,7 @@ def test_a_model_by_its_folder(cli: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--shape", "XL"], "there is no shape 'XL': use S, M, 8B, tiny"),
+        (["--shape", "XL"], "there is no shape 'XL': use S, M, 8B, tiny, gemma3"),
         (["--shape", "S", "--model", "m"], "leave out --model, or --shape"),
         (["--only", "nope"], "there is no workload 'nope': use cold-start"),
         (["--only", ""], "there is no workload ''"),

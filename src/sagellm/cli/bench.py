@@ -147,7 +147,7 @@ _add_micro(
 @command
 def engine(
     model: str | None = MODEL,
-    shape: str | None = flag("NAME", "Random weights instead of a model: S (184 M), M (596 M), 8B, tiny."),
+    shape: str | None = flag("NAME", "Random weights: S (184 M), M, 8B, tiny, gemma3, qwen3-moe, gpt-oss."),
     only: str | None = flag("NAMES", _ONLY_HELP),
     repeats: int = flag("N", "Times that each workload runs.", 3),
     compare: list[Path] | None = flag("FILE", "Rows of the peers' harness to stand beside; may be repeated."),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -45,7 +44,7 @@ NAMES = [workload.name for workload in SMALL]
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     folder = tmp_path_factory.mktemp("model")
-    write_model(replace(SHAPES["tiny"], vocab_size=1000, hidden_size=64), folder)
+    write_model(SHAPES["tiny"].changed(vocab_size=1000, hidden_size=64), folder)
     wanted = {"model.name": str(folder), "model.max_model_len": 400, "kv.num_blocks": 200}
     return load_config(cli={**wanted, "engine.threads": 1, "engine.kernels": "off"}, environ={}).config
 

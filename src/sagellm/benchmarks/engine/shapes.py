@@ -24,70 +24,72 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a Llama-like decoder. `label` is the harness's name, if it has one."""
+    """A model's config.json. `label` is the harness's name, if it has one."""
 
     label: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    tied: bool = True
+    config: Mapping[str, Any]
 
-    def config(self) -> dict[str, Any]:
-        """Returns the content of config.json."""
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "max_position_embeddings": MAX_POSITIONS,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10_000.0,
-            "tie_word_embeddings": self.tied,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
-            "dtype": "bfloat16",
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        }
+    def changed(self, **config: Any) -> Shape:
+        """The same with other values in config.json."""
+        return Shape(self.label, {**self.config, **config})
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yields every tensor's name and shape; vectors are norms."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        yield "model.embed_tokens.weight", (self.vocab_size, hidden)
-        if not self.tied:
-            yield "lm_head.weight", (self.vocab_size, hidden)
-        yield "model.norm.weight", (hidden,)
-        for i in range(self.num_layers):
-            layer = f"model.layers.{i}."
-            yield layer + "self_attn.q_proj.weight", (query, hidden)
-            yield layer + "self_attn.k_proj.weight", (kv, hidden)
-            yield layer + "self_attn.v_proj.weight", (kv, hidden)
-            yield layer + "self_attn.o_proj.weight", (hidden, query)
-            yield layer + "mlp.gate_proj.weight", (inner, hidden)
-            yield layer + "mlp.up_proj.weight", (inner, hidden)
-            yield layer + "mlp.down_proj.weight", (hidden, inner)
-            yield layer + "input_layernorm.weight", (hidden,)
-            yield layer + "post_attention_layernorm.weight", (hidden,)
+        """Yields every tensor's name and shape, as the family's checkpoints have them."""
+        from sagellm.engines.native.architectures import read_spec
+        from sagellm.engines.native.weights import parameters
+
+        seen: set[str] = set()
+        for parameter in parameters(read_spec(self.config)):
+            for piece in parameter.pieces:
+                if piece.name not in seen:
+                    seen.add(piece.name)
+                    yield piece.name, piece.stored_shape
+
+
+def _llama_like(
+    vocab: int, hidden: int, layers: int, inner: int, heads: int, kv_heads: int, head_dim: int,
+    family: str = "llama", name: str = "Llama", *, tied: bool = True, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "architectures": [f"{name}ForCausalLM"], "model_type": family, "vocab_size": vocab,
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
+        "max_position_embeddings": MAX_POSITIONS, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
+        "tie_word_embeddings": tied, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+        "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, **more,
+    }  # fmt: skip
 
 
 SHAPES: Mapping[str, Shape] = {
-    "S": Shape("S", 32_000, 1024, 12, 3072, 16, 8, 64),
-    "M": Shape("M", 151_936, 1024, 28, 3072, 16, 8, 128),
-    "8B": Shape("8B", 128_256, 4096, 32, 14_336, 32, 8, 128, tied=False),
-    "tiny": Shape("T", 32_000, 256, 2, 512, 4, 2, 64),
-}
-"""Parameters: 184 M; 596 M as Qwen3-0.6B; 8.0 G as Llama-3-8B; 9.4 M for quick tests."""
+    "S": Shape("S", _llama_like(32_000, 1024, 12, 3072, 16, 8, 64)),
+    "M": Shape("M", _llama_like(151_936, 1024, 28, 3072, 16, 8, 128)),
+    "8B": Shape("8B", _llama_like(128_256, 4096, 32, 14_336, 32, 8, 128, tied=False)),
+    "tiny": Shape("T", _llama_like(32_000, 256, 2, 512, 4, 2, 64)),
+    "gemma3": Shape(
+        "gemma3",
+        _llama_like(
+            32_000, 1024, 12, 3072, 8, 4, 128, "gemma3_text", "Gemma3", sliding_window=1024,
+            query_pre_attn_scalar=128, hidden_activation="gelu_pytorch_tanh", sliding_window_pattern=6,
+        ),
+    ),
+    "qwen3-moe": Shape(
+        "qwen3-moe",
+        _llama_like(
+            32_000, 768, 12, 2048, 12, 4, 64, "qwen3_moe", "Qwen3Moe", num_experts=32,
+            num_experts_per_tok=4, moe_intermediate_size=384, norm_topk_prob=True,
+        ),
+    ),
+    "gpt-oss": Shape(
+        "gpt-oss",
+        _llama_like(
+            32_000, 768, 12, 512, 12, 4, 64, "gpt_oss", "GptOss", tied=False, num_local_experts=16,
+            num_experts_per_tok=4, sliding_window=128,
+            rope_parameters={"rope_type": "default", "rope_theta": 150_000.0},
+        ) | {"attention_bias": True},
+    ),
+}  # fmt: skip
+"""Parameters: 184 M; 596 M as Qwen3-0.6B; 8.0 G as Llama-3-8B; 9.4 M for quick tests.
+The last three have the wiring of other families: 183 M, 384 M and 293 M."""
 
 
 def shape_named(name: str) -> Shape:
@@ -99,7 +101,7 @@ def shape_named(name: str) -> Shape:
 def write_model(shape: Shape, folder: Path, seed: int = 0) -> None:
     """Writes the model into the existing `folder`; raises `ConfigError` if the disk fails."""
     try:
-        (folder / "config.json").write_text(json.dumps(shape.config(), indent=1), encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(dict(shape.config), indent=1), encoding="utf-8")
         with (folder / "model.safetensors").open("wb") as file:
             file.write(_header(shape))
             random = np.random.default_rng(seed)

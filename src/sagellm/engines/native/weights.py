@@ -49,6 +49,13 @@ class WeightPiece:
     head_order: tuple[int, ...] = ()
     part: StackedPart | None = None
 
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor, stored plain."""
+        if self.part is None:
+            return self.shape
+        return (self.part.count, *(reversed(self.shape) if self.part.is_transposed else self.shape))
+
     def ordered(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows of a part in the model's order."""
         if self.part is None or not self.part.alternates:
@@ -316,8 +323,7 @@ def stored_tensors(
         if piece.name + "_blocks" in checkpoint:
             sizes = mxfp4.stored_parts(part.count, *piece.shape)
             return [(piece.name + ending, tensor) for ending, tensor in sizes.items()]
-        shape = (*reversed(piece.shape),) if part.is_transposed else piece.shape
-        return [(piece.name, StoredTensor((part.count, *shape), tuple(FLOATS)))]
+        return [(piece.name, StoredTensor(piece.stored_shape, tuple(FLOATS)))]
     if stored is None or not is_quantized(piece, checkpoint, stored):
         return [(piece.name, StoredTensor(piece.shape, tuple(FLOATS)))]
     module = piece.name.removesuffix("weight")
